@@ -1,0 +1,210 @@
+"""State to disk and back. A checkpoint has no layout.
+
+    every rank                     rank 0                            out/
+    slices of flat buffers  -->  whole tensors by global name  -->  step_00000200.pt  <-+ hard link
+    (tp, pp, 16 or 32 bit)       (fp32 masters, Adam's moments)     latest.pt  ---------+
+
+One file holds the whole state under global names: layers numbered through, tied weights once, no
+vocabulary padding. So any layout, and sample.py in one process, loads what any other layout wrote;
+the price is that one host's memory must hold the model once with its two moments.
+
+    format      1
+    step        the last step done            sequences  read so far: the position in the data
+    tokens      read so far                   adam_steps updates done: steps without the skipped
+    config      train.py's flags              model      GPTConfig as a dict
+    tokenizer   its name                      data       fingerprint of what it was trained on
+    scaler      LossScaler.state_dict()
+    parameters, exp_avg, exp_avg_sq           {global name: tensor}
+
+The file appears whole or not at all (written aside, fsync, os.replace), and only plain types and
+tensors are in it: it is read with weights_only=True, which runs no code from the file. A file is a
+zip, whose members carry CRCs; torch.load does not look at them, `verify` does.
+"""
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from model import GPT, GPTConfig
+from parallel import FlatParameters, Grid, flat_numel, local_model
+
+STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+STEP_FILE = re.compile(r"step_(\d{8})\.pt")
+
+
+class Damaged(ValueError):
+    """The file is not a whole checkpoint."""
+
+
+class NoneWhole(RuntimeError):
+    """There are checkpoints, but each is damaged."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Between flat buffers and whole tensors
+# ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gather(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -> dict | None:
+    """{name: {global parameter name: whole CPU tensor}} for the flat tensors `names` of all ranks,
+    on rank 0; None on the others. Every rank must call it.
+
+    The first replica's ranks send their slices one after the other; rank 0 knows the layout of
+    each stage, because it is a function of (config, stage).
+    """
+    whole = {name: {} for name in names}
+    for stage in range(grid.pp):
+        if grid.rank == 0:
+            _, pieces = local_model(cfg, Grid(1, grid.pp, grid.tp, rank=stage * grid.tp))
+        for name in names:
+            mine, slices = getattr(flat, name), []
+            for source in grid.ranks[0, stage].tolist():
+                if grid.rank == source != 0:
+                    dist.send(mine, 0)
+                elif grid.rank == 0:
+                    part = mine
+                    if source != 0:
+                        part = mine.new_empty(flat_numel(pieces, grid.tp))
+                        dist.recv(part, source)
+                    slices.append(part.cpu())
+            if grid.rank == 0:
+                for piece in pieces:
+                    if not piece.copy:
+                        parts = [flat.view(part, piece) for part in slices]
+                        # A copy: views would drag the whole flat tensor into the file.
+                        whole[name][piece.name] = piece.join(parts).clone()
+    return whole if grid.rank == 0 else None
+
+
+def restore(state: dict, flat: FlatParameters) -> None:
+    """Cut this rank's slices out of a loaded checkpoint's whole tensors."""
+    for key, name in STATE.items():
+        flat.load(name, lambda piece, shape: state[key][piece])
+    flat.publish()
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------------------------
+
+
+def step_file(out: Path, step: int) -> Path:
+    return out / f"step_{step:08d}.pt"
+
+
+def save(state: dict, out: Path, keep: int) -> Path:
+    """Write out/step_0000000k.pt, point latest.pt at it, remove all but the newest `keep`.
+
+    Raises OSError if it cannot be written (a full disk); the files before it are then untouched.
+    """
+    path = step_file(out, state["step"])
+    aside = path.with_suffix(".pt.tmp")
+    try:
+        with open(aside, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+        _point_latest(path)
+    except (OSError, RuntimeError) as error:        # torch's zip writer raises RuntimeError
+        aside.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written: {str(error).splitlines()[0]}") from error
+    for old in [p for p in newest_first(out) if STEP_FILE.fullmatch(p.name)][keep:]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def _point_latest(path: Path) -> None:
+    """latest.pt becomes another name of `path`; a copy where the file system has no hard links."""
+    aside = path.with_name("latest.pt.tmp")
+    aside.unlink(missing_ok=True)
+    try:
+        os.link(path, aside)
+    except OSError:
+        shutil.copyfile(path, aside)
+    os.replace(aside, path.with_name("latest.pt"))
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)                            # the names too must survive a power cut
+    finally:
+        os.close(folder)
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------
+
+
+def newest_first(out: Path) -> list[Path]:
+    """Checkpoints of a run, the last written first; latest.pt only where it is no step's file."""
+    found, seen = [], set()
+    files = [p for p in out.glob("*.pt") if STEP_FILE.fullmatch(p.name) or p.name == "latest.pt"]
+    stats = {p: p.stat() for p in files}
+    for path in sorted(files, key=lambda p: (stats[p].st_mtime_ns, p.name), reverse=True):
+        if stats[path].st_ino not in seen:
+            seen.add(stats[path].st_ino)
+            found.append(path)
+    return found
+
+
+def verify(path: Path) -> None:
+    """Read the file once against the zip's CRCs; raises Damaged, or FileNotFoundError."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint {path}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+    except Exception as error:              # a damaged zip raises whatever its bytes suggest
+        raise Damaged(f"{path} is damaged, or no checkpoint: {error}") from error
+    if bad is not None:
+        raise Damaged(f"{path} is damaged: the CRC of {bad} does not match")
+
+
+def load(path: Path) -> dict:
+    """The state in a file whose CRCs were verified, its tensors mapped from disk, not yet read.
+
+    Raises Damaged if it is no checkpoint of ours or holds anything but tensors and plain types.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Damaged(f"{path} is refused: {first}") from error
+    needed = {"format", "step", "sequences", "tokens", "adam_steps", "config", "model",
+              "tokenizer", "data", "scaler", *STATE}
+    if not isinstance(state, dict) or not needed <= set(state) or state["format"] != 1:
+        raise Damaged(f"{path} is not a checkpoint of this project (format 1)")
+    return state
+
+
+def newest_whole(out: Path, passed_over=lambda path, error: None) -> Path:
+    """The newest whole checkpoint of a directory that has some; `passed_over` is told of each
+    damaged one. Raises NoneWhole."""
+    files = newest_first(out)
+    for path in files:
+        try:
+            verify(path)
+            load(path)
+            return path
+        except Damaged as error:
+            passed_over(path, error)
+    raise NoneWhole(f"none of the {len(files)} checkpoints in {out} is whole: move them away to "
+                    f"start over")
+
+
+def load_model(path: Path) -> tuple[GPT, dict]:
+    """A whole model in one process on the CPU, from any layout's file, and the file's state."""
+    verify(path)
+    state = load(path)
+    model = GPT(GPTConfig(**state["model"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = state["parameters"][name]
+            parameter.zero_()[:whole.shape[0]] = whole          # zero: the vocabulary padding
+    return model.eval(), state

@@ -1,0 +1,254 @@
+"""The GPT: a stack of Transformer decoder blocks between an embedding and a head that shares its matrix.
+
+    tokens (B, T) -> Embed -> Block 0 -> ... -> Block L-1 -> Head -> logits (B, T, V), or the loss
+
+    Block:  x = x + attention(norm(x));  x = x + mlp(norm(x))          (pre-LayerNorm, GPT-2)
+
+The shape legend of the whole project:
+    B sequences, T positions, C channels (n_embd), H heads, D channels of a head (C = H * D), V vocabulary
+
+Papers: GPT-2 (Radford et al. 2019, section 2.3) for the architecture and its initialisation, GPT-3 (Brown et al.
+2020, table 2.1) and OPT (Zhang et al. 2022, table 1) for the sizes, PaLM (Chowdhery et al. 2022, appendix B) for the
+count of FLOPs.
+
+This file knows nothing of parallelism and can be lifted out and used alone:
+
+    model = GPT(GPTConfig(vocab_size=257)).initialize(seed=0)
+    loss = model(tokens, targets) / targets.numel()
+
+Four habits let parallel.py cut it into pieces all the same: the number of heads is inferred from the width of the
+projection, and T from its length; the ends of the model may be absent; the head owns the projection and the loss; and
+blocks are kept in a dict by their global number, so a part of the model has the names of the whole.
+"""
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+VOCAB_MULTIPLE = 128    # rows of the token matrix are padded to this: it divides by tp and suits matrix units
+IGNORE = -1             # a target that counts for nothing
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model; the defaults are the size `nano`."""
+    vocab_size: int = 257
+    seq_len: int = 256
+    n_layer: int = 4
+    n_head: int = 4
+    n_embd: int = 128
+    activation: str = "gelu"        # gelu: GPT-2's tanh form; relu: OPT's choice
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        for name in ("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
+        if self.activation not in ("gelu", "relu"):
+            raise ValueError(f"activation {self.activation!r} is neither 'gelu' nor 'relu'")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}: it must be at least 0 and below 1")
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the token matrix in memory; those past vocab_size are never seen outside."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def _sizes(prefix, seq_len, activation, rows):
+    return {prefix + name: dict(seq_len=seq_len, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
+                                activation=activation)
+            for name, n_layer, n_head, n_embd in rows}
+
+
+# GPT-3's table gives XL 24 heads of 128 at width 2048 and 13B a width of 5140: neither divides, so they are 16 and
+# 5120 here. OPT-350m is post-LayerNorm, another architecture, and left out.
+SIZES = {
+    **_sizes("", 256, "gelu", [("nano", 4, 4, 128)]),
+    **_sizes("gpt2", 1024, "gelu", [("", 12, 12, 768), ("-medium", 24, 16, 1024), ("-large", 36, 20, 1280),
+                                    ("-xl", 48, 25, 1600)]),
+    **_sizes("gpt3-", 2048, "gelu", [("125m", 12, 12, 768), ("350m", 24, 16, 1024), ("760m", 24, 16, 1536),
+                                     ("1.3b", 24, 16, 2048), ("2.7b", 32, 32, 2560), ("6.7b", 32, 32, 4096),
+                                     ("13b", 40, 40, 5120), ("175b", 96, 96, 12288)]),
+    **_sizes("opt-", 2048, "relu", [("125m", 12, 12, 768), ("1.3b", 24, 32, 2048), ("2.7b", 32, 32, 2560),
+                                    ("6.7b", 32, 32, 4096), ("13b", 40, 40, 5120), ("30b", 48, 56, 7168),
+                                    ("66b", 64, 72, 9216), ("175b", 96, 96, 12288)]),
+}
+
+
+def seed_of(*what) -> int:
+    """A 63-bit seed that is a pure function of its arguments (ints and strings), on every machine and in every
+    process; Python's own `hash` of a string is not."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little") >> 1
+
+
+def dropout(x: torch.Tensor, p: float, *key) -> torch.Tensor:
+    """F.dropout whose mask is a function of `key` alone, so whoever knows the key can draw it again."""
+    if p == 0:
+        return x
+    torch.manual_seed(seed_of(*key))
+    return F.dropout(x, p)
+
+
+class Embed(nn.Module):
+    """tokens (B, T) -> x (B, T, C): the token's row plus the position's row."""
+
+    def __init__(self, cfg: GPTConfig):
+        super().__init__()
+        self.token = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
+        self.position = nn.Embedding(cfg.seq_len, cfg.n_embd)
+        self.dropout = cfg.dropout
+
+    def forward(self, tokens, key=0):
+        x = self.token(tokens) + self.position.weight[:tokens.shape[1]]         # (B, T, C) + (T, C)
+        return dropout(x, self.dropout if self.training else 0.0, key, "embed")
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention, x (B, T, C) -> (B, T, C).
+
+    q, k and v come out of one matrix product. Its 3C output channels are ordered (3, H, D): all heads of q, then of
+    k, then of v. Whoever cuts the matrix by heads must cut each third on its own.
+    """
+
+    def __init__(self, cfg: GPTConfig):
+        super().__init__()
+        self.head_dim = cfg.n_embd // cfg.n_head
+        self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd)
+        self.proj = nn.Linear(cfg.n_embd, cfg.n_embd)
+        self.dropout = cfg.dropout
+        self.stream = 0         # who holds other heads draws another mask: parallel.py sets it
+
+    def forward(self, x, key=0):
+        qkv = self.qkv(x)                                                       # (B, T, 3 H D)
+        B, T, _ = qkv.shape
+        q, k, v = qkv.view(B, T, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)   # 3 of (B, H, T, D)
+        p = self.dropout if self.training else 0.0
+        if p > 0:
+            torch.manual_seed(seed_of(key, "attention", self.stream))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))                   # (B, H, T, D) -> (B, T, H D)
+
+
+class MLP(nn.Module):
+    """x (B, T, C) -> (B, T, C) through 4C hidden channels."""
+
+    def __init__(self, cfg: GPTConfig):
+        super().__init__()
+        self.up = nn.Linear(cfg.n_embd, 4 * cfg.n_embd)
+        self.down = nn.Linear(4 * cfg.n_embd, cfg.n_embd)
+        self.activation = cfg.activation
+
+    def forward(self, x):
+        h = self.up(x)                                                          # (B, T, 4C)
+        h = F.relu(h) if self.activation == "relu" else F.gelu(h, approximate="tanh")
+        return self.down(h)
+
+
+class Block(nn.Module):
+    """One pre-LayerNorm Transformer block, (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, cfg: GPTConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.norm1 = nn.LayerNorm(cfg.n_embd)
+        self.attn = Attention(cfg)
+        self.norm2 = nn.LayerNorm(cfg.n_embd)
+        self.mlp = MLP(cfg)
+        self.dropout = cfg.dropout
+
+    def forward(self, x, key=0):
+        p = self.dropout if self.training else 0.0
+        key = seed_of(key, "layer", self.layer) if p > 0 else key
+        x = x + dropout(self.attn(self.norm1(x), key), p, key, "attn")
+        return x + dropout(self.mlp(self.norm2(x)), p, key, "mlp")
+
+
+class Head(nn.Module):
+    """Final LayerNorm, projection on the vocabulary by the embedding's own matrix, and loss.
+
+    x (B, T, C) -> logits (B, T, V); given targets (B, T) -> the sum over positions of the cross-entropy in nats, in
+    fp32 or wider. A sum, because sums of microbatches add up whatever their sizes; IGNOREd targets add nothing.
+    """
+
+    def __init__(self, cfg: GPTConfig, weight: nn.Parameter):
+        super().__init__()
+        self.norm = nn.LayerNorm(cfg.n_embd)
+        self.weight = weight                                                    # (padded V, C)
+        self.vocab_size = cfg.vocab_size
+
+    def forward(self, x, targets=None):
+        logits = F.linear(self.norm(x), self.weight)[..., :self.vocab_size]     # padding cut off
+        if targets is None:
+            return logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+class GPT(nn.Module):
+    """The whole model. `embed` and `head` may be set to None and blocks deleted: what is left runs as a stage of a
+    pipeline, from activations (B, T, C) to activations."""
+
+    def __init__(self, cfg: GPTConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.embed = Embed(cfg)
+        self.blocks = nn.ModuleDict({str(i): Block(cfg, i) for i in range(cfg.n_layer)})
+        self.head = Head(cfg, self.embed.token.weight)
+
+    def forward(self, x, targets=None, key=0):
+        """tokens (B, T) -> logits (B, T, V), or the summed loss in nats where targets (B, T) are given.
+
+        `key` (an int) names the batch: in training mode all dropout masks are a function of it.
+        """
+        if self.embed is not None:
+            x = self.embed(x, key)
+        for block in self.blocks.values():
+            x = block(x, key)
+        return x if self.head is None else self.head(x, targets)
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> "GPT":
+        """Fill every parameter by its name; returns the model."""
+        for name, parameter in self.named_parameters():
+            rows = self.cfg.vocab_size if name == "embed.token.weight" else parameter.shape[0]
+            parameter.zero_()[:rows] = initial_value(self.cfg, name, (rows, *parameter.shape[1:]), seed)
+        return self
+
+
+def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
+    """The value at step 0 of the parameter `name`, whole and without padding: fp32 on the CPU.
+
+    A function of (seed, name) alone, so each rank of any layout can make the parameters it holds, one at a time.
+    N(0, 0.02), and for the two projections that write to the residual stream N(0, 0.02 / sqrt(2L)), which keeps the
+    stream's variance independent of depth (GPT-2, section 2.3); biases 0, LayerNorm weights 1.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    residual = name.endswith(("attn.proj.weight", "mlp.down.weight"))
+    std = 0.02 / math.sqrt(2 * cfg.n_layer) if residual else 0.02
+    return torch.empty(shape).normal_(0, std, generator=torch.Generator().manual_seed(seed_of(seed, name)))
+
+
+def parameter_count(cfg: GPTConfig) -> int:
+    """Parameters without padding: V C + T C for the embeddings, 12 C^2 + 13 C a block, 2 C for the last LayerNorm."""
+    C = cfg.n_embd
+    return (cfg.vocab_size + cfg.seq_len) * C + cfg.n_layer * (12 * C * C + 13 * C) + 2 * C
+
+
+def flops_per_token(cfg: GPTConfig) -> int:
+    """Floating-point operations to train on one token: 6 N + 12 L C T (PaLM, appendix B).
+
+    Two (multiply, add) for each parameter forward and four backward; N leaves out the positions, which are only
+    looked up, and counts the tied matrix once, for the head. Attention: q k^T and its product with v cost 4 C T
+    forward a layer and twice that backward, counted in full although half of it is masked.
+    """
+    N = parameter_count(cfg) - cfg.seq_len * cfg.n_embd
+    return 6 * N + 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len

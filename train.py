@@ -1,0 +1,595 @@
+"""The policy of a run: flags, schedules, the loop, logging, when to save and when to stop.
+
+    python train.py                                             # one process
+    torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp is what remains: 2
+
+A step has these phases; `train` shows them on one screen:
+
+    batch       step k reads sequences [position, position + batch size) of a seeded order; the
+                rank only decides which rows of them it reads
+    forward and backward, microbatch by microbatch; gradients add up in a flat fp32 buffer
+    reduce      data-parallel buckets, started during backward; the tied weight's two ends
+    agree       one small all-reduce tells every rank the loss, the gradient norm, whether any
+                gradient overflowed, and whether anyone was asked to stop
+    unscale, clip, AdamW on the masters, or skip all three after an overflow
+    save, then evaluate, then log
+
+Everything a resumed run needs is in the checkpoint: N steps are bit for bit N/2 steps, a stop and
+N/2 more, in the same layout on the CPU. Flags given at the resume win over the stored ones, which
+win over the defaults; layout, precision and paths are never taken from the checkpoint.
+
+Exit status: 0 done, or saved on a signal; 1 the run failed; 2 a user's mistake, told in one line.
+"""
+import argparse
+import dataclasses
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import checkpoint
+from amp import PRECISIONS, LossScaler, clip_factor
+from data import TokenDataset
+from model import IGNORE, SIZES, GPTConfig, flops_per_token, parameter_count, seed_of
+from parallel import (FlatParameters, accumulate, all_reduce, check_layout, gpipe, local_model,
+                      make_grid, run_schedule)
+
+EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over the split
+MAX_SKIPPED = 10            # steps skipped in a row, the scale at its floor, before giving up
+
+# Dense 16-bit FLOP/s of a device by a word of its name (the makers' data sheets).
+PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+
+
+# ---------------------------------------------------------------------------------------------
+# Flags
+# ---------------------------------------------------------------------------------------------
+
+
+def flag(default, help, kind=None, choices=None, low=None, below=None, local=False):
+    """A field of Config: its default, what `--help` says, the numbers it takes (low <= x < below),
+    and whether it is `local` to this start: layout, precision and paths, not in a checkpoint."""
+    return dataclasses.field(default=default, metadata=dict(
+        help=help, kind=kind or type(default), choices=choices, low=low, below=below, local=local))
+
+
+@dataclass(frozen=True)
+class Config:
+    data: str = flag("data/python", "directory of token shards, made by data.py", local=True)
+    out: str = flag("out", "directory for checkpoints and metrics.jsonl", local=True)
+    model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES))
+    n_layer: int = flag(None, "blocks (this and the next four override --model)", int, low=1)
+    n_head: int = flag(None, "attention heads", int, low=1)
+    n_embd: int = flag(None, "channels", int, low=1)
+    seq_len: int = flag(None, "positions", int, low=1)
+    activation: str = flag(None, "gelu or relu", str, choices=["gelu", "relu"])
+    batch_size: int = flag(32, "sequences a step, of the whole job", low=1)
+    micro_batch: int = flag(4, "sequences a microbatch", low=1, local=True)
+    steps: int = flag(600, "steps of the whole run", low=1)
+    lr: float = flag(2e-3, "peak learning rate", low=0)
+    min_lr_ratio: float = flag(0.1, "last learning rate / peak", low=0)
+    warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
+    lr_schedule: str = flag("cosine", "decay: cosine or linear", choices=["cosine", "linear"])
+    weight_decay: float = flag(0.1, "AdamW's, on matrices only", low=0)
+    beta1: float = flag(0.9, "AdamW's first", low=0, below=1)
+    beta2: float = flag(0.95, "AdamW's second", low=0, below=1)
+    clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", low=0)
+    dropout: float = flag(0.0, "on embeddings, attention and residuals", low=0, below=1)
+    tp: int = flag(1, "tensor-parallel ranks", low=1, local=True)
+    pp: int = flag(1, "pipeline stages", low=1, local=True)
+    recompute: bool = flag(False, "make a block's activations again in backward", local=True)
+    dtype: str = flag("fp32", "type of parameters and activations", choices=list(PRECISIONS),
+                      local=True)
+    device: str = flag("auto", "auto: cuda where there is one", choices=["auto", "cpu", "cuda"],
+                       local=True)
+    seed: int = flag(1337, "of the initial weights, the order of the data, dropout", low=0)
+    save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0)
+    keep: int = flag(3, "step files kept", low=1)
+    eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
+    eval_only: bool = flag(False, "evaluate the checkpoint and leave", local=True)
+    resume: str = flag("auto", "auto: the newest whole checkpoint of --out; never; or a file",
+                       local=True)
+
+
+def parse(arguments) -> dict:
+    """The flags that were given, checked one by one; raises ValueError."""
+    parser = argparse.ArgumentParser(description="Train a GPT.", allow_abbrev=False,
+                                     argument_default=argparse.SUPPRESS)
+
+    def refuse(message):
+        raise ValueError(message)
+
+    parser.error = refuse
+    fields = dataclasses.fields(Config)
+    for f in fields:
+        text = f.metadata["help"].replace("%", "%%")
+        if f.default is not None and f.default is not False:
+            text += f" (default {f.default})"
+        how = (dict(action="store_true") if f.metadata["kind"] is bool else
+               dict(type=f.metadata["kind"], choices=f.metadata["choices"],
+                    metavar=f.name.split("_")[-1].upper()))
+        parser.add_argument("--" + f.name.replace("_", "-"), help=text, **how)
+    given = vars(parser.parse_args(arguments))
+    for f in fields:
+        value, low, below = given.get(f.name), f.metadata["low"], f.metadata["below"]
+        if low is not None and value is not None:
+            if not (low <= value < (below or math.inf)):
+                limit = f" and below {below}" if below else ""
+                raise ValueError(f"--{f.name.replace('_', '-')} is {value}: it must be at least "
+                                 f"{low}{limit}")
+    return given
+
+
+SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
+
+
+def model_shape(flags: dict) -> dict:
+    """What the flags say of the model's shape."""
+    named = SIZES[flags["model"]] if "model" in flags else {}
+    return {**named, **{n: flags[n] for n in SHAPE if flags.get(n) is not None}}
+
+
+def settle(given: dict, state: dict | None) -> tuple[Config, dict]:
+    """Command line, then checkpoint, then defaults -> the config and the model's shape (without
+    vocabulary and dropout). Raises ValueError where the command line wants another model."""
+    stored = {}
+    if state is not None:
+        stored = {f.name: state["config"][f.name] for f in dataclasses.fields(Config)
+                  if f.name in state["config"] and not f.metadata["local"]}
+        for name, wanted in model_shape(given).items():
+            if wanted != state["model"][name]:
+                raise ValueError(f"the checkpoint's model has {name} {state['model'][name]}, not "
+                                 f"{wanted}: drop the flag, or use another --out")
+    config = Config(**{**stored, **given})
+    shape = model_shape(vars(config)) if state is None else {n: state["model"][n] for n in SHAPE}
+    return config, shape
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Linear warm-up to `lr` at step warmup_steps, then decay to lr * min_lr_ratio at the last."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    done = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
+    left = 0.5 * (1 + math.cos(math.pi * done)) if config.lr_schedule == "cosine" else 1 - done
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+# ---------------------------------------------------------------------------------------------
+# Mistakes, signals, logging
+# ---------------------------------------------------------------------------------------------
+
+
+def give_up(error, rank: int, status: int = 2):
+    """One line on standard error and exit. The first rank to leave makes torchrun end the others,
+    so these leave rank 0 the time to speak, and speak only if it had nothing to say."""
+    if rank != 0:
+        time.sleep(10)
+    print(f"train.py: {error}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def together(action, rank: int, world: int):
+    """action() on every rank. If it fails on any, all leave, and rank 0 tells the first reason."""
+    failure, result = None, None
+    try:
+        result = action()
+    except (ValueError, OSError, checkpoint.NoneWhole) as error:
+        failure = (str(error), 1 if isinstance(error, checkpoint.NoneWhole) else 2)
+    failures = [failure]
+    if world > 1:
+        failures = [None] * world
+        dist.all_gather_object(failures, failure)
+    failure = next((f for f in failures if f is not None), None)
+    if failure is not None:
+        if rank == 0:
+            print(f"train.py: {failure[0]}", file=sys.stderr, flush=True)
+        if world > 1:
+            dist.barrier()              # nobody leaves before rank 0 has spoken
+        sys.exit(failure[1])
+    return result
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM ask to stop after the step; a second one, two seconds later or more,
+    ends at once (torchrun passes on a Ctrl-C that the terminal has delivered already)."""
+
+    def __init__(self):
+        self.asked = 0.0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle)
+
+    def handle(self, number, frame):
+        if self.asked and time.monotonic() - self.asked > 2:
+            os._exit(1)
+        self.asked = self.asked or time.monotonic()
+
+
+class Metrics:
+    """out/metrics.jsonl, append-only: one object a step, and one with `event` for what happened
+    besides. Only rank 0 writes."""
+
+    def __init__(self, out: Path, rank: int):
+        self.file = None
+        if rank == 0:
+            self.file = open(out / "metrics.jsonl", "a+b", buffering=0)
+            self.file.seek(0)
+            whole = self.file.read().rfind(b"\n") + 1
+            self.file.truncate(whole)                   # a line torn by a crash is cut
+
+    def write(self, **row):
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v
+               for k, v in row.items()}
+        if self.file is not None:
+            self.file.write(json.dumps(row).encode() + b"\n")
+
+
+def clock_time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
+
+
+# ---------------------------------------------------------------------------------------------
+# The run
+# ---------------------------------------------------------------------------------------------
+
+
+class Run:
+    """What a run is made of on this rank, and its verbs: batch, train, evaluate, save."""
+
+    def __init__(self, config: Config, cfg: GPTConfig, grid, device, train_data, val_data, state):
+        self.config, self.cfg, self.grid, self.device = config, cfg, grid, device
+        self.train_data, self.val_data = train_data, val_data
+        self.precision, self.scaler = PRECISIONS[config.dtype], LossScaler()
+        self.model, pieces = local_model(cfg, grid, config.recompute)
+        self.flat = FlatParameters(pieces, grid, self.precision.compute, self.precision.master,
+                                   device)
+        self.step = self.sequences = self.tokens = self.adam_steps = 0
+        if state is None:
+            self.flat.initialize(cfg, config.seed)
+        else:
+            checkpoint.restore(state, self.flat)
+            for name in ("step", "sequences", "tokens", "adam_steps"):
+                setattr(self, name, state[name])
+            self.scaler.load_state_dict(state["scaler"])
+        self.optimizer = self.make_optimizer(pieces)
+        self.micros = config.batch_size // (grid.dp * config.micro_batch)
+        self.boundary = torch.empty(config.micro_batch, cfg.seq_len, cfg.n_embd,
+                                    dtype=self.precision.compute, device=device)
+
+    def make_optimizer(self, pieces) -> torch.optim.AdamW:
+        """AdamW over views of the flat tensors: matrices decay, vectors do not."""
+        flat, groups, state = self.flat, ([], []), {}
+        for piece in pieces:
+            master = flat.view(flat.master, piece)
+            master.grad = flat.view(flat.grad, piece)
+            groups[len(piece.shape) < 2].append(master)
+            state[master] = dict(step=torch.tensor(float(self.adam_steps), device=self.device),
+                                 exp_avg=flat.view(flat.exp_avg, piece),
+                                 exp_avg_sq=flat.view(flat.exp_avg_sq, piece))
+        decay = (self.config.weight_decay, 0.0)
+        optimizer = torch.optim.AdamW(
+            [dict(params=g, weight_decay=d) for g, d in zip(groups, decay)],
+            betas=(self.config.beta1, self.config.beta2), eps=1e-8, fused=True)
+        optimizer.state.update(state)
+        return optimizer
+
+    def rows(self, m: int) -> slice:
+        """Which sequences of a batch are this replica's microbatch m."""
+        first = (m * self.grid.dp + self.grid.dp_rank) * self.config.micro_batch
+        return slice(first, first + self.config.micro_batch)
+
+    def load(self, dataset: TokenDataset, windows):
+        """Windows (B,) of the dataset -> inputs and targets (B, T); None where this stage needs
+        neither. A window below 0 is a row that counts for nothing."""
+        if not (self.grid.is_first or self.grid.is_last):
+            return None, None
+        tokens = torch.from_numpy(dataset.windows(np.maximum(windows, 0)))      # (B, T + 1)
+        x, y = tokens[:, :-1], tokens[:, 1:].clone()
+        y[torch.from_numpy(windows < 0)] = IGNORE
+        return (x.to(self.device) if self.grid.is_first else None,
+                y.to(self.device) if self.grid.is_last else None)
+
+    def train(self, metrics: Metrics, stop: StopSignal) -> None:
+        config, grid, flat = self.config, self.grid, self.flat
+        schedule = (gpipe if grid.pp > 1 else accumulate)(grid.stage, grid.pp, self.micros)
+        step_tokens = config.batch_size * self.cfg.seq_len
+        speaks_for_loss = grid.is_last and grid.tp_rank == 0
+        skipped_in_a_row, seconds = 0, None
+        self.model.train()
+        while self.step < config.steps:
+            started = time.perf_counter()
+            self.step += 1
+            lr = learning_rate(config, self.step)
+            scale = self.scaler.scale if self.precision.scaled else 1.0
+
+            # batch
+            windows = self.train_data.order(config.seed, self.sequences, config.batch_size)
+            batch = [self.load(self.train_data, windows[self.rows(m)]) for m in range(self.micros)]
+            inputs, targets = zip(*batch)
+            keys = [seed_of(config.seed, self.step, m, grid.dp_rank) for m in range(self.micros)]
+            self.sequences += config.batch_size
+            self.tokens += step_tokens
+
+            # forward, backward, reduce
+            flat.grad.zero_()
+            loss = run_schedule(schedule, self.model, grid, inputs, targets, self.boundary, keys,
+                                scale / step_tokens, last_backward=flat.arm)
+            flat.finish_reduction()
+
+            # agree: loss, squares for the norm, squares that tell an overflow, wish to stop
+            news = torch.stack([loss / step_tokens * speaks_for_loss, *flat.square_sums(),
+                                torch.tensor(float(stop.asked > 0), device=self.device)])
+            loss, squares, overflow, stopping = all_reduce(news, grid.group("world")).tolist()
+            grad_norm = math.sqrt(squares) / scale
+            found_inf = not (math.isfinite(loss) and math.isfinite(overflow))
+
+            # unscale, clip, step, or skip
+            if not found_inf:
+                flat.grad *= clip_factor(grad_norm, config.clip, scale)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
+                self.optimizer.step()
+                flat.publish()
+                self.adam_steps += 1
+            skipped_in_a_row = skipped_in_a_row + 1 if found_inf else 0
+            at_floor = self.scaler.at_floor or not self.precision.scaled
+            if self.precision.scaled:
+                self.scaler.update(found_inf)
+            elapsed = time.perf_counter() - started
+            seconds = elapsed if seconds is None else 0.9 * seconds + 0.1 * elapsed
+
+            # save, evaluate, log
+            last = self.step == config.steps or stopping > 0
+            due = {name: last or every > 0 and self.step % every == 0 for name, every in
+                   (("save", config.save_every), ("eval", config.eval_every))}
+            if due["save"]:
+                self.save(last)
+            row = dict(step=self.step, tokens=self.tokens, loss=loss, lr=lr, grad_norm=grad_norm,
+                       loss_scale=scale, tokens_per_second=round(step_tokens / elapsed, 1))
+            if due["eval"] and not stopping:
+                row["val_loss"] = self.evaluate()
+            metrics.write(**row)
+            self.report(row, seconds, found_inf)
+            if found_inf:
+                metrics.write(event="skip", step=self.step, loss_scale=scale)
+                if skipped_in_a_row >= MAX_SKIPPED and at_floor:
+                    give_up(f"{MAX_SKIPPED} steps in a row had gradients that are not finite, "
+                            f"with the loss scale at its floor of {scale}: the run has diverged; "
+                            f"go on from an older checkpoint with a lower --lr", grid.rank, 1)
+            if stopping:
+                metrics.write(event="stop", step=self.step)
+                if grid.rank == 0:
+                    print(f"stopped and saved after step {self.step}; the same command goes on")
+                return
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss in nats on fixed validation windows, the same in every layout."""
+        self.model.eval()
+        count = min(self.val_data.n_windows, EVAL_SEQUENCES)
+        micros = -(-count // (self.grid.dp * self.config.micro_batch))
+        windows = np.full(micros * self.grid.dp * self.config.micro_batch, -1)
+        windows[:count] = np.linspace(0, self.val_data.n_windows - 1, count).astype(np.int64)
+        batch = [self.load(self.val_data, windows[self.rows(m)]) for m in range(micros)]
+        inputs, targets = zip(*batch)
+        total = run_schedule([("F", m) for m in range(micros)], self.model, self.grid, inputs,
+                             targets, self.boundary, [0] * micros)
+        total *= self.grid.tp_rank == 0                         # tensor neighbours have the same
+        all_reduce(total, self.grid.group("world"))
+        self.model.train()
+        return total.item() / (count * self.cfg.seq_len)
+
+    def save(self, last: bool) -> None:
+        """Gather on rank 0 and write there. A failure is told and passed over, but for the last
+        save: what cannot be kept has not succeeded."""
+        whole = checkpoint.gather(self.flat, self.cfg, self.grid, checkpoint.STATE.values())
+        if self.grid.rank != 0:
+            return
+        state = dict(
+            format=1, step=self.step, sequences=self.sequences, tokens=self.tokens,
+            adam_steps=self.adam_steps, config=dataclasses.asdict(self.config),
+            model=dataclasses.asdict(self.cfg), tokenizer=self.train_data.meta["tokenizer"],
+            data=self.train_data.meta["fingerprint"], scaler=self.scaler.state_dict(),
+            **{key: whole[name] for key, name in checkpoint.STATE.items()})
+        try:
+            checkpoint.save(state, Path(self.config.out), self.config.keep)
+        except OSError as error:
+            if last:
+                give_up(f"the last checkpoint is lost: {error}", self.grid.rank, 1)
+            print(f"train.py: warning: {error}; the checkpoint before it is whole, and the next "
+                  f"save comes as planned", file=sys.stderr, flush=True)
+
+    def report(self, row: dict, seconds: float, skipped: bool) -> None:
+        """One console line a step."""
+        if self.grid.rank != 0:
+            return
+        line = (f"step {row['step']:>{len(str(self.config.steps))}}/{self.config.steps}  "
+                f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm {row['grad_norm']:.3f}  "
+                f"{row['tokens_per_second']:,.0f} tok/s")
+        if self.precision.scaled:
+            line += f"  scale {row['loss_scale']:g}"
+        if self.device.type == "cuda" and self.precision.compute.itemsize == 2:
+            name = torch.cuda.get_device_name(self.device)
+            peak = next((flops for word, flops in PEAK_FLOPS.items() if word in name), None)
+            if peak is not None:
+                world = self.grid.dp * self.grid.pp * self.grid.tp
+                used = row["tokens_per_second"] * flops_per_token(self.cfg)
+                line += f"  MFU {used / (world * peak):.1%}"
+        line += f"  left {clock_time((self.config.steps - row['step']) * seconds)}"
+        if skipped:
+            line += "  skipped: a gradient is not finite"
+        if "val_loss" in row:
+            line += "\n" + self.describe(row["val_loss"])
+        print(line, flush=True)
+
+    def describe(self, val_loss: float) -> str:
+        bytes_per_token = self.val_data.meta["bytes_per_token"]
+        text = f"validation: {val_loss:.4f} nats a token, perplexity {math.exp(val_loss):.2f}"
+        if bytes_per_token:
+            text += f", {val_loss / math.log(2) / bytes_per_token:.4f} bits a byte"
+        return text
+
+
+# ---------------------------------------------------------------------------------------------
+# From the command line to a run
+# ---------------------------------------------------------------------------------------------
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda, but torch finds no CUDA device here")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(f"{local_rank + 1} processes on this machine or more, but "
+                         f"{torch.cuda.device_count()} CUDA devices: lower --nproc_per_node")
+    return torch.device("cuda", local_rank)
+
+
+def choose_checkpoint(config: Config) -> tuple[Path, list[dict]]:
+    """The file to resume from, whole by its CRCs, and an event for each damaged file passed over.
+    Rank 0's business, because it reads whole files."""
+    events = []
+
+    def passed_over(path, error):
+        events.append(dict(event="damaged", path=str(path), reason=str(error)))
+        print(f"train.py: warning: {error}; passed over", file=sys.stderr, flush=True)
+
+    if config.resume not in ("auto", "never"):
+        checkpoint.verify(Path(config.resume))
+        return Path(config.resume), events
+    return checkpoint.newest_whole(Path(config.out), passed_over), events
+
+
+def prepare_out(out: Path, rank: int) -> None:
+    """Make --out and see that it takes a file; raises OSError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / f".writable{rank}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OSError(f"--out {out} is not a directory that can be written: "
+                      f"{error.strerror}") from error
+
+
+def plan(given: dict, state: dict | None, world: int):
+    """Flags and checkpoint -> config, model shape, datasets. Raises ValueError or OSError for
+    whatever cannot run, without communication."""
+    config, shape = settle(given, state)
+    train_data = TokenDataset(config.data, "train", shape["seq_len"])
+    val_data = TokenDataset(config.data, "val", shape["seq_len"])
+    meta = train_data.meta
+    cfg = GPTConfig(vocab_size=meta["vocab_size"], dropout=config.dropout, **shape)
+    check_layout(cfg, world, config.tp, config.pp, config.batch_size, config.micro_batch)
+    if state is not None:
+        theirs = state["tokenizer"], state["model"]["vocab_size"]
+        if theirs != (meta["tokenizer"], meta["vocab_size"]):
+            raise ValueError(f"the checkpoint's tokenizer is {theirs[0]} with {theirs[1]} tokens, "
+                             f"but {config.data} has {meta['tokenizer']} with "
+                             f"{meta['vocab_size']}: use the run's own --data, or another --out")
+        if state["data"] != meta["fingerprint"]:
+            raise ValueError(f"{config.data} is not the data this checkpoint was trained on "
+                             f"(its fingerprint changed): use the run's own --data, or another "
+                             f"--out")
+    return config, cfg, train_data, val_data
+
+
+def introduce(config: Config, cfg: GPTConfig, grid, train_data) -> None:
+    """What is about to run, in a few lines."""
+    micros = config.batch_size // (grid.dp * config.micro_batch)
+    print(f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
+          f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
+          f"{flops_per_token(cfg):.3g} FLOPs a token")
+    print(f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {config.dtype}")
+    print(f"batch    {config.batch_size} sequences = dp {grid.dp} x {micros} microbatches x "
+          f"{config.micro_batch} sequences; {config.batch_size * cfg.seq_len:,} tokens a step")
+    epochs = config.steps * config.batch_size / train_data.n_windows
+    print(f"data     {train_data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
+          f"{epochs:.2f} epochs", flush=True)
+
+
+def main() -> None:
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+    try:                            # what can be judged alone is, before any communication
+        given = parse(sys.argv[1:])
+        config = Config(**given)
+        device = pick_device(config.device, local_rank)
+        fresh = config.resume in ("auto", "never")
+        if fresh and (files := checkpoint.newest_first(Path(config.out))):
+            fresh = False
+            if config.resume == "never" and not restarted:
+                raise ValueError(f"--resume never, but {config.out} holds {files[0].name}: give "
+                                 f"another --out")
+        if fresh:
+            if config.eval_only:
+                raise ValueError(f"--eval-only, but {config.out} holds no checkpoint")
+            job, state = plan(given, None, world), None
+    except (ValueError, OSError) as error:
+        give_up(error, rank)
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    state, events = None, []
+    if not fresh:
+        chosen = together(lambda: choose_checkpoint(config) if rank == 0 else None, rank, world)
+        if world > 1:
+            shared = [chosen]
+            dist.broadcast_object_list(shared)
+            chosen = shared[0]
+        path, events = chosen
+        state = together(lambda: checkpoint.load(path), rank, world)
+        job = together(lambda: plan(given, state, world), rank, world)
+    config, cfg, train_data, val_data = job
+    out = Path(config.out)
+
+    def last_checks():
+        prepare_out(out, rank)
+        for dataset in (train_data, val_data):
+            dataset.check(rank, world)
+
+    together(last_checks, rank, world)
+    finished = state is not None and state["step"] >= config.steps and not config.eval_only
+    if finished and rank == 0:
+        print(f"{path} is step {state['step']} of {config.steps}: nothing left to do; raise --steps "
+              f"to go on")
+    if not finished:
+        stop = StopSignal()
+        grid = make_grid(world, config.tp, config.pp, rank)
+        run = Run(config, cfg, grid, device, train_data, val_data, state)
+        if config.eval_only:
+            val_loss = run.evaluate()
+            if rank == 0:
+                print(f"{path}, step {run.step}: {run.describe(val_loss)}")
+        else:
+            metrics = Metrics(out, rank)
+            for event in events:
+                metrics.write(**event)
+            began = dict(event="start") if state is None else dict(
+                event="resume", path=str(path), given=given)
+            metrics.write(**began, step=run.step, world=world, config=dataclasses.asdict(config))
+            if rank == 0:
+                introduce(config, cfg, grid, train_data)
+                if state is not None:
+                    print(f"resume   {path}, after step {run.step}", flush=True)
+            run.train(metrics, stop)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
