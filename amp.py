@@ -29,16 +29,14 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
-    """compute: type of parameters and activations; master: of gradients, masters and moments."""
-    compute: torch.dtype
-    master: torch.dtype
-    scaled: bool = False        # whether the loss needs a scale
+    compute: torch.dtype        # of parameters and activations
+    master: torch.dtype         # of gradients, masters and moments
 
 
 PRECISIONS = {
     "fp32": Precision(torch.float32, torch.float32),
     "bf16": Precision(torch.bfloat16, torch.float32),
-    "fp16": Precision(torch.float16, torch.float32, scaled=True),
+    "fp16": Precision(torch.float16, torch.float32),
     "fp64": Precision(torch.float64, torch.float64),
 }
 
@@ -80,10 +78,6 @@ class LossScaler:
             self.scale = grown if math.isfinite(grown) else self.scale
             self.good_steps = 0
 
-    @property
-    def at_floor(self) -> bool:
-        return self.scale <= self.min_scale
-
     def state_dict(self) -> dict:
         return dict(vars(self))
 
@@ -94,11 +88,17 @@ class LossScaler:
         vars(self).update(state)
 
 
+def make_scaler(dtype: str) -> LossScaler:
+    """The scaler of a precision: only fp16 needs a scale, the others' is 1 and stays 1."""
+    return LossScaler() if dtype == "fp16" else LossScaler(init_scale=1.0, growth_interval=2 ** 62)
+
+
 def _fp32(x: float) -> float:
     return torch.tensor(x, dtype=torch.float32).item()
 
 
 def clip_factor(norm: float, clip: float, scale: float) -> float:
-    """What to multiply the accumulated gradients by: 1 / scale takes the loss scale out, and where
-    the unscaled global norm is above `clip` (> 0) it is brought down to it (Pascanu et al. 2013)."""
+    """What to multiply the accumulated gradients by: 1 / scale takes the loss scale out, and a
+    global norm (unscaled) above `clip` is brought down to it (Pascanu et al. 2013); clip 0: as is.
+    """
     return (min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0) / scale

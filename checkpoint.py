@@ -112,9 +112,10 @@ def save(state: dict, out: Path, keep: int) -> Path:
             os.fsync(file.fileno())
         os.replace(aside, path)
         _point_latest(path)
-    except (OSError, RuntimeError) as error:        # torch's zip writer raises RuntimeError
+    except (OSError, RuntimeError) as error:
         aside.unlink(missing_ok=True)
-        raise OSError(f"{path} could not be written: {str(error).splitlines()[0]}") from error
+        cause = error.__context__ or error          # torch's zip writer hides the disk's own words
+        raise OSError(f"{path} could not be written: {cause}") from error
     for old in [p for p in newest_first(out) if STEP_FILE.fullmatch(p.name)][keep:]:
         old.unlink(missing_ok=True)
     return path

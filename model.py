@@ -1,24 +1,27 @@
-"""The GPT: a stack of Transformer decoder blocks between an embedding and a head that shares its matrix.
+"""The GPT: a stack of Transformer decoder blocks between an embedding and a head that share one
+matrix.
 
     tokens (B, T) -> Embed -> Block 0 -> ... -> Block L-1 -> Head -> logits (B, T, V), or the loss
 
     Block:  x = x + attention(norm(x));  x = x + mlp(norm(x))          (pre-LayerNorm, GPT-2)
 
 The shape legend of the whole project:
-    B sequences, T positions, C channels (n_embd), H heads, D channels of a head (C = H * D), V vocabulary
+    B sequences, T positions, C channels (n_embd), H heads, D channels of a head (C = H D),
+    V vocabulary
 
-Papers: GPT-2 (Radford et al. 2019, section 2.3) for the architecture and its initialisation, GPT-3 (Brown et al.
-2020, table 2.1) and OPT (Zhang et al. 2022, table 1) for the sizes, PaLM (Chowdhery et al. 2022, appendix B) for the
-count of FLOPs.
+Papers: GPT-2 (Radford et al. 2019, section 2.3) for the architecture and its initialisation,
+GPT-3 (Brown et al. 2020, table 2.1) and OPT (Zhang et al. 2022, table 1) for the sizes, PaLM
+(Chowdhery et al. 2022, appendix B) for the count of FLOPs.
 
 This file knows nothing of parallelism and can be lifted out and used alone:
 
     model = GPT(GPTConfig(vocab_size=257)).initialize(seed=0)
     loss = model(tokens, targets) / targets.numel()
 
-Four habits let parallel.py cut it into pieces all the same: the number of heads is inferred from the width of the
-projection, and T from its length; the ends of the model may be absent; the head owns the projection and the loss; and
-blocks are kept in a dict by their global number, so a part of the model has the names of the whole.
+Four habits let parallel.py cut it into pieces all the same: the number of heads is inferred from
+the width of the projection, and T from its length; the ends of the model may be absent; the head
+owns the projection and the loss; and blocks are kept in a dict by their global number, so a part
+of the model has the names of the whole.
 """
 import hashlib
 import math
@@ -28,7 +31,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-VOCAB_MULTIPLE = 128    # rows of the token matrix are padded to this: it divides by tp and suits matrix units
+VOCAB_MULTIPLE = 128    # the token matrix has rows to a multiple of this: divisible by tp
 IGNORE = -1             # a target that counts for nothing
 
 
@@ -60,35 +63,44 @@ class GPTConfig:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def _sizes(prefix, seq_len, activation, rows):
-    return {prefix + name: dict(seq_len=seq_len, n_layer=n_layer, n_head=n_head, n_embd=n_embd,
-                                activation=activation)
-            for name, n_layer, n_head, n_embd in rows}
-
-
-# GPT-3's table gives XL 24 heads of 128 at width 2048 and 13B a width of 5140: neither divides, so they are 16 and
-# 5120 here. OPT-350m is post-LayerNorm, another architecture, and left out.
-SIZES = {
-    **_sizes("", 256, "gelu", [("nano", 4, 4, 128)]),
-    **_sizes("gpt2", 1024, "gelu", [("", 12, 12, 768), ("-medium", 24, 16, 1024), ("-large", 36, 20, 1280),
-                                    ("-xl", 48, 25, 1600)]),
-    **_sizes("gpt3-", 2048, "gelu", [("125m", 12, 12, 768), ("350m", 24, 16, 1024), ("760m", 24, 16, 1536),
-                                     ("1.3b", 24, 16, 2048), ("2.7b", 32, 32, 2560), ("6.7b", 32, 32, 4096),
-                                     ("13b", 40, 40, 5120), ("175b", 96, 96, 12288)]),
-    **_sizes("opt-", 2048, "relu", [("125m", 12, 12, 768), ("1.3b", 24, 32, 2048), ("2.7b", 32, 32, 2560),
-                                    ("6.7b", 32, 32, 4096), ("13b", 40, 40, 5120), ("30b", 48, 56, 7168),
-                                    ("66b", 64, 72, 9216), ("175b", 96, 96, 12288)]),
+# name: (layers, heads, width, positions, activation). GPT-3's table gives XL 24 heads of 128 at
+# width 2048 and 13B a width of 5140: neither divides, so they are 16 and 5120 here. OPT-350m is
+# post-LayerNorm, another architecture, and left out.
+_TABLE = {
+    "nano": (4, 4, 128, 256, "gelu"),
+    "gpt2": (12, 12, 768, 1024, "gelu"),
+    "gpt2-medium": (24, 16, 1024, 1024, "gelu"),
+    "gpt2-large": (36, 20, 1280, 1024, "gelu"),
+    "gpt2-xl": (48, 25, 1600, 1024, "gelu"),
+    "gpt3-125m": (12, 12, 768, 2048, "gelu"),
+    "gpt3-350m": (24, 16, 1024, 2048, "gelu"),
+    "gpt3-760m": (24, 16, 1536, 2048, "gelu"),
+    "gpt3-1.3b": (24, 16, 2048, 2048, "gelu"),
+    "gpt3-2.7b": (32, 32, 2560, 2048, "gelu"),
+    "gpt3-6.7b": (32, 32, 4096, 2048, "gelu"),
+    "gpt3-13b": (40, 40, 5120, 2048, "gelu"),
+    "gpt3-175b": (96, 96, 12288, 2048, "gelu"),
+    "opt-125m": (12, 12, 768, 2048, "relu"),
+    "opt-1.3b": (24, 32, 2048, 2048, "relu"),
+    "opt-2.7b": (32, 32, 2560, 2048, "relu"),
+    "opt-6.7b": (32, 32, 4096, 2048, "relu"),
+    "opt-13b": (40, 40, 5120, 2048, "relu"),
+    "opt-30b": (48, 56, 7168, 2048, "relu"),
+    "opt-66b": (64, 72, 9216, 2048, "relu"),
+    "opt-175b": (96, 96, 12288, 2048, "relu"),
 }
+SIZES = {name: dict(zip(("n_layer", "n_head", "n_embd", "seq_len", "activation"), row))
+         for name, row in _TABLE.items()}
 
 
 def seed_of(*what) -> int:
-    """A 63-bit seed that is a pure function of its arguments (ints and strings), on every machine and in every
-    process; Python's own `hash` of a string is not."""
+    """A 63-bit seed that is a pure function of its arguments (ints and strings), on every machine
+    and in every process; Python's own `hash` of a string is not."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little") >> 1
 
 
 def dropout(x: torch.Tensor, p: float, *key) -> torch.Tensor:
-    """F.dropout whose mask is a function of `key` alone, so whoever knows the key can draw it again."""
+    """F.dropout with a mask that is a function of `key`: who knows the key can draw it again."""
     if p == 0:
         return x
     torch.manual_seed(seed_of(*key))
@@ -105,15 +117,15 @@ class Embed(nn.Module):
         self.dropout = cfg.dropout
 
     def forward(self, tokens, key=0):
-        x = self.token(tokens) + self.position.weight[:tokens.shape[1]]         # (B, T, C) + (T, C)
+        x = self.token(tokens) + self.position.weight[:tokens.shape[1]]     # (B, T, C) + (T, C)
         return dropout(x, self.dropout if self.training else 0.0, key, "embed")
 
 
 class Attention(nn.Module):
     """Causal multi-head self-attention, x (B, T, C) -> (B, T, C).
 
-    q, k and v come out of one matrix product. Its 3C output channels are ordered (3, H, D): all heads of q, then of
-    k, then of v. Whoever cuts the matrix by heads must cut each third on its own.
+    q, k and v come out of one matrix product. Its 3C output channels are ordered (3, H, D): all
+    heads of q, then of k, then of v. Whoever cuts the matrix by heads cuts each third on its own.
     """
 
     def __init__(self, cfg: GPTConfig):
@@ -125,14 +137,15 @@ class Attention(nn.Module):
         self.stream = 0         # who holds other heads draws another mask: parallel.py sets it
 
     def forward(self, x, key=0):
-        qkv = self.qkv(x)                                                       # (B, T, 3 H D)
+        qkv = self.qkv(x)                                                   # (B, T, 3 H D)
         B, T, _ = qkv.shape
-        q, k, v = qkv.view(B, T, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)   # 3 of (B, H, T, D)
+        heads = qkv.view(B, T, 3, -1, self.head_dim)                        # (B, T, 3, H, D)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)                              # 3 of (B, H, T, D)
         p = self.dropout if self.training else 0.0
         if p > 0:
             torch.manual_seed(seed_of(key, "attention", self.stream))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
-        return self.proj(y.transpose(1, 2).reshape(B, T, -1))                   # (B, H, T, D) -> (B, T, H D)
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # (B, H, T, D) -> (B, T, H D)
 
 
 class MLP(nn.Module):
@@ -145,7 +158,7 @@ class MLP(nn.Module):
         self.activation = cfg.activation
 
     def forward(self, x):
-        h = self.up(x)                                                          # (B, T, 4C)
+        h = self.up(x)                                                      # (B, T, 4C)
         h = F.relu(h) if self.activation == "relu" else F.gelu(h, approximate="tanh")
         return self.down(h)
 
@@ -172,27 +185,29 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Final LayerNorm, projection on the vocabulary by the embedding's own matrix, and loss.
 
-    x (B, T, C) -> logits (B, T, V); given targets (B, T) -> the sum over positions of the cross-entropy in nats, in
-    fp32 or wider. A sum, because sums of microbatches add up whatever their sizes; IGNOREd targets add nothing.
+    x (B, T, C) -> logits (B, T, V); given targets (B, T) -> the sum over positions of the
+    cross-entropy in nats, in fp32 or wider. A sum, because sums of microbatches add up whatever
+    their sizes; IGNOREd targets add nothing.
     """
 
     def __init__(self, cfg: GPTConfig, weight: nn.Parameter):
         super().__init__()
         self.norm = nn.LayerNorm(cfg.n_embd)
-        self.weight = weight                                                    # (padded V, C)
+        self.weight = weight                                                # (padded V, C)
         self.vocab_size = cfg.vocab_size
 
     def forward(self, x, targets=None):
-        logits = F.linear(self.norm(x), self.weight)[..., :self.vocab_size]     # padding cut off
+        logits = F.linear(self.norm(x), self.weight)[..., :self.vocab_size]
         if targets is None:
             return logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORE,
+                               reduction="sum")
 
 
 class GPT(nn.Module):
-    """The whole model. `embed` and `head` may be set to None and blocks deleted: what is left runs as a stage of a
-    pipeline, from activations (B, T, C) to activations."""
+    """The whole model. `embed` and `head` may be set to None and blocks deleted: what is left runs
+    as a stage of a pipeline, from activations (B, T, C) to activations."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
@@ -202,7 +217,7 @@ class GPT(nn.Module):
         self.head = Head(cfg, self.embed.token.weight)
 
     def forward(self, x, targets=None, key=0):
-        """tokens (B, T) -> logits (B, T, V), or the summed loss in nats where targets (B, T) are given.
+        """tokens (B, T) -> logits (B, T, V), or the summed loss in nats given targets (B, T).
 
         `key` (an int) names the batch: in training mode all dropout masks are a function of it.
         """
@@ -217,16 +232,18 @@ class GPT(nn.Module):
         """Fill every parameter by its name; returns the model."""
         for name, parameter in self.named_parameters():
             rows = self.cfg.vocab_size if name == "embed.token.weight" else parameter.shape[0]
-            parameter.zero_()[:rows] = initial_value(self.cfg, name, (rows, *parameter.shape[1:]), seed)
+            shape = (rows, *parameter.shape[1:])
+            parameter.zero_()[:rows] = initial_value(self.cfg, name, shape, seed)
         return self
 
 
 def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
     """The value at step 0 of the parameter `name`, whole and without padding: fp32 on the CPU.
 
-    A function of (seed, name) alone, so each rank of any layout can make the parameters it holds, one at a time.
-    N(0, 0.02), and for the two projections that write to the residual stream N(0, 0.02 / sqrt(2L)), which keeps the
-    stream's variance independent of depth (GPT-2, section 2.3); biases 0, LayerNorm weights 1.
+    A function of (seed, name) alone, so each rank of any layout can make the parameters it holds,
+    one at a time. Standard deviation 0.02, and 0.02 / sqrt(2L) for the two projections that write
+    to the residual stream, which keeps its variance independent of depth (GPT-2, section 2.3);
+    biases 0, LayerNorm weights 1.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -234,11 +251,13 @@ def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
         return torch.ones(shape)
     residual = name.endswith(("attn.proj.weight", "mlp.down.weight"))
     std = 0.02 / math.sqrt(2 * cfg.n_layer) if residual else 0.02
-    return torch.empty(shape).normal_(0, std, generator=torch.Generator().manual_seed(seed_of(seed, name)))
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
+    return torch.empty(shape).normal_(0, std, generator=generator)
 
 
 def parameter_count(cfg: GPTConfig) -> int:
-    """Parameters without padding: V C + T C for the embeddings, 12 C^2 + 13 C a block, 2 C for the last LayerNorm."""
+    """Parameters without padding: (V + T) C in the embeddings, 12 C^2 + 13 C in a block, 2 C in
+    the last LayerNorm."""
     C = cfg.n_embd
     return (cfg.vocab_size + cfg.seq_len) * C + cfg.n_layer * (12 * C * C + 13 * C) + 2 * C
 
@@ -246,9 +265,10 @@ def parameter_count(cfg: GPTConfig) -> int:
 def flops_per_token(cfg: GPTConfig) -> int:
     """Floating-point operations to train on one token: 6 N + 12 L C T (PaLM, appendix B).
 
-    Two (multiply, add) for each parameter forward and four backward; N leaves out the positions, which are only
-    looked up, and counts the tied matrix once, for the head. Attention: q k^T and its product with v cost 4 C T
-    forward a layer and twice that backward, counted in full although half of it is masked.
+    Two (multiply, add) for each parameter forward and four backward; N leaves out the positions,
+    which are only looked up, and counts the tied matrix once, for the head. Attention: q k^T and
+    its product with v cost 4 C T forward a layer and twice that backward, counted in full although
+    half of it is masked.
     """
     N = parameter_count(cfg) - cfg.seq_len * cfg.n_embd
     return 6 * N + 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from amp import PRECISIONS, LossScaler, clip_factor
+from amp import PRECISIONS, clip_factor, make_scaler
 from data import TokenDataset
 from model import IGNORE, SIZES, GPTConfig, flops_per_token, parameter_count, seed_of
 from parallel import (FlatParameters, accumulate, all_reduce, check_layout, gpipe, local_model,
@@ -248,7 +248,7 @@ class Run:
     def __init__(self, config: Config, cfg: GPTConfig, grid, device, train_data, val_data, state):
         self.config, self.cfg, self.grid, self.device = config, cfg, grid, device
         self.train_data, self.val_data = train_data, val_data
-        self.precision, self.scaler = PRECISIONS[config.dtype], LossScaler()
+        self.precision, self.scaler = PRECISIONS[config.dtype], make_scaler(config.dtype)
         self.model, pieces = local_model(cfg, grid, config.recompute)
         self.flat = FlatParameters(pieces, grid, self.precision.compute, self.precision.master,
                                    device)
@@ -259,7 +259,8 @@ class Run:
             checkpoint.restore(state, self.flat)
             for name in ("step", "sequences", "tokens", "adam_steps"):
                 setattr(self, name, state[name])
-            self.scaler.load_state_dict(state["scaler"])
+            if state["config"]["dtype"] == config.dtype:
+                self.scaler.load_state_dict(state["scaler"])
         self.optimizer = self.make_optimizer(pieces)
         self.micros = config.batch_size // (grid.dp * config.micro_batch)
         self.boundary = torch.empty(config.micro_batch, cfg.seq_len, cfg.n_embd,
@@ -309,7 +310,7 @@ class Run:
             started = time.perf_counter()
             self.step += 1
             lr = learning_rate(config, self.step)
-            scale = self.scaler.scale if self.precision.scaled else 1.0
+            scale = self.scaler.scale
 
             # batch
             windows = self.train_data.order(config.seed, self.sequences, config.batch_size)
@@ -341,9 +342,7 @@ class Run:
                 flat.publish()
                 self.adam_steps += 1
             skipped_in_a_row = skipped_in_a_row + 1 if found_inf else 0
-            at_floor = self.scaler.at_floor or not self.precision.scaled
-            if self.precision.scaled:
-                self.scaler.update(found_inf)
+            self.scaler.update(found_inf)
             elapsed = time.perf_counter() - started
             seconds = elapsed if seconds is None else 0.9 * seconds + 0.1 * elapsed
 
@@ -361,7 +360,7 @@ class Run:
             self.report(row, seconds, found_inf)
             if found_inf:
                 metrics.write(event="skip", step=self.step, loss_scale=scale)
-                if skipped_in_a_row >= MAX_SKIPPED and at_floor:
+                if skipped_in_a_row >= MAX_SKIPPED and scale <= self.scaler.min_scale:
                     give_up(f"{MAX_SKIPPED} steps in a row had gradients that are not finite, "
                             f"with the loss scale at its floor of {scale}: the run has diverged; "
                             f"go on from an older checkpoint with a lower --lr", grid.rank, 1)
@@ -415,7 +414,7 @@ class Run:
         line = (f"step {row['step']:>{len(str(self.config.steps))}}/{self.config.steps}  "
                 f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm {row['grad_norm']:.3f}  "
                 f"{row['tokens_per_second']:,.0f} tok/s")
-        if self.precision.scaled:
+        if self.config.dtype == "fp16":
             line += f"  scale {row['loss_scale']:g}"
         if self.device.type == "cuda" and self.precision.compute.itemsize == 2:
             name = torch.cuda.get_device_name(self.device)
@@ -507,8 +506,8 @@ def plan(given: dict, state: dict | None, world: int):
 def introduce(config: Config, cfg: GPTConfig, grid, train_data) -> None:
     """What is about to run, in a few lines."""
     micros = config.batch_size // (grid.dp * config.micro_batch)
-    print(f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
-          f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
+    print(f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} "
+          f"heads, width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
           f"{flops_per_token(cfg):.3g} FLOPs a token")
     print(f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {config.dtype}")
     print(f"batch    {config.batch_size} sequences = dp {grid.dp} x {micros} microbatches x "
@@ -565,8 +564,8 @@ def main() -> None:
     together(last_checks, rank, world)
     finished = state is not None and state["step"] >= config.steps and not config.eval_only
     if finished and rank == 0:
-        print(f"{path} is step {state['step']} of {config.steps}: nothing left to do; raise --steps "
-              f"to go on")
+        print(f"{path} is step {state['step']} of {config.steps}: nothing left to do; raise "
+              f"--steps to go on")
     if not finished:
         stop = StopSignal()
         grid = make_grid(world, config.tp, config.pp, rank)
