@@ -13,6 +13,7 @@ import argparse
 import codecs
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -81,7 +82,7 @@ def main() -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but torch finds no CUDA device here")
     try:
-        model, state = load_model(args.ckpt)
+        model, state = load_model(Path(args.ckpt))
         tokenizer = get_tokenizer(state["tokenizer"])
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt or ""
     except (ValueError, OSError) as error:
