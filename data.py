@@ -14,7 +14,7 @@
 A shard has the format of llm.c and modded-nanogpt, so theirs drop in: a header of magic 20240520,
 version 1 and the token count, then the tokens; without a meta.json they are taken for GPT-2's.
 
-What holds: memory does not grow with the text (16 bytes a document aside); the tokens of a long
+What holds: memory does not grow with the text (a hash a document aside); the tokens of a long
 document are those of tokenizing it in one go; which documents validate is a function of (seed,
 content); each epoch reads every window once; shards appear whole or not at all.
 
@@ -40,7 +40,7 @@ import tiktoken
 MAGIC, VERSION, HEADER = 20240520, 1, 256       # llm.c: the header is 256 int32
 EOT = "<|endoftext|>"
 PIECE = 2 ** 20                                 # bytes of a long document in memory at a time
-VAL_SHARE = 20                                  # one document in 20 validates
+VAL_SHARE = 20                                  # one document in 20 validates, or 1/20 of each
 DATASETS = {                                    # url, sha256, what separates its documents
     "shakespeare": ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
                     "tinyshakespeare/input.txt",
@@ -214,42 +214,39 @@ def fetch(url: str, path: Path, sha256: str | None = None, tries: int = 5) -> No
 # ---------------------------------------------------------------------------------------------
 
 
-def survey(sources, seed: int):
-    """Pass 1: what each document is used for, in reading order.
+def survey(sources, seed: int) -> tuple[np.ndarray, int]:
+    """Pass 1: how many bytes of each document train, in reading order; the rest of it validates.
 
-    Returns use (documents,) of "train", "val", "both" or "" (empty, or seen before), their sizes
-    in bytes, and the number of duplicates. A document validates if its seeded hash says so; fewer
-    than 20 documents give their last 5% each.
+    All of them, or none if the document's seeded hash says so (one in 20); fewer than 20 documents
+    each keep their last 5% for validation. -1: not used, because empty or seen before. Returns
+    that and the number of duplicates.
     """
-    hashes, sizes, key = bytearray(), [], seed.to_bytes(8, "little")
-    hasher = None
+    digests, sizes = [], []
     for path, reader in sources:
         for starts, text in reader(path):
             if starts:
-                hashes += hasher.digest() if hasher else b""
-                hasher = hashlib.blake2b(digest_size=16, key=key)
+                hasher = hashlib.blake2b(digest_size=16, key=seed.to_bytes(8, "little"))
+                digests.append(b"")
                 sizes.append(0)
             data = text.encode()
             hasher.update(data)
+            digests[-1] = hasher.digest()
             sizes[-1] += len(data)
-    hashes += hasher.digest() if hasher else b""
-    pairs = np.frombuffer(bytes(hashes), dtype=[("a", "<u8"), ("b", "<u8")])
-    sizes = np.array(sizes, dtype=np.int64)
-    first = np.zeros(len(pairs), dtype=bool)
-    first[np.unique(pairs, return_index=True)[1]] = True
-    used = first & (sizes > 0)
-    if not used.any():
+
+    first = {}                                          # digest -> first document with it
+    for document, digest in enumerate(digests):
+        if sizes[document]:
+            first.setdefault(digest, document)
+    if not first:
         raise ValueError("the input holds no text at all")
-    use = np.where(used, "train", "")
-    if used.sum() < 20:
-        use[used] = "both"
+    train_bytes = np.full(len(sizes), -1)
+    used = np.array([first[digest] for digest in sorted(first)])
+    train_bytes[used] = np.array(sizes)[used]
+    if len(used) < VAL_SHARE:
+        train_bytes[used] -= train_bytes[used] // VAL_SHARE
     else:
-        chosen = used & (pairs["a"] % VAL_SHARE == 0)
-        rank = np.where(used, pairs["b"], 2 ** 64 - 1)
-        chosen[rank.argmin()] = True                    # at least one in each split
-        chosen[np.where(used, pairs["b"], 0).argmax()] = False
-        use[chosen] = "val"
-    return use, sizes, int((~first & (sizes > 0)).sum())
+        train_bytes[used[:len(used) // VAL_SHARE]] = 0  # the smallest digests: a fair draw
+    return train_bytes, np.count_nonzero(sizes) - len(used)
 
 
 class ShardWriter:
@@ -258,7 +255,7 @@ class ShardWriter:
 
     def __init__(self, directory: Path, split: str, shard_tokens: int):
         self.directory, self.split, self.shard_tokens = directory, split, shard_tokens
-        self.digest, self.tokens, self.text_bytes, self.documents = hashlib.sha256(), 0, 0, 0
+        self.digest, self.tokens, self.text_bytes = hashlib.sha256(), 0, 0
         self.shards, self.file, self.room = [], None, 0
 
     def write(self, tokens: np.ndarray) -> None:
@@ -301,70 +298,67 @@ def write_shards(sources, directory: Path, tokenizer_name: str, seed: int,
     """Both passes: sources to train_*.bin, val_*.bin and meta.json in `directory`. Returns what
     meta.json holds. Raises ValueError for what is no text, OSError for what cannot be written."""
     tokenizer = get_tokenizer(tokenizer_name)
-    use, sizes, duplicates = survey(sources, seed)
+    train_bytes, duplicates = survey(sources, seed)
     writers = {split: ShardWriter(directory, split, shard_tokens) for split in ("train", "val")}
-    end_of_text = np.array([tokenizer.eot_token])
-    waiting = []                        # (split, starts a document, text), up to 16 PIECEs
+    separator = np.array([tokenizer.eot_token])
+    waiting = []                                        # (split, starts a document, text)
+
+    def encode(job):
+        return tokenizer.encode_to_numpy(job[2], disallowed_special=())
 
     def flush(pool):
-        encode = lambda job: tokenizer.encode_to_numpy(job[2], disallowed_special=())
         for (split, starts, text), tokens in zip(waiting, pool.map(encode, waiting)):
-            writer = writers[split]
-            writer.write(np.concatenate([end_of_text, tokens]) if starts else tokens)
-            writer.text_bytes += len(text.encode())
-            writer.documents += starts
+            writers[split].write(np.concatenate([separator, tokens]) if starts else tokens)
+            writers[split].text_bytes += len(text.encode())
         waiting.clear()
 
-    for leftover in directory.glob(".*.bin.tmp"):       # of a run that was killed
-        leftover.unlink()
+    def clean():
+        for leftover in directory.glob(".*.tmp"):       # also of a run that was killed
+            leftover.unlink()
+
+    clean()
     try:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             document, size = -1, 0
             for path, reader in sources:
                 for starts, text in reader(path):
                     if starts:
-                        document += 1
-                        train_left = sizes[document] - sizes[document] // VAL_SHARE
-                        val_started = False
-                    if use[document] in ("train", "val"):
-                        waiting.append((use[document], starts, text))
-                    elif use[document] == "both":
-                        data = text.encode()
-                        head = data[:train_left].decode(errors="ignore")    # whole characters
-                        tail = text[len(head):]
-                        train_left = max(0, train_left - len(data))
-                        if head:
-                            waiting.append(("train", starts, head))
-                        if tail:
-                            waiting.append(("val", not val_started, tail))
-                            val_started = True
-                    size += len(text)
-                    if size > 16 * PIECE:
+                        document, started = document + 1, set()
+                        left = train_bytes[document]
+                    if left < 0:
+                        continue
+                    data = text.encode()
+                    head = data[:left].decode(errors="ignore")      # a cut falls between characters
+                    left = max(0, left - len(data))
+                    for split, part in (("train", head), ("val", text[len(head):])):
+                        if part:
+                            waiting.append((split, split not in started, part))
+                            started.add(split)
+                    size += len(data)
+                    if size > 8 * PIECE or len(waiting) > 4096:
                         flush(pool)
                         size = 0
             flush(pool)
         for writer in writers.values():
             writer.close()
             if writer.tokens == 0:
-                raise ValueError(f"there is too little text for a {writer.split} split: "
-                                 f"{sizes.sum()} bytes")
-        for old in ["meta.json", *(p.name for s in writers for p in directory.glob(f"{s}_*.bin"))]:
-            (directory / old).unlink(missing_ok=True)
-        for writer in writers.values():
+                raise ValueError(f"there is too little text for a {writer.split} split")
+        (directory / "meta.json").unlink(missing_ok=True)
+        for split, writer in writers.items():
+            for old in directory.glob(f"{split}_*.bin"):
+                old.unlink()
             writer.publish()
     finally:
+        clean()
         for writer in writers.values():
-            if writer.file is not None:
-                writer.file.close()
-        for leftover in directory.glob(".*.bin.tmp"):
-            leftover.unlink()
+            writer.close()
     train, val = writers["train"], writers["val"]
     meta = dict(tokenizer=tokenizer_name, vocab_size=tokenizer.n_vocab, seed=seed,
-                documents=int((use != "").sum()), duplicates=duplicates,
+                documents=int((train_bytes >= 0).sum()), duplicates=int(duplicates),
                 train_tokens=train.tokens, val_tokens=val.tokens,
                 train_bytes=train.text_bytes, val_bytes=val.text_bytes,
                 bytes_per_token=val.text_bytes / val.tokens,
-                fingerprint=hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest())
+                fingerprint=train.digest.hexdigest()[:32] + val.digest.hexdigest()[:32])
     aside = directory / ".meta.json.tmp"
     aside.write_text(json.dumps(meta, indent=1) + "\n")
     os.replace(aside, directory / "meta.json")
