@@ -34,6 +34,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 
 import checkpoint
 from amp import PRECISIONS, clip_factor, make_scaler
@@ -261,27 +262,22 @@ class Run:
                 setattr(self, name, state[name])
             if state["config"]["dtype"] == config.dtype:
                 self.scaler.load_state_dict(state["scaler"])
-        self.optimizer = self.make_optimizer(pieces)
+        self.groups = self.adamw_groups()
         self.micros = config.batch_size // (grid.dp * config.micro_batch)
         self.boundary = torch.empty(config.micro_batch, cfg.seq_len, cfg.n_embd,
                                     dtype=self.precision.compute, device=device)
 
-    def make_optimizer(self, pieces) -> torch.optim.AdamW:
-        """AdamW over views of the flat tensors: matrices decay, vectors do not."""
-        flat, groups, state = self.flat, ([], []), {}
-        for piece in pieces:
-            master = flat.view(flat.master, piece)
-            master.grad = flat.view(flat.grad, piece)
-            groups[len(piece.shape) < 2].append(master)
-            state[master] = dict(step=torch.tensor(float(self.adam_steps), device=self.device),
-                                 exp_avg=flat.view(flat.exp_avg, piece),
-                                 exp_avg_sq=flat.view(flat.exp_avg_sq, piece))
-        decay = (self.config.weight_decay, 0.0)
-        optimizer = torch.optim.AdamW(
-            [dict(params=g, weight_decay=d) for g, d in zip(groups, decay)],
-            betas=(self.config.beta1, self.config.beta2), eps=1e-8, fused=True)
-        optimizer.state.update(state)
-        return optimizer
+    def adamw_groups(self) -> list[tuple[float, list]]:
+        """(weight decay, [parameters, gradients, moments, their maxima: none, steps]) of matrices,
+        which decay, and of vectors, which do not: lists of views of the flat tensors."""
+        flat, groups = self.flat, []
+        for decay, matrices in ((self.config.weight_decay, True), (0.0, False)):
+            pieces = [piece for piece in flat.pieces if (len(piece.shape) >= 2) == matrices]
+            views = [[flat.view(buffer, piece) for piece in pieces]
+                     for buffer in (flat.master, flat.grad, flat.exp_avg, flat.exp_avg_sq)]
+            steps = [torch.tensor(float(self.adam_steps), device=self.device) for _ in pieces]
+            groups.append((decay, [*views, [], steps]))
+        return groups
 
     def rows(self, m: int) -> slice:
         """Which sequences of a batch are this replica's microbatch m."""
@@ -336,9 +332,9 @@ class Run:
             # unscale, clip, step, or skip
             if not found_inf:
                 flat.grad *= clip_factor(grad_norm, config.clip, scale)
-                for group in self.optimizer.param_groups:
-                    group["lr"] = lr
-                self.optimizer.step()
+                for decay, lists in self.groups:
+                    adamw(*lists, fused=True, amsgrad=False, maximize=False, lr=lr,
+                          beta1=config.beta1, beta2=config.beta2, eps=1e-8, weight_decay=decay)
                 flat.publish()
                 self.adam_steps += 1
             skipped_in_a_row = skipped_in_a_row + 1 if found_inf else 0
