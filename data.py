@@ -1,518 +1,420 @@
-"""Text to tokens to shards to batches.
+"""The data: text -> tokens -> shards -> batches.
 
-    .txt .jsonl .py            pass 1: hash, drop duplicates, choose the split
-         |                     pass 2: tokenize in bounded pieces
-         v
-    train_000000.bin ...       256 int32 of header, then uint16 tokens
-    val_000000.bin ...         <|endoftext|> document <|endoftext|> document ...
-    meta.json                  tokenizer, counts, fingerprint: written last
-         |
-         v
-    window w of a shard        tokens [w T, w T + T]: T inputs, and the same shifted by one
-    sequence s of the run      window permutation(seed, s // windows)[s % windows]
+    documents --pass 1--> hashes, sizes: which documents are duplicates, which validate
+    documents --pass 2--> pieces of text --tiktoken--> tokens --> DIR/train_000000.bin, ...
+                                                                  DIR/val_000000.bin, meta.json
+    DIR/*.bin --memmap--> windows of T+1 tokens --permutation--> batches (B, T+1)
 
-A shard has the format of llm.c and modded-nanogpt, so theirs drop in: a header of magic 20240520,
-version 1 and the token count, then the tokens; without a meta.json they are taken for GPT-2's.
+A document is a .txt file, or the field "text" of a line of .jsonl. Each is preceded by the token
+<|endoftext|>, as in llm.c; the same characters inside a text are ordinary text. A shard is llm.c's:
+int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then uint16 (n,): the tokens.
+- Memory stays bounded: 24 bytes are kept of each document. (A line of .jsonl is held whole.)
+- The split is a function of (seed, text of the document): about 5% of the documents validate; of
+  fewer than 20, each gives its last 5%. Of equal documents the first counts.
+- The shards are written aside and take an earlier run's place when all are whole, meta.json last.
+- Sequence number s of a training run is a function of (seed, s) alone.
 
-What holds: memory does not grow with the text (a hash a document aside); the tokens of a long
-document are those of tokenizing it in one go; which documents validate is a function of (seed,
-content); each epoch reads every window once; shards appear whole or not at all.
-
-    python data.py                                  # the standard library's source, as bytes
-    python data.py --dataset shakespeare            # a download, GPT-2's tokens
+    python data.py                           # the standard library's source, bytes, no network
+    python data.py --dataset shakespeare     # or tinystories: downloaded once; GPT-2's tokens
     python data.py --input a.txt b.jsonl --out data/mine
 """
 import argparse
-import codecs
 import hashlib
 import json
 import os
+import re
+import shlex
 import sys
 import sysconfig
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import requests
 import tiktoken
 
-MAGIC, VERSION, HEADER = 20240520, 1, 256       # llm.c: the header is 256 int32
+MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+SPLITS = ("train", "val")
+VAL_ONE_IN = 20             # documents, or bytes of each of few documents
+BLOCK = PIECE = 1 << 18     # characters read, and encoded, at once
+DEFAULT_OUT = Path("data/python")
 EOT = "<|endoftext|>"
-PIECE = 2 ** 20                                 # bytes of a long document in memory at a time
-VAL_SHARE = 20                                  # one document in 20 validates, or 1/20 of each
-DATASETS = {                                    # url, sha256, what separates its documents
-    "shakespeare": ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
-                    "tinyshakespeare/input.txt",
-                    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed", None),
-    "tinystories": ("https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/"
-                    "TinyStoriesV2-GPT4-train.txt", None, EOT),
-}
+# name: address, sha256 (None: the length is verified), suffix of the copy: how it is read
+DOWNLOADS = {"shakespeare": (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed", ".txt"), "tinystories": (
+    "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/"
+    "TinyStoriesV2-GPT4-train.txt", None, ".eot")}
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+              "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
 
 
-# ---------------------------------------------------------------------------------------------
-# Tokenizers
-# ---------------------------------------------------------------------------------------------
+def sha256_of(*paths) -> str:
+    """The sha256 of these files' bytes, one file after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
+
+
+def fetch(url: str, path: Path, sha256: str | None = None, tries: int = 4, wait: float = 0.5):
+    """Downloads url to path, which appears only when whole by its sha256, or else by its length.
+    What has come waits in path.part: the next try or run goes on from there, or, where the server
+    has no more and the file is still not right, starts over. ConnectionError after `tries` tries.
+    """
+    if path.exists() and sha256 in (None, sha256_of(path)):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.touch()
+    for attempt in range(tries):
+        time.sleep(attempt and wait * 2 ** attempt)
+        ask = {"Range": f"bytes={part.stat().st_size}-", "Accept-Encoding": "identity"}
+        try:
+            with requests.get(url, headers=ask, stream=True, timeout=(10, 30)) as reply:
+                if reply.status_code in (200, 416):     # all of it instead; or nothing from there
+                    os.truncate(part, 0)
+                reply.raise_for_status()
+                total = int(reply.headers.get("Content-Range", "").rpartition("/")[2]
+                            or reply.headers.get("Content-Length", 0))
+                with open(part, "ab") as file:
+                    for block in reply.iter_content(BLOCK):
+                        file.write(block)
+                        print(f"\r{path.name}: {file.tell() / 1e6:.1f} of {total / 1e6:.1f} MB",
+                              end="" if file.tell() < total else "\n", file=sys.stderr, flush=True)
+            if sha256_of(part) == sha256 if sha256 else part.stat().st_size == total > 0:
+                return os.replace(part, path)
+            error = f"{part.stat().st_size} of {total} bytes came, or not those expected"
+        except (requests.RequestException, ValueError) as problem:
+            error = problem
+    raise ConnectionError(f"cannot download {url} in {tries} tries ({error}): run it again later, "
+                          f"it goes on where it stopped, or put the file at {path}")
 
 
 def get_tokenizer(name: str) -> tiktoken.Encoding:
-    """"gpt2": GPT-2's BPE, 50257 tokens. "bytes": the 256 bytes and <|endoftext|>, 257 tokens."""
-    if name == "bytes":
-        return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", special_tokens={EOT: 256},
+    """"gpt2": GPT-2's BPE, 50257 tokens. "bytes": token i is byte i, and 256 is <|endoftext|>."""
+    if name == "bytes":         # the pattern is how much is looked at together: nothing is merged
+        return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,256}", special_tokens={EOT: 256},
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     if name != "gpt2":
-        raise ValueError(f"there is no tokenizer {name!r}: gpt2 or bytes")
+        raise ValueError(f"unknown tokenizer {name!r}: there are gpt2 and bytes")
+    # tiktoken would fetch these itself, but without a timeout: put them into its cache before.
+    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or f"{tempfile.gettempdir()}/data-gym-cache")
+    names = {file: hashlib.sha1((GPT2_URL + file).encode()).hexdigest() for file in GPT2_FILES}
     try:
-        return tiktoken.get_encoding("gpt2")
-    except (requests.RequestException, OSError, ValueError) as error:
-        raise OSError(
-            f"GPT-2's vocabulary could not be fetched ({type(error).__name__}). Without a network, "
-            "put vocab.bpe and encoder.json of "
-            "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/ into a directory as "
-            "6d1cbeee0f20b3d9449abfede4726ed8212e3aee and "
-            "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 and set TIKTOKEN_CACHE_DIR to it; "
-            "--tokenizer bytes needs no files") from error
+        for file, sha256 in GPT2_FILES.items():
+            fetch(GPT2_URL + file, cache / names[file], sha256, tries=3)
+    except OSError as error:
+        where = " and ".join(f"{GPT2_URL}{file} as DIR/{name}" for file, name in names.items())
+        raise ConnectionError(f"cannot fetch GPT-2's vocabulary into {cache}: put {where} and set "
+                              "TIKTOKEN_CACHE_DIR=DIR, or use --tokenizer bytes, which needs "
+                              "neither") from error
+    return tiktoken.get_encoding("gpt2")
 
 
-# ---------------------------------------------------------------------------------------------
-# Text: every reader yields (starts a document, piece of its text)
-# ---------------------------------------------------------------------------------------------
-
-
-def read_text(path: Path):
-    """Pieces of a UTF-8 file, about PIECE bytes each, cut where no token is cut.
-
-    GPT-2's pattern never matches across "non-space, then space" (each of its alternatives is
-    white space alone, or at most one space and then none), and what it matches after such a place
-    does not depend on what came before: tokens of the pieces are the tokens of the whole. A text
-    without any such place in a whole piece is cut where the piece ends.
-    """
-    decoder, read, rest = codecs.getincrementaldecoder("utf-8")(), 0, ""
-    with open(path, "rb") as file:
-        while block := file.read(PIECE):
-            pending = len(decoder.getstate()[0])
+def standard_library() -> tuple[list[Path], int]:
+    """The interpreter's own .py files, without tests, and how many others cannot be read."""
+    files, skipped = [], 0
+    for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        folders[:] = set(folders) - {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+        for path in [Path(folder, name) for name in names if name.endswith(".py")]:
             try:
-                text = rest + decoder.decode(block)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path} is not UTF-8 text (byte {read - pending + error.start}): "
-                                 "convert it first") from error
-            read += len(block)
-            cut = len(text)
-            while (cut := max(text.rfind(" ", 0, cut), text.rfind("\n", 0, cut))) > 0:
-                if not text[cut - 1].isspace():
-                    break
-            cut = cut if cut > 0 else len(text)
-            yield text[:cut]
-            rest = text[cut:]
-    if decoder.getstate()[0]:
-        raise ValueError(f"{path} is not UTF-8 text: its last character is cut off")
-    if rest:
-        yield rest
+                path.read_text(encoding="utf-8")
+                files.append(path)
+            except (OSError, ValueError):
+                skipped += 1
+    return sorted(files), skipped
 
 
-def read_file(path: Path):
-    """A file is a document."""
-    starts = True
-    for text in read_text(path):
-        yield starts, text
-        starts = False
-
-
-def read_separated(path: Path):
-    """Documents between lines of <|endoftext|>."""
-    rest = ""
-    for text in read_text(path):
-        *whole, rest = (rest + text).split(EOT)
-        yield from ((True, document.strip()) for document in whole)
-    yield True, rest.strip()
-
-
-def read_jsonl(path: Path):
-    """A line is a document: a JSON object whose field "text" holds it."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: not a JSON object with a field \"text\" "
-                                 f"({type(error).__name__})") from error
-            if not isinstance(text, str):
-                raise ValueError(f"{path}, line {number}: the field \"text\" is no string")
-            # JSON can spell half a surrogate pair, which UTF-8 cannot: it becomes U+FFFD.
-            yield True, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def own_files(names) -> list:
-    """(path, reader) of --input; refuses what is missing, empty or of another kind."""
-    sources = []
-    for path in map(Path, names):
-        if not path.is_file():
-            raise FileNotFoundError(f"--input {path}: there is no such file")
-        if path.stat().st_size == 0:
-            raise ValueError(f"--input {path} is empty")
-        if path.suffix not in (".txt", ".jsonl"):
-            raise ValueError(f"--input {path}: .txt (a document) or .jsonl (one a line)")
-        sources.append((path, read_jsonl if path.suffix == ".jsonl" else read_file))
-    return sources
-
-
-def standard_library() -> list:
-    """(path, reader) of the .py files of the running Python, tests and packages left out."""
-    root = Path(sysconfig.get_path("stdlib"))
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    files = [p for p in sorted(root.rglob("*.py"))
-             if not skip & set(p.relative_to(root).parts) and p.stat().st_size > 0]
-    return [(p, read_file) for p in files]
-
-
-def fetch(url: str, path: Path, sha256: str | None = None, tries: int = 5) -> None:
-    """Download url to path: streamed, resumed by Range after a break, its length and, where known,
-    its checksum verified. Raises ConnectionError after `tries` breaks."""
-    part = path.with_name(path.name + ".part")
-    for attempt in range(tries):
+def read_text(path: Path, lines: bool = False):
+    """The text of a file in lines or blocks. ValueError names the first byte that is not UTF-8."""
+    with open(path, encoding="utf-8", newline="\n") as file:    # "\n": line ends stay as they are
         try:
-            have = part.stat().st_size if part.exists() else 0
-            headers = {"Range": f"bytes={have}-"} if have else {}
-            with requests.get(url, headers=headers, stream=True, timeout=30) as answer:
-                if answer.status_code == 416:           # nothing after what we have: start over
-                    part.unlink()
-                    continue
-                answer.raise_for_status()
-                have = have if answer.status_code == 206 else 0
-                length = answer.headers.get("Content-Length")
-                total = have + int(length) if length else None
-                with open(part, "ab" if have else "wb") as file:
-                    for block in answer.iter_content(2 ** 20):
-                        file.write(block)
-                        have += len(block)
-                        print(f"\r{path.name}: {have / 1e6:.1f}" +
-                              (f" of {total / 1e6:.1f}" if total else "") + " MB",
-                              end="", file=sys.stderr, flush=True)
-            print(file=sys.stderr)
-            if total is not None and have != total:
-                raise requests.ConnectionError(f"{have} of {total} bytes came")
-            if sha256 is not None:
-                with open(part, "rb") as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                        part.unlink()
-                        raise requests.ConnectionError("the checksum is wrong")
-            os.replace(part, path)
-            return
-        except requests.RequestException as error:
-            problem = error
-            if attempt + 1 < tries:
-                time.sleep(2 ** attempt / 2)
-    raise ConnectionError(f"{url} could not be downloaded ({type(problem).__name__}); a text of "
-                          "your own goes in with --input FILE, and python data.py alone needs no "
-                          "network")
+            yield from file if lines else iter(lambda: file.read(BLOCK), "")
+        except UnicodeDecodeError as error:             # error.object is what was read last
+            offset = file.buffer.tell() - len(error.object) + error.start
+            raise ValueError(f"{path} is not UTF-8 text, see byte {offset}: convert it") from None
 
 
-# ---------------------------------------------------------------------------------------------
-# Text to shards
-# ---------------------------------------------------------------------------------------------
-
-
-def survey(sources, seed: int) -> tuple[np.ndarray, int]:
-    """Pass 1: how many bytes of each document train, in reading order; the rest of it validates.
-
-    All of them, or none if the document's seeded hash says so (one in 20); fewer than 20 documents
-    each keep their last 5% for validation. -1: not used, because empty or seen before. Returns
-    that and the number of duplicates.
-    """
-    digests, sizes = [], []
-    for path, reader in sources:
-        for starts, text in reader(path):
-            if starts:
-                hasher = hashlib.blake2b(digest_size=16, key=seed.to_bytes(8, "little"))
-                digests.append(b"")
-                sizes.append(0)
-            data = text.encode()
-            hasher.update(data)
-            digests[-1] = hasher.digest()
-            sizes[-1] += len(data)
-
-    first = {}                                          # digest -> first document with it
-    for document, digest in enumerate(digests):
-        if sizes[document]:
-            first.setdefault(digest, document)
-    if not first:
-        raise ValueError("the input holds no text at all")
-    train_bytes = np.full(len(sizes), -1)
-    used = np.array([first[digest] for digest in sorted(first)])
-    train_bytes[used] = np.array(sizes)[used]
-    if len(used) < VAL_SHARE:
-        train_bytes[used] -= train_bytes[used] // VAL_SHARE
+def read_documents(path: Path):
+    """Every document of a file, as an iterable of strings that joined are its text."""
+    if path.suffix == ".eot":           # TinyStories: lines of <|endoftext|> between the documents
+        for between, lines in groupby(read_text(path, lines=True), lambda s: s.strip() == EOT):
+            if not between:
+                yield ["".join(lines).strip()]
+    elif path.suffix == ".jsonl":
+        for number, line in enumerate(read_text(path, lines=True), 1):
+            try:
+                if line.strip():
+                    text = json.loads(line)["text"]
+                    text.encode()
+                    yield [text]
+            except (ValueError, RecursionError) as error:       # half a surrogate pair, too
+                raise ValueError(f"{path} line {number} is not JSON text: {error}") from None
+            except (KeyError, TypeError, AttributeError):
+                raise ValueError(f'{path} line {number} lacks the string field "text"') from None
     else:
-        train_bytes[used[:len(used) // VAL_SHARE]] = 0  # the smallest digests: a fair draw
-    return train_bytes, np.count_nonzero(sizes) - len(used)
+        yield read_text(path)
 
 
-class ShardWriter:
-    """Tokens of one split into shards of at most `shard_tokens`, under names that no reader looks
-    at until `publish`."""
-
-    def __init__(self, directory: Path, split: str, shard_tokens: int):
-        self.directory, self.split, self.shard_tokens = directory, split, shard_tokens
-        self.digest, self.tokens, self.text_bytes = hashlib.sha256(), 0, 0
-        self.shards, self.file, self.room = [], None, 0
-
-    def write(self, tokens: np.ndarray) -> None:
-        """tokens (N,) of any integer type."""
-        tokens = tokens.astype("<u2")
-        self.digest.update(tokens)
-        self.tokens += len(tokens)
-        while len(tokens):
-            if self.room == 0:
-                self.close()
-                name = f"{self.split}_{len(self.shards):06d}.bin"
-                self.shards.append(name)
-                self.file = open(self.directory / f".{name}.tmp", "wb")
-                self.file.write(bytes(4 * HEADER))
-                self.room = self.shard_tokens
-            self.file.write(tokens[:self.room])
-            written = min(len(tokens), self.room)
-            self.room -= written
-            tokens = tokens[written:]
-
-    def close(self) -> None:
-        """Complete the open shard: its header, now that the count is known."""
-        if self.file is not None:
-            header = np.zeros(HEADER, dtype="<i4")
-            header[:3] = MAGIC, VERSION, self.shard_tokens - self.room
-            self.file.seek(0)
-            self.file.write(header)
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
-            self.file = None
-
-    def publish(self) -> None:
-        for name in self.shards:
-            os.replace(self.directory / f".{name}.tmp", self.directory / name)
+def survey(files, seed: int):
+    """Pass 1: counts, and cuts: int64 (documents,): how many bytes of each go to train; the rest
+    goes to val. -1: neither, for it repeats an earlier one or has no text."""
+    table = bytearray()
+    for blocks in (blocks for path in files for blocks in read_documents(path)):
+        # Salted with the seed, one hash serves both to find duplicates and to split.
+        digest = hashlib.blake2b(digest_size=16, salt=seed.to_bytes(16, "little"))
+        size, has_text = 0, False
+        for text in blocks:
+            raw = text.encode()
+            digest.update(raw)
+            size, has_text = size + len(raw), has_text or not text.isspace()
+        table += digest.digest() + (size * has_text).to_bytes(8, "little")
+    table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
+    size, first = table["size"], np.unique(table["digest"], return_index=True)[1]
+    unique = np.sort(first[size[first] > 0])
+    if not len(unique) or size[unique].max() < 5:       # may be one character: none for one split
+        raise ValueError("the input holds no text, or less than 5 bytes: give it more")
+    cuts = np.full(len(size), -1)
+    if len(unique) < VAL_ONE_IN:
+        cuts[unique] = size[unique] - np.maximum(size[unique] // VAL_ONE_IN, 1)
+    else:
+        score = table["digest"][unique].view("<u8")[::2]
+        val = score < 2**64 // VAL_ONE_IN
+        val[score.argmin()], val[score.argmax()] = True, False      # at least one to each split
+        cuts[unique] = np.where(val, 0, size[unique])
+    return cuts, dict(documents=len(unique), skipped=int((size == 0).sum()),
+                      duplicates=int((size > 0).sum()) - len(unique))
 
 
-def write_shards(sources, directory: Path, tokenizer_name: str, seed: int,
-                 shard_tokens: int) -> dict:
-    """Both passes: sources to train_*.bin, val_*.bin and meta.json in `directory`. Returns what
-    meta.json holds. Raises ValueError for what is no text, OSError for what cannot be written."""
-    tokenizer = get_tokenizer(tokenizer_name)
-    train_bytes, duplicates = survey(sources, seed)
-    writers = {split: ShardWriter(directory, split, shard_tokens) for split in ("train", "val")}
-    separator = np.array([tokenizer.eot_token])
-    waiting = []                                        # (split, starts a document, text)
+# Where a text can be cut so that its sides, encoded apart, give the tokens of the whole: before a
+# space or newline that follows a character which is no white space. GPT-2's pattern makes words,
+# which have white space at most as their first character, and runs of white space. So a word ends
+# here in any case, and no look-ahead reaches this far. Greedy: match() finds the last such place.
+CUT = re.compile(r"(?s:.*)\S(?=[ \n])")
 
-    def encode(job):
-        return tokenizer.encode_to_numpy(job[2], disallowed_special=())
 
-    def flush(pool):
-        for (split, starts, text), tokens in zip(waiting, pool.map(encode, waiting)):
-            writers[split].write(np.concatenate([separator, tokens]) if starts else tokens)
-            writers[split].text_bytes += len(text.encode())
-        waiting.clear()
+def pieces(blocks):
+    """The same text in pieces of at most PIECE characters, cut by CUT; or, in a stretch of PIECE
+    characters without such a place, which is no prose, at its end, at the price of a few tokens."""
+    held = ""
+    for block in blocks:
+        held, start = held + block, 0
+        while len(held) - start > PIECE:
+            cut = CUT.match(held, start, start + PIECE)
+            end = cut.end() if cut else start + PIECE
+            yield held[start:end]
+            start = end
+        held = held[start:]
+    yield held
 
-    def clean():
-        for leftover in directory.glob(".*.tmp"):       # also of a run that was killed
-            leftover.unlink()
 
-    clean()
+def halves(blocks, cut: int):
+    """(split, text): train up to the last whole character before byte `cut`, val from there on."""
+    for block in blocks:
+        raw = block.encode()
+        head = raw[:max(cut, 0)].decode(errors="ignore")
+        yield from (half for half in zip(SPLITS, (head, block[len(head):])) if half[1])
+        cut -= len(raw)
+
+
+def read_jobs(files, cuts):
+    """Pass 2: (split, job): texts enough to be worth a thread, "" where a document begins."""
+    jobs = {split: [] for split in SPLITS}
+    documents = (blocks for path in files for blocks in read_documents(path))
+    for blocks, cut in zip(documents, cuts, strict=True):
+        for split, texts in groupby(halves(blocks, int(cut)) if cut >= 0 else (), lambda h: h[0]):
+            jobs[split].append("")
+            for text in pieces(text for _, text in texts):
+                jobs[split].append(text)
+                if len(text) > PIECE // 8 or len(jobs[split]) > 100:
+                    yield split, jobs[split]
+                    jobs[split] = []
+    yield from ((split, job) for split, job in jobs.items() if job)
+
+
+def encode(jobs, encoding: tiktoken.Encoding):
+    """(split, tokens as uint16, bytes of text) of every job in order, by threads on all cores:
+    tiktoken lets go of Python's lock. Only a few jobs are under way, so that memory is bounded."""
+    def work(split, job):
+        tokens = [encoding.encode_to_numpy(text, disallowed_special=()) if text
+                  else [encoding.eot_token] for text in job]
+        tokens = np.concatenate(tokens, dtype="<u2", casting="unsafe")
+        return split, tokens, len("".join(job).encode())
+
+    cores, pending = os.cpu_count() or 1, []
+    with ThreadPoolExecutor(cores) as pool:
+        for job in jobs:
+            pending.append(pool.submit(work, *job))
+            if len(pending) > 2 * cores:
+                yield pending.pop(0).result()
+        while pending:
+            yield pending.pop(0).result()
+
+
+def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, skipped=0):
+    """Makes a data set of the files in `out`, in place of an earlier one, and returns its meta."""
+    encoding = get_tokenizer(tokenizer)
+    old = [path for split in SPLITS for path in out.glob(f"*{split}*.bin")]
+    if foreign := [path for path in old if not re.fullmatch(r"(train|val)_\d{6}\.bin", path.name)]:
+        raise ValueError(f"{foreign[0]} would mix with the new shards: choose another --out")
     try:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            document, size = -1, 0
-            for path, reader in sources:
-                for starts, text in reader(path):
-                    if starts:
-                        document, started = document + 1, set()
-                        left = train_bytes[document]
-                    if left < 0:
-                        continue
-                    data = text.encode()
-                    head = data[:left].decode(errors="ignore")      # a cut falls between characters
-                    left = max(0, left - len(data))
-                    for split, part in (("train", head), ("val", text[len(head):])):
-                        if part:
-                            waiting.append((split, split not in started, part))
-                            started.add(split)
-                    size += len(data)
-                    if size > 8 * PIECE or len(waiting) > 4096:
-                        flush(pool)
-                        size = 0
-            flush(pool)
-        for writer in writers.values():
-            writer.close()
-            if writer.tokens == 0:
-                raise ValueError(f"there is too little text for a {writer.split} split")
-        (directory / "meta.json").unlink(missing_ok=True)
-        for split, writer in writers.items():
-            for old in directory.glob(f"{split}_*.bin"):
-                old.unlink()
-            writer.publish()
-    finally:
-        clean()
-        for writer in writers.values():
-            writer.close()
-    train, val = writers["train"], writers["val"]
-    meta = dict(tokenizer=tokenizer_name, vocab_size=tokenizer.n_vocab, seed=seed,
-                documents=int((train_bytes >= 0).sum()), duplicates=int(duplicates),
-                train_tokens=train.tokens, val_tokens=val.tokens,
-                train_bytes=train.text_bytes, val_bytes=val.text_bytes,
-                bytes_per_token=val.text_bytes / val.tokens,
-                fingerprint=train.digest.hexdigest()[:32] + val.digest.hexdigest()[:32])
-    aside = directory / ".meta.json.tmp"
-    aside.write_text(json.dumps(meta, indent=1) + "\n")
-    os.replace(aside, directory / "meta.json")
+        out.mkdir(parents=True, exist_ok=True)
+        aside = tempfile.TemporaryDirectory(prefix=".new-", dir=out)
+    except OSError as error:
+        raise OSError(f"cannot write to {out} ({error.strerror}): choose another --out") from error
+    with aside as folder:
+        cuts, counts = survey(files, seed)
+        counts["skipped"] += skipped
+        total, text_bytes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+        for split, tokens, size in encode(read_jobs(files, cuts), encoding):
+            text_bytes[split] += size
+            while len(tokens):
+                number, have = divmod(total[split], shard_tokens)
+                now, tokens = np.split(tokens, [shard_tokens - have])
+                with open(f"{folder}/{split}_{number:06d}.bin", "r+b" if have else "wb") as file:
+                    file.write(np.array([MAGIC, VERSION, have + len(now)], "<i4"))
+                    file.seek(HEADER_BYTES + 2 * have)      # what is skipped reads as zeros
+                    file.write(now)
+                total[split] += len(now)
+        new = sorted(Path(folder).iterdir())
+        meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=total,
+                    text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / total["val"], **counts,
+                    fingerprint=sha256_of(*new))            # with headers: shards bound the windows
+        new.append(Path(folder, "meta.json"))
+        new[-1].write_text(json.dumps(meta, indent=2) + "\n")
+        for path in [out / "meta.json", *old]:
+            path.unlink(missing_ok=True)
+        for path in new:
+            os.replace(path, out / path.name)
     return meta
 
 
-# ---------------------------------------------------------------------------------------------
-# Shards to batches
-# ---------------------------------------------------------------------------------------------
-
-
 class TokenDataset:
-    """The windows of one split ("train" or "val") of a directory of shards, read by memmap.
-
-    meta        tokenizer, vocab_size, bytes_per_token (None: unknown), fingerprint
-    n_tokens    in all shards
-    n_windows   of seq_len + 1 tokens, the last of one being the first of the next
-    """
+    """The windows of one split: T+1 tokens, the last of one the first of the next; T = seq_len."""
 
     def __init__(self, directory, split: str, seq_len: int):
-        self.seq_len, directory = seq_len, Path(directory)
-        self.paths = sorted(directory.glob(f"*{split}*.bin"))
-        if not self.paths:
-            command = "python data.py" + ("" if directory == Path("data/python") else
-                                          f" --input FILE --out {directory}")
-            raise FileNotFoundError(f"no {split} shards in {directory}: make them with `{command}`")
-        self.shards = [self._open(path) for path in self.paths]
-        self.n_tokens = sum(map(len, self.shards))
-        windows = [max(0, (len(shard) - 1) // seq_len) for shard in self.shards]
-        self.starts = np.cumsum([0, *windows])          # first window of each shard, and the end
-        self.n_windows = int(self.starts[-1])
-        if self.n_windows == 0:
-            raise ValueError(f"{directory}: the {split} split has {self.n_tokens} tokens, less than "
-                             f"one window of {seq_len} + 1: lower --seq-len or add text")
+        directory, self.seq_len = Path(directory), seq_len
+        self.files = sorted(directory.glob(f"*{split}*.bin"))
+        if not self.files:
+            name = directory.name if directory.name in DOWNLOADS else "python"
+            how = "" if directory == DEFAULT_OUT else f" --dataset {name} --out {directory}"
+            raise FileNotFoundError(f"no {split} shards in {directory}: run `python data.py{how}`")
+        self.shards = [self._open(path) for path in self.files]
         self.meta = self._read_meta(directory)
-        self.epoch, self.permutation = None, None
+        self.n_tokens = sum(map(len, self.shards))
+        self.ends = np.cumsum([(len(tokens) - 1) // seq_len for tokens in self.shards])
+        self.n_windows = int(self.ends[-1])
+        if not self.n_windows:
+            raise ValueError(f"{self.files[0]}: {len(self.shards[0])} tokens are too few for a "
+                             f"window of {seq_len} + 1: use a shorter --seq-len, or more text")
+        self.drawn, self.permutation = None, None       # the epoch that order() drew last
 
-    @staticmethod
-    def _open(path: Path) -> np.memmap:
-        size = path.stat().st_size
-        header = np.fromfile(path, dtype="<i4", count=HEADER)
-        if len(header) < HEADER or header[0] != MAGIC or header[1] != VERSION:
-            raise ValueError(f"{path} is no token shard: its header is not {MAGIC}, {VERSION}")
-        count = int(header[2])
-        if size != 4 * HEADER + 2 * count:
-            raise ValueError(f"{path} is damaged: {count} tokens need {4 * HEADER + 2 * count} "
-                             f"bytes, the file has {size}: make it again with data.py")
-        return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER, shape=(count,))
+    def _open(self, path: Path):
+        size, header = path.stat().st_size, np.fromfile(path, "<i4", 3).tolist()
+        count = header[-1] if header[:2] == [MAGIC, VERSION] else 0
+        if count < 1 or size != HEADER_BYTES + 2 * count:
+            raise ValueError(f"{path} is no whole shard: magic, version, tokens are {header}, not "
+                             f"{MAGIC}, {VERSION}, n > 0, or its {size} bytes are not "
+                             f"{HEADER_BYTES} + 2 n: copy it again, or run data.py again")
+        return np.memmap(path, "<u2", "r", HEADER_BYTES, (count,))
 
     def _read_meta(self, directory: Path) -> dict:
         path = directory / "meta.json"
-        if not path.exists():                           # llm.c's shards: GPT-2's tokens
-            names = [(p.name, len(s)) for p, s in zip(self.paths, self.shards)]
+        if not path.exists():               # shards made by others hold GPT-2's tokens
+            names = [(file.name, file.stat().st_size) for file in sorted(directory.glob("*.bin"))]
             return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None,
                         fingerprint=hashlib.sha256(repr(names).encode()).hexdigest())
         try:
-            meta = json.loads(path.read_bytes())
-            return {key: meta[key] for key in ("tokenizer", "vocab_size", "bytes_per_token",
-                                               "fingerprint")}
+            meta = json.loads(path.read_text())
+            [meta[key] for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({type(error).__name__}): make it again with "
-                             "data.py") from error
+            raise ValueError(f"{path} is damaged ({error!r}): run data.py again") from None
+        return meta
 
-    def order(self, seed: int, first: int, count: int) -> np.ndarray:
-        """Window numbers (count,) of sequences first ... of an endless stream in which epoch e is
-        the permutation of all windows drawn from (seed, e)."""
-        sequences = np.arange(first, first + count)
-        out = np.empty(count, dtype=np.int64)
-        for epoch in range(first // self.n_windows, (first + count - 1) // self.n_windows + 1):
-            if epoch != self.epoch:
-                self.permutation = np.random.default_rng([seed, epoch]).permutation(self.n_windows)
-                self.epoch = epoch
-            inside = sequences // self.n_windows == epoch
-            out[inside] = self.permutation[sequences[inside] % self.n_windows]
-        return out
+    def _check(self, tokens, shard: int, position: int) -> None:
+        beyond = tokens >= self.meta["vocab_size"]
+        if beyond.any():
+            at = int(beyond.argmax())
+            raise ValueError(f"{self.files[shard]} position {position + at} holds {tokens[at]}, beyond "
+                             f"the vocabulary of {self.meta['vocab_size']}: run data.py again")
 
     def windows(self, indices) -> np.ndarray:
-        """Window numbers (B,) -> tokens (B, seq_len + 1), int64."""
-        rows = []
-        for index in indices:
-            shard = int(np.searchsorted(self.starts, index, side="right")) - 1
-            start = (index - self.starts[shard]) * self.seq_len
-            rows.append(self.shards[shard][start:start + self.seq_len + 1])
-        return np.stack(rows).astype(np.int64)
+        """int64 (B, T+1): these windows. ValueError: a token beyond the vocabulary."""
+        batch = np.empty((len(indices), self.seq_len + 1), np.int64)
+        for row, index in zip(batch, indices):
+            shard = int(np.searchsorted(self.ends, index, side="right"))
+            start = int(index - (self.ends[shard - 1] if shard else 0)) * self.seq_len
+            row[:] = self.shards[shard][start:start + len(row)]
+            self._check(row, shard, start)
+        return batch
 
     def check(self, part: int, parts: int) -> None:
-        """Look for a token beyond the vocabulary in the part-th of `parts` shares of all tokens;
-        raises ValueError."""
-        vocab_size = self.meta["vocab_size"]
-        for path, shard in zip(self.paths, self.shards):
-            for start in range(part * PIECE, len(shard), parts * PIECE):
-                piece = shard[start:start + PIECE]
-                if piece.max() >= vocab_size:
-                    where = int((piece >= vocab_size).argmax())
-                    raise ValueError(f"{path}: token {start + where} is {piece[where]}, beyond the "
-                                     f"vocabulary of {vocab_size} ({self.meta['tokenizer']})")
+        """ValueError if share `part` of `parts` of all tokens holds one beyond the vocabulary."""
+        first, last = (self.n_tokens * i // parts for i in (part, part + 1))
+        for shard, tokens in enumerate(self.shards):
+            for start in range(max(first, 0), min(last, len(tokens)), BLOCK):
+                self._check(tokens[start:min(start + BLOCK, last)], shard, start)
+            first, last = first - len(tokens), last - len(tokens)
+
+    def order(self, seed: int, first: int, count: int) -> np.ndarray:
+        """int64 (count,): windows of sequences first, first + 1, ...; an epoch permutes all."""
+        epochs, places = np.divmod(np.arange(first, first + count), self.n_windows)
+        for epoch in np.unique(epochs).tolist():
+            if self.drawn != (seed, epoch):
+                self.permutation = np.random.default_rng([seed, epoch]).permutation(self.n_windows)
+                self.drawn = (seed, epoch)
+            places[epochs == epoch] = self.permutation[places[epochs == epoch]]
+        return places
 
 
-# ---------------------------------------------------------------------------------------------
-# Command line
-# ---------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Turn text into token shards.",
-                                     allow_abbrev=False)
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser("data.py", allow_abbrev=False, description="Makes shards.")
     parser.error = lambda message: parser.exit(2, f"data.py: {message}\n")
-    parser.add_argument("--dataset", default="python", choices=["python", *DATASETS],
-                        help="python: the standard library's source, no network (default)")
-    parser.add_argument("--input", nargs="+", metavar="FILE",
-                        help="own text: .txt (a document) or .jsonl (field \"text\" of each line)")
-    parser.add_argument("--tokenizer", choices=["gpt2", "bytes"],
-                        help="default: gpt2, and bytes for the dataset python")
-    parser.add_argument("--out", metavar="DIR", help="default: data/<dataset>")
-    parser.add_argument("--seed", type=int, default=0, help="of the validation split (default 0)")
-    parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
-                        help="tokens a shard (default %(default)s)")
-    args = parser.parse_args()
-    if args.shard_tokens < 1 or not 0 <= args.seed < 2 ** 63:
-        parser.error("--shard-tokens must be at least 1, --seed at least 0")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--dataset", choices=["python", *DOWNLOADS], default="python",
+                        help="python (default) is the standard library's source")
+    source.add_argument("--input", nargs="+", type=Path, metavar="FILE", help=".txt or .jsonl")
+    parser.add_argument("--tokenizer", choices=["gpt2", "bytes"], help="gpt2; bytes for python")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="data/DATASET; needed with --input")
+    parser.add_argument("--seed", type=int, default=0, help="of the split (default: 0)")
+    parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="(default: 100M)")
+    args = parser.parse_args(argv)
+    if not 0 <= args.seed < 2**63 or not 1024 <= args.shard_tokens < 2**31:
+        parser.error("--seed must be 0 to 2^63 - 1, --shard-tokens 1024 to 2^31 - 1")
     if args.input and not args.out:
-        parser.error("--input needs --out DIR")
-    tokenizer = args.tokenizer or ("gpt2" if args.input or args.dataset != "python" else "bytes")
-    out = Path(args.out or f"data/{args.dataset}")
+        parser.error("--input needs --out DIR, where the shards go")
+    out, tokenizer, skipped = args.out or Path("data", args.dataset), "gpt2", 0
     try:
-        sources = own_files(args.input) if args.input else []
-        get_tokenizer(tokenizer)                        # before a long download
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / ".writable").touch()
-            (out / ".writable").unlink()
-        except OSError as error:
-            raise OSError(f"--out {out} is not a directory that can be written: "
-                          f"{error.strerror}") from error
-        if not args.input and args.dataset == "python":
-            sources = standard_library()
-        elif not args.input:
-            url, sha256, separator = DATASETS[args.dataset]
-            text = out / url.rsplit("/", 1)[1]
-            if not text.exists():
-                fetch(url, text, sha256)
-            sources = [(text, read_separated if separator else read_file)]
-        meta = write_shards(sources, out, tokenizer, args.seed, args.shard_tokens)
-    except ConnectionError as error:
-        parser.exit(1, f"data.py: {error}\n")
+        if args.input:
+            files = args.input
+            for path in files:
+                if path.suffix not in (".txt", ".jsonl"):
+                    raise ValueError(f"{path}: only .txt and .jsonl are read: convert or rename it")
+                if not path.stat().st_size:
+                    raise ValueError(f"{path} is empty: leave it out of --input")
+        elif args.dataset == "python":
+            (files, skipped), tokenizer = standard_library(), "bytes"
+        else:
+            url, sha256, suffix = DOWNLOADS[args.dataset]
+            files = [out / "raw" / (args.dataset + suffix)]
+            fetch(url, files[0], sha256)
+        meta = prepare(files, out, args.tokenizer or tokenizer, args.seed, args.shard_tokens, skipped)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
-    print(f"{meta['documents']:,} documents ({meta['duplicates']:,} duplicates dropped) in {out}: "
-          f"{meta['train_tokens']:,} training and {meta['val_tokens']:,} validation tokens of "
-          f"{tokenizer}, {meta['bytes_per_token']:.2f} bytes each")
-    where = "" if out == Path("data/python") else f" --data {out}"
-    print(f"now:  python train.py{where}")
-    print(f"or:   torchrun --nproc_per_node=8 train.py --tp 2 --pp 2{where}")
+        print(f"data.py: {error}", file=sys.stderr)
+        return 1 if isinstance(error, ConnectionError) else 2
+    data = "" if out == DEFAULT_OUT else f" --data {shlex.quote(str(out))}"
+    print("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} without text "
+          "skipped; {tokens[train]:,} tokens to train on, {tokens[val]:,} to validate on.\n"
+          "Now train, in one process or in eight:".format(**meta))
+    print(f"python train.py{data}\ntorchrun --nproc_per_node=8 train.py{data} --tp 2 --pp 2")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -73,7 +73,8 @@ class Config:
     seq_len: int = flag(None, "positions", int, low=1)
     activation: str = flag(None, "gelu or relu", str, choices=["gelu", "relu"])
     batch_size: int = flag(16, "sequences a step, of the whole job", low=1)
-    micro_batch: int = flag(2, "sequences a microbatch", low=1, local=True)
+    micro_batch: int = flag(None, "sequences a microbatch (default: 4, 2 or 1, the largest that "
+                            "makes a multiple of pp microbatches)", int, low=1, local=True)
     steps: int = flag(600, "steps of the whole run", low=1)
     lr: float = flag(4e-3, "peak learning rate", low=0)
     min_lr_ratio: float = flag(0.1, "last learning rate / peak", low=0)
@@ -485,6 +486,10 @@ def plan(given: dict, state: dict | None, world: int):
     val_data = TokenDataset(config.data, "val", shape["seq_len"])
     meta = train_data.meta
     cfg = GPTConfig(vocab_size=meta["vocab_size"], dropout=config.dropout, **shape)
+    if config.micro_batch is None:
+        share = config.batch_size * config.tp // world      # sequences for each replica and stage
+        config = dataclasses.replace(
+            config, micro_batch=next(m for m in (4, 2, 1) if share % m == 0))
     check_layout(cfg, world, config.tp, config.pp, config.batch_size, config.micro_batch)
     if state is not None:
         theirs = state["tokenizer"], state["model"]["vocab_size"]
