@@ -112,8 +112,11 @@ class Embed(nn.Module):
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.token = nn.Embedding(cfg.padded_vocab, cfg.n_embd)
-        self.position = nn.Embedding(cfg.seq_len, cfg.n_embd)
+        # Empty until `initialize`: torch's own N(0, 1) would be thrown away.
+        self.token = nn.Embedding.from_pretrained(
+            torch.empty(cfg.padded_vocab, cfg.n_embd), freeze=False)
+        self.position = nn.Embedding.from_pretrained(
+            torch.empty(cfg.seq_len, cfg.n_embd), freeze=False)
         self.dropout = cfg.dropout
 
     def forward(self, tokens, key=0):
