@@ -216,21 +216,34 @@ class StopSignal:
 
 class Metrics:
     """out/metrics.jsonl, append-only: one object a step, and one with `event` for what happened
-    besides. Only rank 0 writes."""
+    besides. Only rank 0 writes. Raises OSError if `out` is no directory that takes a file."""
 
     def __init__(self, out: Path, rank: int):
         self.file = None
         if rank == 0:
-            self.file = open(out / "metrics.jsonl", "a+b", buffering=0)
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+                self.file = open(out / "metrics.jsonl", "a+b", buffering=0)
+            except OSError as error:
+                raise OSError(f"--out {out} is not a directory that can be written: "
+                              f"{error.strerror}") from error
             self.file.seek(0)
             whole = self.file.read().rfind(b"\n") + 1
             self.file.truncate(whole)                   # a line torn by a crash is cut
 
     def write(self, **row):
+        if self.file is None:
+            return
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                for k, v in row.items()}
-        if self.file is not None:
-            self.file.write(json.dumps(row).encode() + b"\n")
+        line, end = json.dumps(row).encode() + b"\n", self.file.seek(0, os.SEEK_END)
+        try:
+            if self.file.write(line) < len(line):
+                raise OSError("the disk is full")
+        except OSError as error:                        # a full disk costs this line, not the run
+            self.file.truncate(end)
+            print(f"train.py: warning: metrics.jsonl lacks a line: {error}", file=sys.stderr,
+                  flush=True)
 
 
 def clock_time(seconds: float) -> str:
@@ -466,18 +479,6 @@ def choose_checkpoint(config: Config) -> tuple[Path, list[dict]]:
     return checkpoint.newest_whole(Path(config.out), passed_over), events
 
 
-def prepare_out(out: Path, rank: int) -> None:
-    """Make --out and see that it takes a file; raises OSError."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / f".writable{rank}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise OSError(f"--out {out} is not a directory that can be written: "
-                      f"{error.strerror}") from error
-
-
 def plan(given: dict, state: dict | None, world: int):
     """Flags and checkpoint -> config, model shape, datasets. Raises ValueError or OSError for
     whatever cannot run, without communication."""
@@ -555,19 +556,14 @@ def main() -> None:
         state = together(lambda: checkpoint.load(path), rank, world)
         job = together(lambda: plan(given, state, world), rank, world)
     config, cfg, train_data, val_data = job
-    out = Path(config.out)
+    for dataset in (train_data, val_data):
+        together(lambda: dataset.check(rank, world), rank, world)
 
-    def last_checks():
-        prepare_out(out, rank)
-        for dataset in (train_data, val_data):
-            dataset.check(rank, world)
-
-    together(last_checks, rank, world)
-    finished = state is not None and state["step"] >= config.steps and not config.eval_only
-    if finished and rank == 0:
-        print(f"{path} is step {state['step']} of {config.steps}: nothing left to do; raise "
-              f"--steps to go on")
-    if not finished:
+    if not config.eval_only and state is not None and state["step"] >= config.steps:
+        if rank == 0:
+            print(f"{path} is step {state['step']} of {config.steps}: nothing left to do; raise "
+                  f"--steps to go on")
+    else:
         stop = StopSignal()
         grid = make_grid(world, config.tp, config.pp, rank)
         run = Run(config, cfg, grid, device, train_data, val_data, state)
@@ -576,12 +572,12 @@ def main() -> None:
             if rank == 0:
                 print(f"{path}, step {run.step}: {run.describe(val_loss)}")
         else:
-            metrics = Metrics(out, rank)
-            for event in events:
-                metrics.write(**event)
+            metrics = together(lambda: Metrics(Path(config.out), rank), rank, world)
             began = dict(event="start") if state is None else dict(
                 event="resume", path=str(path), given=given)
-            metrics.write(**began, step=run.step, world=world, config=dataclasses.asdict(config))
+            began["config"] = dataclasses.asdict(config)
+            for event in [*events, began]:
+                metrics.write(**event, step=run.step)
             if rank == 0:
                 introduce(config, cfg, grid, train_data)
                 if state is not None:
