@@ -177,7 +177,7 @@ def survey(files, seed: int):
         table += digest.digest() + (size * has_text).to_bytes(8, "little")
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
     size, first = table["size"], np.unique(table["digest"], return_index=True)[1]
-    unique = np.sort(first[size[first] > 0])
+    unique = first[size[first] > 0]
     if not len(unique) or size[unique].max() < 5:       # may be one character: none for one split
         raise ValueError("the input holds no text, or less than 5 bytes: give it more")
     cuts = np.full(len(size), -1)
@@ -284,8 +284,8 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
                 total[split] += len(now)
         new = sorted(Path(folder).iterdir())
         meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=total,
-                    text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / total["val"], **counts,
-                    fingerprint=sha256_of(*new))            # with headers: shards bound the windows
+                    text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / total["val"],
+                    fingerprint=sha256_of(*new), **counts)  # headers too: shards bound windows
         new.append(Path(folder, "meta.json"))
         new[-1].write_text(json.dumps(meta, indent=2) + "\n")
         for path in [out / "meta.json", *old]:
@@ -341,8 +341,8 @@ class TokenDataset:
         beyond = tokens >= self.meta["vocab_size"]
         if beyond.any():
             at = int(beyond.argmax())
-            raise ValueError(f"{self.files[shard]} position {position + at} holds {tokens[at]}, beyond "
-                             f"the vocabulary of {self.meta['vocab_size']}: run data.py again")
+            raise ValueError(f"{self.files[shard]} position {position + at}: token {tokens[at]} is "
+                             f"beyond a vocabulary of {self.meta['vocab_size']}: run data.py again")
 
     def windows(self, indices) -> np.ndarray:
         """int64 (B, T+1): these windows. ValueError: a token beyond the vocabulary."""
@@ -389,7 +389,7 @@ def main(argv=None) -> int:
         parser.error("--seed must be 0 to 2^63 - 1, --shard-tokens 1024 to 2^31 - 1")
     if args.input and not args.out:
         parser.error("--input needs --out DIR, where the shards go")
-    out, tokenizer, skipped = args.out or Path("data", args.dataset), "gpt2", 0
+    out, usual, skipped = args.out or Path("data", args.dataset), "gpt2", 0
     try:
         if args.input:
             files = args.input
@@ -399,12 +399,12 @@ def main(argv=None) -> int:
                 if not path.stat().st_size:
                     raise ValueError(f"{path} is empty: leave it out of --input")
         elif args.dataset == "python":
-            (files, skipped), tokenizer = standard_library(), "bytes"
+            (files, skipped), usual = standard_library(), "bytes"
         else:
             url, sha256, suffix = DOWNLOADS[args.dataset]
             files = [out / "raw" / (args.dataset + suffix)]
             fetch(url, files[0], sha256)
-        meta = prepare(files, out, args.tokenizer or tokenizer, args.seed, args.shard_tokens, skipped)
+        meta = prepare(files, out, args.tokenizer or usual, args.seed, args.shard_tokens, skipped)
     except (ValueError, OSError) as error:
         print(f"data.py: {error}", file=sys.stderr)
         return 1 if isinstance(error, ConnectionError) else 2

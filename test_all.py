@@ -1,0 +1,1141 @@
+"""Every claim of this project, once, in the order of the files.
+
+    python -m pytest test_all.py                what a change must pass: minutes, on two CPU cores
+    python -m pytest test_all.py -m slow        the same claims at a size that takes longer
+    python test_all.py                          the README's table of measured differences
+
+Three habits. Where someone else computes the same thing (torch's GradScaler, AdamW, clipping,
+DistributedDataParallel, a plain model), that is what we compare with. Upstream gradients are
+random: all-ones hide what is transposed. A test of something that could be absent shows first that
+its absence makes a difference.
+
+Eight processes are started once and do all the distributed work, in a fresh process group each
+time; nothing here needs a network or a GPU.
+"""
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="1")
+sys.dont_write_bytecode = True      # the tests leave nothing behind
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import amp
+import checkpoint
+import data
+import model
+import parallel
+import sample
+import train
+from model import GPT, IGNORE, SIZES, GPTConfig
+from parallel import FlatParameters, Grid, gpipe, local_model, make_grid, run_schedule
+
+ROOT = Path(__file__).resolve().parent
+torch.set_num_threads(1)
+
+# Neither tp nor pp divides the 257 tokens or the five layers.
+CFG = GPTConfig(vocab_size=257, seq_len=16, n_layer=5, n_head=8, n_embd=32)
+LAYOUTS = [(world // (tp * pp), tp, pp) for world in (1, 2, 4, 8) for tp in (1, 2, 4, 8)
+           for pp in (1, 2, 4, 8) if world % (tp * pp) == 0]        # (dp, tp, pp)
+
+
+# ---------------------------------------------------------------------------------------------
+# Eight processes
+# ---------------------------------------------------------------------------------------------
+
+
+def worker(rank, pipe):
+    sys.stdout = open(os.devnull, "w")
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            world, store, seconds, fn, args = pickle.loads(message)
+            if world > 1:
+                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
+                                        world_size=world, timeout=timedelta(seconds=seconds))
+            answer = True, fn(rank, world, *args)
+            if world > 1:
+                dist.barrier()
+                dist.destroy_process_group()
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps(answer))       # plain pickle: no shared memory
+
+
+class Pool:
+    """`run` calls a function of this module on the first `world` of eight processes."""
+
+    def __init__(self):
+        self.processes, self.pipes = [], []
+
+    def start(self):
+        context = multiprocessing.get_context("spawn")
+        for rank in range(8):
+            pipe, theirs = context.Pipe()
+            process = context.Process(target=worker, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(pipe)
+
+    def stop(self):
+        for process, pipe in zip(self.processes, self.pipes):
+            process.kill()
+            process.join()
+            pipe.close()
+        self.processes, self.pipes = [], []
+
+    def run(self, world, fn, *args, seconds=120):
+        """[fn(rank, world, *args) of each rank]. A rank's exception is raised here with its
+        traceback; after it, or `seconds`, the processes are replaced."""
+        if not self.processes:
+            self.start()
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                message = pickle.dumps((world, f"{folder}/store", seconds, fn, args))
+                for pipe in self.pipes[:world]:
+                    pipe.send_bytes(message)
+                answers, end = {}, time.monotonic() + seconds
+                while len(answers) < world:
+                    waiting = [p for r, p in enumerate(self.pipes[:world]) if r not in answers]
+                    ready = multiprocessing.connection.wait(waiting, end - time.monotonic())
+                    if not ready:
+                        raise TimeoutError(f"{fn.__name__}: no answer in {seconds} s")
+                    for pipe in ready:
+                        rank = self.pipes.index(pipe)
+                        good, answers[rank] = pickle.loads(pipe.recv_bytes())
+                        if not good:
+                            raise RuntimeError(f"rank {rank} of {world}:\n{answers[rank]}")
+            return [answers[rank] for rank in range(world)]
+        except BaseException:
+            self.stop()
+            raise
+
+
+@contextmanager
+def gridded(rank, world, tp, pp):
+    """This rank's grid, whose process groups end with the block: the gradient hooks of its
+    parameters keep it alive for ever, and each group is two threads."""
+    grid = make_grid(world, tp, pp, rank)
+    try:
+        yield grid
+    finally:
+        grid.groups.clear()
+
+
+@pytest.fixture(scope="session")
+def pool():
+    pool = Pool()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def leave_nothing_behind():
+    """pytest compiles this file before its first line has run."""
+    yield
+    for file in (ROOT / "__pycache__").glob("test_all.*"):
+        file.unlink()
+    with suppress(OSError):
+        (ROOT / "__pycache__").rmdir()
+
+
+# ---------------------------------------------------------------------------------------------
+# A run of train.py on one rank, and a look at it after every step
+# ---------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """A data.TokenDataset without files: each token follows from the one before, but one in four
+    is drawn."""
+
+    def __init__(self, cfg, n_windows=150, seed=0):
+        rng = np.random.default_rng(seed)
+        self.seq_len, self.n_windows = cfg.seq_len, n_windows
+        self.n_tokens = n_windows * cfg.seq_len + 1
+        tokens = rng.integers(cfg.vocab_size, size=self.n_tokens)
+        for i in np.flatnonzero(rng.random(self.n_tokens) < 0.75):
+            tokens[i] = (3 * tokens[i - 1] + 7) % cfg.vocab_size
+        self.tokens = tokens
+        self.meta = dict(tokenizer="bytes", vocab_size=cfg.vocab_size, bytes_per_token=1.0,
+                         fingerprint="memory")
+
+    def order(self, seed, first, count):
+        permutation = np.random.default_rng(seed).permutation(self.n_windows)
+        return permutation[np.arange(first, first + count) % self.n_windows]
+
+    def windows(self, indices):
+        T = self.seq_len
+        return np.stack([self.tokens[i * T:i * T + T + 1] for i in indices]).astype(np.int64)
+
+
+class Rows:
+    """train.Metrics for a test: keeps the rows, and what `look(run)` sees after each step."""
+
+    def __init__(self, run, look):
+        self.run, self.look, self.steps, self.seen = run, look, [], []
+
+    def write(self, **row):
+        if "event" not in row:
+            self.steps.append(row)
+            self.seen.append(self.look(self.run))
+
+
+def settings(out, **changes):
+    usual = dict(batch_size=8, micro_batch=2, steps=20, lr=1e-3, warmup_steps=5, eval_every=0,
+                 save_every=0, device="cpu")
+    return train.Config(**{**usual, **changes, "out": str(out)})
+
+
+def whole_gradient(run):
+    whole = checkpoint.gather(run.flat, run.cfg, run.grid, ["grad"])
+    return whole and whole["grad"]
+
+
+def nothing(run):
+    return None
+
+
+def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepare=nothing):
+    """Train with train.Run on this rank -> (rows, what `look` saw, whole final state)."""
+    dp, tp, pp = layout
+    with gridded(rank, world, tp, pp) as grid:
+        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
+                        Memory(cfg, 13, seed=1), state and checkpoint.load(state))
+        prepare(run)
+        rows = Rows(run, look)
+        run.train(rows, SimpleNamespace(asked=0.0))
+        whole = checkpoint.gather(run.flat, cfg, grid, checkpoint.STATE.values())
+    return rows.steps, rows.seen, whole
+
+
+def relative(ours, theirs):
+    """Largest |difference| of numbers, or of tensors in Euclidean norm, relative to `theirs`."""
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        return max(relative(ours[name], theirs[name]) for name in theirs)
+    if isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs)
+        return max(map(relative, ours, theirs))
+    ours, theirs = (torch.as_tensor(x, dtype=torch.float64) for x in (ours, theirs))
+    assert ours.shape == theirs.shape
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def column(steps, name):
+    return [row[name] for row in steps]
+
+
+def deep_enough(layout):
+    """Layers that no pp above 1 divides, but no more than needed."""
+    return replace(CFG, n_layer=9 if layout[2] == 8 else 5)
+
+
+def equality_row(pool, layout, one, config, cfg):
+    """Largest relative differences (loss, gradient, norm) from one process, over all steps."""
+    dp, tp, pp = layout
+    micros = max(pp // 2, 1 if tp > 2 else 2)           # fewer than stages where pp is 4 or 8
+    config = replace(config, tp=tp, pp=pp, recompute=pp in (2, 8),
+                     micro_batch=max(1, 8 // (dp * micros)))
+    steps, gradients, _ = pool.run(dp * tp * pp, run_steps, layout, config, cfg, whole_gradient)[0]
+    assert relative(steps[-1]["val_loss"], one[0][-1]["val_loss"]) <= 1e-5
+    return (relative(column(steps, "loss"), column(one[0], "loss")), relative(gradients, one[1]),
+            relative(column(steps, "grad_norm"), column(one[0], "grad_norm")))
+
+
+def equality_table(pool, dtype, out):
+    """Yields (layout, (loss, gradient, norm)): the README's table."""
+    config = settings(out, dtype=dtype, micro_batch=8)
+    one = {cfg: pool.run(1, run_steps, (1, 1, 1), config, cfg, whole_gradient)[0]
+           for cfg in map(deep_enough, LAYOUTS)}
+    for layout in LAYOUTS:
+        cfg = deep_enough(layout)
+        yield layout, equality_row(pool, layout, one[cfg], config, cfg)
+
+
+# ---------------------------------------------------------------------------------------------
+# model.py
+# ---------------------------------------------------------------------------------------------
+
+
+def tokens_of(cfg, batch, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(cfg.vocab_size, (batch, cfg.seq_len), generator=generator)
+
+
+@pytest.mark.parametrize("name", ["nano", "gpt2", "gpt2-xl", "gpt3-13b", "opt-66b"])
+def test_parameter_count_is_what_the_model_holds_without_padding(name):
+    cfg = GPTConfig(vocab_size=50257, **SIZES[name])
+    with torch.device("meta"):
+        held = sum(parameter.numel() for parameter in GPT(cfg).parameters())
+    padding = (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
+    assert model.parameter_count(cfg) == held - padding
+
+
+def test_named_sizes_have_the_published_numbers_of_parameters():
+    count = {name: model.parameter_count(GPTConfig(vocab_size=50257, **size))
+             for name, size in SIZES.items()}
+    assert count["gpt2"] == 124_439_808 and count["gpt2-xl"] == 1_557_611_200
+    for name, published in [("gpt2-medium", 355e6), ("gpt2-large", 774e6), ("gpt3-1.3b", 1.3e9),
+                            ("gpt3-2.7b", 2.7e9), ("gpt3-6.7b", 6.7e9), ("gpt3-13b", 13e9),
+                            ("gpt3-175b", 175e9), ("opt-30b", 30e9), ("opt-66b", 66e9),
+                            ("opt-175b", 175e9)]:
+        assert count[name] == pytest.approx(published, rel=0.03), name
+    assert all(SIZES[name]["activation"] == ("relu" if "opt" in name else "gelu") for name in SIZES)
+
+
+def test_flops_are_counted_from_the_matrix_products():
+    """Two for a multiplication and an addition, forward once and backward twice."""
+    cfg = replace(CFG, vocab_size=256)          # no padding, which does work that does not count
+    from torch.utils.flop_counter import FlopCounterMode
+    tokens = tokens_of(cfg, 1)
+    with FlopCounterMode(display=False) as counter, \
+            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        x = GPT(cfg).initialize(0)(tokens, tokens)
+        x.backward()
+    # The formula has the vectors in N too: biases and LayerNorm.
+    vectors = 6 * (cfg.n_layer * 13 + 2) * cfg.n_embd
+    counted = counter.get_total_flops() / cfg.seq_len
+    assert model.flops_per_token(cfg) - vectors == pytest.approx(counted, rel=1e-9)
+
+
+def test_initial_values_have_the_deviation_their_name_asks_for():
+    cfg = GPTConfig(n_layer=8, n_embd=128)
+    for name, parameter in GPT(cfg).initialize(0).named_parameters():
+        parameter = parameter[:cfg.vocab_size] if name == "embed.token.weight" else parameter
+        if name.endswith("bias"):
+            assert not parameter.any()
+        elif "norm" in name:
+            assert (parameter == 1).all()
+        else:
+            residual = name.endswith(("attn.proj.weight", "mlp.down.weight"))
+            std = 0.02 / math.sqrt(16) if residual else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+            assert abs(parameter.mean().item()) < 0.001
+
+
+def test_initial_loss_is_that_of_a_uniform_guess():
+    tokens = tokens_of(CFG, 16)
+    loss = GPT(CFG).initialize(0)(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
+    assert loss.item() == pytest.approx(math.log(257), abs=0.02)
+
+
+def test_a_position_sees_no_later_one_and_short_sequences_give_the_same():
+    plain = GPT(replace(CFG, activation="relu")).initialize(0).double().eval()
+    tokens = tokens_of(CFG, 2)
+    whole = plain(tokens)
+    assert whole.shape == (2, 16, 257)          # padding is not seen
+    for t in (1, 7, 15):
+        torch.testing.assert_close(plain(tokens[:, :t]), whole[:, :t])
+        changed = tokens.clone()
+        changed[:, t] = (changed[:, t] + 1) % 257
+        difference = (plain(changed) - whole).abs().amax(dim=(0, 2))
+        assert difference[:t].max() == 0 and difference[t:].min() > 1e-6
+
+
+def test_ignored_targets_and_padding_count_for_nothing():
+    plain, tokens = GPT(CFG).initialize(0).double(), tokens_of(CFG, 2)
+    targets = tokens.clone()
+    targets[0, 3:] = IGNORE
+    whole = plain(tokens).flatten(0, 1).log_softmax(-1)
+    kept = targets.flatten() != IGNORE
+    expected = -whole[kept, targets.flatten()[kept]].sum()
+    loss = plain(tokens, targets)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    weight = plain.embed.token.weight
+    assert not weight[257:].any() and not weight.grad[257:].any() and weight.shape[0] == 384
+
+
+def test_dropout_is_a_function_of_the_key():
+    plain, tokens = GPT(replace(CFG, dropout=0.3)).initialize(0), tokens_of(CFG, 2)
+    torch.manual_seed(0)
+    one = plain(tokens, key=1)
+    torch.manual_seed(5)                        # the state of torch's generator has no say
+    assert plain(tokens, key=1).equal(one) and not plain(tokens, key=2).equal(one)
+    plain.eval()
+    assert plain(tokens, key=1).equal(plain(tokens, key=2))
+
+
+@pytest.mark.parametrize("bad", [dict(n_head=5), dict(n_layer=0), dict(activation="tanh"),
+                                 dict(dropout=1.0), dict(dropout=-0.1), dict(vocab_size=0)])
+def test_a_shape_that_makes_no_sense_is_refused(bad):
+    with pytest.raises(ValueError, match="|".join(bad)):
+        replace(CFG, **bad)
+
+
+# ---------------------------------------------------------------------------------------------
+# amp.py
+# ---------------------------------------------------------------------------------------------
+
+
+def torch_scales(settings, overflows):
+    """The scales of torch's own GradScaler around a real optimizer."""
+    scaler = torch.amp.GradScaler("cpu", **settings)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for overflow in overflows:
+        weight.grad = torch.full((2,), math.inf if overflow else 0.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+        yield scaler.get_scale()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_scale_moves_as_in_torch(seed):
+    rng = random.Random(seed)
+    settings = dict(init_scale=2.0 ** rng.uniform(0, 60), growth_factor=rng.uniform(1.01, 9),
+                    backoff_factor=rng.uniform(0.05, 0.95), growth_interval=rng.randint(1, 5))
+    share = rng.choice([0.02, 0.1, 0.4])
+    if seed % 4 == 0:                           # up to where fp32 ends
+        settings.update(growth_factor=2.0 ** rng.randint(5, 60), growth_interval=1)
+    overflows = [rng.random() < share for _ in range(300)]
+    ours = amp.LossScaler(**settings, min_scale=1e-38)
+    for step, expected in enumerate(torch_scales(settings, overflows)):
+        if expected < 1e-37:
+            break                               # the floor, torch has none
+        ours.update(overflows[step])
+        assert ours.scale == expected, (step, settings)
+    assert step > 30
+
+
+def test_the_scale_stops_at_its_floor_and_below_infinity():
+    scaler = amp.LossScaler(init_scale=16.0, growth_interval=1, min_scale=3.0)
+    scales = []
+    for found_inf in [True] * 5 + [False]:
+        scaler.update(found_inf)
+        scales.append(scaler.scale)
+    assert scales == [8, 4, 3, 3, 3, 6]
+    top = amp.LossScaler(init_scale=2.0 ** 127, growth_interval=1)
+    top.update(False)
+    assert top.scale == 2.0 ** 127
+
+
+def test_the_scalers_state_is_whole():
+    one = amp.LossScaler(1024.0, 4.0, 0.25, 3, 2.0)
+    for found_inf in (False, False, True, False, False):
+        one.update(found_inf)
+    two = amp.LossScaler()
+    two.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    for found_inf in (False, True, True, True, True, False):
+        one.update(found_inf)
+        two.update(found_inf)
+        assert one.state_dict() == two.state_dict()
+    with pytest.raises(ValueError):
+        two.load_state_dict({"scale": 1.0})
+    for bad in (dict(growth_factor=1.0), dict(backoff_factor=1.0), dict(growth_interval=0),
+                dict(min_scale=0.0), dict(init_scale=0.5)):
+        with pytest.raises(ValueError):
+            amp.LossScaler(**bad)
+
+
+def rounded_masters(run):
+    """After a step: are the parameters the masters rounded, and small updates kept?"""
+    flat = run.flat
+    return (flat.data.equal(flat.master.to(flat.data.dtype)), flat.data.dtype,
+            {t.dtype for t in (flat.master, flat.grad, flat.exp_avg, flat.exp_avg_sq)},
+            bool((flat.master.to(flat.data.dtype).float() != flat.master).any()))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_16_bits_train_as_one_process_within_a_twentieth_of_a_nat(pool, tmp_path, dtype):
+    cfg = replace(CFG, n_layer=3)
+    config = settings(tmp_path, dtype=dtype, steps=60, lr=4e-3)
+    one = pool.run(1, run_steps, (1, 1, 1), config, cfg, rounded_masters)[0]
+    eight = pool.run(8, run_steps, (2, 2, 2), replace(config, tp=2, pp=2), cfg, rounded_masters)
+    losses = np.array([column(steps, "loss") for steps in (one[0], eight[0][0])])
+    assert np.abs(losses[0] - losses[1]).max() <= 0.05
+    assert losses[0][-1] < losses[0][0] - 0.5           # it learns
+    for _, seen, _ in (one, *eight):
+        half = amp.PRECISIONS[dtype].compute
+        assert set(row[:2] for row in seen) == {(True, half)}
+        assert all(row[2] == {torch.float32} and row[3] for row in seen)
+
+
+def inject(run):
+    """At step k, rank k - 1 alone finds an infinite gradient: after the reductions, so that only
+    the agreement can tell the others."""
+    finish, last = run.flat.finish_reduction, run.flat.pieces[-1]
+
+    def finish_and_spoil():
+        finish()
+        if run.grid.rank == run.step - 1:
+            # A LayerNorm or a bias: in the norm, these count on one tensor-parallel rank alone.
+            assert last.dim is None
+            run.flat.view(run.flat.grad, last)[0] = math.inf if run.step % 2 else math.nan
+    run.flat.finish_reduction = finish_and_spoil
+
+
+def state_now(run):
+    flat = run.flat
+    tensors = [flat.data, flat.master, flat.exp_avg, flat.exp_avg_sq]
+    return [t.clone() for t in tensors], run.adam_steps, run.sequences, run.scaler.scale
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype):
+    cfg = replace(CFG, n_layer=2)
+    config = settings(tmp_path, dtype=dtype, steps=9, tp=2, pp=2)
+    for steps, seen, _ in pool.run(8, run_steps, (2, 2, 2), config, cfg, state_now, None, inject):
+        start = amp.make_scaler(dtype).scale
+        for k, (tensors, adam_steps, sequences, scale) in enumerate(seen, 1):
+            skipped = k <= 8
+            assert adam_steps == (0 if skipped else 1)
+            assert sequences == 8 * k and steps[k - 1]["step"] == k
+            assert scale == max(1.0, start / 2 ** min(k, 8))
+            assert all(a.equal(b) for a, b in zip(tensors, seen[0][0])) == skipped
+        assert column(steps, "lr")[:5] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
+        assert steps[6]["lr"] < steps[5]["lr"] < 1e-3       # the schedule went on
+
+
+def test_a_run_that_always_overflows_ends_with_a_clear_message(tmp_path, capsys):
+    cfg = replace(CFG, n_layer=1)
+
+    def huge(run):
+        run.flat.data.fill_(60000)
+    with pytest.raises(SystemExit) as stop:
+        run_steps(0, 1, (1, 1, 1), settings(tmp_path, dtype="fp16", steps=99), cfg, prepare=huge)
+    error = capsys.readouterr().err
+    assert stop.value.code == 1 and error.count("\n") == 1
+    assert "10 steps in a row" in error and "floor" in error and "lower --lr" in error
+
+
+def test_sums_of_squares_are_accurate():
+    for size in (10_000_019, 4096, 5, 0):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 3
+        expected = x.double().square().sum().item()
+        assert parallel.square_sum(x).item() == pytest.approx(expected, rel=2e-6)
+
+
+def test_clipping_and_unscaling_are_one_factor():
+    assert amp.clip_factor(4.0, 1.0, 8.0) == pytest.approx(1 / 4 / 8, rel=1e-6)
+    assert amp.clip_factor(0.5, 1.0, 8.0) == amp.clip_factor(9.0, 0.0, 8.0) == 1 / 8
+
+
+# ---------------------------------------------------------------------------------------------
+# parallel.py: the grid and the schedules
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_grid_counts_tp_fastest_and_dp_slowest():
+    for rank in range(12):
+        grid = Grid(dp=2, pp=3, tp=2, rank=rank)
+        assert grid.ranks[grid.dp_rank, grid.stage, grid.tp_rank] == rank
+    assert (grid.dp_rank, grid.stage, grid.tp_rank) == (1, 2, 1) and grid.neighbour(-1) == 9
+    assert (grid.is_first, grid.is_last) == (False, True)
+
+
+def test_stages_share_the_layers_in_order_and_evenly():
+    for n_layer in range(1, 20):
+        for pp in range(1, n_layer + 1):
+            stages = [list(parallel.stage_layers(n_layer, pp, s)) for s in range(pp)]
+            assert sum(stages, []) == list(range(n_layer))
+            assert max(map(len, stages)) - min(map(len, stages)) <= 1 and min(map(len, stages))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("m", [1, 2, 5, 8, 32])
+def test_gpipe_has_the_papers_bubble_and_holds_every_microbatch(p, m):
+    schedules = [gpipe(s, p, m) for s in range(p)]
+    timeline = parallel.clock(schedules)
+    assert parallel.bubble(timeline) == pytest.approx((p - 1) / (m + p - 1))
+    for schedule, row in zip(schedules, timeline):
+        assert sorted(schedule) == sorted((op, i) for op in "FB" for i in range(m))
+        assert all(schedule.index(("F", i)) < schedule.index(("B", i)) for i in range(m))
+        assert parallel.live_activations(schedule) == m
+        assert [step[:2] for step in row] == schedule
+        assert all(a[3] <= b[2] for a, b in zip(row, row[1:]))
+    ends = {(op, s, i): end for s, row in enumerate(timeline) for op, i, _, end in row}
+    for s, row in enumerate(timeline):
+        for op, i, start, _ in row:             # what it waits for is done
+            before = ("F", s - 1, i) if op == "F" else ("B", s + 1, i)
+            assert start >= ends.get(before, 0) and (op == "F" or start >= ends["F", s, i])
+
+
+def test_one_stage_holds_one_microbatch_and_a_deadlock_is_told():
+    assert parallel.live_activations(parallel.accumulate(0, 1, 8)) == 1
+    assert parallel.bubble(parallel.clock([parallel.accumulate(0, 1, 8)])) == 0
+    for bad in ([[("B", 0), ("F", 0)]], [[("F", 0), ("F", 1)], [("F", 1), ("B", 1), ("F", 2)]]):
+        with pytest.raises(ValueError, match="deadlock"):
+            parallel.clock(bad)
+
+
+def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", "parallel.py --pp 4 --microbatches 8".split())
+    parallel.main()
+    text = capsys.readouterr().out
+    assert text.count("stage ") == 4 + 4 and "27.3%" in text and "stage 3: 8" in text
+    first = next(line for line in text.splitlines() if line.startswith("stage  0"))
+    assert first.split()[2:10] == [f"F{i}" for i in range(8)] and first.split().count(".") == 9
+    monkeypatch.setattr(sys, "argv", "parallel.py --pp 0".split())
+    with pytest.raises(SystemExit) as stop:
+        parallel.main()
+    assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("world,tp,pp,batch,micro,words", [
+    (6, 4, 1, 8, 1, "6 processes"), (8, 3, 1, 8, 1, "8 processes"), (16, 16, 1, 8, 1, "n_head 8"),
+    (8, 1, 8, 8, 1, "n_layer 5"), (8, 2, 2, 6, 2, "batch size 6"), (4, 1, 1, 6, 1, "dp 4")])
+def test_a_layout_that_cannot_run_is_refused_by_its_numbers(world, tp, pp, batch, micro, words):
+    with pytest.raises(ValueError, match=words):
+        parallel.check_layout(CFG, world, tp, pp, batch, micro)
+    parallel.check_layout(CFG, 8, 2, 2, 8, 2)
+
+
+# ---------------------------------------------------------------------------------------------
+# parallel.py: the parallel layers against plain ones
+# ---------------------------------------------------------------------------------------------
+
+
+def random_tensor(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def backward(fn, inputs, upstream):
+    """Output, and gradients of the inputs, of fn under the gradient `upstream` of its output."""
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    y = fn(*inputs)
+    return [y.detach(), *torch.autograd.grad(y, inputs, upstream)]
+
+
+def layers(rank, world):
+    """[(what, ours, expected)] for tp = world; weights are cut here by hand."""
+    B, T, C, out = 2, 3, 16, 48
+    def part(x, dim):
+        return x.chunk(world, dim)[rank]
+    with gridded(rank, world, world, 1) as grid:
+        x, weight = random_tensor(B, T, C, seed=1), random_tensor(out, C, seed=2)
+        bias, dy = random_tensor(out, seed=3), random_tensor(B, T, out, seed=4)
+
+        def linear(kind):
+            def run(x, weight, bias):
+                return kind(SimpleNamespace(weight=weight, bias=bias), grid)(x)
+            return run
+
+        y, dx, dw, db = backward(F.linear, (x, weight, bias), dy)
+        yield "column", backward(linear(parallel.ColumnParallelLinear),
+                                 (x, part(weight, 0), part(bias, 0)), part(dy, 2)), \
+            [part(y, 2), dx, part(dw, 0), part(db, 0)]
+        yield "row", backward(linear(parallel.RowParallelLinear),
+                              (part(x, 2), part(weight, 1), bias), dy), \
+            [y, part(dx, 2), part(dw, 1), db]
+
+        rows = 384 // world                             # the last ranks hold nothing but padding
+        tokens = torch.randint(257, (B, 40), generator=torch.Generator().manual_seed(5))
+        table, dy = random_tensor(384, C, seed=6), random_tensor(B, 40, C, seed=7)
+        y, dt = backward(lambda table: F.embedding(tokens, table), (table,), dy)
+        yield "embedding", backward(
+            lambda t: parallel.VocabParallelEmbedding(SimpleNamespace(weight=t), grid)(tokens),
+            (part(table, 0),), dy), [y, part(dt, 0)]
+
+        logits, targets = 30 * random_tensor(80, 384, seed=8), tokens.flatten().clone()
+        targets[::7] = IGNORE
+        scale = torch.tensor(0.37, dtype=torch.float64)
+        y, dz = backward(lambda z: F.cross_entropy(z[:, :257], targets, ignore_index=IGNORE,
+                                                   reduction="sum"), (logits,), scale)
+        valid = min(max(257 - rank * rows, 0), rows)
+        yield "cross-entropy", backward(
+            lambda z: parallel.VocabParallelCrossEntropy.apply(z, targets, rank * rows, valid,
+                                                               grid.group("tp")),
+            (part(logits, 1),), scale), [y, part(dz, 1)]
+
+
+def attention(rank, world):
+    """A block's attention: heads are cut from q, k and v each on its own."""
+    whole = model.Attention(CFG).double()
+    for i, parameter in enumerate(whole.parameters()):
+        parameter.data = random_tensor(*parameter.shape, seed=i) / 3
+    x, dy = random_tensor(2, 5, 32, seed=8), random_tensor(2, 5, 32, seed=9)
+    y, dx = backward(whole, (x,), dy)
+    whole(x).backward(dy)
+    heads = lambda t: t.unflatten(0, (3, world, -1))[:, rank].flatten(0, 1)
+    with gridded(rank, world, world, 1) as grid:
+        mine = model.Attention(CFG).double()
+        for part, kind in (("qkv", parallel.ColumnParallelLinear),
+                           ("proj", parallel.RowParallelLinear)):
+            mine.set_submodule(part, kind(getattr(mine, part), grid))
+        mine.qkv.weight.data, mine.qkv.bias.data = heads(whole.qkv.weight), heads(whole.qkv.bias)
+        mine.proj.weight.data = whole.proj.weight.chunk(world, 1)[rank]
+        mine.proj.bias.data = whole.proj.bias.data.clone()
+        ours = backward(mine, (x,), dy)
+        mine(x).backward(dy)
+    return [("attention", ours + [mine.qkv.weight.grad, mine.qkv.bias.grad, mine.proj.weight.grad],
+             [y, dx, heads(whole.qkv.weight.grad), heads(whole.qkv.bias.grad),
+              whole.proj.weight.grad.chunk(world, 1)[rank]])]
+
+
+def parallel_layers(rank, world):
+    return [(what, ours, [t.detach() for t in expected])
+            for what, ours, expected in [*layers(rank, world), *attention(rank, world)]]
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_parallel_layers_are_the_plain_ones_under_random_upstream_gradients(pool, tp):
+    for rank, checks in enumerate(pool.run(tp, parallel_layers)):
+        assert len(checks) == 5
+        for what, ours, expected in checks:
+            for a, b in zip(ours, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10,
+                                           msg=lambda m: f"{what}, rank {rank}: {m}")
+
+
+# ---------------------------------------------------------------------------------------------
+# parallel.py: every layout is one process
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype,bound", [("fp32", 1e-5), ("fp64", 1e-10)])
+def test_every_layout_trains_as_one_process(pool, tmp_path, dtype, bound):
+    for layout, differences in equality_table(pool, dtype, tmp_path):
+        assert max(differences) <= bound, f"{dtype}, dp, tp, pp = {layout}: {differences}"
+
+
+def test_gpt2s_vocabulary_and_eight_stages_of_two_microbatches(pool, tmp_path):
+    cfg = GPTConfig(vocab_size=50257, seq_len=8, n_layer=9, n_head=4, n_embd=16)
+    config = settings(tmp_path, steps=3, micro_batch=4)
+    one = pool.run(1, run_steps, (1, 1, 1), config, cfg, whole_gradient)[0]
+    for layout in [(1, 4, 2), (1, 1, 8)]:
+        assert max(equality_row(pool, layout, one, config, cfg)) <= 1e-5, layout
+
+
+def one_gradient(rank, world, layout, broken):
+    """The whole gradient of one step, with a part of the machinery taken out."""
+    def identity(ctx, dy):
+        return dy, None
+
+    def prepare(run):
+        if broken in run.grid.groups:
+            del run.grid.groups[broken]
+
+    def no_sum(ctx, x, group):
+        return x.clone()
+    patches = {"f": mock.patch.object(parallel._F, "backward", staticmethod(identity)),
+               "g": mock.patch.object(parallel._G, "forward", staticmethod(no_sum))}
+    dp, tp, pp = layout
+    config = settings(tempfile.gettempdir(), dtype="fp64", steps=1, tp=tp, pp=pp)
+    with patches.get(broken, nullcontext()), mock.patch.object(train.Run, "save", nothing_saved):
+        return run_steps(rank, world, layout, config, CFG, whole_gradient, None, prepare)[1][0]
+
+
+def nothing_saved(run, last):
+    pass
+
+
+@pytest.mark.parametrize("layout,broken", [((1, 1, 2), "ends"), ((2, 1, 1), "dp"),
+                                           ((1, 2, 1), "f"), ((1, 2, 1), "g")])
+def test_each_sum_is_needed_and_sufficient(pool, layout, broken):
+    """The tied weight between the ends, gradients between replicas, f and g: without it the
+    gradient is another, with it the same."""
+    one = pool.run(1, one_gradient, (1, 1, 1), None)[0]
+    assert relative(pool.run(2, one_gradient, layout, None)[0], one) <= 1e-10
+    assert relative(pool.run(2, one_gradient, layout, broken)[0], one) > 1e-3
+
+
+def ddp_gradients(rank, world):
+    """(ours, DistributedDataParallel's) on this rank, of the same batch."""
+    x, y = tokens_of(CFG, 8, seed=1), tokens_of(CFG, 8, seed=2)
+    with gridded(rank, world, 1, 1) as grid:
+        local, pieces = local_model(CFG, grid)
+        flat = FlatParameters(pieces, grid, torch.float64, torch.float64, "cpu", bucket_numel=5000)
+        flat.initialize(CFG, 0)
+        mine = [slice(rank, rank + 1), slice(rank + world, rank + world + 1)]   # two microbatches
+        run_schedule(parallel.accumulate(0, 1, 2), local, grid, [x[i] for i in mine],
+                     [y[i] for i in mine], torch.empty(0, dtype=torch.float64), [0, 0],
+                     1 / y.numel(), last_backward=flat.arm)
+        flat.finish_reduction()
+        ours = {piece.name: flat.view(flat.grad, piece).clone() for piece in pieces}
+    theirs = DistributedDataParallel(GPT(CFG).initialize(0).double())
+    rows = [rank, rank + world]
+    (theirs(x[rows], y[rows]) / y[rows].numel()).backward()
+    return ours, {n: p.grad for n, p in theirs.module.named_parameters()}, len(flat.buckets)
+
+
+def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool):
+    for ours, theirs, buckets in pool.run(4, ddp_gradients):
+        assert buckets > 5 and relative(ours, theirs) <= 1e-12
+
+
+def plain_steps(config, cfg):
+    """The same run with what torch has: AdamW, clip_grad_norm_, a plain model."""
+    plain, tokens, rows = GPT(cfg).initialize(config.seed).double(), Memory(cfg), []
+    decays = [p for p in plain.parameters() if p.dim() > 1]
+    others = [p for p in plain.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW([dict(params=decays, weight_decay=config.weight_decay),
+                                   dict(params=others, weight_decay=0.0)],
+                                  betas=(config.beta1, config.beta2), eps=1e-8)
+    for step in range(1, config.steps + 1):
+        windows = tokens.order(config.seed, (step - 1) * config.batch_size, config.batch_size)
+        batch = torch.from_numpy(tokens.windows(windows))
+        loss = plain(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), config.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate(config, step)
+        optimizer.step()
+        rows.append(dict(loss=loss.item(), grad_norm=norm.item()))
+    return rows, {name: p.detach()[:cfg.vocab_size] if name == "embed.token.weight" else p.detach()
+                  for name, p in plain.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)])
+def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout):
+    """clip_grad_norm_ counts each parameter once; so must ranks that share some of them."""
+    config = settings(tmp_path, dtype="fp64", steps=5, clip=0.5, lr=1e-2, warmup_steps=2)
+    rows, parameters = plain_steps(config, CFG)
+    assert min(column(rows, "grad_norm")) > 0.5         # it clips
+    dp, tp, pp = layout
+    steps, _, whole = pool.run(dp * tp * pp, run_steps, layout, replace(config, tp=tp, pp=pp),
+                               CFG)[0]
+    assert relative(column(steps, "loss"), column(rows, "loss")) <= 1e-10
+    assert relative(column(steps, "grad_norm"), column(rows, "grad_norm")) <= 1e-10
+    # Adam divides a gradient that is nothing but rounding (the keys' bias) by its own size.
+    assert relative({n: p for n, p in whole["master"].items() if "qkv.bias" not in n},
+                    {n: p for n, p in parameters.items() if "qkv.bias" not in n}) <= 1e-8
+
+
+def padding_stays_zero(run):
+    tied = next((p for p in run.flat.pieces if p.name == "embed.token.weight"), None)
+    if tied is None:
+        return None
+    start = run.grid.tp_rank * 384 // run.grid.tp
+    rows = run.flat.view(run.flat.master, tied)
+    return rows[max(257 - start, 0):].abs().sum().item(), rows[:max(257 - start, 0)].any().item()
+
+
+def test_the_vocabularys_padding_stays_zero(pool, tmp_path):
+    config = settings(tmp_path, steps=3, tp=4, pp=2)
+    ranks = [seen[-1] for _, seen, _ in pool.run(8, run_steps, (1, 4, 2), config, CFG,
+                                                 padding_stays_zero)]
+    assert ranks == [(0, True)] * 3 + [(0, False)] + [(0, True)] * 3 + [(0, False)]
+
+
+# ---------------------------------------------------------------------------------------------
+# parallel.py: dropout
+# ---------------------------------------------------------------------------------------------
+
+
+def masks(rank, world, layout, config, cfg):
+    """The seeds that attention drew with and the masks of the rest, by step."""
+    dp, tp, pp = layout
+    drop, attend, drawn = F.dropout, F.scaled_dot_product_attention, []
+
+    def spy_dropout(x, p):
+        seed, y = torch.initial_seed(), drop(x, p)
+        drawn.append(("replicated", seed, (y == 0).numpy().tobytes()))
+        return y
+
+    def spy_attention(*args, **kwargs):
+        drawn.append(("attention", torch.initial_seed(), None))
+        return attend(*args, **kwargs)
+
+    def take(run):
+        seen = list(drawn)
+        drawn.clear()
+        return seen
+    with mock.patch.object(F, "dropout", spy_dropout), \
+            mock.patch.object(F, "scaled_dot_product_attention", spy_attention):
+        return run_steps(rank, world, layout, config, cfg, take)[1]
+
+
+def test_dropout_masks_are_shared_by_who_shares_the_activation(pool, tmp_path):
+    cfg = replace(CFG, dropout=0.2, n_layer=2)
+    config = settings(tmp_path, steps=2, tp=2, micro_batch=2)
+    ranks = pool.run(4, masks, (2, 2, 1), config, cfg)      # dp 2, tp 2: ranks (0 1) (2 3)
+
+    def flat(rank, kind):
+        return [draw for step in ranks[rank] for draw in step if draw[0] == kind]
+    # 2 steps of 2 microbatches of (embedding, 2 layers of 2), or 2 layers of attention.
+    for kind, count in (("replicated", 2 * 2 * 5), ("attention", 2 * 2 * 2)):
+        for rank in range(4):
+            drawn = flat(rank, kind)
+            assert len(drawn) == count == len({seed for _, seed, _ in drawn})
+    for a, b in ((0, 1), (2, 3)):
+        assert flat(a, "replicated") == flat(b, "replicated")
+        assert len(set(flat(a, "attention") + flat(b, "attention"))) == 2 * 8
+    for kind in ("replicated", "attention"):
+        assert len({seed for r in (0, 2) for _, seed, _ in flat(r, kind)}) == 2 * len(flat(0, kind))
+    assert len({mask for _, _, mask in flat(0, "replicated")}) == 20
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 2)])
+def test_recomputation_replays_the_masks_bit_for_bit(pool, tmp_path, layout):
+    dp, tp, pp = layout
+    config = settings(tmp_path, steps=3, tp=tp, pp=pp, dtype="bf16")
+    cfg = replace(CFG, dropout=0.2)
+    runs = [pool.run(dp * tp * pp, run_steps, layout, replace(config, recompute=recompute), cfg,
+                     whole_gradient)[0] for recompute in (False, True, False)]
+    none = pool.run(dp * tp * pp, run_steps, layout, config, CFG, whole_gradient)[0]
+    for steps, gradients, _ in runs[1:]:
+        assert column(steps, "loss") == column(runs[0][0], "loss") != column(none[0], "loss")
+        assert relative(gradients, runs[0][1]) == 0
+        assert steps[-1]["val_loss"] == runs[0][0][-1]["val_loss"]
+
+
+# ---------------------------------------------------------------------------------------------
+# checkpoint.py
+# ---------------------------------------------------------------------------------------------
+
+
+def saved(out, step):
+    return checkpoint.load(out / f"step_{step:08d}.pt")
+
+
+def assert_same_state(one, two, but=("config",)):
+    """Bit for bit."""
+    assert one.keys() == two.keys()
+    for key in one.keys() - set(but):
+        if key in checkpoint.STATE:
+            assert one[key].keys() == two[key].keys()
+            assert all(one[key][n].equal(two[key][n]) for n in one[key]), key
+        else:
+            assert one[key] == two[key], key
+
+
+def save_now(rank, world, layout, config, cfg):
+    """A file of step 0."""
+    dp, tp, pp = layout
+    with gridded(rank, world, tp, pp) as grid:
+        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
+        run.save(last=True)
+
+
+def test_a_file_has_the_plain_models_names_and_no_layout(pool, tmp_path):
+    plain, files = GPT(CFG).initialize(5), {}
+    for layout in [(1, 1, 1), (2, 2, 2), (1, 8, 1), (1, 1, 5), (8, 1, 1), (1, 4, 2)]:
+        dp, tp, pp = layout
+        out = tmp_path / str(layout)
+        out.mkdir()
+        config = settings(out, tp=tp, pp=pp, micro_batch=1, seed=5)
+        pool.run(dp * tp * pp, save_now, layout, config, CFG)
+        files[layout] = saved(out, 0)
+        assert_same_state(files[layout], files[1, 1, 1])
+        size = sum(4 * t.numel() for n in checkpoint.STATE for t in files[layout][n].values())
+        assert (out / "latest.pt").stat().st_size < 1.2 * size      # no storage of padding or twins
+    whole = files[1, 1, 1]["parameters"]
+    named = dict(plain.named_parameters())
+    assert whole.keys() == named.keys()             # the tied matrix once
+    assert all(whole[n].equal(named[n].detach()[:whole[n].shape[0]]) for n in named)
+    assert whole["embed.token.weight"].shape[0] == 257
+    loaded, _ = checkpoint.load_model(out / "latest.pt")
+    assert all(p.equal(named[n]) for n, p in loaded.named_parameters())
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, dtype, layout):
+    """With dropout, skipped steps and the scaler's state; from the file of the middle."""
+    dp, tp, pp = layout
+    cfg = replace(CFG, dropout=0.1, n_layer=2)
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    straight.mkdir(), resumed.mkdir()
+    config = settings(straight, dtype=dtype, steps=8, save_every=4, tp=tp, pp=pp)
+    world, file = dp * tp * pp, straight / "step_00000004.pt"
+    steps, _, whole = pool.run(world, run_steps, layout, config, cfg, nothing, None, overflow)[0]
+    again, _, other = pool.run(world, run_steps, layout, replace(config, out=str(resumed)), cfg,
+                               nothing, file, overflow)[0]
+    assert [row["step"] for row in again] == [5, 6, 7, 8]
+    for name in ("loss", "grad_norm", "lr", "loss_scale", "tokens"):
+        assert repr(column(again, name)) == repr(column(steps[4:], name)), name     # nan is nan
+    assert all(whole[k][n].equal(other[k][n]) for k in whole for n in whole[k])
+    assert_same_state(saved(straight, 8), saved(resumed, 8))
+    assert saved(straight, 8)["adam_steps"] == 6 and saved(straight, 4)["adam_steps"] == 3
+    if dtype == "fp16":
+        assert column(steps, "loss_scale") == [2.0 ** n for n in (16, 16, 15, 15, 15, 15, 14, 14)]
+
+
+def overflow(run):
+    """Steps 2 and 6 overflow."""
+    finish = run.flat.finish_reduction
+
+    def finish_and_spoil():
+        finish()
+        if run.step in (2, 6):
+            run.flat.grad[0] = math.inf
+    run.flat.finish_reduction = finish_and_spoil
+
+
+def test_a_run_goes_on_in_another_layout(pool, tmp_path):
+    config = settings(tmp_path, steps=10, save_every=5, tp=2, pp=2)
+    straight = pool.run(8, run_steps, (2, 2, 2), config, CFG)[0][0]
+    for layout in [(1, 1, 1), (8, 1, 1), (1, 4, 2), (1, 1, 4)]:
+        dp, tp, pp = layout
+        out = tmp_path / str(layout)
+        out.mkdir()
+        moved = replace(config, out=str(out), tp=tp, pp=pp, micro_batch=1)
+        steps = pool.run(dp * tp * pp, run_steps, layout, moved, CFG, nothing,
+                         tmp_path / "step_00000005.pt")[0][0]
+        for name in ("loss", "grad_norm"):
+            assert relative(column(steps, name), column(straight[5:], name)) <= 1e-5, layout
+        assert relative(saved(out, 10)["parameters"], saved(tmp_path, 10)["parameters"]) <= 1e-3
+
+
+def small_state(step, fill=0.0):
+    tensors = {"a": torch.full((1000, 100), fill), "b": torch.arange(7.0)}
+    return dict(format=1, step=step, sequences=1, tokens=1, adam_steps=1, config={}, model={},
+                tokenizer="bytes", data="d", scaler={}, **{k: tensors for k in checkpoint.STATE})
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_files_stay_and_latest_is_one_of_them(tmp_path):
+    for step in range(1, 6):
+        checkpoint.save(small_state(step), tmp_path, keep=2)
+        assert (tmp_path / "latest.pt").samefile(tmp_path / f"step_{step:08d}.pt")
+    assert names_in(tmp_path) == ["latest.pt", "step_00000004.pt", "step_00000005.pt"]
+    with mock.patch.object(os, "link", side_effect=OSError):        # a file system without links
+        checkpoint.save(small_state(6), tmp_path, keep=1)
+    assert names_in(tmp_path) == ["latest.pt", "step_00000006.pt"]
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 6
+
+
+@contextmanager
+def no_file_above(size):
+    """The kernel refuses to write more than `size` bytes to a file, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_failed_save_leaves_the_files_before_it(tmp_path):
+    checkpoint.save(small_state(1), tmp_path, keep=1)
+    before = (tmp_path / "latest.pt").read_bytes()
+    with no_file_above(100_000), pytest.raises(OSError, match="step_00000002.pt.*File too large"):
+        checkpoint.save(small_state(2), tmp_path, keep=1)
+    assert names_in(tmp_path) == ["latest.pt", "step_00000001.pt"]
+    assert (tmp_path / "latest.pt").read_bytes() == before
+    checkpoint.save(small_state(3), tmp_path, keep=1)
+    assert names_in(tmp_path) == ["latest.pt", "step_00000003.pt"]
+
+
+def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, capsys):
+    cfg = replace(CFG, n_layer=1)
+
+    def fill_disk(run):
+        save = run.save
+
+        def save_on_a_full_disk(last):
+            with no_file_above(10_000) if run.step in full else nullcontext():
+                save(last)
+        run.save = save_on_a_full_disk
+    full, config = {4}, settings(tmp_path, steps=6, save_every=2, keep=9)
+    steps, _, _ = run_steps(0, 1, (1, 1, 1), config, cfg, prepare=fill_disk)
+    error = capsys.readouterr().err
+    assert "step_00000004.pt" in error and "File too large" in error and error.count("\n") == 1
+    assert len(steps) == 6
+    assert names_in(tmp_path) == ["latest.pt", "step_00000002.pt", "step_00000006.pt"]
+    full = {8}
+    with pytest.raises(SystemExit) as stop:
+        run_steps(0, 1, (1, 1, 1), replace(config, steps=8), cfg, nothing,
+                  tmp_path / "step_00000006.pt", fill_disk)
+    assert stop.value.code == 1 and "step_00000008.pt" in capsys.readouterr().err
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 6
+
+
+def test_a_flipped_bit_or_a_missing_end_is_recognised(tmp_path):
+    state = small_state(1)
+    state["parameters"] = {"a": torch.randn(300, 100)}
+    path = checkpoint.save(state, tmp_path, keep=1)
+    checkpoint.verify(path)
+    content = path.read_bytes()
+    start = content.index(state["parameters"]["a"].numpy().tobytes())
+    rng = random.Random(0)
+    for _ in range(50):
+        damaged = bytearray(content)
+        damaged[start + rng.randrange(4 * 300 * 100)] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises(checkpoint.Damaged, match="damaged"):
+            checkpoint.verify(path)
+    for length in (0, 1, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(checkpoint.Damaged):
+            checkpoint.verify(path)
+    with pytest.raises(FileNotFoundError):
+        checkpoint.verify(tmp_path / "none.pt")
+
+
+def test_of_damaged_files_the_newest_whole_one_is_taken(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.save(small_state(step), tmp_path, keep=3)
+        time.sleep(0.02)
+    with open(tmp_path / "step_00000003.pt", "r+b") as file:
+        file.truncate(1000)
+    passed = []
+    chosen = checkpoint.newest_whole(tmp_path, lambda path, error: passed.append(path.name))
+    assert chosen.name == "step_00000002.pt" and len(passed) == 1
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"torn")
+    with pytest.raises(checkpoint.NoneWhole, match="none of the 3"):
+        checkpoint.newest_whole(tmp_path)
+
+
+class Malice:
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (self.target,)
+
+
+def test_a_checkpoints_code_is_not_run(tmp_path):
+    path = tmp_path / "step_00000001.pt"
+    torch.save({**small_state(1), "scaler": Malice(str(tmp_path / "ran"))}, path)
+    checkpoint.verify(path)
+    with pytest.raises(checkpoint.Damaged, match="refused"):
+        checkpoint.load(path)
+    assert names_in(tmp_path) == ["step_00000001.pt"]
+    torch.load(path, weights_only=False)        # the trap does work
+    assert (tmp_path / "ran").is_dir()
+
+
+@pytest.mark.parametrize("content", [[1, 2], {}, {**small_state(1), "format": 2}])
+def test_a_file_of_something_else_is_no_checkpoint(tmp_path, content):
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(checkpoint.Damaged, match="not a checkpoint of this project"):
+        checkpoint.load(tmp_path / "x.pt")
+
+
+if __name__ == "__main__":
+    workers = Pool()
+    with tempfile.TemporaryDirectory() as folder:
+        tables = [equality_table(workers, dtype, folder) for dtype in ("fp32", "fp64")]
+        print("| dp x tp x pp | fp32: loss | gradient | norm | fp64: loss | gradient | norm |")
+        print("|---|---|---|---|---|---|---|")
+        for (layout, fp32), (_, fp64) in zip(*tables):
+            cells = [" x ".join(map(str, layout)), *(f"{x:.0e}" for x in fp32 + fp64)]
+            print("| " + " | ".join(cells) + " |", flush=True)
+    workers.stop()
