@@ -12,12 +12,15 @@ its absence makes a difference.
 Eight processes are started once and do all the distributed work, in a fresh process group each
 time; nothing here needs a network or a GPU.
 """
+import hashlib
+import http.server
 import json
 import math
 import multiprocessing
 import os
 import pickle
 import random
+import re
 import resource
 import shlex
 import shutil
@@ -25,12 +28,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -44,6 +47,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 import amp
 import checkpoint
@@ -315,7 +319,6 @@ def test_named_sizes_have_the_published_numbers_of_parameters():
 def test_flops_are_counted_from_the_matrix_products():
     """Two for a multiplication and an addition, forward once and backward twice."""
     cfg = replace(CFG, vocab_size=256)          # no padding, which does work that does not count
-    from torch.utils.flop_counter import FlopCounterMode
     tokens = tokens_of(cfg, 1)
     with FlopCounterMode(display=False) as counter, \
             torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -390,6 +393,506 @@ def test_dropout_is_a_function_of_the_key():
 def test_a_shape_that_makes_no_sense_is_refused(bad):
     with pytest.raises(ValueError, match="|".join(bad)):
         replace(CFG, **bad)
+
+
+# ---------------------------------------------------------------------------------------------
+# data.py
+# ---------------------------------------------------------------------------------------------
+
+NASTY = ["a  b", " \n\n \tx", "don't 've ''s", "\u00e9t\u00e9 \u6f22\u5b57 \u00a0\u2003x \u3000",
+         "\r\n\r\n", "    ", "12 345 !?", "\x85\x1c \x1d\n", "\U0001f600 \U0001f469\u200d",
+         data.EOT, "\u200b ", "A", "\n", " ", "\t\v", "'"]
+
+
+@pytest.fixture
+def gpt2(monkeypatch):
+    cache = ROOT.parent / "shared" / "tiktoken_cache"
+    if not cache.is_dir():
+        pytest.skip("needs the GPT-2 vocabulary in ../shared/tiktoken_cache")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
+    return data.get_tokenizer("gpt2")
+
+
+def run_data(capsys, *arguments):
+    """(exit status, standard output, standard error) of `python data.py ...`."""
+    try:
+        status = data.main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        status = stop.code
+    return status, *capsys.readouterr()
+
+
+def write_shard(path, tokens, magic=20240520, version=1, count=None):
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.array(tokens, np.uint16).tobytes())
+
+
+def texts_of(directory, split):
+    """The documents of a split, read without data.py's own reader."""
+    encoding = data.get_tokenizer(json.loads((directory / "meta.json").read_text())["tokenizer"])
+    tokens = [np.fromfile(file, np.uint16, offset=1024)
+              for file in sorted(directory.glob(f"{split}_*.bin"))]
+    text = encoding.decode_bytes(np.concatenate(tokens).tolist()).decode()
+    assert text.startswith(data.EOT)
+    return text.split(data.EOT)[1:]
+
+
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def test_bytes_tokenizer_is_an_encoding_of_257_tokens_that_round_trips_any_text():
+    encoding = data.get_tokenizer("bytes")
+    text = "".join(NASTY) + "x" * 1000
+    assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
+    assert encoding.encode_ordinary(text) == list(text.encode())
+    assert encoding.decode(encoding.encode_ordinary(text)) == text
+
+
+def test_pieces_encode_to_the_tokens_of_the_whole(gpt2, monkeypatch):
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices(NASTY, k=rng.randrange(1, 60)))
+        monkeypatch.setattr(data, "PIECE", rng.randrange(100, 200))
+        blocks = [text[i:i + 7] for i in range(0, len(text), 7)]
+        cut = list(data.pieces(blocks))
+        assert "".join(cut) == text and max(map(len, cut)) <= data.PIECE
+        assert sum(map(gpt2.encode_ordinary, cut), []) == gpt2.encode_ordinary(text)
+    monkeypatch.setattr(data, "PIECE", 10)
+    assert list(data.pieces(["x" * 25])) == ["x" * 10, "x" * 10, "x" * 5]   # no place, but bounded
+
+
+def test_every_cut_that_CUT_allows_is_exact_and_others_are_not(gpt2):
+    rng, wrong = random.Random(1), 0
+    for _ in range(100):
+        text = "".join(rng.choices(NASTY, k=12))
+        whole = gpt2.encode_ordinary(text)
+        for at in range(1, len(text)):
+            exact = gpt2.encode_ordinary(text[:at]) + gpt2.encode_ordinary(text[at:]) == whole
+            allowed = data.CUT.match(text, at - 1, at + 1) is not None
+            assert exact or not allowed, (text, at)
+            wrong += not exact
+    assert wrong > 100
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_shards_hold_every_document_after_its_separator(tmp_path, tokenizer, request):
+    request.getfixturevalue("gpt2") if tokenizer == "gpt2" else None
+    texts = [f"{i} " + "".join(random.Random(i).sample(NASTY, 9)).replace(data.EOT, "<|end|>")
+             for i in range(200)]
+    meta = data.prepare([write_jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "out", tokenizer)
+    train, val = (texts_of(tmp_path / "out", split) for split in data.SPLITS)
+    assert sorted(train + val) == sorted(texts)
+    assert train == [text for text in texts if text in set(train)]      # in the order of the input
+    assert 1 <= len(val) <= 30 and meta["documents"] == 200
+    assert meta["bytes_per_token"] == sum(len(t.encode()) for t in val) / meta["tokens"]["val"]
+
+
+def test_the_separators_characters_in_a_text_are_ordinary_text(tmp_path):
+    (tmp_path / "a.txt").write_text(f"one{data.EOT}two" * 20)
+    data.prepare([tmp_path / "a.txt"], tmp_path, "bytes")
+    tokens = np.fromfile(tmp_path / "train_000000.bin", np.uint16, offset=1024)
+    assert (tokens == 256).sum() == 1 and tokens[0] == 256
+
+
+def test_a_shard_has_the_format_of_llm_c_and_ends_where_asked(tmp_path):
+    (tmp_path / "a.txt").write_text("0123456789" * 400)
+    meta = data.prepare([tmp_path / "a.txt"], tmp_path, "bytes", shard_tokens=1500)
+    counts = []
+    for name in ("train_000000.bin", "train_000001.bin", "train_000002.bin", "val_000000.bin"):
+        raw = (tmp_path / name).read_bytes()
+        header = np.frombuffer(raw[:1024], np.int32)
+        assert header[:2].tolist() == [20240520, 1] and not header[3:].any()
+        assert len(raw) == 1024 + 2 * header[2]
+        counts.append(header[2])
+    assert counts == [1500, 1500, 801, 201]
+    assert meta["tokens"] == {"train": 3801, "val": 201}
+
+
+def test_the_split_depends_on_seed_and_text_not_on_order_or_neighbours(tmp_path):
+    texts = [f"document {i}" for i in range(400)]
+
+    def val(name, texts, seed):
+        data.prepare([write_jsonl(tmp_path / f"{name}.jsonl", texts)], tmp_path / name, "bytes",
+                     seed=seed)
+        return set(texts_of(tmp_path / name, "val"))
+
+    first = val("a", texts, 0)
+    assert 5 <= len(first) <= 40
+    assert val("b", texts[::-1], 0) == first
+    assert val("c", texts[:300], 0) == first & set(texts[:300])
+    assert val("d", texts, 1) != first
+
+
+def test_twenty_documents_always_leave_one_for_each_split(tmp_path):
+    files = [write_jsonl(tmp_path / "a.jsonl", [f"document {i}" for i in range(20)])]
+    sizes = set()
+    for seed in range(12):
+        cuts, _ = data.survey(files, seed)
+        sizes.add(int((cuts == 0).sum()))
+    assert min(sizes) == 1 and max(sizes) < 20
+
+
+def test_of_few_documents_each_gives_its_last_twentieth_at_a_character(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "BLOCK", 7)
+    texts = ["é" * 101, "abcdefghij" * 10, "漢字" * 40 + "x"]
+    files = [tmp_path / f"{number}.txt" for number in range(3)]
+    for file, text in zip(files, texts):
+        file.write_text(text)
+    data.prepare(files, tmp_path, "bytes")
+    train, val = (texts_of(tmp_path, split) for split in data.SPLITS)
+    assert [a + b for a, b in zip(train, val)] == texts
+    assert [len(tail.encode()) for tail in val] == [10, 5, 13]
+
+
+def test_duplicates_and_blank_documents_are_dropped_and_counted(tmp_path):
+    for number, text in enumerate([b"one text\n", b"one text\n", b"one text\r\n", b" \n"]):
+        (tmp_path / f"{number}.txt").write_bytes(text)
+    meta = data.prepare(sorted(tmp_path.glob("*.txt")), tmp_path, "bytes")
+    assert (meta["documents"], meta["duplicates"], meta["skipped"]) == (2, 1, 1)
+    joined = "".join(a + b for a, b in zip(texts_of(tmp_path, "train"), texts_of(tmp_path, "val")))
+    assert joined == "one text\none text\r\n"          # line ends are kept as they are
+
+
+def test_tinystories_documents_stand_between_lines_of_the_separator(tmp_path):
+    path = tmp_path / "a.eot"
+    path.write_text("Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n")
+    documents = ["".join(blocks) for blocks in data.read_documents(path)]
+    assert documents == ["Once\nupon", "The end <|endoftext|> not"]
+
+
+def test_a_new_run_replaces_the_shards_of_an_earlier_one(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefghij" * 500)
+    first = data.prepare([tmp_path / "a.txt"], tmp_path, "bytes", shard_tokens=1024)
+    second = data.prepare([tmp_path / "a.txt"], tmp_path, "bytes")
+    again = data.prepare([tmp_path / "a.txt"], tmp_path, "bytes")
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "meta.json", "train_000000.bin",
+                                            "val_000000.bin"]
+    assert first["fingerprint"] != second["fingerprint"] == again["fingerprint"]
+    names = ["train_000000.bin", "val_000000.bin"]
+    digest = hashlib.sha256(b"".join((tmp_path / name).read_bytes() for name in names))
+    assert second["fingerprint"] == digest.hexdigest()
+
+
+def test_a_run_that_fails_leaves_the_earlier_shards_whole(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("abcdefghij" * 500)
+    data.prepare([tmp_path / "a.txt"], tmp_path, "bytes")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    results = iter([("train", np.zeros(9, np.uint16), 9)])
+    monkeypatch.setattr(data, "encode", lambda *_: (next(results) for _ in range(2)))
+    with pytest.raises(RuntimeError):
+        data.prepare([tmp_path / "a.txt"], tmp_path, "bytes")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_foreign_shards_are_neither_deleted_nor_mixed_in(tmp_path, capsys):
+    write_shard(tmp_path / "fineweb_train_000001.bin", [1, 2])
+    (tmp_path / "a.txt").write_text("some text")
+    status, _, line = run_data(capsys, "--input", tmp_path / "a.txt", "--tokenizer", "bytes",
+                               "--out", tmp_path)
+    assert status == 2 and "fineweb_train_000001.bin" in line
+    assert (tmp_path / "fineweb_train_000001.bin").exists()
+
+
+def test_embedded_default_is_the_standard_library_in_bytes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run_data(capsys)
+    assert status == 0 and "\npython train.py\n" in out
+    meta = data.TokenDataset("data/python", "train", 256).meta
+    assert meta["tokenizer"] == "bytes" and meta["documents"] > 300
+    assert any(json.__doc__ in text for split in data.SPLITS
+               for text in texts_of(Path("data/python"), split))
+    assert not {"test", "tests", "idle_test", "site-packages"} & {
+        part for path in data.standard_library()[0] for part in path.parts[-2:]}
+
+
+def test_unreadable_files_of_the_standard_library_are_skipped_and_counted(tmp_path, monkeypatch):
+    (tmp_path / "good.py").write_text("x = 1\n")
+    (tmp_path / "bad.py").write_bytes(b"x = '\xff'\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_x.py").write_text("x = 2\n")
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert data.standard_library() == ([tmp_path / "good.py"], 1)
+    monkeypatch.chdir(tmp_path)
+    data.main([])
+    assert json.loads((tmp_path / "data/python/meta.json").read_text())["skipped"] == 1
+
+
+def test_data_ends_with_the_train_command_that_uses_what_it_made(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some text " * 99)
+    status, out, _ = run_data(capsys, "--input", tmp_path / "a.txt", "--tokenizer", "bytes",
+                              "--out", tmp_path / "my data")
+    command = out.splitlines()[-2]
+    assert status == 0 and command == f"python train.py --data '{tmp_path}/my data'"
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("none.txt", None, ["none.txt", "No such file"]),
+    ("empty.txt", b"", ["empty.txt", "is empty"]),
+    ("tiny.txt", b"a", ["no text"]),
+    ("blank.jsonl", b'{"text": ""}\n{"text": " \\n"}\n', ["no text"]),
+    ("latin.txt", b"x" * 300_000 + "ä".encode("latin-1") + b"!", ["latin.txt", "byte 300000"]),
+    ("torn.txt", b"x" * 50 + "漢".encode()[:2], ["torn.txt", "byte 50"]),
+    ("latin.jsonl", b'{"text": "ok"}\n{"text": "\xe4"}\n', ["latin.jsonl", "byte 25"]),
+    ("bad.jsonl", b'{"text": "ok"}\n\n{"text": }\n', ["bad.jsonl line 3", "JSON"]),
+    ("half.jsonl", b'{"text": "\\ud800"}\n', ["half.jsonl line 1", "surrogate"]),
+    ("field.jsonl", b'{"text": "ok"}\n{"txt": "a"}\n', ["field.jsonl line 2", '"text"']),
+    ("number.jsonl", b'{"text": 5}\n', ["number.jsonl line 1", '"text"']),
+    ("list.jsonl", b'["text"]\n', ["list.jsonl line 1", '"text"']),
+    ("data.csv", b"a,b\n", ["data.csv", ".txt", ".jsonl"]),
+])
+def test_bad_input_ends_in_one_line_and_exit_2(tmp_path, capsys, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    status, out, line = run_data(capsys, "--input", tmp_path / name, "--tokenizer", "bytes",
+                                 "--out", tmp_path / "out")
+    assert (status, out) == (2, "")
+    assert line.startswith("data.py: ") and line.count("\n") == 1
+    assert all(word in line for word in words), line
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize("arguments, word", [
+    (["--out", "FILE"], "FILE"), (["--input", "FILE"], "--out"), (["--dataset", "none"], "none"),
+    (["--seed", "-1"], "--seed"), (["--shard-tokens", "9"], "1024"),
+    (["--no-such-flag"], "no-such"),
+    (["--input", "FILE", "--dataset", "shakespeare"], "not allowed"),
+])
+def test_a_bad_command_line_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys, arguments, word):
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("x")
+    status, _, line = run_data(capsys, *arguments)
+    assert status == 2 and line.startswith("data.py: ") and line.count("\n") == 1 and word in line
+
+
+def test_without_gpt2_vocabulary_the_files_to_get_are_named(tmp_path, monkeypatch, capsys):
+    def no_network(*_, **__):
+        raise data.requests.ConnectionError("no network")
+    monkeypatch.setattr(data.requests, "get", no_network)
+    monkeypatch.setattr(data.time, "sleep", lambda _: None)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("some text")
+    status, _, line = run_data(capsys, "--input", tmp_path / "a.txt", "--out", tmp_path / "out")
+    assert status == 1 and line.count("\n") == 1
+    for word in ("TIKTOKEN_CACHE_DIR", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+                 "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "vocab.bpe", "encoder.json",
+                 "--tokenizer bytes"):
+        assert word in line
+
+
+@pytest.fixture
+def server():
+    """serve(body, ...): a URL on this machine, and where its requests began. ranges: it knows
+    Range; drop: so many replies end half way; length: it says how long the body is."""
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body, ranges, asked = self.server.body, self.server.ranges, self.headers["Range"]
+            start = int(asked[6:-1]) if ranges and asked else 0
+            self.server.starts.append(start)
+            if start >= len(body):
+                self.send_response(416)
+                self.send_header("Content-Range", f"bytes */{len(body)}")
+                self.send_header("Content-Length", "0")
+                return self.end_headers()
+            self.send_response(206 if ranges and asked else 200)
+            if ranges and asked:
+                self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+            if self.server.length:
+                self.send_header("Content-Length", str(len(body) - start))
+            self.end_headers()
+            end = (start + len(body)) // 2 if self.server.drop > 0 else len(body)
+            self.server.drop -= 1
+            self.wfile.write(body[start:end])
+
+        def log_message(self, *_):
+            pass
+
+    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
+
+    def serve(body, ranges=True, drop=0, length=True):
+        httpd.body, httpd.ranges, httpd.drop, httpd.length = body, ranges, drop, length
+        httpd.starts = []
+        return f"http://127.0.0.1:{httpd.server_port}/file", httpd.starts
+
+    yield serve
+    httpd.shutdown()
+    httpd.server_close()
+
+
+BODY = np.random.default_rng(0).bytes(2_000_000)
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_dropped_download_goes_on_or_starts_over(tmp_path, server, ranges):
+    url, starts = server(BODY, ranges=ranges, drop=2)
+    data.fetch(url, tmp_path / "raw" / "file", wait=0.01)
+    assert (tmp_path / "raw" / "file").read_bytes() == BODY
+    assert os.listdir(tmp_path / "raw") == ["file"]
+    assert starts[0] == 0 and len(starts) == 3 and (starts[2] > starts[1] > 0) == ranges
+    data.fetch(url, tmp_path / "raw" / "file")          # what is there is not fetched again
+    assert len(starts) == 3
+
+
+def test_a_download_goes_on_in_the_next_run_and_a_wrong_remainder_starts_over(tmp_path, server):
+    url, starts = server(BODY)
+    (tmp_path / "a.part").write_bytes(BODY[:1_500_000])
+    data.fetch(url, tmp_path / "a")
+    sha256 = hashlib.sha256(BODY).hexdigest()
+    for size in (1000, len(BODY), len(BODY) + 5):       # the last two are answered with 416
+        (tmp_path / "b.part").write_bytes(b"x" * size)
+        (tmp_path / "b").write_bytes(b"damaged")
+        data.fetch(url, tmp_path / "b", sha256, wait=0.01)
+        assert (tmp_path / "b").read_bytes() == BODY
+    assert (tmp_path / "a").read_bytes() == BODY and starts[0] == 1_500_000
+
+
+def test_a_download_that_stays_wrong_is_refused(tmp_path, server, monkeypatch, capsys):
+    url, starts = server(BODY, drop=99)
+    with pytest.raises(ConnectionError, match="in 3 tries"):
+        data.fetch(url, tmp_path / "short", tries=3, wait=0.01)
+    url, starts = server(BODY)
+    with pytest.raises(ConnectionError):
+        data.fetch(url, tmp_path / "other", "0" * 64, tries=3, wait=0.01)
+    url, starts = server(BODY, ranges=False, length=False)      # nothing says that it is whole
+    with pytest.raises(ConnectionError):
+        data.fetch(url, tmp_path / "endless", tries=3, wait=0.01)
+    assert not any((tmp_path / name).exists() for name in ("short", "other", "endless"))
+    monkeypatch.setattr(data.time, "sleep", lambda _: None)
+    monkeypatch.setitem(data.DOWNLOADS, "shakespeare", (url, "0" * 64, ".txt"))
+    capsys.readouterr()
+    status, out, err = run_data(capsys, "--dataset", "shakespeare", "--out", tmp_path / "out")
+    assert (status, out) == (1, "") and err.splitlines()[-1].startswith("data.py: cannot download")
+
+
+def test_shakespeare_is_the_known_text(tmp_path, server, monkeypatch, gpt2):
+    text = ROOT.parent / "shared" / "text" / "shakespeare.txt"
+    if not text.exists():
+        pytest.skip("needs ../shared/text/shakespeare.txt")
+    url, _ = server(text.read_bytes(), drop=1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data.time, "sleep", lambda _: None)
+    monkeypatch.setitem(data.DOWNLOADS, "shakespeare", (url, *data.DOWNLOADS["shakespeare"][1:]))
+    assert data.main(["--dataset", "shakespeare"]) == 0
+    train = data.TokenDataset("data/shakespeare", "train", 1024)
+    cut = len(text.read_bytes()) - len(text.read_bytes()) // 20
+    assert train.shards[0].tolist() == [50256] + gpt2.encode_ordinary(text.read_text()[:cut])
+
+
+def dataset(directory, shards, meta=True, seq_len=4):
+    for name, tokens in shards.items():
+        write_shard(directory / f"{name}.bin", tokens)
+    if meta:
+        (directory / "meta.json").write_text(json.dumps(dict(
+            tokenizer="bytes", vocab_size=257, bytes_per_token=1.0, fingerprint="f")))
+    return data.TokenDataset(directory, "train", seq_len)
+
+
+def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
+    windows = dataset(tmp_path, {"train_0": range(13), "train_1": range(99, 102),
+                                 "train_2": range(100, 112), "val_0": range(9)})
+    assert (windows.n_tokens, windows.n_windows) == (28, 5)
+    assert windows.windows(np.array([2, 0, 4, 3])).tolist() == [
+        [8, 9, 10, 11, 12], [0, 1, 2, 3, 4], [104, 105, 106, 107, 108], [100, 101, 102, 103, 104]]
+    assert windows.windows([1]).dtype == np.int64
+
+
+def test_order_is_a_seeded_permutation_an_epoch_and_a_function_of_the_position(tmp_path):
+    shards = {"train_0": range(201)}
+    stream = dataset(tmp_path, shards).order(7, 0, 170)
+    assert stream.dtype == np.int64
+    epochs = stream[:150].reshape(3, 50)
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs.tolist())
+    assert len({tuple(epoch) for epoch in epochs.tolist() + [list(range(50))]}) == 4
+    fresh = dataset(tmp_path, shards)
+    for first, count in [(140, 30), (0, 7), (49, 2), (30, 120), (3, 0)]:      # any order of asking
+        assert fresh.order(7, first, count).tolist() == stream[first:first + count].tolist()
+    assert fresh.order(8, 0, 50).tolist() != stream[:50].tolist()
+
+
+def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "BLOCK", 4)
+    for at in range(38):
+        tokens = np.arange(38) % 200
+        tokens[at] = 257
+        bad = dataset(tmp_path, {"train_0": tokens[:17], "train_1": tokens[17:]})
+        where = f"train_{int(at >= 17)}.bin position {at - 17 * (at >= 17)}: token 257 .* 257"
+        found = 0
+        for part in range(3):
+            try:
+                bad.check(part, 3)
+            except ValueError as error:
+                found += bool(data.re.search(where, str(error)))
+        assert found == 1
+    with pytest.raises(ValueError, match="train_1.bin position 20: token 257"):
+        bad.windows([0, 8])
+    assert bad.windows([0, 1]).shape == (2, 5)
+    dataset(tmp_path, {"train_0": [256] * 9, "train_1": [0] * 9}).check(0, 1)
+
+
+def test_ready_made_shards_without_meta_are_gpt2(tmp_path):
+    meta = dataset(tmp_path, {"fineweb_train_000001": range(9)}, meta=False).meta
+    assert (meta["tokenizer"], meta["vocab_size"], meta["bytes_per_token"]) == ("gpt2", 50257, None)
+    more = dataset(tmp_path, {"fineweb_train_000001": range(11)}, meta=False).meta
+    assert meta["fingerprint"] != more["fingerprint"]
+
+
+HEADER_ALONE = np.array([20240520, 1] + [0] * 254, np.int32).tobytes()
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(magic=20240521), ["20240521"]), (dict(version=2), ["20240520, 2"]),
+    (dict(count=21), ["21", "1064"]), (dict(count=19), ["19", "1064"]), (HEADER_ALONE, ["1024"]),
+    (b"short", ["5 bytes"]), (b"", ["0 bytes"]),
+])
+def test_a_damaged_shard_is_refused_with_its_name_and_numbers(tmp_path, change, words):
+    path = tmp_path / "train_000000.bin"
+    if isinstance(change, bytes):
+        path.write_bytes(change)
+    else:
+        write_shard(path, range(20), **change)
+    with pytest.raises(ValueError) as error:
+        data.TokenDataset(tmp_path, "train", 4)
+    assert all(word in str(error.value) for word in [path.name, *words])
+
+
+def test_too_few_tokens_for_a_window_are_refused(tmp_path):
+    assert dataset(tmp_path, {"train_0": range(5)}, seq_len=4).n_windows == 1
+    with pytest.raises(ValueError, match="train_0.bin: 5 tokens .* 5 "):
+        data.TokenDataset(tmp_path, "train", 5)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"tokenizer": "gpt2"}'])
+def test_a_damaged_meta_is_refused(tmp_path, text):
+    write_shard(tmp_path / "train_0.bin", range(9))
+    (tmp_path / "meta.json").write_text(text)
+    with pytest.raises(ValueError, match="meta.json is damaged"):
+        data.TokenDataset(tmp_path, "train", 4)
+
+
+def test_without_shards_the_message_says_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for directory, command in {"data/python": "`python data.py`", "mine": "--out mine",
+                               "data/shakespeare": "--dataset shakespeare"}.items():
+        with pytest.raises(FileNotFoundError, match=command):
+            data.TokenDataset(directory, "train", 4)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path):
+    program = ("import sys, resource, pathlib, data\n"
+               "data.prepare([pathlib.Path(sys.argv[1])], pathlib.Path(sys.argv[2]), 'bytes')\n"
+               "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
+    peaks = []
+    for megabytes in (4, 44):
+        text = "All work and no play makes Jack a dull boy.\n" * (megabytes * 1_000_000 // 44)
+        (tmp_path / "a.txt").write_text(text)
+        run = subprocess.run([sys.executable, "-c", program, tmp_path / "a.txt", tmp_path],
+                             cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+        peaks.append(int(run.stdout) / 1000)
+    assert peaks[1] < peaks[0] + 15, peaks
 
 
 # ---------------------------------------------------------------------------------------------
@@ -855,7 +1358,8 @@ def masks(rank, world, layout, config, cfg):
         return y
 
     def spy_attention(*args, **kwargs):
-        drawn.append(("attention", torch.initial_seed(), None))
+        if kwargs["dropout_p"] > 0:             # not in the evaluation
+            drawn.append(("attention", torch.initial_seed(), None))
         return attend(*args, **kwargs)
 
     def take(run):
@@ -999,6 +1503,20 @@ def test_a_run_goes_on_in_another_layout(pool, tmp_path):
         assert relative(saved(out, 10)["parameters"], saved(tmp_path, 10)["parameters"]) <= 1e-3
 
 
+@pytest.mark.parametrize("given", [dict(lr=0.1), dict(beta1=0.5), dict(beta2=0.5), dict(clip=0.01),
+                                   dict(weight_decay=9.0), dict(steps=9, lr_schedule="linear")])
+def test_a_flag_given_at_the_resume_wins_over_the_stored_one(tmp_path, given):
+    cfg = replace(CFG, n_layer=1)
+    run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=3, lr=1e-2), cfg)
+    file, ends = tmp_path / "step_00000003.pt", []
+    usual = dict(device="cpu", out=str(tmp_path), steps=6, micro_batch=2)
+    for flags in (usual, {**usual, **given}, usual):
+        config, _ = train.settle(flags, checkpoint.load(file))
+        assert (config.batch_size, config.warmup_steps) == (8, 5)       # stored, and not given
+        ends.append(run_steps(0, 1, (1, 1, 1), config, cfg, nothing, file)[2]["master"])
+    assert relative(ends[2], ends[0]) == 0 < 1e-4 < relative(ends[1], ends[0])
+
+
 def small_state(step, fill=0.0):
     tensors = {"a": torch.full((1000, 100), fill), "b": torch.arange(7.0)}
     return dict(format=1, step=step, sequences=1, tokens=1, adam_steps=1, config={}, model={},
@@ -1127,6 +1645,476 @@ def test_a_file_of_something_else_is_no_checkpoint(tmp_path, content):
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(checkpoint.Damaged, match="not a checkpoint of this project"):
         checkpoint.load(tmp_path / "x.pt")
+
+
+# ---------------------------------------------------------------------------------------------
+# train.py: the command line
+# ---------------------------------------------------------------------------------------------
+
+TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--batch-size", "4",
+        "--steps", "4", "--warmup-steps", "2", "--save-every", "2", "--eval-every", "2"]
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory):
+    """A directory of token shards made by data.py."""
+    folder = tmp_path_factory.mktemp("shards")
+    (folder / "text.txt").write_text("".join(f"line {i}: some words é\n" for i in range(3000)))
+    subprocess.run([sys.executable, ROOT / "data.py", "--input", folder / "text.txt", "--out",
+                    folder / "d", "--tokenizer", "bytes"], check=True, capture_output=True)
+    return folder / "d"
+
+
+@pytest.fixture
+def run_train(monkeypatch, capsys):
+    """run_train(*flags, **environment) -> (exit status, stdout, stderr) of train.main here."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def run(*flags, **environment):
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, flags)])
+        monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, str(value))
+            try:
+                train.main()
+                status = 0
+            except SystemExit as exit_:
+                status = exit_.code
+        return status, *capsys.readouterr()
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def read_metrics(out):
+    """(rows of steps, events), each in the order of the file."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [r for r in rows if "event" not in r], [r for r in rows if "event" in r]
+
+
+def copy_of(shards, tmp_path, change):
+    """A copy of the data whose first training shard went through `change` (bytes -> bytes)."""
+    folder = tmp_path / "changed"
+    shutil.copytree(shards, folder)
+    path = sorted(folder.glob("train_*.bin"))[0]
+    path.write_bytes(change(path.read_bytes()))
+    return folder
+
+
+def expect_mistake(result, message):
+    status, _, error = result
+    assert status == 2, error
+    assert message in error and error.startswith("train.py: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags, environment, message", [
+    ("--tp 2", dict(WORLD_SIZE=3), "3 processes are not divisible by tp 2 x pp 1"),
+    ("--tp 4 --pp 4", dict(WORLD_SIZE=8), "8 processes are not divisible by tp 4 x pp 4"),
+    ("--tp 8", dict(WORLD_SIZE=8), "n_head 2 is not divisible by tp 8"),
+    ("--pp 4", dict(WORLD_SIZE=4), "n_layer 2 is less than pp 4"),
+    ("--batch-size 6 --micro-batch 4", {}, "batch size 6 is not divisible by dp 1 x micro-batch 4"),
+    ("--n-embd 15", {}, "n_embd 15 is not divisible by n_head 2"),
+    ("--seq-len 100000", {}, "too few"),
+    ("--nonsense 1", {}, "--nonsense"),
+    ("--dtype fp8", {}, "fp8"),
+    ("--model gpt5", {}, "gpt5"),
+    ("--batch-size many", {}, "many"),
+    ("--steps 0", {}, "--steps is 0: it must be at least 1"),
+    ("--lr -1", {}, "--lr is -1"),
+    ("--lr nan", {}, "--lr is nan"),
+    ("--dropout 1", {}, "--dropout is 1"),
+    ("--beta2 1.5", {}, "--beta2 is 1.5"),
+    ("--device cuda", {}, "no CUDA device"),
+    ("--eval-only", {}, "holds no checkpoint"),
+    ("--resume nowhere.pt", {}, "no checkpoint nowhere.pt"),
+    ("--data nowhere", {}, "python data.py"),
+    ("--out /proc/nowhere", {}, "/proc/nowhere"),
+])
+def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, tmp_path, flags,
+                                                     environment, message):
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        result = run_train("--data", shards, "--out", tmp_path / "o", *TINY, *flags.split(),
+                           **environment)
+    finally:
+        os.chdir(before)
+    expect_mistake(result, message)
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_out_that_is_a_file_is_refused(run_train, shards, tmp_path):
+    (tmp_path / "o").write_text("precious")
+    expect_mistake(run_train("--data", shards, "--out", tmp_path / "o", *TINY), "--out")
+    assert (tmp_path / "o").read_text() == "precious"
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda b: b[:-100], "train_000000.bin"),
+    (lambda b: b"abcd" + b[4:], "train_000000.bin"),
+    (lambda b: b[:-2] + (257).to_bytes(2, "little"), "257"),
+])
+def test_damaged_data_is_refused(run_train, shards, tmp_path, change, message):
+    folder = copy_of(shards, tmp_path, change)
+    expect_mistake(run_train("--data", folder, "--out", tmp_path / "o", *TINY), message)
+
+
+def test_checkpoints_that_are_damaged_hostile_or_of_another_run_are_refused(run_train, shards,
+                                                                            tmp_path):
+    out = tmp_path / "o"
+    assert run_train("--data", shards, "--out", out, *TINY)[0] == 0
+    good = out / "step_00000004.pt"
+    bad = tmp_path / "bad.pt"
+
+    def resume(*flags, path=bad):
+        return run_train("--data", shards, "--out", tmp_path / "o2", "--resume", path, *flags)
+
+    bad.write_bytes(good.read_bytes()[:-5000])
+    expect_mistake(resume(), "bad.pt")
+    middle = good.stat().st_size // 2
+    data_ = bytearray(good.read_bytes())
+    data_[middle] ^= 1
+    bad.write_bytes(data_)
+    expect_mistake(resume(), "bad.pt")
+    torch.save({"x": Malice(str(tmp_path / "exploded"))}, bad)
+    expect_mistake(resume(), "bad.pt")
+    assert not (tmp_path / "exploded").exists()
+    torch.save({"weights": torch.zeros(3)}, bad)
+    expect_mistake(resume(), "not a checkpoint of this project")
+    bad.write_bytes(b"")
+    expect_mistake(resume(), "bad.pt")
+    expect_mistake(resume("--n-layer", 3, path=good), "n_layer 2, not 3")
+    expect_mistake(resume("--model", "gpt2", path=good), "n_layer 2, not 12")
+    other = copy_of(shards, tmp_path, bytes)
+    meta = json.loads((other / "meta.json").read_text())
+    (other / "meta.json").write_text(json.dumps({**meta, "fingerprint": "another"}))
+    expect_mistake(resume("--data", other, path=good), "not the data")
+    (other / "meta.json").write_text(json.dumps({**meta, "vocab_size": 300}))
+    expect_mistake(resume("--data", other, path=good), "tokenizer")
+
+
+def torchrun(processes, *arguments, cwd=None, **options):
+    """torchrun on a free port, with the environment of a user's shell."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d",
+         "--rdzv-endpoint=localhost:0", f"--nproc_per_node={processes}", *map(str, arguments)],
+        cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True, **options)
+
+
+@pytest.mark.parametrize("flags, change, message", [
+    (["--pp", "2", "--n-layer", "1"], bytes, "n_layer 1 is less than pp 2"),
+    ([], lambda b: b[:-2] + (999).to_bytes(2, "little"), "999"),     # rank 1 finds it
+    (["--resume", "nowhere.pt"], bytes, "no checkpoint nowhere.pt"),
+])
+def test_of_many_ranks_one_tells_the_mistake(shards, tmp_path, monkeypatch, flags, change, message):
+    folder = copy_of(shards, tmp_path, change)
+    process = torchrun(2, ROOT / "train.py", "--data", folder, "--out", tmp_path / "o", *TINY,
+                       *flags)
+    _, error = process.communicate(timeout=120)
+    ours = [line for line in error.splitlines() if line.startswith("train.py: ")]
+    assert len(ours) == 1 and message in ours[0], error
+    assert "exitcode  : 2" in error and process.returncode != 0
+    assert error.count("Traceback (most recent call last)") <= 1            # torchrun's own
+
+
+def test_metrics_have_a_row_for_every_step_and_what_happened_besides(run_train, shards, tmp_path):
+    out = tmp_path / "o"
+    assert run_train("--data", shards, "--out", out, *TINY)[0] == 0
+    rows, events = read_metrics(out)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4]
+    assert [r["tokens"] for r in rows] == [64, 128, 192, 256]
+    assert [("val_loss" in r) for r in rows] == [False, True, False, True]
+    for row in rows:
+        assert {"loss", "lr", "grad_norm", "loss_scale", "tokens_per_second"} <= set(row)
+        assert 4 < row["loss"] < 7 and row["tokens_per_second"] > 0 and row["loss_scale"] == 1.0
+    assert [e["event"] for e in events] == ["start"]
+    assert len(repr(rows[0]["loss"])) > 8                       # enough digits to compare layouts
+
+
+def test_a_value_that_is_not_finite_is_null_in_metrics(tmp_path):
+    metrics = train.Metrics(tmp_path, 0)
+    metrics.write(step=1, loss=math.nan, grad_norm=math.inf)
+    assert read_metrics(tmp_path)[0] == [dict(step=1, loss=None, grad_norm=None)]
+
+
+def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_train, shards,
+                                                                            tmp_path):
+    out, base = tmp_path / "o", ["--data", shards]
+    assert run_train(*base, "--out", out, *TINY, "--lr", 0.01, "--lr-schedule", "linear", "--beta2",
+                     0.9, "--clip", 0.5)[0] == 0
+    status, text, _ = run_train(*base, "--out", out)
+    assert status == 0 and "nothing left to do" in text         # --steps 4 is in the checkpoint
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')                           # torn by a crash
+    assert run_train(*base, "--out", out, "--steps", 6)[0] == 0
+    assert run_train(*base, "--out", out, "--steps", 8, "--lr", 0.1)[0] == 0
+    rows, events = read_metrics(out)
+    assert [r["step"] for r in rows] == list(range(1, 9))
+    assert [e["event"] for e in events] == ["start", "resume", "resume"]
+    assert rows[4]["lr"] == pytest.approx(0.01 * (0.1 + 0.9 * (1 - 3 / 4)))
+    assert rows[6]["lr"] == pytest.approx(0.1 * (0.1 + 0.9 * (1 - 5 / 6)))
+    config = checkpoint.load(out / "latest.pt")["config"]
+    assert (config["beta2"], config["clip"], config["lr"], config["steps"]) == (0.9, 0.5, 0.1, 8)
+    assert events[1]["config"]["tp"] == 1 and events[1]["config"]["dropout"] == 0.0
+
+
+def test_resume_auto_never_and_path(run_train, shards, tmp_path):
+    out = tmp_path / "o"
+    flags = ["--data", shards, "--out", out, *TINY]
+    assert run_train(*flags, "--resume", "never")[0] == 0
+    expect_mistake(run_train(*flags, "--resume", "never"), "--resume never")
+    status, text, _ = run_train(*flags, "--resume", "never", TORCHELASTIC_RESTART_COUNT=1)
+    assert status == 0 and "nothing left" in text               # torchrun restarted the group
+    newest = out / "step_00000004.pt"
+    newest.write_bytes(newest.read_bytes()[:-1000])             # latest.pt is the same file
+    status, text, error = run_train(*flags)
+    assert status == 0 and "step_00000004.pt is damaged" in error and "after step 2" in text
+    rows, events = read_metrics(out)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 3, 4]
+    assert [e["event"] for e in events] == ["start", "damaged", "resume"]
+    assert rows[3]["loss"] == rows[5]["loss"]                   # and bit-equal at that
+    # The run that goes on from an older file is the newer one from then on.
+    assert run_train(*flags, "--resume", out / "step_00000002.pt", "--steps", 3)[0] == 0
+    assert checkpoint.newest_whole(out).name == "step_00000003.pt"
+    for path in out.glob("*.pt"):
+        path.write_bytes(b"no checkpoint")
+    status, _, error = run_train(*flags)
+    assert status == 1 and "is whole" in error.splitlines()[-1]
+
+
+def test_eval_only_tells_the_loss_and_trains_nothing(run_train, shards, tmp_path):
+    out = tmp_path / "o"
+    assert run_train("--data", shards, "--out", out, *TINY)[0] == 0
+    before = (out / "latest.pt").read_bytes(), (out / "metrics.jsonl").read_bytes()
+    val_loss = read_metrics(out)[0][-1]["val_loss"]
+    status, text, _ = run_train("--data", shards, "--out", out, "--eval-only")
+    assert status == 0 and f"{val_loss:.4f} nats" in text and "bits a byte" in text
+    assert before == ((out / "latest.pt").read_bytes(), (out / "metrics.jsonl").read_bytes())
+
+
+def test_a_checkpoint_is_saved_before_the_evaluation(run_train, shards, tmp_path, monkeypatch):
+    def fail(run):
+        raise RuntimeError("evaluation failed")
+    monkeypatch.setattr(train.Run, "evaluate", fail)
+    with pytest.raises(RuntimeError, match="evaluation failed"):
+        run_train("--data", shards, "--out", tmp_path / "o", *TINY)
+    assert (tmp_path / "o" / "step_00000002.pt").exists()
+
+
+def wait_for_step(out, step, process):
+    end = time.monotonic() + 90
+    while time.monotonic() < end and process.poll() is None:
+        with suppress(FileNotFoundError, IndexError, ValueError):
+            if read_metrics(out)[0][-1]["step"] >= step:
+                return
+        time.sleep(0.02)
+    raise AssertionError(process.communicate())
+
+
+@pytest.mark.parametrize("processes, number, to", [
+    (1, signal.SIGINT, "it"), (1, signal.SIGTERM, "it"), (2, signal.SIGTERM, "torchrun"),
+    (2, signal.SIGTERM, "a worker")])
+def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, processes, number, to):
+    out = tmp_path / "o"
+    flags = ["--data", shards, "--out", out, *TINY, "--steps", "100000", "--save-every", "0",
+             "--eval-every", "0", "--pp", str(processes)]
+    if processes == 1:
+        process = subprocess.Popen([sys.executable, ROOT / "train.py", *flags], text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    else:
+        process = torchrun(processes, ROOT / "train.py", *flags)
+    wait_for_step(out, 3, process)
+    if to == "a worker":                            # which tells the others
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        os.kill(int(children.split()[-1]), number)
+    else:
+        process.send_signal(number)                 # torchrun passes it to the workers
+    text, error = process.communicate(timeout=60)
+    rows, events = read_metrics(out)
+    assert events[-1] == dict(event="stop", step=rows[-1]["step"])
+    assert "the same command goes on" in text and rows[-1]["step"] >= 3
+    assert checkpoint.load(out / "latest.pt")["step"] == rows[-1]["step"]
+    assert "val_loss" not in rows[-1]
+    assert to == "torchrun" or process.returncode == 0
+    if processes == 1:
+        assert process.returncode == 0 and error == ""
+        done = subprocess.run([sys.executable, ROOT / "train.py", *flags, "--steps",
+                               str(rows[-1]["step"] + 1)], check=True, capture_output=True)
+        assert read_metrics(out)[0][-1]["step"] == rows[-1]["step"] + 1, done
+
+
+def test_learning_rate_warms_up_then_decays_to_the_ratio_by_either_schedule():
+    for schedule, middle in (("cosine", 0.5), ("linear", 0.5)):
+        config = train.Config(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1,
+                              lr_schedule=schedule)
+        assert [train.learning_rate(config, k) for k in (1, 5, 10)] == pytest.approx([0.2, 1, 2])
+        assert train.learning_rate(config, 60) == pytest.approx(0.2 + 1.8 * middle)
+        assert train.learning_rate(config, 110) == pytest.approx(0.2)
+        quarter = train.learning_rate(config, 35)
+        shape = 0.5 * (1 + math.cos(math.pi / 4)) if schedule == "cosine" else 0.75
+        assert quarter == pytest.approx(0.2 + 1.8 * shape)
+    assert train.learning_rate(train.Config(warmup_steps=0), 1) <= train.Config().lr
+
+
+@pytest.mark.parametrize("flags, world, micro", [
+    ({}, 1, 4), (dict(tp=2, pp=2), 8, 4), ({}, 8, 2), (dict(pp=4), 8, 2),
+    (dict(batch_size=6), 2, 1), (dict(micro_batch=8), 1, 8)])
+def test_the_default_microbatch_suits_the_layout(shards, flags, world, micro):
+    config, *_ = train.plan(dict(flags, data=str(shards), seq_len=16), None, world)
+    assert config.micro_batch == micro
+
+
+def test_help_lists_every_flag_with_its_default(run_train):
+    status, text, _ = run_train("--help")
+    assert status == 0
+    for name, value in asdict(train.Config()).items():
+        assert f"--{name.replace('_', '-')} " in text.replace("\n", " ")
+        if value not in (None, False):
+            assert f"(default {value})" in " ".join(text.split())
+
+
+# ---------------------------------------------------------------------------------------------
+# sample.py
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def trained(shards, tmp_path_factory):
+    """A checkpoint of a model that has seen a little of the text."""
+    out = tmp_path_factory.mktemp("trained")
+    subprocess.run([sys.executable, ROOT / "train.py", "--data", shards, "--out", out, *TINY,
+                    "--steps", "60", "--lr", "0.02", "--batch-size", "16"], check=True,
+                   capture_output=True)
+    return out / "latest.pt"
+
+
+def run_sample(*arguments, **options):
+    return subprocess.run([sys.executable, ROOT / "sample.py", *map(str, arguments)], text=True,
+                          capture_output=True, **options)
+
+
+def test_sampling_prints_only_text_and_is_a_function_of_the_seed(trained, tmp_path):
+    flags = ["--ckpt", trained, "--prompt", "line ", "--max-tokens", 30]
+    one, again, other, greedy = (run_sample(*flags, *more) for more in (
+        ["--seed", 1], ["--seed", 1], ["--seed", 2], ["--temperature", 0, "--seed", 3]))
+    assert one.stdout == again.stdout != other.stdout
+    assert all(r.stdout.startswith("line ") and r.stderr == "" and r.returncode == 0
+               for r in (one, other, greedy))
+    piped = run_sample("--ckpt", trained, "--prompt", "-", "--max-tokens", 30, "--temperature", 0,
+                       input="line ")
+    assert piped.stdout == greedy.stdout
+    model_, state = checkpoint.load_model(trained)
+    tokens = list(b"line ")
+    for _ in range(30):                                             # greedy, by hand
+        tokens.append(model_(torch.tensor([tokens[-16:]]))[0, -1].argmax().item())
+    assert greedy.stdout == bytes(tokens).decode(errors="replace") + "\n"
+
+
+def test_a_prompt_longer_than_the_context_is_cropped_with_a_warning(trained):
+    long = run_sample("--ckpt", trained, "--prompt", "x" * 10 + "line 12: some wo",
+                      "--temperature", 0, "--max-tokens", 8)
+    short = run_sample("--ckpt", trained, "--prompt", "line 12: some wo", "--temperature", 0,
+                       "--max-tokens", 8)
+    assert long.returncode == 0 and long.stderr.count("\n") == 1 and "26 tokens" in long.stderr
+    assert short.stderr == "" and long.stdout == "x" * 10 + short.stdout
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"), ("--temperature -1", "--temperature"),
+    ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"), ("--max-tokens x", "--max-tokens"),
+    ("--device cuda", "no CUDA device"), ("--nonsense", "--nonsense")])
+def test_sampling_mistakes_end_in_one_line_and_exit_2(monkeypatch, capsys, trained, flags,
+                                                      message):
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(trained), *flags.split()])
+    with pytest.raises(SystemExit) as exit_:
+        sample.main()
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_top_k_and_top_p_keep_what_they_should():
+    logits = torch.tensor([2.0, -1.0, 3.0, 0.5, 1.0]).log_softmax(0)
+    probabilities = logits.exp()                    # .238 .012 .647 .053 .088: order 2 0 4 3 1
+    for k, kept in ((1, [2]), (2, [2, 0]), (3, [2, 0, 4]), (0, [2, 0, 4, 3, 1])):
+        expected = torch.zeros(5)
+        expected[kept] = probabilities[kept] / probabilities[kept].sum()
+        torch.testing.assert_close(sample.filter_logits(logits, 1.0, k, 1.0), expected)
+    for p, kept in ((0.01, [2]), (0.6, [2]), (0.7, [2, 0]), (0.9, [2, 0, 4]),
+                    (1.0, [2, 0, 4, 3, 1])):
+        expected = torch.zeros(5)
+        expected[kept] = probabilities[kept] / probabilities[kept].sum()
+        torch.testing.assert_close(sample.filter_logits(logits, 1.0, 0, p), expected)
+    hot = sample.filter_logits(logits, 2.0, 0, 1.0)
+    torch.testing.assert_close(hot, (logits / 2).softmax(0))
+
+
+def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
+    cfg = GPTConfig(vocab_size=257, seq_len=8, n_layer=1, n_head=1, n_embd=8)
+    plain = GPT(cfg).initialize(0).eval()
+    tokens = list(sample.generate(plain, [1], 2000, end=256, temperature=100.0,
+                                  generator=torch.Generator().manual_seed(0)))
+    assert 0 < len(tokens) < 2000 and max(tokens) < 256     # nearly uniform: 256 comes up soon
+    assert len(set(tokens)) > 50 or len(tokens) < 100
+
+
+def test_characters_of_several_bytes_come_out_whole(trained, monkeypatch, capsys):
+    text = "é漢🙂!"
+    monkeypatch.setattr(sample, "generate", lambda *a, **k: iter(text.encode() + b"\xff"))
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(trained)])
+    sample.main()
+    assert capsys.readouterr().out == text + "\ufffd\n"
+
+
+# ---------------------------------------------------------------------------------------------
+# README.md
+# ---------------------------------------------------------------------------------------------
+
+
+def readme_commands():
+    """The commands of the README's first fenced block, install step aside."""
+    block = (ROOT / "README.md").read_text().split("```")[1]
+    lines = [line.split("#")[0].strip() for line in block.splitlines()[1:]]
+    return [shlex.split(line) for line in lines if line.startswith(("python data", "torchrun",
+                                                                    "python sample"))]
+
+
+def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path):
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    commands = readme_commands()
+    assert [c[0] for c in commands] == ["python", "torchrun", "python"]
+    assert commands[1] == ["torchrun", "--nproc_per_node=8", "train.py", "--tp", "2", "--pp", "2"]
+    outputs = []
+    for command in commands:
+        if command[0] == "torchrun":
+            process = torchrun(8, *command[2:], "--steps", "3", "--eval-every", "0", cwd=tmp_path)
+        else:
+            process = subprocess.Popen([sys.executable, *command[1:]], cwd=tmp_path, text=True,
+                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        text, error = process.communicate(timeout=200)
+        assert process.returncode == 0, error
+        assert "warn" not in error.lower(), error
+        outputs.append(text)
+    assert "torchrun --nproc_per_node=8 train.py --tp 2 --pp 2" in outputs[0]
+    assert "step 3/3" in outputs[1] and "dp 2 x pp 2 x tp 2" in outputs[1]
+    assert outputs[2].startswith("def ")
+
+
+def test_the_readme_names_only_tests_and_flags_that_exist():
+    text = (ROOT / "README.md").read_text()
+    tests = set(re.findall(r"`(test_\w+)`", text))
+    assert len(tests) > 10 and tests <= set(globals())
+    flags = set(re.findall(r"--[a-z][a-z0-9-]*", text))
+    known = {f"--{name.replace('_', '-')}" for name in asdict(train.Config())}
+    for file in ("data.py", "sample.py", "parallel.py"):
+        known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
+    assert not {f for f in flags if f not in known and not f.startswith((
+        "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus", "--job",
+        "--cpus", "--max-restarts"))}
 
 
 if __name__ == "__main__":
