@@ -219,31 +219,32 @@ class Metrics:
     besides. Only rank 0 writes. Raises OSError if `out` is no directory that takes a file."""
 
     def __init__(self, out: Path, rank: int):
-        self.file = None
+        self.path = out / "metrics.jsonl" if rank == 0 else None
         if rank == 0:
             try:
                 out.mkdir(parents=True, exist_ok=True)
-                self.file = open(out / "metrics.jsonl", "a+b", buffering=0)
+                with open(self.path, "a+b") as file:
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)     # a line torn by a crash
             except OSError as error:
                 raise OSError(f"--out {out} is not a directory that can be written: "
                               f"{error.strerror}") from error
-            self.file.seek(0)
-            whole = self.file.read().rfind(b"\n") + 1
-            self.file.truncate(whole)                   # a line torn by a crash is cut
 
     def write(self, **row):
-        if self.file is None:
+        if self.path is None:
             return
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                for k, v in row.items()}
-        line, end = json.dumps(row).encode() + b"\n", self.file.seek(0, os.SEEK_END)
-        try:
-            if self.file.write(line) < len(line):
-                raise OSError("the disk is full")
-        except OSError as error:                        # a full disk costs this line, not the run
-            self.file.truncate(end)
-            print(f"train.py: warning: metrics.jsonl lacks a line: {error}", file=sys.stderr,
-                  flush=True)
+        line = json.dumps(row).encode() + b"\n"
+        with open(self.path, "ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                if file.write(line) < len(line):
+                    raise OSError("the disk is full")
+            except OSError as error:                    # costs this line, not the run
+                file.truncate(end)
+                print(f"train.py: warning: metrics.jsonl lacks a line: {error}", file=sys.stderr,
+                      flush=True)
 
 
 def clock_time(seconds: float) -> str:
