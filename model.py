@@ -40,9 +40,9 @@ class GPTConfig:
     """The shape of a model; the defaults are the size `nano`."""
     vocab_size: int = 257
     seq_len: int = 128
-    n_layer: int = 4
+    n_layer: int = 2
     n_head: int = 4
-    n_embd: int = 128
+    n_embd: int = 192
     activation: str = "gelu"        # gelu: GPT-2's tanh form; relu: OPT's choice
     dropout: float = 0.0
 
@@ -67,7 +67,7 @@ class GPTConfig:
 # width 2048 and 13B a width of 5140: neither divides, so they are 16 and 5120 here. OPT-350m is
 # post-LayerNorm, another architecture, and left out.
 _TABLE = {
-    "nano": (4, 4, 128, 128, "gelu"),
+    "nano": (2, 4, 192, 128, "gelu"),
     "gpt2": (12, 12, 768, 1024, "gelu"),
     "gpt2-medium": (24, 16, 1024, 1024, "gelu"),
     "gpt2-large": (36, 20, 1280, 1024, "gelu"),

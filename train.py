@@ -75,7 +75,7 @@ class Config:
     batch_size: int = flag(16, "sequences a step, of the whole job", low=1)
     micro_batch: int = flag(None, "sequences a microbatch (default: 4, 2 or 1, the largest that "
                             "makes a multiple of pp microbatches)", int, low=1, local=True)
-    steps: int = flag(1200, "steps of the whole run", low=1)
+    steps: int = flag(800, "steps of the whole run", low=1)
     lr: float = flag(4e-3, "peak learning rate", low=0)
     min_lr_ratio: float = flag(0.1, "last learning rate / peak", low=0)
     warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
@@ -93,9 +93,9 @@ class Config:
     device: str = flag("auto", "auto: cuda where there is one", choices=["auto", "cpu", "cuda"],
                        local=True)
     seed: int = flag(1337, "of the initial weights, the order of the data, dropout", low=0)
-    save_every: int = flag(300, "steps between checkpoints; 0: only the last", low=0)
+    save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0)
     keep: int = flag(3, "step files kept", low=1)
-    eval_every: int = flag(300, "steps between evaluations; 0: only the last", low=0)
+    eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
     eval_only: bool = flag(False, "evaluate the checkpoint and leave", local=True)
     resume: str = flag("auto", "auto: the newest whole checkpoint of --out; never; or a file",
                        local=True)
