@@ -1961,8 +1961,8 @@ def test_learning_rate_warms_up_then_decays_to_the_ratio_by_either_schedule():
 
 
 @pytest.mark.parametrize("flags, world, micro", [
-    ({}, 1, 4), (dict(tp=2, pp=2), 8, 4), ({}, 8, 2), (dict(pp=4), 8, 2),
-    (dict(batch_size=6), 2, 1), (dict(micro_batch=8), 1, 8)])
+    ({}, 1, 4), (dict(tp=2, pp=2), 8, 4), ({}, 8, 2),
+    (dict(pp=4, n_layer=4), 8, 2), (dict(batch_size=6), 2, 1), (dict(micro_batch=8), 1, 8)])
 def test_the_default_microbatch_suits_the_layout(shards, flags, world, micro):
     config, *_ = train.plan(dict(flags, data=str(shards), seq_len=16), None, world)
     assert config.micro_batch == micro
@@ -2113,8 +2113,20 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
     for file in ("data.py", "sample.py", "parallel.py"):
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((
-        "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus", "--job",
+        "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus", "--job",
         "--cpus", "--max-restarts"))}
+
+
+def test_the_readmes_layouts_are_not_refused(shards):
+    blocks = "".join((ROOT / "README.md").read_text().split("```")[1::2]).replace("\\\n", " ")
+    commands = [shlex.split(line) for line in blocks.splitlines() if " train.py" in line]
+    for command in commands:
+        at = command.index("train.py")
+        numbers = re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", " ".join(command[:at]))
+        given = dict(train.parse(command[at + 1:]), data=str(shards), seq_len=16)
+        config, cfg, *_ = train.plan(given, None, math.prod(map(int, numbers)))
+        assert cfg.n_layer == SIZES[config.model]["n_layer"]
+    assert len(commands) == 5
 
 
 if __name__ == "__main__":

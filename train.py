@@ -26,8 +26,10 @@ import json
 import math
 import os
 import signal
+import statistics
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -315,7 +317,7 @@ class Run:
         schedule = (gpipe if grid.pp > 1 else accumulate)(grid.stage, grid.pp, self.micros)
         step_tokens = config.batch_size * self.cfg.seq_len
         speaks_for_loss = grid.is_last and grid.tp_rank == 0
-        skipped_in_a_row, seconds = 0, None
+        skipped_in_a_row, recent = 0, deque(maxlen=20)     # seconds of a step
         self.model.train()
         while self.step < config.steps:
             started = time.perf_counter()
@@ -355,7 +357,7 @@ class Run:
             skipped_in_a_row = skipped_in_a_row + 1 if found_inf else 0
             self.scaler.update(found_inf)
             elapsed = time.perf_counter() - started
-            seconds = elapsed if seconds is None else 0.9 * seconds + 0.1 * elapsed
+            recent.append(elapsed)
 
             # save, evaluate, log
             last = self.step == config.steps or stopping > 0
@@ -368,7 +370,7 @@ class Run:
             if due["eval"] and not stopping:
                 row["val_loss"] = self.evaluate()
             metrics.write(**row)
-            self.report(row, seconds, found_inf)
+            self.report(row, statistics.median(recent), found_inf)
             if found_inf:
                 metrics.write(event="skip", step=self.step, loss_scale=scale)
                 if skipped_in_a_row >= MAX_SKIPPED and scale <= self.scaler.min_scale:
