@@ -2115,8 +2115,8 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
     for file in ("data.py", "sample.py", "parallel.py"):
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((
-        "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus", "--job",
-        "--cpus", "--max-restarts"))}
+        "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",
+        "--job", "--cpus", "--max-restarts"))}
 
 
 def test_the_readmes_layouts_are_not_refused(shards):
