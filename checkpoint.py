@@ -6,11 +6,13 @@
 
 One file holds the whole state under global names: layers numbered through, tied weights once, no
 vocabulary padding. So any layout, and sample.py in one process, loads what any other layout wrote;
-the price is that one host's memory must hold the model once with its two moments.
+the price is that one host's memory must hold the model with its two moments, and one stage of
+them twice.
 
     format      1
     step        the last step done            sequences  read so far: the position in the data
     tokens      read so far                   adam_steps updates done: steps without the skipped
+    row         metrics.jsonl's of this step  skipped_in_a_row   steps, up to this one
     config      train.py's flags              model      GPTConfig as a dict
     tokenizer   its name                      data       fingerprint of what it was trained on
     scaler      LossScaler.state_dict()
@@ -31,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from model import GPT, GPTConfig
-from parallel import FlatParameters, Grid, flat_numel, local_model
+from parallel import FlatParameters, Grid, flat_numel, local_model, view
 
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 STEP_FILE = re.compile(r"step_(\d{8})\.pt")
@@ -41,8 +43,8 @@ class Damaged(ValueError):
     """The file is not a whole checkpoint."""
 
 
-class NoneWhole(RuntimeError):
-    """There are checkpoints, but each is damaged."""
+class Lost(RuntimeError):
+    """What a run needs is lost: each of its checkpoints is damaged, or the last was not written."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -65,18 +67,17 @@ def gather(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -> dict | No
         for name in names:
             mine, slices = getattr(flat, name), []
             for source in grid.ranks[0, stage].tolist():
-                if grid.rank == source != 0:
-                    dist.send(mine, 0)
+                if grid.rank == source == 0:
+                    slices.append(mine.cpu())
+                elif grid.rank == source:
+                    dist.send(mine.cpu(), 0)
                 elif grid.rank == 0:
-                    part = mine
-                    if source != 0:
-                        part = mine.new_empty(flat_numel(pieces, grid.tp))
-                        dist.recv(part, source)
-                    slices.append(part.cpu())
+                    slices.append(torch.empty(flat_numel(pieces), dtype=mine.dtype))
+                    dist.recv(slices[-1], source)
             if grid.rank == 0:
                 for piece in pieces:
                     if not piece.copy:
-                        parts = [flat.view(part, piece) for part in slices]
+                        parts = [view(part, piece) for part in slices]
                         # A copy: views would drag the whole flat tensor into the file.
                         whole[name][piece.name] = piece.join(parts).clone()
     return whole if grid.rank == 0 else None
@@ -104,7 +105,7 @@ def save(state: dict, out: Path, keep: int) -> Path:
     Raises OSError if it cannot be written (a full disk); the files before it are then untouched.
     """
     path = step_file(out, state["step"])
-    aside = path.with_suffix(".pt.tmp")
+    aside = out / "step.pt.tmp"                     # one name: what a kill leaves is overwritten
     try:
         with open(aside, "wb") as file:
             torch.save(state, file)
@@ -129,12 +130,17 @@ def _point_latest(path: Path) -> None:
         os.link(path, aside)
     except OSError:
         shutil.copyfile(path, aside)
+        _fsync(aside)
     os.replace(aside, path.with_name("latest.pt"))
-    folder = os.open(path.parent, os.O_RDONLY)
+    _fsync(path.parent)                             # the names too must survive a power cut
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)                            # the names too must survive a power cut
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -143,21 +149,29 @@ def _point_latest(path: Path) -> None:
 
 
 def newest_first(out: Path) -> list[Path]:
-    """Checkpoints of a run, the last written first; latest.pt only where it is no step's file."""
+    """Checkpoints of a run: latest.pt, then the others, the last written first. Of two names for
+    one file the step's."""
+    files = {p: p.stat() for p in out.glob("*.pt")
+             if STEP_FILE.fullmatch(p.name) or p.name == "latest.pt"}
+    latest = files.get(out / "latest.pt")
+    order = sorted(files, key=lambda p: (latest is not None and files[p].st_ino == latest.st_ino,
+                                         files[p].st_mtime_ns, p.name), reverse=True)
     found, seen = [], set()
-    files = [p for p in out.glob("*.pt") if STEP_FILE.fullmatch(p.name) or p.name == "latest.pt"]
-    stats = {p: p.stat() for p in files}
-    for path in sorted(files, key=lambda p: (stats[p].st_mtime_ns, p.name), reverse=True):
-        if stats[path].st_ino not in seen:
-            seen.add(stats[path].st_ino)
+    for path in order:
+        if files[path].st_ino not in seen:
+            seen.add(files[path].st_ino)
             found.append(path)
     return found
 
 
-def verify(path: Path) -> None:
-    """Read the file once against the zip's CRCs; raises Damaged, or FileNotFoundError."""
+def _must_exist(path: Path) -> None:
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
+
+
+def verify(path: Path) -> None:
+    """Read the file once against the zip's CRCs; raises Damaged."""
+    _must_exist(path)
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
@@ -168,25 +182,36 @@ def verify(path: Path) -> None:
 
 
 def load(path: Path) -> dict:
-    """The state in a file whose CRCs were verified, its tensors mapped from disk, not yet read.
+    """The state in a file, its tensors mapped from disk, not yet read nor verified.
 
     Raises Damaged if it is no checkpoint of ours or holds anything but tensors and plain types.
     """
+    _must_exist(path)
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Damaged(f"{path} is refused: {first}") from error
-    needed = {"format", "step", "sequences", "tokens", "adam_steps", "config", "model",
-              "tokenizer", "data", "scaler", *STATE}
+    needed = {"format", "step", "sequences", "tokens", "adam_steps", "skipped_in_a_row", "row",
+              "config", "model", "tokenizer", "data", "scaler", *STATE}
     if not isinstance(state, dict) or not needed <= set(state) or state["format"] != 1:
         raise Damaged(f"{path} is not a checkpoint of this project (format 1)")
+    try:
+        cfg = GPTConfig(**state["model"])
+        with torch.device("meta"):
+            shapes = {name: tuple(p.shape) for name, p in GPT(cfg).named_parameters()}
+        shapes["embed.token.weight"] = (cfg.vocab_size, cfg.n_embd)
+        for key in STATE:
+            if {name: tuple(t.shape) for name, t in state[key].items()} != shapes:
+                raise ValueError(f"its {key} are not those of its model")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise Damaged(f"{path} contradicts itself: {error}") from error
     return state
 
 
 def newest_whole(out: Path, passed_over=lambda path, error: None) -> Path:
     """The newest whole checkpoint of a directory that has some; `passed_over` is told of each
-    damaged one. Raises NoneWhole."""
+    damaged one. Raises Lost."""
     files = newest_first(out)
     for path in files:
         try:
@@ -195,8 +220,8 @@ def newest_whole(out: Path, passed_over=lambda path, error: None) -> Path:
             return path
         except Damaged as error:
             passed_over(path, error)
-    raise NoneWhole(f"none of the {len(files)} checkpoints in {out} is whole: move them away to "
-                    f"start over")
+    raise Lost(f"none of the {len(files)} checkpoints in {out} is whole: move them away to start "
+               f"over")
 
 
 def load_model(path: Path) -> tuple[GPT, dict]:

@@ -288,8 +288,9 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
                     fingerprint=sha256_of(*new), **counts)  # headers too: shards bound windows
         new.append(Path(folder, "meta.json"))
         new[-1].write_text(json.dumps(meta, indent=2) + "\n")
-        for path in [out / "meta.json", *old]:
-            path.unlink(missing_ok=True)
+        (out / "meta.json").write_text("unfinished: run data.py again\n")  # no JSON: is refused
+        for path in old:
+            path.unlink()
         for path in new:
             os.replace(path, out / path.name)
     return meta

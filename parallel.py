@@ -51,8 +51,12 @@ class Grid:
     groups: dict = field(default_factory=dict)
 
     @property
+    def world(self) -> int:
+        return self.dp * self.pp * self.tp
+
+    @property
     def ranks(self) -> torch.Tensor:
-        return torch.arange(self.dp * self.pp * self.tp).view(self.dp, self.pp, self.tp)
+        return torch.arange(self.world).view(self.dp, self.pp, self.tp)
 
     @property
     def dp_rank(self) -> int:
@@ -272,16 +276,16 @@ class VocabParallelHead(nn.Module):
                                                valid, self.grid.group("tp"))
 
 
-# Which module of model.py becomes what, and of how many stacked blocks its cut dimension is made:
-# qkv is q over k over v, and each third is cut by heads on its own.
+# Which module of model.py becomes what.
 PLAN = {
-    "attn.qkv": (ColumnParallelLinear, 3),
-    "attn.proj": (RowParallelLinear, 1),
-    "mlp.up": (ColumnParallelLinear, 1),
-    "mlp.down": (RowParallelLinear, 1),
-    "embed.token": (VocabParallelEmbedding, 1),
-    "head": (VocabParallelHead, 1),
+    "attn.qkv": ColumnParallelLinear,
+    "attn.proj": RowParallelLinear,
+    "mlp.up": ColumnParallelLinear,
+    "mlp.down": RowParallelLinear,
+    "embed.token": VocabParallelEmbedding,
+    "head": VocabParallelHead,
 }
+STACKED = {"attn.qkv": 3}       # q over k over v: each third is cut by heads on its own
 
 
 @dataclass
@@ -294,7 +298,8 @@ class Piece:
     rows: int               # shape[0] with the vocabulary padding
     places: list            # (module, attribute) that hold it: two for a tied weight in one stage
     copy: bool              # the last stage's second copy of the tied weight
-    offset: int = 0         # of the slice in this rank's flat buffers, in elements
+    local: torch.Size = ()  # shape of a rank's slice
+    offset: int = 0         # of the slice in the flat buffers, in elements
 
     def cut(self, whole: torch.Tensor, tp: int, tp_rank: int) -> torch.Tensor:
         """Whole parameter -> slice of one tensor-parallel rank."""
@@ -311,9 +316,6 @@ class Piece:
             return slices[0]
         stacked = [s.unflatten(self.dim, (self.parts, -1)) for s in slices]
         return torch.cat(stacked, self.dim + 1).flatten(self.dim, self.dim + 1)[:self.shape[0]]
-
-    def local_shape(self, tp: int) -> torch.Size:
-        return self.cut(torch.empty(self.shape, device="meta"), tp, 0).shape
 
 
 # ---------------------------------------------------------------------------------------------
@@ -335,8 +337,8 @@ TIED = {"head.weight": "embed.token.weight"}    # local name -> global name
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
-    """The blocks of a stage; the earlier stages take one more where pp does not divide, because
-    the last one has the head too."""
+    """The blocks of a stage: their numbers differ by one at most, and the last stage, which has the
+    head too, is never one of those with more."""
     return range(-(-stage * n_layer // pp), -(-(stage + 1) * n_layer // pp))
 
 
@@ -356,13 +358,13 @@ def local_model(cfg: GPTConfig, grid: Grid, recompute=False) -> tuple[GPT, list[
     if not grid.is_last:
         model.head = None
     for name, module in list(model.named_modules()):
-        twin, _ = next((PLAN[end] for end in PLAN if name.endswith(end)), (None, None))
-        if twin is not None:
-            model.set_submodule(name, twin(module, grid))
+        for end, twin in PLAN.items():
+            if name.endswith(end):
+                model.set_submodule(name, twin(module, grid))
 
     pieces = {}
     for module_name, module in model.named_modules():
-        _, parts = next((PLAN[end] for end in PLAN if module_name.endswith(end)), (None, 1))
+        parts = next((n for end, n in STACKED.items() if module_name.endswith(end)), 1)
         for attribute, parameter in module.named_parameters(recurse=False):
             local = f"{module_name}.{attribute}"
             name = TIED.get(local, local)
@@ -378,8 +380,9 @@ def local_model(cfg: GPTConfig, grid: Grid, recompute=False) -> tuple[GPT, list[
     pieces = sorted(pieces.values(), key=lambda piece: piece.name not in TIED.values())
     end = 0
     for piece in pieces:
+        piece.local = piece.cut(torch.empty(piece.shape, device="meta"), grid.tp, 0).shape
         piece.offset = end
-        end += -(-piece.local_shape(grid.tp).numel() // 32) * 32        # 64 bytes in 16 bits
+        end += -(-piece.local.numel() // 32) * 32                       # 64 bytes in 16 bits
 
     for block in model.blocks.values():
         block.attn.stream = grid.tp_rank                                # other heads, other masks
@@ -516,9 +519,14 @@ def draw(timeline) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
-def flat_numel(pieces: list[Piece], tp: int) -> int:
+def flat_numel(pieces: list[Piece]) -> int:
     """Elements of a rank's flat tensors, padding between the pieces included."""
-    return pieces[-1].offset + pieces[-1].local_shape(tp).numel()
+    return pieces[-1].offset + pieces[-1].local.numel()
+
+
+def view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The part of a flat tensor that belongs to a piece, in the shape of its slice."""
+    return flat[piece.offset:piece.offset + piece.local.numel()].view(piece.local)
 
 
 class FlatParameters:
@@ -533,8 +541,7 @@ class FlatParameters:
     def __init__(self, pieces: list[Piece], grid: Grid, dtype, master_dtype, device,
                  bucket_numel: int = 4 * 2 ** 20):
         self.pieces, self.grid = pieces, grid
-        shapes = [piece.local_shape(grid.tp) for piece in pieces]
-        numel = flat_numel(pieces, grid.tp)
+        numel = flat_numel(pieces)
         self.data = torch.zeros(numel, dtype=dtype, device=device)
         self.grad = torch.zeros(numel, dtype=master_dtype, device=device)
         self.master = self.data if dtype == master_dtype else torch.zeros_like(self.grad)
@@ -549,26 +556,21 @@ class FlatParameters:
                 self.buckets.append((piece.offset, right))
                 right = piece.offset
         self.armed, self.works = False, []
-        for piece, shape in zip(pieces, shapes):
-            parameter = nn.Parameter(self.view(self.data, piece, shape))
+        for piece in pieces:
+            parameter = nn.Parameter(view(self.data, piece))
             for module, attribute in piece.places:
                 setattr(module, attribute, parameter)
-            grad = self.view(self.grad, piece, shape)
+            grad = view(self.grad, piece)
             if dtype == master_dtype:
                 parameter.grad = grad               # autograd adds straight into the buffer
             parameter.register_post_accumulate_grad_hook(partial(self._ready, piece.name, grad))
 
-    def view(self, flat, piece, shape=None):
-        """The part of a flat tensor that belongs to a piece, in the shape of its slice."""
-        shape = shape or piece.local_shape(self.grid.tp)
-        return flat[piece.offset:piece.offset + shape.numel()].view(shape)
-
     @torch.no_grad()
     def load(self, name: str, whole) -> None:
-        """Fill the flat tensor `name` from whole parameters: whole(piece name) -> tensor."""
+        """Fill the flat tensor `name` from whole parameters: whole(name, shape) -> tensor."""
         for piece in self.pieces:
-            view = self.view(getattr(self, name), piece)
-            view.copy_(piece.cut(whole(piece.name, piece.shape), self.grid.tp, self.grid.tp_rank))
+            slice = piece.cut(whole(piece.name, piece.shape), self.grid.tp, self.grid.tp_rank)
+            view(getattr(self, name), piece).copy_(slice)
 
     def initialize(self, cfg: GPTConfig, seed: int) -> None:
         """Every parameter at step 0, one whole parameter in memory at a time."""
@@ -602,13 +604,14 @@ class FlatParameters:
 
     def finish_reduction(self) -> None:
         """Wait for the buckets, then add up the two ends' gradients of the tied weight."""
+        assert len(self.works) == len(self.buckets), "a parameter got no gradient"
         for work in self.works:
             if work is not None:
                 work.wait()
         self.armed, self.works = False, []
         tied = next((p for p in self.pieces if p.name in TIED.values()), None)
         if tied is not None:
-            all_reduce(self.view(self.grad, tied), self.grid.group("ends"))
+            all_reduce(view(self.grad, tied), self.grid.group("ends"))
 
     def square_sums(self) -> torch.Tensor:
         """Sums of squares of this rank's gradients, float64 (2,): [what counts for the global
@@ -616,12 +619,13 @@ class FlatParameters:
 
         Summed over the world, the first counts each parameter of the whole model once: replicas,
         what tensor parallelism replicates, and the copy of the tied weight count elsewhere. The
-        second is finite exactly if all of this rank's gradients are.
+        second is not finite if one of this rank's gradients is not (or if they are so large that
+        the squares of a row overflow in fp32).
         """
         counted = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         everything = counted.clone()
         for piece in self.pieces:
-            square = square_sum(self.view(self.grad, piece).flatten())
+            square = square_sum(view(self.grad, piece).flatten())
             everything += square
             replicated = piece.dim is None and self.grid.tp_rank > 0
             if self.grid.dp_rank == 0 and not replicated and not piece.copy:

@@ -26,7 +26,7 @@ def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
 
     top_k 0 and top_p 1 leave everything; the most probable token always stays.
     """
-    logits = logits.float() / temperature
+    logits = (logits.float() - logits.float().max()) / temperature      # at most 0: no overflow
     if 0 < top_k < logits.numel():
         logits = logits.where(logits >= logits.topk(top_k).values[-1], -torch.inf)
     probabilities = logits.softmax(dim=-1)
@@ -77,6 +77,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.max_tokens < 0 or args.top_k < 0:
         parser.error("--max-tokens and --top-k must be at least 0")
+    if not 0 <= args.seed < 2 ** 63:
+        parser.error("--seed must be 0 to 2^63 - 1")
     if not 0 <= args.temperature < float("inf") or not 0 < args.top_p <= 1:
         parser.error("--temperature must be at least 0, --top-p above 0 and at most 1")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -85,6 +87,7 @@ def main() -> None:
         model, state = load_model(Path(args.ckpt))
         tokenizer = get_tokenizer(state["tokenizer"])
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt or ""
+        prompt.encode()                             # ValueError: bytes that are not UTF-8
     except (ValueError, OSError) as error:
         parser.error(str(error))
     cuda = args.device != "cpu" and torch.cuda.is_available()
@@ -97,6 +100,7 @@ def main() -> None:
     # A token can be a part of a character: the decoder waits for the rest.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     generator = torch.Generator().manual_seed(args.seed)
+    sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character
     sys.stdout.write(prompt)
     for token in generate(model, tokens or [tokenizer.eot_token], args.max_tokens,
                           tokenizer.eot_token, args.temperature, args.top_k, args.top_p,

@@ -57,7 +57,7 @@ import parallel
 import sample
 import train
 from model import GPT, IGNORE, SIZES, GPTConfig
-from parallel import FlatParameters, Grid, gpipe, local_model, make_grid, run_schedule
+from parallel import FlatParameters, Grid, gpipe, local_model, make_grid, run_schedule, view
 
 ROOT = Path(__file__).resolve().parent
 torch.set_num_threads(1)
@@ -864,6 +864,23 @@ def test_too_few_tokens_for_a_window_are_refused(tmp_path):
         data.TokenDataset(tmp_path, "train", 5)
 
 
+def test_shards_whose_meta_was_not_written_are_not_taken_for_gpt2s(tmp_path):
+    (tmp_path / "a.txt").write_text("a text " * 9)
+    replace_file = os.replace
+
+    def killed(path, target):
+        if target.name == "meta.json":
+            raise KeyboardInterrupt
+        replace_file(path, target)
+    for _ in range(2):                      # in a new directory, and over an earlier data set
+        with mock.patch.object(os, "replace", killed), pytest.raises(KeyboardInterrupt):
+            data.prepare([tmp_path / "a.txt"], tmp_path / "d", "bytes")
+        with pytest.raises(ValueError, match="meta.json is damaged.*run data.py again"):
+            data.TokenDataset(tmp_path / "d", "train", 4)
+        data.prepare([tmp_path / "a.txt"], tmp_path / "d", "bytes")
+        assert data.TokenDataset(tmp_path / "d", "train", 4).meta["tokenizer"] == "bytes"
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"tokenizer": "gpt2"}'])
 def test_a_damaged_meta_is_refused(tmp_path, text):
     write_shard(tmp_path / "train_0.bin", range(9))
@@ -924,7 +941,7 @@ def test_the_scale_moves_as_in_torch(seed):
     if seed % 4 == 0:                           # up to where fp32 ends
         settings.update(growth_factor=2.0 ** rng.randint(5, 60), growth_interval=1)
     overflows = [rng.random() < share for _ in range(300)]
-    ours = amp.LossScaler(**settings, min_scale=1e-38)
+    ours = amp.LossScaler(**settings, min_scale=0.0)
     for step, expected in enumerate(torch_scales(settings, overflows)):
         if expected < 1e-37:
             break                               # the floor, torch has none
@@ -958,7 +975,7 @@ def test_the_scalers_state_is_whole():
     with pytest.raises(ValueError):
         two.load_state_dict({"scale": 1.0})
     for bad in (dict(growth_factor=1.0), dict(backoff_factor=1.0), dict(growth_interval=0),
-                dict(min_scale=0.0), dict(init_scale=0.5)):
+                dict(min_scale=-1.0), dict(init_scale=0.5)):
         with pytest.raises(ValueError):
             amp.LossScaler(**bad)
 
@@ -996,7 +1013,7 @@ def inject(run):
         if run.grid.rank == run.step - 1:
             # A LayerNorm or a bias: in the norm, these count on one tensor-parallel rank alone.
             assert last.dim is None
-            run.flat.view(run.flat.grad, last)[0] = math.inf if run.step % 2 else math.nan
+            view(run.flat.grad, last)[0] = math.inf if run.step % 2 else math.nan
     run.flat.finish_reduction = finish_and_spoil
 
 
@@ -1027,8 +1044,11 @@ def test_a_run_that_always_overflows_ends_with_a_clear_message(tmp_path, capsys)
 
     def huge(run):
         run.flat.data.fill_(60000)
-    with pytest.raises(SystemExit) as stop:
-        run_steps(0, 1, (1, 1, 1), settings(tmp_path, dtype="fp16", steps=99), cfg, prepare=huge)
+    config = settings(tmp_path, dtype="fp16", steps=16)     # 2^16 to 2^1: not yet at the floor
+    run_steps(0, 1, (1, 1, 1), config, cfg, prepare=huge)
+    with pytest.raises(SystemExit) as stop:                 # in step 17: the count is in the file
+        run_steps(0, 1, (1, 1, 1), replace(config, steps=18), cfg, nothing,
+                  tmp_path / "step_00000016.pt", huge)
     error = capsys.readouterr().err
     assert stop.value.code == 1 and error.count("\n") == 1
     assert "10 steps in a row" in error and "floor" in error and "lower --lr" in error
@@ -1251,7 +1271,7 @@ def one_gradient(rank, world, layout, broken):
         return run_steps(rank, world, layout, config, CFG, whole_gradient, None, prepare)[1][0]
 
 
-def nothing_saved(run, last):
+def nothing_saved(run, row, last):
     pass
 
 
@@ -1277,7 +1297,7 @@ def ddp_gradients(rank, world):
                      [y[i] for i in mine], torch.empty(0, dtype=torch.float64), [0, 0],
                      1 / y.numel(), last_backward=flat.arm)
         flat.finish_reduction()
-        ours = {piece.name: flat.view(flat.grad, piece).clone() for piece in pieces}
+        ours = {piece.name: view(flat.grad, piece).clone() for piece in pieces}
     theirs = DistributedDataParallel(GPT(CFG).initialize(0).double())
     rows = [rank, rank + world]
     (theirs(x[rows], y[rows]) / y[rows].numel()).backward()
@@ -1333,7 +1353,7 @@ def padding_stays_zero(run):
     if tied is None:
         return None
     start = run.grid.tp_rank * 384 // run.grid.tp
-    rows = run.flat.view(run.flat.master, tied)
+    rows = view(run.flat.master, tied)
     return rows[max(257 - start, 0):].abs().sum().item(), rows[:max(257 - start, 0)].any().item()
 
 
@@ -1416,7 +1436,7 @@ def saved(out, step):
     return checkpoint.load(out / f"step_{step:08d}.pt")
 
 
-def assert_same_state(one, two, but=("config",)):
+def assert_same_state(one, two, but=("config", "row")):
     """Bit for bit."""
     assert one.keys() == two.keys()
     for key in one.keys() - set(but):
@@ -1432,7 +1452,7 @@ def save_now(rank, world, layout, config, cfg):
     dp, tp, pp = layout
     with gridded(rank, world, tp, pp) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
-        run.save(last=True)
+        run.save({}, last=True)
 
 
 def test_a_file_has_the_plain_models_names_and_no_layout(pool, tmp_path):
@@ -1520,9 +1540,18 @@ def test_a_flag_given_at_the_resume_wins_over_the_stored_one(tmp_path, given):
 
 
 def small_state(step, fill=0.0):
-    tensors = {"a": torch.full((1000, 100), fill), "b": torch.arange(7.0)}
-    return dict(format=1, step=step, sequences=1, tokens=1, adam_steps=1, config={}, model={},
-                tokenizer="bytes", data="d", scaler={}, **{k: tensors for k in checkpoint.STATE})
+    """The state of a small model whose parameters and moments are all `fill`, as train.py has it."""
+    cfg = GPTConfig(n_layer=1, n_embd=32)
+    tensors = {name: torch.full(shape, fill) for name, shape in plain_shapes(cfg).items()}
+    return dict(format=1, step=step, sequences=1, tokens=1, adam_steps=1, skipped_in_a_row=0,
+                row={}, config={}, model=asdict(cfg), tokenizer="bytes", data="d", scaler={},
+                **{key: tensors for key in checkpoint.STATE})
+
+
+def plain_shapes(cfg):
+    shapes = {name: list(p.shape) for name, p in GPT(cfg).named_parameters()}
+    shapes["embed.token.weight"][0] = cfg.vocab_size
+    return shapes
 
 
 def names_in(folder):
@@ -1568,9 +1597,9 @@ def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, capsys):
     def fill_disk(run):
         save = run.save
 
-        def save_on_a_full_disk(last):
+        def save_on_a_full_disk(row, last):
             with no_file_above(10_000) if run.step in full else nullcontext():
-                save(last)
+                save(row, last)
         run.save = save_on_a_full_disk
     full, config = {4}, settings(tmp_path, steps=6, save_every=2, keep=9)
     steps, _, _ = run_steps(0, 1, (1, 1, 1), config, cfg, prepare=fill_disk)
@@ -1588,15 +1617,16 @@ def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, capsys):
 
 def test_a_flipped_bit_or_a_missing_end_is_recognised(tmp_path):
     state = small_state(1)
-    state["parameters"] = {"a": torch.randn(300, 100)}
+    whole = torch.randn(128, 32)
+    state["parameters"]["embed.position.weight"] = whole
     path = checkpoint.save(state, tmp_path, keep=1)
     checkpoint.verify(path)
     content = path.read_bytes()
-    start = content.index(state["parameters"]["a"].numpy().tobytes())
+    start = content.index(whole.numpy().tobytes())
     rng = random.Random(0)
     for _ in range(50):
         damaged = bytearray(content)
-        damaged[start + rng.randrange(4 * 300 * 100)] ^= 1 << rng.randrange(8)
+        damaged[start + rng.randrange(4 * whole.numel())] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
         with pytest.raises(checkpoint.Damaged, match="damaged"):
             checkpoint.verify(path)
@@ -1619,7 +1649,7 @@ def test_of_damaged_files_the_newest_whole_one_is_taken(tmp_path):
     assert chosen.name == "step_00000002.pt" and len(passed) == 1
     for path in tmp_path.iterdir():
         path.write_bytes(b"torn")
-    with pytest.raises(checkpoint.NoneWhole, match="none of the 3"):
+    with pytest.raises(checkpoint.Lost, match="none of the 3"):
         checkpoint.newest_whole(tmp_path)
 
 
@@ -1647,6 +1677,44 @@ def test_a_file_of_something_else_is_no_checkpoint(tmp_path, content):
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(checkpoint.Damaged, match="not a checkpoint of this project"):
         checkpoint.load(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("change", [
+    dict(model={}), dict(model=dict(width=3)), dict(parameters={}),
+    dict(model=asdict(GPTConfig(n_layer=1, n_embd=64))), dict(exp_avg=dict(small_state(1)["exp_avg"],
+                                                             more=torch.zeros(1)))])
+def test_a_file_that_contradicts_itself_is_no_checkpoint(tmp_path, change):
+    torch.save({**small_state(1), **change}, tmp_path / "x.pt")
+    with pytest.raises(checkpoint.Damaged, match="contradicts itself"):
+        checkpoint.load(tmp_path / "x.pt")
+
+
+def test_latest_is_the_newest_whatever_became_of_the_times(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.save(small_state(step), tmp_path, keep=3)
+    os.utime(tmp_path / "step_00000001.pt")         # as after a copy that keeps no times
+    assert [path.name[12:14] for path in checkpoint.newest_first(tmp_path)] == ["3.", "1.", "2."]
+
+
+def test_what_a_killed_save_left_is_overwritten_by_the_next(tmp_path):
+    with mock.patch.object(os, "fsync", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(small_state(1), tmp_path, keep=1)
+    assert names_in(tmp_path) == ["step.pt.tmp"]
+    checkpoint.save(small_state(2), tmp_path, keep=1)
+    assert names_in(tmp_path) == ["latest.pt", "step_00000002.pt"]
+
+
+def lose_the_last(rank, world, folder):
+    with mock.patch.object(checkpoint, "save", side_effect=OSError("the disk is full")):
+        try:
+            run_steps(rank, world, (1, 1, 2), settings(folder, steps=2, pp=2), CFG)
+        except SystemExit as stop:
+            return stop.code
+
+
+def test_all_ranks_leave_together_when_the_last_save_fails(pool, tmp_path):
+    assert pool.run(2, lose_the_last, tmp_path) == [1, 1]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1917,6 +1985,65 @@ def wait_for_step(out, step, process):
     raise AssertionError(process.communicate())
 
 
+def test_a_signal_in_the_last_step_changes_nothing(run_train, shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "StopSignal", lambda: SimpleNamespace(asked=1.0))
+    out = tmp_path / "o"
+    _, text, _ = run_train("--data", shards, "--out", out, *TINY, "--steps", 1)
+    rows, events = read_metrics(out)
+    assert "val_loss" in rows[0] and events[-1]["event"] == "start" and "goes on" not in text
+
+
+def test_a_step_whose_evaluation_was_killed_has_its_row(run_train, shards, tmp_path, monkeypatch):
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "evaluate", mock.Mock(side_effect=ZeroDivisionError))
+        with pytest.raises(ZeroDivisionError):
+            run_train(*flags)
+    assert column(read_metrics(tmp_path / "o")[0], "step") == [1]
+    assert run_train(*flags)[0] == 0
+    assert column(read_metrics(tmp_path / "o")[0], "step") == [1, 2, 3, 4]
+
+
+def test_a_resumed_run_lets_go_of_the_file(run_train, shards, tmp_path, monkeypatch):
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    run_train(*flags)
+    maps = []
+    monkeypatch.setattr(train.Run, "train", lambda *_: maps.append(
+        Path("/proc/self/maps").read_text()))
+    run_train(*flags, "--steps", 6)
+    assert len(maps) == 1 and str(tmp_path / "o") not in maps[0]
+
+
+def test_an_impossible_layout_is_refused_before_communication_at_a_resume_too(
+        run_train, shards, tmp_path):
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    run_train(*flags)
+    expect_mistake(run_train(*flags, "--tp", 2, WORLD_SIZE=3), "3 processes are not divisible")
+
+
+def disagree(rank, world):
+    try:
+        train.agree(rank, "not the same", rank, world)
+    except SystemExit as stop:
+        return stop.code
+
+
+def test_ranks_that_see_different_files_leave(pool):
+    assert pool.run(2, disagree) == [2, 2]
+
+
+def test_any_layout_evaluates(run_train, shards, tmp_path):
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    _, text, _ = run_train(*flags)
+    loss = read_metrics(tmp_path / "o")[0][-1]["val_loss"]
+    assert f"{loss:.4f}" in run_train(*flags, "--eval-only", "--micro-batch", 3)[1]
+
+
+def test_a_diverged_validation_loss_can_be_printed():
+    run = SimpleNamespace(val_data=SimpleNamespace(meta=dict(bytes_per_token=1.0)))
+    assert "perplexity inf" in train.Run.describe(run, 1e3)
+
+
 @pytest.mark.parametrize("processes, number, to", [
     (1, signal.SIGINT, "it"), (1, signal.SIGTERM, "it"), (2, signal.SIGTERM, "torchrun"),
     (2, signal.SIGTERM, "a worker")])
@@ -1964,7 +2091,8 @@ def test_learning_rate_warms_up_then_decays_to_the_ratio_by_either_schedule():
 
 @pytest.mark.parametrize("flags, world, micro", [
     ({}, 1, 4), (dict(tp=2, pp=2), 8, 4), ({}, 8, 2),
-    (dict(pp=4, n_layer=4), 8, 2), (dict(batch_size=6), 2, 1), (dict(micro_batch=8), 1, 8)])
+    (dict(pp=4, n_layer=4), 8, 2), (dict(pp=4, n_layer=4, batch_size=18), 4, 1),
+    (dict(pp=2, batch_size=5), 2, 1), (dict(batch_size=6), 2, 1), (dict(micro_batch=8), 1, 8)])
 def test_the_default_microbatch_suits_the_layout(shards, flags, world, micro):
     config, *_ = train.plan(dict(flags, data=str(shards), seq_len=16), None, world)
     assert config.micro_batch == micro
@@ -2028,7 +2156,8 @@ def test_a_prompt_longer_than_the_context_is_cropped_with_a_warning(trained):
 @pytest.mark.parametrize("flags, message", [
     ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"), ("--temperature -1", "--temperature"),
     ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"), ("--max-tokens x", "--max-tokens"),
-    ("--device cuda", "no CUDA device"), ("--nonsense", "--nonsense")])
+    ("--device cuda", "no CUDA device"), ("--nonsense", "--nonsense"), ("--seed -1", "--seed"),
+    ("--seed 99999999999999999999", "--seed"), ("--prompt \udce9", "surrogates not allowed")])
 def test_sampling_mistakes_end_in_one_line_and_exit_2(monkeypatch, capsys, trained, flags,
                                                       message):
     monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(trained), *flags.split()])
@@ -2036,6 +2165,11 @@ def test_sampling_mistakes_end_in_one_line_and_exit_2(monkeypatch, capsys, train
         sample.main()
     error = capsys.readouterr().err
     assert exit_.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_a_tiny_temperature_is_greedy():
+    logits = torch.tensor([2.0, -1.0, 3.0])
+    assert sample.filter_logits(logits, 1e-40, 0, 1.0).tolist() == [0, 0, 1]
 
 
 def test_top_k_and_top_p_keep_what_they_should():

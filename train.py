@@ -30,6 +30,7 @@ import statistics
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,13 +44,15 @@ from amp import PRECISIONS, clip_factor, make_scaler
 from data import TokenDataset
 from model import IGNORE, SIZES, GPTConfig, flops_per_token, parameter_count, seed_of
 from parallel import (FlatParameters, accumulate, all_reduce, check_layout, gpipe, local_model,
-                      make_grid, run_schedule)
+                      make_grid, run_schedule, view)
 
 EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over the split
 MAX_SKIPPED = 10            # steps skipped in a row, the scale at its floor, before giving up
+COUNTERS = ("step", "sequences", "tokens", "adam_steps", "skipped_in_a_row")    # of a run
 
 # Dense 16-bit FLOP/s of a device by a word of its name (the makers' data sheets).
-PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12,
+              "H200": 989e12, "B200": 2250e12}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -180,25 +183,41 @@ def give_up(error, rank: int, status: int = 2):
     sys.exit(status)
 
 
+def everyones(value, world: int) -> list:
+    """The value of each rank."""
+    values = [value] * world
+    if world > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def together(action, rank: int, world: int):
     """action() on every rank. If it fails on any, all leave, and rank 0 tells the first reason."""
     failure, result = None, None
     try:
         result = action()
-    except (ValueError, OSError, checkpoint.NoneWhole) as error:
-        failure = (str(error), 1 if isinstance(error, checkpoint.NoneWhole) else 2)
-    failures = [failure]
-    if world > 1:
-        failures = [None] * world
-        dist.all_gather_object(failures, failure)
-    failure = next((f for f in failures if f is not None), None)
+    except (ValueError, OSError) as error:
+        failure = (str(error), 2)
+    except checkpoint.Lost as error:
+        failure = (str(error), 1)
+    failure = next((f for f in everyones(failure, world) if f is not None), None)
     if failure is not None:
         if rank == 0:
             print(f"train.py: {failure[0]}", file=sys.stderr, flush=True)
-        if world > 1:
-            dist.barrier()              # nobody leaves before rank 0 has spoken
+        everyones(None, world)          # nobody leaves before rank 0 has spoken
         sys.exit(failure[1])
     return result
+
+
+def agree(value, complaint: str, rank: int, world: int) -> None:
+    """All leave, with this complaint, if the ranks do not have the same value."""
+    values = everyones(value, world)
+
+    def check():
+        if any(v != values[0] for v in values):
+            raise ValueError(complaint)
+
+    together(check, rank, world)
 
 
 class StopSignal:
@@ -231,6 +250,10 @@ class Metrics:
             except OSError as error:
                 raise OSError(f"--out {out} is not a directory that can be written: "
                               f"{error.strerror}") from error
+
+    def has(self, step: int) -> bool:
+        """Whether the step has a row: a kill between its checkpoint and its row leaves none."""
+        return self.path is None or f'{{"step": {step}, ' in self.path.read_text()
 
     def write(self, **row):
         if self.path is None:
@@ -270,14 +293,13 @@ class Run:
         self.model, pieces = local_model(cfg, grid, config.recompute)
         self.flat = FlatParameters(pieces, grid, self.precision.compute, self.precision.master,
                                    device)
-        self.step = self.sequences = self.tokens = self.adam_steps = 0
+        for name in COUNTERS:
+            setattr(self, name, 0 if state is None else state[name])
         if state is None:
             self.flat.initialize(cfg, config.seed)
         else:
             checkpoint.restore(state, self.flat)
-            for name in ("step", "sequences", "tokens", "adam_steps"):
-                setattr(self, name, state[name])
-            if state["config"]["dtype"] == config.dtype:
+            if state["config"].get("dtype") == config.dtype:
                 self.scaler.load_state_dict(state["scaler"])
         self.groups = self.adamw_groups()
         self.micros = config.batch_size // (grid.dp * config.micro_batch)
@@ -290,7 +312,7 @@ class Run:
         flat, groups = self.flat, []
         for decay, matrices in ((self.config.weight_decay, True), (0.0, False)):
             pieces = [piece for piece in flat.pieces if (len(piece.shape) >= 2) == matrices]
-            views = [[flat.view(buffer, piece) for piece in pieces]
+            views = [[view(buffer, piece) for piece in pieces]
                      for buffer in (flat.master, flat.grad, flat.exp_avg, flat.exp_avg_sq)]
             steps = [torch.tensor(float(self.adam_steps), device=self.device) for _ in pieces]
             groups.append((decay, [*views, [], steps]))
@@ -317,7 +339,7 @@ class Run:
         schedule = (gpipe if grid.pp > 1 else accumulate)(grid.stage, grid.pp, self.micros)
         step_tokens = config.batch_size * self.cfg.seq_len
         speaks_for_loss = grid.is_last and grid.tp_rank == 0
-        skipped_in_a_row, recent = 0, deque(maxlen=20)     # seconds of a step
+        recent = deque(maxlen=20)       # seconds of a step
         self.model.train()
         while self.step < config.steps:
             started = time.perf_counter()
@@ -354,26 +376,27 @@ class Run:
                           beta1=config.beta1, beta2=config.beta2, eps=1e-8, weight_decay=decay)
                 flat.publish()
                 self.adam_steps += 1
-            skipped_in_a_row = skipped_in_a_row + 1 if found_inf else 0
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if found_inf else 0
             self.scaler.update(found_inf)
             elapsed = time.perf_counter() - started
             recent.append(elapsed)
 
             # save, evaluate, log
-            last = self.step == config.steps or stopping > 0
+            stopping = stopping > 0 and self.step < config.steps
+            last = self.step == config.steps or stopping
             due = {name: last or every > 0 and self.step % every == 0 for name, every in
                    (("save", config.save_every), ("eval", config.eval_every))}
-            if due["save"]:
-                self.save(last)
             row = dict(step=self.step, tokens=self.tokens, loss=loss, lr=lr, grad_norm=grad_norm,
                        loss_scale=scale, tokens_per_second=round(step_tokens / elapsed, 1))
+            if due["save"]:
+                self.save(row, last)
             if due["eval"] and not stopping:
                 row["val_loss"] = self.evaluate()
             metrics.write(**row)
             self.report(row, statistics.median(recent), found_inf)
             if found_inf:
                 metrics.write(event="skip", step=self.step, loss_scale=scale)
-                if skipped_in_a_row >= MAX_SKIPPED and scale <= self.scaler.min_scale:
+                if self.skipped_in_a_row >= MAX_SKIPPED and scale <= self.scaler.min_scale:
                     give_up(f"{MAX_SKIPPED} steps in a row had gradients that are not finite, "
                             f"with the loss scale at its floor of {scale}: the run has diverged; "
                             f"go on from an older checkpoint with a lower --lr", grid.rank, 1)
@@ -400,25 +423,29 @@ class Run:
         self.model.train()
         return total.item() / (count * self.cfg.seq_len)
 
-    def save(self, last: bool) -> None:
+    def save(self, row: dict, last: bool) -> None:
         """Gather on rank 0 and write there. A failure is told and passed over, but for the last
         save: what cannot be kept has not succeeded."""
         whole = checkpoint.gather(self.flat, self.cfg, self.grid, checkpoint.STATE.values())
-        if self.grid.rank != 0:
-            return
-        state = dict(
-            format=1, step=self.step, sequences=self.sequences, tokens=self.tokens,
-            adam_steps=self.adam_steps, config=dataclasses.asdict(self.config),
-            model=dataclasses.asdict(self.cfg), tokenizer=self.train_data.meta["tokenizer"],
-            data=self.train_data.meta["fingerprint"], scaler=self.scaler.state_dict(),
-            **{key: whole[name] for key, name in checkpoint.STATE.items()})
-        try:
-            checkpoint.save(state, Path(self.config.out), self.config.keep)
-        except OSError as error:
-            if last:
-                give_up(f"the last checkpoint is lost: {error}", self.grid.rank, 1)
-            print(f"train.py: warning: {error}; the checkpoint before it is whole, and the next "
-                  f"save comes as planned", file=sys.stderr, flush=True)
+
+        def write():
+            if whole is None:           # not on rank 0
+                return
+            state = dict(
+                format=1, **{name: getattr(self, name) for name in COUNTERS}, row=row,
+                config=dataclasses.asdict(self.config), model=dataclasses.asdict(self.cfg),
+                tokenizer=self.train_data.meta["tokenizer"],
+                data=self.train_data.meta["fingerprint"], scaler=self.scaler.state_dict(),
+                **{key: whole[name] for key, name in checkpoint.STATE.items()})
+            try:
+                checkpoint.save(state, Path(self.config.out), self.config.keep)
+            except OSError as error:
+                if last:
+                    raise checkpoint.Lost(f"the last checkpoint is lost: {error}") from error
+                print(f"train.py: warning: {error}; the checkpoint before it is whole, and the "
+                      f"next save comes as planned", file=sys.stderr, flush=True)
+
+        together(write, self.grid.rank, self.grid.world)
 
     def report(self, row: dict, seconds: float, skipped: bool) -> None:
         """One console line a step."""
@@ -433,9 +460,8 @@ class Run:
             name = torch.cuda.get_device_name(self.device)
             peak = next((flops for word, flops in PEAK_FLOPS.items() if word in name), None)
             if peak is not None:
-                world = self.grid.dp * self.grid.pp * self.grid.tp
                 used = row["tokens_per_second"] * flops_per_token(self.cfg)
-                line += f"  MFU {used / (world * peak):.1%}"
+                line += f"  MFU {used / (self.grid.world * peak):.1%}"
         line += f"  left {clock_time((self.config.steps - row['step']) * seconds)}"
         if skipped:
             line += "  skipped: a gradient is not finite"
@@ -445,7 +471,8 @@ class Run:
 
     def describe(self, val_loss: float) -> str:
         bytes_per_token = self.val_data.meta["bytes_per_token"]
-        text = f"validation: {val_loss:.4f} nats a token, perplexity {math.exp(val_loss):.2f}"
+        perplexity = math.exp(val_loss) if val_loss < 700 else math.inf
+        text = f"validation: {val_loss:.4f} nats a token, perplexity {perplexity:.2f}"
         if bytes_per_token:
             text += f", {val_loss / math.log(2) / bytes_per_token:.4f} bits a byte"
         return text
@@ -491,9 +518,12 @@ def plan(given: dict, state: dict | None, world: int):
     meta = train_data.meta
     cfg = GPTConfig(vocab_size=meta["vocab_size"], dropout=config.dropout, **shape)
     if config.micro_batch is None:
-        share = config.batch_size * config.tp // world      # sequences for each replica and stage
-        config = dataclasses.replace(
-            config, micro_batch=next(m for m in (4, 2, 1) if share % m == 0))
+        replica = config.batch_size * config.tp * config.pp // world        # sequences of each
+        config = dataclasses.replace(config, micro_batch=next(
+            (m for m in (4, 2, 1) if replica % (m * config.pp) == 0), 1))
+    if config.eval_only:            # whose batches are its own
+        dp = max(1, world // (config.tp * config.pp))
+        config = dataclasses.replace(config, batch_size=dp * config.micro_batch)
     check_layout(cfg, world, config.tp, config.pp, config.batch_size, config.micro_batch)
     if state is not None:
         theirs = state["tokenizer"], state["model"]["vocab_size"]
@@ -531,34 +561,33 @@ def main() -> None:
         given = parse(sys.argv[1:])
         config = Config(**given)
         device = pick_device(config.device, local_rank)
-        fresh = config.resume in ("auto", "never")
-        if fresh and (files := checkpoint.newest_first(Path(config.out))):
-            fresh = False
-            if config.resume == "never" and not restarted:
-                raise ValueError(f"--resume never, but {config.out} holds {files[0].name}: give "
-                                 f"another --out")
-        if fresh:
-            if config.eval_only:
-                raise ValueError(f"--eval-only, but {config.out} holds no checkpoint")
-            job, state = plan(given, None, world), None
+        files = (checkpoint.newest_first(Path(config.out)) if config.resume in ("auto", "never")
+                 else [Path(config.resume)])
+        if files and config.resume == "never" and not restarted:
+            raise ValueError(f"--resume never, but {config.out} holds {files[0].name}: give "
+                             f"another --out")
+        if not files and config.eval_only:
+            raise ValueError(f"--eval-only, but {config.out} holds no checkpoint")
+        with suppress(checkpoint.Damaged):      # which is told below, or passed over
+            job = plan(given, checkpoint.load(files[0]) if files else None, world)
     except (ValueError, OSError) as error:
         give_up(error, rank)
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    state, events = None, []
-    if not fresh:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    agree(bool(files), f"some ranks find checkpoints in {config.out}, others none: --out must be "
+          f"on a file system that all machines share", rank, world)
+    state, path, events = None, None, []
+    if files:
         chosen = together(lambda: choose_checkpoint(config) if rank == 0 else None, rank, world)
-        if world > 1:
-            shared = [chosen]
-            dist.broadcast_object_list(shared)
-            chosen = shared[0]
-        path, events = chosen
+        path, events = everyones(chosen, world)[0]
         state = together(lambda: checkpoint.load(path), rank, world)
         job = together(lambda: plan(given, state, world), rank, world)
     config, cfg, train_data, val_data = job
+    agree([dataset.meta["fingerprint"] for dataset in (train_data, val_data)],
+          f"the ranks find different data in {config.data}: copy it anew", rank, world)
     for dataset in (train_data, val_data):
         together(lambda: dataset.check(rank, world), rank, world)
 
@@ -570,20 +599,23 @@ def main() -> None:
         stop = StopSignal()
         grid = make_grid(world, config.tp, config.pp, rank)
         run = Run(config, cfg, grid, device, train_data, val_data, state)
+        row, state = state and state["row"], None       # the file is mapped no longer
         if config.eval_only:
             val_loss = run.evaluate()
             if rank == 0:
                 print(f"{path}, step {run.step}: {run.describe(val_loss)}")
         else:
             metrics = together(lambda: Metrics(Path(config.out), rank), rank, world)
-            began = dict(event="start") if state is None else dict(
+            if row is not None and not metrics.has(run.step):
+                metrics.write(**row)
+            began = dict(event="start") if row is None else dict(
                 event="resume", path=str(path), given=given)
             began["config"] = dataclasses.asdict(config)
             for event in [*events, began]:
                 metrics.write(**event, step=run.step)
             if rank == 0:
                 introduce(config, cfg, grid, train_data)
-                if state is not None:
+                if row is not None:
                     print(f"resume   {path}, after step {run.step}", flush=True)
             run.train(metrics, stop)
     if world > 1:
