@@ -115,7 +115,9 @@ def save(state: dict, out: Path, keep: int) -> Path:
         _point_latest(path)
     except (OSError, RuntimeError) as error:
         aside.unlink(missing_ok=True)
-        cause = error.__context__ or error          # torch's zip writer hides the disk's own words
+        cause = error
+        while cause.__context__ is not None:        # torch's zip writer hides the disk's own words
+            cause = cause.__context__
         raise OSError(f"{path} could not be written: {cause}") from error
     for old in [p for p in newest_first(out) if STEP_FILE.fullmatch(p.name)][keep:]:
         old.unlink(missing_ok=True)
@@ -175,6 +177,8 @@ def verify(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
+    except PermissionError:
+        raise
     except Exception as error:              # a damaged zip raises whatever its bytes suggest
         raise Damaged(f"{path} is damaged, or no checkpoint: {error}") from error
     if bad is not None:
@@ -189,7 +193,9 @@ def load(path: Path) -> dict:
     _must_exist(path)
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+    except pickle.UnpicklingError:
+        raise Damaged(f"{path} is refused: it holds more than tensors and plain types") from None
+    except (RuntimeError, EOFError, KeyError, ValueError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Damaged(f"{path} is refused: {first}") from error
     needed = {"format", "step", "sequences", "tokens", "adam_steps", "skipped_in_a_row", "row",

@@ -112,7 +112,7 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     except OSError as error:
         where = " and ".join(f"{GPT2_URL}{file} as DIR/{name}" for file, name in names.items())
         raise ConnectionError(f"cannot fetch GPT-2's vocabulary into {cache}: put {where} and set "
-                              "TIKTOKEN_CACHE_DIR=DIR, or use --tokenizer bytes, which needs "
+                              "TIKTOKEN_CACHE_DIR=DIR; data.py --tokenizer bytes needs "
                               "neither") from error
     return tiktoken.get_encoding("gpt2")
 
@@ -303,8 +303,8 @@ class TokenDataset:
         directory, self.seq_len = Path(directory), seq_len
         self.files = sorted(directory.glob(f"*{split}*.bin"))
         if not self.files:
-            name = directory.name if directory.name in DOWNLOADS else "python"
-            how = "" if directory == DEFAULT_OUT else f" --dataset {name} --out {directory}"
+            source = f"dataset {directory.name}" if directory.name in DOWNLOADS else "input FILE"
+            how = "" if directory == DEFAULT_OUT else f" --{source} --out {directory}"
             raise FileNotFoundError(f"no {split} shards in {directory}: run `python data.py{how}`")
         self.shards = [self._open(path) for path in self.files]
         self.meta = self._read_meta(directory)
@@ -409,7 +409,8 @@ def main(argv=None) -> int:
     except (ValueError, OSError) as error:
         print(f"data.py: {error}", file=sys.stderr)
         return 1 if isinstance(error, ConnectionError) else 2
-    data = "" if out == DEFAULT_OUT else f" --data {shlex.quote(str(out))}"
+    data = "" if out == DEFAULT_OUT else (f" --data {shlex.quote(str(out))}"
+                                          f" --out {shlex.quote(f'out/{out.name}')}")
     print("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} without text "
           "skipped; {tokens[train]:,} tokens to train on, {tokens[val]:,} to validate on.\n"
           "Now train, in one process or in eight:".format(**meta))

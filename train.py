@@ -93,8 +93,8 @@ class Config:
     tp: int = flag(1, "tensor-parallel ranks", low=1, local=True)
     pp: int = flag(1, "pipeline stages", low=1, local=True)
     recompute: bool = flag(False, "make a block's activations again in backward", local=True)
-    dtype: str = flag("fp32", "type of parameters and activations", choices=list(PRECISIONS),
-                      local=True)
+    dtype: str = flag("fp32", "type of parameters and activations: " + ", ".join(PRECISIONS),
+                      choices=list(PRECISIONS), local=True)
     device: str = flag("auto", "auto: cuda where there is one", choices=["auto", "cpu", "cuda"],
                        local=True)
     seed: int = flag(1337, "of the initial weights, the order of the data, dropout", low=0)
@@ -122,16 +122,16 @@ def parse(arguments) -> dict:
             text += f" (default {f.default})"
         how = (dict(action="store_true") if f.metadata["kind"] is bool else
                dict(type=f.metadata["kind"], choices=f.metadata["choices"],
-                    metavar=f.name.split("_")[-1].upper()))
+                    metavar={int: "N", float: "X", str: "NAME"}[f.metadata["kind"]]))
         parser.add_argument("--" + f.name.replace("_", "-"), help=text, **how)
     given = vars(parser.parse_args(arguments))
     for f in fields:
         value, low, below = given.get(f.name), f.metadata["low"], f.metadata["below"]
         if low is not None and value is not None:
             if not (low <= value < (below or math.inf)):
-                limit = f" and below {below}" if below else ""
+                limit = f"below {below}" if below else "finite"
                 raise ValueError(f"--{f.name.replace('_', '-')} is {value}: it must be at least "
-                                 f"{low}{limit}")
+                                 f"{low} and {limit}")
     return given
 
 
@@ -172,6 +172,14 @@ def learning_rate(config: Config, step: int) -> float:
 # ---------------------------------------------------------------------------------------------
 # Mistakes, signals, logging
 # ---------------------------------------------------------------------------------------------
+
+
+def say(line: str) -> None:
+    """One line on standard output; where nobody reads it any more (`| head`) the run goes on."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def give_up(error, rank: int, status: int = 2):
@@ -393,7 +401,7 @@ class Run:
             if due["eval"] and not stopping:
                 row["val_loss"] = self.evaluate()
             metrics.write(**row)
-            self.report(row, statistics.median(recent), found_inf)
+            self.report(row, statistics.median_low(recent), found_inf)
             if found_inf:
                 metrics.write(event="skip", step=self.step, loss_scale=scale)
                 if self.skipped_in_a_row >= MAX_SKIPPED and scale <= self.scaler.min_scale:
@@ -403,7 +411,9 @@ class Run:
             if stopping:
                 metrics.write(event="stop", step=self.step)
                 if grid.rank == 0:
-                    print(f"stopped and saved after step {self.step}; the same command goes on")
+                    how = ("the same command goes on" if config.resume == "auto" else
+                           "go on with --resume auto")
+                    say(f"stopped and saved after step {self.step}; {how}")
                 return
 
     @torch.no_grad()
@@ -442,7 +452,7 @@ class Run:
             except OSError as error:
                 if last:
                     raise checkpoint.Lost(f"the last checkpoint is lost: {error}") from error
-                print(f"train.py: warning: {error}; the checkpoint before it is whole, and the "
+                print(f"train.py: warning: {error}; earlier checkpoints are untouched, and the "
                       f"next save comes as planned", file=sys.stderr, flush=True)
 
         together(write, self.grid.rank, self.grid.world)
@@ -467,7 +477,7 @@ class Run:
             line += "  skipped: a gradient is not finite"
         if "val_loss" in row:
             line += "\n" + self.describe(row["val_loss"])
-        print(line, flush=True)
+        say(line)
 
     def describe(self, val_loss: float) -> str:
         bytes_per_token = self.val_data.meta["bytes_per_token"]
@@ -531,7 +541,7 @@ def plan(given: dict, state: dict | None, world: int):
             raise ValueError(f"the checkpoint's tokenizer is {theirs[0]} with {theirs[1]} tokens, "
                              f"but {config.data} has {meta['tokenizer']} with "
                              f"{meta['vocab_size']}: use the run's own --data, or another --out")
-        if state["data"] != meta["fingerprint"]:
+        if state["data"] != meta["fingerprint"] and not config.eval_only:
             raise ValueError(f"{config.data} is not the data this checkpoint was trained on "
                              f"(its fingerprint changed): use the run's own --data, or another "
                              f"--out")
@@ -541,15 +551,15 @@ def plan(given: dict, state: dict | None, world: int):
 def introduce(config: Config, cfg: GPTConfig, grid, train_data) -> None:
     """What is about to run, in a few lines."""
     micros = config.batch_size // (grid.dp * config.micro_batch)
-    print(f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} "
-          f"heads, width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
-          f"{flops_per_token(cfg):.3g} FLOPs a token")
-    print(f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {config.dtype}")
-    print(f"batch    {config.batch_size} sequences = dp {grid.dp} x {micros} microbatches x "
-          f"{config.micro_batch} sequences; {config.batch_size * cfg.seq_len:,} tokens a step")
     epochs = config.steps * config.batch_size / train_data.n_windows
-    print(f"data     {train_data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
-          f"{epochs:.2f} epochs", flush=True)
+    say(f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
+        f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
+        f"{flops_per_token(cfg):.3g} FLOPs a token")
+    say(f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {config.dtype}")
+    say(f"batch    {config.batch_size} sequences = dp {grid.dp} x {micros} microbatches x "
+        f"{config.micro_batch} sequences; {config.batch_size * cfg.seq_len:,} tokens a step")
+    say(f"data     {train_data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
+        f"{epochs:.2f} epochs")
 
 
 def main() -> None:
@@ -593,8 +603,8 @@ def main() -> None:
 
     if not config.eval_only and state is not None and state["step"] >= config.steps:
         if rank == 0:
-            print(f"{path} is step {state['step']} of {config.steps}: nothing left to do; raise "
-                  f"--steps to go on")
+            say(f"{path} is step {state['step']} of {config.steps}: nothing left to do; raise "
+                f"--steps to go on, or give another --out")
     else:
         stop = StopSignal()
         grid = make_grid(world, config.tp, config.pp, rank)
@@ -603,7 +613,7 @@ def main() -> None:
         if config.eval_only:
             val_loss = run.evaluate()
             if rank == 0:
-                print(f"{path}, step {run.step}: {run.describe(val_loss)}")
+                say(f"{path}, step {run.step}: {run.describe(val_loss)}")
         else:
             metrics = together(lambda: Metrics(Path(config.out), rank), rank, world)
             if row is not None and not metrics.has(run.step):
@@ -616,7 +626,7 @@ def main() -> None:
             if rank == 0:
                 introduce(config, cfg, grid, train_data)
                 if row is not None:
-                    print(f"resume   {path}, after step {run.step}", flush=True)
+                    say(f"resume   {path}, after step {run.step}")
             run.train(metrics, stop)
     if world > 1:
         dist.destroy_process_group()
