@@ -395,6 +395,17 @@ def test_a_shape_that_makes_no_sense_is_refused(bad):
         replace(CFG, **bad)
 
 
+def test_the_loss_of_16_bit_logits_is_computed_in_fp32():
+    tokens, grid = tokens_of(CFG, 2), Grid(1, 1, 1)
+    plain = GPT(CFG).initialize(0).bfloat16()
+    local, pieces = local_model(CFG, grid)
+    FlatParameters(pieces, grid, torch.bfloat16, torch.float32, "cpu").initialize(CFG, 0)
+    logits = plain(tokens).float().flatten(0, 1)
+    expected = F.cross_entropy(logits, tokens.flatten(), reduction="sum")
+    for kind in (plain, local):
+        torch.testing.assert_close(kind(tokens, tokens), expected)
+
+
 # ---------------------------------------------------------------------------------------------
 # data.py
 # ---------------------------------------------------------------------------------------------
@@ -915,6 +926,26 @@ def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path):
     assert peaks[1] < peaks[0] + 15, peaks
 
 
+def test_tokens_stay_in_order_where_jobs_wait_for_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.os, "cpu_count", lambda: 1)
+    texts = [f"document {i}" for i in range(400)]       # 8 jobs, 3 of them under way
+    data.prepare([write_jsonl(tmp_path / "a.jsonl", texts)], tmp_path, "bytes")
+    train = texts_of(tmp_path, "train")
+    assert train == [text for text in texts if text in set(train)]
+
+
+def test_the_flags_of_data_arrive(tmp_path, capsys):
+    file = write_jsonl(tmp_path / "a.jsonl", [f"document {i}" for i in range(400)])
+    vals = []
+    for seed in (0, 1):
+        assert run_data(capsys, "--input", file, "--tokenizer", "bytes", "--out", tmp_path / "o",
+                        "--seed", seed, "--shard-tokens", 2000)[0] == 0
+        vals.append(texts_of(tmp_path / "o", "val"))
+        sizes = [(f.stat().st_size - 1024) // 2 for f in sorted((tmp_path / "o").glob("train*"))]
+        assert len(sizes) > 1 and set(sizes[:-1]) == {2000} and sizes[-1] <= 2000
+    assert vals[0] != vals[1]
+
+
 # ---------------------------------------------------------------------------------------------
 # amp.py
 # ---------------------------------------------------------------------------------------------
@@ -1065,6 +1096,30 @@ def test_sums_of_squares_are_accurate():
 def test_clipping_and_unscaling_are_one_factor():
     assert amp.clip_factor(4.0, 1.0, 8.0) == pytest.approx(1 / 4 / 8, rel=1e-6)
     assert amp.clip_factor(0.5, 1.0, 8.0) == amp.clip_factor(9.0, 0.0, 8.0) == 1 / 8
+
+
+def test_16_bit_gradients_and_their_norm_are_those_of_fp32(tmp_path):
+    """The scale is in the loss, and out of the gradients before they are measured and clipped;
+    AdamW, which divides a gradient by its size, would hide it."""
+    runs = [run_steps(0, 1, (1, 1, 1), settings(tmp_path, dtype=dtype, steps=1, clip=0.5),
+                      replace(CFG, n_layer=2), whole_gradient)
+            for dtype in ("fp32", "fp16", "bf16")]
+    norm = runs[0][0][0]["grad_norm"]
+    assert norm > 0.6                                   # it clips
+    for steps, gradients, _ in runs[1:]:
+        assert steps[0]["grad_norm"] == pytest.approx(norm, rel=0.02)
+        whole, expected = (torch.cat([g.flatten() for g in seen[0].values()])
+                           for seen in (gradients, runs[0][1]))
+        assert relative(whole, expected) < 0.05
+
+
+def test_a_skipped_step_is_an_event(tmp_path):
+    rows = []
+    with mock.patch.object(Rows, "write", lambda self, **row: rows.append(row)):
+        run_steps(0, 1, (1, 1, 1), settings(tmp_path, dtype="fp16", steps=3),
+                  replace(CFG, n_layer=1), prepare=overflow)
+    assert [row for row in rows if "event" in row] == [dict(event="skip", step=2,
+                                                            loss_scale=2.0 ** 16)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1428,6 +1483,54 @@ def test_recomputation_replays_the_masks_bit_for_bit(pool, tmp_path, layout):
         assert steps[-1]["val_loss"] == runs[0][0][-1]["val_loss"]
 
 
+def test_the_last_stages_have_no_more_layers_than_the_first():
+    for n_layer in range(1, 20):
+        for pp in range(1, n_layer + 1):
+            sizes = [len(parallel.stage_layers(n_layer, pp, s)) for s in range(pp)]
+            assert sizes[0] == max(sizes) and sizes[-1] == min(sizes)
+
+
+def test_recomputation_keeps_a_blocks_input_alone():
+    tokens, grid, kept = tokens_of(CFG, 2), Grid(1, 1, 1), []
+    for recompute in (False, True):
+        local, pieces = local_model(CFG, grid, recompute)
+        FlatParameters(pieces, grid, torch.float32, torch.float32, "cpu").initialize(CFG, 0)
+        saved = []                  # checkpoint's own hooks hide what it will make again
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            for block in local.blocks.values():
+                block.register_forward_pre_hook(lambda _, x: saved.clear())
+                block.register_forward_hook(lambda *_: kept.append(sum(x.numel() for x in saved)))
+            local(tokens, tokens)
+    assert len(kept) == 10 and min(kept[:5]) > 10 * 2 * 16 * 32 and max(kept[5:]) <= 2 * 16 * 32
+
+
+def test_buckets_are_reduced_while_backward_goes_on():
+    grid, tokens, seen = Grid(1, 1, 1), tokens_of(CFG, 2), []
+    local, pieces = local_model(CFG, grid)
+    flat = FlatParameters(pieces, grid, torch.float32, torch.float32, "cpu", bucket_numel=5000)
+    flat.initialize(CFG, 0)
+    for parameter in local.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: seen.append(len(flat.works)))
+    flat.arm()
+    local(tokens, tokens).backward()
+    assert len(flat.buckets) > 5 and set(seen) >= set(range(len(flat.buckets) + 1))
+    assert flat.buckets[-1] == (0, pieces[1].offset)    # the tied weight for itself
+
+
+def test_one_stage_takes_the_schedule_with_one_live_microbatch(tmp_path):
+    run = mock.patch.object(train, "run_schedule", side_effect=RuntimeError)
+    with run as spy, pytest.raises(RuntimeError):
+        run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=1), replace(CFG, n_layer=1))
+    assert parallel.live_activations(spy.call_args.args[0]) == 1
+
+
+def test_dropout_masks_depend_on_the_seed_of_the_run(tmp_path):
+    cfg = replace(CFG, dropout=0.2, n_layer=1)
+    runs = (masks(0, 1, (1, 1, 1), settings(tmp_path, steps=1, seed=s), cfg) for s in (1, 2))
+    one, two = ({seed for step in run for _, seed, _ in step} for run in runs)
+    assert len(one) == len(two) > 0 and not one & two
+
+
 # ---------------------------------------------------------------------------------------------
 # checkpoint.py
 # ---------------------------------------------------------------------------------------------
@@ -1715,6 +1818,67 @@ def lose_the_last(rank, world, folder):
 
 def test_all_ranks_leave_together_when_the_last_save_fails(pool, tmp_path):
     assert pool.run(2, lose_the_last, tmp_path) == [1, 1]
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path):
+    """The order of calls, for want of a power cut."""
+    done, sync, move = [], os.fsync, os.replace
+
+    def spy_sync(number):
+        done.append(("fsync", Path(os.readlink(f"/proc/self/fd/{number}")).name))
+        sync(number)
+
+    def spy_move(source, target):
+        done.append(("replace", Path(target).name))
+        move(source, target)
+    with mock.patch.object(os, "fsync", spy_sync), mock.patch.object(os, "replace", spy_move):
+        checkpoint.save(small_state(1), tmp_path, keep=1)
+    assert done == [("fsync", "step.pt.tmp"), ("replace", "step_00000001.pt"),
+                    ("replace", "latest.pt"), ("fsync", tmp_path.name)]
+
+
+def test_a_file_with_a_flipped_bit_is_passed_over_and_not_sampled_from(tmp_path):
+    cfg = replace(CFG, n_layer=1)
+    run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=2, save_every=1), cfg)
+    newest = tmp_path / "step_00000002.pt"
+    content, weight = newest.read_bytes(), saved(tmp_path, 2)["parameters"]["embed.token.weight"]
+    damaged = bytearray(content)
+    damaged[content.index(weight.numpy().tobytes()) + 50] ^= 1
+    newest.write_bytes(damaged)
+    checkpoint.load(newest)                             # torch sees nothing
+    assert checkpoint.newest_whole(tmp_path).name == "step_00000001.pt"
+    with pytest.raises(checkpoint.Damaged):
+        checkpoint.load_model(newest)
+
+
+def test_a_loaded_model_drops_nothing(tmp_path):
+    save_now(0, 1, (1, 1, 1), settings(tmp_path), replace(CFG, n_layer=1, dropout=0.5))
+    loaded, _ = checkpoint.load_model(tmp_path / "latest.pt")
+    tokens = tokens_of(CFG, 1)
+    assert loaded(tokens, key=1).equal(loaded(tokens, key=2))
+
+
+def test_a_resume_in_another_precision_starts_with_that_precisions_scale(tmp_path):
+    config, cfg = settings(tmp_path, steps=1), replace(CFG, n_layer=1)
+    run_steps(0, 1, (1, 1, 1), config, cfg)
+    steps, *_ = run_steps(0, 1, (1, 1, 1), replace(config, dtype="fp16", steps=2), cfg, nothing,
+                          tmp_path / "step_00000001.pt")
+    assert column(steps, "loss_scale") == [2.0 ** 16]
+
+
+def test_a_resume_with_another_batch_size_reads_on_where_the_file_ends(tmp_path):
+    config, cfg = settings(tmp_path, steps=2), replace(CFG, n_layer=1)
+    order, asked = Memory.order, []
+
+    def spy(self, seed, first, count):
+        asked.append((first, count))
+        return order(self, seed, first, count)
+    with mock.patch.object(Memory, "order", spy):
+        run_steps(0, 1, (1, 1, 1), config, cfg)
+        steps, *_ = run_steps(0, 1, (1, 1, 1), replace(config, batch_size=4, steps=4), cfg, nothing,
+                              tmp_path / "step_00000002.pt")
+    assert asked == [(0, 8), (8, 8), (16, 4), (20, 4)]
+    assert column(steps, "tokens") == [20 * 16, 24 * 16]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -2116,6 +2280,108 @@ def test_help_lists_every_flag_with_its_default(run_train):
             assert f"(default {value})" in " ".join(text.split())
 
 
+def test_layout_precision_and_paths_never_come_from_the_checkpoint():
+    stored = train.Config(data="d", out="o", tp=2, pp=2, micro_batch=3, dtype="bf16", device="cpu",
+                          recompute=True, eval_only=True, resume="file", steps=7)
+    config, _ = train.settle({}, dict(config=asdict(stored), model=asdict(CFG)))
+    assert config == train.Config(steps=7)
+
+
+def test_the_models_flags_arrive_in_the_model(shards):
+    given = dict(data=str(shards), model="opt-125m", n_layer=3, dropout=0.3, seq_len=16)
+    assert train.plan(given, None, 1)[1] == GPTConfig(257, 16, 3, 12, 768, "relu", 0.3)
+    assert train.plan(dict(given, activation="gelu"), None, 1)[1].activation == "gelu"
+
+
+def test_a_token_beyond_the_vocabulary_is_found_in_the_validation_split_too(run_train, shards,
+                                                                            tmp_path):
+    folder = copy_of(shards, tmp_path, bytes)
+    path = folder / "val_000000.bin"
+    path.write_bytes(path.read_bytes()[:-2] + (257).to_bytes(2, "little"))
+    expect_mistake(run_train("--data", folder, "--out", tmp_path / "o", *TINY), "257")
+
+
+@pytest.mark.parametrize("n_windows", [13, 300])
+def test_validation_is_the_mean_loss_of_evenly_spaced_windows(tmp_path, n_windows):
+    cfg, val = replace(CFG, dropout=0.5), Memory(CFG, n_windows, seed=1)
+    with gridded(0, 1, 1, 1) as grid:
+        run = train.Run(settings(tmp_path, dtype="fp64"), cfg, grid, torch.device("cpu"),
+                        Memory(cfg), val, None)
+        ours = run.evaluate()
+    spaced = np.linspace(0, n_windows - 1, min(n_windows, 128)).astype(int)
+    batch = torch.from_numpy(val.windows(spaced))
+    plain = GPT(cfg).initialize(1337).double().eval()
+    loss = plain(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
+    assert ours == pytest.approx(loss.item(), rel=1e-10)
+    assert all(module.training for module in run.model.modules())       # dropout is back
+
+
+def test_tokens_per_second_are_those_of_training_alone(tmp_path):
+    now = [0.0]
+
+    def clock():
+        now[0] += 1
+        return now[0]
+
+    def slow(run):
+        def wait(*_):
+            now[0] += 1000
+            return 0.0
+        run.evaluate = run.save = wait
+    with mock.patch.object(time, "perf_counter", clock):
+        steps, *_ = run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=3, save_every=1,
+                                                        eval_every=1),
+                              replace(CFG, n_layer=1), prepare=slow)
+    assert column(steps, "tokens_per_second") == [8 * 16] * 3
+
+
+def test_the_console_tells_what_is_left_and_the_loss_in_three_units(tmp_path, capsys):
+    def fixed(run):
+        run.evaluate = lambda: 2 * math.log(2)
+        run.val_data.meta["bytes_per_token"] = 4.0
+    now = iter(range(0, 10**6, 40))                     # 40 seconds a step
+    with mock.patch.object(time, "perf_counter", lambda: next(now)):
+        run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=3), replace(CFG, n_layer=1),
+                  prepare=fixed)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("left ")[1] for line in lines[:3]] == ["1m20s", "0m40s", "0m00s"]
+    assert lines[3] == ("validation: 1.3863 nats a token, perplexity 4.00, 0.5000 bits a byte")
+
+
+def test_a_full_disk_costs_metrics_a_line_and_not_the_run(tmp_path, capsys):
+    metrics = train.Metrics(tmp_path, 0)
+    metrics.write(step=1)
+    with no_file_above(20):
+        metrics.write(step=2, loss=1 / 3)
+    metrics.write(step=3)
+    assert column(read_metrics(tmp_path)[0], "step") == [1, 3]
+    assert "lacks a line" in capsys.readouterr().err
+
+
+def test_only_rank_0_writes_metrics_and_to_the_console(tmp_path, capsys):
+    train.Metrics(tmp_path, 1).write(step=1)
+    train.Run.report(SimpleNamespace(grid=Grid(2, 1, 1, rank=1)), dict(step=1), 1.0, False)
+    assert names_in(tmp_path) == [] and capsys.readouterr().out == ""
+
+
+def test_the_resume_event_tells_the_file_and_the_flags_given(run_train, shards, tmp_path):
+    for flags in (TINY, ["--steps", 5]):
+        assert run_train("--data", shards, "--out", tmp_path / "o", *flags)[0] == 0
+    event = read_metrics(tmp_path / "o")[1][1]
+    assert event["event"] == "resume" and event["path"].endswith("step_00000004.pt")
+    assert event["given"] == dict(data=str(shards), out=str(tmp_path / "o"), steps=5)
+
+
+def test_a_second_signal_two_seconds_later_ends_at_once(monkeypatch):
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    stop, ended = train.StopSignal(), []
+    monkeypatch.setattr(train.os, "_exit", ended.append)
+    for now, expected in ((100, []), (101, []), (103, [1])):
+        monkeypatch.setattr(train.time, "monotonic", lambda: now)
+        stop.handle(signal.SIGINT, None)
+        assert ended == expected and stop.asked == 100
+
+
 # ---------------------------------------------------------------------------------------------
 # sample.py
 # ---------------------------------------------------------------------------------------------
@@ -2212,6 +2478,27 @@ def test_characters_of_several_bytes_come_out_whole(trained, monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(trained)])
     sample.main()
     assert capsys.readouterr().out == text + "\ufffd\n"
+
+
+def test_the_flags_of_sampling_arrive(trained, monkeypatch, capsys):
+    def text(*flags):
+        monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(trained), "--prompt", "line ",
+                                          "--max-tokens", "30", *flags])
+        sample.main()
+        return capsys.readouterr().out
+    greedy = text("--temperature", "0")
+    assert text("--temperature", "9") != greedy
+    for flags in ("--temperature 1e-6", "--temperature 9 --top-k 1",
+                  "--temperature 9 --top-p 1e-6"):
+        assert text(*flags.split()) == greedy
+
+
+def test_without_a_prompt_a_sample_begins_at_the_end_of_text(trained, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sample, "generate", lambda model, tokens, *_: seen.append(tokens) or [])
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(trained)])
+    sample.main()
+    assert seen == [[256]]
 
 
 # ---------------------------------------------------------------------------------------------
