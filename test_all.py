@@ -2204,11 +2204,11 @@ def test_any_layout_evaluates(run_train, shards, tmp_path):
 
 
 def test_a_run_goes_on_when_nobody_reads_its_lines(shards, tmp_path):
-    process = subprocess.Popen([sys.executable, ROOT / "train.py", "--data", shards, "--out",
-                                tmp_path / "o", *TINY], text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
-    process.stdout.close()
-    assert process.stderr.read() == "" and process.wait() == 0
+    with subprocess.Popen([sys.executable, ROOT / "train.py", "--data", shards, "--out",
+                           tmp_path / "o", *TINY], text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 0
     assert checkpoint.load(tmp_path / "o" / "latest.pt")["step"] == 4
 
 
