@@ -86,7 +86,7 @@ def worker(rank, pipe):
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
                                         world_size=world, timeout=timedelta(seconds=seconds))
             answer = True, fn(rank, world, *args)
-            if world > 1:
+            if dist.is_initialized():
                 dist.barrier()
                 dist.destroy_process_group()
         except BaseException:
@@ -994,6 +994,15 @@ def test_the_scale_stops_at_its_floor_and_below_infinity():
     assert top.scale == 2.0 ** 127
 
 
+@pytest.mark.parametrize("bad", [
+    dict(init_scale=math.inf), dict(init_scale=math.nan), dict(init_scale=0.0, min_scale=0.0),
+    dict(min_scale=-1.0), dict(init_scale=1.0, min_scale=2.0), dict(growth_factor=1.0),
+    dict(backoff_factor=1.0), dict(backoff_factor=0.0), dict(growth_interval=0)])
+def test_a_scaler_that_makes_no_sense_is_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        amp.LossScaler(**bad)
+
+
 def test_the_scalers_state_is_whole():
     one = amp.LossScaler(1024.0, 4.0, 0.25, 3, 2.0)
     for found_inf in (False, False, True, False, False):
@@ -1517,6 +1526,16 @@ def test_buckets_are_reduced_while_backward_goes_on():
     assert flat.buckets[-1] == (0, pieces[1].offset)    # the tied weight for itself
 
 
+def test_a_parameter_without_a_gradient_is_noticed():
+    local, pieces = local_model(CFG, Grid(1, 1, 1))
+    flat = FlatParameters(pieces, Grid(1, 1, 1), torch.float32, torch.float32, "cpu")
+    flat.initialize(CFG, 0)
+    flat.arm()
+    local.embed(tokens_of(CFG, 2)).sum().backward()
+    with pytest.raises(AssertionError, match="no gradient"):
+        flat.finish_reduction()
+
+
 def test_one_stage_takes_the_schedule_with_one_live_microbatch(tmp_path):
     run = mock.patch.object(train, "run_schedule", side_effect=RuntimeError)
     with run as spy, pytest.raises(RuntimeError):
@@ -1757,6 +1776,15 @@ def test_of_damaged_files_the_newest_whole_one_is_taken(tmp_path):
         checkpoint.newest_whole(tmp_path)
 
 
+def test_a_file_that_may_not_be_read_is_not_taken_for_a_damaged_one(tmp_path):
+    """Passed over, the run would go on from an older one."""
+    for step in (1, 2):
+        checkpoint.save(small_state(step), tmp_path, keep=2)
+    with mock.patch.object(checkpoint.zipfile, "ZipFile", side_effect=PermissionError), \
+            pytest.raises(PermissionError):
+        checkpoint.newest_whole(tmp_path)
+
+
 class Malice:
     def __init__(self, target):
         self.target = target
@@ -1795,7 +1823,8 @@ def test_a_file_that_contradicts_itself_is_no_checkpoint(tmp_path, change):
 def test_latest_is_the_newest_whatever_became_of_the_times(tmp_path):
     for step in (1, 2, 3):
         checkpoint.save(small_state(step), tmp_path, keep=3)
-    os.utime(tmp_path / "step_00000001.pt")         # as after a copy that keeps no times
+        os.utime(tmp_path / f"step_{step:08d}.pt", (step, step))
+    os.utime(tmp_path / "step_00000001.pt", (9, 9))         # as after a copy that keeps no times
     assert [path.name[12:14] for path in checkpoint.newest_first(tmp_path)] == ["3.", "1.", "2."]
 
 
@@ -1833,8 +1862,12 @@ def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path):
         move(source, target)
     with mock.patch.object(os, "fsync", spy_sync), mock.patch.object(os, "replace", spy_move):
         checkpoint.save(small_state(1), tmp_path, keep=1)
+        with mock.patch.object(os, "link", side_effect=OSError):    # latest.pt is a copy
+            checkpoint.save(small_state(2), tmp_path, keep=1)
     assert done == [("fsync", "step.pt.tmp"), ("replace", "step_00000001.pt"),
-                    ("replace", "latest.pt"), ("fsync", tmp_path.name)]
+                    ("replace", "latest.pt"), ("fsync", tmp_path.name),
+                    ("fsync", "step.pt.tmp"), ("replace", "step_00000002.pt"),
+                    ("fsync", "latest.pt.tmp"), ("replace", "latest.pt"), ("fsync", tmp_path.name)]
 
 
 def test_a_file_with_a_flipped_bit_is_passed_over_and_not_sampled_from(tmp_path):
@@ -1958,6 +1991,7 @@ def expect_mistake(result, message):
     ("--steps 0", {}, "--steps is 0: it must be at least 1"),
     ("--lr -1", {}, "--lr is -1"),
     ("--lr nan", {}, "--lr is nan"),
+    ("--lr inf", {}, "--lr is inf: it must be at least 0 and finite"),
     ("--dropout 1", {}, "--dropout is 1"),
     ("--beta2 1.5", {}, "--beta2 is 1.5"),
     ("--device cuda", {}, "no CUDA device"),
@@ -2157,6 +2191,13 @@ def test_a_signal_in_the_last_step_changes_nothing(run_train, shards, tmp_path, 
     assert "val_loss" in rows[0] and events[-1]["event"] == "start" and "goes on" not in text
 
 
+def test_a_stopped_run_says_how_it_goes_on(run_train, shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "StopSignal", lambda: SimpleNamespace(asked=1.0))
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    assert "go on with --resume auto" in run_train(*flags, "--resume", "never")[1]
+    assert "the same command goes on" in run_train(*flags)[1]
+
+
 def test_a_step_whose_evaluation_was_killed_has_its_row(run_train, shards, tmp_path, monkeypatch):
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     with monkeypatch.context() as patch:
@@ -2189,11 +2230,12 @@ def disagree(rank, world):
     try:
         train.agree(rank, "not the same", rank, world)
     except SystemExit as stop:
-        return stop.code
+        return stop.code, dist.is_initialized()
 
 
 def test_ranks_that_see_different_files_leave(pool):
-    assert pool.run(2, disagree) == [2, 2]
+    """And destroy their process groups before: gloo aborts a process that ends with one."""
+    assert pool.run(2, disagree) == [(2, False), (2, False)]
 
 
 def test_any_layout_evaluates(run_train, shards, tmp_path):
@@ -2201,6 +2243,16 @@ def test_any_layout_evaluates(run_train, shards, tmp_path):
     _, text, _ = run_train(*flags)
     loss = read_metrics(tmp_path / "o")[0][-1]["val_loss"]
     assert f"{loss:.4f}" in run_train(*flags, "--eval-only", "--micro-batch", 3)[1]
+
+
+def test_a_checkpoint_is_evaluated_on_other_data_too(run_train, shards, tmp_path):
+    other, flags = tmp_path / "d", ["--out", tmp_path / "o", *TINY]
+    (tmp_path / "other.txt").write_text("another text, of another rhythm. " * 200)
+    data.prepare([tmp_path / "other.txt"], other, "bytes")
+    run_train("--data", shards, *flags)
+    expect_mistake(run_train("--data", other, *flags, "--steps", 6), "not the data")
+    own, theirs = (run_train("--data", d, *flags, "--eval-only") for d in (shards, other))
+    assert own[0] == theirs[0] == 0 and own[1] != theirs[1] and "nats" in theirs[1]
 
 
 def test_a_run_goes_on_when_nobody_reads_its_lines(shards, tmp_path):
@@ -2348,6 +2400,25 @@ def test_the_console_tells_what_is_left_and_the_loss_in_three_units(tmp_path, ca
     assert lines[3] == ("validation: 1.3863 nats a token, perplexity 4.00, 0.5000 bits a byte")
 
 
+@pytest.mark.parametrize("name, peak", [
+    ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12), ("GeForce GTX 1080", None)])
+def test_mfu_is_a_fraction_of_the_peak_of_all_devices_where_it_is_known(monkeypatch, capsys, name,
+                                                                        peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    tokens = 1e6
+    for dtype in ("bf16", "fp32"):              # the peak is that of 16 bits
+        run = SimpleNamespace(cfg=CFG, grid=Grid(2, 1, 1), device=torch.device("cuda"),
+                              config=train.Config(steps=9, dtype=dtype),
+                              precision=amp.PRECISIONS[dtype])
+        train.Run.report(run, dict(step=1, loss=1.0, lr=1.0, grad_norm=1.0,
+                                   tokens_per_second=tokens), 1.0, False)
+    used, wide = capsys.readouterr().out.splitlines()
+    assert "MFU" not in wide and ("MFU" in used) == (peak is not None)
+    if peak is not None:
+        share = 100 * tokens * model.flops_per_token(CFG) / (2 * peak)
+        assert f"MFU {share:.1f}%" in used
+
+
 def test_a_full_disk_costs_metrics_a_line_and_not_the_run(tmp_path, capsys):
     metrics = train.Metrics(tmp_path, 0)
     metrics.write(step=1)
@@ -2478,6 +2549,12 @@ def test_characters_of_several_bytes_come_out_whole(trained, monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(trained)])
     sample.main()
     assert capsys.readouterr().out == text + "\ufffd\n"
+
+
+def test_a_terminal_that_lacks_a_character_shows_a_question_mark(trained):
+    done = run_sample("--ckpt", trained, "--prompt", "é", "--max-tokens", 0,
+                      env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.stdout, done.stderr, done.returncode) == ("?\n", "", 0)
 
 
 def test_the_flags_of_sampling_arrive(trained, monkeypatch, capsys):

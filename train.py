@@ -182,13 +182,21 @@ def say(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def leave(status: int):
+    """Exit where all ranks do: gloo aborts a process that ends with process groups, and to destroy
+    them can wait for the other ranks for ever where these go on."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(status)
+
+
 def give_up(error, rank: int, status: int = 2):
     """One line on standard error and exit. The first rank to leave makes torchrun end the others,
     so these leave rank 0 the time to speak, and speak only if it had nothing to say."""
     if rank != 0:
         time.sleep(10)
     print(f"train.py: {error}", file=sys.stderr, flush=True)
-    sys.exit(status)
+    leave(status)
 
 
 def everyones(value, world: int) -> list:
@@ -213,7 +221,7 @@ def together(action, rank: int, world: int):
         if rank == 0:
             print(f"train.py: {failure[0]}", file=sys.stderr, flush=True)
         everyones(None, world)          # nobody leaves before rank 0 has spoken
-        sys.exit(failure[1])
+        leave(failure[1])
     return result
 
 
