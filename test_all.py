@@ -2405,7 +2405,7 @@ def test_the_console_tells_what_is_left_and_the_loss_in_three_units(tmp_path, ca
 def test_mfu_is_a_fraction_of_the_peak_of_all_devices_where_it_is_known(monkeypatch, capsys, name,
                                                                         peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    tokens = 1e6
+    tokens = 1e9
     for dtype in ("bf16", "fp32"):              # the peak is that of 16 bits
         run = SimpleNamespace(cfg=CFG, grid=Grid(2, 1, 1), device=torch.device("cuda"),
                               config=train.Config(steps=9, dtype=dtype),
