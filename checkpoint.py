@@ -2,12 +2,11 @@
 
     every rank                     rank 0                            out/
     slices of flat buffers  -->  whole tensors by global name  -->  step_00000200.pt  <-+ hard link
-    (tp, pp, 16 or 32 bit)       (fp32 masters, Adam's moments)     latest.pt  ---------+
+    (tp, pp, ZeRO, 16 bit)       (fp32 masters, Adam's moments)     latest.pt  ---------+
 
 One file holds the whole state under global names: layers numbered through, tied weights once, no
 vocabulary padding. So any layout, and sample.py in one process, loads what any other layout wrote;
-the price is that one host's memory must hold the model with its two moments, and one stage of
-them twice.
+the price is that one host's memory must hold the model with its two moments.
 
     format      1
     step        the last step done            sequences  read so far: the position in the data
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from model import GPT, GPTConfig
-from parallel import FlatParameters, Grid, flat_numel, local_model, view
+from parallel import FlatParameters, Grid, local_model, make_buckets
 
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 STEP_FILE = re.compile(r"step_(\d{8})\.pt")
@@ -57,29 +56,33 @@ def gather(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -> dict | No
     """{name: {global parameter name: whole CPU tensor}} for the flat tensors `names` of all ranks,
     on rank 0; None on the others. Every rank must call it.
 
-    The first replica's ranks send their slices one after the other; rank 0 knows the layout of
-    each stage, because it is a function of (config, stage).
+    Bucket by bucket, the ranks that keep something send it one after the other: the first
+    replica's, or with ZeRO those of all replicas, which keep a slice each. Rank 0 knows the layout
+    of each stage, because it is a function of (config, dp, stage).
     """
     whole = {name: {} for name in names}
     for stage in range(grid.pp):
-        if grid.rank == 0:
-            _, pieces = local_model(cfg, Grid(1, grid.pp, grid.tp, rank=stage * grid.tp))
-        for name in names:
-            mine, slices = getattr(flat, name), []
-            for source in grid.ranks[0, stage].tolist():
-                if grid.rank == source == 0:
-                    slices.append(mine.cpu())
-                elif grid.rank == source:
-                    dist.send(mine.cpu(), 0)
-                elif grid.rank == 0:
-                    slices.append(torch.empty(flat_numel(pieces), dtype=mine.dtype))
-                    dist.recv(slices[-1], source)
-            if grid.rank == 0:
-                for piece in pieces:
-                    if not piece.copy:
-                        parts = [view(part, piece) for part in slices]
-                        # A copy: views would drag the whole flat tensor into the file.
-                        whole[name][piece.name] = piece.join(parts).clone()
+        _, pieces = local_model(cfg, Grid(grid.dp, grid.pp, grid.tp, rank=stage * grid.tp))
+        sources = grid.ranks[:flat.shards, stage].T.tolist()        # for each tensor rank, its slices
+        for i, bucket in enumerate(make_buckets(pieces, grid.dp)):
+            for name in names:
+                slices = {}
+                for source in sum(sources, []):
+                    if grid.rank == source:
+                        slices[source] = flat.buckets[i].own[name].cpu()
+                        if source != 0:
+                            dist.send(slices[source], 0)
+                    elif grid.rank == 0:
+                        slices[source] = torch.empty(bucket.numel // flat.shards,
+                                                     dtype=flat.buckets[0].own[name].dtype)
+                        dist.recv(slices[source], source)
+                if grid.rank == 0:
+                    wholes = [torch.cat([slices[source] for source in row]) for row in sources]
+                    for piece in bucket.pieces:
+                        if not piece.copy:
+                            parts = [bucket.view(tensor, piece) for tensor in wholes]
+                            # A copy: views would drag the whole bucket into the file.
+                            whole[name][piece.name] = piece.join(parts).clone()
     return whole if grid.rank == 0 else None
 
 

@@ -120,7 +120,8 @@ class Embed(nn.Module):
         self.dropout = cfg.dropout
 
     def forward(self, tokens, key=0):
-        x = self.token(tokens) + self.position.weight[:tokens.shape[1]]     # (B, T, C) + (T, C)
+        x = self.token(tokens)                                              # (B, T, C)
+        x = x + self.position(torch.arange(x.shape[1], device=x.device))    # + (T, C)
         return dropout(x, self.dropout if self.training else 0.0, key, "embed")
 
 

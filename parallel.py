@@ -1,9 +1,9 @@
 """Where everything lives: one GPT on many ranks, in four ideas, each using the one before.
 
-    1. The rank grid            which rank is what; who talks to whom
-    2. Tensor parallelism       one matrix product on several ranks
+    1. The rank grid            which rank is what; who talks to whom, and in which forms
+    2. Tensor parallelism       one matrix product on several ranks; sequence parallelism
     3. Pipeline parallelism     one model's layers on several ranks
-    4. Data parallelism         one batch on several replicas; the flat buffers; the gradient norm
+    4. Data parallelism, ZeRO   one batch on several replicas, which share out the memory
 
 The invariant all four keep: the same seed and the same global batch give the same loss, gradients
 and gradient norm as one process, up to the order of additions. Size 1 in any dimension takes the
@@ -16,11 +16,13 @@ Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V v
 import argparse
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 from torch.utils.checkpoint import checkpoint
 
 from model import GPT, IGNORE, GPTConfig, initial_value
@@ -49,6 +51,7 @@ class Grid:
     tp: int
     rank: int = 0
     groups: dict = field(default_factory=dict)
+    sequence_parallel: bool = False     # between its matrices a rank holds T / tp positions
 
     @property
     def world(self) -> int:
@@ -86,10 +89,10 @@ class Grid:
         return self.groups.get(name)
 
 
-def make_grid(world: int, tp: int, pp: int, rank: int) -> Grid:
+def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False) -> Grid:
     """The grid of `world` ranks; for world > 1 torch.distributed must be initialised, and every
     rank must call this, because a process group is created by all ranks together."""
-    grid = Grid(world // (tp * pp), pp, tp, rank)
+    grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel=sequence_parallel)
     ranks = grid.ranks
     members = {
         "tp": ranks.reshape(-1, tp).tolist(),
@@ -110,7 +113,8 @@ def make_grid(world: int, tp: int, pp: int, rank: int) -> Grid:
     return grid
 
 
-def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro: int) -> None:
+def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro: int,
+                 zero: int = 0, sequence_parallel: bool = False) -> None:
     """Raise a ValueError that names the numbers if this job cannot run; no communication."""
     if tp < 1 or pp < 1 or world % (tp * pp):
         raise ValueError(f"{world} processes are not divisible by tp {tp} x pp {pp} = {tp * pp}; "
@@ -125,6 +129,14 @@ def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro
     if batch % (dp * micro):
         raise ValueError(f"batch size {batch} is not divisible by dp {dp} x micro-batch {micro} "
                          f"= {dp * micro}")
+    if zero == 3 and pp > 1:
+        raise ValueError(f"zero 3 with pp {pp} would gather every block again for each microbatch "
+                         f"of the pipeline: take zero 2, or pp 1")
+    if sequence_parallel and tp == 1:
+        raise ValueError("sequence parallelism shares out the positions over tensor-parallel "
+                         "ranks, but tp is 1: give --tp 2 or more")
+    if sequence_parallel and cfg.seq_len % tp:
+        raise ValueError(f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by tp {tp}")
 
 
 def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> torch.Tensor:
@@ -132,6 +144,61 @@ def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> torch.Tensor:
     if group is not None:
         dist.all_reduce(x, op, group)
     return x
+
+
+class Transfer:
+    """A collective on its way: `wait` ends it and returns its result. What is `received` is added
+    to the result then."""
+
+    def __init__(self, works, result, received=()):
+        self.works, self.result, self.received = works, result, received
+
+    def wait(self) -> torch.Tensor:
+        for work in self.works:
+            work.wait()
+        for part in self.received:
+            self.result += part
+        return self.result
+
+
+# torch 2.13 renamed both and warns of the old names; 2.11 has only these.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def reduce_scatter(x: torch.Tensor, group, tag: int = 0) -> Transfer:
+    """Cut x along dimension 0 into a slice for each rank of the group and add up the ranks' x: this
+    rank's slice becomes the sum, in place; the others keep what they had. Transfers that are on
+    their way in one group at once have different tags.
+
+    On the CPU every rank sends each other rank its slice: gloo's own copies x, all-reduces the copy
+    and throws most of it away, which takes twice the traffic and the memory.
+    """
+    if group is None:
+        return Transfer([], x)
+    slices, rank = x.chunk(group.size()), group.rank()
+    if x.is_cuda:
+        work = _reduce_scatter(slices[rank], x, group=group, async_op=True)
+        return Transfer([work], slices[rank])
+    others = [r for r in range(len(slices)) if r != rank]
+    received = [torch.empty_like(slices[rank]) for _ in others]
+    works = [dist.isend(slices[r], group=group, group_dst=r, tag=2 * tag) for r in others]
+    works += [dist.irecv(y, group=group, group_src=r, tag=2 * tag)
+              for r, y in zip(others, received)]
+    return Transfer(works, slices[rank], received)
+
+
+def all_gather(x: torch.Tensor, group, tag: int = 0) -> Transfer:
+    """The inverse: this rank's slice of x goes to all, and theirs come into x, in place."""
+    if group is None:
+        return Transfer([], x)
+    slices, rank = x.chunk(group.size()), group.rank()
+    if x.is_cuda:
+        return Transfer([_all_gather(x, slices[rank], group=group, async_op=True)], x)
+    others = [r for r in range(len(slices)) if r != rank]
+    works = [dist.isend(slices[rank], group=group, group_dst=r, tag=2 * tag + 1) for r in others]
+    works += [dist.irecv(slices[r], group=group, group_src=r, tag=2 * tag + 1) for r in others]
+    return Transfer(works, x)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -150,43 +217,73 @@ def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> torch.Tensor:
 # Attention is the same with heads for columns. nn.Linear stores its weight as (out, in), so "by
 # columns" cuts dimension 0 here. The vocabulary is cut by rows: a rank looks up the tokens it owns,
 # and the loss needs a maximum and two sums over the ranks, never the logits of the others.
+#
+# Between g and the next f all ranks hold the same activations and do the same work on them. With
+# sequence parallelism (Korthikanti et al. 2022, section 4.2.2) each holds T / tp positions there:
+# an all-reduce is a reduce-scatter and an all-gather, so f and g take one half each, at its cost:
+#
+#      f: all-gather forward,     reduce-scatter backward
+#      g: reduce-scatter forward, all-gather backward
+#
+# What is replicated and sees these positions only (LayerNorm, the bias after g, the embedding of
+# positions) then has a part of its gradient on each rank: `finish_reduction` adds them up.
 # ---------------------------------------------------------------------------------------------
+
+
+def gather_positions(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """(B, T / tp, C), this rank's positions -> (B, T, C)."""
+    whole = x.new_empty(grid.tp, *x.shape)                              # (tp, B, T / tp, C)
+    whole[grid.tp_rank] = x
+    return all_gather(whole, grid.group("tp")).wait().movedim(0, 1).flatten(1, 2)
+
+
+def scatter_positions(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """(B, T, C) -> (B, T / tp, C): the sum of the ranks' x at this rank's positions."""
+    slices = x.unflatten(1, (grid.tp, -1)).movedim(1, 0).contiguous()   # (tp, B, T / tp, C)
+    # A copy: the slice alone would keep all of them in memory.
+    return reduce_scatter(slices, grid.group("tp")).wait().squeeze(0).clone()
 
 
 class _F(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx, x, grid):
+        ctx.grid = grid
+        return gather_positions(x, grid) if grid.sequence_parallel else x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy):
-        return all_reduce(dy.contiguous(), ctx.group), None
+        if ctx.grid.sequence_parallel:
+            return scatter_positions(dy, ctx.grid), None
+        return all_reduce(dy.contiguous(), ctx.grid.group("tp")), None
 
 
 class _G(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx, x, grid):
+        ctx.grid = grid
+        if grid.sequence_parallel:
+            return scatter_positions(x, grid)
         ctx.mark_dirty(x)
-        return all_reduce(x, group)
+        return all_reduce(x, grid.group("tp"))
 
     @staticmethod
     def backward(ctx, dy):
-        return dy, None
+        return gather_positions(dy, ctx.grid) if ctx.grid.sequence_parallel else dy, None
 
 
 def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Entry of a tensor-parallel region: x is the same on all its ranks."""
-    return x if grid.tp == 1 else _F.apply(x, grid.group("tp"))
+    """Entry of a tensor-parallel region: x becomes the same on all its ranks, (B, T, C)."""
+    return x if grid.tp == 1 else _F.apply(x, grid)
 
 
 def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Exit of a tensor-parallel region: the ranks' x are summed, in place."""
-    return x if grid.tp == 1 else _G.apply(x, grid.group("tp"))
+    """Exit of a tensor-parallel region: the ranks' x (B, T, C) are summed, in place."""
+    return x if grid.tp == 1 else _G.apply(x, grid)
 
 
 class ColumnParallelLinear(nn.Module):
-    """(B, T, in), the same everywhere -> (B, T, out / tp): this rank's columns."""
+    """(B, T, in), the same everywhere -> (B, T, out / tp): this rank's columns. With sequence
+    parallelism, as in the other modules here, what is "the same everywhere" is a slice of T."""
     cut_dim = {"weight": 0, "bias": 0}
 
     def __init__(self, linear: nn.Linear, grid: Grid):
@@ -224,6 +321,18 @@ class VocabParallelEmbedding(nn.Module):
         mine = (local >= 0) & (local < rows)
         x = F.embedding(local.where(mine, 0), self.weight)              # (B, T, C)
         return g(x * mine.unsqueeze(-1), self.grid)
+
+
+class PositionEmbedding(nn.Module):
+    """positions 0, 1, ... (T,) -> (T, C): those this rank holds, from where its slice starts."""
+
+    def __init__(self, embedding: nn.Embedding, grid: Grid):
+        super().__init__()
+        self.weight, self.grid = embedding.weight, grid
+
+    def forward(self, positions):
+        first = self.grid.tp_rank * len(positions) if self.grid.sequence_parallel else 0
+        return self.weight[first:first + len(positions)]
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -283,6 +392,7 @@ PLAN = {
     "mlp.up": ColumnParallelLinear,
     "mlp.down": RowParallelLinear,
     "embed.token": VocabParallelEmbedding,
+    "embed.position": PositionEmbedding,
     "head": VocabParallelHead,
 }
 STACKED = {"attn.qkv": 3}       # q over k over v: each third is cut by heads on its own
@@ -299,7 +409,14 @@ class Piece:
     places: list            # (module, attribute) that hold it: two for a tied weight in one stage
     copy: bool              # the last stage's second copy of the tied weight
     local: torch.Size = ()  # shape of a rank's slice
-    offset: int = 0         # of the slice in the flat buffers, in elements
+    offset: int = 0         # of the slice in its bucket, in elements
+
+    @property
+    def bucket(self) -> str:
+        """What it is communicated with: its block; the tied matrix, which two stages share, alone;
+        what else the ends of the model have."""
+        return (self.name if self.name in TIED.values() else
+                "blocks." + self.name.split(".")[1] if self.name.startswith("blocks.") else "ends")
 
     def cut(self, whole: torch.Tensor, tp: int, tp_rank: int) -> torch.Tensor:
         """Whole parameter -> slice of one tensor-parallel rank."""
@@ -327,6 +444,9 @@ class Piece:
 #     stage 1   .  F0 F1 F2 F3 .  .  B3 B2 B1 B0 .         m + p - 1 slots of each direction
 #     stage 2   .  .  F0 F1 F2 F3 B3 B2 B1 B0 .  .         p - 1 are idle, the bubble
 #
+# 1F1B has the same bubble, but starts on a backward as soon as there is one: what a stage keeps is
+# bounded by the number of stages, not of microbatches.
+#
 # A schedule is data: a list of ("F" | "B", microbatch) for each stage. `run_schedule` carries one
 # out; `clock` runs all of them without processes, to count and to draw. With --recompute the
 # activations inside a block are dropped after forward and made again in backward (GPipe, section
@@ -334,6 +454,10 @@ class Piece:
 # ---------------------------------------------------------------------------------------------
 
 TIED = {"head.weight": "embed.token.weight"}    # local name -> global name
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
@@ -376,13 +500,15 @@ def local_model(cfg: GPTConfig, grid: Grid, recompute=False) -> tuple[GPT, list[
             pieces[name] = Piece(name, shape, getattr(module, "cut_dim", {}).get(attribute), parts,
                                  parameter.shape[0], [(module, attribute)],
                                  copy=local in TIED and not grid.is_first)
-    # The tied weight first, so that it has the same offset on the first and on the last stage.
-    pieces = sorted(pieces.values(), key=lambda piece: piece.name not in TIED.values())
-    end = 0
-    for piece in pieces:
-        piece.local = piece.cut(torch.empty(piece.shape, device="meta"), grid.tp, 0).shape
-        piece.offset = end
-        end += -(-piece.local.numel() // 32) * 32                       # 64 bytes in 16 bits
+    # In the order of their buckets; `sorted` keeps the model's order within one.
+    pieces = sorted(pieces.values(), key=lambda piece: (piece.name not in TIED.values(),
+                                                        piece.bucket != "ends"))
+    for _, bucket in groupby(pieces, key=lambda piece: piece.bucket):
+        end = 0
+        for piece in bucket:
+            piece.local = piece.cut(torch.empty(piece.shape, device="meta"), grid.tp, 0).shape
+            piece.offset = end
+            end += round_up(piece.local.numel(), 32)                    # 64 bytes in 16 bits
 
     for block in model.blocks.values():
         block.attn.stream = grid.tp_rank                                # other heads, other masks
@@ -397,26 +523,34 @@ def gpipe(stage: int, stages: int, micro: int) -> list[tuple[str, int]]:
     return [("F", m) for m in range(micro)] + [("B", m) for m in reversed(range(micro))]
 
 
-def accumulate(stage: int, stages: int, micro: int) -> list[tuple[str, int]]:
-    """One stage needs no pipeline: each backward follows its forward. One live microbatch."""
-    return [(op, m) for m in range(micro) for op in "FB"]
+def one_f_one_b(stage: int, stages: int, micro: int) -> list[tuple[str, int]]:
+    """As few forwards as fill the stages behind this one, then forward and backward in turn
+    (PipeDream-flush, Narayanan et al. 2021): GPipe's bubble, `stages - stage` microbatches live.
+    On one stage each backward follows its forward."""
+    ahead = min(micro, stages - stage - 1)
+    return ([("F", m) for m in range(ahead)]
+            + [op for m in range(micro - ahead) for op in (("F", m + ahead), ("B", m))]
+            + [("B", m) for m in range(micro - ahead, micro)])
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, keys,
-                 scale: float = 1.0, last_backward=lambda: None) -> torch.Tensor:
+                 scale: float = 1.0, before_backward=lambda last: None) -> torch.Tensor:
     """Carry out this stage's list; returns the sum of its losses in float64, unscaled (0 on every
     stage but the last).
 
     inputs      microbatch -> tokens (B, T), used on the first stage
     targets     microbatch -> tokens (B, T), used on the last stage
-    boundary    an empty tensor like what crosses a stage boundary, (B, T, C)
+    boundary    an empty tensor like what crosses a stage boundary, (B, T, C) or (B, T / tp, C)
     keys        microbatch -> key of the dropout masks
     scale       what to multiply the summed loss by before backward
-    last_backward   called before the last "B": its gradients complete the step
+    before_backward   called before each "B" with whether it is the last, which completes the step
     """
-    live, sends = {}, []
+    live, sends = {}, {}
     total = torch.zeros((), dtype=torch.float64, device=boundary.device)
-    backwards = sum(op == "B" for op, _ in schedule)
+    last = [m for op, m in schedule if op == "B"][-1:]
 
     def receive(source, group, m):
         x = torch.empty_like(boundary)
@@ -425,32 +559,63 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
 
     def send(x, target, group, m):
         x = x.detach().contiguous()
-        sends.append((dist.isend(x, target, grid.group(group), tag=m), x))  # x lives until sent
+        sends[group, m] = dist.isend(x, target, grid.group(group), tag=m), x
+
+    def sent(*key):
+        """What was sent lives until it has arrived; no longer, or 1F1B would save nothing."""
+        sends.pop(key)[0].wait()
+
+    def forward(m):
+        x = inputs[m] if grid.is_first else receive(grid.neighbour(-1), "forward", m)
+        if not grid.is_first:
+            x.requires_grad_()
+        y = model(x, targets[m] if grid.is_last else None, keys[m])
+        if grid.is_last:
+            total.add_(y.detach())
+        else:
+            send(y, grid.neighbour(1), "forward", m)
+        if torch.is_grad_enabled():
+            live[m] = x, y
+
+    def backward(m):
+        x, y = live.pop(m)
+        if grid.is_last:
+            dy = torch.full_like(y, scale)
+        else:
+            dy = receive(grid.neighbour(1), "backward", m)
+            sent("forward", m)                          # surely: its gradient is back
+        before_backward([m] == last)
+        y.backward(dy)
+        if not grid.is_first:
+            for key in [key for key in sends if key[0] == "backward"]:
+                sent(*key)                              # one gradient on its way at a time
+            send(x.grad, grid.neighbour(-1), "backward", m)
 
     for op, m in schedule:
-        if op == "F":
-            x = inputs[m] if grid.is_first else receive(grid.neighbour(-1), "forward", m)
-            if not grid.is_first:
-                x.requires_grad_()
-            y = model(x, targets[m] if grid.is_last else None, keys[m])
-            if grid.is_last:
-                total += y.detach()
-            else:
-                send(y, grid.neighbour(1), "forward", m)
-            live[m] = (x, y) if torch.is_grad_enabled() else None
-        else:
-            x, y = live.pop(m)
-            dy = (torch.full_like(y, scale) if grid.is_last
-                  else receive(grid.neighbour(1), "backward", m))
-            backwards -= 1
-            if backwards == 0:
-                last_backward()
-            y.backward(dy)
-            if not grid.is_first:
-                send(x.grad, grid.neighbour(-1), "backward", m)
-    for work, _ in sends:
-        work.wait()
+        (forward if op == "F" else backward)(m)
+    for key in list(sends):
+        sent(*key)
     return total
+
+
+def activation_bytes(cfg: GPTConfig, grid: Grid, schedule, micro_batch: int, itemsize: int,
+                     recompute: bool = False) -> int:
+    """Estimate of the most bytes this rank keeps between forward and backward, in units of
+    B T C numbers (Korthikanti et al. 2022, section 4, for what we save; without dropout):
+
+        block    2 inputs of LayerNorm      / tp with sequence parallelism
+                 2 inputs of matrices       the same on every rank
+                 q, k, v, attention's output and the MLP's 4C (before and after GELU)     / tp
+        stage    what it sends on; or the head's two inputs and, in fp32, B T V of softmax / tp
+    """
+    unit = micro_batch * cfg.seq_len * cfg.n_embd * itemsize
+    thin = unit // (grid.tp if grid.sequence_parallel else 1)
+    block = 2 * thin + 2 * unit + (12 if cfg.activation == "gelu" else 8) * unit // grid.tp
+    softmax = micro_batch * cfg.seq_len * cfg.padded_vocab // grid.tp * max(4, itemsize)
+    end = thin + unit + softmax if grid.is_last else thin
+    layers = len(stage_layers(cfg.n_layer, grid.pp, grid.stage))
+    kept = layers * thin + end if recompute else layers * block + end
+    return live_activations(schedule) * kept + (block if recompute else 0)
 
 
 def clock(schedules, forward: int = 1, backward: int = 2) -> list[list[tuple]]:
@@ -506,112 +671,232 @@ def draw(timeline) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# 4. Data parallelism on flat buffers (bucketed as in DDP, Li et al. 2020)
+# 4. Data parallelism in flat buckets (as DDP's, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020)
 #
-#     data    | token | position | block 0 ... | block 1 ... | head |     parameters are views
-#     grad    | token | position | block 0 ... | block 1 ... | head |     gradients are views
-#             |bucket | bucket 1        |    bucket 0               |
+#     data    | token | ends | block 0 | ... | block n |     parameters are views
+#     grad    | token | ends | block 0 | ... | block n |     gradients add up here
 #
-# Backward fills `grad` from the right. Once the last microbatch's gradients of a bucket are in, its
-# all-reduce starts, while backward goes on to the left. Buckets start in a fixed order, the same
-# on every rank. The tied token matrix has the left-most bucket for itself: its gradient comes from
-# both ends of the model, and where these are two stages, they add theirs up afterwards.
+# A bucket is one flat tensor: a block's parameters; the tied token matrix, whose gradient comes
+# from both ends of the model and is added up between them where these are two stages; what else the
+# ends have. Backward fills `grad` from the right. Once the last microbatch's gradients of a bucket
+# are in, its all-reduce starts, while backward goes on to the left; the order is the same on every
+# rank.
+#
+# All replicas would then do the same update on the same numbers. ZeRO cuts each bucket into dp
+# slices, and replica r keeps slice r. One number, the stage, says of which tensors:
+#
+#                                                    bytes a parameter
+#     stage   masters, moments    grad     data      16 bits      fp32 (its own master)
+#       0     whole               whole    whole     18           16
+#       1     slice               whole    whole     6 + 12/dp    8 + 8/dp
+#       2     slice               slice    whole     2 + 16/dp    4 + 12/dp
+#       3     slice               slice    slice     18/dp        16/dp
+#
+#     1   the all-reduce becomes a reduce-scatter; AdamW updates the slice; an all-gather follows
+#     2   every microbatch's bucket is reduce-scattered, added to the slice, and freed
+#     3   a block's parameters are gathered before use, forward and backward, and freed after; the
+#         next block's are on their way meanwhile (FSDP, Zhao et al. 2023)
 # ---------------------------------------------------------------------------------------------
 
 
-def flat_numel(pieces: list[Piece]) -> int:
-    """Elements of a rank's flat tensors, padding between the pieces included."""
-    return pieces[-1].offset + pieces[-1].local.numel()
+class Bucket:
+    """Parameters that are communicated as one, laid out flat and padded to dp equal slices.
+
+    data    (numel,) the parameters are views into it; at stage 3 its memory comes and goes
+    grad    (numel,) their gradients; from stage 2 on those of one microbatch, None in between
+    own     the tensors this rank updates, (numel,) or from the stage of the table on (numel / dp,):
+            data, grad, master, exp_avg, exp_avg_sq
+    parts   what of each piece is in this rank's slice: [(piece, range in the slice, in the piece)]
+    """
+
+    def __init__(self, pieces: list[Piece], dp: int, shards: int = 1, rank: int = 0):
+        self.pieces, self.own = pieces, {}
+        self.data = self.grad = self.gathering = None
+        self.missing = 0                # gradients of this microbatch that are not in yet
+        end = pieces[-1].offset + pieces[-1].local.numel()
+        self.numel = round_up(end, 32 * dp)
+        length = self.numel // shards
+        first, self.parts = rank * length, []
+        for piece in pieces:
+            low = max(piece.offset, first)
+            high = min(piece.offset + piece.local.numel(), first + length)
+            if low < high:
+                self.parts.append((piece, slice(low - first, high - first),
+                                   slice(low - piece.offset, high - piece.offset)))
+
+    def view(self, whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """The part of a whole bucket that belongs to a piece, in the shape of the piece."""
+        return whole[piece.offset:piece.offset + piece.local.numel()].view(piece.local)
 
 
-def view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The part of a flat tensor that belongs to a piece, in the shape of its slice."""
-    return flat[piece.offset:piece.offset + piece.local.numel()].view(piece.local)
+def make_buckets(pieces: list[Piece], *layout) -> list[Bucket]:
+    groups = groupby(pieces, key=lambda piece: piece.bucket)
+    return [Bucket(list(group), *layout) for _, group in groups]
 
 
 class FlatParameters:
-    """This rank's parameters, gradients, masters and Adam moments, each one flat tensor.
+    """This rank's parameters, gradients, masters and Adam moments, in buckets.
 
-    data                 (numel,) in `dtype`: the parameters are views into it
-    grad                 (numel,) in `master_dtype`: sums over microbatches, then over replicas
-    master               (numel,) in `master_dtype`: `data` itself where the types are equal
-    exp_avg, exp_avg_sq  (numel,) in `master_dtype`: Adam's moments
+    dtype           of the parameters
+    master_dtype    of gradients, masters and moments; where it is dtype, a parameter is its own
+                    master
+    zero            ZeRO's stage, 0 to 3
+    host            the device of masters and moments, where AdamW runs (ZeRO-Offload, Ren et al.
+                    2021): gradients go over and parameters come back, bucket by bucket
     """
 
-    def __init__(self, pieces: list[Piece], grid: Grid, dtype, master_dtype, device,
-                 bucket_numel: int = 4 * 2 ** 20):
-        self.pieces, self.grid = pieces, grid
-        numel = flat_numel(pieces)
-        self.data = torch.zeros(numel, dtype=dtype, device=device)
-        self.grad = torch.zeros(numel, dtype=master_dtype, device=device)
-        self.master = self.data if dtype == master_dtype else torch.zeros_like(self.grad)
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.grad), torch.zeros_like(self.grad)
+    def __init__(self, pieces: list[Piece], grid: Grid, dtype, master_dtype, device, zero: int = 0,
+                 host=None):
+        self.pieces, self.grid, self.zero = pieces, grid, zero
+        device, host = torch.device(device), torch.device(device if host is None else host)
+        self.shards, rank = (grid.dp, grid.dp_rank) if zero else (1, 0)
+        self.buckets = make_buckets(pieces, grid.dp, self.shards, rank)
+        self.armed, self.reduced, self.transfers = False, 0, []
+        pin = device.type == "cuda" and host.type == "cpu"
+        for bucket in self.buckets:
+            own, length = bucket.own, bucket.numel // self.shards
+            bucket.data = torch.zeros(bucket.numel, dtype=dtype, device=device)
+            own["data"] = (bucket.data.chunk(self.shards)[rank] if zero < 3 else
+                           torch.zeros(length, dtype=dtype, device=device))
+            if zero < 2:
+                bucket.grad = torch.zeros(bucket.numel, dtype=master_dtype, device=device)
+            own["grad"] = (bucket.grad.chunk(self.shards)[rank] if zero < 2 else
+                           torch.zeros(length, dtype=master_dtype, device=device))
+            for name in ("master", "exp_avg", "exp_avg_sq"):
+                own[name] = (own["data"] if (name, dtype, device) == ("master", master_dtype, host)
+                             else torch.zeros(length, dtype=master_dtype, device=host,
+                                              pin_memory=pin))
+            for piece in bucket.pieces:
+                # .data: autograd shall not take a gather for a change of the values it saved.
+                parameter = nn.Parameter(bucket.view(bucket.data, piece).data)
+                for module, attribute in piece.places:
+                    setattr(module, attribute, parameter)
+                if dtype == master_dtype and zero < 2:      # autograd adds straight into the bucket
+                    parameter.grad = bucket.view(bucket.grad, piece)
+                parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, piece))
+            if zero == 3:
+                self.free(bucket)
 
-        # Buckets in the order backward completes them: [start, end, parameters still missing].
-        self.buckets, self.home, right = [], {}, numel
-        for i, piece in reversed(list(enumerate(pieces))):
-            alone = i == 1 and pieces[0].name in TIED.values()          # what is left is tied
-            self.home[piece.name] = len(self.buckets)
-            if right - piece.offset >= bucket_numel or alone or i == 0:
-                self.buckets.append((piece.offset, right))
-                right = piece.offset
-        self.armed, self.works = False, []
-        for piece in pieces:
-            parameter = nn.Parameter(view(self.data, piece))
-            for module, attribute in piece.places:
-                setattr(module, attribute, parameter)
-            grad = view(self.grad, piece)
-            if dtype == master_dtype:
-                parameter.grad = grad               # autograd adds straight into the buffer
-            parameter.register_post_accumulate_grad_hook(partial(self._ready, piece.name, grad))
+    def memory(self) -> dict:
+        """Bytes that this rank holds all the time, by kind."""
+        def held(*names):
+            storages = [b.own[name].untyped_storage() for b in self.buckets for name in names]
+            return {storage.data_ptr(): storage.nbytes() for storage in storages}
+        data, optimizer = held("data"), held("master", "exp_avg", "exp_avg_sq")
+        return dict(parameters=sum(data.values()), gradients=sum(held("grad").values()),
+                    optimizer=sum(size for at, size in optimizer.items() if at not in data))
+
+    # Values
 
     @torch.no_grad()
     def load(self, name: str, whole) -> None:
-        """Fill the flat tensor `name` from whole parameters: whole(name, shape) -> tensor."""
-        for piece in self.pieces:
-            slice = piece.cut(whole(piece.name, piece.shape), self.grid.tp, self.grid.tp_rank)
-            view(getattr(self, name), piece).copy_(slice)
+        """Fill this rank's tensors `name` from whole parameters: whole(name, shape) -> tensor."""
+        for bucket in self.buckets:
+            for piece, here, there in bucket.parts:
+                value = piece.cut(whole(piece.name, piece.shape), self.grid.tp, self.grid.tp_rank)
+                bucket.own[name][here].copy_(value.flatten()[there])
 
     def initialize(self, cfg: GPTConfig, seed: int) -> None:
         """Every parameter at step 0, one whole parameter in memory at a time."""
         self.load("master", lambda name, shape: initial_value(cfg, name, shape, seed))
         self.publish()
 
-    @torch.no_grad()
     def publish(self) -> None:
-        """masters -> parameters, rounded to the parameters' type."""
-        if self.master is not self.data:
-            self.data.copy_(self.master)
+        """masters -> parameters, rounded to the parameters' type, on all replicas."""
+        for transfer in [self._publish(bucket) for bucket in self.buckets]:
+            transfer.wait()
 
-    def arm(self) -> None:
-        """The next backward completes the gradients: reduce each bucket as soon as it is full."""
-        self.armed = True
-        self.missing = [0] * len(self.buckets)
-        for piece in self.pieces:
-            self.missing[self.home[piece.name]] += 1
+    @torch.no_grad()
+    def _publish(self, bucket: Bucket) -> Transfer:
+        if bucket.own["master"] is not bucket.own["data"]:
+            bucket.own["data"].copy_(bucket.own["master"])
+        group = self.grid.group("dp") if self.zero in (1, 2) else None
+        return all_gather(bucket.data, group, tag=self.buckets.index(bucket))
 
-    def _ready(self, name, grad, parameter) -> None:
+    # Stage 3: parameters that come and go
+
+    def gather(self, bucket: Bucket, ahead: Bucket | None = None) -> None:
+        """Have a bucket's parameters, and those of the one that is `ahead` on their way."""
+        for b in (bucket, ahead):
+            if b is not None and b.data.untyped_storage().size() == 0:
+                b.data.untyped_storage().resize_(b.data.nbytes)
+                b.data.chunk(self.shards)[self.grid.dp_rank].copy_(b.own["data"])
+                b.gathering = all_gather(b.data, self.grid.group("dp"), self.buckets.index(b))
+        if bucket.gathering is not None:
+            bucket.gathering.wait()
+            bucket.gathering = None
+
+    def free(self, bucket: Bucket) -> None:
+        bucket.data.untyped_storage().resize_(0)
+
+    # Gradients
+
+    def zero_grad(self) -> None:
+        for bucket in self.buckets:
+            (bucket.grad if self.zero < 2 else bucket.own["grad"]).zero_()
+
+    def arm(self, last: bool) -> None:
+        """The next backward completes the gradients (of the step, or from stage 2 on of this
+        microbatch): reduce each bucket as soon as it is full."""
+        self.armed, self.reduced = last or self.zero >= 2, 0
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.pieces)
+
+    def _ready(self, bucket: Bucket, piece: Piece, parameter) -> None:
+        if bucket.grad is None:
+            self._land()                            # one bucket fills, one is on its way: no more
+            bucket.grad = torch.zeros(bucket.numel, dtype=bucket.own["grad"].dtype,
+                                      device=bucket.data.device)
+        grad = bucket.view(bucket.grad, piece)
         if parameter.grad is not None and parameter.grad.data_ptr() != grad.data_ptr():
-            grad += parameter.grad                  # 16 bit -> the fp32 buffer
+            grad += parameter.grad                  # 16 bit -> the fp32 bucket
             parameter.grad = None
-        if self.armed:
-            self.missing[self.home[name]] -= 1
-            while len(self.works) < len(self.buckets) and not self.missing[len(self.works)]:
-                start, end = self.buckets[len(self.works)]
-                group = self.grid.group("dp")
-                self.works.append(group and dist.all_reduce(self.grad[start:end], group=group,
-                                                            async_op=True))
+        bucket.missing -= 1
+        while self.armed and self.reduced < len(self.buckets):
+            full = self.buckets[-1 - self.reduced]
+            if full.missing:
+                break
+            self._reduce(full)
+            self.reduced += 1
 
+    def _reduce(self, bucket: Bucket) -> None:
+        group = self.grid.group("dp")
+        if self.zero == 0:
+            work = group and dist.all_reduce(bucket.grad, group=group, async_op=True)
+            self.transfers.append((bucket, Transfer([work] if work else [], bucket.grad)))
+            return
+        self._land()
+        transfer = reduce_scatter(bucket.grad, group, tag=self.buckets.index(bucket))
+        self.transfers.append((bucket, transfer))
+        if self.zero >= 2:
+            bucket.grad = None
+        if self.zero == 3:
+            self.free(bucket)
+
+    @torch.no_grad()
+    def _land(self) -> None:
+        """Wait for the buckets on their way; from stage 2 on they add up in the slice."""
+        for bucket, transfer in self.transfers:
+            slice = transfer.wait()
+            if self.zero >= 2:
+                bucket.own["grad"] += slice
+        self.transfers = []
+
+    @torch.no_grad()
     def finish_reduction(self) -> None:
-        """Wait for the buckets, then add up the two ends' gradients of the tied weight."""
-        assert len(self.works) == len(self.buckets), "a parameter got no gradient"
-        for work in self.works:
-            if work is not None:
-                work.wait()
-        self.armed, self.works = False, []
-        tied = next((p for p in self.pieces if p.name in TIED.values()), None)
-        if tied is not None:
-            all_reduce(view(self.grad, tied), self.grid.group("ends"))
+        """Wait for the buckets, then add up what else is a sum: the two ends' gradients of the tied
+        weight, and with sequence parallelism those of what tensor parallelism replicates."""
+        assert self.reduced == len(self.buckets), "a parameter got no gradient"
+        self._land()
+        self.armed = False
+        if self.buckets[0].pieces[0].name in TIED.values():
+            all_reduce(self.buckets[0].own["grad"], self.grid.group("ends"))
+        if self.grid.sequence_parallel:
+            terms = [bucket.own["grad"][here] for bucket in self.buckets
+                     for piece, here, _ in bucket.parts if piece.dim is None]
+            if terms:
+                sums = all_reduce(torch.cat(terms), self.grid.group("tp"))
+                torch._foreach_copy_(terms, sums.split([len(x) for x in terms]))
 
     def square_sums(self) -> torch.Tensor:
         """Sums of squares of this rank's gradients, float64 (2,): [what counts for the global
@@ -622,15 +907,92 @@ class FlatParameters:
         second is not finite if one of this rank's gradients is not (or if they are so large that
         the squares of a row overflow in fp32).
         """
-        counted = torch.zeros((), dtype=torch.float64, device=self.grad.device)
+        counted = torch.zeros((), dtype=torch.float64, device=self.buckets[0].data.device)
         everything = counted.clone()
-        for piece in self.pieces:
-            square = square_sum(view(self.grad, piece).flatten())
-            everything += square
-            replicated = piece.dim is None and self.grid.tp_rank > 0
-            if self.grid.dp_rank == 0 and not replicated and not piece.copy:
-                counted += square
+        replica = self.zero == 0 and self.grid.dp_rank > 0
+        for bucket in self.buckets:
+            for piece, here, _ in bucket.parts:
+                square = square_sum(bucket.own["grad"][here])
+                everything += square
+                replicated = piece.dim is None and self.grid.tp_rank > 0
+                if not replica and not replicated and not piece.copy:
+                    counted += square
         return torch.stack([counted, everything])
+
+    @torch.no_grad()
+    def update(self, factor: float, step: int, lr: float, beta1: float, beta2: float,
+               weight_decay: float) -> None:
+        """AdamW number `step` (from 1) on what this rank keeps, with the gradients times `factor`;
+        then all replicas have the new parameters. Matrices decay, vectors do not (Loshchilov and
+        Hutter 2019, algorithm 2)."""
+        transfers = []
+        for bucket in self.buckets:
+            master, *moments = (bucket.own[n] for n in ("master", "exp_avg", "exp_avg_sq"))
+            grad = bucket.own["grad"].mul_(factor).to(master.device)
+            for decay, matrices in ((weight_decay, True), (0.0, False)):
+                ranges = [here for piece, here, _ in bucket.parts
+                          if (len(piece.shape) >= 2) == matrices]
+                if ranges:
+                    lists = [[x[here] for here in ranges] for x in (master, grad, *moments)]
+                    steps = torch.full((len(ranges),), step - 1.0, device=master.device).unbind()
+                    adamw(*lists, [], list(steps), fused=True, amsgrad=False, maximize=False,
+                          lr=lr, beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
+            transfers.append(self._publish(bucket))     # while the next bucket is updated
+        for transfer in transfers:
+            transfer.wait()
+
+
+class _Regather(torch.autograd.Function):
+    """The end of a block: in backward its parameters must be there again."""
+
+    @staticmethod
+    def forward(ctx, y, *gather):
+        ctx.gather = gather
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        flat, bucket, before = ctx.gather
+        flat.gather(bucket, ahead=before)
+        return dy, None, None, None
+
+
+def shard_parameters(model: GPT, flat: FlatParameters) -> None:
+    """ZeRO stage 3: wrap the forward of each part of the model (on one stage) in gather and free.
+
+        forward    gather block i, start i + 1, run, free
+        backward   gather block i, start i - 1, run; `_ready` reduces its gradients and frees it
+
+    The ends of the model, whose tied matrix is used first and last, stay from the first use to the
+    last; so does the last block, with whose backward the way back begins.
+    """
+    *ends, first = flat.buckets[:3]
+    blocks = flat.buckets[2:]
+
+    def run_embed(forward, *args):
+        for bucket in ends:
+            flat.gather(bucket, ahead=first)
+        return forward(*args)
+
+    def run_block(forward, here, before, after, *args):
+        flat.gather(here, ahead=after)
+        y = _Regather.apply(forward(*args), flat, here, before)
+        if after is not None or not torch.is_grad_enabled():
+            flat.free(here)
+        return y
+
+    def run_head(forward, *args):
+        y = forward(*args)
+        if not torch.is_grad_enabled():
+            for bucket in ends:
+                flat.free(bucket)
+        return y
+
+    model.embed.forward = partial(run_embed, model.embed.forward)
+    model.head.forward = partial(run_head, model.head.forward)
+    for block, here, before, after in zip(model.blocks.values(), blocks, [None, *blocks],
+                                          [*blocks[1:], None]):
+        block.forward = partial(run_block, block.forward, here, before, after)
 
 
 def square_sum(x: torch.Tensor) -> torch.Tensor:
@@ -645,17 +1007,18 @@ def square_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw a GPipe schedule and count what it costs.")
+    parser = argparse.ArgumentParser(description="Draw a pipeline schedule, count what it costs.")
     parser.add_argument("--pp", type=int, default=4, help="stages")
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--pp-schedule", default="gpipe", choices=list(SCHEDULES))
     parser.error = lambda message: parser.exit(2, f"parallel.py: {message}\n")
     args = parser.parse_args()
     if args.pp < 1 or args.microbatches < 1:
         parser.error("--pp and --microbatches must be at least 1")
-    schedules = [gpipe(s, args.pp, args.microbatches) for s in range(args.pp)]
-    timeline = clock(schedules)
     p, m = args.pp, args.microbatches
-    print(f"gpipe, {p} stages, {m} microbatches; a backward takes two units of time\n")
+    schedules = [SCHEDULES[args.pp_schedule](s, p, m) for s in range(p)]
+    timeline = clock(schedules)
+    print(f"{args.pp_schedule}, {p} stages, {m} microbatches; a backward takes two units of time\n")
     print(draw(timeline))
     print(f"\nbubble {bubble(timeline):.1%} of the time, (p - 1) / (m + p - 1) = "
           f"{(p - 1) / (m + p - 1):.1%}")

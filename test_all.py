@@ -12,8 +12,11 @@ its absence makes a difference.
 Eight processes are started once and do all the distributed work, in a fresh process group each
 time; nothing here needs a network or a GPU.
 """
+import functools
+import gc
 import hashlib
 import http.server
+import itertools
 import json
 import math
 import multiprocessing
@@ -31,6 +34,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -57,13 +61,15 @@ import parallel
 import sample
 import train
 from model import GPT, IGNORE, SIZES, GPTConfig
-from parallel import FlatParameters, Grid, gpipe, local_model, make_grid, run_schedule, view
+from parallel import (FlatParameters, Grid, gpipe, local_model, make_grid, one_f_one_b,
+                      run_schedule)
 
 ROOT = Path(__file__).resolve().parent
 torch.set_num_threads(1)
 
 # Neither tp nor pp divides the 257 tokens or the five layers.
 CFG = GPTConfig(vocab_size=257, seq_len=16, n_layer=5, n_head=8, n_embd=32)
+OWN = ("data", "grad", "master", "exp_avg", "exp_avg_sq")       # what a rank keeps of a bucket
 LAYOUTS = [(world // (tp * pp), tp, pp) for world in (1, 2, 4, 8) for tp in (1, 2, 4, 8)
            for pp in (1, 2, 4, 8) if world % (tp * pp) == 0]        # (dp, tp, pp)
 
@@ -145,10 +151,10 @@ class Pool:
 
 
 @contextmanager
-def gridded(rank, world, tp, pp):
+def gridded(rank, world, tp, pp, sequence_parallel=False):
     """This rank's grid, whose process groups end with the block: the gradient hooks of its
     parameters keep it alive for ever, and each group is two threads."""
-    grid = make_grid(world, tp, pp, rank)
+    grid = make_grid(world, tp, pp, rank, sequence_parallel)
     try:
         yield grid
     finally:
@@ -231,7 +237,7 @@ def nothing(run):
 def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepare=nothing):
     """Train with train.Run on this rank -> (rows, what `look` saw, whole final state)."""
     dp, tp, pp = layout
-    with gridded(rank, world, tp, pp) as grid:
+    with gridded(rank, world, tp, pp, config.sequence_parallel) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
                         Memory(cfg, 13, seed=1), state and checkpoint.load(state))
         prepare(run)
@@ -1024,9 +1030,11 @@ def test_the_scalers_state_is_whole():
 def rounded_masters(run):
     """After a step: are the parameters the masters rounded, and small updates kept?"""
     flat = run.flat
-    return (flat.data.equal(flat.master.to(flat.data.dtype)), flat.data.dtype,
-            {t.dtype for t in (flat.master, flat.grad, flat.exp_avg, flat.exp_avg_sq)},
-            bool((flat.master.to(flat.data.dtype).float() != flat.master).any()))
+    own = {name: torch.cat([bucket.own[name] for bucket in flat.buckets]) for name in OWN}
+    rounded = own["master"].to(own["data"].dtype)
+    return (own["data"].equal(rounded), own["data"].dtype,
+            {t.dtype for name, t in own.items() if name != "data"},
+            bool((rounded.float() != own["master"]).any()))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -1047,27 +1055,31 @@ def test_16_bits_train_as_one_process_within_a_twentieth_of_a_nat(pool, tmp_path
 def inject(run):
     """At step k, rank k - 1 alone finds an infinite gradient: after the reductions, so that only
     the agreement can tell the others."""
-    finish, last = run.flat.finish_reduction, run.flat.pieces[-1]
+    finish, last, bucket = (run.flat.finish_reduction, run.flat.pieces[-1], run.flat.buckets[-1])
 
     def finish_and_spoil():
         finish()
         if run.grid.rank == run.step - 1:
             # A LayerNorm or a bias: in the norm, these count on one tensor-parallel rank alone.
             assert last.dim is None
-            view(run.flat.grad, last)[0] = math.inf if run.step % 2 else math.nan
+            bad = math.inf if run.step % 2 else math.nan
+            if run.config.zero:                 # any other rank has another slice
+                bucket.own["grad"][0] = bad
+            else:
+                bucket.view(bucket.grad, last)[0] = bad
     run.flat.finish_reduction = finish_and_spoil
 
 
 def state_now(run):
     flat = run.flat
-    tensors = [flat.data, flat.master, flat.exp_avg, flat.exp_avg_sq]
+    tensors = [bucket.own[name] for bucket in flat.buckets for name in OWN if name != "grad"]
     return [t.clone() for t in tensors], run.adam_steps, run.sequences, run.scaler.scale
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype):
+@pytest.mark.parametrize("dtype, zero", [("fp16", 0), ("fp32", 0), ("fp16", 2)])
+def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, zero):
     cfg = replace(CFG, n_layer=2)
-    config = settings(tmp_path, dtype=dtype, steps=9, tp=2, pp=2)
+    config = settings(tmp_path, dtype=dtype, steps=9, tp=2, pp=2, zero=zero)
     for steps, seen, _ in pool.run(8, run_steps, (2, 2, 2), config, cfg, state_now, None, inject):
         start = amp.make_scaler(dtype).scale
         for k, (tensors, adam_steps, sequences, scale) in enumerate(seen, 1):
@@ -1084,7 +1096,8 @@ def test_a_run_that_always_overflows_ends_with_a_clear_message(tmp_path, capsys)
     cfg = replace(CFG, n_layer=1)
 
     def huge(run):
-        run.flat.data.fill_(60000)
+        for bucket in run.flat.buckets:
+            bucket.data.fill_(60000)
     config = settings(tmp_path, dtype="fp16", steps=16)     # 2^16 to 2^1: not yet at the floor
     run_steps(0, 1, (1, 1, 1), config, cfg, prepare=huge)
     with pytest.raises(SystemExit) as stop:                 # in step 17: the count is in the file
@@ -1152,16 +1165,17 @@ def test_stages_share_the_layers_in_order_and_evenly():
             assert max(map(len, stages)) - min(map(len, stages)) <= 1 and min(map(len, stages))
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("m", [1, 2, 5, 8, 32])
-def test_gpipe_has_the_papers_bubble_and_holds_every_microbatch(p, m):
-    schedules = [gpipe(s, p, m) for s in range(p)]
+def test_schedules_have_the_papers_bubble_and_live_microbatches(name, p, m):
+    schedules = [parallel.SCHEDULES[name](s, p, m) for s in range(p)]
     timeline = parallel.clock(schedules)
     assert parallel.bubble(timeline) == pytest.approx((p - 1) / (m + p - 1))
-    for schedule, row in zip(schedules, timeline):
+    for s, (schedule, row) in enumerate(zip(schedules, timeline)):
         assert sorted(schedule) == sorted((op, i) for op in "FB" for i in range(m))
         assert all(schedule.index(("F", i)) < schedule.index(("B", i)) for i in range(m))
-        assert parallel.live_activations(schedule) == m
+        assert parallel.live_activations(schedule) == (m if name == "gpipe" else min(m, p - s))
         assert [step[:2] for step in row] == schedule
         assert all(a[3] <= b[2] for a, b in zip(row, row[1:]))
     ends = {(op, s, i): end for s, row in enumerate(timeline) for op, i, _, end in row}
@@ -1172,8 +1186,8 @@ def test_gpipe_has_the_papers_bubble_and_holds_every_microbatch(p, m):
 
 
 def test_one_stage_holds_one_microbatch_and_a_deadlock_is_told():
-    assert parallel.live_activations(parallel.accumulate(0, 1, 8)) == 1
-    assert parallel.bubble(parallel.clock([parallel.accumulate(0, 1, 8)])) == 0
+    assert parallel.live_activations(one_f_one_b(0, 1, 8)) == 1
+    assert parallel.bubble(parallel.clock([one_f_one_b(0, 1, 8)])) == 0
     for bad in ([[("B", 0), ("F", 0)]], [[("F", 0), ("F", 1)], [("F", 1), ("B", 1), ("F", 2)]]):
         with pytest.raises(ValueError, match="deadlock"):
             parallel.clock(bad)
@@ -1186,6 +1200,10 @@ def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
     assert text.count("stage ") == 4 + 4 and "27.3%" in text and "stage 3: 8" in text
     first = next(line for line in text.splitlines() if line.startswith("stage  0"))
     assert first.split()[2:10] == [f"F{i}" for i in range(8)] and first.split().count(".") == 9
+    monkeypatch.setattr(sys, "argv", "parallel.py --pp 4 --pp-schedule 1f1b".split())
+    parallel.main()
+    text = capsys.readouterr().out
+    assert "1f1b, 4 stages, 8" in text and "27.3%" in text and "stage 0: 4, stage 1: 3" in text
     monkeypatch.setattr(sys, "argv", "parallel.py --pp 0".split())
     with pytest.raises(SystemExit) as stop:
         parallel.main()
@@ -1199,6 +1217,17 @@ def test_a_layout_that_cannot_run_is_refused_by_its_numbers(world, tp, pp, batch
     with pytest.raises(ValueError, match=words):
         parallel.check_layout(CFG, world, tp, pp, batch, micro)
     parallel.check_layout(CFG, 8, 2, 2, 8, 2)
+
+
+@pytest.mark.parametrize("tp, pp, zero, sequence_parallel, words", [
+    (1, 2, 3, False, "zero 3 with pp 2"), (1, 1, 0, True, "tp is 1"),
+    (4, 1, 0, True, "seq_len 18 is not divisible by tp 4")])
+def test_a_combination_that_cannot_run_is_refused_with_its_reason(tp, pp, zero, sequence_parallel,
+                                                                  words):
+    cfg = replace(CFG, seq_len=18)
+    with pytest.raises(ValueError, match=words):
+        parallel.check_layout(cfg, 8, tp, pp, 8, 1, zero, sequence_parallel)
+    parallel.check_layout(cfg, 8, 2, 2, 8, 1, 2, True)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1317,7 +1346,7 @@ def test_gpt2s_vocabulary_and_eight_stages_of_two_microbatches(pool, tmp_path):
         assert max(equality_row(pool, layout, one, config, cfg)) <= 1e-5, layout
 
 
-def one_gradient(rank, world, layout, broken):
+def one_gradient(rank, world, layout, broken, zero=0, sequence_parallel=False):
     """The whole gradient of one step, with a part of the machinery taken out."""
     def identity(ctx, dy):
         return dy, None
@@ -1326,12 +1355,15 @@ def one_gradient(rank, world, layout, broken):
         if broken in run.grid.groups:
             del run.grid.groups[broken]
 
-    def no_sum(ctx, x, group):
+    def no_sum(ctx, x, grid):
+        ctx.grid = grid
         return x.clone()
-    patches = {"f": mock.patch.object(parallel._F, "backward", staticmethod(identity)),
+    patches = {"positions": mock.patch.object(torch, "_foreach_copy_", lambda terms, sums: None),
+               "f": mock.patch.object(parallel._F, "backward", staticmethod(identity)),
                "g": mock.patch.object(parallel._G, "forward", staticmethod(no_sum))}
     dp, tp, pp = layout
-    config = settings(tempfile.gettempdir(), dtype="fp64", steps=1, tp=tp, pp=pp)
+    config = settings(tempfile.gettempdir(), dtype="fp64", steps=1, tp=tp, pp=pp, zero=zero,
+                      sequence_parallel=sequence_parallel)
     with patches.get(broken, nullcontext()), mock.patch.object(train.Run, "save", nothing_saved):
         return run_steps(rank, world, layout, config, CFG, whole_gradient, None, prepare)[1][0]
 
@@ -1340,14 +1372,16 @@ def nothing_saved(run, row, last):
     pass
 
 
-@pytest.mark.parametrize("layout,broken", [((1, 1, 2), "ends"), ((2, 1, 1), "dp"),
-                                           ((1, 2, 1), "f"), ((1, 2, 1), "g")])
-def test_each_sum_is_needed_and_sufficient(pool, layout, broken):
-    """The tied weight between the ends, gradients between replicas, f and g: without it the
-    gradient is another, with it the same."""
-    one = pool.run(1, one_gradient, (1, 1, 1), None)[0]
-    assert relative(pool.run(2, one_gradient, layout, None)[0], one) <= 1e-10
-    assert relative(pool.run(2, one_gradient, layout, broken)[0], one) > 1e-3
+@pytest.mark.parametrize("layout, broken, flags", [
+    ((1, 1, 2), "ends", (0, False)), ((2, 1, 2), "ends", (2, False)), ((2, 1, 1), "dp", (0, False)),
+    ((1, 2, 1), "f", (0, False)), ((1, 2, 1), "g", (0, False)),
+    ((1, 2, 1), "positions", (0, True)), ((2, 2, 1), "positions", (3, True))])
+def test_each_sum_is_needed_and_sufficient(pool, layout, broken, flags):
+    """The tied weight between the ends, gradients between replicas, f and g, what sequence
+    parallelism splits by positions: without it the gradient is another, with it the same."""
+    one, world = pool.run(1, one_gradient, (1, 1, 1), None)[0], math.prod(layout)
+    assert relative(pool.run(world, one_gradient, layout, None, *flags)[0], one) <= 1e-10
+    assert relative(pool.run(world, one_gradient, layout, broken, *flags)[0], one) > 1e-3
 
 
 def ddp_gradients(rank, world):
@@ -1355,14 +1389,15 @@ def ddp_gradients(rank, world):
     x, y = tokens_of(CFG, 8, seed=1), tokens_of(CFG, 8, seed=2)
     with gridded(rank, world, 1, 1) as grid:
         local, pieces = local_model(CFG, grid)
-        flat = FlatParameters(pieces, grid, torch.float64, torch.float64, "cpu", bucket_numel=5000)
+        flat = FlatParameters(pieces, grid, torch.float64, torch.float64, "cpu")
         flat.initialize(CFG, 0)
         mine = [slice(rank, rank + 1), slice(rank + world, rank + world + 1)]   # two microbatches
-        run_schedule(parallel.accumulate(0, 1, 2), local, grid, [x[i] for i in mine],
+        run_schedule(one_f_one_b(0, 1, 2), local, grid, [x[i] for i in mine],
                      [y[i] for i in mine], torch.empty(0, dtype=torch.float64), [0, 0],
-                     1 / y.numel(), last_backward=flat.arm)
+                     1 / y.numel(), before_backward=flat.arm)
         flat.finish_reduction()
-        ours = {piece.name: view(flat.grad, piece).clone() for piece in pieces}
+        ours = {piece.name: bucket.view(bucket.grad, piece).clone()
+                for bucket in flat.buckets for piece in bucket.pieces}
     theirs = DistributedDataParallel(GPT(CFG).initialize(0).double())
     rows = [rank, rank + world]
     (theirs(x[rows], y[rows]) / y[rows].numel()).backward()
@@ -1418,7 +1453,7 @@ def padding_stays_zero(run):
     if tied is None:
         return None
     start = run.grid.tp_rank * 384 // run.grid.tp
-    rows = view(run.flat.master, tied)
+    rows = run.flat.buckets[0].view(run.flat.buckets[0].own["master"], tied)
     return rows[max(257 - start, 0):].abs().sum().item(), rows[:max(257 - start, 0)].any().item()
 
 
@@ -1516,21 +1551,21 @@ def test_recomputation_keeps_a_blocks_input_alone():
 def test_buckets_are_reduced_while_backward_goes_on():
     grid, tokens, seen = Grid(1, 1, 1), tokens_of(CFG, 2), []
     local, pieces = local_model(CFG, grid)
-    flat = FlatParameters(pieces, grid, torch.float32, torch.float32, "cpu", bucket_numel=5000)
+    flat = FlatParameters(pieces, grid, torch.float32, torch.float32, "cpu")
     flat.initialize(CFG, 0)
     for parameter in local.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: seen.append(len(flat.works)))
-    flat.arm()
+        parameter.register_post_accumulate_grad_hook(lambda _: seen.append(flat.reduced))
+    flat.arm(True)
     local(tokens, tokens).backward()
     assert len(flat.buckets) > 5 and set(seen) >= set(range(len(flat.buckets) + 1))
-    assert flat.buckets[-1] == (0, pieces[1].offset)    # the tied weight for itself
+    assert flat.buckets[0].pieces == pieces[:1]         # the tied weight for itself
 
 
 def test_a_parameter_without_a_gradient_is_noticed():
     local, pieces = local_model(CFG, Grid(1, 1, 1))
     flat = FlatParameters(pieces, Grid(1, 1, 1), torch.float32, torch.float32, "cpu")
     flat.initialize(CFG, 0)
-    flat.arm()
+    flat.arm(True)
     local.embed(tokens_of(CFG, 2)).sum().backward()
     with pytest.raises(AssertionError, match="no gradient"):
         flat.finish_reduction()
@@ -1548,6 +1583,571 @@ def test_dropout_masks_depend_on_the_seed_of_the_run(tmp_path):
     runs = (masks(0, 1, (1, 1, 1), settings(tmp_path, steps=1, seed=s), cfg) for s in (1, 2))
     one, two = ({seed for step in run for _, seed, _ in step} for run in runs)
     assert len(one) == len(two) > 0 and not one & two
+
+
+# ---------------------------------------------------------------------------------------------
+# parallel.py: ZeRO, 1F1B, sequence parallelism
+# ---------------------------------------------------------------------------------------------
+
+# Rows in which every two values of different columns that may stand together do: a mistake that
+# shows where two of the seven meet shows here. Replicas are 4, or 2 beside tp or pp; beside both
+# only where eight processes leave some.
+COLUMNS = dict(zero=(0, 1, 2, 3), tp=(1, 2), pp=(1, 2, 4), pp_schedule=("gpipe", "1f1b"),
+               recompute=(False, True), sequence_parallel=(False, True),
+               dtype=("fp32", "fp64", "bf16", "fp16"))
+COVER = [dict(zip(COLUMNS, row)) for row in [
+    (0, 1, 1, "gpipe", False, False, "bf16"), (0, 1, 2, "1f1b", True, False, "fp64"),
+    (0, 1, 4, "gpipe", False, False, "fp16"), (0, 2, 4, "1f1b", False, True, "fp32"),
+    (1, 1, 1, "gpipe", True, False, "fp16"), (1, 1, 2, "1f1b", False, False, "fp32"),
+    (1, 1, 4, "1f1b", True, False, "bf16"), (1, 2, 2, "gpipe", False, True, "fp64"),
+    (2, 1, 2, "1f1b", False, False, "fp16"), (2, 1, 2, "gpipe", False, False, "bf16"),
+    (2, 1, 4, "1f1b", False, False, "fp64"), (2, 2, 1, "gpipe", True, True, "fp32"),
+    (3, 1, 1, "gpipe", False, False, "fp64"), (3, 2, 1, "gpipe", False, False, "fp32"),
+    (3, 2, 1, "gpipe", True, True, "bf16"), (3, 2, 1, "gpipe", False, True, "fp16")]]
+
+
+def pairs_of(row):
+    return set(itertools.combinations(row.items(), 2))
+
+
+def test_the_covering_set_has_every_pair_of_values_that_may_meet():
+    def allowed(row):
+        with suppress(ValueError):
+            parallel.check_layout(CFG, 8, row["tp"], row["pp"], 8, 1, row["zero"],
+                                  row["sequence_parallel"])
+            return row["pp"] > 1 or row["pp_schedule"] == "gpipe"   # the default says nothing there
+    product = (dict(zip(COLUMNS, values)) for values in itertools.product(*COLUMNS.values()))
+    rows = [row for row in product if allowed(row)]
+    assert len(rows) > 200 and all(row in rows for row in COVER)
+    assert set().union(*map(pairs_of, COVER)) == set().union(*map(pairs_of, rows))
+
+
+@pytest.fixture(scope="session")
+def one_process(pool, tmp_path_factory):
+    """(config, model) -> the run of one process, once."""
+    @functools.cache
+    def run(config, cfg):
+        config = replace(config, out=str(tmp_path_factory.mktemp("one")), micro_batch=8)
+        return pool.run(1, run_steps, (1, 1, 1), config, cfg, whole_gradient)[0]
+    return run
+
+
+@pytest.mark.parametrize("row", COVER, ids=lambda row: "-".join(map(str, row.values())))
+def test_every_combination_trains_as_one_process(pool, tmp_path, one_process, row):
+    half = row["dtype"] in ("bf16", "fp16")
+    tp, pp = row["tp"], row["pp"]
+    cfg = replace(CFG, n_layer=3) if half and pp < 4 else CFG
+    dp = min(8 // (tp * pp), 2 if tp * pp > 1 else 4)
+    config = settings("", dtype=row["dtype"], **(dict(steps=60, lr=4e-3) if half else {}))
+    steps, gradients, _ = pool.run(dp * tp * pp, run_steps, (dp, tp, pp),
+                                   replace(config, out=str(tmp_path), micro_batch=4 // dp,
+                                           **row), cfg, whole_gradient)[0]
+    one = one_process(config, cfg)
+    losses, expected = ([*column(rows, "loss"), rows[-1]["val_loss"]] for rows in (steps, one[0]))
+    if half:
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 0.05
+        assert losses[-1] < losses[0] - 0.5
+    else:
+        bound = dict(fp32=1e-5, fp64=1e-10)[row["dtype"]]
+        assert relative(losses, expected) <= bound
+        assert relative(gradients, one[1]) <= bound
+        assert relative(column(steps, "grad_norm"), column(one[0], "grad_norm")) <= bound
+
+
+def offloaded_to(device):
+    """FlatParameters whose masters and moments are on `device`, whatever train.py asks for."""
+    return mock.patch.object(train, "FlatParameters",
+                             lambda *args: FlatParameters(*args[:-1], host=device))
+
+
+def offload(rank, world, config, look, device):
+    with offloaded_to(device):
+        return run_steps(rank, world, (world, 1, 1), config, replace(CFG, n_layer=2), look)
+
+
+def masters_are_their_own(run):
+    return all(b.own["master"].data_ptr() != b.own["data"].data_ptr() for b in run.flat.buckets)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_offload_changes_nothing_but_where_the_optimizer_is(pool, tmp_path, zero, dtype):
+    """cpu:0 is to torch another device than cpu: two of them here, with a copy in each direction.
+    The flag itself, without a second device, leaves masters where they are."""
+    config = settings(tmp_path, zero=zero, dtype=dtype, steps=4, offload=True, micro_batch=2)
+    plain = pool.run(2, offload, config, masters_are_their_own, "cpu")
+    there = pool.run(2, offload, config, masters_are_their_own, "cpu:0")
+    assert set(there[0][1]) == {True} and set(plain[0][1]) == {dtype == "bf16"}
+    for (steps, _, whole), (expected, _, theirs) in zip(there, plain):
+        assert column(steps, "loss") == column(expected, "loss")
+        assert whole is theirs is None or relative(whole, theirs) == 0
+
+
+def test_offload_updates_the_hosts_slice_then_brings_the_parameters_back(tmp_path):
+    events, copy, adamw = [], torch.Tensor.to, parallel.adamw
+
+    def spy_to(x, *args, **kwargs):
+        if args[:1] == (torch.device("cpu"),) and x.is_floating_point():
+            events.append("gradients to the host")
+        return copy(x, *args, **kwargs)
+
+    def spy_adamw(masters, *args, **kwargs):
+        events.append("update")
+        return adamw(masters, *args, **kwargs)
+
+    def prepare(run):
+        publish = run.flat._publish
+        run.flat._publish = lambda bucket: events.append("parameters back") or publish(bucket)
+    config = settings(tmp_path, zero=1, steps=1, offload=True)
+    with mock.patch.object(torch.Tensor, "to", spy_to), \
+            mock.patch.object(parallel, "adamw", spy_adamw):
+        run_steps(0, 1, (1, 1, 1), config, replace(CFG, n_layer=1), prepare=prepare)
+    assert [event for event, _ in itertools.groupby(events)] == [
+        "gradients to the host", "update", "parameters back"] * 3       # token, ends, block
+
+
+def transfers(rank, world):
+    """(ours, torch's) of two reduce-scatters and two all-gathers that are on their way at once."""
+    with gridded(rank, world, 1, 1) as grid:
+        group = grid.group("dp")
+        summed = [random_tensor(5 * world, seed=10 * rank + i) for i in range(2)]
+        expected = [dist.all_reduce(x := y.clone()) or x.chunk(world)[rank] for y in summed]
+        handles = [parallel.reduce_scatter(x, group, tag=i) for i, x in enumerate(summed)]
+        ours = [handle.wait() for handle in reversed(handles)][::-1]
+        whole = [torch.zeros(world, 3) for _ in range(2)]
+        for i, x in enumerate(whole):
+            x[rank] = 10 * rank + i
+        handles = [parallel.all_gather(x, group, tag=i) for i, x in enumerate(whole)]
+        ours += [handle.wait() for handle in reversed(handles)][::-1]
+        for i in range(2):
+            lists = [torch.zeros(3) for _ in range(world)]
+            dist.all_gather(lists, torch.full((3,), 10.0 * rank + i))
+            expected.append(torch.stack(lists))
+    return ours, expected
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_reduce_scatter_and_an_all_gather_are_torchs(pool, world):
+    for ours, expected in pool.run(world, transfers):
+        for a, b in zip(ours, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def positions(rank, world):
+    """(what, ours, expected) of f and g with sequence parallelism, upstream gradients random."""
+    B, n, C = 2, 3, 4
+    def of(r, *shape, seed):
+        return random_tensor(*shape, seed=seed + r)
+    with gridded(rank, world, world, 1, True) as grid:
+        here = slice(rank * n, rank * n + n)
+        slices = [of(r, B, n, C, seed=1) for r in range(world)]
+        wholes = [of(r, B, n * world, C, seed=21) for r in range(world)]
+        yield "f", backward(lambda x: parallel.f(x, grid), (slices[rank],), wholes[rank]), \
+            [torch.cat(slices, 1), sum(wholes)[:, here]]
+        yield "g", backward(lambda x: parallel.g(x, grid), (wholes[rank],), slices[rank]), \
+            [sum(wholes)[:, here], torch.cat(slices, 1)]
+
+
+def sequence_parallel_f_and_g(rank, world):
+    return list(positions(rank, world))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_with_sequence_parallelism_f_gathers_positions_and_g_scatters_their_sums(pool, tp):
+    for checks in pool.run(tp, sequence_parallel_f_and_g):
+        for what, ours, expected in checks:
+            for a, b in zip(ours, expected, strict=True):
+                torch.testing.assert_close(a, b, msg=lambda m: f"{what}: {m}")
+
+
+def test_with_sequence_parallelism_every_rank_draws_other_masks(pool, tmp_path):
+    cfg = replace(CFG, dropout=0.2, n_layer=2)
+    config = settings(tmp_path, steps=1, tp=2, sequence_parallel=True)
+    drawn = [[draw for step in rank for draw in step]
+             for rank in pool.run(4, masks, (2, 2, 1), config, cfg)]
+    assert len({seed for rank in drawn for _, seed, _ in rank}) == sum(map(len, drawn)) > 0
+
+
+@pytest.mark.parametrize("layout, plain, other", [
+    ((2, 1, 1), {}, dict(zero=1)), ((2, 1, 1), {}, dict(zero=2)),
+    ((2, 1, 1), {}, dict(zero=3, recompute=True)),
+    ((2, 1, 2), {}, dict(zero=2, pp_schedule="1f1b")),
+    ((1, 2, 1), dict(sequence_parallel=True), dict(sequence_parallel=True, recompute=True)),
+    ((2, 2, 1), {}, dict(zero=3))])
+def test_masks_do_not_depend_on_schedule_stage_or_recomputation(pool, tmp_path, layout, plain,
+                                                                other):
+    dp, tp, pp = layout
+    config = settings(tmp_path, steps=3, tp=tp, pp=pp, dtype="fp64")
+    cfg = replace(CFG, dropout=0.2, n_layer=3)
+    ours, theirs, none = (
+        pool.run(dp * tp * pp, run_steps, layout, replace(config, **flags), shape)[0][0]
+        for flags, shape in ((other, cfg), (plain, cfg), (plain, replace(cfg, dropout=0.0))))
+    assert relative(column(ours, "loss"), column(theirs, "loss")) <= 1e-10
+    assert relative(column(none, "loss"), column(theirs, "loss")) > 1e-5
+
+
+def test_stage_2_reduces_every_microbatch_and_holds_one_bucket(tmp_path):
+    grid, tokens, held, reduced = Grid(1, 1, 1), tokens_of(CFG, 4), [], []
+    local, pieces = local_model(CFG, grid)
+    flat = FlatParameters(pieces, grid, torch.float32, torch.float32, "cpu", zero=2)
+    flat.initialize(CFG, 0)
+    reduce = flat._reduce
+    flat._reduce = lambda bucket: reduced.append(bucket.pieces[0].bucket) or reduce(bucket)
+    for parameter in local.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: held.append(
+            {b.pieces[0].bucket for b in flat.buckets if b.grad is not None}))
+    run_schedule(one_f_one_b(0, 1, 2), local, grid, tokens.split(2), tokens.split(2),
+                 torch.empty(0), [0, 0], before_backward=flat.arm)
+    flat.finish_reduction()
+    order = [f"blocks.{i}" for i in reversed(range(5))] + ["ends", "embed.token.weight"]
+    assert reduced == 2 * order
+    assert max(len(names - {"ends"}) for names in held) == 1 and "ends" in held[0]
+    assert all(b.grad is None for b in flat.buckets)
+    assert all(p.grad is None for p in local.parameters())
+    plain = GPT(CFG).initialize(0)
+    (plain(tokens[:2], tokens[:2]) + plain(tokens[2:], tokens[2:])).backward()
+    theirs = dict(plain.named_parameters())
+    ours = {p.name: b.view(b.own["grad"], p) for b in flat.buckets for p in b.pieces}
+    assert relative(ours, {name: p.grad for name, p in theirs.items()}) <= 1e-5
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_stage_3_holds_two_blocks_the_next_on_its_way(recompute):
+    grid, tokens, seen = Grid(1, 1, 1), tokens_of(CFG, 2), []
+    local, pieces = local_model(CFG, grid, recompute)
+    flat = FlatParameters(pieces, grid, torch.float32, torch.float32, "cpu", zero=3)
+    parallel.shard_parameters(local, flat)
+    flat.initialize(CFG, 0)
+
+    def there():
+        return [b.pieces[0].bucket.removeprefix("blocks.") for b in flat.buckets
+                if b.data.untyped_storage().size()]
+    assert there() == []
+    for block in local.blocks.values():
+        block.norm2.register_forward_hook(lambda *_: seen.append(there()))
+        block.norm2.weight.register_post_accumulate_grad_hook(lambda _: seen.append(there()))
+    ends = ["embed.token.weight", "ends"]
+    loss = local(tokens, tokens)
+    assert seen == [ends + list("01"), ends + list("12"), ends + list("23"), ends + list("34"),
+                    ends + ["4"]]
+    assert there() == ends + ["4"]
+    seen.clear()
+    flat.arm(True)
+    loss.backward()
+    again = 2 if recompute else 1               # and once when the block is made again
+    expected = [ends + list(pair) for pair in ("34", "23", "12", "01", "0") for _ in range(again)]
+    assert seen == expected and there() == []
+    with torch.no_grad():
+        local(tokens, tokens)
+    assert there() == []
+
+
+def live_graphs(rank, world, schedule, micro):
+    """The most microbatches whose activations exist at once, seen from outside the executor."""
+    cfg = replace(CFG, n_layer=4)
+    with gridded(rank, world, 1, world) as grid:
+        local, pieces = local_model(cfg, grid)
+        flat = FlatParameters(pieces, grid, torch.float32, torch.float32, "cpu")
+        flat.initialize(cfg, 0)
+        alive, most = [], 0
+
+        def forward(*args):
+            nonlocal most
+            y = local(*args)
+            alive.append(weakref.ref(y))
+            most = max(most, sum(ref() is not None for ref in alive))
+            return y
+        tokens = [tokens_of(cfg, 1, seed=m) for m in range(micro)]
+        run_schedule(parallel.SCHEDULES[schedule](grid.stage, world, micro), forward, grid, tokens,
+                     tokens, torch.empty(1, cfg.seq_len, cfg.n_embd), [0] * micro,
+                     before_backward=flat.arm)
+        flat.finish_reduction()
+    return most
+
+
+def test_1f1b_holds_as_many_microbatches_as_stages_follow_and_gpipe_all(pool):
+    assert pool.run(4, live_graphs, "1f1b", 8) == [4, 3, 2, 1]
+    assert pool.run(4, live_graphs, "1f1b", 2) == [2, 2, 2, 1]
+    assert pool.run(4, live_graphs, "gpipe", 8) == [8, 8, 8, 8]
+
+
+# Independent implementations.
+
+
+def named(whole):
+    """Without the keys' bias: Adam divides its gradient, nothing but rounding, by its own size."""
+    return {name: value for name, value in whole.items() if "qkv.bias" not in name}
+
+
+def their_optimizer(kind, config, parameters, **more):
+    groups = [dict(params=[p for p in parameters if (p.dim() > 1) == decays],
+                   weight_decay=config.weight_decay * decays) for decays in (True, False)]
+    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, **more)
+
+
+def train_theirs(config, cfg, parameters, optimizer, rows_of_rank, loss_and_backward):
+    tokens = Memory(cfg)
+    for step in range(1, config.steps + 1):
+        windows = tokens.order(config.seed, (step - 1) * config.batch_size, config.batch_size)
+        batch = torch.from_numpy(tokens.windows(windows))[rows_of_rank]
+        optimizer.zero_grad()
+        loss_and_backward(batch[:, :-1], batch[:, 1:])
+        if config.clip:
+            torch.nn.utils.clip_grad_norm_(parameters, config.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate(config, step)
+        optimizer.step()
+
+
+def zero_redundancy_optimizer(rank, world, config, cfg):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = DistributedDataParallel(GPT(cfg).initialize(config.seed).double())
+    parameters = list(model.parameters())
+    optimizer = their_optimizer(ZeroRedundancyOptimizer, config, parameters,
+                                optimizer_class=torch.optim.AdamW)
+    train_theirs(config, cfg, parameters, optimizer, slice(rank, None, world),
+                 lambda x, y: (model(x, y) / y.numel()).backward())
+    return {n: p.detach() for n, p in model.module.named_parameters()}
+
+
+def fully_sharded(rank, world, config, cfg):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    model = GPT(cfg).initialize(config.seed).double()
+    mesh = init_device_mesh("cpu", (world,))
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    parameters = list(model.parameters())
+    optimizer = their_optimizer(torch.optim.AdamW, config, parameters)
+    train_theirs(config, cfg, parameters, optimizer, slice(rank, None, world),
+                 lambda x, y: (model(x, y) / y.numel()).backward())
+    return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+
+
+def pipelined(rank, world, config, cfg):
+    """torch.distributed.pipelining on two stages; what it leaves to us is the tied matrix."""
+    from torch.distributed import pipelining
+    stage = GPT(cfg).initialize(config.seed).double()
+    for i in range(cfg.n_layer):
+        if (i < (cfg.n_layer + 1) // 2) != (rank == 0):
+            del stage.blocks[str(i)]
+    tied = stage.head.weight
+    stage.embed, stage.head = (stage.embed, None) if rank == 0 else (None, stage.head)
+    micros = config.batch_size // config.micro_batch
+    kind = dict(gpipe=pipelining.ScheduleGPipe, **{"1f1b": pipelining.Schedule1F1B})
+    schedule = kind[config.pp_schedule](
+        pipelining.PipelineStage(stage, rank, world, torch.device("cpu")), micros,
+        loss_fn=lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()))
+
+    def step(x, y):
+        schedule.step(*([x] if rank == 0 else []), **(dict(target=y, losses=[]) if rank else {}))
+        dist.all_reduce(tied.grad)
+    parameters = list(stage.parameters())
+    optimizer = their_optimizer(torch.optim.AdamW, config, parameters)
+    train_theirs(config, cfg, parameters, optimizer, slice(None), step)
+    return {("embed.token.weight" if p is tied else n): p.detach()
+            for n, p in stage.named_parameters()}
+
+
+@pytest.mark.parametrize("theirs, world, flags", [
+    (zero_redundancy_optimizer, 4, dict(zero=1)), (zero_redundancy_optimizer, 2, dict(zero=2)),
+    (fully_sharded, 2, dict(zero=3)), (fully_sharded, 4, dict(zero=3, recompute=True)),
+    (pipelined, 2, dict(pp=2, pp_schedule="gpipe", clip=0.0)),
+    (pipelined, 2, dict(pp=2, pp_schedule="1f1b", clip=0.0))])
+def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, world, flags):
+    """ZeroRedundancyOptimizer, fully_shard (FSDP2), torch.distributed.pipelining."""
+    config = settings(tmp_path, dtype="fp64", steps=5, lr=1e-2, warmup_steps=2,
+                      **{"clip": 0.5, "micro_batch": 1, **flags})
+    dp = world // config.pp
+    expected = {}
+    for parameters in pool.run(world, theirs, config, CFG):
+        expected |= {n: p[:257] if n == "embed.token.weight" else p for n, p in parameters.items()}
+    whole = pool.run(world, run_steps, (dp, 1, config.pp), config, CFG)[0][2]["master"]
+    start = dict(GPT(CFG).initialize(config.seed).named_parameters())
+    assert relative(named(whole), named(expected)) <= 1e-8
+    name = "blocks.0.mlp.up.weight"
+    assert relative(whole[name], start[name].detach()) > 1e-2
+
+
+# What a rank holds.
+
+FORMULA = dict(fp32=lambda dp: (16, 8 + 8 / dp, 4 + 12 / dp, 16 / dp),      # bytes a parameter
+               bf16=lambda dp: (18, 6 + 12 / dp, 2 + 16 / dp, 18 / dp))
+
+
+def live_tensors():
+    return [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+
+
+def held_by(run):
+    """Bytes of live tensors by kind, and in all, without what the run itself does not hold."""
+    gc.collect()
+    def size(tensors):
+        return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    def own(*names):
+        return size(b.own[name] for b in run.flat.buckets for name in names)
+    data, everything = own("data"), size(live_tensors())
+    optimizer = {at: n for at, n in own("master", "exp_avg", "exp_avg_sq").items()
+                 if at not in data}
+    kinds = dict(parameters=data, gradients=own("grad"), optimizer=optimizer)
+    return {kind: sum(x.values()) for kind, x in kinds.items()}, sum(everything.values())
+
+
+def bytes_held(rank, world, layout, config, cfg):
+    dp, tp, pp = layout
+    with gridded(rank, world, tp, pp) as grid:
+        gc.collect()
+        before = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+                  for x in live_tensors()}
+        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
+        kinds, everything = held_by(run)
+        rest = run.boundary.nbytes + sum(before.values())
+        numel = sum(piece.local.numel() for piece in run.flat.pieces)
+        return kinds, everything - rest, run.flat.memory(), numel, len(run.flat.pieces)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", [(4, 1, 1), (2, 2, 1), (2, 1, 2)])
+def test_bytes_a_parameter_are_the_formulas(pool, tmp_path, dtype, layout):
+    cfg = replace(CFG, vocab_size=256, n_embd=64, n_layer=4)
+    dp, tp, pp = layout
+    for zero in range(4 if pp == 1 else 3):
+        config = settings(tmp_path, dtype=dtype, zero=zero, tp=tp, pp=pp, micro_batch=1)
+        for kinds, everything, told, numel, pieces in pool.run(4, bytes_held, layout, config, cfg):
+            expected = FORMULA[dtype](dp)[zero] * numel
+            padding = (pieces + (4 + 2) * dp) * 32 * FORMULA[dtype](dp)[zero]
+            assert expected <= sum(kinds.values()) <= expected + padding
+            assert everything == sum(kinds.values()) and told == kinds
+
+
+def test_the_memory_printed_at_the_start_is_that_of_the_tensors(run_train, shards, tmp_path):
+    kept, introduce = [], train.introduce
+    def keep(run):
+        kept.append(held_by(run)[0])
+        kept.append(parallel.activation_bytes(run.cfg, run.grid, run.schedule, 2, 2))
+        introduce(run)
+    flags = ["--n-embd", "256", "--dtype", "bf16", "--micro-batch", "2", "--zero", "3"]
+    with mock.patch.object(train, "introduce", keep):
+        status, text, _ = run_train("--data", shards, "--out", tmp_path, *TINY, *flags)
+    line = next(line for line in text.splitlines() if line.startswith("memory"))
+    told = {kind: float(size.replace(",", "")) for kind, size
+            in re.findall(r"(\w+)(?: about)? ([\d,.]+) MB", line)}
+    assert status == 0 and told == {kind: pytest.approx(size / 1e6, abs=0.051) for kind, size in
+                                    [*kept[0].items(), ("activations", kept[1])]}
+    assert told["parameters"] > 3 and "(rank 0)" in line and "zero 3" in text
+
+
+def saved_for_backward(rank, world, layout, sequence_parallel, recompute, cfg):
+    """(bytes that autograd holds after a microbatch's forward, train.py's estimate)"""
+    dp, tp, pp = layout
+    with gridded(rank, world, tp, pp, sequence_parallel) as grid:
+        local, pieces = local_model(cfg, grid, recompute)
+        flat = FlatParameters(pieces, grid, torch.bfloat16, torch.float32, "cpu")
+        flat.initialize(cfg, 0)
+        weights, kept = {b.data.untyped_storage().data_ptr() for b in flat.buckets}, {}
+
+        def keep(x):
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = x, storage.nbytes()
+            return x
+        tokens = tokens_of(cfg, 4)
+        x = tokens if grid.is_first else torch.randn(
+            4, cfg.seq_len // (tp if sequence_parallel else 1), cfg.n_embd).bfloat16()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            keep(local(x if grid.is_first else x.requires_grad_(), tokens))
+    estimate = functools.partial(parallel.activation_bytes, grid=grid, micro_batch=4, itemsize=2,
+                                 schedule=[("F", 0), ("B", 0)])
+    again = 0               # recomputation has one block at a time besides, in backward
+    if recompute:
+        again = estimate(replace(cfg, n_layer=2)) - estimate(replace(cfg, n_layer=1))
+    return (sum(nbytes for _, nbytes in kept.values()),
+            estimate(cfg, recompute=recompute) - again)
+
+
+@pytest.mark.parametrize("layout, sequence_parallel, recompute, activation", [
+    ((2, 1, 1), False, False, "relu"), ((2, 1, 1), False, True, "gelu"),
+    ((1, 1, 2), False, False, "gelu"), ((1, 2, 1), False, False, "gelu"),
+    ((1, 2, 1), True, False, "gelu"), ((1, 2, 1), True, False, "relu")])
+def test_the_estimate_of_activations_is_what_autograd_keeps(pool, layout, sequence_parallel,
+                                                            recompute, activation):
+    cfg = GPTConfig(vocab_size=257, seq_len=64, n_layer=4, n_head=4, n_embd=128,
+                    activation=activation)
+    for kept, estimate in pool.run(2, saved_for_backward, layout, sequence_parallel, recompute,
+                                   cfg):
+        assert kept == pytest.approx(estimate, rel=0.06)
+
+
+# What a process holds at its peak: 101M parameters on four replicas, and a pipeline of four stages
+# with eight layers of width 512, 16 microbatches of two sequences.
+
+BIG = GPTConfig(vocab_size=257, seq_len=32, n_layer=8, n_head=8, n_embd=1024)
+LONG = GPTConfig(vocab_size=257, seq_len=512, n_layer=8, n_head=8, n_embd=512)
+PIPELINES = {"gpipe": {}, "1f1b": dict(pp_schedule="1f1b"), "recompute": dict(recompute=True)}
+
+
+def resident(what):
+    """Bytes of this process, now (VmRSS) or at most since the last reset (VmHWM)."""
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(what))
+
+
+def peak_memory(rank, world, layout, config, cfg):
+    """(bytes at the peak of a step, less what was there before the model was made; the formula's:
+    state, buffers, activations)"""
+    dp, tp, pp = layout
+
+    def step(grid, cfg):
+        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg, 1), None)
+        run.save = run.evaluate = lambda *row: 0.0
+        run.train(Rows(run, nothing), SimpleNamespace(asked=0.0))
+        return run
+    with gridded(rank, world, tp, pp) as grid:
+        step(grid, replace(CFG, n_layer=pp))            # libraries allocate at their first use
+        gc.collect()
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")                             # VmHWM starts over
+        before = resident("VmRSS")
+        run = step(grid, cfg)
+        peak = resident("VmHWM") - before
+    pieces, zero = run.flat.pieces, config.zero
+    numel = [sum(p.local.numel() for p in pieces if p.bucket.startswith(start))
+             for start in ("", f"blocks.{min(map(int, run.model.blocks))}")]
+    arriving = (dp - 1) / dp        # a bucket fills; of another, slices come in; two are gathered
+    buffers = (0, arriving, 1 + arriving, 1 + arriving + 2)[zero] * 4 * numel[1]
+    return peak, (FORMULA["fp32"](dp)[zero] * numel[0], buffers, parallel.activation_bytes(
+        cfg, grid, run.schedule, config.micro_batch, 4, config.recompute))
+
+
+def peak_of(layout, cfg, out, **flags):
+    """`peak_memory` in fresh processes, whose freed memory goes back to the system at once."""
+    config = settings(out, steps=1, pp=layout[2], **flags)
+    with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536"):
+        fresh = Pool()
+        try:
+            return fresh.run(4, peak_memory, layout, config, cfg, seconds=500)
+        finally:
+            fresh.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_peak_memory_falls_with_zeros_stage_as_the_formula_says(tmp_path, zero):
+    for peak, formula in peak_of((4, 1, 1), BIG, tmp_path, zero=zero, micro_batch=1):
+        assert peak == pytest.approx(sum(formula), rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
+@pytest.mark.parametrize("name", PIPELINES)
+def test_peak_memory_of_a_pipeline_is_what_its_schedule_keeps(tmp_path, name):
+    peaks = peak_of((1, 1, 4), LONG, tmp_path, batch_size=32, **PIPELINES[name])
+    for peak, formula in peaks:
+        assert peak == pytest.approx(sum(formula), rel=0.15)
+    peak, (state, _, activations) = peaks[0]            # the stage that 1F1B relieves least
+    assert peak - state == pytest.approx(activations, rel=0.15)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1573,7 +2173,7 @@ def assert_same_state(one, two, but=("config", "row")):
 def save_now(rank, world, layout, config, cfg):
     """A file of step 0."""
     dp, tp, pp = layout
-    with gridded(rank, world, tp, pp) as grid:
+    with gridded(rank, world, tp, pp, config.sequence_parallel) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
         run.save({}, last=True)
 
@@ -1584,7 +2184,7 @@ def test_a_file_has_the_plain_models_names_and_no_layout(pool, tmp_path):
         dp, tp, pp = layout
         out = tmp_path / str(layout)
         out.mkdir()
-        config = settings(out, tp=tp, pp=pp, micro_batch=1, seed=5)
+        config = settings(out, tp=tp, pp=pp, micro_batch=1, seed=5, zero=min(dp // 2, 3))
         pool.run(dp * tp * pp, save_now, layout, config, CFG)
         files[layout] = saved(out, 0)
         assert_same_state(files[layout], files[1, 1, 1])
@@ -1599,15 +2199,19 @@ def test_a_file_has_the_plain_models_names_and_no_layout(pool, tmp_path):
     assert all(p.equal(named[n]) for n, p in loaded.named_parameters())
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, dtype, layout):
+@pytest.mark.parametrize("dtype, layout, flags", [
+    *[(dtype, layout, {}) for dtype in ("fp32", "bf16", "fp16")
+      for layout in ((1, 1, 1), (2, 2, 2))],
+    ("fp32", (2, 1, 2), dict(zero=1, pp_schedule="1f1b")),
+    ("bf16", (2, 2, 1), dict(zero=2, sequence_parallel=True)),
+    ("fp16", (2, 2, 1), dict(zero=3, recompute=True, offload=True))])
+def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, dtype, layout, flags):
     """With dropout, skipped steps and the scaler's state; from the file of the middle."""
     dp, tp, pp = layout
     cfg = replace(CFG, dropout=0.1, n_layer=2)
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     straight.mkdir(), resumed.mkdir()
-    config = settings(straight, dtype=dtype, steps=8, save_every=4, tp=tp, pp=pp)
+    config = settings(straight, dtype=dtype, steps=8, save_every=4, tp=tp, pp=pp, **flags)
     world, file = dp * tp * pp, straight / "step_00000004.pt"
     steps, _, whole = pool.run(world, run_steps, layout, config, cfg, nothing, None, overflow)[0]
     again, _, other = pool.run(world, run_steps, layout, replace(config, out=str(resumed)), cfg,
@@ -1629,18 +2233,20 @@ def overflow(run):
     def finish_and_spoil():
         finish()
         if run.step in (2, 6):
-            run.flat.grad[0] = math.inf
+            run.flat.buckets[0].own["grad"][0] = math.inf
     run.flat.finish_reduction = finish_and_spoil
 
 
 def test_a_run_goes_on_in_another_layout(pool, tmp_path):
     config = settings(tmp_path, steps=10, save_every=5, tp=2, pp=2)
-    straight = pool.run(8, run_steps, (2, 2, 2), config, CFG)[0][0]
-    for layout in [(1, 1, 1), (8, 1, 1), (1, 4, 2), (1, 1, 4)]:
+    straight = pool.run(8, run_steps, (2, 2, 2), replace(
+        config, zero=2, sequence_parallel=True, pp_schedule="1f1b"), CFG)[0][0]
+    for layout, flags in [((1, 1, 1), {}), ((8, 1, 1), dict(zero=3)), ((1, 4, 2), {}),
+                          ((1, 1, 4), dict(pp_schedule="1f1b")), ((4, 1, 1), dict(zero=1))]:
         dp, tp, pp = layout
         out = tmp_path / str(layout)
         out.mkdir()
-        moved = replace(config, out=str(out), tp=tp, pp=pp, micro_batch=1)
+        moved = replace(config, out=str(out), tp=tp, pp=pp, micro_batch=1, **flags)
         steps = pool.run(dp * tp * pp, run_steps, layout, moved, CFG, nothing,
                          tmp_path / "step_00000005.pt")[0][0]
         for name in ("loss", "grad_norm"):
@@ -1981,6 +2587,11 @@ def expect_mistake(result, message):
     ("--tp 4 --pp 4", dict(WORLD_SIZE=8), "8 processes are not divisible by tp 4 x pp 4"),
     ("--tp 8", dict(WORLD_SIZE=8), "n_head 2 is not divisible by tp 8"),
     ("--pp 4", dict(WORLD_SIZE=4), "n_layer 2 is less than pp 4"),
+    ("--zero 3 --pp 2", dict(WORLD_SIZE=2), "zero 3 with pp 2"),
+    ("--sequence-parallel", {}, "but tp is 1"),
+    ("--sequence-parallel --tp 2 --seq-len 15", dict(WORLD_SIZE=2), "seq_len 15 is not divisible"),
+    ("--zero 4", {}, "--zero"),
+    ("--pp-schedule zigzag", {}, "zigzag"),
     ("--batch-size 6 --micro-batch 4", {}, "batch size 6 is not divisible by dp 1 x micro-batch 4"),
     ("--n-embd 15", {}, "n_embd 15 is not divisible by n_head 2"),
     ("--seq-len 100000", {}, "too few"),

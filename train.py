@@ -37,14 +37,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 
 import checkpoint
 from amp import PRECISIONS, clip_factor, make_scaler
 from data import TokenDataset
 from model import IGNORE, SIZES, GPTConfig, flops_per_token, parameter_count, seed_of
-from parallel import (FlatParameters, accumulate, all_reduce, check_layout, gpipe, local_model,
-                      make_grid, run_schedule, view)
+from parallel import (SCHEDULES, FlatParameters, activation_bytes, all_reduce, check_layout,
+                      local_model, make_grid, one_f_one_b, run_schedule, shard_parameters)
 
 EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over the split
 MAX_SKIPPED = 10            # steps skipped in a row, the scale at its floor, before giving up
@@ -92,7 +91,15 @@ class Config:
     dropout: float = flag(0.0, "on embeddings, attention and residuals", low=0, below=1)
     tp: int = flag(1, "tensor-parallel ranks", low=1, local=True)
     pp: int = flag(1, "pipeline stages", low=1, local=True)
+    pp_schedule: str = flag("gpipe", "order of a pipeline's microbatches: gpipe or 1f1b",
+                            choices=list(SCHEDULES), local=True)
+    zero: int = flag(0, "replicas keep a slice each of: 1 the optimizer's state, 2 gradients too, "
+                     "3 parameters too", choices=[0, 1, 2, 3], local=True)
     recompute: bool = flag(False, "make a block's activations again in backward", local=True)
+    sequence_parallel: bool = flag(False, "tp ranks hold a slice of the positions each between the "
+                                   "matrices", local=True)
+    offload: bool = flag(False, "keep the optimizer's state in host memory and run it there",
+                         local=True)
     dtype: str = flag("fp32", "type of parameters and activations: " + ", ".join(PRECISIONS),
                       choices=list(PRECISIONS), local=True)
     device: str = flag("auto", "auto: cuda where there is one", choices=["auto", "cpu", "cuda"],
@@ -308,7 +315,9 @@ class Run:
         self.precision, self.scaler = PRECISIONS[config.dtype], make_scaler(config.dtype)
         self.model, pieces = local_model(cfg, grid, config.recompute)
         self.flat = FlatParameters(pieces, grid, self.precision.compute, self.precision.master,
-                                   device)
+                                   device, config.zero, "cpu" if config.offload else device)
+        if config.zero == 3:
+            shard_parameters(self.model, self.flat)
         for name in COUNTERS:
             setattr(self, name, 0 if state is None else state[name])
         if state is None:
@@ -317,22 +326,12 @@ class Run:
             checkpoint.restore(state, self.flat)
             if state["config"].get("dtype") == config.dtype:
                 self.scaler.load_state_dict(state["scaler"])
-        self.groups = self.adamw_groups()
         self.micros = config.batch_size // (grid.dp * config.micro_batch)
-        self.boundary = torch.empty(config.micro_batch, cfg.seq_len, cfg.n_embd,
+        order = SCHEDULES[config.pp_schedule] if grid.pp > 1 else one_f_one_b
+        self.schedule = order(grid.stage, grid.pp, self.micros)
+        positions = cfg.seq_len // (grid.tp if grid.sequence_parallel else 1)
+        self.boundary = torch.empty(config.micro_batch, positions, cfg.n_embd,
                                     dtype=self.precision.compute, device=device)
-
-    def adamw_groups(self) -> list[tuple[float, list]]:
-        """(weight decay, [parameters, gradients, moments, their maxima: none, steps]) of matrices,
-        which decay, and of vectors, which do not: lists of views of the flat tensors."""
-        flat, groups = self.flat, []
-        for decay, matrices in ((self.config.weight_decay, True), (0.0, False)):
-            pieces = [piece for piece in flat.pieces if (len(piece.shape) >= 2) == matrices]
-            views = [[view(buffer, piece) for piece in pieces]
-                     for buffer in (flat.master, flat.grad, flat.exp_avg, flat.exp_avg_sq)]
-            steps = [torch.tensor(float(self.adam_steps), device=self.device) for _ in pieces]
-            groups.append((decay, [*views, [], steps]))
-        return groups
 
     def rows(self, m: int) -> slice:
         """Which sequences of a batch are this replica's microbatch m."""
@@ -352,7 +351,6 @@ class Run:
 
     def train(self, metrics: Metrics, stop: StopSignal) -> None:
         config, grid, flat = self.config, self.grid, self.flat
-        schedule = (gpipe if grid.pp > 1 else accumulate)(grid.stage, grid.pp, self.micros)
         step_tokens = config.batch_size * self.cfg.seq_len
         speaks_for_loss = grid.is_last and grid.tp_rank == 0
         recent = deque(maxlen=20)       # seconds of a step
@@ -367,14 +365,16 @@ class Run:
             windows = self.train_data.order(config.seed, self.sequences, config.batch_size)
             batch = [self.load(self.train_data, windows[self.rows(m)]) for m in range(self.micros)]
             inputs, targets = zip(*batch)
-            keys = [seed_of(config.seed, self.step, m, grid.dp_rank) for m in range(self.micros)]
+            other = grid.tp_rank if grid.sequence_parallel else 0       # positions, other masks
+            keys = [seed_of(config.seed, self.step, m, grid.dp_rank, other)
+                    for m in range(self.micros)]
             self.sequences += config.batch_size
             self.tokens += step_tokens
 
             # forward, backward, reduce
-            flat.grad.zero_()
-            loss = run_schedule(schedule, self.model, grid, inputs, targets, self.boundary, keys,
-                                scale / step_tokens, last_backward=flat.arm)
+            flat.zero_grad()
+            loss = run_schedule(self.schedule, self.model, grid, inputs, targets, self.boundary,
+                                keys, scale / step_tokens, before_backward=flat.arm)
             flat.finish_reduction()
 
             # agree: loss, squares for the norm, squares that tell an overflow, wish to stop
@@ -386,11 +386,8 @@ class Run:
 
             # unscale, clip, step, or skip
             if not found_inf:
-                flat.grad *= clip_factor(grad_norm, config.clip, scale)
-                for decay, lists in self.groups:
-                    adamw(*lists, fused=True, amsgrad=False, maximize=False, lr=lr,
-                          beta1=config.beta1, beta2=config.beta2, eps=1e-8, weight_decay=decay)
-                flat.publish()
+                flat.update(clip_factor(grad_norm, config.clip, scale), self.adam_steps + 1, lr,
+                            config.beta1, config.beta2, config.weight_decay)
                 self.adam_steps += 1
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if found_inf else 0
             self.scaler.update(found_inf)
@@ -542,7 +539,8 @@ def plan(given: dict, state: dict | None, world: int):
     if config.eval_only:            # whose batches are its own
         dp = max(1, world // (config.tp * config.pp))
         config = dataclasses.replace(config, batch_size=dp * config.micro_batch)
-    check_layout(cfg, world, config.tp, config.pp, config.batch_size, config.micro_batch)
+    check_layout(cfg, world, config.tp, config.pp, config.batch_size, config.micro_batch,
+                 config.zero, config.sequence_parallel)
     if state is not None:
         theirs = state["tokenizer"], state["model"]["vocab_size"]
         if theirs != (meta["tokenizer"], meta["vocab_size"]):
@@ -556,15 +554,23 @@ def plan(given: dict, state: dict | None, world: int):
     return config, cfg, train_data, val_data
 
 
-def introduce(config: Config, cfg: GPTConfig, grid, train_data) -> None:
+def introduce(run: Run) -> None:
     """What is about to run, in a few lines."""
-    micros = config.batch_size // (grid.dp * config.micro_batch)
+    config, cfg, grid, train_data = run.config, run.cfg, run.grid, run.train_data
     epochs = config.steps * config.batch_size / train_data.n_windows
     say(f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
         f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
         f"{flops_per_token(cfg):.3g} FLOPs a token")
-    say(f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {config.dtype}")
-    say(f"batch    {config.batch_size} sequences = dp {grid.dp} x {micros} microbatches x "
+    options = [f"zero {config.zero}", *[config.pp_schedule] * (grid.pp > 1),
+               *(name for name in ("recompute", "sequence_parallel", "offload")
+                 if getattr(config, name))]
+    say(f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {config.dtype}, "
+        + ", ".join(options).replace("_", " "))
+    memory = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in run.flat.memory().items())
+    activations = activation_bytes(cfg, grid, run.schedule, config.micro_batch,
+                                   run.boundary.itemsize, config.recompute)
+    say(f"memory   {memory}, activations about {activations / 1e6:,.1f} MB (rank 0)")
+    say(f"batch    {config.batch_size} sequences = dp {grid.dp} x {run.micros} microbatches x "
         f"{config.micro_batch} sequences; {config.batch_size * cfg.seq_len:,} tokens a step")
     say(f"data     {train_data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
         f"{epochs:.2f} epochs")
@@ -615,7 +621,7 @@ def main() -> None:
                 f"--steps to go on, or give another --out")
     else:
         stop = StopSignal()
-        grid = make_grid(world, config.tp, config.pp, rank)
+        grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel)
         run = Run(config, cfg, grid, device, train_data, val_data, state)
         row, state = state and state["row"], None       # the file is mapped no longer
         if config.eval_only:
@@ -632,7 +638,7 @@ def main() -> None:
             for event in [*events, began]:
                 metrics.write(**event, step=run.step)
             if rank == 0:
-                introduce(config, cfg, grid, train_data)
+                introduce(run)
                 if row is not None:
                     say(f"resume   {path}, after step {run.step}")
             run.train(metrics, stop)
