@@ -63,7 +63,7 @@ def gather(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -> dict | No
     whole = {name: {} for name in names}
     for stage in range(grid.pp):
         _, pieces = local_model(cfg, Grid(grid.dp, grid.pp, grid.tp, rank=stage * grid.tp))
-        sources = grid.ranks[:flat.shards, stage].T.tolist()        # for each tensor rank, its slices
+        sources = grid.ranks[:flat.shards, stage].T.tolist()        # of each tensor rank
         for i, bucket in enumerate(make_buckets(pieces, grid.dp)):
             for name in names:
                 slices = {}

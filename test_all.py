@@ -3,6 +3,7 @@
     python -m pytest test_all.py                what a change must pass: minutes, on two CPU cores
     python -m pytest test_all.py -m slow        the same claims at a size that takes longer
     python test_all.py                          the README's table of measured differences
+    python test_all.py memory                   its tables of memory, and of speed under ZeRO
 
 Three habits. Where someone else computes the same thing (torch's GradScaler, AdamW, clipping,
 DistributedDataParallel, a plain model), that is what we compare with. Upstream gradients are
@@ -3249,13 +3250,56 @@ def test_the_readmes_layouts_are_not_refused(shards):
     assert len(commands) == 5
 
 
-if __name__ == "__main__":
+def print_equality(folder):
     workers = Pool()
-    with tempfile.TemporaryDirectory() as folder:
-        tables = [equality_table(workers, dtype, folder) for dtype in ("fp32", "fp64")]
-        print("| dp x tp x pp | fp32: loss | gradient | norm | fp64: loss | gradient | norm |")
-        print("|---|---|---|---|---|---|---|")
-        for (layout, fp32), (_, fp64) in zip(*tables):
-            cells = [" x ".join(map(str, layout)), *(f"{x:.0e}" for x in fp32 + fp64)]
-            print("| " + " | ".join(cells) + " |", flush=True)
+    tables = [equality_table(workers, dtype, folder) for dtype in ("fp32", "fp64")]
+    print("| dp x tp x pp | fp32: loss | gradient | norm | fp64: loss | gradient | norm |")
+    print("|---|---|---|---|---|---|---|")
+    for (layout, fp32), (_, fp64) in zip(*tables):
+        cells = [" x ".join(map(str, layout)), *(f"{x:.0e}" for x in fp32 + fp64)]
+        print("| " + " | ".join(cells) + " |", flush=True)
     workers.stop()
+
+
+def speed(rank, world, config, cfg):
+    with mock.patch.object(train.Run, "save", nothing_saved), \
+            mock.patch.object(train.Run, "evaluate", lambda run: 0.0):
+        steps = run_steps(rank, world, (world, 1, 1), config, cfg)[0]
+    return column(steps, "tokens_per_second")[1:]
+
+
+def relative_speeds(folder, rounds=5):
+    """Tokens a second on two processes at each stage, relative to stage 0: medians of all steps of
+    runs that take turns."""
+    cfg = GPTConfig(vocab_size=257, seq_len=256, n_layer=6, n_head=6, n_embd=384)
+    config, seen = settings(folder, steps=5, batch_size=16, micro_batch=2), {z: [] for z in range(4)}
+    workers = Pool()
+    for _ in range(rounds):
+        for zero, speeds in seen.items():
+            speeds += workers.run(2, speed, replace(config, zero=zero), cfg, seconds=500)[0]
+    workers.stop()
+    return [np.median(speeds) / np.median(seen[0]) for speeds in seen.values()]
+
+
+def print_memory(folder):
+    heads = ["", "bytes a parameter", "state", "buffers", "activations", "sum", "measured peak",
+             "measured / sum"]
+
+    def row(name, peaks, formula, *more):
+        peak, sizes = peaks[0]
+        cells = [name, formula, *(f"{x / 1e6:,.0f} MB" for x in (*sizes, sum(sizes), peak)),
+                 f"{peak / sum(sizes):.2f}", *more]
+        print("| " + " | ".join(cells) + " |", flush=True)
+    print("| " + " | ".join([*heads, "tokens a second"]) + " |\n" + "|---" * 9 + "|")
+    speeds = relative_speeds(folder)
+    for zero in range(4):
+        row(f"zero {zero}", peak_of((4, 1, 1), BIG, folder, zero=zero, micro_batch=1),
+            f"{FORMULA['fp32'](4)[zero]:g}", f"{speeds[zero]:.2f}")
+    print("\n| " + " | ".join(heads) + " |\n" + "|---" * 8 + "|")
+    for name, flags in PIPELINES.items():
+        row(name, peak_of((1, 1, 4), LONG, folder, batch_size=32, **flags), "16")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        (print_memory if sys.argv[1:] == ["memory"] else print_equality)(folder)
