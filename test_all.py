@@ -3247,7 +3247,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         given = dict(train.parse(command[at + 1:]), data=str(shards), seq_len=16)
         config, cfg, *_ = train.plan(given, None, math.prod(map(int, numbers)))
         assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 5
+    assert len(commands) == 6
 
 
 def print_equality(folder):
