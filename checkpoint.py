@@ -62,9 +62,12 @@ def gather(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -> dict | No
     """
     whole = {name: {} for name in names}
     for stage in range(grid.pp):
-        _, pieces = local_model(cfg, Grid(grid.dp, grid.pp, grid.tp, rank=stage * grid.tp))
+        buckets = flat.buckets if grid.stage == stage else []
+        if grid.rank == 0:
+            _, pieces = local_model(cfg, Grid(grid.dp, grid.pp, grid.tp, rank=stage * grid.tp))
+            buckets = make_buckets(pieces, grid.dp)
         sources = grid.ranks[:flat.shards, stage].T.tolist()        # of each tensor rank
-        for i, bucket in enumerate(make_buckets(pieces, grid.dp)):
+        for i, bucket in enumerate(buckets):
             for name in names:
                 slices = {}
                 for source in sum(sources, []):

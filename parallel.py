@@ -38,8 +38,8 @@ from model import GPT, IGNORE, GPTConfig, initial_value
 #                                                same parameters    (0 4) (1 5) (2 6) (3 7)
 #
 # Tensor parallelism talks most (four times a block) and gets neighbouring ranks, which share a
-# machine; data parallelism talks once a step and may cross the network (Megatron-LM, Narayanan et
-# al. 2021, section 3).
+# machine; data parallelism talks once a step (ZeRO 2 and 3: once a microbatch) and may cross the
+# network (Megatron-LM, Narayanan et al. 2021, section 3).
 # ---------------------------------------------------------------------------------------------
 
 
@@ -166,13 +166,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def reduce_scatter(x: torch.Tensor, group, tag: int = 0) -> Transfer:
+def reduce_scatter(x: torch.Tensor, group) -> Transfer:
     """Cut x along dimension 0 into a slice for each rank of the group and add up the ranks' x: this
-    rank's slice becomes the sum, in place; the others keep what they had. Transfers that are on
-    their way in one group at once have different tags.
+    rank's slice becomes the sum, in place; the others keep what they had.
 
     On the CPU every rank sends each other rank its slice: gloo's own copies x, all-reduces the copy
-    and throws most of it away, which takes twice the traffic and the memory.
+    and throws most of it away, which takes twice the traffic and the memory. All ranks start their
+    transfers in the same order, and gloo matches messages between two ranks in order.
     """
     if group is None:
         return Transfer([], x)
@@ -182,22 +182,22 @@ def reduce_scatter(x: torch.Tensor, group, tag: int = 0) -> Transfer:
         return Transfer([work], slices[rank])
     others = [r for r in range(len(slices)) if r != rank]
     received = [torch.empty_like(slices[rank]) for _ in others]
-    works = [dist.isend(slices[r], group=group, group_dst=r, tag=2 * tag) for r in others]
-    works += [dist.irecv(y, group=group, group_src=r, tag=2 * tag)
-              for r, y in zip(others, received)]
+    works = [dist.isend(slices[r], group=group, group_dst=r) for r in others]
+    works += [dist.irecv(y, group=group, group_src=r) for r, y in zip(others, received)]
     return Transfer(works, slices[rank], received)
 
 
-def all_gather(x: torch.Tensor, group, tag: int = 0) -> Transfer:
-    """The inverse: this rank's slice of x goes to all, and theirs come into x, in place."""
+def all_gather(x: torch.Tensor, group) -> Transfer:
+    """The inverse: this rank's slice of x goes to all, and theirs come into x, in place. On the CPU
+    by messages again, because gloo's own gathers into a copy first."""
     if group is None:
         return Transfer([], x)
     slices, rank = x.chunk(group.size()), group.rank()
     if x.is_cuda:
         return Transfer([_all_gather(x, slices[rank], group=group, async_op=True)], x)
     others = [r for r in range(len(slices)) if r != rank]
-    works = [dist.isend(slices[rank], group=group, group_dst=r, tag=2 * tag + 1) for r in others]
-    works += [dist.irecv(slices[r], group=group, group_src=r, tag=2 * tag + 1) for r in others]
+    works = [dist.isend(slices[rank], group=group, group_dst=r) for r in others]
+    works += [dist.irecv(slices[r], group=group, group_src=r) for r in others]
     return Transfer(works, x)
 
 
@@ -240,8 +240,7 @@ def gather_positions(x: torch.Tensor, grid: Grid) -> torch.Tensor:
 def scatter_positions(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """(B, T, C) -> (B, T / tp, C): the sum of the ranks' x at this rank's positions."""
     slices = x.unflatten(1, (grid.tp, -1)).movedim(1, 0).contiguous()   # (tp, B, T / tp, C)
-    # A copy: the slice alone would keep all of them in memory.
-    return reduce_scatter(slices, grid.group("tp")).wait().squeeze(0).clone()
+    return reduce_scatter(slices, grid.group("tp")).wait().squeeze(0)
 
 
 class _F(torch.autograd.Function):
@@ -324,7 +323,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """positions 0, 1, ... (T,) -> (T, C): those this rank holds, from where its slice starts."""
+    """positions 0, 1, ... n - 1 -> (n, C): counted from where this rank's slice starts."""
 
     def __init__(self, embedding: nn.Embedding, grid: Grid):
         super().__init__()
@@ -332,7 +331,7 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, positions):
         first = self.grid.tp_rank * len(positions) if self.grid.sequence_parallel else 0
-        return self.weight[first:first + len(positions)]
+        return F.embedding(positions + first, self.weight)
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -415,8 +414,9 @@ class Piece:
     def bucket(self) -> str:
         """What it is communicated with: its block; the tied matrix, which two stages share, alone;
         what else the ends of the model have."""
-        return (self.name if self.name in TIED.values() else
-                "blocks." + self.name.split(".")[1] if self.name.startswith("blocks.") else "ends")
+        if self.name in TIED.values():
+            return "tied"
+        return self.name[:self.name.index(".", 7)] if self.name.startswith("blocks.") else "ends"
 
     def cut(self, whole: torch.Tensor, tp: int, tp_rank: int) -> torch.Tensor:
         """Whole parameter -> slice of one tensor-parallel rank."""
@@ -562,7 +562,7 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
         sends[group, m] = dist.isend(x, target, grid.group(group), tag=m), x
 
     def sent(*key):
-        """What was sent lives until it has arrived; no longer, or 1F1B would save nothing."""
+        """What was sent lives until it has arrived, no longer."""
         sends.pop(key)[0].wait()
 
     def forward(m):
@@ -576,6 +576,9 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
             send(y, grid.neighbour(1), "forward", m)
         if torch.is_grad_enabled():
             live[m] = x, y
+        else:
+            for key in list(sends)[:-1]:
+                sent(*key)
 
     def backward(m):
         x, y = live.pop(m)
@@ -583,12 +586,13 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
             dy = torch.full_like(y, scale)
         else:
             dy = receive(grid.neighbour(1), "backward", m)
-            sent("forward", m)                          # surely: its gradient is back
+            sent("forward", m)                          # at once: its gradient is back
         before_backward([m] == last)
         y.backward(dy)
         if not grid.is_first:
-            for key in [key for key in sends if key[0] == "backward"]:
-                sent(*key)                              # one gradient on its way at a time
+            for key in list(sends):
+                if key[0] == "backward":                # one gradient on its way at a time
+                    sent(*key)
             send(x.grad, grid.neighbour(-1), "backward", m)
 
     for op, m in schedule:
@@ -683,10 +687,11 @@ def draw(timeline) -> str:
 # rank.
 #
 # All replicas would then do the same update on the same numbers. ZeRO cuts each bucket into dp
-# slices, and replica r keeps slice r. One number, the stage, says of which tensors:
+# slices, and replica r keeps slice r. One number (ZeRO's "stage", no stage of a pipeline) says of
+# which tensors:
 #
 #                                                    bytes a parameter
-#     stage   masters, moments    grad     data      16 bits      fp32 (its own master)
+#     ZeRO    masters, moments    grad     data      16 bits      fp32 (its own master)
 #       0     whole               whole    whole     18           16
 #       1     slice               whole    whole     6 + 12/dp    8 + 8/dp
 #       2     slice               slice    whole     2 + 16/dp    4 + 12/dp
@@ -696,16 +701,19 @@ def draw(timeline) -> str:
 #     2   every microbatch's bucket is reduce-scattered, added to the slice, and freed
 #     3   a block's parameters are gathered before use, forward and backward, and freed after; the
 #         next block's are on their way meanwhile (FSDP, Zhao et al. 2023)
+#
+# Before a backward that completes the gradients, `arm`; each is `_ready` once autograd has it; a
+# full bucket goes off with `_reduce`, and its sum comes in with `_land`.
 # ---------------------------------------------------------------------------------------------
 
 
 class Bucket:
     """Parameters that are communicated as one, laid out flat and padded to dp equal slices.
 
-    data    (numel,) the parameters are views into it; at stage 3 its memory comes and goes
-    grad    (numel,) their gradients; from stage 2 on those of one microbatch, None in between
-    own     the tensors this rank updates, (numel,) or from the stage of the table on (numel / dp,):
-            data, grad, master, exp_avg, exp_avg_sq
+    data    (numel,) the parameters are views into it; with ZeRO 3 its memory comes and goes
+    grad    (numel,) their gradients; from ZeRO 2 on those of one microbatch, None in between
+    own     what this rank updates, (numel,) or with ZeRO (numel / dp,), a view of data and grad or
+            from the line of the table on all there is: data, grad, master, exp_avg, exp_avg_sq
     parts   what of each piece is in this rank's slice: [(piece, range in the slice, in the piece)]
     """
 
@@ -752,7 +760,6 @@ class FlatParameters:
         self.shards, rank = (grid.dp, grid.dp_rank) if zero else (1, 0)
         self.buckets = make_buckets(pieces, grid.dp, self.shards, rank)
         self.armed, self.reduced, self.transfers = False, 0, []
-        pin = device.type == "cuda" and host.type == "cpu"
         for bucket in self.buckets:
             own, length = bucket.own, bucket.numel // self.shards
             bucket.data = torch.zeros(bucket.numel, dtype=dtype, device=device)
@@ -764,13 +771,13 @@ class FlatParameters:
                            torch.zeros(length, dtype=master_dtype, device=device))
             for name in ("master", "exp_avg", "exp_avg_sq"):
                 own[name] = (own["data"] if (name, dtype, device) == ("master", master_dtype, host)
-                             else torch.zeros(length, dtype=master_dtype, device=host,
-                                              pin_memory=pin))
-            for piece in bucket.pieces:
+                             else torch.zeros(length, dtype=master_dtype, device=host))
+            # The tied matrix is two parameters on the same memory: as one, its first gradient would
+            # stay with autograd until the second came, at the end of backward.
+            for piece, place in ((p, place) for p in bucket.pieces for place in p.places):
                 # .data: autograd shall not take a gather for a change of the values it saved.
                 parameter = nn.Parameter(bucket.view(bucket.data, piece).data)
-                for module, attribute in piece.places:
-                    setattr(module, attribute, parameter)
+                setattr(*place, parameter)
                 if dtype == master_dtype and zero < 2:      # autograd adds straight into the bucket
                     parameter.grad = bucket.view(bucket.grad, piece)
                 parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, piece))
@@ -778,7 +785,7 @@ class FlatParameters:
                 self.free(bucket)
 
     def memory(self) -> dict:
-        """Bytes that this rank holds all the time, by kind."""
+        """Bytes that this rank holds all the time, by kind (the optimizer's on `host`)."""
         def held(*names):
             storages = [b.own[name].untyped_storage() for b in self.buckets for name in names]
             return {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -811,9 +818,9 @@ class FlatParameters:
         if bucket.own["master"] is not bucket.own["data"]:
             bucket.own["data"].copy_(bucket.own["master"])
         group = self.grid.group("dp") if self.zero in (1, 2) else None
-        return all_gather(bucket.data, group, tag=self.buckets.index(bucket))
+        return all_gather(bucket.data, group)
 
-    # Stage 3: parameters that come and go
+    # ZeRO 3: parameters that come and go
 
     def gather(self, bucket: Bucket, ahead: Bucket | None = None) -> None:
         """Have a bucket's parameters, and those of the one that is `ahead` on their way."""
@@ -821,7 +828,7 @@ class FlatParameters:
             if b is not None and b.data.untyped_storage().size() == 0:
                 b.data.untyped_storage().resize_(b.data.nbytes)
                 b.data.chunk(self.shards)[self.grid.dp_rank].copy_(b.own["data"])
-                b.gathering = all_gather(b.data, self.grid.group("dp"), self.buckets.index(b))
+                b.gathering = all_gather(b.data, self.grid.group("dp"))
         if bucket.gathering is not None:
             bucket.gathering.wait()
             bucket.gathering = None
@@ -836,15 +843,14 @@ class FlatParameters:
             (bucket.grad if self.zero < 2 else bucket.own["grad"]).zero_()
 
     def arm(self, last: bool) -> None:
-        """The next backward completes the gradients (of the step, or from stage 2 on of this
+        """The next backward completes the gradients (of the step, or from ZeRO 2 on of this
         microbatch): reduce each bucket as soon as it is full."""
         self.armed, self.reduced = last or self.zero >= 2, 0
         for bucket in self.buckets:
-            bucket.missing = len(bucket.pieces)
+            bucket.missing = sum(len(piece.places) for piece in bucket.pieces)
 
     def _ready(self, bucket: Bucket, piece: Piece, parameter) -> None:
         if bucket.grad is None:
-            self._land()                            # one bucket fills, one is on its way: no more
             bucket.grad = torch.zeros(bucket.numel, dtype=bucket.own["grad"].dtype,
                                       device=bucket.data.device)
         grad = bucket.view(bucket.grad, piece)
@@ -852,6 +858,8 @@ class FlatParameters:
             grad += parameter.grad                  # 16 bit -> the fp32 bucket
             parameter.grad = None
         bucket.missing -= 1
+        if self.zero >= 2 and 2 * bucket.missing <= len(bucket.pieces):
+            self._land()                            # it had half a block's time: make room
         while self.armed and self.reduced < len(self.buckets):
             full = self.buckets[-1 - self.reduced]
             if full.missing:
@@ -862,12 +870,11 @@ class FlatParameters:
     def _reduce(self, bucket: Bucket) -> None:
         group = self.grid.group("dp")
         if self.zero == 0:
-            work = group and dist.all_reduce(bucket.grad, group=group, async_op=True)
-            self.transfers.append((bucket, Transfer([work] if work else [], bucket.grad)))
+            works = [dist.all_reduce(bucket.grad, group=group, async_op=True)] if group else []
+            self.transfers.append((bucket, Transfer(works, bucket.grad)))
             return
-        self._land()
-        transfer = reduce_scatter(bucket.grad, group, tag=self.buckets.index(bucket))
-        self.transfers.append((bucket, transfer))
+        self._land()                                # one on its way at a time
+        self.transfers.append((bucket, reduce_scatter(bucket.grad, group)))
         if self.zero >= 2:
             bucket.grad = None
         if self.zero == 3:
@@ -875,11 +882,11 @@ class FlatParameters:
 
     @torch.no_grad()
     def _land(self) -> None:
-        """Wait for the buckets on their way; from stage 2 on they add up in the slice."""
+        """Wait for the buckets on their way; from ZeRO 2 on they add up in the slice."""
         for bucket, transfer in self.transfers:
-            slice = transfer.wait()
+            mine = transfer.wait()
             if self.zero >= 2:
-                bucket.own["grad"] += slice
+                bucket.own["grad"] += mine
         self.transfers = []
 
     @torch.no_grad()
@@ -888,7 +895,6 @@ class FlatParameters:
         weight, and with sequence parallelism those of what tensor parallelism replicates."""
         assert self.reduced == len(self.buckets), "a parameter got no gradient"
         self._land()
-        self.armed = False
         if self.buckets[0].pieces[0].name in TIED.values():
             all_reduce(self.buckets[0].own["grad"], self.grid.group("ends"))
         if self.grid.sequence_parallel:
@@ -958,7 +964,7 @@ class _Regather(torch.autograd.Function):
 
 
 def shard_parameters(model: GPT, flat: FlatParameters) -> None:
-    """ZeRO stage 3: wrap the forward of each part of the model (on one stage) in gather and free.
+    """ZeRO 3: wrap the forward of each part of the model (on one stage) in gather and free.
 
         forward    gather block i, start i + 1, run, free
         backward   gather block i, start i - 1, run; `_ready` reduces its gradients and frees it
@@ -966,12 +972,11 @@ def shard_parameters(model: GPT, flat: FlatParameters) -> None:
     The ends of the model, whose tied matrix is used first and last, stay from the first use to the
     last; so does the last block, with whose backward the way back begins.
     """
-    *ends, first = flat.buckets[:3]
-    blocks = flat.buckets[2:]
+    tied, rest, *blocks = flat.buckets
 
     def run_embed(forward, *args):
-        for bucket in ends:
-            flat.gather(bucket, ahead=first)
+        flat.gather(tied, ahead=rest)
+        flat.gather(rest, ahead=blocks[0])
         return forward(*args)
 
     def run_block(forward, here, before, after, *args):
@@ -984,8 +989,8 @@ def shard_parameters(model: GPT, flat: FlatParameters) -> None:
     def run_head(forward, *args):
         y = forward(*args)
         if not torch.is_grad_enabled():
-            for bucket in ends:
-                flat.free(bucket)
+            flat.free(tied)
+            flat.free(rest)
         return y
 
     model.embed.forward = partial(run_embed, model.embed.forward)

@@ -7,8 +7,9 @@ A step has these phases; `train` shows them on one screen:
 
     batch       step k reads sequences [position, position + batch size) of a seeded order; the
                 rank only decides which rows of them it reads
-    forward and backward, microbatch by microbatch; gradients add up in a flat fp32 buffer
-    reduce      data-parallel buckets, started during backward; the tied weight's two ends
+    forward and backward, microbatch by microbatch; gradients add up in flat fp32 buckets
+    reduce      buckets over replicas, started during backward (ZeRO 2 and 3: with each
+                microbatch); the tied weight's two ends
     agree       one small all-reduce tells every rank the loss, the gradient norm, whether any
                 gradient overflowed, and whether anyone was asked to stop
     unscale, clip, AdamW on the masters, or skip all three after an overflow
@@ -365,9 +366,8 @@ class Run:
             windows = self.train_data.order(config.seed, self.sequences, config.batch_size)
             batch = [self.load(self.train_data, windows[self.rows(m)]) for m in range(self.micros)]
             inputs, targets = zip(*batch)
-            other = grid.tp_rank if grid.sequence_parallel else 0       # positions, other masks
-            keys = [seed_of(config.seed, self.step, m, grid.dp_rank, other)
-                    for m in range(self.micros)]
+            holder = [grid.dp_rank] + [grid.tp_rank] * grid.sequence_parallel   # of rows, positions
+            keys = [seed_of(config.seed, self.step, m, *holder) for m in range(self.micros)]
             self.sequences += config.batch_size
             self.tokens += step_tokens
 
