@@ -116,6 +116,14 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False) 
 def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro: int,
                  zero: int = 0, sequence_parallel: bool = False) -> None:
     """Raise a ValueError that names the numbers if this job cannot run; no communication."""
+    if zero == 3 and pp > 1:
+        raise ValueError(f"zero 3 with pp {pp} would gather every block again for each microbatch "
+                         f"of the pipeline: take zero 2, or pp 1")
+    if sequence_parallel and tp == 1:
+        raise ValueError("sequence parallelism shares out the positions over tensor-parallel "
+                         "ranks, but tp is 1: give --tp 2 or more")
+    if sequence_parallel and cfg.seq_len % tp:
+        raise ValueError(f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by tp {tp}")
     if tp < 1 or pp < 1 or world % (tp * pp):
         raise ValueError(f"{world} processes are not divisible by tp {tp} x pp {pp} = {tp * pp}; "
                          f"start a multiple of {tp * pp} (torchrun --nproc_per_node)")
@@ -129,14 +137,6 @@ def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro
     if batch % (dp * micro):
         raise ValueError(f"batch size {batch} is not divisible by dp {dp} x micro-batch {micro} "
                          f"= {dp * micro}")
-    if zero == 3 and pp > 1:
-        raise ValueError(f"zero 3 with pp {pp} would gather every block again for each microbatch "
-                         f"of the pipeline: take zero 2, or pp 1")
-    if sequence_parallel and tp == 1:
-        raise ValueError("sequence parallelism shares out the positions over tensor-parallel "
-                         "ranks, but tp is 1: give --tp 2 or more")
-    if sequence_parallel and cfg.seq_len % tp:
-        raise ValueError(f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by tp {tp}")
 
 
 def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> torch.Tensor:

@@ -2951,6 +2951,31 @@ def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, processes
         assert read_metrics(out)[0][-1]["step"] == rows[-1]["step"] + 1, done
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs Linux's /proc")
+@pytest.mark.parametrize("lost", [False, True])
+def test_no_thread_of_gloo_outlives_a_run(shards, tmp_path, lost):
+    """Those that do abort the process now and then, after its last line."""
+    (tmp_path / "wrapper.py").write_text(f"""
+import glob, sys
+sys.path.insert(0, {str(ROOT)!r})
+import checkpoint, train
+def fail(*_):
+    raise OSError("full")
+if {lost}:
+    checkpoint.save = fail
+try:
+    train.main()
+finally:
+    names = [open(path).read() for path in glob.glob("/proc/self/task/*/comm")]
+    sys.stdout.write("gloo threads %d\\n" % sum("gloo" in name for name in names))
+""")
+    process = torchrun(2, tmp_path / "wrapper.py", "--data", shards, "--out", tmp_path / "out",
+                       *TINY, "--zero", "1")
+    text, error = process.communicate(timeout=120)
+    assert set(re.findall(r"gloo threads (\d+)", text)) == {"0"}, text
+    assert ("the last checkpoint is lost" in error) == lost == (process.returncode != 0)
+
+
 def test_learning_rate_warms_up_then_decays_to_the_ratio_by_either_schedule():
     for schedule, middle in (("cosine", 0.5), ("linear", 0.5)):
         config = train.Config(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1,

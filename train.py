@@ -567,6 +567,7 @@ def introduce(run: Run) -> None:
     say(f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {config.dtype}, "
         + ", ".join(options).replace("_", " "))
     memory = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in run.flat.memory().items())
+    memory += " (the last in host memory)" if config.offload else ""
     activations = activation_bytes(cfg, grid, run.schedule, config.micro_batch,
                                    run.boundary.itemsize, config.recompute)
     say(f"memory   {memory}, activations about {activations / 1e6:,.1f} MB (rank 0)")
@@ -574,6 +575,30 @@ def introduce(run: Run) -> None:
         f"{config.micro_batch} sequences; {config.batch_size * cfg.seq_len:,} tokens a step")
     say(f"data     {train_data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
         f"{epochs:.2f} epochs")
+
+
+def start(run: Run, row: dict | None, path: Path | None, events: list[dict], given: dict,
+          stop: StopSignal) -> None:
+    """Evaluate, or train after telling how it began; `row` is that of the checkpoint at `path`."""
+    config, rank, world = run.config, run.grid.rank, run.grid.world
+    if config.eval_only:
+        val_loss = run.evaluate()
+        if rank == 0:
+            say(f"{path}, step {run.step}: {run.describe(val_loss)}")
+        return
+    metrics = together(lambda: Metrics(Path(config.out), rank), rank, world)
+    if row is not None and not metrics.has(run.step):
+        metrics.write(**row)
+    began = dict(event="start") if row is None else dict(
+        event="resume", path=str(path), given=given)
+    began["config"] = dataclasses.asdict(config)
+    for event in [*events, began]:
+        metrics.write(**event, step=run.step)
+    if rank == 0:
+        introduce(run)
+        if row is not None:
+            say(f"resume   {path}, after step {run.step}")
+    run.train(metrics, stop)
 
 
 def main() -> None:
@@ -622,26 +647,12 @@ def main() -> None:
     else:
         stop = StopSignal()
         grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel)
-        run = Run(config, cfg, grid, device, train_data, val_data, state)
-        row, state = state and state["row"], None       # the file is mapped no longer
-        if config.eval_only:
-            val_loss = run.evaluate()
-            if rank == 0:
-                say(f"{path}, step {run.step}: {run.describe(val_loss)}")
-        else:
-            metrics = together(lambda: Metrics(Path(config.out), rank), rank, world)
-            if row is not None and not metrics.has(run.step):
-                metrics.write(**row)
-            began = dict(event="start") if row is None else dict(
-                event="resume", path=str(path), given=given)
-            began["config"] = dataclasses.asdict(config)
-            for event in [*events, began]:
-                metrics.write(**event, step=run.step)
-            if rank == 0:
-                introduce(run)
-                if row is not None:
-                    say(f"resume   {path}, after step {run.step}")
-            run.train(metrics, stop)
+        try:
+            run = Run(config, cfg, grid, device, train_data, val_data, state)
+            row, state = state and state["row"], None       # the file is mapped no longer
+            start(run, row, path, events, given, stop)
+        finally:
+            grid.groups.clear()     # what threads of gloo outlive main abort the process at times
     if world > 1:
         dist.destroy_process_group()
 
