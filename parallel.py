@@ -412,11 +412,12 @@ class Piece:
 
     @property
     def bucket(self) -> str:
-        """What it is communicated with: its block; the tied matrix, which two stages share, alone;
-        what else the ends of the model have."""
-        if self.name in TIED.values():
-            return "tied"
-        return self.name[:self.name.index(".", 7)] if self.name.startswith("blocks.") else "ends"
+        """What it is communicated with: its block's attention or MLP, with the norm before it; the
+        tied matrix, which two stages share, alone; what else the ends have."""
+        if self.name.startswith("blocks."):
+            block, part = self.name.split(".")[1:3]
+            return f"{block}.mlp" if part in ("norm2", "mlp") else f"{block}.attn"
+        return "tied" if self.name in TIED.values() else "ends"
 
     def cut(self, whole: torch.Tensor, tp: int, tp_rank: int) -> torch.Tensor:
         """Whole parameter -> slice of one tensor-parallel rank."""
@@ -677,14 +678,14 @@ def draw(timeline) -> str:
 # ---------------------------------------------------------------------------------------------
 # 4. Data parallelism in flat buckets (as DDP's, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020)
 #
-#     data    | token | ends | block 0 | ... | block n |     parameters are views
-#     grad    | token | ends | block 0 | ... | block n |     gradients add up here
+#     data    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |     parameters are views
+#     grad    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |     gradients add up here
 #
-# A bucket is one flat tensor: a block's parameters; the tied token matrix, whose gradient comes
-# from both ends of the model and is added up between them where these are two stages; what else the
-# ends have. Backward fills `grad` from the right. Once the last microbatch's gradients of a bucket
-# are in, its all-reduce starts, while backward goes on to the left; the order is the same on every
-# rank.
+# A bucket is one flat tensor: half a block's parameters; the tied token matrix, whose gradient
+# comes from both ends of the model and is added up between them where these are two stages; what
+# else the ends have. Backward fills `grad` from the right. Once the last microbatch's gradients of
+# a bucket are in, its all-reduce starts, while backward goes on to the left; the order is the same
+# on every rank.
 #
 # All replicas would then do the same update on the same numbers. ZeRO cuts each bucket into dp
 # slices, and replica r keeps slice r. One number (ZeRO's "stage", no stage of a pipeline) says of
@@ -822,19 +823,21 @@ class FlatParameters:
 
     # ZeRO 3: parameters that come and go
 
-    def gather(self, bucket: Bucket, ahead: Bucket | None = None) -> None:
-        """Have a bucket's parameters, and those of the one that is `ahead` on their way."""
-        for b in (bucket, ahead):
-            if b is not None and b.data.untyped_storage().size() == 0:
-                b.data.untyped_storage().resize_(b.data.nbytes)
-                b.data.chunk(self.shards)[self.grid.dp_rank].copy_(b.own["data"])
-                b.gathering = all_gather(b.data, self.grid.group("dp"))
-        if bucket.gathering is not None:
-            bucket.gathering.wait()
-            bucket.gathering = None
+    def gather(self, buckets: list[Bucket], ahead: list[Bucket] = ()) -> None:
+        """Have the buckets' parameters, and those of the ones `ahead` on their way."""
+        for bucket in (*buckets, *ahead):
+            if bucket.data.untyped_storage().size() == 0:
+                bucket.data.untyped_storage().resize_(bucket.data.nbytes)
+                bucket.data.chunk(self.shards)[self.grid.dp_rank].copy_(bucket.own["data"])
+                bucket.gathering = all_gather(bucket.data, self.grid.group("dp"))
+        for bucket in buckets:
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None
 
-    def free(self, bucket: Bucket) -> None:
-        bucket.data.untyped_storage().resize_(0)
+    def free(self, *buckets: Bucket) -> None:
+        for bucket in buckets:
+            bucket.data.untyped_storage().resize_(0)
 
     # Gradients
 
@@ -858,8 +861,6 @@ class FlatParameters:
             grad += parameter.grad                  # 16 bit -> the fp32 bucket
             parameter.grad = None
         bucket.missing -= 1
-        if self.zero >= 2 and 2 * bucket.missing <= len(bucket.pieces):
-            self._land()                            # it had half a block's time: make room
         while self.armed and self.reduced < len(self.buckets):
             full = self.buckets[-1 - self.reduced]
             if full.missing:
@@ -958,8 +959,8 @@ class _Regather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        flat, bucket, before = ctx.gather
-        flat.gather(bucket, ahead=before)
+        flat, here, before = ctx.gather
+        flat.gather(here, ahead=before)
         return dy, None, None, None
 
 
@@ -972,31 +973,30 @@ def shard_parameters(model: GPT, flat: FlatParameters) -> None:
     The ends of the model, whose tied matrix is used first and last, stay from the first use to the
     last; so does the last block, with whose backward the way back begins.
     """
-    tied, rest, *blocks = flat.buckets
+    ends, halves = flat.buckets[:2], flat.buckets[2:]
+    blocks = list(zip(halves[::2], halves[1::2]))
 
     def run_embed(forward, *args):
-        flat.gather(tied, ahead=rest)
-        flat.gather(rest, ahead=blocks[0])
+        flat.gather(ends, ahead=blocks[0])
         return forward(*args)
 
     def run_block(forward, here, before, after, *args):
         flat.gather(here, ahead=after)
         y = _Regather.apply(forward(*args), flat, here, before)
-        if after is not None or not torch.is_grad_enabled():
-            flat.free(here)
+        if after or not torch.is_grad_enabled():
+            flat.free(*here)
         return y
 
     def run_head(forward, *args):
         y = forward(*args)
         if not torch.is_grad_enabled():
-            flat.free(tied)
-            flat.free(rest)
+            flat.free(*ends)
         return y
 
     model.embed.forward = partial(run_embed, model.embed.forward)
     model.head.forward = partial(run_head, model.head.forward)
-    for block, here, before, after in zip(model.blocks.values(), blocks, [None, *blocks],
-                                          [*blocks[1:], None]):
+    for block, here, before, after in zip(model.blocks.values(), blocks, [(), *blocks],
+                                          [*blocks[1:], ()]):
         block.forward = partial(run_block, block.forward, here, before, after)
 
 

@@ -1812,13 +1812,13 @@ def test_stage_2_reduces_every_microbatch_while_backward_goes_on(dtype):
     run_schedule(one_f_one_b(0, 1, 2), local, grid, tokens.split(2), tokens.split(2),
                  torch.empty(0), [0, 0], before_backward=flat.arm)
     flat.finish_reduction()
-    order = [f"blocks.{i}" for i in reversed(range(5))] + ["ends", "tied"]
+    order = [f"{i}.{half}" for i in reversed(range(5)) for half in ("mlp", "attn")]
+    order += ["ends", "tied"]
     assert reduced == 2 * order
     blocks = [names - {"ends", "tied"} for names, _ in held]
     assert max(map(len, blocks)) == 1 and {on_its_way for _, on_its_way in held} == {0, 1}
-    for block in map("blocks.{}".format, range(4)):     # the one before arrives while it fills
-        filling = [on_its_way for names, on_its_way in held if block in names][:11]
-        assert filling[0] == 1 and filling[-1] == 0
+    for half in order[1:-2]:                    # the one before is on its way while it fills
+        assert {on_its_way for names, on_its_way in held if half in names} == {1}
     assert all(b.grad is None for b in flat.buckets)
     assert all(p.grad is None for p in local.parameters())
     plain = GPT(CFG).initialize(0)
@@ -1838,8 +1838,12 @@ def test_stage_3_holds_two_blocks_the_next_on_its_way(recompute):
     flat.initialize(CFG, 0)
 
     def there():                                # + is on its way
-        return [b.pieces[0].bucket.removeprefix("blocks.") + "+" * (b.gathering is not None)
+        return [b.pieces[0].bucket + "+" * (b.gathering is not None)
                 for b in flat.buckets if b.data.untyped_storage().size()]
+
+    def halves(*blocks):
+        return ends + [f"{block[0]}.{half}{block[1:]}" for block in blocks
+                       for half in ("attn", "mlp")]
     assert there() == []
     local.embed.token.register_forward_hook(lambda *_: seen.append(there()))
     for block in local.blocks.values():
@@ -1847,15 +1851,15 @@ def test_stage_3_holds_two_blocks_the_next_on_its_way(recompute):
         block.norm2.weight.register_post_accumulate_grad_hook(lambda _: seen.append(there()))
     ends = ["tied", "ends"]
     loss = local(tokens, tokens)
-    assert seen == [ends + list(blocks) for blocks in (
+    assert seen == [halves(*blocks) for blocks in (
         ["0+"], ["0", "1+"], ["1", "2+"], ["2", "3+"], ["3", "4+"], ["4"])]
-    assert there() == ends + ["4"]
+    assert there() == halves("4")
     seen.clear()
     flat.arm(True)
     loss.backward()
     again = 2 if recompute else 1               # and once when the block is made again
-    expected = [ends + pair for pair in (["3+", "4"], ["2+", "3"], ["1+", "2"], ["0+", "1"], ["0"])
-                for _ in range(again)]
+    expected = [halves(*blocks) for blocks in (
+        ["3+", "4"], ["2+", "3"], ["1+", "2"], ["0+", "1"], ["0"]) for _ in range(again)]
     assert seen == expected and there() == []
     with torch.no_grad():
         local(tokens, tokens)
@@ -2150,11 +2154,11 @@ def peak_memory(rank, world, layout, config, cfg):
         peak = resident("VmHWM") - before
     pieces, zero = run.flat.pieces, config.zero
     numel = [sum(p.local.numel() for p in pieces if p.bucket.startswith(start))
-             for start in ("", f"blocks.{min(map(int, run.model.blocks))}")]
-    # A bucket on its way and the slices that come in for it; the MLP's two thirds of the next one;
-    # two gathered blocks.
+             for start in ("", f"{min(map(int, run.model.blocks))}.")]
+    # A bucket fills, one is on its way, and slices come in for it; one of the two is an MLP's, two
+    # thirds of a block. Two blocks are gathered.
     arriving = (dp - 1) / dp
-    buffers = (0, arriving, 5 / 3 + arriving, 5 / 3 + arriving + 2)[zero] * 4 * numel[1]
+    buffers = (0, 2 * arriving, 3 + 2 * arriving, 9 + 2 * arriving)[zero] / 3 * 4 * numel[1]
     return peak, (FORMULA["fp32"](dp)[zero] * numel[0], buffers, parallel.activation_bytes(
         cfg, grid, run.schedule, config.micro_batch, 4, config.recompute))
 
