@@ -1714,7 +1714,7 @@ def test_offload_updates_the_hosts_slice_then_brings_the_parameters_back(tmp_pat
             mock.patch.object(parallel, "adamw", spy_adamw):
         run_steps(0, 1, (1, 1, 1), config, replace(CFG, n_layer=1), prepare=prepare)
     assert [event for event, _ in itertools.groupby(events)] == [
-        "gradients to the host", "update", "parameters back"] * 3       # token, ends, block
+        "gradients to the host", "update", "parameters back"] * 4       # tied, ends, two halves
 
 
 def transfers(rank, world):
