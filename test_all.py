@@ -1694,6 +1694,15 @@ def test_offload_changes_nothing_but_where_the_optimizer_is(pool, tmp_path, zero
         assert whole is theirs is None or relative(whole, theirs) == 0
 
 
+@pytest.mark.parametrize("offload, host", [(True, "cpu"), (False, torch.device("meta"))])
+def test_the_offload_flag_puts_the_optimizer_on_the_host(tmp_path, offload, host):
+    device = torch.device("meta")               # any that is not the host
+    with mock.patch.object(train, "FlatParameters", side_effect=RuntimeError) as spy, \
+            pytest.raises(RuntimeError):
+        train.Run(settings(tmp_path, offload=offload), CFG, Grid(1, 1, 1), device, None, None, None)
+    assert spy.call_args.args[4] == device and spy.call_args.args[6] == host
+
+
 def test_offload_updates_the_hosts_slice_then_brings_the_parameters_back(tmp_path):
     events, copy, adamw = [], torch.Tensor.to, parallel.adamw
 
