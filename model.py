@@ -119,9 +119,10 @@ class Embed(nn.Module):
             torch.empty(cfg.seq_len, cfg.n_embd), freeze=False)
         self.dropout = cfg.dropout
 
-    def forward(self, tokens, key=0):
+    def forward(self, tokens, key=0, start=0):
         x = self.token(tokens)                                              # (B, T, C)
-        x = x + self.position(torch.arange(x.shape[1], device=x.device))    # + (T, C)
+        positions = torch.arange(start, start + x.shape[1], device=x.device)
+        x = x + self.position(positions)                                    # + (T, C)
         return dropout(x, self.dropout if self.training else 0.0, key, "embed")
 
 
@@ -130,6 +131,9 @@ class Attention(nn.Module):
 
     q, k and v come out of one matrix product. Its 3C output channels are ordered (3, H, D): all
     heads of q, then of k, then of v. Whoever cuts the matrix by heads cuts each third on its own.
+
+    cache (2, B, H, positions, D) holds the keys and values before position `start` and takes those
+    of x: all positions at start 0, later one at a time (T = 1), which sees all before it.
     """
 
     def __init__(self, cfg: GPTConfig):
@@ -140,15 +144,18 @@ class Attention(nn.Module):
         self.dropout = cfg.dropout
         self.stream = 0         # who holds other heads draws another mask: parallel.py sets it
 
-    def forward(self, x, key=0):
+    def forward(self, x, key=0, cache=None, start=0):
         qkv = self.qkv(x)                                                   # (B, T, 3 H D)
         B, T, _ = qkv.shape
-        heads = qkv.view(B, T, 3, -1, self.head_dim)                        # (B, T, 3, H, D)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)                              # 3 of (B, H, T, D)
+        split = qkv.view(B, T, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = split                                                     # 3 of (B, H, T, D)
         p = self.dropout if self.training else 0.0
         if p > 0:
             torch.manual_seed(seed_of(key, "attention", self.stream))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+        if cache is not None:
+            cache[:, :, :, start:start + T] = split[1:]
+            k, v = cache[:, :, :, :start + T]                   # 2 of (B, H, start + T, D)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=start == 0, dropout_p=p)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # (B, H, T, D) -> (B, T, H D)
 
 
@@ -179,10 +186,10 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
         self.dropout = cfg.dropout
 
-    def forward(self, x, key=0):
+    def forward(self, x, key=0, cache=None, start=0):
         p = self.dropout if self.training else 0.0
         key = seed_of(key, "layer", self.layer) if p > 0 else key
-        x = x + dropout(self.attn(self.norm1(x), key), p, key, "attn")
+        x = x + dropout(self.attn(self.norm1(x), key, cache, start), p, key, "attn")
         return x + dropout(self.mlp(self.norm2(x)), p, key, "mlp")
 
 
@@ -220,16 +227,24 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(cfg, i) for i in range(cfg.n_layer)})
         self.head = Head(cfg, self.embed.token.weight)
 
-    def forward(self, x, targets=None, key=0):
+    def forward(self, x, targets=None, key=0, cache=None, start=0):
         """tokens (B, T) -> logits (B, T, V), or the summed loss in nats given targets (B, T).
 
         `key` (an int) names the batch: in training mode all dropout masks are a function of it.
+        With a cache (`new_cache`) the tokens stand at positions start, start + 1, ...: the whole
+        text at start 0, then one token at a time.
         """
         if self.embed is not None:
-            x = self.embed(x, key)
-        for block in self.blocks.values():
-            x = block(x, key)
+            x = self.embed(x, key, start)
+        for name, block in self.blocks.items():
+            x = block(x, key) if cache is None else block(x, key, cache[name], start)
         return x if self.head is None else self.head(x, targets)
+
+    def new_cache(self, batch: int) -> dict:
+        """Room for the keys and values of `batch` texts: block -> (2, B, H, seq_len, D)."""
+        H, D = self.cfg.n_head, self.cfg.n_embd // self.cfg.n_head
+        return {name: self.head.weight.new_empty(2, batch, H, self.cfg.seq_len, D)
+                for name in self.blocks}
 
     @torch.no_grad()
     def initialize(self, seed: int) -> "GPT":

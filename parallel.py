@@ -27,6 +27,9 @@ from torch.utils.checkpoint import checkpoint
 
 from model import GPT, IGNORE, GPTConfig, initial_value
 
+EXCHANGE_BYTES = 2 ** 20        # two ranks swap tensors up to this size rather than all-reduce them
+LOGITS = 2 ** 24                # logits that exist at a time
+
 # ---------------------------------------------------------------------------------------------
 # 1. The rank grid
 #
@@ -139,26 +142,40 @@ def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro
                          f"= {dp * micro}")
 
 
-def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> torch.Tensor:
-    """Sum (or `op`) over the group, in place; nothing to do alone."""
-    if group is not None:
-        dist.all_reduce(x, op, group)
-    return x
-
-
 class Transfer:
     """A collective on its way: `wait` ends it and returns its result. What is `received` is added
     to the result then."""
 
     def __init__(self, works, result, received=()):
         self.works, self.result, self.received = works, result, received
+        self.shape = lambda result: result
+
+    def then(self, shape) -> "Transfer":
+        """The same, with shape(result) for its result."""
+        self.shape = shape
+        return self
 
     def wait(self) -> torch.Tensor:
         for work in self.works:
             work.wait()
         for part in self.received:
             self.result += part
-        return self.result
+        return self.shape(self.result)
+
+
+def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Transfer:
+    """Sum (or `op`) over the group, in place; nothing to do alone.
+
+    Two ranks on the CPU send each other a small x and add, which takes gloo half as long.
+    """
+    if group is None:
+        return Transfer([], x)
+    if (x.is_cuda or group.size() > 2 or x.nbytes > EXCHANGE_BYTES or op != dist.ReduceOp.SUM):
+        return Transfer([dist.all_reduce(x, op, group, async_op=True)], x)
+    other, theirs = 1 - group.rank(), torch.empty_like(x)
+    works = [dist.isend(x, group=group, group_dst=other),
+             dist.irecv(theirs, group=group, group_src=other)]
+    return Transfer(works, x, [theirs])
 
 
 # torch 2.13 renamed both and warns of the old names; 2.11 has only these.
@@ -230,54 +247,83 @@ def all_gather(x: torch.Tensor, group) -> Transfer:
 # ---------------------------------------------------------------------------------------------
 
 
-def gather_positions(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """(B, T / tp, C), this rank's positions -> (B, T, C)."""
+def spread(x: torch.Tensor, grid: Grid) -> Transfer:
+    """Out of the region between the matrices: x is there already; with sequence parallelism this
+    rank's positions (B, T / tp, C) -> (B, T, C)."""
+    if not grid.sequence_parallel:
+        return Transfer([], x)
     whole = x.new_empty(grid.tp, *x.shape)                              # (tp, B, T / tp, C)
     whole[grid.tp_rank] = x
-    return all_gather(whole, grid.group("tp")).wait().movedim(0, 1).flatten(1, 2)
+    return all_gather(whole, grid.group("tp")).then(lambda x: x.movedim(0, 1).flatten(1, 2))
 
 
-def scatter_positions(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """(B, T, C) -> (B, T / tp, C): the sum of the ranks' x at this rank's positions."""
+def merge(x: torch.Tensor, grid: Grid) -> Transfer:
+    """Into it: the sum of the ranks' x (B, T, C), in place; with sequence parallelism only at this
+    rank's positions, (B, T / tp, C)."""
+    if not grid.sequence_parallel:
+        return all_reduce(x, grid.group("tp"))
     slices = x.unflatten(1, (grid.tp, -1)).movedim(1, 0).contiguous()   # (tp, B, T / tp, C)
-    return reduce_scatter(slices, grid.group("tp")).wait().squeeze(0)
-
-
-class _F(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, grid):
-        ctx.grid = grid
-        return gather_positions(x, grid) if grid.sequence_parallel else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        if ctx.grid.sequence_parallel:
-            return scatter_positions(dy, ctx.grid), None
-        return all_reduce(dy.contiguous(), ctx.grid.group("tp")), None
+    return reduce_scatter(slices, grid.group("tp")).then(lambda x: x.squeeze(0))
 
 
 class _G(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, grid):
         ctx.grid = grid
-        if grid.sequence_parallel:
-            return scatter_positions(x, grid)
-        ctx.mark_dirty(x)
-        return all_reduce(x, grid.group("tp"))
+        if not grid.sequence_parallel:
+            ctx.mark_dirty(x)
+        return merge(x, grid).wait()
 
     @staticmethod
     def backward(ctx, dy):
-        return gather_positions(dy, ctx.grid) if ctx.grid.sequence_parallel else dy, None
-
-
-def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Entry of a tensor-parallel region: x becomes the same on all its ranks, (B, T, C)."""
-    return x if grid.tp == 1 else _F.apply(x, grid)
+        return spread(dy, ctx.grid).wait(), None
 
 
 def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Exit of a tensor-parallel region: the ranks' x (B, T, C) are summed, in place."""
     return x if grid.tp == 1 else _G.apply(x, grid)
+
+
+def add_product(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    """The weight's gradient dy^T x, of dy (N, out) and x (N, in): added where FlatParameters keeps
+    gradients (`main_grad`, as in Megatron-LM), in fp32 by the matrix product itself, so that it
+    never is a tensor of its own; returned where there is no such place."""
+    if not hasattr(weight, "main_grad"):
+        return dy.t() @ x
+    kept = weight.main_grad()
+    if kept.dtype == x.dtype:
+        kept.addmm_(dy.t(), x)
+    else:
+        kept += dy.t() @ x
+    return None
+
+
+class _Linear(torch.autograd.Function):
+    """y = f(x) W^T + b. While the gradient of x is on its way to the other ranks, that of W is
+    computed; with sequence parallelism the positions of x are gathered a second time for it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, grid):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.biased, ctx.grid = weight, bias is not None, grid
+        return F.linear(x if grid is None else spread(x, grid).wait(), weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,), grid = ctx.saved_tensors, ctx.grid
+        there = Transfer([], x) if grid is None else spread(x, grid)
+        dx = dy @ ctx.weight
+        back = Transfer([], dx) if grid is None else merge(dx, grid)
+        dy = dy.flatten(0, 1)                                               # (B T, out)
+        dw = add_product(ctx.weight, dy, there.wait().flatten(0, 1))
+        return back.wait(), dw, dy.sum(0) if ctx.biased else None, None
+
+
+def linear(x, weight, bias=None, grid=None):
+    """x W^T + b, after f where there is a grid; a compiler has its own way to do this."""
+    if torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, grid)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -290,7 +336,7 @@ class ColumnParallelLinear(nn.Module):
         self.weight, self.bias, self.grid = linear.weight, linear.bias, grid
 
     def forward(self, x):
-        return F.linear(f(x, self.grid), self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.grid)
 
 
 class RowParallelLinear(nn.Module):
@@ -303,7 +349,7 @@ class RowParallelLinear(nn.Module):
         self.weight, self.bias, self.grid = linear.weight, linear.bias, grid
 
     def forward(self, x):
-        return g(F.linear(x, self.weight), self.grid) + self.bias
+        return g(linear(x, self.weight), self.grid) + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -335,53 +381,73 @@ class PositionEmbedding(nn.Module):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy in nats of logits (N, V / tp) against targets (N,) of the whole
-    vocabulary; `start` is the first column's token, columns from `valid` on are padding.
+    """`scale` times the summed cross-entropy in nats of the logits z = f(x) W^T, x (B, T, C) and
+    W (V / tp, C), against targets (B, T) of the whole vocabulary; `start` is the first row's token,
+    rows from `valid` on are padding. In fp32 or wider whatever the type of x.
 
         loss = log sum_v exp(z_v) - z_target        d loss / d z_v = softmax(z)_v - [v = target]
 
-    In fp32 or wider whatever the logits' type. Three numbers a position cross the ranks.
+    Forward makes the gradients too, as long as the logits are there: a slice of positions at a
+    time, so neither logits nor softmax of all positions ever exist. That is why the scale must be
+    known then. (scale None: the loss alone.) Three numbers a position cross the ranks.
     """
 
     @staticmethod
-    def forward(ctx, logits, targets, start, valid, group):
-        z = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)  # (N, V / tp)
-        z[:, valid:] = float("-inf")
-        z -= all_reduce(z.amax(dim=1), group, dist.ReduceOp.MAX).unsqueeze(1)
-        local = targets - start
-        mine = (local >= 0) & (local < z.shape[1])
-        column = local.where(mine, 0).unsqueeze(1)                                  # (N, 1)
-        at_target = z.gather(1, column).squeeze(1).where(mine, 0)
-        z.exp_()
-        total, at_target = all_reduce(torch.stack([z.sum(dim=1), at_target]), group)
-        counted = targets != IGNORE
-        ctx.save_for_backward(z.div_(total.unsqueeze(1)), column, mine, counted)    # z: softmax
-        ctx.dtype = logits.dtype
-        return (total.log() - at_target).where(counted, 0).sum()
+    def forward(ctx, x, weight, targets, start, valid, grid, scale):
+        shape, group = x.shape, grid.group("tp")
+        x, targets = spread(x, grid).wait().flatten(0, 1), targets.flatten()        # (N, C), (N,)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        loss, dw = torch.zeros((), dtype=wide, device=x.device), None
+        dx = None if scale is None else torch.empty_like(x)
+        count = max(1, LOGITS // weight.shape[0])
+        for rows in (slice(i, i + count) for i in range(0, len(x), count)):
+            z = (x[rows] @ weight.t()).to(wide)                                     # (n, V / tp)
+            z[:, valid:] = float("-inf")
+            z -= all_reduce(z.amax(dim=1), group, dist.ReduceOp.MAX).wait().unsqueeze(1)
+            local = targets[rows] - start
+            mine = (local >= 0) & (local < z.shape[1])
+            column = local.where(mine, 0).unsqueeze(1)                              # (n, 1)
+            at_target = z.gather(1, column).squeeze(1).where(mine, 0)
+            z.exp_()
+            total, at_target = all_reduce(torch.stack([z.sum(dim=1), at_target]), group).wait()
+            counted = targets[rows] != IGNORE
+            loss += (total.log() - at_target).where(counted, 0).sum()
+            if scale is not None:
+                z *= (counted * scale / total).unsqueeze(1)
+                z.scatter_add_(1, column, -(mine * counted * scale).to(wide).unsqueeze(1))
+                dz = z.to(x.dtype)
+                torch.mm(dz, weight, out=dx[rows])
+                part = add_product(weight, dz, x[rows])
+                dw = part if dw is None else dw + part
+        if scale is not None:
+            ctx.save_for_backward(merge(dx.view(shape[0], -1, shape[2]), grid).wait())
+            ctx.dw = dw
+            loss *= scale
+        return loss
 
     @staticmethod
-    def backward(ctx, scale):
-        softmax, column, mine, counted = ctx.saved_tensors
-        grad = softmax.scatter_add(1, column, -mine.to(softmax.dtype).unsqueeze(1))
-        return (grad * (counted * scale).unsqueeze(1)).to(ctx.dtype), None, None, None, None
+    def backward(ctx, upstream):
+        (dx,), dw = ctx.saved_tensors, ctx.dw
+        return dx * upstream, dw if dw is None else dw * upstream, *[None] * 5
 
 
 class VocabParallelHead(nn.Module):
-    """x (B, T, C) and targets (B, T) -> the summed loss of model.Head, the same on every rank."""
+    """x (B, T, C) and targets (B, T) -> `scale` times the summed loss of model.Head, the same on
+    every rank."""
     cut_dim = {"weight": 0}
 
     def __init__(self, head: nn.Module, grid: Grid):
         super().__init__()
         self.norm, self.weight, self.grid = head.norm, head.weight, grid
-        self.vocab_size = head.vocab_size
+        self.vocab_size, self.scale = head.vocab_size, 1.0
 
     def forward(self, x, targets):
-        logits = F.linear(f(self.norm(x), self.grid), self.weight)                  # (B, T, V / tp)
         rows = self.weight.shape[0]
         start = self.grid.tp_rank * rows
         valid = min(max(self.vocab_size - start, 0), rows)
-        return VocabParallelCrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), start,
-                                               valid, self.grid.group("tp"))
+        return VocabParallelCrossEntropy.apply(
+            self.norm(x), self.weight, targets, start, valid, self.grid,
+            self.scale if torch.is_grad_enabled() else None)
 
 
 # Which module of model.py becomes what.
@@ -467,8 +533,8 @@ def stage_layers(n_layer: int, pp: int, stage: int) -> range:
     return range(-(-stage * n_layer // pp), -(-(stage + 1) * n_layer // pp))
 
 
-def local_model(cfg: GPTConfig, grid: Grid, recompute=False) -> tuple[GPT, list[Piece]]:
-    """This rank's part of the model, on the meta device, and its parameters in flat order.
+def local_model(cfg: GPTConfig, grid: Grid, recompute=False, compile=False):
+    """(this rank's part of the GPT, on the meta device; its parameters, Pieces in flat order)
 
     The pieces depend on the stage alone, so any rank can know the layout of another one.
     """
@@ -513,6 +579,8 @@ def local_model(cfg: GPTConfig, grid: Grid, recompute=False) -> tuple[GPT, list[
 
     for block in model.blocks.values():
         block.attn.stream = grid.tp_rank                                # other heads, other masks
+        if compile:
+            block.forward = torch.compile(block.forward)
         if recompute:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False,
                                     preserve_rng_state=False)           # masks come from the key
@@ -553,6 +621,10 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
     total = torch.zeros((), dtype=torch.float64, device=boundary.device)
     last = [m for op, m in schedule if op == "B"][-1:]
 
+    factor = scale if torch.is_grad_enabled() else 1.0
+    if grid.is_last:
+        model.head.scale = scale
+
     def receive(source, group, m):
         x = torch.empty_like(boundary)
         dist.irecv(x, source, grid.group(group), tag=m).wait()
@@ -572,7 +644,7 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
             x.requires_grad_()
         y = model(x, targets[m] if grid.is_last else None, keys[m])
         if grid.is_last:
-            total.add_(y.detach())
+            total.add_(y.detach() / factor)
         else:
             send(y, grid.neighbour(1), "forward", m)
         if torch.is_grad_enabled():
@@ -584,7 +656,7 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
     def backward(m):
         x, y = live.pop(m)
         if grid.is_last:
-            dy = torch.full_like(y, scale)
+            dy = torch.ones_like(y)
         else:
             dy = receive(grid.neighbour(1), "backward", m)
             sent("forward", m)                          # at once: its gradient is back
@@ -608,16 +680,14 @@ def activation_bytes(cfg: GPTConfig, grid: Grid, schedule, micro_batch: int, ite
     """Estimate of the most bytes this rank keeps between forward and backward, in units of
     B T C numbers (Korthikanti et al. 2022, section 4, for what we save; without dropout):
 
-        block    2 inputs of LayerNorm      / tp with sequence parallelism
-                 2 inputs of matrices       the same on every rank
+        block    inputs and outputs of 2 LayerNorms     / tp with sequence parallelism
                  q, k, v, attention's output and the MLP's 4C (before and after GELU)     / tp
-        stage    what it sends on; or the head's two inputs and, in fp32, B T V of softmax / tp
+        stage    what it sends on; or the head's input and its gradient, which is made in forward
     """
     unit = micro_batch * cfg.seq_len * cfg.n_embd * itemsize
     thin = unit // (grid.tp if grid.sequence_parallel else 1)
-    block = 2 * thin + 2 * unit + (12 if cfg.activation == "gelu" else 8) * unit // grid.tp
-    softmax = micro_batch * cfg.seq_len * cfg.padded_vocab // grid.tp * max(4, itemsize)
-    end = thin + unit + softmax if grid.is_last else thin
+    block = 4 * thin + (12 if cfg.activation == "gelu" else 8) * unit // grid.tp
+    end = 2 * thin if grid.is_last else thin
     layers = len(stage_layers(cfg.n_layer, grid.pp, grid.stage))
     kept = layers * thin + end if recompute else layers * block + end
     return live_activations(schedule) * kept + (block if recompute else 0)
@@ -779,6 +849,7 @@ class FlatParameters:
                 # .data: autograd shall not take a gather for a change of the values it saved.
                 parameter = nn.Parameter(bucket.view(bucket.data, piece).data)
                 setattr(*place, parameter)
+                parameter.main_grad = partial(self._main_grad, bucket, piece)
                 if dtype == master_dtype and zero < 2:      # autograd adds straight into the bucket
                     parameter.grad = bucket.view(bucket.grad, piece)
                 parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, piece))
@@ -852,11 +923,15 @@ class FlatParameters:
         for bucket in self.buckets:
             bucket.missing = sum(len(piece.places) for piece in bucket.pieces)
 
-    def _ready(self, bucket: Bucket, piece: Piece, parameter) -> None:
+    def _main_grad(self, bucket: Bucket, piece: Piece) -> torch.Tensor:
+        """Where the piece's gradient adds up, in the shape of the piece."""
         if bucket.grad is None:
             bucket.grad = torch.zeros(bucket.numel, dtype=bucket.own["grad"].dtype,
                                       device=bucket.data.device)
-        grad = bucket.view(bucket.grad, piece)
+        return bucket.view(bucket.grad, piece)
+
+    def _ready(self, bucket: Bucket, piece: Piece, parameter) -> None:
+        grad = self._main_grad(bucket, piece)
         if parameter.grad is not None and parameter.grad.data_ptr() != grad.data_ptr():
             grad += parameter.grad                  # 16 bit -> the fp32 bucket
             parameter.grad = None
@@ -871,8 +946,7 @@ class FlatParameters:
     def _reduce(self, bucket: Bucket) -> None:
         group = self.grid.group("dp")
         if self.zero == 0:
-            works = [dist.all_reduce(bucket.grad, group=group, async_op=True)] if group else []
-            self.transfers.append((bucket, Transfer(works, bucket.grad)))
+            self.transfers.append((bucket, all_reduce(bucket.grad, group)))
             return
         self._land()                                # one on its way at a time
         self.transfers.append((bucket, reduce_scatter(bucket.grad, group)))
@@ -897,12 +971,12 @@ class FlatParameters:
         assert self.reduced == len(self.buckets), "a parameter got no gradient"
         self._land()
         if self.buckets[0].pieces[0].name in TIED.values():
-            all_reduce(self.buckets[0].own["grad"], self.grid.group("ends"))
+            all_reduce(self.buckets[0].own["grad"], self.grid.group("ends")).wait()
         if self.grid.sequence_parallel:
             terms = [bucket.own["grad"][here] for bucket in self.buckets
                      for piece, here, _ in bucket.parts if piece.dim is None]
             if terms:
-                sums = all_reduce(torch.cat(terms), self.grid.group("tp"))
+                sums = all_reduce(torch.cat(terms), self.grid.group("tp")).wait()
                 torch._foreach_copy_(terms, sums.split([len(x) for x in terms]))
 
     def square_sums(self) -> torch.Tensor:

@@ -37,18 +37,23 @@ def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
     return probabilities / probabilities.sum()
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: float = 1.0,
              top_k: int = 0, top_p: float = 1.0, generator: torch.Generator | None = None):
     """Yield up to `max_tokens` token ids that follow `tokens`; `end` stops and is not yielded.
 
-    The model sees the last seq_len tokens.
+    The model sees the last seq_len tokens. As long as they are all there are, keys and values of
+    those before the last are in a cache; from then on each token moves all others to another
+    position, and everything is computed again.
     """
-    device = next(model.parameters()).device
-    tokens = list(tokens)
+    tokens, seq_len = list(tokens), model.cfg.seq_len
+    cache, seen, device = model.new_cache(1), 0, next(model.parameters()).device
     for _ in range(max_tokens):
-        window = torch.tensor([tokens[-model.cfg.seq_len:]], device=device)     # (1, T)
-        logits = model(window)[0, -1]                                           # (V,)
+        if len(tokens) > seq_len:
+            seen = 0
+        new = torch.tensor([tokens[-seq_len:][seen:]], device=device)           # (1, T)
+        logits = model(new, cache=cache, start=seen)[0, -1]                     # (V,)
+        seen += new.shape[1]
         if temperature == 0:
             token = logits.argmax().item()
         else:

@@ -50,6 +50,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
@@ -1277,16 +1278,19 @@ def layers(rank, world):
             lambda t: parallel.VocabParallelEmbedding(SimpleNamespace(weight=t), grid)(tokens),
             (part(table, 0),), dy), [y, part(dt, 0)]
 
-        logits, targets = 30 * random_tensor(80, 384, seed=8), tokens.flatten().clone()
-        targets[::7] = IGNORE
-        scale = torch.tensor(0.37, dtype=torch.float64)
-        y, dz = backward(lambda z: F.cross_entropy(z[:, :257], targets, ignore_index=IGNORE,
-                                                   reduction="sum"), (logits,), scale)
+        x, weight = 5 * random_tensor(B, 40, C, seed=8), random_tensor(384, C, seed=10)
+        targets = tokens.clone()
+        targets[:, ::7] = IGNORE
+        upstream, scale = torch.tensor(0.37, dtype=torch.float64), 3.0
+        y, *expected = backward(lambda x, w: scale * F.cross_entropy(
+            F.linear(x, w[:257]).flatten(0, 1), targets.flatten(), ignore_index=IGNORE,
+            reduction="sum"), (x, weight), upstream)
         valid = min(max(257 - rank * rows, 0), rows)
-        yield "cross-entropy", backward(
-            lambda z: parallel.VocabParallelCrossEntropy.apply(z, targets, rank * rows, valid,
-                                                               grid.group("tp")),
-            (part(logits, 1),), scale), [y, part(dz, 1)]
+        with mock.patch.object(parallel, "LOGITS", 7 * rows):       # the last slice is shorter
+            yield "cross-entropy", backward(
+                lambda x, w: parallel.VocabParallelCrossEntropy.apply(
+                    x, w, targets, rank * rows, valid, grid, scale),
+                (x, part(weight, 0)), upstream), [y, expected[0], part(expected[1], 0)]
 
 
 def attention(rank, world):
@@ -1328,6 +1332,102 @@ def test_parallel_layers_are_the_plain_ones_under_random_upstream_gradients(pool
                                            msg=lambda m: f"{what}, rank {rank}: {m}")
 
 
+def overlapped(rank, world, sequence_parallel):
+    """What happens in the backward of a column-parallel matrix, in order."""
+    events, product = [], parallel.add_product
+    with gridded(rank, world, world, 1, sequence_parallel) as grid:
+        def noted(name):
+            collective = getattr(parallel, name)
+
+            def start(x, *args):
+                transfer = collective(x, *args)
+                wait = transfer.wait
+                transfer.wait = lambda: events.append(f"{name} ends") or wait()
+                events.append(f"{name} starts")
+                return transfer
+            return mock.patch.object(parallel, name, start)
+
+        layer = parallel.ColumnParallelLinear(nn.Linear(8, 12), grid)
+        y = layer(torch.randn(2, 4 // world, 8, requires_grad=True))
+        with noted("spread"), noted("merge"), mock.patch.object(
+                parallel, "add_product", lambda *args: events.append("weight") or product(*args)):
+            y.sum().backward()
+    return events
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_input_gradient_travels_while_the_weights_is_computed(pool, sequence_parallel):
+    for events in pool.run(2, overlapped, sequence_parallel):
+        assert events == ["spread starts", "merge starts", "spread ends", "weight", "merge ends"]
+
+
+def test_a_weights_gradient_is_added_where_it_is_kept():
+    """In fp32 by the product itself: autograd never sees a tensor. In 16 bits in fp32 too."""
+    x, dy = random_tensor(2, 5, 8, seed=1), random_tensor(2, 5, 6, seed=2)
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        weight = nn.Parameter(random_tensor(6, 8, seed=3).to(dtype))
+        kept, seen = torch.ones(6, 8), []
+        weight.main_grad = lambda: kept
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+        for _ in range(2):
+            parallel.linear(x.to(dtype), weight).backward(dy.to(dtype))
+        expected = 1 + 2 * dy.flatten(0, 1).t() @ x.flatten(0, 1)
+        assert seen == [None, None] and relative(kept, expected) < bound
+
+
+def peak_of_loss(rank, world, positions):
+    """Bytes at the peak of the head's forward and backward, vocabulary 50304, above what was."""
+    cfg = GPTConfig(vocab_size=50304, seq_len=positions, n_layer=1, n_head=1, n_embd=16)
+    local, pieces = local_model(cfg, Grid(1, 1, 1))
+    flat = FlatParameters(pieces, Grid(1, 1, 1), torch.float32, torch.float32, "cpu")
+    flat.initialize(cfg, 0)
+    x = torch.randn(1, positions, 16, requires_grad=True)
+    local.head(x[:, :64], tokens_of(cfg, 1)[:, :64]).backward()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = resident("VmRSS")
+    local.head(x, tokens_of(cfg, 1)).backward()
+    return resident("VmHWM") - before
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
+def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions():
+    with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536"):
+        fresh = Pool()
+        try:
+            few, many = (fresh.run(1, peak_of_loss, n)[0] for n in (1024, 4096))
+        finally:
+            fresh.stop()
+    assert 2 ** 24 < few < many + 2 ** 23 and many < few + 2 ** 23      # 3 * 2^26 for a softmax
+
+
+def sums_of_two(rank, world, elements):
+    """(ours, torch's) sum over the ranks of a tensor."""
+    with gridded(rank, world, world, 1) as grid:
+        x = random_tensor(elements, seed=rank).float()
+        theirs = x.clone()
+        dist.all_reduce(theirs)
+        return parallel.all_reduce(x, grid.group("tp")).wait(), theirs
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("elements", [3, parallel.EXCHANGE_BYTES // 4 + 1])
+def test_an_all_reduce_is_torchs_and_the_same_on_every_rank(pool, world, elements):
+    sums = pool.run(world, sums_of_two, elements)
+    for ours, theirs in sums:
+        torch.testing.assert_close(ours, theirs)
+        assert torch.equal(ours, sums[0][0])
+
+
+@pytest.mark.parametrize("flags", [dict(), dict(zero=3, recompute=True)])
+def test_compiled_blocks_train_as_they_are(pool, tmp_path, flags):
+    config = settings(tmp_path, steps=3, **flags)
+    plain, compiled = (pool.run(2, run_steps, (2, 1, 1), replace(config, compile=c), CFG,
+                                whole_gradient, seconds=400)[0] for c in (False, True))
+    assert relative(column(compiled[0], "loss"), column(plain[0], "loss")) <= 1e-5
+    assert relative(compiled[1], plain[1]) <= 1e-5
+
+
 # ---------------------------------------------------------------------------------------------
 # parallel.py: every layout is one process
 # ---------------------------------------------------------------------------------------------
@@ -1349,8 +1449,9 @@ def test_gpt2s_vocabulary_and_eight_stages_of_two_microbatches(pool, tmp_path):
 
 def one_gradient(rank, world, layout, broken, zero=0, sequence_parallel=False):
     """The whole gradient of one step, with a part of the machinery taken out."""
-    def identity(ctx, dy):
-        return dy, None
+    def no_f(ctx, dy, backward=parallel._Linear.backward):
+        ctx.grid = None
+        return backward(ctx, dy)
 
     def prepare(run):
         if broken in run.grid.groups:
@@ -1360,7 +1461,7 @@ def one_gradient(rank, world, layout, broken, zero=0, sequence_parallel=False):
         ctx.grid = grid
         return x.clone()
     patches = {"positions": mock.patch.object(torch, "_foreach_copy_", lambda terms, sums: None),
-               "f": mock.patch.object(parallel._F, "backward", staticmethod(identity)),
+               "f": mock.patch.object(parallel._Linear, "backward", staticmethod(no_f)),
                "g": mock.patch.object(parallel._G, "forward", staticmethod(no_sum))}
     dp, tp, pp = layout
     config = settings(tempfile.gettempdir(), dtype="fp64", steps=1, tp=tp, pp=pp, zero=zero,
@@ -1761,8 +1862,9 @@ def positions(rank, world):
         here = slice(rank * n, rank * n + n)
         slices = [of(r, B, n, C, seed=1) for r in range(world)]
         wholes = [of(r, B, n * world, C, seed=21) for r in range(world)]
-        yield "f", backward(lambda x: parallel.f(x, grid), (slices[rank],), wholes[rank]), \
-            [torch.cat(slices, 1), sum(wholes)[:, here]]
+        one = torch.eye(C, dtype=torch.float64)
+        yield "f", backward(lambda x: parallel.linear(x, one, None, grid), (slices[rank],),
+                            wholes[rank]), [torch.cat(slices, 1), sum(wholes)[:, here]]
         yield "g", backward(lambda x: parallel.g(x, grid), (wholes[rank],), slices[rank]), \
             [sum(wholes)[:, here], torch.cat(slices, 1)]
 
@@ -1898,6 +2000,7 @@ def live_graphs(rank, world, schedule, micro):
         def spy(x, target, group, tag):
             count("forward" if target > rank else "backward", x)
             return isend(x, target, group, tag=tag)
+        forward.head = local.head
         tokens = [tokens_of(cfg, 1, seed=m) for m in range(micro)]
         with mock.patch.object(dist, "isend", spy):
             run_schedule(parallel.SCHEDULES[schedule](grid.stage, world, micro), forward, grid,
@@ -3178,6 +3281,28 @@ def test_sampling_prints_only_text_and_is_a_function_of_the_seed(trained, tmp_pa
     assert greedy.stdout == bytes(tokens).decode(errors="replace") + "\n"
 
 
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token(activation):
+    plain = GPT(replace(CFG, activation=activation)).initialize(0).double().eval()
+    tokens = tokens_of(CFG, 2)
+    whole, cache = plain(tokens), plain.new_cache(2)
+    parts = [plain(tokens[:, :5], cache=cache)]
+    parts += [plain(tokens[:, i:i + 1], cache=cache, start=i) for i in range(5, CFG.seq_len)]
+    assert relative(torch.cat(parts, 1), whole) <= 1e-14
+    assert relative(plain(tokens[:, 1:2], cache=cache, start=1), whole[:, 1:2]) <= 1e-14
+
+
+def test_sampling_computes_each_token_once_until_the_window_moves():
+    plain, seen = GPT(CFG).initialize(0).double().eval(), []
+    plain.embed.register_forward_hook(lambda module, args, x: seen.append(x.shape[1]))
+    tokens, expected = list(sample.generate(plain, [1, 2, 3], 20, 256, temperature=0)), [1, 2, 3]
+    assert seen == [3] + 13 * [1] + 6 * [16]
+    for _ in range(20):
+        window = torch.tensor([expected[-CFG.seq_len:]])
+        expected.append(plain(window)[0, -1].argmax().item())
+    assert tokens == expected[3:]
+
+
 def test_a_prompt_longer_than_the_context_is_cropped_with_a_warning(trained):
     long = run_sample("--ckpt", trained, "--prompt", "x" * 10 + "line 12: some wo",
                       "--temperature", 0, "--max-tokens", 8)
@@ -3264,6 +3389,199 @@ def test_without_a_prompt_a_sample_begins_at_the_end_of_text(trained, monkeypatc
     monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(trained)])
     sample.main()
     assert seen == [[256]]
+
+
+# ---------------------------------------------------------------------------------------------
+# Speed, beside PyTorch's own parallel stack on the same work. Nothing is asserted about time.
+# ---------------------------------------------------------------------------------------------
+
+PAIRS = 5                       # each side's runs, in turn
+SHAPE = dict(n_layer=6, n_head=6, n_embd=384, seq_len=256)
+WORK = dict(batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=8, warmup=3)
+
+
+class PlainBlock(nn.Module):
+    """A block as PyTorch's stack can cut it: q, k and v apart."""
+
+    def __init__(self, C, D):
+        super().__init__()
+        self.head_dim = D
+        self.norm1, self.norm2 = nn.LayerNorm(C), nn.LayerNorm(C)
+        self.q, self.k, self.v, self.proj = (nn.Linear(C, C) for _ in range(4))
+        self.up, self.down = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+    def forward(self, x):
+        h = self.norm1(x)
+        q, k, v = (part(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                   for part in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    """What a pipeline's stage holds of it: all blocks and both ends for one process."""
+
+    def __init__(self, vocab, stage=0, stages=1, tied=True):
+        super().__init__()
+        layers, C = SHAPE["n_layer"] // stages, SHAPE["n_embd"]
+        first, last = stage == 0, stage == stages - 1
+        self.token = nn.Embedding(vocab, C) if first else None
+        self.position = nn.Embedding(SHAPE["seq_len"], C) if first else None
+        self.blocks = nn.ModuleList(PlainBlock(C, C // SHAPE["n_head"]) for _ in range(layers))
+        self.norm = nn.LayerNorm(C) if last else None
+        self.head = nn.Linear(C, vocab, bias=False) if last else None
+        for module in self.modules():               # of N(0, 1) many numbers become denormal
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+        if first and last and tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, x):
+        if self.token is not None:
+            x = self.token(x) + self.position.weight
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+def tensor_parallel(plain, mesh):
+    """parallelize_module as its tutorial has it, with the loss on cut logits."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (ColwiseParallel, RowwiseParallel,
+                                                   parallelize_module)
+    layer = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
+    layer |= {name: RowwiseParallel() for name in ("proj", "down")}
+    for block in plain.blocks:
+        parallelize_module(block, mesh, layer)
+    ends = {"token": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    parallelize_module(plain, mesh, {n: s for n, s in ends.items() if getattr(plain, n)})
+
+
+def peer(mode, batch_size, micro_batch, vocab, dtype, steps, warmup, schedule="ScheduleGPipe"):
+    """Train a PlainGPT on random tokens by PyTorch's stack; rank 0 prints tokens a second. Where
+    there is tensor parallelism (tp, 3d) or a pipeline the head is not tied and the norm is not
+    global, because the stack has no way to do either."""
+    warnings.simplefilter("ignore")
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    tp = {"tp": world, "3d": 2}.get(mode, 1)
+    pp = {"pp": world, "3d": 2}.get(mode, 1)
+    dp, stage = world // (tp * pp), rank // tp % pp
+    first, last = stage == 0, stage == pp - 1
+    torch.manual_seed(0)
+    plain = net = PlainGPT(vocab, stage, pp, tied=tp == 1)
+    if world > 1:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
+    if tp > 1:
+        tensor_parallel(plain, mesh["tp"])
+    if mode in ("ddp", "zero1"):
+        net = DistributedDataParallel(plain)
+    if mode == "fsdp":
+        for module in [*plain.blocks, plain]:
+            fully_shard(module)
+    parameters = list(plain.parameters())
+    kinds = [[p for p in parameters if isinstance(p, DTensor) == sharded]
+             for sharded in (False, True)]
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    optimizer = (ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-3, fused=True)
+                 if mode == "zero1" else adamw([dict(params=k) for k in kinds if k]))
+
+    def loss_of(logits, y):
+        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+    cast = (functools.partial(torch.autocast, "cpu", torch.bfloat16) if dtype == "bf16"
+            else nullcontext)
+    count, loss_context = batch_size // dp // micro_batch, loss_parallel if tp > 1 else nullcontext
+    if pp > 1:
+        schedule = getattr(pipelining, schedule)(
+            pipelining.PipelineStage(net, stage, pp, torch.device("cpu"),
+                                     group=mesh["pp"].get_group()), count, loss_fn=loss_of)
+
+    def gradients(x, y):
+        if pp > 1:
+            schedule.step(*([x] if first else []), **(dict(target=y, losses=[]) if last else {}))
+            return
+        for i, (a, b) in enumerate(zip(x.split(micro_batch), y.split(micro_batch))):
+            alone = isinstance(net, DistributedDataParallel) and i < count - 1
+            with net.no_sync() if alone else nullcontext():
+                with cast():
+                    loss = loss_of(net(a), b) / count
+                loss.backward()
+
+    seconds = []
+    for _ in range(warmup + steps):
+        x, y = torch.randint(vocab, (2, batch_size // dp, SHAPE["seq_len"]))
+        if world > 1:
+            dist.barrier()
+        start = time.perf_counter()
+        with loss_context():
+            gradients(x, y)
+        for p in parameters if mode == "3d" else ():        # DDP refuses DTensors
+            whole = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            dist.all_reduce(whole, group=mesh["dp"].get_group())
+            whole /= dp
+        for some in filter(None, kinds):                    # clipping refuses to mix the two kinds
+            torch.nn.utils.clip_grad_norm_(some, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if world > 1:
+            dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    if rank == 0:
+        tokens = batch_size * SHAPE["seq_len"]
+        print(json.dumps(dict(tokens_per_second=tokens / np.median(seconds[warmup:]))))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def random_data(folder, vocab):
+    """A directory of shards of random tokens."""
+    path, draw = Path(folder) / f"random_{vocab}", np.random.default_rng(0)
+    if not path.exists():
+        path.mkdir()
+        for split, count in (("train", 400_000), ("val", SHAPE["seq_len"] + 1)):
+            write_shard(path / f"{split}_000000.bin", draw.integers(vocab, size=count))
+        (path / "meta.json").write_text(json.dumps(dict(
+            tokenizer="bytes", vocab_size=vocab, bytes_per_token=1.0, fingerprint="random")))
+    return path
+
+
+def finished(processes, *command):
+    """Standard output of a Python script, in one process on all cores, or by torchrun."""
+    if processes > 1:
+        process = torchrun(processes, *command)
+    else:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
+        process = subprocess.Popen([sys.executable, *map(str, command)], env=environment, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    text, error = process.communicate(timeout=900)
+    assert process.returncode == 0, error
+    return text
+
+
+def speed_of_train_py(folder, processes, *flags, vocab=257, shape=SHAPE, steps=8, warmup=3):
+    """Tokens a second, train.py's own figure: the median after the warm-up."""
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        sizes = [f"--{name.replace('_', '-')}={value}" for name, value in shape.items()]
+        finished(processes, ROOT / "train.py", "--data", random_data(folder, vocab), "--out", out,
+                 *sizes, "--batch-size", 16, "--steps", warmup + steps, "--eval-every", 0,
+                 "--save-every", 0, "--lr", 1e-3, *flags)
+        rows = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
+        speeds = [row["tokens_per_second"] for row in rows if "loss" in row]
+    assert len(speeds) == warmup + steps
+    return np.median(speeds[warmup:])
+
+
+def speed_of_peer(processes, **work):
+    return json.loads(finished(processes, __file__, "peer", json.dumps(work)))["tokens_per_second"]
+
+
+def race(name, ours, theirs):
+    """Both sides in turn, PAIRS times; prints medians and their ratio."""
+    seen = [(ours(), theirs()) for _ in range(PAIRS)]
+    us, them = np.median(seen, axis=0)
+    print(f"| {name} | {us:,.4g} | {them:,.4g} | {us / them:.2f} |", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -105,6 +105,7 @@ class Config:
                       choices=list(PRECISIONS), local=True)
     device: str = flag("auto", "auto: cuda where there is one", choices=["auto", "cpu", "cuda"],
                        local=True)
+    compile: bool = flag(False, "compile the blocks with torch.compile (tp 1)", local=True)
     seed: int = flag(1337, "of the initial weights, the order of the data, dropout", low=0)
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0)
     keep: int = flag(3, "step files kept", low=1)
@@ -314,7 +315,7 @@ class Run:
         self.config, self.cfg, self.grid, self.device = config, cfg, grid, device
         self.train_data, self.val_data = train_data, val_data
         self.precision, self.scaler = PRECISIONS[config.dtype], make_scaler(config.dtype)
-        self.model, pieces = local_model(cfg, grid, config.recompute)
+        self.model, pieces = local_model(cfg, grid, config.recompute, config.compile)
         self.flat = FlatParameters(pieces, grid, self.precision.compute, self.precision.master,
                                    device, config.zero, "cpu" if config.offload else device)
         if config.zero == 3:
@@ -380,7 +381,8 @@ class Run:
             # agree: loss, squares for the norm, squares that tell an overflow, wish to stop
             news = torch.stack([loss / step_tokens * speaks_for_loss, *flat.square_sums(),
                                 torch.tensor(float(stop.asked > 0), device=self.device)])
-            loss, squares, overflow, stopping = all_reduce(news, grid.group("world")).tolist()
+            news = all_reduce(news, grid.group("world")).wait()
+            loss, squares, overflow, stopping = news.tolist()
             grad_norm = math.sqrt(squares) / scale
             found_inf = not (math.isfinite(loss) and math.isfinite(overflow))
 
@@ -434,7 +436,7 @@ class Run:
         total = run_schedule([("F", m) for m in range(micros)], self.model, self.grid, inputs,
                              targets, self.boundary, [0] * micros)
         total *= self.grid.tp_rank == 0                         # tensor neighbours have the same
-        all_reduce(total, self.grid.group("world"))
+        all_reduce(total, self.grid.group("world")).wait()
         self.model.train()
         return total.item() / (count * self.cfg.seq_len)
 
@@ -539,6 +541,10 @@ def plan(given: dict, state: dict | None, world: int):
     if config.eval_only:            # whose batches are its own
         dp = max(1, world // (config.tp * config.pp))
         config = dataclasses.replace(config, batch_size=dp * config.micro_batch)
+    if config.compile and (config.tp > 1 or config.dropout > 0):
+        raise ValueError(f"--compile goes with tp 1 and dropout 0, not {config.tp} and "
+                         f"{config.dropout}: a compiled block can neither communicate nor draw "
+                         f"masks by their key")
     check_layout(cfg, world, config.tp, config.pp, config.batch_size, config.micro_batch,
                  config.zero, config.sequence_parallel)
     if state is not None:
@@ -562,7 +568,7 @@ def introduce(run: Run) -> None:
         f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
         f"{flops_per_token(cfg):.3g} FLOPs a token")
     options = [f"zero {config.zero}", *[config.pp_schedule] * (grid.pp > 1),
-               *(name for name in ("recompute", "sequence_parallel", "offload")
+               *(name for name in ("recompute", "sequence_parallel", "offload", "compile")
                  if getattr(config, name))]
     say(f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {config.dtype}, "
         + ", ".join(options).replace("_", " "))
