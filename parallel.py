@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from model import GPT, IGNORE, GPTConfig, initial_value
 
 EXCHANGE_BYTES = 2 ** 20        # two ranks swap tensors up to this size rather than all-reduce them
-LOGITS = 2 ** 24                # logits that exist at a time
+LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 28}      # that exist at a time: about a CPU's cache
 
 # ---------------------------------------------------------------------------------------------
 # 1. The rank grid
@@ -293,8 +293,9 @@ def add_product(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torc
     kept = weight.main_grad()
     if kept.dtype == x.dtype:
         kept.addmm_(dy.t(), x)
-    else:
-        kept += dy.t() @ x
+    else:                                       # in parts that stay in the cache
+        for rows, columns in zip(kept.split(2048), dy.split(2048, dim=1)):
+            rows += columns.t() @ x
     return None
 
 
@@ -399,9 +400,13 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         loss, dw = torch.zeros((), dtype=wide, device=x.device), None
         dx = None if scale is None else torch.empty_like(x)
-        count = max(1, LOGITS // weight.shape[0])
+        count = min(len(x), max(1, LOGITS[x.device.type] // weight.shape[0]))
+        logits = x.new_empty(count, weight.shape[0])        # one memory for all slices
+        floats = logits if x.dtype == wide else torch.empty_like(logits, dtype=wide)
         for rows in (slice(i, i + count) for i in range(0, len(x), count)):
-            z = (x[rows] @ weight.t()).to(wide)                                     # (n, V / tp)
+            n = len(x[rows])
+            torch.mm(x[rows], weight.t(), out=logits[:n])                           # (n, V / tp)
+            z = floats[:n].copy_(logits[:n])
             z[:, valid:] = float("-inf")
             z -= all_reduce(z.amax(dim=1), group, dist.ReduceOp.MAX).wait().unsqueeze(1)
             local = targets[rows] - start
@@ -415,7 +420,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             if scale is not None:
                 z *= (counted * scale / total).unsqueeze(1)
                 z.scatter_add_(1, column, -(mine * counted * scale).to(wide).unsqueeze(1))
-                dz = z.to(x.dtype)
+                dz = logits[:n].copy_(z)
                 torch.mm(dz, weight, out=dx[rows])
                 part = add_product(weight, dz, x[rows])
                 dw = part if dw is None else dw + part
