@@ -248,8 +248,8 @@ def all_gather(x: torch.Tensor, group) -> Transfer:
 
 
 def spread(x: torch.Tensor, grid: Grid) -> Transfer:
-    """Out of the region between the matrices: x is there already; with sequence parallelism this
-    rank's positions (B, T / tp, C) -> (B, T, C)."""
+    """Into a tensor-parallel region, f forward and g backward: x as it is, for all ranks have it;
+    with sequence parallelism this rank's positions (B, T / tp, C) -> (B, T, C)."""
     if not grid.sequence_parallel:
         return Transfer([], x)
     whole = x.new_empty(grid.tp, *x.shape)                              # (tp, B, T / tp, C)
@@ -258,8 +258,8 @@ def spread(x: torch.Tensor, grid: Grid) -> Transfer:
 
 
 def merge(x: torch.Tensor, grid: Grid) -> Transfer:
-    """Into it: the sum of the ranks' x (B, T, C), in place; with sequence parallelism only at this
-    rank's positions, (B, T / tp, C)."""
+    """Out of one, g forward and f backward: the sum of the ranks' x (B, T, C), in place; with
+    sequence parallelism at this rank's positions only, (B, T / tp, C)."""
     if not grid.sequence_parallel:
         return all_reduce(x, grid.group("tp"))
     slices = x.unflatten(1, (grid.tp, -1)).movedim(1, 0).contiguous()   # (tp, B, T / tp, C)
@@ -418,8 +418,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             counted = targets[rows] != IGNORE
             loss += (total.log() - at_target).where(counted, 0).sum()
             if scale is not None:
-                z *= (counted * scale / total).unsqueeze(1)
-                z.scatter_add_(1, column, -(mine * counted * scale).to(wide).unsqueeze(1))
+                upstream = counted.to(wide) * scale                                 # (n,)
+                z *= (upstream / total).unsqueeze(1)
+                z.scatter_add_(1, column, -(upstream * mine).unsqueeze(1))
                 dz = logits[:n].copy_(z)
                 torch.mm(dz, weight, out=dx[rows])
                 part = add_product(weight, dz, x[rows])

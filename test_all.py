@@ -4,6 +4,7 @@
     python -m pytest test_all.py -m slow        the same claims at a size that takes longer
     python test_all.py                          the README's table of measured differences
     python test_all.py memory                   its tables of memory, and of speed under ZeRO
+    python -m pytest test_all.py -m bench -s    its tables of speed: an hour on a quiet machine
 
 Three habits. Where someone else computes the same thing (torch's GradScaler, AdamW, clipping,
 DistributedDataParallel, a plain model), that is what we compare with. Upstream gradients are
@@ -35,6 +36,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 import weakref
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
@@ -1281,7 +1283,7 @@ def layers(rank, world):
         x, weight = 5 * random_tensor(B, 40, C, seed=8), random_tensor(384, C, seed=10)
         targets = tokens.clone()
         targets[:, ::7] = IGNORE
-        upstream, scale = torch.tensor(0.37, dtype=torch.float64), 3.0
+        upstream, scale = torch.tensor(0.37, dtype=torch.float64), 0.3
         y, *expected = backward(lambda x, w: scale * F.cross_entropy(
             F.linear(x, w[:257]).flatten(0, 1), targets.flatten(), ignore_index=IGNORE,
             reduction="sum"), (x, weight), upstream)
@@ -3464,6 +3466,12 @@ def peer(mode, batch_size, micro_batch, vocab, dtype, steps, warmup, schedule="S
     there is tensor parallelism (tp, 3d) or a pipeline the head is not tied and the norm is not
     global, because the stack has no way to do either."""
     warnings.simplefilter("ignore")
+    from torch.distributed import pipelining
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import loss_parallel
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     tp = {"tp": world, "3d": 2}.get(mode, 1)
     pp = {"pp": world, "3d": 2}.get(mode, 1)
@@ -3584,6 +3592,188 @@ def race(name, ours, theirs):
     print(f"| {name} | {us:,.4g} | {them:,.4g} | {us / them:.2f} |", flush=True)
 
 
+# name, processes, train.py's flags, the peer's work; alone each side has its best micro-batch
+RACES = [
+    ("one process, fp32", 1, "--micro-batch 2", dict(mode="single")),
+    ("one process, fp32, vocabulary 50304", 1, "--micro-batch 2", dict(mode="single", vocab=50304)),
+    ("one process, bf16", 1, "--micro-batch 16", dict(mode="single", dtype="bf16", micro_batch=16)),
+    ("one process, bf16, vocabulary 50304", 1, "--micro-batch 16",
+     dict(mode="single", dtype="bf16", vocab=50304, micro_batch=16)),
+    ("dp 2 / DDP", 2, "", dict(mode="ddp")),
+    ("dp 2, zero 1 / ZeroRedundancyOptimizer", 2, "--zero 1", dict(mode="zero1")),
+    ("dp 2, zero 3 / FSDP2", 2, "--zero 3", dict(mode="fsdp")),
+    ("pp 2, gpipe", 2, "--pp 2", dict(mode="pp")),
+    ("pp 2, 1f1b", 2, "--pp 2 --pp-schedule 1f1b", dict(mode="pp", schedule="Schedule1F1B")),
+    ("tp 2 / DTensor", 2, "--tp 2", dict(mode="tp")),
+    ("dp 2 x pp 2 x tp 2", 8, "--tp 2 --pp 2", dict(mode="3d")),
+]
+
+
+@pytest.mark.bench
+def test_speed_beside_torchs_parallel_stack(tmp_path):
+    print("\n| tokens a second | ours | PyTorch's | ratio |\n|---|---|---|---|")
+    for name, processes, flags, theirs in RACES:
+        work = {**WORK, **theirs}
+        flags = ["--micro-batch", 2, "--dtype", work["dtype"], *flags.split()]
+        race(name, lambda: speed_of_train_py(tmp_path, processes, *flags, vocab=work["vocab"]),
+             lambda: speed_of_peer(processes, **work))
+
+
+@pytest.mark.bench
+def test_speed_of_three_dimensions_beside_one_process(tmp_path):
+    print("\n| tokens a second | 2 x 2 x 2 | one process | ratio |\n|---|---|---|---|")
+    race("8 processes / 1 on all cores",
+         lambda: speed_of_train_py(tmp_path, 8, "--tp", 2, "--pp", 2, "--micro-batch", 2),
+         lambda: speed_of_train_py(tmp_path, 1, "--micro-batch", 2))
+
+
+@contextmanager
+def all_cores():
+    torch.set_num_threads(os.cpu_count())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
+def per_second(work, amount):
+    """A function that does the work once and returns amount / seconds."""
+    def measure():
+        start = time.perf_counter()
+        work()
+        return amount / (time.perf_counter() - start)
+    return measure
+
+
+@pytest.mark.bench
+@pytest.mark.filterwarnings("ignore")
+def test_speed_of_sampling():
+    plain = GPT(GPTConfig(vocab_size=257, **SHAPE)).initialize(0).eval()
+
+    def cached():
+        return list(sample.generate(plain, [1], 255, end=-1, temperature=0))
+
+    @torch.inference_mode()
+    def whole_prefix():
+        tokens = [1]
+        while len(tokens) < 256:
+            tokens.append(plain(torch.tensor([tokens]))[0, -1].argmax().item())
+        return tokens[1:]
+    with all_cores():
+        assert cached() == whole_prefix()
+        print("\n| tokens sampled a second | ours | theirs | ratio |\n|---|---|---|---|")
+        race("cache / the whole prefix again", per_second(cached, 255),
+             per_second(whole_prefix, 255))
+        transformers = pytest.importorskip("transformers")
+        shape = dict(n_layer=SHAPE["n_layer"], n_head=SHAPE["n_head"], n_embd=SHAPE["n_embd"])
+        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=257, n_positions=SHAPE["seq_len"], **shape)).eval()
+        race("cache / Hugging Face generate", per_second(cached, 255), per_second(
+            lambda: theirs.generate(torch.tensor([[1]]), max_new_tokens=255, min_new_tokens=255,
+                                    do_sample=False, use_cache=True, pad_token_id=0), 255))
+
+
+@pytest.mark.bench
+def test_speed_of_tokenizing(tmp_path, gpt2):
+    files, _ = data.standard_library()
+    texts = [file.read_text() for file in files]
+    size, cores = sum(file.stat().st_size for file in files) / 1e6, os.cpu_count()
+    print("\n| MB a second | ours | tiktoken | ratio |\n|---|---|---|---|")
+    race("data.py, GPT-2 BPE / encode_ordinary_batch",
+         per_second(lambda: data.prepare(files, tmp_path, "gpt2"), size),
+         per_second(lambda: gpt2.encode_ordinary_batch(texts, num_threads=cores), size))
+
+
+@pytest.mark.bench
+def test_speed_of_checkpoints(tmp_path):
+    config = settings(tmp_path, steps=1, warmup_steps=1, batch_size=1, micro_batch=1)
+    cfg = GPTConfig(vocab_size=50257, seq_len=64, n_layer=6, n_head=6, n_embd=384)
+    run_steps(0, 1, (1, 1, 1), config, cfg)
+    state = torch.load(tmp_path / "latest.pt")
+    size = (tmp_path / "latest.pt").stat().st_size / 1e6
+
+    def their_save():
+        with open(tmp_path / "theirs", "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    print("\n| MB a second | ours | torch's | ratio |\n|---|---|---|---|")
+    race("save / torch.save, fsync", per_second(lambda: checkpoint.save(state, tmp_path, 1), size),
+         per_second(their_save, size))
+    plain = GPT(cfg)
+    race("verify and load a model / torch.load, load_state_dict",
+         per_second(lambda: checkpoint.load_model(tmp_path / "latest.pt"), size),
+         per_second(lambda: torch.load(tmp_path / "theirs"), size))
+
+
+@pytest.mark.bench
+def test_time_to_the_first_step_of_eight_processes(tmp_path):
+    """Beside eight processes that only import torch and start gloo."""
+    least = tmp_path / "least.py"
+    least.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+                     "print('step 1/', flush=True)\ndist.destroy_process_group()\n")
+    flags = ["--data", random_data(tmp_path, 257), "--steps", 1, "--tp", 2, "--pp", 2]
+
+    def seconds(*command):
+        start = time.perf_counter()
+        process = torchrun(8, *command)
+        while not process.stdout.readline().startswith("step 1/"):
+            assert process.poll() is None
+        duration = time.perf_counter() - start
+        process.communicate(timeout=300)
+        return duration
+    print("\n| seconds to the first step | ours | the least | ratio |\n|---|---|---|---|")
+    race("8 processes", lambda: seconds(ROOT / "train.py", *flags, "--out", tempfile.mkdtemp(
+        dir=tmp_path)), lambda: seconds(least))
+
+
+def rate_of_products(n=2048):
+    """FLOP/s of a large square matrix product on all cores, fp32."""
+    with all_cores():
+        a = torch.randn(n, n)
+        return max(per_second(lambda: a @ a, 2 * n ** 3)() for _ in range(4))
+
+
+@pytest.mark.bench
+def test_cost_as_the_work_grows(tmp_path):
+    """One quantity at a time, 4096 tokens a step; the machine's rate is measured with each."""
+    print("\n| one process, fp32 | tokens a second | GFLOP/s | of the products' rate |\n"
+          "|---|---|---|---|")
+    for name, value in [("n_embd", 192), ("n_embd", 384), ("n_embd", 768), ("n_embd", 1024),
+                        ("n_layer", 3), ("n_layer", 12), ("seq_len", 64), ("seq_len", 1024),
+                        ("vocab", 8192), ("vocab", 50304)]:
+        shape = {**SHAPE, "vocab": 257, name: value}
+        shape["n_head"], vocab = shape["n_embd"] // 64, shape.pop("vocab")
+        flops = model.flops_per_token(GPTConfig(vocab_size=vocab, **shape))
+        batch = 4096 // shape["seq_len"]
+        rates, speeds = zip(*[(rate_of_products(), speed_of_train_py(
+            tmp_path, 1, "--batch-size", batch, "--micro-batch", max(1, batch // 4), vocab=vocab,
+            shape=shape, steps=3, warmup=1)) for _ in range(3)])
+        speed = np.median(speeds)
+        print(f"| {name} {value} | {speed:,.0f} | {speed * flops / 1e9:,.0f} | "
+              f"{speed * flops / np.median(rates):.2f} |", flush=True)
+
+
+@pytest.mark.bench
+def test_cost_as_processes_and_microbatches_grow(tmp_path):
+    """One thread each. The bubble: what a step takes beyond its microbatches, whose time is the
+    slope between 8 and 32 of them."""
+    print("\n| layout | tokens a second |\n|---|---|")
+    for processes, flags in [(1, ""), (2, ""), (4, ""), (2, "--tp 2"), (4, "--tp 4"), (2, "--pp 2"),
+                             (4, "--pp 4")]:
+        speed = speed_of_train_py(tmp_path, processes, "--micro-batch", 2, *flags.split())
+        print(f"| {processes} processes {flags} | {speed:,.0f} |", flush=True)
+    seconds = {}
+    for micros in (1, 2, 4, 8, 32):
+        speed = speed_of_train_py(tmp_path, 2, "--pp", 2, "--batch-size", micros, "--micro-batch", 1,
+                                  steps=9)
+        seconds[micros] = micros * SHAPE["seq_len"] / speed
+    each = (seconds[32] - seconds[8]) / 24
+    print("\n| microbatches on 2 stages | bubble measured | (p - 1) / (m + p - 1) |\n|---|---|---|")
+    for micros, time_ in seconds.items():
+        print(f"| {micros} | {1 - micros * each / time_:.2f} | {1 / (micros + 1):.2f} |")
+
+
 # ---------------------------------------------------------------------------------------------
 # README.md
 # ---------------------------------------------------------------------------------------------
@@ -3695,5 +3885,7 @@ def print_memory(folder):
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["peer"]:
+        sys.exit(peer(**json.loads(sys.argv[2])))
     with tempfile.TemporaryDirectory() as folder:
         (print_memory if sys.argv[1:] == ["memory"] else print_equality)(folder)
