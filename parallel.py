@@ -148,11 +148,11 @@ class Transfer:
 
     def __init__(self, works, result, received=()):
         self.works, self.result, self.received = works, result, received
-        self.shape = lambda result: result
+        self.finish = lambda result: result
 
-    def then(self, shape) -> "Transfer":
-        """The same, with shape(result) for its result."""
-        self.shape = shape
+    def then(self, finish) -> "Transfer":
+        """The same, with finish(result) for its result."""
+        self.finish = finish
         return self
 
     def wait(self) -> torch.Tensor:
@@ -160,7 +160,7 @@ class Transfer:
             work.wait()
         for part in self.received:
             self.result += part
-        return self.shape(self.result)
+        return self.finish(self.result)
 
 
 def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Transfer:
@@ -170,7 +170,7 @@ def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Transfer:
     """
     if group is None:
         return Transfer([], x)
-    if (x.is_cuda or group.size() > 2 or x.nbytes > EXCHANGE_BYTES or op != dist.ReduceOp.SUM):
+    if x.is_cuda or group.size() > 2 or x.nbytes > EXCHANGE_BYTES or op != dist.ReduceOp.SUM:
         return Transfer([dist.all_reduce(x, op, group, async_op=True)], x)
     other, theirs = 1 - group.rank(), torch.empty_like(x)
     works = [dist.isend(x, group=group, group_dst=other),
@@ -307,21 +307,20 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, grid):
         ctx.save_for_backward(x)
         ctx.weight, ctx.biased, ctx.grid = weight, bias is not None, grid
-        return F.linear(x if grid is None else spread(x, grid).wait(), weight, bias)
+        return F.linear(spread(x, grid).wait(), weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         (x,), grid = ctx.saved_tensors, ctx.grid
-        there = Transfer([], x) if grid is None else spread(x, grid)
-        dx = dy @ ctx.weight
-        back = Transfer([], dx) if grid is None else merge(dx, grid)
+        there = spread(x, grid)
+        back = merge(dy @ ctx.weight, grid)
         dy = dy.flatten(0, 1)                                               # (B T, out)
         dw = add_product(ctx.weight, dy, there.wait().flatten(0, 1))
         return back.wait(), dw, dy.sum(0) if ctx.biased else None, None
 
 
-def linear(x, weight, bias=None, grid=None):
-    """x W^T + b, after f where there is a grid; a compiler has its own way to do this."""
+def linear(x, weight, bias=None, grid=Grid(1, 1, 1)):
+    """f(x) W^T + b, where f does nothing on a grid of one; a compiler has its own way to do it."""
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, grid)
@@ -382,15 +381,15 @@ class PositionEmbedding(nn.Module):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """`scale` times the summed cross-entropy in nats of the logits z = f(x) W^T, x (B, T, C) and
-    W (V / tp, C), against targets (B, T) of the whole vocabulary; `start` is the first row's token,
-    rows from `valid` on are padding. In fp32 or wider whatever the type of x.
+    """Summed cross-entropy in nats of the logits z = f(x) W^T, x (B, T, C) and W (V / tp, C),
+    against targets (B, T) of the whole vocabulary; `start` is the first row's token, rows from
+    `valid` on are padding. In fp32 or wider whatever the type of x. Gradients come times `scale`.
 
         loss = log sum_v exp(z_v) - z_target        d loss / d z_v = softmax(z)_v - [v = target]
 
     Forward makes the gradients too, as long as the logits are there: a slice of positions at a
-    time, so neither logits nor softmax of all positions ever exist. That is why the scale must be
-    known then. (scale None: the loss alone.) Three numbers a position cross the ranks.
+    time, so neither logits nor softmax of all positions ever exist. That is why the loss scale must
+    be known then. (None: no gradients.) Three numbers a position cross the ranks.
     """
 
     @staticmethod
@@ -428,7 +427,6 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         if scale is not None:
             ctx.save_for_backward(merge(dx.view(shape[0], -1, shape[2]), grid).wait())
             ctx.dw = dw
-            loss *= scale
         return loss
 
     @staticmethod
@@ -438,8 +436,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 class VocabParallelHead(nn.Module):
-    """x (B, T, C) and targets (B, T) -> `scale` times the summed loss of model.Head, the same on
-    every rank."""
+    """x (B, T, C) and targets (B, T) -> the summed loss of model.Head, the same on every rank; its
+    gradients come times `self.scale`."""
     cut_dim = {"weight": 0}
 
     def __init__(self, head: nn.Module, grid: Grid):
@@ -620,14 +618,13 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
     targets     microbatch -> tokens (B, T), used on the last stage
     boundary    an empty tensor like what crosses a stage boundary, (B, T, C) or (B, T / tp, C)
     keys        microbatch -> key of the dropout masks
-    scale       what to multiply the summed loss by before backward
+    scale       what to multiply the gradients of the summed loss by
     before_backward   called before each "B" with whether it is the last, which completes the step
     """
     live, sends = {}, {}
     total = torch.zeros((), dtype=torch.float64, device=boundary.device)
     last = [m for op, m in schedule if op == "B"][-1:]
 
-    factor = scale if torch.is_grad_enabled() else 1.0
     if grid.is_last:
         model.head.scale = scale
 
@@ -650,7 +647,7 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
             x.requires_grad_()
         y = model(x, targets[m] if grid.is_last else None, keys[m])
         if grid.is_last:
-            total.add_(y.detach() / factor)
+            total.add_(y.detach())
         else:
             send(y, grid.neighbour(1), "forward", m)
         if torch.is_grad_enabled():

@@ -1284,9 +1284,9 @@ def layers(rank, world):
         targets = tokens.clone()
         targets[:, ::7] = IGNORE
         upstream, scale = torch.tensor(0.37, dtype=torch.float64), 0.3
-        y, *expected = backward(lambda x, w: scale * F.cross_entropy(
+        y, *expected = backward(lambda x, w: F.cross_entropy(
             F.linear(x, w[:257]).flatten(0, 1), targets.flatten(), ignore_index=IGNORE,
-            reduction="sum"), (x, weight), upstream)
+            reduction="sum"), (x, weight), scale * upstream)
         valid = min(max(257 - rank * rows, 0), rows)
         with mock.patch.dict(parallel.LOGITS, cpu=7 * rows):       # the last slice is shorter
             yield "cross-entropy", backward(
@@ -1452,7 +1452,7 @@ def test_gpt2s_vocabulary_and_eight_stages_of_two_microbatches(pool, tmp_path):
 def one_gradient(rank, world, layout, broken, zero=0, sequence_parallel=False):
     """The whole gradient of one step, with a part of the machinery taken out."""
     def no_f(ctx, dy, backward=parallel._Linear.backward):
-        ctx.grid = None
+        ctx.grid = Grid(1, 1, 1)
         return backward(ctx, dy)
 
     def prepare(run):
@@ -2743,6 +2743,8 @@ def expect_mistake(result, message):
     ("--tp 2", dict(WORLD_SIZE=3), "3 processes are not divisible by tp 2 x pp 1"),
     ("--tp 4 --pp 4", dict(WORLD_SIZE=8), "8 processes are not divisible by tp 4 x pp 4"),
     ("--tp 8", dict(WORLD_SIZE=8), "n_head 2 is not divisible by tp 8"),
+    ("--compile --tp 2", dict(WORLD_SIZE=2), "--compile goes with tp 1 and dropout 0, not 2 and 0"),
+    ("--compile --dropout 0.1", {}, "not 1 and 0.1"),
     ("--pp 4", dict(WORLD_SIZE=4), "n_layer 2 is less than pp 4"),
     ("--zero 3 --pp 2", dict(WORLD_SIZE=2), "zero 3 with pp 2"),
     ("--sequence-parallel", {}, "but tp is 1"),
