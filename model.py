@@ -152,6 +152,7 @@ class Attention(nn.Module):
         p = self.dropout if self.training else 0.0
         if p > 0:
             torch.manual_seed(seed_of(key, "attention", self.stream))
+        assert start == 0 or T == 1, "a second part of a text would see its own future"
         if cache is not None:
             cache[:, :, :, start:start + T] = split[1:]
             k, v = cache[:, :, :, :start + T]                   # 2 of (B, H, start + T, D)

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from model import GPT, IGNORE, GPTConfig, initial_value
 
 EXCHANGE_BYTES = 2 ** 20        # two ranks swap tensors up to this size rather than all-reduce them
-LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 28}      # that exist at a time: about a CPU's cache
+LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 28}      # numbers that exist at a time; measured on the CPU
 
 # ---------------------------------------------------------------------------------------------
 # 1. The rank grid
@@ -280,20 +280,20 @@ class _G(torch.autograd.Function):
 
 
 def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Exit of a tensor-parallel region: the ranks' x (B, T, C) are summed, in place."""
+    """Exit of a tensor-parallel region: the sum of the ranks' x (B, T, C); may overwrite x."""
     return x if grid.tp == 1 else _G.apply(x, grid)
 
 
 def add_product(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
     """The weight's gradient dy^T x, of dy (N, out) and x (N, in): added where FlatParameters keeps
-    gradients (`main_grad`, as in Megatron-LM), in fp32 by the matrix product itself, so that it
-    never is a tensor of its own; returned where there is no such place."""
+    gradients (`main_grad`, as in Megatron-LM), by the matrix product itself if the types are equal,
+    so that it never is a tensor of its own; returned where there is no such place."""
     if not hasattr(weight, "main_grad"):
         return dy.t() @ x
     kept = weight.main_grad()
     if kept.dtype == x.dtype:
         kept.addmm_(dy.t(), x)
-    else:                                       # in parts that stay in the cache
+    else:                               # 16 bit -> fp32, in parts that stay in the cache
         for rows, columns in zip(kept.split(2048), dy.split(2048, dim=1)):
             rows += columns.t() @ x
     return None
@@ -316,11 +316,14 @@ class _Linear(torch.autograd.Function):
         back = merge(dy @ ctx.weight, grid)
         dy = dy.flatten(0, 1)                                               # (B T, out)
         dw = add_product(ctx.weight, dy, there.wait().flatten(0, 1))
+        if dw is None:
+            ctx.weight.ready()
         return back.wait(), dw, dy.sum(0) if ctx.biased else None, None
 
 
 def linear(x, weight, bias=None, grid=Grid(1, 1, 1)):
-    """f(x) W^T + b, where f does nothing on a grid of one; a compiler has its own way to do it."""
+    """f(x) W^T + b, where f does nothing on a grid of one. Inside torch.compile, which is for tp 1,
+    the plain product: the compiler takes care of its backward, `_ready` of its gradient."""
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, grid)
@@ -331,9 +334,9 @@ class ColumnParallelLinear(nn.Module):
     parallelism, as in the other modules here, what is "the same everywhere" is a slice of T."""
     cut_dim = {"weight": 0, "bias": 0}
 
-    def __init__(self, linear: nn.Linear, grid: Grid):
+    def __init__(self, plain: nn.Linear, grid: Grid):
         super().__init__()
-        self.weight, self.bias, self.grid = linear.weight, linear.bias, grid
+        self.weight, self.bias, self.grid = plain.weight, plain.bias, grid
 
     def forward(self, x):
         return linear(x, self.weight, self.bias, self.grid)
@@ -344,12 +347,32 @@ class RowParallelLinear(nn.Module):
     all and added once, after the sum."""
     cut_dim = {"weight": 1}
 
-    def __init__(self, linear: nn.Linear, grid: Grid):
+    def __init__(self, plain: nn.Linear, grid: Grid):
         super().__init__()
-        self.weight, self.bias, self.grid = linear.weight, linear.bias, grid
+        self.weight, self.bias, self.grid = plain.weight, plain.bias, grid
 
     def forward(self, x):
         return g(linear(x, self.weight), self.grid) + self.bias
+
+
+class _Lookup(torch.autograd.Function):
+    """F.embedding, whose gradient is added to the rows looked up alone, where it is kept."""
+
+    @staticmethod
+    def forward(ctx, tokens, weight):
+        ctx.save_for_backward(tokens)
+        ctx.weight = weight
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx, dx):
+        tokens, weight = ctx.saved_tensors[0].flatten(), ctx.weight
+        kept = weight.main_grad() if hasattr(weight, "main_grad") else torch.zeros_like(weight)
+        kept.index_add_(0, tokens, dx.flatten(0, 1).to(kept.dtype))
+        if not hasattr(weight, "main_grad"):
+            return None, kept
+        weight.ready()
+        return None, None
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -364,7 +387,7 @@ class VocabParallelEmbedding(nn.Module):
         rows = self.weight.shape[0]
         local = tokens - self.grid.tp_rank * rows                       # row number on this rank
         mine = (local >= 0) & (local < rows)
-        x = F.embedding(local.where(mine, 0), self.weight)              # (B, T, C)
+        x = _Lookup.apply(local.where(mine, 0), self.weight)            # (B, T, C)
         return g(x * mine.unsqueeze(-1), self.grid)
 
 
@@ -389,7 +412,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     Forward makes the gradients too, as long as the logits are there: a slice of positions at a
     time, so neither logits nor softmax of all positions ever exist. That is why the loss scale must
-    be known then. (None: no gradients.) Three numbers a position cross the ranks.
+    be known then (None: no gradients), and why backward is to be called with gradient 1: that of W
+    has been added already. Three numbers a position cross the ranks.
     """
 
     @staticmethod
@@ -425,14 +449,17 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
                 part = add_product(weight, dz, x[rows])
                 dw = part if dw is None else dw + part
         if scale is not None:
-            ctx.save_for_backward(merge(dx.view(shape[0], -1, shape[2]), grid).wait())
-            ctx.dw = dw
+            dx = merge(dx.view(shape[0], -1, shape[2]), grid).wait()
+            # A slice of the positions would keep the memory of all.
+            ctx.save_for_backward(dx.clone() if grid.sequence_parallel else dx)
+            ctx.weight, ctx.dw = weight, dw
         return loss
 
     @staticmethod
-    def backward(ctx, upstream):
-        (dx,), dw = ctx.saved_tensors, ctx.dw
-        return dx * upstream, dw if dw is None else dw * upstream, *[None] * 5
+    def backward(ctx, one):
+        if ctx.dw is None:
+            ctx.weight.ready()
+        return *ctx.saved_tensors, ctx.dw, *[None] * 5
 
 
 class VocabParallelHead(nn.Module):
@@ -584,7 +611,7 @@ def local_model(cfg: GPTConfig, grid: Grid, recompute=False, compile=False):
     for block in model.blocks.values():
         block.attn.stream = grid.tp_rank                                # other heads, other masks
         if compile:
-            block.forward = torch.compile(block.forward)
+            block.forward = torch.compile(block.forward, fullgraph=True)
         if recompute:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False,
                                     preserve_rng_state=False)           # masks come from the key
@@ -775,7 +802,7 @@ def draw(timeline) -> str:
 #     3   a block's parameters are gathered before use, forward and backward, and freed after; the
 #         next block's are on their way meanwhile (FSDP, Zhao et al. 2023)
 #
-# Before a backward that completes the gradients, `arm`; each is `_ready` once autograd has it; a
+# Before a backward that completes the gradients, `arm`; each is `_ready` once it is added; a
 # full bucket goes off with `_reduce`, and its sum comes in with `_land`.
 # ---------------------------------------------------------------------------------------------
 
@@ -851,10 +878,11 @@ class FlatParameters:
                 # .data: autograd shall not take a gather for a change of the values it saved.
                 parameter = nn.Parameter(bucket.view(bucket.data, piece).data)
                 setattr(*place, parameter)
+                # Matrices are added there by their own backward, which says when; what autograd
+                # makes (of vectors, and where torch.compile does the work) is added by the hook.
                 parameter.main_grad = partial(self._main_grad, bucket, piece)
-                if dtype == master_dtype and zero < 2:      # autograd adds straight into the bucket
-                    parameter.grad = bucket.view(bucket.grad, piece)
-                parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, piece))
+                parameter.ready = partial(self._ready, bucket)
+                parameter.register_post_accumulate_grad_hook(self._add)
             if zero == 3:
                 self.free(bucket)
 
@@ -932,11 +960,13 @@ class FlatParameters:
                                       device=bucket.data.device)
         return bucket.view(bucket.grad, piece)
 
-    def _ready(self, bucket: Bucket, piece: Piece, parameter) -> None:
-        grad = self._main_grad(bucket, piece)
-        if parameter.grad is not None and parameter.grad.data_ptr() != grad.data_ptr():
-            grad += parameter.grad                  # 16 bit -> the fp32 bucket
+    def _add(self, parameter) -> None:
+        if parameter.grad is not None:              # torch may call after a backward without one
+            parameter.main_grad().add_(parameter.grad)
             parameter.grad = None
+            parameter.ready()
+
+    def _ready(self, bucket: Bucket) -> None:
         bucket.missing -= 1
         while self.armed and self.reduced < len(self.buckets):
             full = self.buckets[-1 - self.reduced]
@@ -949,6 +979,8 @@ class FlatParameters:
         group = self.grid.group("dp")
         if self.zero == 0:
             self.transfers.append((bucket, all_reduce(bucket.grad, group)))
+            return
+        if bucket.grad is None:     # GPipe's forwards add the head's before the first backward
             return
         self._land()                                # one on its way at a time
         self.transfers.append((bucket, reduce_scatter(bucket.grad, group)))
@@ -1046,8 +1078,8 @@ def shard_parameters(model: GPT, flat: FlatParameters) -> None:
         forward    gather block i, start i + 1, run, free
         backward   gather block i, start i - 1, run; `_ready` reduces its gradients and frees it
 
-    The ends of the model, whose tied matrix is used first and last, stay from the first use to the
-    last; so does the last block, with whose backward the way back begins.
+    The tied matrix is there from the embedding to the head, which makes its gradients in forward;
+    what else the ends have stays for backward, and so does the last block, with which that begins.
     """
     ends, halves = flat.buckets[:2], flat.buckets[2:]
     blocks = list(zip(halves[::2], halves[1::2]))
@@ -1065,8 +1097,7 @@ def shard_parameters(model: GPT, flat: FlatParameters) -> None:
 
     def run_head(forward, *args):
         y = forward(*args)
-        if not torch.is_grad_enabled():
-            flat.free(*ends)
+        flat.free(*ends[:1] if torch.is_grad_enabled() else ends)
         return y
 
     model.embed.forward = partial(run_embed, model.embed.forward)

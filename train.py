@@ -105,7 +105,7 @@ class Config:
                       choices=list(PRECISIONS), local=True)
     device: str = flag("auto", "auto: cuda where there is one", choices=["auto", "cpu", "cuda"],
                        local=True)
-    compile: bool = flag(False, "compile the blocks with torch.compile (tp 1)", local=True)
+    compile: bool = flag(False, "torch.compile for the blocks (tp 1, dropout 0)", local=True)
     seed: int = flag(1337, "of the initial weights, the order of the data, dropout", low=0)
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0)
     keep: int = flag(3, "step files kept", low=1)
