@@ -3503,6 +3503,7 @@ def peer(mode, batch_size, micro_batch, vocab, dtype, steps, warmup, schedule="S
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    torch.set_num_threads(os.cpu_count() if world == 1 else 1)
     tp = {"tp": world, "3d": 2}.get(mode, 1)
     pp = {"pp": world, "3d": 2}.get(mode, 1)
     dp, stage = world // (tp * pp), rank // tp % pp
