@@ -8,31 +8,35 @@ One file holds the whole state under global names: layers numbered through, tied
 vocabulary padding. So any layout, and sample.py in one process, loads what any other layout wrote;
 the price is that one host's memory must hold the model with its two moments.
 
-    format      1
+    format      2
     step        the last step done            sequences  read so far: the position in the data
     tokens      read so far                   adam_steps updates done: steps without the skipped
     row         metrics.jsonl's of this step  skipped_in_a_row   steps, up to this one
     config      train.py's flags              model      GPTConfig as a dict
     tokenizer   its name                      data       fingerprint of what it was trained on
-    scaler      LossScaler.state_dict()
+    scaler      LossScaler.state_dict()              health     train.py's Health as a dict
     parameters, exp_avg, exp_avg_sq           {global name: tensor}
 
 The file appears whole or not at all (written aside, fsync, os.replace), and only plain types and
 tensors are in it: it is read with weights_only=True, which runs no code from the file. A file is a
 zip, whose members carry CRCs; torch.load does not look at them, `verify` does.
+
+Training waits only for the copy to rank 0's host memory. A thread there writes it (`Writer`) while
+the next steps run, so for that long the host holds the state twice.
 """
 import os
 import pickle
 import re
 import shutil
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from model import GPT, GPTConfig
-from parallel import FlatParameters, Grid, local_model, make_buckets
+from parallel import FlatParameters, Grid, local_model, make_buckets, waiting
 
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 STEP_FILE = re.compile(r"step_(\d{8})\.pt")
@@ -74,17 +78,21 @@ def gather(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -> dict | No
                     if grid.rank == source:
                         slices[source] = flat.buckets[i].own[name].cpu()
                         if source != 0:
-                            dist.send(slices[source], 0)
+                            with waiting("save, send to rank 0"):
+                                dist.send(slices[source], 0)
                     elif grid.rank == 0:
                         slices[source] = torch.empty(bucket.numel // flat.shards,
                                                      dtype=flat.buckets[0].own[name].dtype)
-                        dist.recv(slices[source], source)
+                        with waiting(f"save, receive from rank {source}"):
+                            dist.recv(slices[source], source)
                 if grid.rank == 0:
-                    wholes = [torch.cat([slices[source] for source in row]) for row in sources]
+                    wholes = [slices[row[0]] if len(row) == 1 else
+                              torch.cat([slices[source] for source in row]) for row in sources]
                     for piece in bucket.pieces:
                         if not piece.copy:
                             parts = [bucket.view(tensor, piece) for tensor in wholes]
-                            # A copy: views would drag the whole bucket into the file.
+                            # A copy: training goes on, and views would drag the whole bucket
+                            # into the file.
                             whole[name][piece.name] = piece.join(parts).clone()
     return whole if grid.rank == 0 else None
 
@@ -128,6 +136,30 @@ def save(state: dict, out: Path, keep: int) -> Path:
     for old in [p for p in newest_first(out) if STEP_FILE.fullmatch(p.name)][keep:]:
         old.unlink(missing_ok=True)
     return path
+
+
+class Writer:
+    """Writes checkpoints on a thread of its own, one at a time, beside the training."""
+
+    def __init__(self, out: Path, keep: int, complain):
+        self.out, self.keep, self.complain = out, keep, complain
+        self.thread, self.pending = ThreadPoolExecutor(1), None
+
+    def submit(self, state: dict) -> None:
+        """Begin to write, after the one before; complain(error) is called if that fails."""
+        self.wait()
+        self.pending = self.thread.submit(self._write, state)
+
+    def _write(self, state: dict) -> OSError | None:
+        try:
+            save(state, self.out, self.keep)
+        except OSError as error:
+            self.complain(error)
+            return error
+
+    def wait(self) -> OSError | None:
+        """Until the last file is written; the error if it could not be."""
+        return self.pending.result() if self.pending is not None else None
 
 
 def _point_latest(path: Path) -> None:
@@ -205,9 +237,9 @@ def load(path: Path) -> dict:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Damaged(f"{path} is refused: {first}") from error
     needed = {"format", "step", "sequences", "tokens", "adam_steps", "skipped_in_a_row", "row",
-              "config", "model", "tokenizer", "data", "scaler", *STATE}
-    if not isinstance(state, dict) or not needed <= set(state) or state["format"] != 1:
-        raise Damaged(f"{path} is not a checkpoint of this project (format 1)")
+              "config", "model", "tokenizer", "data", "scaler", "health", *STATE}
+    if not isinstance(state, dict) or not needed <= set(state) or state["format"] != 2:
+        raise Damaged(f"{path} is not a checkpoint of this project (format 2)")
     try:
         cfg = GPTConfig(**state["model"])
         with torch.device("meta"):
@@ -221,19 +253,19 @@ def load(path: Path) -> dict:
     return state
 
 
-def newest_whole(out: Path, passed_over=lambda path, error: None) -> Path:
-    """The newest whole checkpoint of a directory that has some; `passed_over` is told of each
-    damaged one. Raises Lost."""
-    files = newest_first(out)
+def first_whole(files: list, passed_over=lambda path, error: None) -> Path | None:
+    """The first whole checkpoint of a list (None stands for none, and is whole); `passed_over` is
+    told of each that is damaged or gone. Raises Lost."""
     for path in files:
         try:
-            verify(path)
-            load(path)
+            if path is not None:
+                verify(path)
+                load(path)
             return path
-        except Damaged as error:
+        except (Damaged, FileNotFoundError) as error:
             passed_over(path, error)
-    raise Lost(f"none of the {len(files)} checkpoints in {out} is whole: move them away to start "
-               f"over")
+    raise Lost(f"none of the {len(files)} checkpoints is whole: {', '.join(map(str, files))}; move "
+               f"them away to start over")
 
 
 def load_model(path: Path) -> tuple[GPT, dict]:

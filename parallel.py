@@ -14,7 +14,10 @@ Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V v
     python parallel.py --pp 4 --microbatches 8      # draw a pipeline, count bubble and memory
 """
 import argparse
+import re
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from itertools import groupby
 
@@ -92,9 +95,11 @@ class Grid:
         return self.groups.get(name)
 
 
-def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False) -> Grid:
+def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
+              timeout: timedelta | None = None) -> Grid:
     """The grid of `world` ranks; for world > 1 torch.distributed must be initialised, and every
-    rank must call this, because a process group is created by all ranks together."""
+    rank must call this, because a process group is created by all ranks together. `timeout` is how
+    long its operations wait for another rank (None: torch's half an hour)."""
     grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel=sequence_parallel)
     ranks = grid.ranks
     members = {
@@ -110,7 +115,7 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False) 
     for name, lists in members.items():
         for group in lists:
             if len(group) > 1:
-                handle = dist.new_group(group)
+                handle = dist.new_group(group, timeout=timeout)
                 if rank in group:
                     grid.groups[name] = handle
     return grid
@@ -142,13 +147,31 @@ def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro
                          f"= {dp * micro}")
 
 
-class Transfer:
-    """A collective on its way: `wait` ends it and returns its result. What is `received` is added
-    to the result then."""
+class Broken(RuntimeError):
+    """Another rank is gone, or did not answer within the timeout. The message names the operation
+    and the ranks that it waited for; run_schedule adds the microbatch."""
 
-    def __init__(self, works, result, received=()):
-        self.works, self.result, self.received = works, result, received
-        self.finish = lambda result: result
+
+@contextmanager
+def waiting(operation: str, group=None):
+    """Whatever fails inside is `operation` with the ranks of a group (None: named already)."""
+    try:
+        yield
+    except RuntimeError as error:
+        whom = "" if group is None else f" with ranks {dist.get_process_group_ranks(group)}"
+        reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", str(error).splitlines()[0])
+        raise Broken(f"{operation}{whom}: {reason}") from error
+
+
+class Transfer:
+    """An operation of a group on its way: `start` begins it and returns torch's handles, `wait`
+    ends it and returns its result. What is `received` is added to the result then."""
+
+    def __init__(self, result, operation="", group=None, start=list, received=()):
+        self.result, self.operation, self.group = result, operation, group
+        self.received, self.finish = received, lambda result: result
+        with waiting(operation, group):
+            self.works = start()
 
     def then(self, finish) -> "Transfer":
         """The same, with finish(result) for its result."""
@@ -156,8 +179,9 @@ class Transfer:
         return self
 
     def wait(self) -> torch.Tensor:
-        for work in self.works:
-            work.wait()
+        with waiting(self.operation, self.group):
+            for work in self.works:
+                work.wait()
         for part in self.received:
             self.result += part
         return self.finish(self.result)
@@ -169,13 +193,14 @@ def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Transfer:
     Two ranks on the CPU send each other a small x and add, which takes gloo half as long.
     """
     if group is None:
-        return Transfer([], x)
+        return Transfer(x)
     if x.is_cuda or group.size() > 2 or x.nbytes > EXCHANGE_BYTES or op != dist.ReduceOp.SUM:
-        return Transfer([dist.all_reduce(x, op, group, async_op=True)], x)
+        return Transfer(x, "all-reduce", group,
+                        lambda: [dist.all_reduce(x, op, group, async_op=True)])
     other, theirs = 1 - group.rank(), torch.empty_like(x)
-    works = [dist.isend(x, group=group, group_dst=other),
-             dist.irecv(theirs, group=group, group_src=other)]
-    return Transfer(works, x, [theirs])
+    return Transfer(x, "all-reduce", group, lambda: [
+        dist.isend(x, group=group, group_dst=other),
+        dist.irecv(theirs, group=group, group_src=other)], [theirs])
 
 
 # torch 2.13 renamed both and warns of the old names; 2.11 has only these.
@@ -192,30 +217,31 @@ def reduce_scatter(x: torch.Tensor, group) -> Transfer:
     transfers in the same order, and gloo matches messages between two ranks in order.
     """
     if group is None:
-        return Transfer([], x)
+        return Transfer(x)
     slices, rank = x.chunk(group.size()), group.rank()
     if x.is_cuda:
-        work = _reduce_scatter(slices[rank], x, group=group, async_op=True)
-        return Transfer([work], slices[rank])
+        return Transfer(slices[rank], "reduce-scatter", group, lambda: [
+            _reduce_scatter(slices[rank], x, group=group, async_op=True)])
     others = [r for r in range(len(slices)) if r != rank]
     received = [torch.empty_like(slices[rank]) for _ in others]
-    works = [dist.isend(slices[r], group=group, group_dst=r) for r in others]
-    works += [dist.irecv(y, group=group, group_src=r) for r, y in zip(others, received)]
-    return Transfer(works, slices[rank], received)
+    return Transfer(slices[rank], "reduce-scatter", group, lambda: [
+        *(dist.isend(slices[r], group=group, group_dst=r) for r in others),
+        *(dist.irecv(y, group=group, group_src=r) for r, y in zip(others, received))], received)
 
 
 def all_gather(x: torch.Tensor, group) -> Transfer:
     """The inverse: this rank's slice of x goes to all, and theirs come into x, in place. On the CPU
     by messages again, because gloo's own gathers into a copy first."""
     if group is None:
-        return Transfer([], x)
+        return Transfer(x)
     slices, rank = x.chunk(group.size()), group.rank()
     if x.is_cuda:
-        return Transfer([_all_gather(x, slices[rank], group=group, async_op=True)], x)
+        return Transfer(x, "all-gather", group,
+                        lambda: [_all_gather(x, slices[rank], group=group, async_op=True)])
     others = [r for r in range(len(slices)) if r != rank]
-    works = [dist.isend(slices[rank], group=group, group_dst=r) for r in others]
-    works += [dist.irecv(slices[r], group=group, group_src=r) for r in others]
-    return Transfer(works, x)
+    return Transfer(x, "all-gather", group, lambda: [
+        *(dist.isend(slices[rank], group=group, group_dst=r) for r in others),
+        *(dist.irecv(slices[r], group=group, group_src=r) for r in others)])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -251,7 +277,7 @@ def spread(x: torch.Tensor, grid: Grid) -> Transfer:
     """Into a tensor-parallel region, f forward and g backward: x as it is, for all ranks have it;
     with sequence parallelism this rank's positions (B, T / tp, C) -> (B, T, C)."""
     if not grid.sequence_parallel:
-        return Transfer([], x)
+        return Transfer(x)
     whole = x.new_empty(grid.tp, *x.shape)                              # (tp, B, T / tp, C)
     whole[grid.tp_rank] = x
     return all_gather(whole, grid.group("tp")).then(lambda x: x.movedim(0, 1).flatten(1, 2))
@@ -466,15 +492,17 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 class VocabParallelHead(nn.Module):
     """x (B, T, C) and targets (B, T) -> the summed loss of model.Head, the same on every rank; its
-    gradients come times `self.scale`."""
+    gradients come times `self.scale`. `self.norms` adds up the norms of x over its positions."""
     cut_dim = {"weight": 0}
 
     def __init__(self, head: nn.Module, grid: Grid):
         super().__init__()
         self.norm, self.weight, self.grid = head.norm, head.weight, grid
-        self.vocab_size, self.scale = head.vocab_size, 1.0
+        self.vocab_size, self.scale, self.norms = head.vocab_size, 1.0, 0.0
 
     def forward(self, x, targets):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        self.norms += torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).sum()
         rows = self.weight.shape[0]
         start = self.grid.tp_rank * rows
         valid = min(max(self.vocab_size - start, 0), rows)
@@ -649,36 +677,43 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
     keys        microbatch -> key of the dropout masks
     scale       what to multiply the gradients of the summed loss by
     before_backward   called before each "B" with whether it is the last, which completes the step
+
+    Raises Broken, naming the microbatch, if another rank is gone or hangs.
     """
     live, sends = {}, {}
     total = torch.zeros((), dtype=torch.float64, device=boundary.device)
     last = [m for op, m in schedule if op == "B"][-1:]
 
     if grid.is_last:
-        model.head.scale = scale
+        model.head.scale, model.head.norms = scale, 0.0
 
-    def receive(source, group, m):
-        x = torch.empty_like(boundary)
-        dist.irecv(x, source, grid.group(group), tag=m).wait()
+    def receive(step, group, m):
+        x, source = torch.empty_like(boundary), grid.neighbour(step)
+        with waiting(f"receive from rank {source} (stage {grid.stage + step})"):
+            dist.irecv(x, source, grid.group(group), tag=m).wait()
         return x
 
-    def send(x, target, group, m):
-        x = x.detach().contiguous()
-        sends[group, m] = dist.isend(x, target, grid.group(group), tag=m), x
+    def send(x, step, group, m):
+        x, target = x.detach().contiguous(), grid.neighbour(step)
+        what = f"send to rank {target} (stage {grid.stage + step})"
+        with waiting(what):
+            sends[group, m] = dist.isend(x, target, grid.group(group), tag=m), x, what
 
     def sent(*key):
         """What was sent lives until it has arrived, no longer."""
-        sends.pop(key)[0].wait()
+        work, _, what = sends.pop(key)
+        with waiting(what):
+            work.wait()
 
     def forward(m):
-        x = inputs[m] if grid.is_first else receive(grid.neighbour(-1), "forward", m)
+        x = inputs[m] if grid.is_first else receive(-1, "forward", m)
         if not grid.is_first:
             x.requires_grad_()
         y = model(x, targets[m] if grid.is_last else None, keys[m])
         if grid.is_last:
             total.add_(y.detach())
         else:
-            send(y, grid.neighbour(1), "forward", m)
+            send(y, 1, "forward", m)
         if torch.is_grad_enabled():
             live[m] = x, y
         else:
@@ -689,7 +724,7 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
         x, y = live.pop(m)
         if not grid.is_last:
             # A scalar whose gradient is dy: given dy itself torch imports a compiler, for a second.
-            y = (y * receive(grid.neighbour(1), "backward", m)).sum()
+            y = (y * receive(1, "backward", m)).sum()
             sent("forward", m)                          # at once: its gradient is back
         before_backward([m] == last)
         y.backward()
@@ -697,10 +732,14 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
             for key in list(sends):
                 if key[0] == "backward":                # one gradient on its way at a time
                     sent(*key)
-            send(x.grad, grid.neighbour(-1), "backward", m)
+            send(x.grad, -1, "backward", m)
 
     for op, m in schedule:
-        (forward if op == "F" else backward)(m)
+        try:
+            (forward if op == "F" else backward)(m)
+        except Broken as error:
+            name = "forward" if op == "F" else "backward"
+            raise Broken(f"{name} of microbatch {m}: {error}") from error
     for key in list(sends):
         sent(*key)
     return total
@@ -908,8 +947,11 @@ class FlatParameters:
                 bucket.own[name][here].copy_(value.flatten()[there])
 
     def initialize(self, cfg: GPTConfig, seed: int) -> None:
-        """Every parameter at step 0, one whole parameter in memory at a time."""
+        """Everything at step 0, one whole parameter in memory at a time."""
         self.load("master", lambda name, shape: initial_value(cfg, name, shape, seed))
+        for bucket in self.buckets:
+            bucket.own["exp_avg"].zero_()
+            bucket.own["exp_avg_sq"].zero_()
         self.publish()
 
     def publish(self) -> None:
@@ -1035,6 +1077,13 @@ class FlatParameters:
                 if not replica and not replicated and not piece.copy:
                     counted += square
         return torch.stack([counted, everything])
+
+    def not_finite(self) -> str | None:
+        """A parameter whose gradient here makes `square_sums` not finite, of several that of the
+        last block, which backward reaches first; None: there is none."""
+        return next((piece.name for bucket in reversed(self.buckets)
+                     for piece, here, _ in reversed(bucket.parts)
+                     if not square_sum(bucket.own["grad"][here]).isfinite()), None)
 
     @torch.no_grad()
     def update(self, factor: float, step: int, lr: float, beta1: float, beta2: float,

@@ -216,9 +216,12 @@ class Rows:
 
     def __init__(self, run, look):
         self.run, self.look, self.steps, self.seen = run, look, [], []
+        run.events = []
 
     def write(self, **row):
-        if "event" not in row:
+        if "event" in row:
+            self.run.events.append(row)
+        else:
             self.steps.append(row)
             self.seen.append(self.look(self.run))
 
@@ -1083,7 +1086,7 @@ def state_now(run):
 @pytest.mark.parametrize("dtype, zero", [("fp16", 0), ("fp32", 0), ("fp16", 2)])
 def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, zero):
     cfg = replace(CFG, n_layer=2)
-    config = settings(tmp_path, dtype=dtype, steps=9, tp=2, pp=2, zero=zero)
+    config = settings(tmp_path, dtype=dtype, steps=9, tp=2, pp=2, zero=zero, rollback="off")
     for steps, seen, _ in pool.run(8, run_steps, (2, 2, 2), config, cfg, state_now, None, inject):
         start = amp.make_scaler(dtype).scale
         for k, (tensors, adam_steps, sequences, scale) in enumerate(seen, 1):
@@ -1102,14 +1105,14 @@ def test_a_run_that_always_overflows_ends_with_a_clear_message(tmp_path, capsys)
     def huge(run):
         for bucket in run.flat.buckets:
             bucket.data.fill_(60000)
-    config = settings(tmp_path, dtype="fp16", steps=16)     # 2^16 to 2^1: not yet at the floor
+    config = settings(tmp_path, dtype="fp16", steps=16, rollback="off")     # not yet at the floor
     run_steps(0, 1, (1, 1, 1), config, cfg, prepare=huge)
-    with pytest.raises(SystemExit) as stop:                 # in step 17: the count is in the file
-        run_steps(0, 1, (1, 1, 1), replace(config, steps=18), cfg, nothing,
+    with pytest.raises(SystemExit) as stop:                 # in step 20: the count is in the file
+        run_steps(0, 1, (1, 1, 1), replace(config, steps=21), cfg, nothing,
                   tmp_path / "step_00000016.pt", huge)
     error = capsys.readouterr().err
     assert stop.value.code == 1 and error.count("\n") == 1
-    assert "10 steps in a row" in error and "floor" in error and "lower --lr" in error
+    assert "20 steps in a row" in error and "floor" in error and "lower --lr" in error
 
 
 def test_sums_of_squares_are_accurate():
@@ -1144,8 +1147,11 @@ def test_a_skipped_step_is_an_event(tmp_path):
     with mock.patch.object(Rows, "write", lambda self, **row: rows.append(row)):
         run_steps(0, 1, (1, 1, 1), settings(tmp_path, dtype="fp16", steps=3),
                   replace(CFG, n_layer=1), prepare=overflow)
-    assert [row for row in rows if "event" in row] == [dict(event="skip", step=2,
-                                                            loss_scale=2.0 ** 16)]
+    windows = Memory(CFG).order(1337, 8, 8).tolist()
+    assert [row for row in rows if "event" in row] == [dict(
+        event="skip", step=2, reason="not finite", loss_scale=2.0 ** 16, what="gradient", rank=0,
+        parameter="embed.token.weight", windows=windows)]
+    assert [row["skipped"] for row in rows if "event" not in row] == [0, 1, 0]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1477,7 +1483,7 @@ def one_gradient(rank, world, layout, broken, zero=0, sequence_parallel=False):
     loss = parallel.VocabParallelCrossEntropy
 
     def no_f_of_the_head(ctx, *args, forward=loss.forward):
-        with mock.patch.object(parallel, "merge", lambda x, grid: parallel.Transfer([], x)):
+        with mock.patch.object(parallel, "merge", lambda x, grid: parallel.Transfer(x)):
             return forward(ctx, *args)
 
     def prepare(run):
@@ -1498,7 +1504,7 @@ def one_gradient(rank, world, layout, broken, zero=0, sequence_parallel=False):
         return run_steps(rank, world, layout, config, CFG, whole_gradient, None, prepare)[1][0]
 
 
-def nothing_saved(run, row, last):
+def nothing_saved(run, row):
     pass
 
 
@@ -2360,7 +2366,8 @@ def save_now(rank, world, layout, config, cfg):
     dp, tp, pp = layout
     with gridded(rank, world, tp, pp, config.sequence_parallel) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
-        run.save({}, last=True)
+        run.save({})
+        run.saved()
 
 
 def test_a_file_has_the_plain_models_names_and_no_layout(pool, tmp_path):
@@ -2457,9 +2464,9 @@ def small_state(step, fill=0.0):
     """The state of a small model whose parameters and moments are all `fill`."""
     cfg = GPTConfig(n_layer=1, n_embd=32)
     tensors = {name: torch.full(shape, fill) for name, shape in plain_shapes(cfg).items()}
-    return dict(format=1, step=step, sequences=1, tokens=1, adam_steps=1, skipped_in_a_row=0,
+    return dict(format=2, step=step, sequences=1, tokens=1, adam_steps=1, skipped_in_a_row=0,
                 row={}, config={}, model=asdict(cfg), tokenizer="bytes", data="d", scaler={},
-                **{key: tensors for key in checkpoint.STATE})
+                health={}, **{key: tensors for key in checkpoint.STATE})
 
 
 def plain_shapes(cfg):
@@ -2511,9 +2518,10 @@ def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, capsys):
     def fill_disk(run):
         save = run.save
 
-        def save_on_a_full_disk(row, last):
+        def save_on_a_full_disk(row):
             with no_file_above(10_000) if run.step in full else nullcontext():
-                save(row, last)
+                save(row)
+                run.writer.wait()
         run.save = save_on_a_full_disk
     full, config = {4}, settings(tmp_path, steps=6, save_every=2, keep=9)
     steps, _, _ = run_steps(0, 1, (1, 1, 1), config, cfg, prepare=fill_disk)
@@ -2525,7 +2533,9 @@ def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         run_steps(0, 1, (1, 1, 1), replace(config, steps=8), cfg, nothing,
                   tmp_path / "step_00000006.pt", fill_disk)
-    assert stop.value.code == 1 and "step_00000008.pt" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert stop.value.code == 1 and "the last checkpoint is lost" in error
+    assert "step_00000008.pt" in error
     assert checkpoint.load(tmp_path / "latest.pt")["step"] == 6
 
 
@@ -2559,12 +2569,13 @@ def test_of_damaged_files_the_newest_whole_one_is_taken(tmp_path):
     with open(tmp_path / "step_00000003.pt", "r+b") as file:
         file.truncate(1000)
     passed = []
-    chosen = checkpoint.newest_whole(tmp_path, lambda path, error: passed.append(path.name))
+    chosen = checkpoint.first_whole(checkpoint.newest_first(tmp_path),
+                                    lambda path, error: passed.append(path.name))
     assert chosen.name == "step_00000002.pt" and len(passed) == 1
     for path in tmp_path.iterdir():
         path.write_bytes(b"torn")
     with pytest.raises(checkpoint.Lost, match="none of the 3"):
-        checkpoint.newest_whole(tmp_path)
+        checkpoint.first_whole(checkpoint.newest_first(tmp_path))
 
 
 def test_a_file_that_may_not_be_read_is_not_taken_for_a_damaged_one(tmp_path):
@@ -2573,7 +2584,7 @@ def test_a_file_that_may_not_be_read_is_not_taken_for_a_damaged_one(tmp_path):
         checkpoint.save(small_state(step), tmp_path, keep=2)
     with mock.patch.object(checkpoint.zipfile, "ZipFile", side_effect=PermissionError), \
             pytest.raises(PermissionError):
-        checkpoint.newest_whole(tmp_path)
+        checkpoint.first_whole(checkpoint.newest_first(tmp_path))
 
 
 class Malice:
@@ -2595,7 +2606,7 @@ def test_a_checkpoints_code_is_not_run(tmp_path):
     assert (tmp_path / "ran").is_dir()
 
 
-@pytest.mark.parametrize("content", [[1, 2], {}, {**small_state(1), "format": 2}])
+@pytest.mark.parametrize("content", [[1, 2], {}, {**small_state(1), "format": 1}])
 def test_a_file_of_something_else_is_no_checkpoint(tmp_path, content):
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(checkpoint.Damaged, match="not a checkpoint of this project"):
@@ -2670,7 +2681,7 @@ def test_a_file_with_a_flipped_bit_is_passed_over_and_not_sampled_from(tmp_path)
     damaged[content.index(weight.numpy().tobytes()) + 50] ^= 1
     newest.write_bytes(damaged)
     checkpoint.load(newest)                             # torch sees nothing
-    assert checkpoint.newest_whole(tmp_path).name == "step_00000001.pt"
+    assert checkpoint.first_whole(checkpoint.newest_first(tmp_path)).name == "step_00000001.pt"
     with pytest.raises(checkpoint.Damaged):
         checkpoint.load_model(newest)
 
@@ -2742,6 +2753,7 @@ def run_train(monkeypatch, capsys):
         return status, *capsys.readouterr()
 
     yield run
+    signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -2945,7 +2957,7 @@ def test_resume_auto_never_and_path(run_train, shards, tmp_path):
     assert rows[3]["loss"] == rows[5]["loss"]                   # and bit-equal at that
     # The run that goes on from an older file is the newer one from then on.
     assert run_train(*flags, "--resume", out / "step_00000002.pt", "--steps", 3)[0] == 0
-    assert checkpoint.newest_whole(out).name == "step_00000003.pt"
+    assert checkpoint.first_whole(checkpoint.newest_first(out)).name == "step_00000003.pt"
     for path in out.glob("*.pt"):
         path.write_bytes(b"no checkpoint")
     status, _, error = run_train(*flags)
@@ -2968,7 +2980,15 @@ def test_a_checkpoint_is_saved_before_the_evaluation(run_train, shards, tmp_path
     monkeypatch.setattr(train.Run, "evaluate", fail)
     with pytest.raises(RuntimeError, match="evaluation failed"):
         run_train("--data", shards, "--out", tmp_path / "o", *TINY)
+    wait_for(lambda: (tmp_path / "o" / "latest.pt").exists())
     assert (tmp_path / "o" / "step_00000002.pt").exists()
+
+
+def wait_for(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def wait_for_step(out, step, process):
@@ -3026,7 +3046,7 @@ def test_an_impossible_layout_is_refused_before_communication_at_a_resume_too(
 
 def disagree(rank, world):
     try:
-        train.agree(rank, "not the same", rank, world)
+        train.agree(rank, "not the same")
     except SystemExit as stop:
         return stop.code, dist.is_initialized()
 
@@ -3266,14 +3286,770 @@ def test_the_resume_event_tells_the_file_and_the_flags_given(run_train, shards, 
     assert event["given"] == dict(data=str(shards), out=str(tmp_path / "o"), steps=5)
 
 
-def test_a_second_signal_two_seconds_later_ends_at_once(monkeypatch):
-    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
-    stop, ended = train.StopSignal(), []
-    monkeypatch.setattr(train.os, "_exit", ended.append)
-    for now, expected in ((100, []), (101, []), (103, [1])):
-        monkeypatch.setattr(train.time, "monotonic", lambda: now)
-        stop.handle(signal.SIGINT, None)
-        assert ended == expected and stop.asked == 100
+# ---------------------------------------------------------------------------------------------
+# train.py: divergence, rollback
+# ---------------------------------------------------------------------------------------------
+
+
+def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1)):
+    """Train in this process, with a real metrics.jsonl -> (run, rows, events)."""
+    out = Path(config.out)
+    out.mkdir(exist_ok=True)
+    with gridded(0, 1, 1, 1) as grid:
+        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
+                        Memory(cfg, 13, seed=1), state and checkpoint.load(state))
+        prepare(run)
+        run.train(train.Metrics(out, 0), SimpleNamespace(asked=0.0))
+    return run, *read_metrics(out)
+
+
+class Poison:
+    """After this step the parameters are wrong, in the first `times` attempts."""
+
+    def __init__(self, step, times=1):
+        self.step, self.times = step, times
+
+    def __call__(self, run):
+        finish = run.flat.finish_reduction
+
+        def finish_and_spoil():
+            finish()
+            if run.step == self.step and run.health.rollbacks < self.times:
+                for bucket in run.flat.buckets:
+                    bucket.own["data"] *= 30
+        run.flat.finish_reduction = finish_and_spoil
+
+
+def kinds(events):
+    return [event["event"] for event in events]
+
+
+def judge(losses, config=train.Config(), **facts):
+    """The reasons a Health gives for a series of losses."""
+    health = train.Health()
+    usual = dict(inf_at_floor=False, skipped_in_a_row=0)
+    return [health.watch(loss, **{**usual, **facts}, config=config) for loss in losses]
+
+
+def test_a_divergence_is_several_high_losses_or_one_that_is_not_finite():
+    rng = np.random.default_rng(0)
+    healthy = list(2 + 0.1 * rng.standard_normal(100))
+    assert judge(healthy) == [None] * 100
+    high = 2 + 0.1 * 9
+    assert judge([*healthy, high, high, *healthy, high]) == [None] * 203     # outliers
+    reasons = judge([*healthy, high, high, high, high])
+    assert [i for i, reason in enumerate(reasons) if reason] == [102]       # told once
+    assert "above 2." in reasons[102] and "for 3 steps, now 2.9000" in reasons[102]
+    assert judge([*healthy, high], train.Config(spike_steps=1))[-1] is not None
+    assert judge([*healthy, *[high] * 3], train.Config(spike_margin=12.0))[-1] is None
+    assert judge([3.0] * 15 + [9.0] * 3) == [None] * 18                     # too few to judge by
+    assert judge([2.0] * 50 + [2.1] * 5) == [None] * 55         # no noise at all: 1% is a deviation
+    assert judge([2.0] * 50 + [2.13] * 3)[-1] is not None
+    assert "not finite" in judge([math.nan])[0] and "not finite" in judge([*healthy, math.inf])[-1]
+    assert "floor" in judge([2.0], train.Config(dtype="fp16"), inf_at_floor=True)[0]
+    assert judge([2.0], inf_at_floor=True) == [None]            # fp32 has no scale
+    assert judge([2.0], skipped_in_a_row=19) == [None]
+    assert "20 steps in a row" in judge([2.0], skipped_in_a_row=20)[0]
+
+
+def test_a_falling_loss_and_a_plateau_are_healthy():
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        fall = 2 + 3.5 * np.exp(-np.arange(1000) / rng.uniform(20, 200))
+        noise = rng.standard_t(4, 1000) * rng.uniform(0.005, 0.2)       # tails wider than normal
+        assert judge(fall + noise) == [None] * 1000, seed
+
+
+def test_a_run_goes_back_to_a_checkpoint_that_stayed_healthy():
+    files = [[0, None], *([step, f"{step}"] for step in (10, 20, 30))]
+    steps = [(onset, [step for step, _ in train.Health(files=files).candidates(onset)])
+             for onset in (47, 46, 45, 31, 30, 12, 1)]
+    assert steps == [(47, [30, 20, 10, 0]), (46, [30, 20, 10, 0]), (45, [20, 10, 30, 0]),
+                     (31, [10, 20, 0]), (30, [10, 20, 0]), (12, [10, 0]), (1, [0])]
+    again = train.Health(files=files[:2], returned=10)      # diverged again right behind it
+    assert [step for step, _ in again.candidates(12)] == [0]
+    by_hand = train.Health(files=[[30, "/elsewhere/30"]])
+    assert by_hand.candidates(31) == by_hand.candidates(30) == [[30, "/elsewhere/30"]]
+
+
+def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path):
+    order, asked = Memory.order, []
+
+    def spy(self, seed, first, count):
+        asked.append(first // count)
+        return order(self, seed, first, count)
+    config = settings(tmp_path, steps=60, save_every=10, keep=9)
+    with mock.patch.object(Memory, "order", spy):
+        run, rows, events = watched(config, Poison(30))
+    assert kinds(events) == ["spike", "rollback", "skip"]
+    spike, rollback, skip = events
+    assert (spike["step"], rollback["step"], rollback["to"]) == (33, 33, 10)
+    assert spike["reason"] == rollback["reason"] and spike["loss"] > spike["limit"] > 0
+    # Steps 31 to 33 were high; these batches and the eight before them are left out.
+    assert rollback["skip"] == [22 * 8, 33 * 8] == skip["sequences"] and skip["batches"] == 11
+    assert asked == [*range(33), *range(10, 22), *range(33, 33 + 60 - 22)]
+    assert column(rows, "step") == [*range(1, 34), *range(11, 61)]
+    again = rows[33:]
+    for row in again:
+        assert row["lr"] == pytest.approx(train.LR_CUT * train.learning_rate(config, row["step"]))
+    assert rollback["lr_factor"] == train.LR_CUT and rollback["rollbacks"] == 1
+    assert again[-1]["loss"] < 1.05 * rows[29]["loss"]
+    health = saved(tmp_path, 60)["health"]
+    assert (health["lr_factor"], health["rollbacks"], health["skipped"]) == (0.6, 1, [[176, 264]])
+    assert saved(tmp_path, 60)["adam_steps"] == 60          # no step was lost
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_kill_during_a_rollback_loses_nothing(tmp_path, moment):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    config = settings(straight, steps=50, save_every=10)
+    watched(config, Poison(30))
+    config = replace(config, out=str(killed))
+
+    def prepare(run):
+        Poison(30)(run)
+        save = run.save
+
+        def save_and_die(row):
+            if moment == "after" or run.health.rollbacks == 0:
+                save(row)
+            if run.health.rollbacks:
+                run.writer.wait()
+                raise ZeroDivisionError
+        run.save = save_and_die
+    with pytest.raises(ZeroDivisionError):
+        watched(config, prepare)
+    newest = checkpoint.load(checkpoint.first_whole(checkpoint.newest_first(killed)))
+    assert (newest["step"], newest["health"]["rollbacks"]) == ((30, 0) if moment == "before" else
+                                                               (10, 1))
+    watched(config, Poison(30), checkpoint.newest_first(killed)[0])
+    assert_same_state(saved(straight, 50), saved(killed, 50))
+
+
+def health_now(run):
+    return asdict(run.health), run.sequences, list(run.events)
+
+
+@pytest.mark.parametrize("layout, zero", [((2, 2, 2), 1), ((2, 1, 4), 0), ((4, 2, 1), 3)])
+def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, zero):
+    dp, tp, pp = layout
+    config = settings(tmp_path, steps=40, save_every=10, micro_batch=1)
+    (tmp_path / "one").mkdir()
+    cfg = replace(CFG, n_layer=4)
+    one = run_steps(0, 1, (1, 1, 1), replace(config, out=str(tmp_path / "one")), cfg, health_now,
+                    prepare=Poison(30))
+    eight = pool.run(8, run_steps, layout, replace(config, tp=tp, pp=pp, zero=zero), cfg,
+                     health_now, None, Poison(30))
+    health, sequences, events = eight[0][1][-1]
+    assert health["rollbacks"] == 1 and kinds(events) == ["spike", "rollback", "skip"]
+    for _, seen, _ in eight:
+        assert repr(seen) == repr(eight[0][1])
+    assert [e["step"] for e in events] == [e["step"] for e in one[1][-1][2]]
+    assert events[1]["skip"] == one[1][-1][2][1]["skip"] and sequences == one[1][-1][1]
+    assert relative(column(eight[0][0], "loss"), column(one[0], "loss")) <= 1e-5
+
+
+def test_rollbacks_are_bounded_and_cut_more_each_time(tmp_path, capsys):
+    config = settings(tmp_path, steps=60, save_every=10, max_rollbacks=2)
+    with pytest.raises(SystemExit) as stop:
+        watched(config, Poison(30, times=9))
+    error, (_, events) = capsys.readouterr().err, read_metrics(tmp_path)
+    assert stop.value.code == 1 and error.count("\n") == 1
+    assert "after 2 rollbacks (--max-rollbacks)" in error and "--skip-steps" in error
+    rollbacks = [event for event in events if event["event"] == "rollback"]
+    assert [event["lr_factor"] for event in rollbacks] == pytest.approx([0.6, 0.6 ** 4])
+    assert kinds(events).count("spike") == 3
+
+
+def test_without_rollback_a_divergence_is_told_and_the_run_goes_on(tmp_path):
+    _, rows, events = watched(settings(tmp_path, steps=40, save_every=10, rollback="off"),
+                              Poison(30))
+    assert kinds(events) == ["spike"] and column(rows, "step") == [*range(1, 41)]
+
+
+def test_the_beginning_is_healthy_where_there_is_no_checkpoint_yet(tmp_path):
+    run, rows, events = watched(settings(tmp_path, steps=40), Poison(20))
+    rollback = events[1]
+    assert (rollback["step"], rollback["to"], rollback["lr_factor"]) == (23, 0, 0.6)
+    # The correction is in a file before anything else happens.
+    assert names_in(tmp_path) == ["latest.pt", "metrics.jsonl", "step_00000000.pt",
+                                  "step_00000040.pt"]
+    plain, start = GPT(run.cfg).initialize(1337), saved(tmp_path, 0)
+    assert all(start["parameters"][name].equal(p.detach()[:start["parameters"][name].shape[0]])
+               for name, p in plain.named_parameters())
+    assert all(not t.any() for key in ("exp_avg", "exp_avg_sq") for t in start[key].values())
+    assert start["health"]["lr_factor"] == 0.6 and start["adam_steps"] == 0
+
+
+def test_a_rollback_passes_over_a_damaged_file(tmp_path, capsys):
+    def prepare(run):
+        Poison(30)(run)
+        choose = run.health.candidates
+
+        def damage_and_choose(self, onset):
+            (tmp_path / "step_00000010.pt").write_bytes(b"torn")
+            return candidates(self, onset)
+        candidates = train.Health.candidates
+        patch.setattr(train.Health, "candidates", damage_and_choose)
+    with pytest.MonkeyPatch.context() as patch:
+        _, _, events = watched(settings(tmp_path, steps=40, save_every=5, keep=9), prepare)
+    assert kinds(events) == ["spike", "rollback", "skip"]       # of step 15
+    assert events[1]["to"] == 15
+
+
+def test_bad_data_behind_the_skipped_batches_is_left_out_too(tmp_path):
+    """Forty batches of noise, of which a rollback has seen three."""
+    class Noisy(Memory):
+        def windows(self, indices):
+            tokens = super().windows(indices)
+            if 30 * 8 <= position[0] < 70 * 8:
+                tokens = np.random.default_rng(int(indices[0])).integers(257, size=tokens.shape)
+            return tokens
+
+        def order(self, seed, first, count):
+            position[0] = first
+            return super().order(seed, first, count)
+    position = [0]
+    with mock.patch.dict(globals(), Memory=Noisy):
+        run, rows, events = watched(settings(tmp_path, steps=80, save_every=10, lr=4e-3, keep=9))
+    assert kinds(events)[:3] == ["spike", "rollback", "skip"]
+    assert events[1]["step"] == 33 and kinds(events)[3:] == ["skip"] * 37
+    assert all("behind" in event["reason"] and event["loss"] > events[0]["limit"] - 1
+               for event in events[3:])
+    assert run.health.skipped == [[22 * 8, 70 * 8]] and run.sequences == (80 + 48) * 8
+    assert run.adam_steps == 80 and max(column(rows[33:], "loss")) < events[0]["limit"]
+
+
+def test_skip_steps_leaves_out_the_batches_of_these_steps(tmp_path):
+    order, asked = Memory.order, []
+
+    def spy(self, seed, first, count):
+        asked.append(first // count)
+        return order(self, seed, first, count)
+    config = settings(tmp_path, steps=6, skip_steps="3:5", save_every=1, keep=9)
+    with mock.patch.object(Memory, "order", spy):
+        _, rows, events = watched(config)
+        assert asked == [0, 1, 5, 6, 7, 8] and column(rows, "step") == [1, 2, 3, 4, 5, 6]
+        assert events == [dict(event="skip", step=3, reason="left out", batches=3,
+                               sequences=[16, 40])]
+        for step, expected in ((2, [5, 6, 7, 8]), (3, [6, 7, 8])):      # nor twice at a resume
+            asked.clear()
+            watched(config, state=tmp_path / f"step_{step:08d}.pt")
+            assert asked == expected
+
+
+def test_a_correction_stays_with_the_run_and_multiplies_a_learning_rate_given_by_hand(
+        run_train, shards, tmp_path):
+    out = tmp_path / "o"
+    flags = ["--data", shards, "--out", out, *TINY]
+    assert run_train(*flags)[0] == 0
+    state = torch.load(out / "step_00000002.pt", weights_only=True)
+    state["health"].update(lr_factor=0.25, rollbacks=2)
+    torch.save(state, tmp_path / "by_hand.pt")
+    status, text, _ = run_train("--data", shards, "--out", tmp_path / "o2", "--resume",
+                                tmp_path / "by_hand.pt", "--lr", 1.0, "--clip", 0.5, "--beta2", 0.9,
+                                "--skip-steps", "3:3")
+    assert status == 0
+    rows, events = read_metrics(tmp_path / "o2")
+    assert rows[0]["step"] == 3 and rows[0]["lr"] == pytest.approx(
+        0.25 * train.learning_rate(train.Config(lr=1.0, steps=4, warmup_steps=2), 3))
+    resume = events[0]
+    assert resume["event"] == "resume" and resume["lr_factor"] == 0.25
+    assert resume["changed"] == dict(lr=[4e-3, 1.0], clip=[1.0, 0.5], beta2=[0.95, 0.9],
+                                     skip_steps=[None, "3:3"])
+    assert "lr 1.0 instead of 0.004" in text and kinds(events) == ["resume", "skip"]
+    health = checkpoint.load(tmp_path / "o2" / "latest.pt")["health"]
+    assert (health["lr_factor"], health["rollbacks"]) == (0.25, 2)
+    assert health["files"][0] == [2, str((tmp_path / "by_hand.pt").resolve())]
+
+
+def test_a_number_that_is_not_finite_is_traced(pool, tmp_path):
+    config = settings(tmp_path, steps=8, tp=2, pp=2, rollback="off")
+    ranks = pool.run(8, run_steps, (2, 2, 2), config, replace(CFG, n_layer=2), health_now, None,
+                     inject)
+    events = [e for e in ranks[0][1][-1][2] if e["event"] == "skip"]
+    assert [(e["step"], e["rank"], e["what"]) for e in events] == [
+        (k, k - 1, "gradient") for k in range(1, 9)]
+    for event in events:
+        stage = event["rank"] // 2 % 2
+        assert event["parameter"].startswith(f"blocks.{stage}.mlp") and event["loss_scale"] == 1.0
+        assert event["windows"] == Memory(CFG).order(1337, 8 * event["step"] - 8, 8).tolist()
+
+
+def test_the_batch_of_a_loss_that_is_not_finite_can_be_replayed(tmp_path):
+    def prepare(run):
+        finish = run.flat.finish_reduction
+
+        def finish_and_spoil():
+            finish()
+            if run.step == 4:               # one token's vector; the others' losses are fine
+                piece = next(p for p in run.flat.pieces if p.name == "embed.position.weight")
+                bucket = next(b for b in run.flat.buckets if piece in b.pieces)
+                bucket.view(bucket.data, piece)[3] = math.inf
+        run.flat.finish_reduction = finish_and_spoil
+    _, _, events = watched(settings(tmp_path, steps=5, save_every=1, keep=9, rollback="off"),
+                           prepare)
+    event = next(e for e in events if e["event"] == "skip")
+    assert (event["step"], event["what"], event["rank"]) == (5, "loss", 0)
+    loaded, _ = checkpoint.load_model(tmp_path / "step_00000004.pt")
+    batch = torch.from_numpy(Memory(CFG).windows(np.array(event["windows"])))
+    assert not loaded(batch[:, :-1], batch[:, 1:]).isfinite()
+    assert dict(loaded.named_parameters())[event["parameter"]] is not None
+    assert kinds(events) == ["skip", "spike"]
+
+
+@pytest.mark.parametrize("layout, flags", [((1, 1, 1), {}), ((2, 2, 2), {}),
+                                           ((1, 2, 1), dict(sequence_parallel=True))])
+def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, flags):
+    dp, tp, pp = layout
+    cfg = replace(CFG, n_layer=2)
+    config = settings(tmp_path, steps=1, tp=tp, pp=pp, **flags)
+    rows, *_ = pool.run(dp * tp * pp, run_steps, layout, config, cfg)[0]
+    memory, plain, seen = Memory(cfg), GPT(cfg).initialize(1337), []
+    plain.head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    batch = torch.from_numpy(memory.windows(memory.order(1337, 0, 8)))
+    plain(batch[:, :-1])
+    assert rows[0]["activation_norm"] == pytest.approx(seen[0].norm(dim=-1).mean().item(), rel=1e-5)
+    assert rows[0]["skipped"] == 0
+
+
+# ---------------------------------------------------------------------------------------------
+# train.py: saving beside the training, locks, signals, lost peers
+# ---------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
+    """And the file holds the state of its step, not of the one that is on by then."""
+    cfg, save, done = replace(CFG, n_layer=1), checkpoint.save, []
+    slow_out, fast_out = tmp_path / "slow", tmp_path / "fast"
+
+    def slowly(state, out, keep):
+        end = time.monotonic() + 30
+        while len(done) < 6 and time.monotonic() < end:
+            time.sleep(0.01)
+        done.append("written")
+        return save(state, out, keep)
+
+    def watch_steps(run):
+        finish = run.flat.finish_reduction
+        run.flat.finish_reduction = lambda: (finish(), done.append(run.step))
+    config = settings(slow_out, steps=6, save_every=3, keep=9)
+    watched(replace(config, out=str(fast_out)))
+    with mock.patch.object(checkpoint, "save", slowly):
+        _, rows, _ = watched(config, watch_steps)
+    assert done == [1, 2, 3, 4, 5, 6, "written", "written"]
+    for step in (3, 6):
+        assert_same_state(saved(slow_out, step), saved(fast_out, step))
+    assert [("save_seconds" in row) for row in rows] == [False, False, True, False, False, True]
+    assert 0 < rows[2]["save_seconds"] < 5
+
+
+def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(shards, tmp_path):
+    out = tmp_path / "o"
+    flags = ["--data", shards, "--out", out, *TINY]
+    first = subprocess.Popen([sys.executable, ROOT / "train.py", *map(str, flags), "--steps",
+                              "1000000"], stdout=subprocess.DEVNULL)
+    wait_for_step(out, 3, first)
+    second = subprocess.run([sys.executable, ROOT / "train.py", *flags], text=True,
+                            capture_output=True)
+    assert second.returncode == 2 and second.stderr.count("\n") == 1
+    assert f"another run writes to {out}" in second.stderr and f"process {first.pid}" in second.stderr
+    look = subprocess.run([sys.executable, ROOT / "train.py", *flags, "--eval-only"], text=True,
+                          capture_output=True)
+    assert look.returncode == 0 and "nats" in look.stdout           # to look is allowed
+    first.kill()
+    first.wait()
+    steps = checkpoint.first_whole(checkpoint.newest_first(out))
+    last = checkpoint.load(steps)["step"] + 2
+    third = subprocess.run([sys.executable, ROOT / "train.py", *flags, "--steps", str(last)],
+                           text=True, capture_output=True)
+    assert third.returncode == 0 and checkpoint.load(out / "latest.pt")["step"] == last
+
+
+def occupy_apart(rank, world, folder):
+    try:
+        with train.occupied(folder / str(rank), rank):
+            pass
+    except SystemExit as stop:
+        return stop.code
+
+
+def test_machines_that_do_not_share_out_are_refused(pool, tmp_path, capfd):
+    (tmp_path / "1").mkdir()
+    assert pool.run(2, occupy_apart, tmp_path) == [2, 2]
+    assert "does not find in" in (error := capfd.readouterr().err) and "share" in error
+    assert error.count("\n") == 1 and str(tmp_path / "1") in error
+
+
+def test_a_second_signal_ends_at_once_even_inside_a_call_that_python_waits_for():
+    process = subprocess.Popen([sys.executable, "-c", f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import torch, train
+stop = train.StopSignal()
+x = torch.randn(6000, 6000)
+print("ready", flush=True)
+while True:
+    x @ x
+    if stop.asked:
+        print("asked", flush=True)
+"""], text=True, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)             # a launcher's copy of the same
+    time.sleep(0.8)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    assert process.wait(30) == 1 and time.monotonic() - started < 0.5
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_peer_that_hangs_or_vanishes_is_named(shards, tmp_path, fate):
+    out = tmp_path / "o"
+    process = torchrun(2, ROOT / "train.py", "--data", shards, "--out", out, *TINY, "--steps",
+                       "1000000", "--save-every", "0", "--eval-every", "0", "--pp", "2",
+                       "--timeout", "4")
+    wait_for_step(out, 3, process)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    last_stage = next(pid for pid in workers if b"RANK=1\0" in
+                      Path(f"/proc/{pid}/environ").read_bytes().replace(b"LOCAL_RANK", b""))
+    os.kill(int(last_stage), fate)
+    started = time.monotonic()
+    while time.monotonic() - started < 30 and Path(f"/proc/{workers[0]}").exists() and any(
+            Path(f"/proc/{pid}").exists() for pid in workers if pid != last_stage):
+        time.sleep(0.1)
+    waited = time.monotonic() - started
+    with suppress(ProcessLookupError):
+        os.kill(int(last_stage), signal.SIGKILL)    # torchrun would, after thirty seconds
+    _, error = process.communicate(timeout=60)
+    ours = [line for line in error.splitlines() if line.startswith("train.py: ")]
+    assert len(ours) == 1 and waited < 4 + 8
+    assert re.match(r"train.py: rank 0 \(stage 0\) in step \d+: ((forward|backward) of microbatch "
+                    r"\d+: (receive from|send to) rank 1 \(stage 1\)|all-reduce with ranks "
+                    r"\[0, 1\]|save, receive from rank 1): ", ours[0]), ours
+    assert "Traceback" not in error.split("train.py: ")[0]
+
+
+def test_a_run_that_torchrun_starts_again_goes_on_with_its_own_files(run_train, shards, tmp_path):
+    out = tmp_path / "o"
+    flags = ["--data", shards, "--out", out, *TINY]
+    assert run_train(*flags)[0] == 0
+    by_hand = ["--resume", out / "step_00000002.pt", "--lr", 0.5]
+    # Killed before its first checkpoint: from the file that was given, not from another's step 4.
+    with mock.patch.object(train.Run, "train", side_effect=ZeroDivisionError), \
+            pytest.raises(ZeroDivisionError):
+        run_train(*flags, *by_hand)
+    text = run_train(*flags, *by_hand, "--steps", 3, TORCHELASTIC_RESTART_COUNT=1)[1]
+    assert "step_00000002.pt, after step 2" in text
+    text = run_train(*flags, *by_hand, "--steps", 5, TORCHELASTIC_RESTART_COUNT=2)[1]
+    assert "after step 3" in text
+
+
+def test_an_evaluation_that_was_killed_is_made_up_for(run_train, shards, tmp_path):
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    with mock.patch.object(train.Run, "evaluate", side_effect=[1.0, ZeroDivisionError]), \
+            pytest.raises(ZeroDivisionError):
+        run_train(*flags)
+    assert "val_loss" not in read_metrics(tmp_path / "o")[0][-1]
+    status, text, _ = run_train(*flags)
+    rows, _ = read_metrics(tmp_path / "o")
+    assert status == 0 and "nothing left to do" in text
+    assert column(rows, "step") == [1, 2, 3, 4] and 3 < rows[-1]["val_loss"] < 7
+    again = run_train(*flags)
+    assert again[0] == 0 and len(read_metrics(tmp_path / "o")[0]) == 4      # once
+
+
+def test_a_bit_flipped_anywhere_is_recognised_or_changes_nothing(tmp_path):
+    """Some bytes of a zip mean nothing: padding, and dates."""
+    path = checkpoint.save(small_state(1, fill=0.5), tmp_path, keep=1)
+    content, state = path.read_bytes(), checkpoint.load(path)
+    state = {key: {n: t.clone() for n, t in value.items()} if key in checkpoint.STATE else value
+             for key, value in state.items()}
+    rng, recognised = random.Random(0), 0
+    for _ in range(200):
+        damaged = bytearray(content)
+        damaged[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            checkpoint.verify(path)
+            assert_same_state(checkpoint.load(path), state, but=())
+        except checkpoint.Damaged as error:
+            assert str(path) in str(error)
+            recognised += 1
+    assert recognised >= 180
+
+
+def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path):
+    checkpoint.save(small_state(1), tmp_path, keep=2)
+    before, size = (tmp_path / "latest.pt").read_bytes(), (tmp_path / "latest.pt").stat().st_size
+    rng = random.Random(0)
+    places = [0, 1, size - 1, *(rng.randrange(size) for _ in range(40)),
+              *(size - rng.randrange(20_000) for _ in range(20))]           # the zip's directory
+    for place in places:
+        with no_file_above(place), pytest.raises(OSError, match="step_00000002.pt"):
+            checkpoint.save(small_state(2), tmp_path, keep=2)
+        assert names_in(tmp_path) == ["latest.pt", "step_00000001.pt"], place
+    assert (tmp_path / "latest.pt").read_bytes() == before
+    with mock.patch.object(os, "link", side_effect=OSError), \
+            no_file_above(size - 1), pytest.raises(OSError):                # no room for latest.pt
+        checkpoint._point_latest(tmp_path / "step_00000001.pt")
+    assert (tmp_path / "latest.pt").read_bytes() == before
+
+
+# ---------------------------------------------------------------------------------------------
+# train.py: whole runs that are made to fail (slow); the README's table of faults
+# ---------------------------------------------------------------------------------------------
+
+SMALL = ["--n-layer", "2", "--n-head", "2", "--n-embd", "64", "--seq-len", "64", "--batch-size", "16",
+         "--warmup-steps", "20", "--save-every", "50", "--keep", "9"]
+
+
+def with_noise(source, folder, steps, batch, seq_len):
+    """A copy of the data in which what these steps read is random bytes."""
+    shutil.copytree(source, folder)
+    dataset = data.TokenDataset(folder, "train", seq_len)
+    windows = dataset.order(train.Config.seed, (steps[0] - 1) * batch, len(steps) * batch)
+    tokens = np.memmap(folder / "train_000000.bin", np.uint16, "r+", offset=1024)
+    for i, window in enumerate(windows):
+        noise = np.random.default_rng(i).integers(256, size=seq_len + 1)
+        tokens[window * seq_len:(window + 1) * seq_len + 1] = noise
+    tokens.flush()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The standard library's source in bytes: what `python data.py` makes."""
+    folder = tmp_path_factory.mktemp("library") / "python"
+    texts, _ = data.standard_library()
+    data.prepare(texts, folder, "bytes")
+    return folder
+
+
+def last_loss(out):
+    return read_metrics(out)[0][-1]["val_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["bad data", "learning rate", "fp16 overflow"])
+def test_a_run_made_to_diverge_ends_near_the_healthy_one(run_train, library, tmp_path, fault):
+    """Forty batches of noise; a learning rate a hundred times too high, given by hand in the middle;
+    one so high that activations overflow in fp16. (Seconds a step in fp16 on a CPU: fewer steps.)"""
+    half = fault == "fp16 overflow"
+    flags = [*SMALL, "--steps", 240 if half else 400, *["--dtype", "fp16"] * half]
+    healthy = tmp_path / "healthy"
+    assert run_train("--data", library, "--out", healthy, *flags)[0] == 0
+    assert kinds(read_metrics(healthy)[1]) == ["start"]
+    losses = {}
+    for rollback in ("on", "off"):
+        out = tmp_path / rollback
+        if fault == "bad data":
+            noisy = with_noise(library, tmp_path / f"noisy_{rollback}", range(200, 241), 16, 64)
+            more = ["--data", noisy]
+        else:
+            more = ["--data", library, "--resume", healthy / f"step_{200 if half else 300:08d}.pt",
+                    "--lr", 30.0 if half else 0.4]
+        status, _, error = run_train("--out", out, *flags, *more, "--rollback", rollback)
+        events = read_metrics(out)[1]
+        if rollback == "off" and half:          # nothing but overflows from then on
+            assert status == 1 and "diverged" in error
+        else:
+            assert status == 0
+            losses[rollback] = last_loss(out)
+        assert "spike" in kinds(events) and ("rollback" in kinds(events)) == (rollback == "on")
+    start = last_loss(healthy)
+    print(f"\n{fault}: healthy {start:.4f}, " + ", ".join(
+        f"rollback {name} {loss:.4f} ({loss / start - 1:+.1%})" for name, loss in losses.items()))
+    assert losses["on"] < start * (1.02 if fault == "bad data" else 1.05)
+    assert half or losses["off"] > losses["on"] * 1.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, flags", [
+    ("bytes", []), ("high learning rate", ["--lr", "1.2e-2", "--batch-size", "8"]),
+    ("gpt2 tokens", ["--seq-len", "32", "--dropout", "0.1"]),
+    ("fp16", ["--dtype", "fp16", "--steps", "120"])])
+def test_healthy_runs_never_roll_back(run_train, library, tmp_path, request, name, flags):
+    folder = library
+    if name == "gpt2 tokens":
+        request.getfixturevalue("gpt2")
+        data.prepare(data.standard_library()[0][:99], folder := tmp_path / "d", "gpt2")
+    out = tmp_path / "o"
+    assert run_train("--data", folder, "--out", out, *SMALL, "--steps", 300, *flags)[0] == 0
+    rows, events = read_metrics(out)
+    assert set(kinds(events)) <= {"start", "skip"}
+    health, nearest = train.Health(), -math.inf
+    for row in rows:
+        limit = health.limit(1.0)
+        if limit < math.inf:
+            middle = float(np.median(health.losses))
+            nearest = max(nearest, (row["loss"] - middle) / (limit - middle))
+        health.watch(row["loss"], False, 0, train.Config())
+    print(f"\n{name}: {len(rows)} steps, at most {nearest:.1f} deviations above the median; a spike "
+          f"is 6, three times")
+
+
+CHAOS = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+import checkpoint, train
+rank, marks = int(os.environ["RANK"]), Path({marks!r})
+
+def die_once(where, who):
+    if rank == who and not (marks / where).exists():
+        (marks / where).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def patched(owner, name, before=lambda *a: None, after=lambda *a: None):
+    plain = getattr(owner, name)
+    def call(*args, **options):
+        before(*args)
+        result = plain(*args, **options)
+        after(*args)
+        return result
+    setattr(owner, name, call)
+
+def half_a_file(state, file):
+    if state["step"] >= 20 and not (marks / "in a save").exists():
+        file.write(b"PK" + bytes(5000))
+        file.flush()
+        die_once("in a save", 0)
+
+if {kills}:
+    patched(checkpoint.torch, "save", half_a_file)
+    patched(checkpoint, "_point_latest", lambda path: path.name > "step_00000030" and
+            die_once("before latest.pt", 0))
+    patched(checkpoint, "gather", lambda flat, *_: (marks / "in a save").exists() and
+            die_once("in a gather", 1))
+    patched(train.Run, "evaluate", lambda run: run.step > 20 and die_once("in an evaluation", 1))
+    patched(train.Run, "restore", lambda run, *_: hasattr(run, "micros") and
+            die_once("before a rollback", 1))
+    patched(checkpoint, "save", lambda *_: None, lambda state, *_: state["health"]["rollbacks"] and
+            die_once("after a rollback", 0))
+patched(train, "learning_rate", lambda *_: time.sleep(0.03))
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path):
+    """At six moments in turn, and at random ones; two replicas of two stages, ZeRO 1."""
+    noisy = with_noise(shards, tmp_path / "noisy", range(60, 70), 4, 16)
+    marks, runs = tmp_path / "marks", {}
+    marks.mkdir()
+    flags = ["--data", noisy, *TINY, "--steps", "240", "--save-every", "10", "--eval-every", "20",
+             "--pp", "2", "--zero", "1", "--timeout", "60"]
+    for kills in (False, True):
+        script, out = tmp_path / f"chaos_{kills}.py", tmp_path / f"out_{kills}"
+        script.write_text(CHAOS.format(root=str(ROOT), marks=str(marks), kills=kills))
+        process = torchrun(4, "--max-restarts=80", script, *flags, "--out", out)
+        output = []
+        reader = threading.Thread(target=lambda: output.extend(process.communicate()))
+        reader.start()
+        rng, killed = random.Random(3), 0
+        while kills and process.poll() is None and killed < 18:
+            time.sleep(rng.uniform(0.5, 9.0))
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            with suppress(OSError, IndexError):
+                os.kill(int(rng.choice(children.read_text().split())), signal.SIGKILL)
+                killed += 1
+        reader.join(timeout=400)
+        assert process.returncode == 0, output[1][-3000:]
+        runs[kills] = read_metrics(out)[1]
+    assert kinds(runs[False]) == ["start", "spike", "rollback"] + ["skip"] * kinds(
+        runs[False]).count("skip")
+    moments = names_in(marks)
+    print(f"\n{killed + len(moments)} kills: {killed} at random, and {', '.join(moments)}; "
+          f"{kinds(runs[True]).count('resume')} resumes")
+    assert killed + len(moments) >= 20 and len(moments) == 6
+    states = [checkpoint.load(tmp_path / f"out_{kills}" / "latest.pt") for kills in (False, True)]
+    assert states[0]["step"] == 240 and states[0]["health"]["rollbacks"] == 1
+    assert_same_state(*states)
+
+
+@contextmanager
+def two_machines(folder):
+    """Two network namespaces, joined by a link, with host names of their own -> (function that
+    starts a shell line on machine 0 or 1, function that takes the link "down" or "up")."""
+    (folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 node0\n10.77.0.2 node1\n")
+    names, processes = [f"pid{os.getpid()}n{i}" for i in (0, 1)], []
+
+    def ip(*words):
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    def start(i, line):
+        shell = f"mount --bind {folder}/hosts /etc/hosts && hostname node{i} && {line}"
+        processes.append(subprocess.Popen(
+            ["ip", "netns", "exec", names[i], "unshare", "--mount", "--uts", "bash", "-c", shell],
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True))
+        return processes[-1]
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "eth7", "netns", names[0], "type", "veth", "peer", "eth7", "netns",
+           names[1])
+        for i, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth7")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "eth7", "up")
+        yield start, lambda state: ip("-n", names[0], "link", "set", "eth7", state)
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        for name in names:
+            subprocess.run(["ip", "netns", "pids", name], capture_output=True)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def namespaces_are_allowed():
+    name = f"pid{os.getpid()}"
+    try:
+        made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        return made
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_the_readmes_two_machines_survive_a_link_that_goes_down(shards, tmp_path):
+    if not namespaces_are_allowed():
+        pytest.skip("no network namespaces can be made here (ip netns add)")
+    blocks = (ROOT / "README.md").read_text().split("```")[1::2]
+    line = next(block for block in blocks if "until torchrun --nnodes=2" in block).strip()
+    flags = " ".join(["--data", str(shards), *TINY, "--steps", "400", "--save-every", "20",
+                      "--tp", "2", "--timeout", "8"])
+    torchrun_ = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
+    line = re.sub(r"train\.py .*?--out \S+", lambda _: f"{ROOT}/train.py {flags} --out {{out}}",
+                  line.replace("\\\n", " "), flags=re.DOTALL)
+    for ours, theirs in (("until torchrun", f"until {torchrun_}"), ("HOST", "node0"),
+                         ("--nproc_per_node=8", "--nproc_per_node=2")):
+        assert ours in line
+        line = line.replace(ours, theirs)
+    outs = [tmp_path / "whole", tmp_path / "broken"]
+    with two_machines(tmp_path) as (start, link):
+        for out in outs:
+            nodes = [start(i, line.format(out=out)) for i in (0, 1)]
+            if out.name == "broken":
+                wait_for_step(out, 60, nodes[0])
+                link("down")
+                time.sleep(15)
+                link("up")
+            texts = [node.communicate(timeout=300)[0] for node in nodes]
+            assert [node.returncode for node in nodes] == [0, 0], texts
+    lost = [text for text in re.findall("train.py: .*", texts[0])]
+    print("\n" + lost[0])
+    assert "all-reduce with ranks" in lost[0] or "exchange" in lost[0]
+    assert "resume" in kinds(read_metrics(outs[1])[1])
+    states = [checkpoint.load(out / "latest.pt") for out in outs]
+    assert states[0]["step"] == 400
+    assert_same_state(*states)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -10,29 +10,36 @@ A step has these phases; `train` shows them on one screen:
     forward and backward, microbatch by microbatch; gradients add up in flat fp32 buckets
     reduce      buckets over replicas, started during backward (ZeRO 2 and 3: with each
                 microbatch); the tied weight's two ends
-    agree       one small all-reduce tells every rank the loss, the gradient norm, whether any
-                gradient overflowed, and whether anyone was asked to stop
+    agree       one small all-reduce tells every rank the loss, the norms of the gradient and of the
+                last activations, whether any gradient overflowed, whether anyone was asked to stop
+    watch       from these every rank concludes alike whether the run has diverged (`Health`)
     unscale, clip, AdamW on the masters, or skip all three after an overflow
-    save, then evaluate, then log
+    save, then evaluate, then log; or after a divergence roll back
 
 Everything a resumed run needs is in the checkpoint: N steps are bit for bit N/2 steps, a stop and
 N/2 more, in the same layout on the CPU. Flags given at the resume win over the stored ones, which
-win over the defaults; layout, precision and paths are never taken from the checkpoint.
+win over the defaults; layout, precision and paths are never taken from the checkpoint. So a run may
+be killed at any moment, and torchrun --max-restarts or a loop around it brings it to its end.
 
 Exit status: 0 done, or saved on a signal; 1 the run failed; 2 a user's mistake, told in one line.
 """
 import argparse
 import dataclasses
+import fcntl
 import json
 import math
 import os
+import re
 import signal
+import socket
 import statistics
 import sys
+import threading
 import time
 from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -43,11 +50,10 @@ import checkpoint
 from amp import PRECISIONS, clip_factor, make_scaler
 from data import TokenDataset
 from model import IGNORE, SIZES, GPTConfig, flops_per_token, parameter_count, seed_of
-from parallel import (SCHEDULES, FlatParameters, activation_bytes, all_reduce, check_layout,
-                      local_model, make_grid, one_f_one_b, run_schedule, shard_parameters)
+from parallel import (SCHEDULES, Broken, FlatParameters, activation_bytes, all_reduce, check_layout,
+                      local_model, make_grid, one_f_one_b, run_schedule, shard_parameters, waiting)
 
 EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over the split
-MAX_SKIPPED = 10            # steps skipped in a row, the scale at its floor, before giving up
 COUNTERS = ("step", "sequences", "tokens", "adam_steps", "skipped_in_a_row")    # of a run
 
 # Dense 16-bit FLOP/s of a device by a word of its name (the makers' data sheets).
@@ -110,6 +116,14 @@ class Config:
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0)
     keep: int = flag(3, "step files kept", low=1)
     eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
+    rollback: str = flag("on", "after a divergence go back to a healthy checkpoint, skip batches, "
+                         "lower the learning rate: on or off", choices=["on", "off"])
+    max_rollbacks: int = flag(5, "rollbacks of the whole run, then it stops", low=0)
+    spike_margin: float = flag(6.0, "a loss is high this many deviations above its recent median",
+                               low=0)
+    spike_steps: int = flag(3, "high losses in a row that make a divergence", low=1)
+    skip_steps: str = flag(None, "A:B, leave out the batches of steps A to B, inclusive", str)
+    timeout: int = flag(600, "seconds to wait for another rank before giving up", low=1, local=True)
     eval_only: bool = flag(False, "evaluate the checkpoint and leave", local=True)
     resume: str = flag("auto", "auto: the newest whole checkpoint of --out; never; or a file",
                        local=True)
@@ -141,7 +155,18 @@ def parse(arguments) -> dict:
                 limit = f"below {below}" if below else "finite"
                 raise ValueError(f"--{f.name.replace('_', '-')} is {value}: it must be at least "
                                  f"{low} and {limit}")
+    if "skip_steps" in given:
+        first, last = step_range(given["skip_steps"])
+        if not 1 <= first <= last:
+            raise ValueError(f"--skip-steps is {given['skip_steps']}: it must be A:B, two steps "
+                             f"from 1 on, A not after B")
     return given
+
+
+def step_range(text: str) -> tuple[int, int]:
+    """"A:B" -> (A, B); (0, 0) for anything else."""
+    numbers = re.fullmatch(r"(\d+):(\d+)", text)
+    return tuple(map(int, numbers.groups())) if numbers else (0, 0)
 
 
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
@@ -199,25 +224,40 @@ def leave(status: int):
     sys.exit(status)
 
 
-def give_up(error, rank: int, status: int = 2):
-    """One line on standard error and exit. The first rank to leave makes torchrun end the others,
-    so these leave rank 0 the time to speak, and speak only if it had nothing to say."""
+def give_up(error, rank: int):
+    """One line on standard error and exit 2, before the ranks can communicate. The first to leave
+    makes torchrun end the others, so these leave rank 0 the time to speak, and speak only if it had
+    nothing to say."""
     if rank != 0:
         time.sleep(10)
     print(f"train.py: {error}", file=sys.stderr, flush=True)
-    leave(status)
+    leave(2)
 
 
-def everyones(value, world: int) -> list:
-    """The value of each rank."""
-    values = [value] * world
-    if world > 1:
+def first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def everyones(value) -> list:
+    """The value of each rank, by rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    with waiting("exchange with all ranks"):
         dist.all_gather_object(values, value)
     return values
 
 
-def together(action, rank: int, world: int):
-    """action() on every rank. If it fails on any, all leave, and rank 0 tells the first reason."""
+def depart(message: str, status: int):
+    """All leave, and nobody before rank 0 has said why."""
+    if first_rank():
+        print(f"train.py: {message}", file=sys.stderr, flush=True)
+    everyones(None)
+    leave(status)
+
+
+def together(action):
+    """action() on every rank. If it fails on any, all leave with the first reason."""
     failure, result = None, None
     try:
         result = action()
@@ -225,60 +265,103 @@ def together(action, rank: int, world: int):
         failure = (str(error), 2)
     except checkpoint.Lost as error:
         failure = (str(error), 1)
-    failure = next((f for f in everyones(failure, world) if f is not None), None)
+    failure = next((f for f in everyones(failure) if f is not None), None)
     if failure is not None:
-        if rank == 0:
-            print(f"train.py: {failure[0]}", file=sys.stderr, flush=True)
-        everyones(None, world)          # nobody leaves before rank 0 has spoken
-        leave(failure[1])
+        depart(*failure)
     return result
 
 
-def agree(value, complaint: str, rank: int, world: int) -> None:
+def on_rank_0(action):
+    """The result of action() on rank 0, for all; or all leave."""
+    return everyones(together(lambda: action() if first_rank() else None))[0]
+
+
+def agree(value, complaint: str) -> None:
     """All leave, with this complaint, if the ranks do not have the same value."""
-    values = everyones(value, world)
-
-    def check():
-        if any(v != values[0] for v in values):
-            raise ValueError(complaint)
-
-    together(check, rank, world)
+    values = everyones(value)
+    if any(v != values[0] for v in values):
+        depart(complaint, 2)
 
 
 class StopSignal:
-    """Ctrl-C and SIGTERM ask to stop after the step; a second one, two seconds later or more,
-    ends at once (torchrun passes on a Ctrl-C that the terminal has delivered already)."""
+    """Ctrl-C and SIGTERM ask to stop after the step; a second one, half a second later or more (a
+    launcher may pass on what has arrived already), ends at once.
+
+    A thread listens, because Python runs a handler between two of its own instructions only, and
+    the main thread may be in the middle of a wait for another rank.
+    """
 
     def __init__(self):
         self.asked = 0.0
+        self.source, self.sink = os.pipe()
+        os.set_blocking(self.sink, False)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.handle)
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self.sink)         # where the signal's number is written
+        threading.Thread(target=self.listen, daemon=True).start()
 
-    def handle(self, number, frame):
-        if self.asked and time.monotonic() - self.asked > 2:
-            os._exit(1)
-        self.asked = self.asked or time.monotonic()
+    def listen(self):
+        while os.read(self.source, 1):
+            if self.asked and time.monotonic() - self.asked > 0.5:
+                os._exit(1)
+            self.asked = self.asked or time.monotonic()
+
+
+@contextmanager
+def occupied(out: Path, rank: int):
+    """`out` is this run's alone: rank 0 has a lock there that ends with its process, however that
+    ends. What it writes into the lock all ranks must find."""
+    mark = f"{socket.gethostname()}, process {os.getpid()}, {time.time_ns()}"
+
+    def lock():
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            file = open(out / "lock", "a+")
+        except OSError as error:
+            raise OSError(f"--out {out} is not a directory that can be written: "
+                          f"{error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(f"another run writes to {out} ({file.read().rpartition(',')[0]}): "
+                             f"stop it first, or give another --out") from None
+        file.truncate(0)
+        file.write(mark)
+        file.flush()
+        return file
+
+    def find():
+        path = out / "lock"
+        if not path.is_file() or path.read_text() != wanted:
+            raise ValueError(f"rank {rank} on {socket.gethostname()} does not find in {out} what "
+                             f"rank 0 wrote there: --out must be on a file system that all "
+                             f"machines share")
+
+    with together(lambda: lock() if rank == 0 else nullcontext()):
+        wanted = everyones(mark)[0]
+        together(find)
+        yield
 
 
 class Metrics:
     """out/metrics.jsonl, append-only: one object a step, and one with `event` for what happened
-    besides. Only rank 0 writes. Raises OSError if `out` is no directory that takes a file."""
+    besides. Only rank 0 writes."""
 
     def __init__(self, out: Path, rank: int):
         self.path = out / "metrics.jsonl" if rank == 0 else None
         if rank == 0:
-            try:
-                out.mkdir(parents=True, exist_ok=True)
-                with open(self.path, "a+b") as file:
-                    file.seek(0)
-                    file.truncate(file.read().rfind(b"\n") + 1)     # a line torn by a crash
-            except OSError as error:
-                raise OSError(f"--out {out} is not a directory that can be written: "
-                              f"{error.strerror}") from error
+            with open(self.path, "a+b") as file:
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)         # a line torn by a crash
 
-    def has(self, step: int) -> bool:
-        """Whether the step has a row: a kill between its checkpoint and its row leaves none."""
-        return self.path is None or f'{{"step": {step}, ' in self.path.read_text()
+    def last_row(self, step: int) -> dict:
+        """What was written last of a step; a kill after its checkpoint leaves nothing, {}."""
+        if self.path is None:
+            return {}
+        rows = [line for line in self.path.read_text().splitlines()
+                if line.startswith(f'{{"step": {step}, ')]
+        return json.loads(rows[-1]) if rows else {}
 
     def write(self, **row):
         if self.path is None:
@@ -304,6 +387,93 @@ def clock_time(seconds: float) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
+# Health
+#
+# A loss far above its recent median for several steps, one that is not finite, or a loss scale that
+# would have to fall below its floor: the run has diverged. What the teams of OPT-175B (Zhang et al.
+# 2022, section 2.5, and their logbook) and PaLM (Chowdhery et al. 2022, section 5.1) then did by
+# hand happens by itself, up to --max-rollbacks times:
+#
+#     loss                                 x x x                  x high
+#        \_____                         x                         o healthy checkpoint: the run had
+#              \___o________o___________/                           stayed healthy for HEALTHY steps
+#                  |           |////////////|
+#         go back there,     skip these batches        at learning rate x LR_CUT
+#
+# No step is lost, they read the batches behind; of these the first are skipped too, for as long as
+# their loss is high. Where the run comes back to the same checkpoint again, or to an older one, the
+# learning rate was not cut enough: then it is cut three times.
+# ---------------------------------------------------------------------------------------------
+
+WINDOW, FEWEST = 64, 16     # losses that make the median, and how many it takes at least
+MAX_SKIPPED = 20            # steps in a row without an update that make a divergence
+HEALTHY = 16                # steps without a high loss after a checkpoint to go back to
+LEAD_IN = 8                 # batches before the first high loss that are skipped
+MAX_SKIP = 500              # batches behind it at most
+LR_CUT = 0.6
+
+
+@dataclass
+class Health:
+    """What a run remembers of its health. A function of what all ranks agreed on, so that they
+    decide alike; every checkpoint holds it."""
+    losses: list = field(default_factory=list)      # the last that were not high
+    high: int = 0                                   # steps in a row that were
+    lr_factor: float = 1.0                          # on the schedule's learning rate
+    rollbacks: int = 0
+    skipped: list = field(default_factory=list)     # [first, end) of sequences left out
+    files: list = field(default_factory=list)       # [step, file in --out] this run began with
+    returned: int = -1                              # and wrote; the step last rolled back to
+
+    def limit(self, margin: float) -> float:
+        """The highest loss that is no spike. A deviation is 1.4826 times the median distance from
+        the median, a normal distribution's sigma, or 1% of the median if that is more."""
+        if len(self.losses) < FEWEST:
+            return math.inf
+        middle = statistics.median(self.losses)
+        sigma = 1.4826 * statistics.median(abs(loss - middle) for loss in self.losses)
+        return middle + margin * max(sigma, middle / 100)
+
+    def goes_on(self, first: int, end: int, loss: float, margin: float) -> bool:
+        """Whether the batch [first, end) belongs to what was skipped right before it."""
+        high = bool(self.skipped) and self.skipped[-1][1] == first and loss > self.limit(margin)
+        if high and first - self.skipped[-1][0] < MAX_SKIP * (end - first):
+            self.skipped[-1][1] = end
+            return True
+        return False
+
+    def watch(self, loss: float, inf_at_floor: bool, skipped_in_a_row: int,
+              config: Config) -> str | None:
+        """Take note of a step; the reason if with it the run has diverged. An overflow that a lower
+        loss scale can answer is none, nor, where there is no scale, a single gradient."""
+        limit = self.limit(config.spike_margin)
+        at_once = ("the loss is not finite" if not math.isfinite(loss) else
+                   "a gradient is not finite, and the loss scale is at its floor"
+                   if inf_at_floor and config.dtype == "fp16" else
+                   f"{MAX_SKIPPED} steps in a row were skipped"
+                   if skipped_in_a_row >= MAX_SKIPPED else None)
+        if at_once:
+            self.high = max(self.high + 1, config.spike_steps)
+        elif loss > limit:
+            self.high += 1
+        else:
+            self.high = 0
+            self.losses = [*self.losses, loss][-WINDOW:]
+        if self.high != config.spike_steps:         # once, if nothing follows from it
+            return None
+        return at_once or f"the loss was above {limit:.4f} for {self.high} steps, now {loss:.4f}"
+
+    def candidates(self, onset: int) -> list:
+        """[step, file] to go back to from a divergence that began at step `onset`, best first:
+        those that stayed healthy for long enough, the newest first; the oldest of the others, but
+        not twice; where the run began."""
+        began, *kept = [f for f in self.files if f[0] < onset] or self.files[:1]
+        proven = [f for f in kept if f[0] <= onset - HEALTHY]
+        others = [f for f in kept if f not in proven and f[0] != self.returned]
+        return [*reversed(proven), *others[:1], began]
+
+
+# ---------------------------------------------------------------------------------------------
 # The run
 # ---------------------------------------------------------------------------------------------
 
@@ -311,29 +481,39 @@ def clock_time(seconds: float) -> str:
 class Run:
     """What a run is made of on this rank, and its verbs: batch, train, evaluate, save."""
 
-    def __init__(self, config: Config, cfg: GPTConfig, grid, device, train_data, val_data, state):
+    def __init__(self, config: Config, cfg: GPTConfig, grid, device, train_data, val_data, state,
+                 path: Path | None = None):
         self.config, self.cfg, self.grid, self.device = config, cfg, grid, device
         self.train_data, self.val_data = train_data, val_data
-        self.precision, self.scaler = PRECISIONS[config.dtype], make_scaler(config.dtype)
+        self.precision = PRECISIONS[config.dtype]
+        self.writer = checkpoint.Writer(Path(config.out), config.keep, self.complain)
         self.model, pieces = local_model(cfg, grid, config.recompute, config.compile)
         self.flat = FlatParameters(pieces, grid, self.precision.compute, self.precision.master,
                                    device, config.zero, "cpu" if config.offload else device)
         if config.zero == 3:
             shard_parameters(self.model, self.flat)
-        for name in COUNTERS:
-            setattr(self, name, 0 if state is None else state[name])
-        if state is None:
-            self.flat.initialize(cfg, config.seed)
-        else:
-            checkpoint.restore(state, self.flat)
-            if state["config"].get("dtype") == config.dtype:
-                self.scaler.load_state_dict(state["scaler"])
+        self.restore(state, path)
         self.micros = config.batch_size // (grid.dp * config.micro_batch)
         order = SCHEDULES[config.pp_schedule] if grid.pp > 1 else one_f_one_b
         self.schedule = order(grid.stage, grid.pp, self.micros)
         positions = cfg.seq_len // (grid.tp if grid.sequence_parallel else 1)
         self.boundary = torch.empty(config.micro_batch, positions, cfg.n_embd,
                                     dtype=self.precision.compute, device=device)
+
+    def restore(self, state: dict | None, path: Path | None = None) -> None:
+        """Be where the checkpoint at `path` was; without one, at step 0."""
+        for name in COUNTERS:
+            setattr(self, name, 0 if state is None else state[name])
+        self.scaler, self.health = make_scaler(self.config.dtype), Health(files=[[0, None]])
+        if state is None:
+            self.flat.initialize(self.cfg, self.config.seed)
+            return
+        checkpoint.restore(state, self.flat)
+        if state["config"].get("dtype") == self.config.dtype:
+            self.scaler.load_state_dict(state["scaler"])
+        self.health = Health(**state["health"])
+        if path is not None and path == Path(self.config.resume):       # by hand: a new beginning
+            self.health.files = [[self.step, str(path.resolve())]]
 
     def rows(self, m: int) -> slice:
         """Which sequences of a batch are this replica's microbatch m."""
@@ -355,12 +535,14 @@ class Run:
         config, grid, flat = self.config, self.grid, self.flat
         step_tokens = config.batch_size * self.cfg.seq_len
         speaks_for_loss = grid.is_last and grid.tp_rank == 0
+        speaks_for_norms = grid.is_last if grid.sequence_parallel else speaks_for_loss
         recent = deque(maxlen=20)       # seconds of a step
         self.model.train()
         while self.step < config.steps:
+            self.leave_out(metrics)
             started = time.perf_counter()
             self.step += 1
-            lr = learning_rate(config, self.step)
+            lr = learning_rate(config, self.step) * self.health.lr_factor
             scale = self.scaler.scale
 
             # batch
@@ -378,50 +560,142 @@ class Run:
                                 keys, scale / step_tokens, before_backward=flat.arm)
             flat.finish_reduction()
 
-            # agree: loss, squares for the norm, squares that tell an overflow, wish to stop
+            # agree: loss, norms, squares that tell an overflow, wish to stop
+            norms = self.model.head.norms if speaks_for_norms else 0.0
+            own_loss = loss
             news = torch.stack([loss / step_tokens * speaks_for_loss, *flat.square_sums(),
-                                torch.tensor(float(stop.asked > 0), device=self.device)])
+                                torch.tensor(float(stop.asked > 0), device=self.device),
+                                loss.new_zeros(()) + norms / step_tokens])
             news = all_reduce(news, grid.group("world")).wait()
-            loss, squares, overflow, stopping = news.tolist()
+            loss, squares, overflow, stopping, activation_norm = news.tolist()
             grad_norm = math.sqrt(squares) / scale
             found_inf = not (math.isfinite(loss) and math.isfinite(overflow))
 
+            # watch
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if found_inf else 0
+            at_floor = scale <= self.scaler.min_scale           # always, but in fp16
+            left_out = self.health.goes_on(self.sequences - config.batch_size, self.sequences,
+                                           loss, config.spike_margin)
+            reason = None if left_out else self.health.watch(
+                loss, found_inf and at_floor, self.skipped_in_a_row, config)
+            diverged = reason is not None and config.rollback == "on"
+
             # unscale, clip, step, or skip
-            if not found_inf:
+            if not found_inf and not left_out:
                 flat.update(clip_factor(grad_norm, config.clip, scale), self.adam_steps + 1, lr,
                             config.beta1, config.beta2, config.weight_decay)
                 self.adam_steps += 1
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if found_inf else 0
             self.scaler.update(found_inf)
             elapsed = time.perf_counter() - started
             recent.append(elapsed)
 
+            if left_out and not stopping:
+                metrics.write(event="skip", step=self.step, loss=loss,
+                              reason="the loss is high behind the batches left out")
+                self.step -= 1                          # the next batch is this step's
+                continue
+
             # save, evaluate, log
             stopping = stopping > 0 and self.step < config.steps
             last = self.step == config.steps or stopping
-            due = {name: last or every > 0 and self.step % every == 0 for name, every in
-                   (("save", config.save_every), ("eval", config.eval_every))}
+            due = {name: not diverged and (last or every > 0 and self.step % every == 0)
+                   for name, every in (("save", config.save_every), ("eval", config.eval_every))}
             row = dict(step=self.step, tokens=self.tokens, loss=loss, lr=lr, grad_norm=grad_norm,
-                       loss_scale=scale, tokens_per_second=round(step_tokens / elapsed, 1))
+                       loss_scale=scale, skipped=self.skipped_in_a_row,
+                       activation_norm=activation_norm,
+                       tokens_per_second=round(step_tokens / elapsed, 1))
             if due["save"]:
-                self.save(row, last)
+                started = time.perf_counter()
+                self.save(row)
+                row["save_seconds"] = round(time.perf_counter() - started, 4)
             if due["eval"] and not stopping:
                 row["val_loss"] = self.evaluate()
             metrics.write(**row)
             self.report(row, statistics.median_low(recent), found_inf)
+
+            # and tell what was not as usual
             if found_inf:
-                metrics.write(event="skip", step=self.step, loss_scale=scale)
-                if self.skipped_in_a_row >= MAX_SKIPPED and scale <= self.scaler.min_scale:
-                    give_up(f"{MAX_SKIPPED} steps in a row had gradients that are not finite, "
-                            f"with the loss scale at its floor of {scale}: the run has diverged; "
-                            f"go on from an older checkpoint with a lower --lr", grid.rank, 1)
-            if stopping:
+                metrics.write(event="skip", step=self.step, reason="not finite", loss_scale=scale,
+                              **self.post_mortem(own_loss.item(), windows))
+            if reason is not None:
+                metrics.write(event="spike", step=self.step, reason=reason, loss=loss,
+                              limit=self.health.limit(config.spike_margin), grad_norm=grad_norm,
+                              loss_scale=scale)
+            if diverged:
+                self.roll_back(reason, metrics)
+            elif at_floor and self.skipped_in_a_row >= MAX_SKIPPED:
+                depart(f"{MAX_SKIPPED} steps in a row had gradients that are not finite, with the "
+                       f"loss scale at its floor of {scale}: the run has diverged; go on from an "
+                       f"older checkpoint with a lower --lr", 1)
+            elif last:
+                self.saved()
+            if stopping and not diverged:
                 metrics.write(event="stop", step=self.step)
                 if grid.rank == 0:
                     how = ("the same command goes on" if config.resume == "auto" else
                            "go on with --resume auto")
                     say(f"stopped and saved after step {self.step}; {how}")
                 return
+
+    def leave_out(self, metrics: Metrics) -> None:
+        """Move on over the batches that come next in the data but are to be left out."""
+        position, batch = self.sequences, self.config.batch_size
+        first, last = step_range(self.config.skip_steps or "")
+        if self.step + 1 == first:
+            self.sequences += (last - first + 1) * batch
+        for first, end in sorted(self.health.skipped):
+            if first <= self.sequences < end:
+                self.sequences = end
+        if self.sequences > position:
+            metrics.write(event="skip", step=self.step + 1, reason="left out",
+                          batches=(self.sequences - position) // batch, sequences=[
+                              position, self.sequences])
+
+    def post_mortem(self, own_loss: float, windows) -> dict:
+        """Where a number is not finite: the first rank whose own loss is not, or else whose
+        gradients; a parameter with such a gradient, of the last stage that has one; and the windows
+        of the data, from which TokenDataset.windows makes the same batch again."""
+        found = everyones([not math.isfinite(own_loss), self.flat.not_finite()])
+        of_loss = [rank for rank, (loss, _) in enumerate(found) if loss]
+        of_gradient = [rank for rank, (_, name) in enumerate(found) if name is not None]
+        return dict(what="loss" if of_loss else "gradient", rank=(of_loss or of_gradient)[0],
+                    parameter=found[of_gradient[-1]][1] if of_gradient else None,
+                    windows=windows.tolist())
+
+    def roll_back(self, reason: str, metrics: Metrics) -> None:
+        """Go back to a healthy checkpoint, and write down there what is to be different, before
+        anything else happens: from then on a kill loses nothing."""
+        config, health, grid, diverged_at = self.config, self.health, self.grid, self.step
+        if health.rollbacks >= config.max_rollbacks:
+            depart(f"step {diverged_at}: {reason}, after {health.rollbacks} rollbacks "
+                   f"(--max-rollbacks): see the events in {config.out}/metrics.jsonl, and go on "
+                   f"from an older checkpoint with a lower --lr or with --skip-steps", 1)
+        onset, batch = diverged_at - health.high + 1, config.batch_size
+        skip = [self.sequences - (health.high + LEAD_IN) * batch, self.sequences]
+
+        def choose():
+            self.writer.wait()                          # the file may be the one
+            return choose_checkpoint([name and Path(config.out, name)
+                                      for _, name in health.candidates(onset)])
+
+        path, events = on_rank_0(choose)
+        state = together(lambda: path and checkpoint.load(path))
+        self.restore(state, path)
+        skip[0] = max(skip[0], self.sequences)
+        rollbacks, cuts = health.rollbacks + 1, 1 if self.step > health.returned else 3
+        self.health = dataclasses.replace(
+            self.health, rollbacks=rollbacks, lr_factor=health.lr_factor * LR_CUT ** cuts,
+            skipped=[*health.skipped, skip], returned=self.step,
+            files=[f for f in health.files if f[0] <= self.step])
+        told = dict(to=self.step, skip=skip, lr_factor=self.health.lr_factor, rollbacks=rollbacks)
+        for event in [*events, dict(event="rollback", reason=reason, **told)]:
+            metrics.write(**event, step=diverged_at)
+        if grid.rank == 0:
+            say(f"rollback {rollbacks} of at most {config.max_rollbacks}: {reason}; back to step "
+                f"{self.step}, without the last {(skip[1] - skip[0]) // batch} batches, learning "
+                f"rate x {self.health.lr_factor:.3g}")
+        self.save(state["row"] if state is not None else {})
+        self.writer.wait()
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -440,29 +714,35 @@ class Run:
         self.model.train()
         return total.item() / (count * self.cfg.seq_len)
 
-    def save(self, row: dict, last: bool) -> None:
-        """Gather on rank 0 and write there. A failure is told and passed over, but for the last
-        save: what cannot be kept has not succeeded."""
+    def save(self, row: dict) -> None:
+        """Gather on rank 0, where a thread writes it while training goes on."""
+        began, *files = self.health.files
+        files = [f for f in files if f[0] < self.step]
+        files.append([self.step, checkpoint.step_file(Path(), self.step).name])
+        self.health.files = [began, *files[-self.config.keep:]]
         whole = checkpoint.gather(self.flat, self.cfg, self.grid, checkpoint.STATE.values())
-
-        def write():
-            if whole is None:           # not on rank 0
-                return
-            state = dict(
-                format=1, **{name: getattr(self, name) for name in COUNTERS}, row=row,
+        if whole is not None:                   # on rank 0
+            self.writer.submit(dict(
+                format=2, **{name: getattr(self, name) for name in COUNTERS}, row=dict(row),
                 config=dataclasses.asdict(self.config), model=dataclasses.asdict(self.cfg),
                 tokenizer=self.train_data.meta["tokenizer"],
                 data=self.train_data.meta["fingerprint"], scaler=self.scaler.state_dict(),
-                **{key: whole[name] for key, name in checkpoint.STATE.items()})
-            try:
-                checkpoint.save(state, Path(self.config.out), self.config.keep)
-            except OSError as error:
-                if last:
-                    raise checkpoint.Lost(f"the last checkpoint is lost: {error}") from error
-                print(f"train.py: warning: {error}; earlier checkpoints are untouched, and the "
-                      f"next save comes as planned", file=sys.stderr, flush=True)
+                health=dataclasses.asdict(self.health),
+                **{key: whole[name] for key, name in checkpoint.STATE.items()}))
 
-        together(write, self.grid.rank, self.grid.world)
+    def complain(self, error: OSError) -> None:
+        """Of a save that failed: the run goes on, for the files before it are whole."""
+        print(f"train.py: warning: {error}; earlier checkpoints are untouched", file=sys.stderr,
+              flush=True)
+
+    def saved(self) -> None:
+        """Wait for the last checkpoint; a run that could not keep it has not succeeded."""
+        def wait():
+            error = self.writer.wait()
+            if error is not None:
+                raise checkpoint.Lost(f"the last checkpoint is lost: {error}") from error
+
+        together(wait)
 
     def report(self, row: dict, seconds: float, skipped: bool) -> None:
         """One console line a step."""
@@ -511,19 +791,32 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def choose_checkpoint(config: Config) -> tuple[Path, list[dict]]:
-    """The file to resume from, whole by its CRCs, and an event for each damaged file passed over.
-    Rank 0's business, because it reads whole files."""
+def files_to_resume(config: Config, restarted: bool) -> list[Path]:
+    """The checkpoints to go on from, best first; none for a fresh run. A run that torchrun starts
+    again goes on with what it wrote itself, whatever it was to begin with."""
+    found = checkpoint.newest_first(Path(config.out))
+    if config.resume in ("auto", "never"):
+        if found and config.resume == "never" and not restarted:
+            raise ValueError(f"--resume never, but {config.out} holds {found[0].name}: give "
+                             f"another --out")
+        return found
+    own = []
+    for path in found if restarted else []:
+        with suppress(checkpoint.Damaged):
+            own += [path] * (checkpoint.load(path)["config"]["resume"] == config.resume)
+    return [*own, Path(config.resume)]
+
+
+def choose_checkpoint(files: list) -> tuple[Path | None, list[dict]]:
+    """The first of the files that is whole by its CRCs, and an event for each passed over. Rank 0's
+    business, because it reads whole files."""
     events = []
 
     def passed_over(path, error):
         events.append(dict(event="damaged", path=str(path), reason=str(error)))
         print(f"train.py: warning: {error}; passed over", file=sys.stderr, flush=True)
 
-    if config.resume not in ("auto", "never"):
-        checkpoint.verify(Path(config.resume))
-        return Path(config.resume), events
-    return checkpoint.newest_whole(Path(config.out), passed_over), events
+    return checkpoint.first_whole(files, passed_over), events
 
 
 def plan(given: dict, state: dict | None, world: int):
@@ -583,31 +876,83 @@ def introduce(run: Run) -> None:
         f"{epochs:.2f} epochs")
 
 
-def start(run: Run, row: dict | None, path: Path | None, events: list[dict], given: dict,
-          stop: StopSignal) -> None:
-    """Evaluate, or train after telling how it began; `row` is that of the checkpoint at `path`."""
-    config, rank, world = run.config, run.grid.rank, run.grid.world
+def start(run: Run, state: dict | None, path: Path | None, events: list[dict],
+          given: dict) -> None:
+    """Evaluate, or tell how the run begins and train; `state` is that of the checkpoint at `path`,
+    without its tensors."""
+    config, rank = run.config, run.grid.rank
     if config.eval_only:
         val_loss = run.evaluate()
         if rank == 0:
             say(f"{path}, step {run.step}: {run.describe(val_loss)}")
         return
-    metrics = together(lambda: Metrics(Path(config.out), rank), rank, world)
-    if row is not None and not metrics.has(run.step):
-        metrics.write(**row)
-    began = dict(event="start") if row is None else dict(
-        event="resume", path=str(path), given=given)
-    began["config"] = dataclasses.asdict(config)
-    for event in [*events, began]:
-        metrics.write(**event, step=run.step)
+    metrics = together(lambda: Metrics(Path(config.out), rank))
+    stop = StopSignal()
+    settings = dataclasses.asdict(config)
+    if state is None:
+        metrics.write(event="start", step=0, config=settings)
+    elif state["row"]:
+        # A kill between the checkpoint and its row, or during the evaluation, has left a gap.
+        row = on_rank_0(lambda: metrics.last_row(run.step)) or state["row"]
+        due = run.step == config.steps or config.eval_every and run.step % config.eval_every == 0
+        if due and "val_loss" not in row:
+            row["val_loss"] = run.evaluate()
+            metrics.write(**row)
+        elif not metrics.last_row(run.step):
+            metrics.write(**row)
+    if run.step >= config.steps:
+        if rank == 0:
+            say(f"{path} is step {run.step} of {config.steps}: nothing left to do; raise --steps "
+                f"to go on, or give another --out")
+        return
+    if state is not None:
+        changed = {f.name: [state["config"].get(f.name), settings[f.name]]
+                   for f in dataclasses.fields(Config) if not f.metadata["local"]
+                   and state["config"].get(f.name) != settings[f.name]}
+        for event in [*events, dict(event="resume", path=str(path), given=given, changed=changed,
+                                    lr_factor=run.health.lr_factor, config=settings)]:
+            metrics.write(**event, step=run.step)
     if rank == 0:
         introduce(run)
-        if row is not None:
-            say(f"resume   {path}, after step {run.step}")
+        if state is not None:
+            differs = "".join(f", {name.replace('_', ' ')} {now} instead of {before}"
+                              for name, (before, now) in changed.items())
+            say(f"resume   {path}, after step {run.step}{differs}")
     run.train(metrics, stop)
 
 
+def work(config: Config, given: dict, files: list, job, device, rank: int, world: int) -> None:
+    """From here on all ranks go together: choose a checkpoint, check the data, run."""
+    state, path, events = None, None, []
+    if files:
+        if files == [Path(config.resume)]:              # the user's choice, with no other to take
+            on_rank_0(lambda: checkpoint.verify(files[0]))
+        path, events = on_rank_0(lambda: choose_checkpoint(files))
+        state = together(lambda: checkpoint.load(path))
+        job = together(lambda: plan(given, state, world))
+    config, cfg, train_data, val_data = job
+    agree([dataset.meta["fingerprint"] for dataset in (train_data, val_data)],
+          f"the ranks find different data in {config.data}: copy it anew")
+    for dataset in (train_data, val_data):
+        together(lambda: dataset.check(rank, world))
+
+    grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel,
+                     timedelta(seconds=config.timeout))
+    try:
+        run = Run(config, cfg, grid, device, train_data, val_data, state, path)
+        for name in checkpoint.STATE if state else ():
+            del state[name]                             # the file is mapped no longer
+        try:
+            start(run, state, path, events, given)
+        except Broken as error:
+            run.writer.wait()                           # a file that is being written is whole
+            raise Broken(f"(stage {grid.stage}) in step {run.step}: {error}") from error
+    finally:
+        grid.groups.clear()     # what threads of gloo outlive main abort the process at times
+
+
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)        # until there is something to save
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
@@ -616,11 +961,7 @@ def main() -> None:
         given = parse(sys.argv[1:])
         config = Config(**given)
         device = pick_device(config.device, local_rank)
-        files = (checkpoint.newest_first(Path(config.out)) if config.resume in ("auto", "never")
-                 else [Path(config.resume)])
-        if files and config.resume == "never" and not restarted:
-            raise ValueError(f"--resume never, but {config.out} holds {files[0].name}: give "
-                             f"another --out")
+        files = files_to_resume(config, restarted)
         if not files and config.eval_only:
             raise ValueError(f"--eval-only, but {config.out} holds no checkpoint")
         with suppress(checkpoint.Damaged):      # which is told below, or passed over
@@ -630,35 +971,17 @@ def main() -> None:
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    agree(bool(files), f"some ranks find checkpoints in {config.out}, others none: --out must be "
-          f"on a file system that all machines share", rank, world)
-    state, path, events = None, None, []
-    if files:
-        chosen = together(lambda: choose_checkpoint(config) if rank == 0 else None, rank, world)
-        path, events = everyones(chosen, world)[0]
-        state = together(lambda: checkpoint.load(path), rank, world)
-        job = together(lambda: plan(given, state, world), rank, world)
-    config, cfg, train_data, val_data = job
-    agree([dataset.meta["fingerprint"] for dataset in (train_data, val_data)],
-          f"the ranks find different data in {config.data}: copy it anew", rank, world)
-    for dataset in (train_data, val_data):
-        together(lambda: dataset.check(rank, world), rank, world)
-
-    if not config.eval_only and state is not None and state["step"] >= config.steps:
-        if rank == 0:
-            say(f"{path} is step {state['step']} of {config.steps}: nothing left to do; raise "
-                f"--steps to go on, or give another --out")
-    else:
-        stop = StopSignal()
-        grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel)
-        try:
-            run = Run(config, cfg, grid, device, train_data, val_data, state)
-            row, state = state and state["row"], None       # the file is mapped no longer
-            start(run, row, path, events, given, stop)
-        finally:
-            grid.groups.clear()     # what threads of gloo outlive main abort the process at times
+    try:
+        if world > 1:
+            with waiting("start of the process group"):
+                dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                                        timeout=timedelta(seconds=config.timeout))
+        with nullcontext() if config.eval_only else occupied(Path(config.out), rank):
+            work(config, given, files, job, device, rank, world)
+    except Broken as error:
+        # Without the others there is nothing to save, and no orderly way out.
+        print(f"train.py: rank {rank} {error}", file=sys.stderr, flush=True)
+        os._exit(1)
     if world > 1:
         dist.destroy_process_group()
 
