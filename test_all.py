@@ -18,6 +18,7 @@ import functools
 import gc
 import hashlib
 import http.server
+import io
 import itertools
 import json
 import math
@@ -38,7 +39,7 @@ import time
 import traceback
 import warnings
 import weakref
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -2980,7 +2981,7 @@ def test_a_checkpoint_is_saved_before_the_evaluation(run_train, shards, tmp_path
     monkeypatch.setattr(train.Run, "evaluate", fail)
     with pytest.raises(RuntimeError, match="evaluation failed"):
         run_train("--data", shards, "--out", tmp_path / "o", *TINY)
-    wait_for(lambda: (tmp_path / "o" / "latest.pt").exists())
+    wait_for((tmp_path / "o" / "latest.pt").exists)
     assert (tmp_path / "o" / "step_00000002.pt").exists()
 
 
@@ -3022,6 +3023,7 @@ def test_a_step_whose_evaluation_was_killed_has_its_row(run_train, shards, tmp_p
         patch.setattr(train.Run, "evaluate", mock.Mock(side_effect=ZeroDivisionError))
         with pytest.raises(ZeroDivisionError):
             run_train(*flags)
+    wait_for((tmp_path / "o" / "latest.pt").exists)
     assert column(read_metrics(tmp_path / "o")[0], "step") == [1]
     assert run_train(*flags)[0] == 0
     assert column(read_metrics(tmp_path / "o")[0], "step") == [1, 2, 3, 4]
@@ -3446,7 +3448,8 @@ def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, z
         assert repr(seen) == repr(eight[0][1])
     assert [e["step"] for e in events] == [e["step"] for e in one[1][-1][2]]
     assert events[1]["skip"] == one[1][-1][2][1]["skip"] and sequences == one[1][-1][1]
-    assert relative(column(eight[0][0], "loss"), column(one[0], "loss")) <= 1e-5
+    losses = [column(steps[:30] + steps[33:], "loss") for steps in (eight[0][0], one[0])]
+    assert len(losses[0]) == 60 and relative(*losses) <= 1e-5       # but for the poisoned ones
 
 
 def test_rollbacks_are_bounded_and_cut_more_each_time(tmp_path, capsys):
@@ -3498,10 +3501,10 @@ def test_a_rollback_passes_over_a_damaged_file(tmp_path, capsys):
 
 
 def test_bad_data_behind_the_skipped_batches_is_left_out_too(tmp_path):
-    """Forty batches of noise, of which a rollback has seen three."""
+    """Forty batches of noise, of which a rollback has seen three. The rest is easy to learn."""
     class Noisy(Memory):
         def windows(self, indices):
-            tokens = super().windows(indices)
+            tokens = super().windows(indices) % 4
             if 30 * 8 <= position[0] < 70 * 8:
                 tokens = np.random.default_rng(int(indices[0])).integers(257, size=tokens.shape)
             return tokens
@@ -3551,7 +3554,7 @@ def test_a_correction_stays_with_the_run_and_multiplies_a_learning_rate_given_by
                                 "--skip-steps", "3:3")
     assert status == 0
     rows, events = read_metrics(tmp_path / "o2")
-    assert rows[0]["step"] == 3 and rows[0]["lr"] == pytest.approx(
+    assert column(rows, "step") == [2, 3, 4] and rows[1]["lr"] == pytest.approx(
         0.25 * train.learning_rate(train.Config(lr=1.0, steps=4, warmup_steps=2), 3))
     resume = events[0]
     assert resume["event"] == "resume" and resume["lr_factor"] == 0.25
@@ -3564,7 +3567,7 @@ def test_a_correction_stays_with_the_run_and_multiplies_a_learning_rate_given_by
 
 
 def test_a_number_that_is_not_finite_is_traced(pool, tmp_path):
-    config = settings(tmp_path, steps=8, tp=2, pp=2, rollback="off")
+    config = settings(tmp_path, steps=9, tp=2, pp=2, rollback="off")
     ranks = pool.run(8, run_steps, (2, 2, 2), config, replace(CFG, n_layer=2), health_now, None,
                      inject)
     events = [e for e in ranks[0][1][-1][2] if e["event"] == "skip"]
@@ -3648,12 +3651,13 @@ def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(shards,
     out = tmp_path / "o"
     flags = ["--data", shards, "--out", out, *TINY]
     first = subprocess.Popen([sys.executable, ROOT / "train.py", *map(str, flags), "--steps",
-                              "1000000"], stdout=subprocess.DEVNULL)
-    wait_for_step(out, 3, first)
+                              "1000000", "--save-every", "400"], stdout=subprocess.DEVNULL)
+    wait_for_step(out, 500, first)
     second = subprocess.run([sys.executable, ROOT / "train.py", *flags], text=True,
                             capture_output=True)
     assert second.returncode == 2 and second.stderr.count("\n") == 1
-    assert f"another run writes to {out}" in second.stderr and f"process {first.pid}" in second.stderr
+    assert f"another run writes to {out}" in second.stderr
+    assert f"process {first.pid}" in second.stderr
     look = subprocess.run([sys.executable, ROOT / "train.py", *flags, "--eval-only"], text=True,
                           capture_output=True)
     assert look.returncode == 0 and "nats" in look.stdout           # to look is allowed
@@ -3668,17 +3672,17 @@ def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(shards,
 
 def occupy_apart(rank, world, folder):
     try:
-        with train.occupied(folder / str(rank), rank):
+        with redirect_stderr(io.StringIO()) as told, train.occupied(folder / str(rank), rank):
             pass
     except SystemExit as stop:
-        return stop.code
+        return stop.code, told.getvalue()
 
 
-def test_machines_that_do_not_share_out_are_refused(pool, tmp_path, capfd):
+def test_machines_that_do_not_share_out_are_refused(pool, tmp_path):
     (tmp_path / "1").mkdir()
-    assert pool.run(2, occupy_apart, tmp_path) == [2, 2]
-    assert "does not find in" in (error := capfd.readouterr().err) and "share" in error
-    assert error.count("\n") == 1 and str(tmp_path / "1") in error
+    (status, error), other = pool.run(2, occupy_apart, tmp_path)
+    assert status == 2 and other == (2, "") and error.count("\n") == 1
+    assert f"does not find in {tmp_path / '1'} what rank 0 wrote" in error and "share" in error
 
 
 def test_a_second_signal_ends_at_once_even_inside_a_call_that_python_waits_for():
@@ -3752,7 +3756,8 @@ def test_an_evaluation_that_was_killed_is_made_up_for(run_train, shards, tmp_pat
     with mock.patch.object(train.Run, "evaluate", side_effect=[1.0, ZeroDivisionError]), \
             pytest.raises(ZeroDivisionError):
         run_train(*flags)
-    assert "val_loss" not in read_metrics(tmp_path / "o")[0][-1]
+    wait_for((tmp_path / "o" / "step_00000004.pt").exists)
+    assert column(read_metrics(tmp_path / "o")[0], "step") == [1, 2, 3]
     status, text, _ = run_train(*flags)
     rows, _ = read_metrics(tmp_path / "o")
     assert status == 0 and "nothing left to do" in text
@@ -3802,8 +3807,8 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path):
 # train.py: whole runs that are made to fail (slow); the README's table of faults
 # ---------------------------------------------------------------------------------------------
 
-SMALL = ["--n-layer", "2", "--n-head", "2", "--n-embd", "64", "--seq-len", "64", "--batch-size", "16",
-         "--warmup-steps", "20", "--save-every", "50", "--keep", "9"]
+SMALL = ["--n-layer", "2", "--n-head", "2", "--n-embd", "64", "--seq-len", "64", "--batch-size",
+         "16", "--warmup-steps", "20", "--save-every", "50", "--keep", "9"]
 
 
 def with_noise(source, folder, steps, batch, seq_len):
@@ -3835,10 +3840,10 @@ def last_loss(out):
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["bad data", "learning rate", "fp16 overflow"])
 def test_a_run_made_to_diverge_ends_near_the_healthy_one(run_train, library, tmp_path, fault):
-    """Forty batches of noise; a learning rate a hundred times too high, given by hand in the middle;
-    one so high that activations overflow in fp16. (Seconds a step in fp16 on a CPU: fewer steps.)"""
+    """Forty batches of noise; a learning rate a hundred times too high, given by hand in the
+    middle; one so high that activations overflow in fp16 (slow on a CPU: fewer steps)."""
     half = fault == "fp16 overflow"
-    flags = [*SMALL, "--steps", 240 if half else 400, *["--dtype", "fp16"] * half]
+    flags = [*SMALL, "--steps", 300 if half else 400, *["--dtype", "fp16"] * half]
     healthy = tmp_path / "healthy"
     assert run_train("--data", library, "--out", healthy, *flags)[0] == 0
     assert kinds(read_metrics(healthy)[1]) == ["start"]
@@ -3887,8 +3892,8 @@ def test_healthy_runs_never_roll_back(run_train, library, tmp_path, request, nam
             middle = float(np.median(health.losses))
             nearest = max(nearest, (row["loss"] - middle) / (limit - middle))
         health.watch(row["loss"], False, 0, train.Config())
-    print(f"\n{name}: {len(rows)} steps, at most {nearest:.1f} deviations above the median; a spike "
-          f"is 6, three times")
+    print(f"\n{name}: {len(rows)} steps, at most {nearest:.1f} deviations above the median; a "
+          f"divergence is 6, three times")
 
 
 CHAOS = """

@@ -426,13 +426,14 @@ class Health:
     returned: int = -1                              # and wrote; the step last rolled back to
 
     def limit(self, margin: float) -> float:
-        """The highest loss that is no spike. A deviation is 1.4826 times the median distance from
-        the median, a normal distribution's sigma, or 1% of the median if that is more."""
+        """The highest loss that is no spike. A deviation is measured between neighbours, so that a
+        falling loss does not count as noise: their median distance times 1.4826 / sqrt 2, which is
+        sigma if the noise is normal; or 1% of the median if that is more."""
         if len(self.losses) < FEWEST:
             return math.inf
         middle = statistics.median(self.losses)
-        sigma = 1.4826 * statistics.median(abs(loss - middle) for loss in self.losses)
-        return middle + margin * max(sigma, middle / 100)
+        distance = statistics.median(abs(a - b) for a, b in zip(self.losses, self.losses[1:]))
+        return middle + margin * max(1.4826 / math.sqrt(2) * distance, middle / 100)
 
     def goes_on(self, first: int, end: int, loss: float, margin: float) -> bool:
         """Whether the batch [first, end) belongs to what was skipped right before it."""
