@@ -3730,7 +3730,7 @@ def test_a_peer_that_hangs_or_vanishes_is_named(shards, tmp_path, fate):
     _, error = process.communicate(timeout=60)
     ours = [line for line in error.splitlines() if line.startswith("train.py: ")]
     assert len(ours) == 1 and waited < 4 + 8
-    assert re.match(r"train.py: rank 0 \(stage 0\) in step \d+: ((forward|backward) of microbatch "
+    assert re.match(r"train.py: rank 0: stage 0, step \d+: ((forward|backward) of microbatch "
                     r"\d+: (receive from|send to) rank 1 \(stage 1\)|all-reduce with ranks "
                     r"\[0, 1\]|save, receive from rank 1): ", ours[0]), ours
     assert "Traceback" not in error.split("train.py: ")[0]
@@ -3941,22 +3941,23 @@ train.main()
 
 @pytest.mark.slow
 def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path):
-    """At six moments in turn, and at random ones; two replicas of two stages, ZeRO 1."""
+    """At six moments in turn, and at random ones, from the first import on; two replicas, ZeRO 1.
+    """
     noisy = with_noise(shards, tmp_path / "noisy", range(60, 70), 4, 16)
     marks, runs = tmp_path / "marks", {}
     marks.mkdir()
     flags = ["--data", noisy, *TINY, "--steps", "240", "--save-every", "10", "--eval-every", "20",
-             "--pp", "2", "--zero", "1", "--timeout", "60"]
+             "--zero", "1", "--timeout", "60"]
     for kills in (False, True):
         script, out = tmp_path / f"chaos_{kills}.py", tmp_path / f"out_{kills}"
         script.write_text(CHAOS.format(root=str(ROOT), marks=str(marks), kills=kills))
-        process = torchrun(4, "--max-restarts=80", script, *flags, "--out", out)
+        process = torchrun(2, "--max-restarts=80", script, *flags, "--out", out)
         output = []
         reader = threading.Thread(target=lambda: output.extend(process.communicate()))
         reader.start()
         rng, killed = random.Random(3), 0
         while kills and process.poll() is None and killed < 18:
-            time.sleep(rng.uniform(0.5, 9.0))
+            time.sleep(rng.uniform(0.5, 8.0))
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
             with suppress(OSError, IndexError):
                 os.kill(int(rng.choice(children.read_text().split())), signal.SIGKILL)

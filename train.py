@@ -36,6 +36,7 @@ import statistics
 import sys
 import threading
 import time
+import uuid
 from collections import deque
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -792,6 +793,29 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def meet(rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """The store through which this start's ranks find each other. torchrun's own outlives a restart
+    of the group, with the addresses of dead processes in it (pytorch issue 135712), and its count of
+    restarts differs between machines. So rank 0 tells whom it has met until all have read that it
+    has met them, and not an earlier process of their rank; a name it made up is their prefix."""
+    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    store.set(f"rank {rank}", own)
+    while time.monotonic() < deadline:
+        if rank == 0:
+            met = [store.get(f"rank {r}").decode() for r in range(world)]
+            store.set("met", json.dumps(met))
+            done = store.add(own, 0) == world - 1
+        else:
+            met = json.loads(store.get("met"))
+            done = len(met) == world and met[rank] == own
+            store.add(met[0], int(done))
+        if done:
+            return dist.PrefixStore(met[0], store)
+        time.sleep(0.02)
+    raise RuntimeError(f"no answer in {timeout.total_seconds():.0f} s")
+
+
 def files_to_resume(config: Config, restarted: bool) -> list[Path]:
     """The checkpoints to go on from, best first; none for a fresh run. A run that torchrun starts
     again goes on with what it wrote itself, whatever it was to begin with."""
@@ -947,7 +971,7 @@ def work(config: Config, given: dict, files: list, job, device, rank: int, world
             start(run, state, path, events, given)
         except Broken as error:
             run.writer.wait()                           # a file that is being written is whole
-            raise Broken(f"(stage {grid.stage}) in step {run.step}: {error}") from error
+            raise Broken(f"stage {grid.stage}, step {run.step}: {error}") from error
     finally:
         grid.groups.clear()     # what threads of gloo outlive main abort the process at times
 
@@ -974,14 +998,16 @@ def main() -> None:
         torch.cuda.set_device(device)
     try:
         if world > 1:
+            timeout = timedelta(seconds=config.timeout)
             with waiting("start of the process group"):
                 dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                                        timeout=timedelta(seconds=config.timeout))
+                                        store=meet(rank, world, timeout), rank=rank,
+                                        world_size=world, timeout=timeout)
         with nullcontext() if config.eval_only else occupied(Path(config.out), rank):
             work(config, given, files, job, device, rank, world)
     except Broken as error:
         # Without the others there is nothing to save, and no orderly way out.
-        print(f"train.py: rank {rank} {error}", file=sys.stderr, flush=True)
+        print(f"train.py: rank {rank}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     if world > 1:
         dist.destroy_process_group()
