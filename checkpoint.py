@@ -28,6 +28,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -141,25 +142,32 @@ def save(state: dict, out: Path, keep: int) -> Path:
 class Writer:
     """Writes checkpoints on a thread of its own, one at a time, beside the training."""
 
-    def __init__(self, out: Path, keep: int, complain):
-        self.out, self.keep, self.complain = out, keep, complain
+    def __init__(self, out: Path, keep: int):
+        self.out, self.keep = out, keep
         self.thread, self.pending = ThreadPoolExecutor(1), None
 
     def submit(self, state: dict) -> None:
-        """Begin to write, after the one before; complain(error) is called if that fails."""
+        """Begin to write, after the one before."""
         self.wait()
         self.pending = self.thread.submit(self._write, state)
 
     def _write(self, state: dict) -> OSError | None:
         try:
             save(state, self.out, self.keep)
-        except OSError as error:
-            self.complain(error)
+        except OSError as error:            # the run goes on: the files before it are whole
+            print(f"warning: {error}; earlier checkpoints are untouched", file=sys.stderr,
+                  flush=True)
             return error
 
     def wait(self) -> OSError | None:
         """Until the last file is written; the error if it could not be."""
         return self.pending.result() if self.pending is not None else None
+
+    def last(self) -> None:
+        """Wait for a file that must not be missing; raises Lost."""
+        error = self.wait()
+        if error is not None:
+            raise Lost(f"the last checkpoint is lost: {error}") from error
 
 
 def _point_latest(path: Path) -> None:
@@ -233,7 +241,9 @@ def load(path: Path) -> dict:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
         raise Damaged(f"{path} is refused: it holds more than tensors and plain types") from None
-    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+    except PermissionError:
+        raise
+    except Exception as error:              # damaged bytes raise whatever they suggest
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Damaged(f"{path} is refused: {first}") from error
     needed = {"format", "step", "sequences", "tokens", "adam_steps", "skipped_in_a_row", "row",
@@ -248,7 +258,7 @@ def load(path: Path) -> dict:
         for key in STATE:
             if {name: tuple(t.shape) for name, t in state[key].items()} != shapes:
                 raise ValueError(f"its {key} are not those of its model")
-    except (TypeError, ValueError, AttributeError) as error:
+    except Exception as error:
         raise Damaged(f"{path} contradicts itself: {error}") from error
     return state
 

@@ -154,12 +154,13 @@ class Broken(RuntimeError):
 
 @contextmanager
 def waiting(operation: str, group=None):
-    """Whatever fails inside is `operation` with the ranks of a group (None: named already)."""
+    """Whatever fails inside is Broken: `operation`, with the ranks of a group if it is given."""
     try:
         yield
     except RuntimeError as error:
         whom = "" if group is None else f" with ranks {dist.get_process_group_ranks(group)}"
-        reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", str(error).splitlines()[0])
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", reason)
         raise Broken(f"{operation}{whom}: {reason}") from error
 
 

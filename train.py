@@ -262,10 +262,8 @@ def together(action):
     failure, result = None, None
     try:
         result = action()
-    except (ValueError, OSError) as error:
-        failure = (str(error), 2)
-    except checkpoint.Lost as error:
-        failure = (str(error), 1)
+    except (ValueError, OSError, checkpoint.Lost) as error:
+        failure = (str(error), 1 if isinstance(error, checkpoint.Lost) else 2)
     failure = next((f for f in everyones(failure) if f is not None), None)
     if failure is not None:
         depart(*failure)
@@ -318,26 +316,30 @@ def occupied(out: Path, rank: int):
         try:
             out.mkdir(parents=True, exist_ok=True)
             file = open(out / "lock", "a+")
-        except OSError as error:
-            raise OSError(f"--out {out} is not a directory that can be written: "
-                          f"{error.strerror}") from error
-        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            raise ValueError(f"another run writes to {out} ({file.read().rpartition(',')[0]}): "
-                             f"stop it first, or give another --out") from None
+            with file:
+                file.seek(0)
+                owner = file.read().rpartition(",")[0]
+            raise ValueError(f"another run writes to {out} ({owner}): stop it first, or give "
+                             f"another --out") from None
+        except OSError as error:
+            raise OSError(f"--out {out} is not a directory that can be written and locked: "
+                          f"{error.strerror}") from error
         file.truncate(0)
         file.write(mark)
         file.flush()
+        os.fsync(file.fileno())             # for other machines
         return file
 
     def find():
-        path = out / "lock"
-        if not path.is_file() or path.read_text() != wanted:
-            raise ValueError(f"rank {rank} on {socket.gethostname()} does not find in {out} what "
-                             f"rank 0 wrote there: --out must be on a file system that all "
-                             f"machines share")
+        path, end = out / "lock", time.monotonic() + 5
+        while not path.is_file() or path.read_text() != wanted:
+            if time.monotonic() > end:
+                raise ValueError(f"rank {rank} on {socket.gethostname()} does not find in {out} "
+                                 f"what rank 0 wrote there: --out must be on a file system that "
+                                 f"all machines share")
+            time.sleep(0.2)
 
     with together(lambda: lock() if rank == 0 else nullcontext()):
         wanted = everyones(mark)[0]
@@ -370,15 +372,19 @@ class Metrics:
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                for k, v in row.items()}
         line = json.dumps(row).encode() + b"\n"
-        with open(self.path, "ab", buffering=0) as file:
-            end = file.tell()
-            try:
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                end = file.tell()
                 if file.write(line) < len(line):
+                    file.truncate(end)
                     raise OSError("the disk is full")
-            except OSError as error:                    # costs this line, not the run
-                file.truncate(end)
-                print(f"train.py: warning: metrics.jsonl lacks a line: {error}", file=sys.stderr,
-                      flush=True)
+        except OSError as error:                        # costs this line, not the run
+            print(f"train.py: warning: metrics.jsonl lacks a line: {error}", file=sys.stderr,
+                  flush=True)
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def clock_time(seconds: float) -> str:
@@ -401,9 +407,9 @@ def clock_time(seconds: float) -> str:
 #                  |           |////////////|
 #         go back there,     skip these batches        at learning rate x LR_CUT
 #
-# No step is lost, they read the batches behind; of these the first are skipped too, for as long as
-# their loss is high. Where the run comes back to the same checkpoint again, or to an older one, the
-# learning rate was not cut enough: then it is cut three times.
+# The steps are done again, on the batches behind the skipped ones; of these the first are skipped
+# too, for as long as their loss is high. Where the run comes back to the same checkpoint again, or
+# to an older one, the learning rate was not cut enough: then it is cut three times.
 # ---------------------------------------------------------------------------------------------
 
 WINDOW, FEWEST = 64, 16     # losses that make the median, and how many it takes at least
@@ -419,12 +425,13 @@ class Health:
     """What a run remembers of its health. A function of what all ranks agreed on, so that they
     decide alike; every checkpoint holds it."""
     losses: list = field(default_factory=list)      # the last that were not high
-    high: int = 0                                   # steps in a row that were
-    lr_factor: float = 1.0                          # on the schedule's learning rate
+    high: int = 0               # steps in a row with a loss that was
+    lr_factor: float = 1.0      # on the schedule's learning rate
     rollbacks: int = 0
-    skipped: list = field(default_factory=list)     # [first, end) of sequences left out
-    files: list = field(default_factory=list)       # [step, file in --out] this run began with
-    returned: int = -1                              # and wrote; the step last rolled back to
+    returned: int = -1          # the step that the last of them went back to
+    skipped: list = field(default_factory=list)     # [first, end) of the sequences to leave out
+    asked: str | None = None    # --skip-steps, once it is among them
+    files: list = field(default_factory=list)       # [step, file]: its beginning, then the kept
 
     def limit(self, margin: float) -> float:
         """The highest loss that is no spike. A deviation is measured between neighbours, so that a
@@ -438,16 +445,17 @@ class Health:
 
     def goes_on(self, first: int, end: int, loss: float, margin: float) -> bool:
         """Whether the batch [first, end) belongs to what was skipped right before it."""
-        high = bool(self.skipped) and self.skipped[-1][1] == first and loss > self.limit(margin)
-        if high and first - self.skipped[-1][0] < MAX_SKIP * (end - first):
-            self.skipped[-1][1] = end
-            return True
-        return False
+        if not self.skipped or self.skipped[-1][1] != first or loss <= self.limit(margin):
+            return False
+        if first - self.skipped[-1][0] >= MAX_SKIP * (end - first):
+            return False
+        self.skipped[-1][1] = end
+        return True
 
     def watch(self, loss: float, inf_at_floor: bool, skipped_in_a_row: int,
               config: Config) -> str | None:
         """Take note of a step; the reason if with it the run has diverged. An overflow that a lower
-        loss scale can answer is none, nor, where there is no scale, a single gradient."""
+        loss scale can answer is none, nor is a single one where there is no scale."""
         limit = self.limit(config.spike_margin)
         at_once = ("the loss is not finite" if not math.isfinite(loss) else
                    "a gradient is not finite, and the loss scale is at its floor"
@@ -461,14 +469,15 @@ class Health:
         else:
             self.high = 0
             self.losses = [*self.losses, loss][-WINDOW:]
-        if self.high != config.spike_steps:         # once, if nothing follows from it
+        told = config.rollback == "off" and self.high > config.spike_steps
+        if self.high < config.spike_steps or told:
             return None
         return at_once or f"the loss was above {limit:.4f} for {self.high} steps, now {loss:.4f}"
 
     def candidates(self, onset: int) -> list:
         """[step, file] to go back to from a divergence that began at step `onset`, best first:
-        those that stayed healthy for long enough, the newest first; the oldest of the others, but
-        not twice; where the run began."""
+        those after which it stayed healthy for HEALTHY steps, the newest first; if there are none,
+        or none whole, the oldest of the later ones, but not the same again; where it began."""
         began, *kept = [f for f in self.files if f[0] < onset] or self.files[:1]
         proven = [f for f in kept if f[0] <= onset - HEALTHY]
         others = [f for f in kept if f not in proven and f[0] != self.returned]
@@ -488,7 +497,7 @@ class Run:
         self.config, self.cfg, self.grid, self.device = config, cfg, grid, device
         self.train_data, self.val_data = train_data, val_data
         self.precision = PRECISIONS[config.dtype]
-        self.writer = checkpoint.Writer(Path(config.out), config.keep, self.complain)
+        self.writer = checkpoint.Writer(Path(config.out), config.keep)
         self.model, pieces = local_model(cfg, grid, config.recompute, config.compile)
         self.flat = FlatParameters(pieces, grid, self.precision.compute, self.precision.master,
                                    device, config.zero, "cpu" if config.offload else device)
@@ -507,6 +516,7 @@ class Run:
         for name in COUNTERS:
             setattr(self, name, 0 if state is None else state[name])
         self.scaler, self.health = make_scaler(self.config.dtype), Health(files=[[0, None]])
+        self.row = {} if state is None else state["row"]        # metrics.jsonl's last
         if state is None:
             self.flat.initialize(self.cfg, self.config.seed)
             return
@@ -515,7 +525,9 @@ class Run:
             self.scaler.load_state_dict(state["scaler"])
         self.health = Health(**state["health"])
         if path is not None and path == Path(self.config.resume):       # by hand: a new beginning
-            self.health.files = [[self.step, str(path.resolve())]]
+            lasting = checkpoint.step_file(path.parent, self.step)      # latest.pt will be another
+            began = lasting if path.name == "latest.pt" and lasting.exists() else path
+            self.health.files = [[self.step, str(began.resolve())]]
 
     def rows(self, m: int) -> slice:
         """Which sequences of a batch are this replica's microbatch m."""
@@ -563,8 +575,7 @@ class Run:
             flat.finish_reduction()
 
             # agree: loss, norms, squares that tell an overflow, wish to stop
-            norms = self.model.head.norms if speaks_for_norms else 0.0
-            own_loss = loss
+            own_loss, norms = loss, self.model.head.norms if speaks_for_norms else 0.0
             news = torch.stack([loss / step_tokens * speaks_for_loss, *flat.square_sums(),
                                 torch.tensor(float(stop.asked > 0), device=self.device),
                                 loss.new_zeros(()) + norms / step_tokens])
@@ -575,12 +586,11 @@ class Run:
 
             # watch
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if found_inf else 0
-            at_floor = scale <= self.scaler.min_scale           # always, but in fp16
+            at_floor = scale <= self.scaler.min_scale           # always true outside fp16
             left_out = self.health.goes_on(self.sequences - config.batch_size, self.sequences,
                                            loss, config.spike_margin)
             reason = None if left_out else self.health.watch(
                 loss, found_inf and at_floor, self.skipped_in_a_row, config)
-            diverged = reason is not None and config.rollback == "on"
 
             # unscale, clip, step, or skip
             if not found_inf and not left_out:
@@ -590,48 +600,36 @@ class Run:
             self.scaler.update(found_inf)
             elapsed = time.perf_counter() - started
             recent.append(elapsed)
-
-            if left_out and not stopping:
-                metrics.write(event="skip", step=self.step, loss=loss,
-                              reason="the loss is high behind the batches left out")
-                self.step -= 1                          # the next batch is this step's
-                continue
-
-            # save, evaluate, log
-            stopping = stopping > 0 and self.step < config.steps
-            last = self.step == config.steps or stopping
-            due = {name: not diverged and (last or every > 0 and self.step % every == 0)
-                   for name, every in (("save", config.save_every), ("eval", config.eval_every))}
             row = dict(step=self.step, tokens=self.tokens, loss=loss, lr=lr, grad_norm=grad_norm,
                        loss_scale=scale, skipped=self.skipped_in_a_row,
                        activation_norm=activation_norm,
                        tokens_per_second=round(step_tokens / elapsed, 1))
-            if due["save"]:
-                started = time.perf_counter()
-                self.save(row)
-                row["save_seconds"] = round(time.perf_counter() - started, 4)
-            if due["eval"] and not stopping:
-                row["val_loss"] = self.evaluate()
-            metrics.write(**row)
-            self.report(row, statistics.median_low(recent), found_inf)
+            self.tell(metrics, row, left_out, reason,
+                      self.post_mortem(own_loss.item(), windows) if found_inf else {})
 
-            # and tell what was not as usual
-            if found_inf:
-                metrics.write(event="skip", step=self.step, reason="not finite", loss_scale=scale,
-                              **self.post_mortem(own_loss.item(), windows))
-            if reason is not None:
-                metrics.write(event="spike", step=self.step, reason=reason, loss=loss,
-                              limit=self.health.limit(config.spike_margin), grad_norm=grad_norm,
-                              loss_scale=scale)
-            if diverged:
+            # roll back; or save, evaluate, log
+            if reason is not None and config.rollback == "on":
+                self.log(metrics, row, recent)
                 self.roll_back(reason, metrics)
-            elif at_floor and self.skipped_in_a_row >= MAX_SKIPPED:
-                depart(f"{MAX_SKIPPED} steps in a row had gradients that are not finite, with the "
-                       f"loss scale at its floor of {scale}: the run has diverged; go on from an "
-                       f"older checkpoint with a lower --lr", 1)
-            elif last:
-                self.saved()
-            if stopping and not diverged:
+                continue
+            if left_out:
+                self.step -= 1                                  # the next batch is this step's
+            else:
+                self.row = row
+            stopping = stopping > 0 and self.step < config.steps
+            last = stopping or self.step == config.steps
+            if last or not left_out and is_due(self.step, config.save_every):
+                self.save()
+            if not left_out:
+                if not stopping and (last or is_due(self.step, config.eval_every)):
+                    row["val_loss"] = self.evaluate()
+                self.log(metrics, row, recent)
+            if at_floor and self.skipped_in_a_row >= MAX_SKIPPED:
+                self.give_up(metrics, f"{MAX_SKIPPED} steps in a row were not finite, at a loss "
+                                      f"scale of {scale:g} that cannot fall")
+            if last:
+                together(self.writer.last)
+            if stopping:
                 metrics.write(event="stop", step=self.step)
                 if grid.rank == 0:
                     how = ("the same command goes on" if config.resume == "auto" else
@@ -639,12 +637,36 @@ class Run:
                     say(f"stopped and saved after step {self.step}; {how}")
                 return
 
+    def tell(self, metrics: Metrics, row: dict, left_out: bool, reason: str | None,
+             post_mortem: dict) -> None:
+        """Events of a step that was not as usual: before its save, so that a kill keeps them."""
+        seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
+        if post_mortem:
+            metrics.write(event="skip", reason="not finite", **seen, **post_mortem)
+        if left_out:
+            metrics.write(event="skip", reason="the loss is high behind batches left out", **seen)
+        if reason is not None:
+            limit = self.health.limit(self.config.spike_margin)
+            metrics.write(event="spike", reason=reason, limit=limit, **seen)
+
+    def log(self, metrics: Metrics, row: dict, recent) -> None:
+        metrics.write(**row)
+        self.report(row, statistics.median_low(recent))
+
+    def give_up(self, metrics: Metrics, reason: str):
+        """The end of a run that has diverged and cannot help itself."""
+        metrics.write(event="stop", step=self.step, reason=reason)
+        depart(f"step {self.step}: {reason}; the run has diverged: see the events in "
+               f"{self.config.out}/metrics.jsonl, and go on from an older checkpoint with a lower "
+               f"--lr, a tighter --clip or --skip-steps", 1)
+
     def leave_out(self, metrics: Metrics) -> None:
         """Move on over the batches that come next in the data but are to be left out."""
         position, batch = self.sequences, self.config.batch_size
         first, last = step_range(self.config.skip_steps or "")
-        if self.step + 1 == first:
-            self.sequences += (last - first + 1) * batch
+        if self.step + 1 == first and self.health.asked != self.config.skip_steps:
+            self.health.asked = self.config.skip_steps
+            self.health.skipped.append([position, position + (last - first + 1) * batch])
         for first, end in sorted(self.health.skipped):
             if first <= self.sequences < end:
                 self.sequences = end
@@ -669,14 +691,13 @@ class Run:
         anything else happens: from then on a kill loses nothing."""
         config, health, grid, diverged_at = self.config, self.health, self.grid, self.step
         if health.rollbacks >= config.max_rollbacks:
-            depart(f"step {diverged_at}: {reason}, after {health.rollbacks} rollbacks "
-                   f"(--max-rollbacks): see the events in {config.out}/metrics.jsonl, and go on "
-                   f"from an older checkpoint with a lower --lr or with --skip-steps", 1)
-        onset, batch = diverged_at - health.high + 1, config.batch_size
-        skip = [self.sequences - (health.high + LEAD_IN) * batch, self.sequences]
+            self.give_up(metrics, f"{reason}, after {health.rollbacks} rollbacks (--max-rollbacks)")
+        bad, batch = max(health.high, self.skipped_in_a_row), config.batch_size
+        onset = diverged_at - bad + 1
+        skip = [self.sequences - (bad + LEAD_IN) * batch, self.sequences]
 
         def choose():
-            self.writer.wait()                          # the file may be the one
+            self.writer.wait()                          # what it writes may be the one
             return choose_checkpoint([name and Path(config.out, name)
                                       for _, name in health.candidates(onset)])
 
@@ -687,7 +708,7 @@ class Run:
         rollbacks, cuts = health.rollbacks + 1, 1 if self.step > health.returned else 3
         self.health = dataclasses.replace(
             self.health, rollbacks=rollbacks, lr_factor=health.lr_factor * LR_CUT ** cuts,
-            skipped=[*health.skipped, skip], returned=self.step,
+            skipped=[*health.skipped, skip], asked=health.asked, returned=self.step,
             files=[f for f in health.files if f[0] <= self.step])
         told = dict(to=self.step, skip=skip, lr_factor=self.health.lr_factor, rollbacks=rollbacks)
         for event in [*events, dict(event="rollback", reason=reason, **told)]:
@@ -696,8 +717,8 @@ class Run:
             say(f"rollback {rollbacks} of at most {config.max_rollbacks}: {reason}; back to step "
                 f"{self.step}, without the last {(skip[1] - skip[0]) // batch} batches, learning "
                 f"rate x {self.health.lr_factor:.3g}")
-        self.save(state["row"] if state is not None else {})
-        self.writer.wait()
+        self.save()
+        together(self.writer.last)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -716,8 +737,9 @@ class Run:
         self.model.train()
         return total.item() / (count * self.cfg.seq_len)
 
-    def save(self, row: dict) -> None:
+    def save(self) -> None:
         """Gather on rank 0, where a thread writes it while training goes on."""
+        started, row = time.perf_counter(), dict(self.row)
         began, *files = self.health.files
         files = [f for f in files if f[0] < self.step]
         files.append([self.step, checkpoint.step_file(Path(), self.step).name])
@@ -725,28 +747,15 @@ class Run:
         whole = checkpoint.gather(self.flat, self.cfg, self.grid, checkpoint.STATE.values())
         if whole is not None:                   # on rank 0
             self.writer.submit(dict(
-                format=2, **{name: getattr(self, name) for name in COUNTERS}, row=dict(row),
+                format=2, **{name: getattr(self, name) for name in COUNTERS}, row=row,
                 config=dataclasses.asdict(self.config), model=dataclasses.asdict(self.cfg),
                 tokenizer=self.train_data.meta["tokenizer"],
                 data=self.train_data.meta["fingerprint"], scaler=self.scaler.state_dict(),
                 health=dataclasses.asdict(self.health),
                 **{key: whole[name] for key, name in checkpoint.STATE.items()}))
+        self.row["save_seconds"] = round(time.perf_counter() - started, 4)
 
-    def complain(self, error: OSError) -> None:
-        """Of a save that failed: the run goes on, for the files before it are whole."""
-        print(f"train.py: warning: {error}; earlier checkpoints are untouched", file=sys.stderr,
-              flush=True)
-
-    def saved(self) -> None:
-        """Wait for the last checkpoint; a run that could not keep it has not succeeded."""
-        def wait():
-            error = self.writer.wait()
-            if error is not None:
-                raise checkpoint.Lost(f"the last checkpoint is lost: {error}") from error
-
-        together(wait)
-
-    def report(self, row: dict, seconds: float, skipped: bool) -> None:
+    def report(self, row: dict, seconds: float) -> None:
         """One console line a step."""
         if self.grid.rank != 0:
             return
@@ -762,7 +771,7 @@ class Run:
                 used = row["tokens_per_second"] * flops_per_token(self.cfg)
                 line += f"  MFU {used / (self.grid.world * peak):.1%}"
         line += f"  left {clock_time((self.config.steps - row['step']) * seconds)}"
-        if skipped:
+        if row["skipped"]:
             line += "  skipped: a gradient is not finite"
         if "val_loss" in row:
             line += "\n" + self.describe(row["val_loss"])
@@ -795,9 +804,9 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 def meet(rank: int, world: int, timeout: timedelta) -> dist.Store:
     """The store through which this start's ranks find each other. torchrun's own outlives a restart
-    of the group, with the addresses of dead processes in it (pytorch issue 135712), and its count of
-    restarts differs between machines. So rank 0 tells whom it has met until all have read that it
-    has met them, and not an earlier process of their rank; a name it made up is their prefix."""
+    of the group, with the addresses of dead processes in it (pytorch issue 135712), and its count
+    of restarts differs between machines. So rank 0 tells whom it has met until each answers that it
+    was the one, not an earlier process of its rank; a name it made up is their prefix."""
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     store.set(f"rank {rank}", own)
@@ -805,18 +814,20 @@ def meet(rank: int, world: int, timeout: timedelta) -> dist.Store:
         if rank == 0:
             met = [store.get(f"rank {r}").decode() for r in range(world)]
             store.set("met", json.dumps(met))
-            done = store.add(own, 0) == world - 1
+            answers = [f"{own} {name}" for name in met[1:]]
+            done = not answers or store.check(answers)
         else:
             met = json.loads(store.get("met"))
             done = len(met) == world and met[rank] == own
-            store.add(met[0], int(done))
+            if done:
+                store.set(f"{met[0]} {own}", "")
         if done:
             return dist.PrefixStore(met[0], store)
         time.sleep(0.02)
     raise RuntimeError(f"no answer in {timeout.total_seconds():.0f} s")
 
 
-def files_to_resume(config: Config, restarted: bool) -> list[Path]:
+def files_to_resume(config: Config, given: dict, restarted: bool) -> list[Path]:
     """The checkpoints to go on from, best first; none for a fresh run. A run that torchrun starts
     again goes on with what it wrote itself, whatever it was to begin with."""
     found = checkpoint.newest_first(Path(config.out))
@@ -828,7 +839,8 @@ def files_to_resume(config: Config, restarted: bool) -> list[Path]:
     own = []
     for path in found if restarted else []:
         with suppress(checkpoint.Damaged):
-            own += [path] * (checkpoint.load(path)["config"]["resume"] == config.resume)
+            stored = checkpoint.load(path)["config"]
+            own += [path] * all(stored.get(name) == value for name, value in given.items())
     return [*own, Path(config.resume)]
 
 
@@ -916,14 +928,16 @@ def start(run: Run, state: dict | None, path: Path | None, events: list[dict],
     settings = dataclasses.asdict(config)
     if state is None:
         metrics.write(event="start", step=0, config=settings)
-    elif state["row"]:
-        # A kill between the checkpoint and its row, or during the evaluation, has left a gap.
-        row = on_rank_0(lambda: metrics.last_row(run.step)) or state["row"]
-        due = run.step == config.steps or config.eval_every and run.step % config.eval_every == 0
-        if due and "val_loss" not in row:
-            row["val_loss"] = run.evaluate()
-            metrics.write(**row)
-        elif not metrics.last_row(run.step):
+    elif run.row:
+        # A kill between the checkpoint and its row, or in the evaluation, has left a gap. (A row of
+        # the same step may also be of another branch, that ended in a rollback: its speed differs.)
+        written = on_rank_0(lambda: metrics.last_row(run.step))
+        mine = written.get("tokens_per_second") == run.row["tokens_per_second"]
+        row = written if mine else run.row
+        if "val_loss" not in row and (run.step == config.steps
+                                      or is_due(run.step, config.eval_every)):
+            row = {**row, "val_loss": run.evaluate()}
+        if row != written:
             metrics.write(**row)
     if run.step >= config.steps:
         if rank == 0:
@@ -943,12 +957,15 @@ def start(run: Run, state: dict | None, path: Path | None, events: list[dict],
             differs = "".join(f", {name.replace('_', ' ')} {now} instead of {before}"
                               for name, (before, now) in changed.items())
             say(f"resume   {path}, after step {run.step}{differs}")
+        if step_range(config.skip_steps or "")[0] in range(1, run.step + 1):
+            say(f"skip     the steps {config.skip_steps} lie behind: nothing more to skip")
     run.train(metrics, stop)
 
 
 def work(config: Config, given: dict, files: list, job, device, rank: int, world: int) -> None:
     """From here on all ranks go together: choose a checkpoint, check the data, run."""
     state, path, events = None, None, []
+    files = everyones(files)[0]
     if files:
         if files == [Path(config.resume)]:              # the user's choice, with no other to take
             on_rank_0(lambda: checkpoint.verify(files[0]))
@@ -970,10 +987,11 @@ def work(config: Config, given: dict, files: list, job, device, rank: int, world
         try:
             start(run, state, path, events, given)
         except Broken as error:
-            run.writer.wait()                           # a file that is being written is whole
             raise Broken(f"stage {grid.stage}, step {run.step}: {error}") from error
+        finally:
+            run.writer.wait()   # while `out` is still locked
     finally:
-        grid.groups.clear()     # what threads of gloo outlive main abort the process at times
+        grid.groups.clear()     # threads of gloo that outlive main can abort the process
 
 
 def main() -> None:
@@ -982,15 +1000,21 @@ def main() -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
+    job = None
     try:                            # what can be judged alone is, before any communication
         given = parse(sys.argv[1:])
         config = Config(**given)
         device = pick_device(config.device, local_rank)
-        files = files_to_resume(config, restarted)
+        files = files_to_resume(config, given, restarted)
         if not files and config.eval_only:
             raise ValueError(f"--eval-only, but {config.out} holds no checkpoint")
         with suppress(checkpoint.Damaged):      # which is told below, or passed over
-            job = plan(given, checkpoint.load(files[0]) if files else None, world)
+            try:
+                job = plan(given, checkpoint.load(files[0]) if files else None, world)
+            except ValueError:
+                if files:
+                    checkpoint.verify(files[0])     # Damaged: then it is not the user's mistake
+                raise
     except (ValueError, OSError) as error:
         give_up(error, rank)
 
