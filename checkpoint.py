@@ -263,14 +263,19 @@ def load(path: Path) -> dict:
     return state
 
 
+def must_be_whole(path: Path) -> None:
+    """Raises Damaged, or FileNotFoundError, where the file is no whole checkpoint of ours."""
+    verify(path)
+    load(path)
+
+
 def first_whole(files: list, passed_over=lambda path, error: None) -> Path | None:
     """The first whole checkpoint of a list (None stands for none, and is whole); `passed_over` is
     told of each that is damaged or gone. Raises Lost."""
     for path in files:
         try:
             if path is not None:
-                verify(path)
-                load(path)
+                must_be_whole(path)
             return path
         except (Damaged, FileNotFoundError) as error:
             passed_over(path, error)

@@ -3257,7 +3257,7 @@ def test_mfu_is_a_fraction_of_the_peak_of_all_devices_where_it_is_known(monkeypa
                               config=train.Config(steps=9, dtype=dtype),
                               precision=amp.PRECISIONS[dtype])
         train.Run.report(run, dict(step=1, loss=1.0, lr=1.0, grad_norm=1.0,
-                                   tokens_per_second=tokens), 1.0, False)
+                                   tokens_per_second=tokens, skipped=0), 1.0)
     used, wide = capsys.readouterr().out.splitlines()
     assert "MFU" not in wide and ("MFU" in used) == (peak is not None)
     if peak is not None:
@@ -3277,7 +3277,7 @@ def test_a_full_disk_costs_metrics_a_line_and_not_the_run(tmp_path, capsys):
 
 def test_only_rank_0_writes_metrics_and_to_the_console(tmp_path, capsys):
     train.Metrics(tmp_path, 1).write(step=1)
-    train.Run.report(SimpleNamespace(grid=Grid(2, 1, 1, rank=1)), dict(step=1), 1.0, False)
+    train.Run.report(SimpleNamespace(grid=Grid(2, 1, 1, rank=1)), dict(step=1), 1.0)
     assert names_in(tmp_path) == [] and capsys.readouterr().out == ""
 
 
@@ -4659,6 +4659,25 @@ def test_speed_of_checkpoints(tmp_path):
     race("CRCs, load, copy / torch.load, copy", per_second(
         lambda: checkpoint.verify(latest) or copied(checkpoint.load(latest)), size),
         per_second(lambda: copied(torch.load(theirs)), size))
+
+
+@pytest.mark.bench
+def test_cost_of_watching(tmp_path):
+    """What a step of `nano` does for its health alone, timed alone; whole steps vary by more."""
+    cfg = GPTConfig(**SIZES["nano"])
+    config = settings(tmp_path, steps=30, batch_size=16, micro_batch=4, lr=4e-3)
+    rows, *_ = run_steps(0, 1, (1, 1, 1), config, cfg)
+    step = 16 * cfg.seq_len / float(np.median(column(rows[10:], "tokens_per_second")))
+    x, health = torch.randn(4, cfg.seq_len, cfg.n_embd), train.Health(losses=list(range(64, 0, -1)))
+
+    def watch():
+        for _ in range(4):              # microbatches
+            torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).sum()
+        health.goes_on(0, 16, 3.0, config.spike_margin)
+        health.watch(3.0, False, 0, config)
+    seconds = [1 / per_second(watch, 1)() for _ in range(200)]
+    print(f"watching takes {1e6 * np.median(seconds):.0f} us of a step of {1e3 * step:.0f} ms: "
+          f"{np.median(seconds) / step:.2%}")
 
 
 @pytest.mark.bench

@@ -416,7 +416,7 @@ WINDOW, FEWEST = 64, 16     # losses that make the median, and how many it takes
 MAX_SKIPPED = 20            # steps in a row without an update that make a divergence
 HEALTHY = 16                # steps without a high loss after a checkpoint to go back to
 LEAD_IN = 8                 # batches before the first high loss that are skipped
-MAX_SKIP = 500              # batches behind it at most
+MAX_SKIP = 500              # batches left out in one go, at most
 LR_CUT = 0.6
 
 
@@ -968,7 +968,7 @@ def work(config: Config, given: dict, files: list, job, device, rank: int, world
     files = everyones(files)[0]
     if files:
         if files == [Path(config.resume)]:              # the user's choice, with no other to take
-            on_rank_0(lambda: checkpoint.verify(files[0]))
+            on_rank_0(lambda: checkpoint.must_be_whole(files[0]))
         path, events = on_rank_0(lambda: choose_checkpoint(files))
         state = together(lambda: checkpoint.load(path))
         job = together(lambda: plan(given, state, world))
