@@ -4067,7 +4067,7 @@ if {kills}:
             die_once("before a rollback", 1))
     patched(checkpoint, "save", lambda *_: None, lambda state, *_: state["health"]["rollbacks"] and
             die_once("after a rollback", 0))
-patched(train, "learning_rate", lambda *_: time.sleep(0.03))
+patched(train, "learning_rate", lambda *_: time.sleep(0.05))
 train.main()
 """
 
@@ -4079,7 +4079,7 @@ def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path):
     noisy = with_noise(shards, tmp_path / "noisy", range(60, 70), 4, 16)
     marks, runs = tmp_path / "marks", {}
     marks.mkdir()
-    flags = ["--data", noisy, *TINY, "--steps", "240", "--save-every", "10", "--eval-every", "20",
+    flags = ["--data", noisy, *TINY, "--steps", "600", "--save-every", "10", "--eval-every", "20",
              "--zero", "1", "--timeout", "60"]
     for kills in (False, True):
         script, out = tmp_path / f"chaos_{kills}.py", tmp_path / f"out_{kills}"
@@ -4104,8 +4104,9 @@ def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path):
     print(f"\n{killed + len(moments)} kills: {killed} at random, and {', '.join(moments)}; "
           f"{kinds(runs[True]).count('resume')} resumes")
     assert killed + len(moments) >= 20 and len(moments) == 6
+    assert kinds(runs[True]).count("resume") >= 10          # the others died before they began
     states = [checkpoint.load(tmp_path / f"out_{kills}" / "latest.pt") for kills in (False, True)]
-    assert states[0]["step"] == 240 and states[0]["health"]["rollbacks"] == 1
+    assert states[0]["step"] == 600 and states[0]["health"]["rollbacks"] == 1
     assert_same_state(*states)
 
 
@@ -4804,7 +4805,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         given = dict(train.parse(command[at + 1:]), data=str(shards), seq_len=16)
         config, cfg, *_ = train.plan(given, None, math.prod(map(int, numbers)))
         assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 6
+    assert len(commands) == 7
 
 
 def print_equality(folder):
