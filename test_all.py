@@ -3500,6 +3500,49 @@ def test_a_rollback_passes_over_a_damaged_file(tmp_path, capsys):
     assert "step_00000015.pt is damaged" in capsys.readouterr().err
 
 
+def test_a_checkpoint_too_young_to_be_proven_serves_where_there_is_no_other(tmp_path):
+    """Even while it is still being written. What it has read already is not left out."""
+    save = checkpoint.save
+
+    def slowly(state, out, keep):
+        time.sleep(0.5)
+        return save(state, out, keep)
+    with mock.patch.object(checkpoint, "save", slowly):
+        _, _, events = watched(settings(tmp_path, steps=40, save_every=19), Poison(20))
+    assert events[1]["event"] == "rollback" and events[1]["to"] == 19
+    assert events[1]["skip"] == [19 * 8, 23 * 8]
+
+
+def test_twenty_skipped_steps_began_with_the_first(tmp_path):
+    def prepare(run):
+        finish = run.flat.finish_reduction
+
+        def finish_and_spoil():
+            finish()
+            if 20 <= run.step < 40 and run.health.rollbacks == 0:
+                run.flat.buckets[0].own["grad"][0] = math.inf
+        run.flat.finish_reduction = finish_and_spoil
+    run, rows, events = watched(settings(tmp_path, steps=45, save_every=10, keep=9), prepare)
+    spike, rollback = [e for e in events if e["event"] in ("spike", "rollback")]
+    assert spike["step"] == 39 and "20 steps in a row" in spike["reason"]
+    assert rollback["to"] == 10 and rollback["skip"] == [(39 - 20 - 8) * 8, 39 * 8]
+    assert column(rows, "skipped")[:39] == [0] * 19 + list(range(1, 21))
+    assert run.adam_steps == 45
+
+
+def test_steps_skipped_by_hand_are_not_skipped_again_after_a_rollback(tmp_path):
+    order, asked = Memory.order, []
+
+    def spy(self, seed, first, count):
+        asked.append(first // count)
+        return order(self, seed, first, count)
+    config = settings(tmp_path, steps=40, save_every=10, skip_steps="25:27")
+    with mock.patch.object(Memory, "order", spy):
+        _, _, events = watched(config, Poison(26))
+    assert kinds(events) == ["skip", "spike", "rollback", "skip"]
+    assert asked == [*range(24), *range(27, 32), *range(10, 21), *range(32, 32 + 40 - 21)]
+
+
 def test_bad_data_behind_the_skipped_batches_is_left_out_too(tmp_path):
     """Forty batches of noise, of which a rollback has seen three. The rest is easy to learn."""
     class Noisy(Memory):
@@ -3884,7 +3927,9 @@ def test_a_damaged_newest_file_never_ends_a_run_that_has_another(run_train, shar
         newest.write_bytes(damaged)             # and latest.pt, which is the same file
         status, text, error = run_train(*flags, "--steps", 3, "--eval-only")
         assert status == 0 and "step_00000004.pt is damaged" in error or "step 4: " in text, error
-    newest.write_bytes(content[:1000])
+    fingerprint = saved(out, 2)["data"].encode()            # other data, says the damaged file
+    newest.write_bytes(content.replace(fingerprint, b"0" * len(fingerprint)))
+    assert checkpoint.load(newest)["data"].encode() != fingerprint
     assert "after step 2" in run_train(*flags)[1]
 
 

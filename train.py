@@ -709,7 +709,7 @@ class Run:
         self.health = dataclasses.replace(
             self.health, rollbacks=rollbacks, lr_factor=health.lr_factor * LR_CUT ** cuts,
             skipped=[*health.skipped, skip], asked=health.asked, returned=self.step,
-            files=[f for f in health.files if f[0] <= self.step])
+            files=health.files)
         told = dict(to=self.step, skip=skip, lr_factor=self.health.lr_factor, rollbacks=rollbacks)
         for event in [*events, dict(event="rollback", reason=reason, **told)]:
             metrics.write(**event, step=diverged_at)
