@@ -3004,7 +3004,7 @@ def wait_for_step(out, step, process):
 
 
 def test_a_signal_in_the_last_step_changes_nothing(run_train, shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "StopSignal", lambda: SimpleNamespace(asked=1.0))
+    monkeypatch.setattr(train, "StopSignal", lambda rank: SimpleNamespace(asked=1.0))
     out = tmp_path / "o"
     _, text, _ = run_train("--data", shards, "--out", out, *TINY, "--steps", 1)
     rows, events = read_metrics(out)
@@ -3012,7 +3012,7 @@ def test_a_signal_in_the_last_step_changes_nothing(run_train, shards, tmp_path, 
 
 
 def test_a_stopped_run_says_how_it_goes_on(run_train, shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "StopSignal", lambda: SimpleNamespace(asked=1.0))
+    monkeypatch.setattr(train, "StopSignal", lambda rank: SimpleNamespace(asked=1.0))
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     assert "go on with --resume auto" in run_train(*flags, "--resume", "never")[1]
     assert "the same command goes on" in run_train(*flags)[1]
@@ -3390,7 +3390,7 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path):
     assert (spike["step"], rollback["step"], rollback["to"]) == (33, 33, 10)
     assert spike["reason"] == rollback["reason"] and spike["loss"] > spike["limit"] > 0
     # Steps 31 to 33 were high; these batches and the eight before them are left out.
-    assert rollback["skip"] == [22 * 8, 33 * 8] == skip["sequences"] and skip["batches"] == 11
+    assert rollback["sequences"] == [22 * 8, 33 * 8] == skip["sequences"] and skip["batches"] == 11
     assert asked == [*range(33), *range(10, 22), *range(33, 33 + 60 - 22)]
     assert column(rows, "step") == [*range(1, 34), *range(11, 61)]
     again = rows[33:]
@@ -3449,7 +3449,7 @@ def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, z
     for _, seen, _ in eight:
         assert repr(seen) == repr(eight[0][1])
     assert [e["step"] for e in events] == [e["step"] for e in one[1][-1][2]]
-    assert events[1]["skip"] == one[1][-1][2][1]["skip"] and sequences == one[1][-1][1]
+    assert events[1]["sequences"] == one[1][-1][2][1]["sequences"] and sequences == one[1][-1][1]
     losses = [column(steps[:30] + steps[33:], "loss") for steps in (eight[0][0], one[0])]
     assert len(losses[0]) == 60 and relative(*losses) <= 1e-5       # but for the poisoned ones
 
@@ -3460,8 +3460,8 @@ def test_rollbacks_are_bounded_and_cut_more_each_time(tmp_path, capsys):
         watched(config, Poison(30, times=9))
     error, (_, events) = capsys.readouterr().err, read_metrics(tmp_path)
     assert stop.value.code == 1 and error.count("\n") == 1
-    assert "after 2 rollbacks (--max-rollbacks)" in error and "--skip-steps" in error
-    assert events[-1]["event"] == "stop" and "after 2 rollbacks" in events[-1]["reason"]
+    assert "--max-rollbacks 2 are spent" in error and "--skip-steps" in error
+    assert events[-1]["event"] == "stop" and "--max-rollbacks 2" in events[-1]["reason"]
     rollbacks = [event for event in events if event["event"] == "rollback"]
     assert [event["lr_factor"] for event in rollbacks] == pytest.approx([0.6, 0.6 ** 4])
     assert kinds(events).count("spike") == 3
@@ -3510,7 +3510,7 @@ def test_a_checkpoint_too_young_to_be_proven_serves_where_there_is_no_other(tmp_
     with mock.patch.object(checkpoint, "save", slowly):
         _, _, events = watched(settings(tmp_path, steps=40, save_every=19), Poison(20))
     assert events[1]["event"] == "rollback" and events[1]["to"] == 19
-    assert events[1]["skip"] == [19 * 8, 23 * 8]
+    assert events[1]["sequences"] == [19 * 8, 23 * 8]
 
 
 def test_twenty_skipped_steps_began_with_the_first(tmp_path):
@@ -3525,9 +3525,30 @@ def test_twenty_skipped_steps_began_with_the_first(tmp_path):
     run, rows, events = watched(settings(tmp_path, steps=45, save_every=10, keep=9), prepare)
     spike, rollback = [e for e in events if e["event"] in ("spike", "rollback")]
     assert spike["step"] == 39 and "20 steps in a row" in spike["reason"]
-    assert rollback["to"] == 10 and rollback["skip"] == [(39 - 20 - 8) * 8, 39 * 8]
+    assert rollback["to"] == 10 and rollback["sequences"] == [(39 - 20 - 8) * 8, 39 * 8]
     assert column(rows, "skipped")[:39] == [0] * 19 + list(range(1, 21))
     assert run.adam_steps == 45
+
+
+def test_of_steps_to_skip_what_lies_ahead_is_skipped(run_train, shards, tmp_path):
+    flags = ["--data", shards, *TINY, "--steps", 8, "--save-every", 1, "--keep", 9]
+    run_train(*flags, "--out", tmp_path / "o")
+    for skip, sequences in (("3:6", [16, 24]), ("2:4", None)):
+        status, text, _ = run_train(*flags, "--out", tmp_path / skip, "--skip-steps", skip,
+                                    "--resume", tmp_path / "o" / "step_00000004.pt")
+        skips = [e["sequences"] for e in read_metrics(tmp_path / skip)[1] if e["event"] == "skip"]
+        assert status == 0 and skips == [sequences] * (sequences is not None)
+        assert ("lie behind" in text) == (sequences is None)
+
+
+def test_behind_a_damaged_file_comes_its_own_branchs_beginning(run_train, shards, tmp_path):
+    """And not what another branch, that was left, wrote in between."""
+    out = tmp_path / "o"
+    flags = ["--data", shards, "--out", out, *TINY, "--keep", 9]
+    run_train(*flags, "--steps", 6)
+    run_train(*flags, "--resume", out / "step_00000002.pt", "--lr", 0.5, "--steps", 3)
+    (out / "step_00000003.pt").write_bytes(b"torn")
+    assert "step_00000002.pt, after step 2" in run_train(*flags, "--steps", 7)[1]
 
 
 def test_steps_skipped_by_hand_are_not_skipped_again_after_a_rollback(tmp_path):
@@ -3644,34 +3665,40 @@ def test_skip_steps_leaves_out_the_batches_of_these_steps(tmp_path):
         assert asked == [0, 1, 5, 6, 7, 8] and column(rows, "step") == [1, 2, 3, 4, 5, 6]
         assert events == [dict(event="skip", step=3, reason="left out", batches=3,
                                sequences=[16, 40])]
-        for step, expected in ((2, [5, 6, 7, 8]), (3, [6, 7, 8])):      # nor twice at a resume
+        for step, expected in ((2, [5, 6, 7, 8]), (3, [6, 7, 8])):      # not twice at a resume
             asked.clear()
             watched(config, state=tmp_path / f"step_{step:08d}.pt")
             assert asked == expected
 
 
-def test_a_correction_stays_with_the_run_and_multiplies_a_learning_rate_given_by_hand(
-        run_train, shards, tmp_path):
+def test_a_file_given_by_hand_is_a_new_beginning(run_train, shards, tmp_path):
+    """A correction stays with the run, but not against a learning rate that is given."""
     out = tmp_path / "o"
     flags = ["--data", shards, "--out", out, *TINY]
     assert run_train(*flags)[0] == 0
     state = torch.load(out / "step_00000002.pt", weights_only=True)
-    state["health"].update(lr_factor=0.25, rollbacks=2)
+    state["health"].update(lr_factor=0.25, rollbacks=2, returned=2)
     torch.save(state, tmp_path / "by_hand.pt")
+    text = run_train("--data", shards, "--out", tmp_path / "o1", "--resume",
+                     tmp_path / "by_hand.pt")[1]
+    assert "learning rate x 0.25" in text
+    rows, events = read_metrics(tmp_path / "o1")
+    assert rows[1]["lr"] == pytest.approx(0.25 * train.learning_rate(
+        train.Config(steps=4, warmup_steps=2), 3)) and events[0]["lr_factor"] == 0.25
     status, text, _ = run_train("--data", shards, "--out", tmp_path / "o2", "--resume",
                                 tmp_path / "by_hand.pt", "--lr", 1.0, "--clip", 0.5, "--beta2", 0.9,
                                 "--skip-steps", "3:3")
     assert status == 0
     rows, events = read_metrics(tmp_path / "o2")
     assert column(rows, "step") == [2, 3, 4] and rows[1]["lr"] == pytest.approx(
-        0.25 * train.learning_rate(train.Config(lr=1.0, steps=4, warmup_steps=2), 3))
+        train.learning_rate(train.Config(lr=1.0, steps=4, warmup_steps=2), 3))
     resume = events[0]
-    assert resume["event"] == "resume" and resume["lr_factor"] == 0.25
+    assert resume["event"] == "resume" and resume["lr_factor"] == 1.0
     assert resume["changed"] == dict(lr=[4e-3, 1.0], clip=[1.0, 0.5], beta2=[0.95, 0.9],
                                      skip_steps=[None, "3:3"])
     assert "lr 1.0 instead of 0.004" in text and kinds(events) == ["resume", "skip"]
     health = checkpoint.load(tmp_path / "o2" / "latest.pt")["health"]
-    assert (health["lr_factor"], health["rollbacks"]) == (0.25, 2)
+    assert (health["lr_factor"], health["rollbacks"], health["returned"]) == (1.0, 0, -1)
     assert health["files"][0] == [2, str((tmp_path / "by_hand.pt").resolve())]
 
 
@@ -3801,7 +3828,7 @@ def test_a_second_signal_ends_at_once_even_inside_a_call_that_python_waits_for()
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import torch, train
-stop = train.StopSignal()
+stop = train.StopSignal(0)
 x = torch.randn(6000, 6000)
 print("ready", flush=True)
 while True:
@@ -3817,7 +3844,9 @@ while True:
     process.send_signal(signal.SIGINT)
     started = time.monotonic()
     assert process.wait(30) == 1 and time.monotonic() - started < 0.5
-    process.stdout.close()
+    lines = process.communicate()[0].splitlines()
+    assert "saving after this step" in lines[0] and lines[-1] == "ended without saving"
+    assert len([line for line in lines if "sav" in line]) == 2
 
 
 @pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL])

@@ -121,7 +121,7 @@ class Config:
                          "lower the learning rate: on or off", choices=["on", "off"])
     max_rollbacks: int = flag(5, "rollbacks of the whole run, then it stops", low=0)
     spike_margin: float = flag(6.0, "a loss is high this many deviations above its recent median",
-                               low=0)
+                               low=1)
     spike_steps: int = flag(3, "high losses in a row that make a divergence", low=1)
     skip_steps: str = flag(None, "A:B, leave out the batches of steps A to B, inclusive", str)
     timeout: int = flag(600, "seconds to wait for another rank before giving up", low=1, local=True)
@@ -290,8 +290,8 @@ class StopSignal:
     the main thread may be in the middle of a wait for another rank.
     """
 
-    def __init__(self):
-        self.asked = 0.0
+    def __init__(self, rank: int):
+        self.asked, self.rank = 0.0, rank
         self.source, self.sink = os.pipe()
         os.set_blocking(self.sink, False)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -302,8 +302,15 @@ class StopSignal:
     def listen(self):
         while os.read(self.source, 1):
             if self.asked and time.monotonic() - self.asked > 0.5:
+                self.tell("ended without saving")
                 os._exit(1)
-            self.asked = self.asked or time.monotonic()
+            if not self.asked:
+                self.asked = time.monotonic()
+                self.tell("saving after this step; a second signal ends at once, without saving")
+
+    def tell(self, line):
+        if self.rank == 0:
+            say(line)
 
 
 @contextmanager
@@ -492,8 +499,7 @@ class Health:
 class Run:
     """What a run is made of on this rank, and its verbs: batch, train, evaluate, save."""
 
-    def __init__(self, config: Config, cfg: GPTConfig, grid, device, train_data, val_data, state,
-                 path: Path | None = None):
+    def __init__(self, config: Config, cfg: GPTConfig, grid, device, train_data, val_data, state):
         self.config, self.cfg, self.grid, self.device = config, cfg, grid, device
         self.train_data, self.val_data = train_data, val_data
         self.precision = PRECISIONS[config.dtype]
@@ -503,7 +509,7 @@ class Run:
                                    device, config.zero, "cpu" if config.offload else device)
         if config.zero == 3:
             shard_parameters(self.model, self.flat)
-        self.restore(state, path)
+        self.restore(state)
         self.micros = config.batch_size // (grid.dp * config.micro_batch)
         order = SCHEDULES[config.pp_schedule] if grid.pp > 1 else one_f_one_b
         self.schedule = order(grid.stage, grid.pp, self.micros)
@@ -511,8 +517,8 @@ class Run:
         self.boundary = torch.empty(config.micro_batch, positions, cfg.n_embd,
                                     dtype=self.precision.compute, device=device)
 
-    def restore(self, state: dict | None, path: Path | None = None) -> None:
-        """Be where the checkpoint at `path` was; without one, at step 0."""
+    def restore(self, state: dict | None) -> None:
+        """Be where the checkpoint was; without one, at step 0."""
         for name in COUNTERS:
             setattr(self, name, 0 if state is None else state[name])
         self.scaler, self.health = make_scaler(self.config.dtype), Health(files=[[0, None]])
@@ -524,10 +530,6 @@ class Run:
         if state["config"].get("dtype") == self.config.dtype:
             self.scaler.load_state_dict(state["scaler"])
         self.health = Health(**state["health"])
-        if path is not None and path == Path(self.config.resume):       # by hand: a new beginning
-            lasting = checkpoint.step_file(path.parent, self.step)      # latest.pt will be another
-            began = lasting if path.name == "latest.pt" and lasting.exists() else path
-            self.health.files = [[self.step, str(began.resolve())]]
 
     def rows(self, m: int) -> slice:
         """Which sequences of a batch are this replica's microbatch m."""
@@ -648,6 +650,8 @@ class Run:
         if reason is not None:
             limit = self.health.limit(self.config.spike_margin)
             metrics.write(event="spike", reason=reason, limit=limit, **seen)
+            if self.grid.rank == 0:
+                say(f"diverged: {reason}")
 
     def log(self, metrics: Metrics, row: dict, recent) -> None:
         metrics.write(**row)
@@ -664,9 +668,9 @@ class Run:
         """Move on over the batches that come next in the data but are to be left out."""
         position, batch = self.sequences, self.config.batch_size
         first, last = step_range(self.config.skip_steps or "")
-        if self.step + 1 == first and self.health.asked != self.config.skip_steps:
+        if first <= self.step + 1 <= last and self.health.asked != self.config.skip_steps:
             self.health.asked = self.config.skip_steps
-            self.health.skipped.append([position, position + (last - first + 1) * batch])
+            self.health.skipped.append([position, position + (last - self.step) * batch])
         for first, end in sorted(self.health.skipped):
             if first <= self.sequences < end:
                 self.sequences = end
@@ -691,7 +695,7 @@ class Run:
         anything else happens: from then on a kill loses nothing."""
         config, health, grid, diverged_at = self.config, self.health, self.grid, self.step
         if health.rollbacks >= config.max_rollbacks:
-            self.give_up(metrics, f"{reason}, after {health.rollbacks} rollbacks (--max-rollbacks)")
+            self.give_up(metrics, f"{reason}, and --max-rollbacks {health.rollbacks} are spent")
         bad, batch = max(health.high, self.skipped_in_a_row), config.batch_size
         onset = diverged_at - bad + 1
         skip = [self.sequences - (bad + LEAD_IN) * batch, self.sequences]
@@ -703,20 +707,21 @@ class Run:
 
         path, events = on_rank_0(choose)
         state = together(lambda: path and checkpoint.load(path))
-        self.restore(state, path)
+        self.restore(state)
         skip[0] = max(skip[0], self.sequences)
         rollbacks, cuts = health.rollbacks + 1, 1 if self.step > health.returned else 3
         self.health = dataclasses.replace(
             self.health, rollbacks=rollbacks, lr_factor=health.lr_factor * LR_CUT ** cuts,
             skipped=[*health.skipped, skip], asked=health.asked, returned=self.step,
             files=health.files)
-        told = dict(to=self.step, skip=skip, lr_factor=self.health.lr_factor, rollbacks=rollbacks)
+        told = dict(to=self.step, sequences=skip, lr_factor=self.health.lr_factor,
+                    rollbacks=rollbacks)
         for event in [*events, dict(event="rollback", reason=reason, **told)]:
             metrics.write(**event, step=diverged_at)
         if grid.rank == 0:
-            say(f"rollback {rollbacks} of at most {config.max_rollbacks}: {reason}; back to step "
-                f"{self.step}, without the last {(skip[1] - skip[0]) // batch} batches, learning "
-                f"rate x {self.health.lr_factor:.3g}")
+            say(f"rollback {rollbacks} of at most {config.max_rollbacks}: back to step "
+                f"{self.step}, leaving out {(skip[1] - skip[0]) // batch} batches up to step "
+                f"{diverged_at}'s, learning rate x {self.health.lr_factor:.3g} from now on")
         self.save()
         together(self.writer.last)
 
@@ -856,6 +861,18 @@ def choose_checkpoint(files: list) -> tuple[Path | None, list[dict]]:
     return checkpoint.first_whole(files, passed_over), events
 
 
+def begin_anew(state: dict, path: Path, own_lr: bool) -> None:
+    """A file given by hand is where a branch of the run begins: healthy, with no rollbacks yet, and
+    without earlier corrections of a learning rate that is given too."""
+    lasting = checkpoint.step_file(path.parent, state["step"])      # latest.pt will be another
+    path = lasting if path.name == "latest.pt" and lasting.exists() else path
+    state["health"].update(files=[[state["step"], str(path.resolve())]], rollbacks=0, returned=-1)
+    if own_lr:
+        state["health"]["lr_factor"] = 1.0
+    with suppress(OSError):
+        os.utime(path)          # newer than what the branch that is left has written since
+
+
 def plan(given: dict, state: dict | None, world: int):
     """Flags and checkpoint -> config, model shape, datasets. Raises ValueError or OSError for
     whatever cannot run, without communication."""
@@ -924,7 +941,7 @@ def start(run: Run, state: dict | None, path: Path | None, events: list[dict],
             say(f"{path}, step {run.step}: {run.describe(val_loss)}")
         return
     metrics = together(lambda: Metrics(Path(config.out), rank))
-    stop = StopSignal()
+    stop = StopSignal(rank)
     settings = dataclasses.asdict(config)
     if state is None:
         metrics.write(event="start", step=0, config=settings)
@@ -956,9 +973,10 @@ def start(run: Run, state: dict | None, path: Path | None, events: list[dict],
         if state is not None:
             differs = "".join(f", {name.replace('_', ' ')} {now} instead of {before}"
                               for name, (before, now) in changed.items())
-            say(f"resume   {path}, after step {run.step}{differs}")
-        if step_range(config.skip_steps or "")[0] in range(1, run.step + 1):
-            say(f"skip     the steps {config.skip_steps} lie behind: nothing more to skip")
+            cut = f", learning rate x {run.health.lr_factor:.3g}" * (run.health.lr_factor != 1)
+            say(f"resume   {path}, after step {run.step}{differs}{cut}")
+        if "skip_steps" in given and step_range(config.skip_steps)[1] <= run.step:
+            say(f"skip     the steps {config.skip_steps} lie behind: there is nothing to skip")
     run.train(metrics, stop)
 
 
@@ -971,6 +989,8 @@ def work(config: Config, given: dict, files: list, job, device, rank: int, world
             on_rank_0(lambda: checkpoint.must_be_whole(files[0]))
         path, events = on_rank_0(lambda: choose_checkpoint(files))
         state = together(lambda: checkpoint.load(path))
+        if path == Path(config.resume):
+            begin_anew(state, path, "lr" in given)
         job = together(lambda: plan(given, state, world))
     config, cfg, train_data, val_data = job
     agree([dataset.meta["fingerprint"] for dataset in (train_data, val_data)],
@@ -981,7 +1001,7 @@ def work(config: Config, given: dict, files: list, job, device, rank: int, world
     grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel,
                      timedelta(seconds=config.timeout))
     try:
-        run = Run(config, cfg, grid, device, train_data, val_data, state, path)
+        run = Run(config, cfg, grid, device, train_data, val_data, state)
         for name in checkpoint.STATE if state else ():
             del state[name]                             # the file is mapped no longer
         try:
