@@ -3513,6 +3513,20 @@ def test_a_checkpoint_too_young_to_be_proven_serves_where_there_is_no_other(tmp_
     assert events[1]["sequences"] == [19 * 8, 23 * 8]
 
 
+def test_a_rollback_whose_checkpoint_cannot_be_kept_ends_the_run(tmp_path, capsys):
+    """It would be done again at every restart, without a bound."""
+    save = checkpoint.save
+
+    def on_a_full_disk(state, out, keep):
+        if state["health"]["rollbacks"]:
+            raise OSError("the disk is full")
+        return save(state, out, keep)
+    with mock.patch.object(checkpoint, "save", on_a_full_disk), pytest.raises(SystemExit) as stop:
+        watched(settings(tmp_path, steps=40, save_every=10), Poison(30))
+    assert stop.value.code == 1 and "is lost: the disk is full" in capsys.readouterr().err
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 30
+
+
 def test_twenty_skipped_steps_began_with_the_first(tmp_path):
     def prepare(run):
         finish = run.flat.finish_reduction
