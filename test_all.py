@@ -2970,6 +2970,9 @@ def test_eval_only_tells_the_loss_and_trains_nothing(run_train, shards, tmp_path
     out = tmp_path / "o"
     assert run_train("--data", shards, "--out", out, *TINY)[0] == 0
     before = (out / "latest.pt").read_bytes(), (out / "metrics.jsonl").read_bytes()
+    old, times = out / "step_00000002.pt", [path.stat().st_mtime_ns for path in out.iterdir()]
+    assert run_train("--data", shards, "--out", out, "--eval-only", "--resume", old)[0] == 0
+    assert times == [path.stat().st_mtime_ns for path in out.iterdir()]
     val_loss = read_metrics(out)[0][-1]["val_loss"]
     status, text, _ = run_train("--data", shards, "--out", out, "--eval-only")
     assert status == 0 and f"{val_loss:.4f} nats" in text and "bits a byte" in text

@@ -989,7 +989,7 @@ def work(config: Config, given: dict, files: list, job, device, rank: int, world
             on_rank_0(lambda: checkpoint.must_be_whole(files[0]))
         path, events = on_rank_0(lambda: choose_checkpoint(files))
         state = together(lambda: checkpoint.load(path))
-        if path == Path(config.resume):
+        if path == Path(config.resume) and not config.eval_only:
             begin_anew(state, path, "lr" in given)
         job = together(lambda: plan(given, state, world))
     config, cfg, train_data, val_data = job
