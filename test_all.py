@@ -3527,6 +3527,7 @@ def test_a_rollback_whose_checkpoint_cannot_be_kept_ends_the_run(tmp_path, capsy
     with mock.patch.object(checkpoint, "save", on_a_full_disk), pytest.raises(SystemExit) as stop:
         watched(settings(tmp_path, steps=40, save_every=10), Poison(30))
     assert stop.value.code == 1 and "is lost: the disk is full" in capsys.readouterr().err
+    assert column(read_metrics(tmp_path)[0], "step")[-1] == 33         # at once
     assert checkpoint.load(tmp_path / "latest.pt")["step"] == 30
 
 
