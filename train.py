@@ -627,8 +627,8 @@ class Run:
                     row["val_loss"] = self.evaluate()
                 self.log(metrics, row, recent)
             if at_floor and self.skipped_in_a_row >= MAX_SKIPPED:
-                self.give_up(metrics, f"{MAX_SKIPPED} steps in a row were not finite, at a loss "
-                                      f"scale of {scale:g} that cannot fall")
+                self.fail(metrics, f"{MAX_SKIPPED} steps in a row were not finite, at a loss scale "
+                                   f"of {scale:g} that cannot fall")
             if last:
                 together(self.writer.last)
             if stopping:
@@ -657,7 +657,7 @@ class Run:
         metrics.write(**row)
         self.report(row, statistics.median_low(recent))
 
-    def give_up(self, metrics: Metrics, reason: str):
+    def fail(self, metrics: Metrics, reason: str):
         """The end of a run that has diverged and cannot help itself."""
         metrics.write(event="stop", step=self.step, reason=reason)
         depart(f"step {self.step}: {reason}; the run has diverged: see the events in "
@@ -695,7 +695,7 @@ class Run:
         anything else happens: from then on a kill loses nothing."""
         config, health, grid, diverged_at = self.config, self.health, self.grid, self.step
         if health.rollbacks >= config.max_rollbacks:
-            self.give_up(metrics, f"{reason}, and --max-rollbacks {health.rollbacks} are spent")
+            self.fail(metrics, f"{reason}, and --max-rollbacks {health.rollbacks} are spent")
         bad, batch = max(health.high, self.skipped_in_a_row), config.batch_size
         onset = diverged_at - bad + 1
         skip = [self.sequences - (bad + LEAD_IN) * batch, self.sequences]
