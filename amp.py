@@ -29,8 +29,8 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
-    compute: torch.dtype        # of parameters and activations
-    master: torch.dtype         # of gradients, masters and moments
+    param_dtype: torch.dtype        # of parameters and activations
+    master_dtype: torch.dtype         # of gradients, masters and moments
 
 
 PRECISIONS = {
@@ -64,19 +64,19 @@ class LossScaler:
         self.backoff_factor = backoff_factor
         self.growth_interval = growth_interval
         self.min_scale = min_scale
-        self.good_steps = 0         # steps without overflow since the scale last changed
+        self.growth_tracker = 0         # steps without overflow since the scale last changed
 
     def update(self, found_inf: bool) -> None:
         """Once a step, after it: `found_inf` says whether any gradient of any rank overflowed."""
         if found_inf:
             self.scale = max(_fp32(self.scale * self.backoff_factor), self.min_scale)
-            self.good_steps = 0
+            self.growth_tracker = 0
             return
-        self.good_steps += 1
-        if self.good_steps == self.growth_interval:
+        self.growth_tracker += 1
+        if self.growth_tracker == self.growth_interval:
             grown = _fp32(self.scale * self.growth_factor)
             self.scale = grown if math.isfinite(grown) else self.scale
-            self.good_steps = 0
+            self.growth_tracker = 0
 
     def state_dict(self) -> dict:
         return dict(vars(self))

@@ -8,13 +8,13 @@ One file holds the whole state under global names: layers numbered through, tied
 vocabulary padding. So any layout, and sample.py in one process, loads what any other layout wrote;
 the price is that one host's memory must hold the model with its two moments.
 
-    format      2
+    format      3
     step        the last step done            sequences  read so far: the position in the data
-    tokens      read so far                   adam_steps updates done: steps without the skipped
+    tokens      read so far                   optimizer_steps updates done: steps without the skipped
     row         metrics.jsonl's of this step  skipped_in_a_row   steps, up to this one
     config      train.py's flags              model      GPTConfig as a dict
     tokenizer   its name                      data       fingerprint of what it was trained on
-    scaler      LossScaler.state_dict()              health     train.py's Health as a dict
+    scaler      LossScaler.state_dict()              health     train.py's DivergenceMonitor as a dict
     parameters, exp_avg, exp_avg_sq           {global name: tensor}
 
 The file appears whole or not at all (written aside, fsync, os.replace), and only plain types and
@@ -37,17 +37,17 @@ import torch
 import torch.distributed as dist
 
 from model import GPT, GPTConfig
-from parallel import FlatParameters, Grid, local_model, make_buckets, waiting
+from parallel import FlatParameters, Grid, build_stage, make_buckets, comm_errors
 
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 STEP_FILE = re.compile(r"step_(\d{8})\.pt")
 
 
-class Damaged(ValueError):
+class CorruptCheckpoint(ValueError):
     """The file is not a whole checkpoint."""
 
 
-class Lost(RuntimeError):
+class NoValidCheckpoint(RuntimeError):
     """What a run needs is lost: each of its checkpoints is damaged, or the last was not written."""
 
 
@@ -57,7 +57,7 @@ class Lost(RuntimeError):
 
 
 @torch.no_grad()
-def gather(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -> dict | None:
+def gather_full_state(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -> dict | None:
     """{name: {global parameter name: whole CPU tensor}} for the flat tensors `names` of all ranks,
     on rank 0; None on the others. Every rank must call it.
 
@@ -69,40 +69,40 @@ def gather(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -> dict | No
     for stage in range(grid.pp):
         buckets = flat.buckets if grid.stage == stage else []
         if grid.rank == 0:
-            _, pieces = local_model(cfg, Grid(grid.dp, grid.pp, grid.tp, rank=stage * grid.tp))
-            buckets = make_buckets(pieces, grid.dp)
+            _, specs = build_stage(cfg, Grid(grid.dp, grid.pp, grid.tp, rank=stage * grid.tp))
+            buckets = make_buckets(specs, grid.dp)
         sources = grid.ranks[:flat.shards, stage].T.tolist()        # of each tensor rank
         for i, bucket in enumerate(buckets):
             for name in names:
                 slices = {}
                 for source in sum(sources, []):
                     if grid.rank == source:
-                        slices[source] = flat.buckets[i].own[name].cpu()
+                        slices[source] = flat.buckets[i].shard[name].cpu()
                         if source != 0:
-                            with waiting("save, send to rank 0"):
+                            with comm_errors("save, send to rank 0"):
                                 dist.send(slices[source], 0)
                     elif grid.rank == 0:
                         slices[source] = torch.empty(bucket.numel // flat.shards,
-                                                     dtype=flat.buckets[0].own[name].dtype)
-                        with waiting(f"save, receive from rank {source}"):
+                                                     dtype=flat.buckets[0].shard[name].dtype)
+                        with comm_errors(f"save, receive from rank {source}"):
                             dist.recv(slices[source], source)
                 if grid.rank == 0:
                     wholes = [slices[row[0]] if len(row) == 1 else
                               torch.cat([slices[source] for source in row]) for row in sources]
-                    for piece in bucket.pieces:
-                        if not piece.copy:
-                            parts = [bucket.view(tensor, piece) for tensor in wholes]
+                    for spec in bucket.specs:
+                        if not spec.copy:
+                            parts = [bucket.view(tensor, spec) for tensor in wholes]
                             # A copy: training goes on, and views would drag the whole bucket
                             # into the file.
-                            whole[name][piece.name] = piece.join(parts).clone()
+                            whole[name][spec.name] = spec.unshard(parts).clone()
     return whole if grid.rank == 0 else None
 
 
 def restore(state: dict, flat: FlatParameters) -> None:
     """Cut this rank's slices out of a loaded checkpoint's whole tensors."""
     for key, name in STATE.items():
-        flat.load(name, lambda piece, shape: state[key][piece])
-    flat.publish()
+        flat.load(name, lambda spec, shape: state[key][spec])
+    flat.sync_params()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def save(state: dict, out: Path, keep: int) -> Path:
         while cause.__context__ is not None:        # torch's zip writer hides the disk's own words
             cause = cause.__context__
         raise OSError(f"{path} could not be written: {cause}") from error
-    for old in [p for p in newest_first(out) if STEP_FILE.fullmatch(p.name)][keep:]:
+    for old in [p for p in list_checkpoints(out) if STEP_FILE.fullmatch(p.name)][keep:]:
         old.unlink(missing_ok=True)
     return path
 
@@ -164,10 +164,10 @@ class Writer:
         return self.pending.result() if self.pending is not None else None
 
     def last(self) -> None:
-        """Wait for a file that must not be missing; raises Lost."""
+        """Wait for a file that must not be missing; Raises NoValidCheckpoint."""
         error = self.wait()
         if error is not None:
-            raise Lost(f"the last checkpoint is lost: {error}") from error
+            raise NoValidCheckpoint(f"the last checkpoint is lost: {error}") from error
 
 
 def _point_latest(path: Path) -> None:
@@ -196,7 +196,7 @@ def _fsync(path: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def newest_first(out: Path) -> list[Path]:
+def list_checkpoints(out: Path) -> list[Path]:
     """Checkpoints of a run: latest.pt, then the others, the last written first. Of two names for
     one file the step's."""
     files = {p: p.stat() for p in out.glob("*.pt")
@@ -218,7 +218,7 @@ def _must_exist(path: Path) -> None:
 
 
 def verify(path: Path) -> None:
-    """Read the file once against the zip's CRCs; raises Damaged."""
+    """Read the file once against the zip's CRCs; raises CorruptCheckpoint."""
     _must_exist(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -226,30 +226,30 @@ def verify(path: Path) -> None:
     except PermissionError:
         raise
     except Exception as error:              # a damaged zip raises whatever its bytes suggest
-        raise Damaged(f"{path} is damaged, or no checkpoint: {error}") from error
+        raise CorruptCheckpoint(f"{path} is damaged, or no checkpoint: {error}") from error
     if bad is not None:
-        raise Damaged(f"{path} is damaged: the CRC of {bad} does not match")
+        raise CorruptCheckpoint(f"{path} is damaged: the CRC of {bad} does not match")
 
 
 def load(path: Path) -> dict:
     """The state in a file, its tensors mapped from disk, not yet read nor verified.
 
-    Raises Damaged if it is no checkpoint of ours or holds anything but tensors and plain types.
+    Raises CorruptCheckpoint if it is no checkpoint of ours or holds anything but tensors and plain types.
     """
     _must_exist(path)
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
-        raise Damaged(f"{path} is refused: it holds more than tensors and plain types") from None
+        raise CorruptCheckpoint(f"{path} is refused: it holds more than tensors and plain types") from None
     except PermissionError:
         raise
     except Exception as error:              # damaged bytes raise whatever they suggest
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Damaged(f"{path} is refused: {first}") from error
-    needed = {"format", "step", "sequences", "tokens", "adam_steps", "skipped_in_a_row", "row",
-              "config", "model", "tokenizer", "data", "scaler", "health", *STATE}
-    if not isinstance(state, dict) or not needed <= set(state) or state["format"] != 2:
-        raise Damaged(f"{path} is not a checkpoint of this project (format 2)")
+        raise CorruptCheckpoint(f"{path} is refused: {first}") from error
+    needed = {"format", "step", "consumed_samples", "tokens", "optimizer_steps", "skipped_in_a_row", "row",
+              "config", "model", "tokenizer", "data", "scaler", "monitor", *STATE}
+    if not isinstance(state, dict) or not needed <= set(state) or state["format"] != 3:
+        raise CorruptCheckpoint(f"{path} is not a checkpoint of this project (format 3)")
     try:
         cfg = GPTConfig(**state["model"])
         with torch.device("meta"):
@@ -259,27 +259,27 @@ def load(path: Path) -> dict:
             if {name: tuple(t.shape) for name, t in state[key].items()} != shapes:
                 raise ValueError(f"its {key} are not those of its model")
     except Exception as error:
-        raise Damaged(f"{path} contradicts itself: {error}") from error
+        raise CorruptCheckpoint(f"{path} contradicts itself: {error}") from error
     return state
 
 
 def must_be_whole(path: Path) -> None:
-    """Raises Damaged, or FileNotFoundError, where the file is no whole checkpoint of ours."""
+    """Raises CorruptCheckpoint, or FileNotFoundError, where the file is no whole checkpoint of ours."""
     verify(path)
     load(path)
 
 
-def first_whole(files: list, passed_over=lambda path, error: None) -> Path | None:
+def latest_valid(files: list, passed_over=lambda path, error: None) -> Path | None:
     """The first whole checkpoint of a list (None stands for none, and is whole); `passed_over` is
-    told of each that is damaged or gone. Raises Lost."""
+    told of each that is damaged or gone. Raises NoValidCheckpoint."""
     for path in files:
         try:
             if path is not None:
                 must_be_whole(path)
             return path
-        except (Damaged, FileNotFoundError) as error:
+        except (CorruptCheckpoint, FileNotFoundError) as error:
             passed_over(path, error)
-    raise Lost(f"none of the {len(files)} checkpoints is whole: {', '.join(map(str, files))}; move "
+    raise NoValidCheckpoint(f"none of the {len(files)} checkpoints is whole: {', '.join(map(str, files))}; move "
                f"them away to start over")
 
 

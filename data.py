@@ -62,7 +62,7 @@ def sha256_of(*paths) -> str:
     return digest.hexdigest()
 
 
-def fetch(url: str, path: Path, sha256: str | None = None, tries: int = 4, wait: float = 0.5):
+def download(url: str, path: Path, sha256: str | None = None, tries: int = 4, wait: float = 0.5):
     """Downloads url to path, which appears only when whole by its sha256, or else by its length.
     What has come waits in path.part: the next try or run goes on from there, or, where the server
     has no more and the file is still not right, starts over. ConnectionError after `tries` tries.
@@ -108,7 +108,7 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     names = {file: hashlib.sha1((GPT2_URL + file).encode()).hexdigest() for file in GPT2_FILES}
     try:
         for file, sha256 in GPT2_FILES.items():
-            fetch(GPT2_URL + file, cache / names[file], sha256, tries=3)
+            download(GPT2_URL + file, cache / names[file], sha256, tries=3)
     except OSError as error:
         where = " and ".join(f"{GPT2_URL}{file} as DIR/{name}" for file, name in names.items())
         raise ConnectionError(f"cannot fetch GPT-2's vocabulary into {cache}: put {where} and set "
@@ -162,7 +162,7 @@ def read_documents(path: Path):
         yield read_text(path)
 
 
-def survey(files, seed: int):
+def index_documents(files, seed: int):
     """Pass 1: counts, and cuts: int64 (documents,): how many bytes of each go to train; the rest
     goes to val. -1: neither, for it repeats an earlier one or has no text."""
     table = bytearray()
@@ -199,7 +199,7 @@ def survey(files, seed: int):
 CUT = re.compile(r"(?s:.*)\S(?=[ \n])")
 
 
-def pieces(blocks):
+def chunks(blocks):
     """The same text in pieces of at most PIECE characters, cut by CUT; or, in a stretch of PIECE
     characters without such a place, which is no prose, at its end, at the price of a few tokens."""
     held = ""
@@ -230,7 +230,7 @@ def read_jobs(files, cuts):
     for blocks, cut in zip(documents, cuts, strict=True):
         for split, texts in groupby(halves(blocks, int(cut)) if cut >= 0 else (), lambda h: h[0]):
             jobs[split].append("")
-            for text in pieces(text for _, text in texts):
+            for text in chunks(text for _, text in texts):
                 jobs[split].append(text)
                 if len(text) > PIECE // 8 or len(jobs[split]) > 100:
                     yield split, jobs[split]
@@ -269,7 +269,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
     except OSError as error:
         raise OSError(f"cannot write to {out} ({error.strerror}): choose another --out") from error
     with aside as folder:
-        cuts, counts = survey(files, seed)
+        cuts, counts = index_documents(files, seed)
         counts["skipped"] += skipped
         total, text_bytes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
         for split, tokens, size in encode(read_jobs(files, cuts), encoding):
@@ -363,7 +363,7 @@ class TokenDataset:
                 self._check(tokens[start:min(start + BLOCK, last)], shard, start)
             first, last = first - len(tokens), last - len(tokens)
 
-    def order(self, seed: int, first: int, count: int) -> np.ndarray:
+    def sample_indices(self, seed: int, first: int, count: int) -> np.ndarray:
         """int64 (count,): windows of sequences first, first + 1, ...; an epoch permutes all."""
         epochs, places = np.divmod(np.arange(first, first + count), self.n_windows)
         for epoch in np.unique(epochs).tolist():
@@ -404,7 +404,7 @@ def main(argv=None) -> int:
         else:
             url, sha256, suffix = DOWNLOADS[args.dataset]
             files = [out / "raw" / (args.dataset + suffix)]
-            fetch(url, files[0], sha256)
+            download(url, files[0], sha256)
         meta = prepare(files, out, args.tokenizer or usual, args.seed, args.shard_tokens, skipped)
     except (ValueError, OSError) as error:
         print(f"data.py: {error}", file=sys.stderr)

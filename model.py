@@ -32,7 +32,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 VOCAB_MULTIPLE = 128    # the token matrix has rows to a multiple of this: divisible by tp
-IGNORE = -1             # a target that counts for nothing
+IGNORE_INDEX = -1             # a target that counts for nothing
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,17 @@ SIZES = {name: dict(zip(("n_layer", "n_head", "n_embd", "seq_len", "activation")
          for name, row in _TABLE.items()}
 
 
-def seed_of(*what) -> int:
+def derive_seed(*what) -> int:
     """A 63-bit seed that is a pure function of its arguments (ints and strings), on every machine
     and in every process; Python's own `hash` of a string is not."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little") >> 1
 
 
 def dropout(x: torch.Tensor, p: float, *key) -> torch.Tensor:
-    """F.dropout with a mask that is a function of `key`: who knows the key can draw it again."""
+    """F.dropout with a mask that is a function of `dropout_seed`: who knows the dropout_seed can draw it again."""
     if p == 0:
         return x
-    torch.manual_seed(seed_of(*key))
+    torch.manual_seed(derive_seed(*key))
     return F.dropout(x, p)
 
 
@@ -119,11 +119,11 @@ class Embed(nn.Module):
             torch.empty(cfg.seq_len, cfg.n_embd), freeze=False)
         self.dropout = cfg.dropout
 
-    def forward(self, tokens, key=0, start=0):
+    def forward(self, tokens, dropout_seed=0, start=0):
         x = self.token(tokens)                                              # (B, T, C)
         positions = torch.arange(start, start + x.shape[1], device=x.device)
         x = x + self.position(positions)                                    # + (T, C)
-        return dropout(x, self.dropout if self.training else 0.0, key, "embed")
+        return dropout(x, self.dropout if self.training else 0.0, dropout_seed, "embed")
 
 
 class Attention(nn.Module):
@@ -144,14 +144,14 @@ class Attention(nn.Module):
         self.dropout = cfg.dropout
         self.stream = 0         # who holds other heads draws another mask: parallel.py sets it
 
-    def forward(self, x, key=0, cache=None, start=0):
+    def forward(self, x, dropout_seed=0, cache=None, start=0):
         qkv = self.qkv(x)                                                   # (B, T, 3 H D)
         B, T, _ = qkv.shape
         split = qkv.view(B, T, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = split                                                     # 3 of (B, H, T, D)
         p = self.dropout if self.training else 0.0
         if p > 0:
-            torch.manual_seed(seed_of(key, "attention", self.stream))
+            torch.manual_seed(derive_seed(dropout_seed, "attention", self.stream))
         assert start == 0 or T == 1, "a second part of a text would see its own future"
         if cache is not None:
             cache[:, :, :, start:start + T] = split[1:]
@@ -187,11 +187,11 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
         self.dropout = cfg.dropout
 
-    def forward(self, x, key=0, cache=None, start=0):
+    def forward(self, x, dropout_seed=0, cache=None, start=0):
         p = self.dropout if self.training else 0.0
-        key = seed_of(key, "layer", self.layer) if p > 0 else key
-        x = x + dropout(self.attn(self.norm1(x), key, cache, start), p, key, "attn")
-        return x + dropout(self.mlp(self.norm2(x)), p, key, "mlp")
+        dropout_seed = derive_seed(dropout_seed, "layer", self.layer) if p > 0 else dropout_seed
+        x = x + dropout(self.attn(self.norm1(x), dropout_seed, cache, start), p, dropout_seed, "attn")
+        return x + dropout(self.mlp(self.norm2(x)), p, dropout_seed, "mlp")
 
 
 class Head(nn.Module):
@@ -199,7 +199,7 @@ class Head(nn.Module):
 
     x (B, T, C) -> logits (B, T, V); given targets (B, T) -> the sum over positions of the
     cross-entropy in nats, in fp32 or wider. A sum, because sums of microbatches add up whatever
-    their sizes; IGNOREd targets add nothing.
+    their sizes; IGNORE_INDEX targets add nothing.
     """
 
     def __init__(self, cfg: GPTConfig, weight: nn.Parameter):
@@ -213,7 +213,7 @@ class Head(nn.Module):
         if targets is None:
             return logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORE,
+        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX,
                                reduction="sum")
 
 
@@ -228,20 +228,20 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(cfg, i) for i in range(cfg.n_layer)})
         self.head = Head(cfg, self.embed.token.weight)
 
-    def forward(self, x, targets=None, key=0, cache=None, start=0):
+    def forward(self, x, targets=None, dropout_seed=0, cache=None, start=0):
         """tokens (B, T) -> logits (B, T, V), or the summed loss in nats given targets (B, T).
 
-        `key` (an int) names the batch: in training mode all dropout masks are a function of it.
-        With a cache (`new_cache`) the tokens stand at positions start, start + 1, ...: the whole
+        `dropout_seed` (an int) names the batch: in training mode all dropout masks are a function of it.
+        With a cache (`new_kv_cache`) the tokens stand at positions start, start + 1, ...: the whole
         text at start 0, then one token at a time.
         """
         if self.embed is not None:
-            x = self.embed(x, key, start)
+            x = self.embed(x, dropout_seed, start)
         for name, block in self.blocks.items():
-            x = block(x, key) if cache is None else block(x, key, cache[name], start)
+            x = block(x, dropout_seed) if cache is None else block(x, dropout_seed, cache[name], start)
         return x if self.head is None else self.head(x, targets)
 
-    def new_cache(self, batch: int) -> dict:
+    def new_kv_cache(self, batch: int) -> dict:
         """Room for the keys and values of `batch` texts: block -> (2, B, H, seq_len, D)."""
         H, D = self.cfg.n_head, self.cfg.n_embd // self.cfg.n_head
         return {name: self.head.weight.new_empty(2, batch, H, self.cfg.seq_len, D)
@@ -271,7 +271,7 @@ def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
         return torch.ones(shape)
     residual = name.endswith(("attn.proj.weight", "mlp.down.weight"))
     std = 0.02 / math.sqrt(2 * cfg.n_layer) if residual else 0.02
-    generator = torch.Generator().manual_seed(seed_of(seed, name))
+    generator = torch.Generator().manual_seed(derive_seed(seed, name))
     return torch.empty(shape).normal_(0, std, generator=generator)
 
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, IGNORE, GPTConfig, initial_value
+from model import GPT, IGNORE_INDEX, GPTConfig, initial_value
 
 EXCHANGE_BYTES = 2 ** 20        # two ranks swap tensors up to this size rather than all-reduce them
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 28}      # numbers that exist at a time; measured on the CPU
@@ -87,7 +87,7 @@ class Grid:
     def is_last(self) -> bool:
         return self.stage == self.pp - 1
 
-    def neighbour(self, step: int) -> int:
+    def pipeline_peer(self, step: int) -> int:
         """The rank `step` stages further on in this rank's pipeline."""
         return self.rank + step * self.tp
 
@@ -109,7 +109,7 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
         # order, so activations going down and gradients coming up must not share one.
         "forward": (pipelines := ranks.permute(0, 2, 1).reshape(-1, pp).tolist()),
         "backward": pipelines,
-        "ends": [[pipe[0], pipe[-1]] for pipe in pipelines] if pp > 1 else [],
+        "embedding": [[pipe[0], pipe[-1]] for pipe in pipelines] if pp > 1 else [],
         "world": [list(range(world))],
     }
     for name, lists in members.items():
@@ -147,40 +147,40 @@ def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro
                          f"= {dp * micro}")
 
 
-class Broken(RuntimeError):
+class PeerError(RuntimeError):
     """Another rank is gone, or did not answer within the timeout. The message names the operation
     and the ranks that it waited for; run_schedule adds the microbatch."""
 
 
 @contextmanager
-def waiting(operation: str, group=None):
-    """Whatever fails inside is Broken: `operation`, with the ranks of a group if it is given."""
+def comm_errors(operation: str, group=None):
+    """Whatever fails inside is PeerError: `operation`, with the ranks of a group if it is given."""
     try:
         yield
     except RuntimeError as error:
         whom = "" if group is None else f" with ranks {dist.get_process_group_ranks(group)}"
         reason = (str(error) or type(error).__name__).splitlines()[0]
         reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", reason)
-        raise Broken(f"{operation}{whom}: {reason}") from error
+        raise PeerError(f"{operation}{whom}: {reason}") from error
 
 
-class Transfer:
+class Work:
     """An operation of a group on its way: `start` begins it and returns torch's handles, `wait`
     ends it and returns its result. What is `received` is added to the result then."""
 
     def __init__(self, result, operation="", group=None, start=list, received=()):
         self.result, self.operation, self.group = result, operation, group
         self.received, self.finish = received, lambda result: result
-        with waiting(operation, group):
+        with comm_errors(operation, group):
             self.works = start()
 
-    def then(self, finish) -> "Transfer":
+    def then(self, finish) -> "Work":
         """The same, with finish(result) for its result."""
         self.finish = finish
         return self
 
     def wait(self) -> torch.Tensor:
-        with waiting(self.operation, self.group):
+        with comm_errors(self.operation, self.group):
             for work in self.works:
                 work.wait()
         for part in self.received:
@@ -188,18 +188,18 @@ class Transfer:
         return self.finish(self.result)
 
 
-def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Transfer:
+def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
     """Sum (or `op`) over the group, in place; nothing to do alone.
 
     Two ranks on the CPU send each other a small x and add, which takes gloo half as long.
     """
     if group is None:
-        return Transfer(x)
+        return Work(x)
     if x.is_cuda or group.size() > 2 or x.nbytes > EXCHANGE_BYTES or op != dist.ReduceOp.SUM:
-        return Transfer(x, "all-reduce", group,
+        return Work(x, "all-reduce", group,
                         lambda: [dist.all_reduce(x, op, group, async_op=True)])
     other, theirs = 1 - group.rank(), torch.empty_like(x)
-    return Transfer(x, "all-reduce", group, lambda: [
+    return Work(x, "all-reduce", group, lambda: [
         dist.isend(x, group=group, group_dst=other),
         dist.irecv(theirs, group=group, group_src=other)], [theirs])
 
@@ -209,7 +209,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def reduce_scatter(x: torch.Tensor, group) -> Transfer:
+def reduce_scatter(x: torch.Tensor, group) -> Work:
     """Cut x along dimension 0 into a slice for each rank of the group and add up the ranks' x: this
     rank's slice becomes the sum, in place; the others keep what they had.
 
@@ -218,29 +218,29 @@ def reduce_scatter(x: torch.Tensor, group) -> Transfer:
     transfers in the same order, and gloo matches messages between two ranks in order.
     """
     if group is None:
-        return Transfer(x)
+        return Work(x)
     slices, rank = x.chunk(group.size()), group.rank()
     if x.is_cuda:
-        return Transfer(slices[rank], "reduce-scatter", group, lambda: [
+        return Work(slices[rank], "reduce-scatter", group, lambda: [
             _reduce_scatter(slices[rank], x, group=group, async_op=True)])
     others = [r for r in range(len(slices)) if r != rank]
     received = [torch.empty_like(slices[rank]) for _ in others]
-    return Transfer(slices[rank], "reduce-scatter", group, lambda: [
+    return Work(slices[rank], "reduce-scatter", group, lambda: [
         *(dist.isend(slices[r], group=group, group_dst=r) for r in others),
         *(dist.irecv(y, group=group, group_src=r) for r, y in zip(others, received))], received)
 
 
-def all_gather(x: torch.Tensor, group) -> Transfer:
+def all_gather(x: torch.Tensor, group) -> Work:
     """The inverse: this rank's slice of x goes to all, and theirs come into x, in place. On the CPU
     by messages again, because gloo's own gathers into a copy first."""
     if group is None:
-        return Transfer(x)
+        return Work(x)
     slices, rank = x.chunk(group.size()), group.rank()
     if x.is_cuda:
-        return Transfer(x, "all-gather", group,
+        return Work(x, "all-gather", group,
                         lambda: [_all_gather(x, slices[rank], group=group, async_op=True)])
     others = [r for r in range(len(slices)) if r != rank]
-    return Transfer(x, "all-gather", group, lambda: [
+    return Work(x, "all-gather", group, lambda: [
         *(dist.isend(slices[rank], group=group, group_dst=r) for r in others),
         *(dist.irecv(slices[r], group=group, group_src=r) for r in others)])
 
@@ -270,21 +270,21 @@ def all_gather(x: torch.Tensor, group) -> Transfer:
 #      g: reduce-scatter forward, all-gather backward
 #
 # What is replicated and sees these positions only (LayerNorm, the bias after g, the embedding of
-# positions) then has a part of its gradient on each rank: `finish_reduction` adds them up.
+# positions) then has a part of its gradient on each rank: `finish_grad_sync` adds them up.
 # ---------------------------------------------------------------------------------------------
 
 
-def spread(x: torch.Tensor, grid: Grid) -> Transfer:
+def copy_to(x: torch.Tensor, grid: Grid) -> Work:
     """Into a tensor-parallel region, f forward and g backward: x as it is, for all ranks have it;
     with sequence parallelism this rank's positions (B, T / tp, C) -> (B, T, C)."""
     if not grid.sequence_parallel:
-        return Transfer(x)
+        return Work(x)
     whole = x.new_empty(grid.tp, *x.shape)                              # (tp, B, T / tp, C)
     whole[grid.tp_rank] = x
     return all_gather(whole, grid.group("tp")).then(lambda x: x.movedim(0, 1).flatten(1, 2))
 
 
-def merge(x: torch.Tensor, grid: Grid) -> Transfer:
+def reduce_from(x: torch.Tensor, grid: Grid) -> Work:
     """Out of one, g forward and f backward: the sum of the ranks' x (B, T, C), in place; with
     sequence parallelism at this rank's positions only, (B, T / tp, C)."""
     if not grid.sequence_parallel:
@@ -299,11 +299,11 @@ class _G(torch.autograd.Function):
         ctx.grid = grid
         if not grid.sequence_parallel:
             ctx.mark_dirty(x)
-        return merge(x, grid).wait()
+        return reduce_from(x, grid).wait()
 
     @staticmethod
     def backward(ctx, dy):
-        return spread(dy, ctx.grid).wait(), None
+        return copy_to(dy, ctx.grid).wait(), None
 
 
 def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -334,13 +334,13 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, grid):
         ctx.save_for_backward(x)
         ctx.weight, ctx.biased, ctx.grid = weight, bias is not None, grid
-        return F.linear(spread(x, grid).wait(), weight, bias)
+        return F.linear(copy_to(x, grid).wait(), weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         (x,), grid = ctx.saved_tensors, ctx.grid
-        there = spread(x, grid)
-        back = merge(dy @ ctx.weight, grid)
+        there = copy_to(x, grid)
+        back = reduce_from(dy @ ctx.weight, grid)
         dy = dy.flatten(0, 1)                                               # (B T, out)
         dw = add_product(ctx.weight, dy, there.wait().flatten(0, 1))
         if dw is None:
@@ -350,7 +350,7 @@ class _Linear(torch.autograd.Function):
 
 def linear(x, weight, bias=None, grid=Grid(1, 1, 1)):
     """f(x) W^T + b, where f does nothing on a grid of one. Inside torch.compile, which is for tp 1,
-    the plain product: the compiler takes care of its backward, `_ready` of its gradient."""
+    the plain product: the compiler takes care of its backward, `_mark_ready` of its gradient."""
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, grid)
@@ -359,7 +359,7 @@ def linear(x, weight, bias=None, grid=Grid(1, 1, 1)):
 class ColumnParallelLinear(nn.Module):
     """(B, T, in), the same everywhere -> (B, T, out / tp): this rank's columns. With sequence
     parallelism, as in the other modules here, what is "the same everywhere" is a slice of T."""
-    cut_dim = {"weight": 0, "bias": 0}
+    partition_dim = {"weight": 0, "bias": 0}
 
     def __init__(self, plain: nn.Linear, grid: Grid):
         super().__init__()
@@ -372,7 +372,7 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """(B, T, in / tp), this rank's rows -> (B, T, out), the same everywhere. The bias is held by
     all and added once, after the sum."""
-    cut_dim = {"weight": 1}
+    partition_dim = {"weight": 1}
 
     def __init__(self, plain: nn.Linear, grid: Grid):
         super().__init__()
@@ -406,7 +406,7 @@ class _Lookup(torch.autograd.Function):
 
 class VocabParallelEmbedding(nn.Module):
     """tokens (B, T) -> (B, T, C): rows of other ranks count as zero here, and g adds them."""
-    cut_dim = {"weight": 0}
+    partition_dim = {"weight": 0}
 
     def __init__(self, embedding: nn.Embedding, grid: Grid):
         super().__init__()
@@ -448,7 +448,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, start, valid, grid, scale):
         shape, group = x.shape, grid.group("tp")
-        x, targets = spread(x, grid).wait().flatten(0, 1), targets.flatten()        # (N, C), (N,)
+        x, targets = copy_to(x, grid).wait().flatten(0, 1), targets.flatten()        # (N, C), (N,)
         wide = torch.promote_types(x.dtype, torch.float32)
         loss, dw = torch.zeros((), dtype=wide, device=x.device), None
         dx = None if scale is None else torch.empty_like(x)
@@ -467,7 +467,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             at_target = z.gather(1, column).squeeze(1).where(mine, 0)
             z.exp_()
             total, at_target = all_reduce(torch.stack([z.sum(dim=1), at_target]), group).wait()
-            counted = targets[rows] != IGNORE
+            counted = targets[rows] != IGNORE_INDEX
             loss += (total.log() - at_target).where(counted, 0).sum()
             if scale is not None:
                 upstream = counted.to(wide) * scale                                 # (n,)
@@ -478,7 +478,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
                 part = add_product(weight, dz, x[rows])
                 dw = part if dw is None else dw + part
         if scale is not None:
-            dx = merge(dx.view(shape[0], -1, shape[2]), grid).wait()
+            dx = reduce_from(dx.view(shape[0], -1, shape[2]), grid).wait()
             # A slice of the positions would keep the memory of all.
             ctx.save_for_backward(dx.clone() if grid.sequence_parallel else dx)
             ctx.weight, ctx.dw = weight, dw
@@ -494,7 +494,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 class VocabParallelHead(nn.Module):
     """x (B, T, C) and targets (B, T) -> the summed loss of model.Head, the same on every rank; its
     gradients come times `self.scale`. `self.norms` adds up the norms of x over its positions."""
-    cut_dim = {"weight": 0}
+    partition_dim = {"weight": 0}
 
     def __init__(self, head: nn.Module, grid: Grid):
         super().__init__()
@@ -513,7 +513,7 @@ class VocabParallelHead(nn.Module):
 
 
 # Which module of model.py becomes what.
-PLAN = {
+TP_PLAN = {
     "attn.qkv": ColumnParallelLinear,
     "attn.proj": RowParallelLinear,
     "mlp.up": ColumnParallelLinear,
@@ -526,12 +526,12 @@ STACKED = {"attn.qkv": 3}       # q over k over v: each third is cut by heads on
 
 
 @dataclass
-class Piece:
+class ParamSpec:
     """One parameter: its global name, its whole shape, and how a rank's slice is cut from it."""
     name: str
     shape: tuple            # of the whole, without vocabulary padding
-    dim: int | None         # the dimension that tensor parallelism cuts; None: every rank has it
-    parts: int              # how many blocks are stacked in that dimension
+    partition_dim: int | None         # the dimension that tensor parallelism cuts; None: every rank has it
+    stride: int              # how many blocks are stacked in that dimension
     rows: int               # shape[0] with the vocabulary padding
     places: list            # (module, attribute) that hold it: two for a tied weight in one stage
     copy: bool              # the last stage's second copy of the tied weight
@@ -547,21 +547,21 @@ class Piece:
             return f"{block}.mlp" if part in ("norm2", "mlp") else f"{block}.attn"
         return "tied" if self.name in TIED.values() else "ends"
 
-    def cut(self, whole: torch.Tensor, tp: int, tp_rank: int) -> torch.Tensor:
+    def shard(self, whole: torch.Tensor, tp: int, tp_rank: int) -> torch.Tensor:
         """Whole parameter -> slice of one tensor-parallel rank."""
         if self.rows > self.shape[0]:
             whole = F.pad(whole, (0, 0, 0, self.rows - self.shape[0]))
-        if self.dim is None:
+        if self.partition_dim is None:
             return whole
-        stacked = whole.unflatten(self.dim, (self.parts, tp, -1))
-        return stacked.select(self.dim + 1, tp_rank).flatten(self.dim, self.dim + 1)
+        stacked = whole.unflatten(self.partition_dim, (self.stride, tp, -1))
+        return stacked.select(self.partition_dim + 1, tp_rank).flatten(self.partition_dim, self.partition_dim + 1)
 
-    def join(self, slices: list) -> torch.Tensor:
+    def unshard(self, slices: list) -> torch.Tensor:
         """The tp ranks' slices -> whole parameter."""
-        if self.dim is None:
+        if self.partition_dim is None:
             return slices[0]
-        stacked = [s.unflatten(self.dim, (self.parts, -1)) for s in slices]
-        return torch.cat(stacked, self.dim + 1).flatten(self.dim, self.dim + 1)[:self.shape[0]]
+        stacked = [s.unflatten(self.partition_dim, (self.stride, -1)) for s in slices]
+        return torch.cat(stacked, self.partition_dim + 1).flatten(self.partition_dim, self.partition_dim + 1)[:self.shape[0]]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -595,10 +595,10 @@ def stage_layers(n_layer: int, pp: int, stage: int) -> range:
     return range(-(-stage * n_layer // pp), -(-(stage + 1) * n_layer // pp))
 
 
-def local_model(cfg: GPTConfig, grid: Grid, recompute=False, compile=False):
-    """(this rank's part of the GPT, on the meta device; its parameters, Pieces in flat order)
+def build_stage(cfg: GPTConfig, grid: Grid, recompute=False, compile=False):
+    """(this rank's part of the GPT, on the meta device; its parameters, ParamSpec in flat order)
 
-    The pieces depend on the stage alone, so any rank can know the layout of another one.
+    The specs depend on the stage alone, so any rank can know the layout of another one.
     """
     with torch.device("meta"):
         model = GPT(cfg)
@@ -611,33 +611,33 @@ def local_model(cfg: GPTConfig, grid: Grid, recompute=False, compile=False):
     if not grid.is_last:
         model.head = None
     for name, module in list(model.named_modules()):
-        for end, twin in PLAN.items():
+        for end, twin in TP_PLAN.items():
             if name.endswith(end):
                 model.set_submodule(name, twin(module, grid))
 
-    pieces = {}
+    specs = {}
     for module_name, module in model.named_modules():
         parts = next((n for end, n in STACKED.items() if module_name.endswith(end)), 1)
         for attribute, parameter in module.named_parameters(recurse=False):
             local = f"{module_name}.{attribute}"
             name = TIED.get(local, local)
-            if name in pieces:
-                pieces[name].places.append((module, attribute))
+            if name in specs:
+                specs[name].places.append((module, attribute))
                 continue
             vocab = name == "embed.token.weight"
             shape = (cfg.vocab_size, cfg.n_embd) if vocab else tuple(parameter.shape)
-            pieces[name] = Piece(name, shape, getattr(module, "cut_dim", {}).get(attribute), parts,
+            specs[name] = ParamSpec(name, shape, getattr(module, "partition_dim", {}).get(attribute), parts,
                                  parameter.shape[0], [(module, attribute)],
                                  copy=local in TIED and not grid.is_first)
     # In the order of their buckets; `sorted` keeps the model's order within one.
-    pieces = sorted(pieces.values(), key=lambda piece: (piece.name not in TIED.values(),
-                                                        piece.bucket != "ends"))
-    for _, bucket in groupby(pieces, key=lambda piece: piece.bucket):
+    specs = sorted(specs.values(), key=lambda spec: (spec.name not in TIED.values(),
+                                                        spec.bucket != "ends"))
+    for _, bucket in groupby(specs, key=lambda spec: spec.bucket):
         end = 0
-        for piece in bucket:
-            piece.local = piece.cut(torch.empty(piece.shape, device="meta"), grid.tp, 0).shape
-            piece.offset = end
-            end += round_up(piece.local.numel(), 32)                    # 64 bytes in 16 bits
+        for spec in bucket:
+            spec.local = spec.shard(torch.empty(spec.shape, device="meta"), grid.tp, 0).shape
+            spec.offset = end
+            end += round_up(spec.local.numel(), 32)                    # 64 bytes in 16 bits
 
     for block in model.blocks.values():
         block.attn.stream = grid.tp_rank                                # other heads, other masks
@@ -646,7 +646,7 @@ def local_model(cfg: GPTConfig, grid: Grid, recompute=False, compile=False):
         if recompute:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False,
                                     preserve_rng_state=False)           # masks come from the key
-    return model, pieces
+    return model, specs
 
 
 def gpipe(stage: int, stages: int, micro: int) -> list[tuple[str, int]]:
@@ -667,7 +667,7 @@ def one_f_one_b(stage: int, stages: int, micro: int) -> list[tuple[str, int]]:
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
-def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, keys,
+def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, dropout_seeds,
                  scale: float = 1.0, before_backward=lambda last: None) -> torch.Tensor:
     """Carry out this stage's list; returns the sum of its losses in float64, unscaled (0 on every
     stage but the last).
@@ -675,11 +675,11 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
     inputs      microbatch -> tokens (B, T), used on the first stage
     targets     microbatch -> tokens (B, T), used on the last stage
     boundary    an empty tensor like what crosses a stage boundary, (B, T, C) or (B, T / tp, C)
-    keys        microbatch -> key of the dropout masks
+    dropout_seeds        microbatch -> key of the dropout masks
     scale       what to multiply the gradients of the summed loss by
     before_backward   called before each "B" with whether it is the last, which completes the step
 
-    Raises Broken, naming the microbatch, if another rank is gone or hangs.
+    Raises PeerError, naming the microbatch, if another rank is gone or hangs.
     """
     live, sends = {}, {}
     total = torch.zeros((), dtype=torch.float64, device=boundary.device)
@@ -689,28 +689,28 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
         model.head.scale, model.head.norms = scale, 0.0
 
     def receive(step, group, m):
-        x, source = torch.empty_like(boundary), grid.neighbour(step)
-        with waiting(f"receive from rank {source} (stage {grid.stage + step})"):
+        x, source = torch.empty_like(boundary), grid.pipeline_peer(step)
+        with comm_errors(f"receive from rank {source} (stage {grid.stage + step})"):
             dist.irecv(x, source, grid.group(group), tag=m).wait()
         return x
 
     def send(x, step, group, m):
-        x, target = x.detach().contiguous(), grid.neighbour(step)
+        x, target = x.detach().contiguous(), grid.pipeline_peer(step)
         what = f"send to rank {target} (stage {grid.stage + step})"
-        with waiting(what):
+        with comm_errors(what):
             sends[group, m] = dist.isend(x, target, grid.group(group), tag=m), x, what
 
     def sent(*key):
         """What was sent lives until it has arrived, no longer."""
         work, _, what = sends.pop(key)
-        with waiting(what):
+        with comm_errors(what):
             work.wait()
 
     def forward(m):
         x = inputs[m] if grid.is_first else receive(-1, "forward", m)
         if not grid.is_first:
             x.requires_grad_()
-        y = model(x, targets[m] if grid.is_last else None, keys[m])
+        y = model(x, targets[m] if grid.is_last else None, dropout_seeds[m])
         if grid.is_last:
             total.add_(y.detach())
         else:
@@ -738,9 +738,9 @@ def run_schedule(schedule, model: GPT, grid: Grid, inputs, targets, boundary, ke
     for op, m in schedule:
         try:
             (forward if op == "F" else backward)(m)
-        except Broken as error:
+        except PeerError as error:
             name = "forward" if op == "F" else "backward"
-            raise Broken(f"{name} of microbatch {m}: {error}") from error
+            raise PeerError(f"{name} of microbatch {m}: {error}") from error
     for key in list(sends):
         sent(*key)
     return total
@@ -844,8 +844,8 @@ def draw(timeline) -> str:
 #     3   a block's parameters are gathered before use, forward and backward, and freed after; the
 #         next block's are on their way meanwhile (FSDP, Zhao et al. 2023)
 #
-# Before a backward that completes the gradients, `arm`; each is `_ready` once it is added; a
-# full bucket goes off with `_reduce`, and its sum comes in with `_land`.
+# Before a backward that completes the gradients, `prepare_grad_sync`; each is `_mark_ready` once it is added; a
+# full bucket goes off with `_start_grad_sync`, and its sum comes in with `_wait_grad_sync`.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -856,31 +856,31 @@ class Bucket:
     grad    (numel,) their gradients; from ZeRO 2 on those of one microbatch, None in between
     own     what this rank updates, (numel,) or with ZeRO (numel / dp,), a view of data and grad or
             from the line of the table on all there is: data, grad, master, exp_avg, exp_avg_sq
-    parts   what of each piece is in this rank's slice: [(piece, range in the slice, in the piece)]
+    parts   what of each spec is in this rank's slice: [(spec, range in the slice, in the spec)]
     """
 
-    def __init__(self, pieces: list[Piece], dp: int, shards: int = 1, rank: int = 0):
-        self.pieces, self.own = pieces, {}
+    def __init__(self, specs: list[ParamSpec], dp: int, shards: int = 1, rank: int = 0):
+        self.specs, self.shard = specs, {}
         self.data = self.grad = self.gathering = None
         self.missing = 0                # gradients of this microbatch that are not in yet
-        end = pieces[-1].offset + pieces[-1].local.numel()
+        end = specs[-1].offset + specs[-1].local.numel()
         self.numel = round_up(end, 32 * dp)
         length = self.numel // shards
-        first, self.parts = rank * length, []
-        for piece in pieces:
-            low = max(piece.offset, first)
-            high = min(piece.offset + piece.local.numel(), first + length)
+        first, self.shard_ranges = rank * length, []
+        for spec in specs:
+            low = max(spec.offset, first)
+            high = min(spec.offset + spec.local.numel(), first + length)
             if low < high:
-                self.parts.append((piece, slice(low - first, high - first),
-                                   slice(low - piece.offset, high - piece.offset)))
+                self.shard_ranges.append((spec, slice(low - first, high - first),
+                                   slice(low - spec.offset, high - spec.offset)))
 
-    def view(self, whole: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """The part of a whole bucket that belongs to a piece, in the shape of the piece."""
-        return whole[piece.offset:piece.offset + piece.local.numel()].view(piece.local)
+    def view(self, whole: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+        """The part of a whole bucket that belongs to a spec, in the shape of the spec."""
+        return whole[spec.offset:spec.offset + spec.local.numel()].view(spec.local)
 
 
-def make_buckets(pieces: list[Piece], *layout) -> list[Bucket]:
-    groups = groupby(pieces, key=lambda piece: piece.bucket)
+def make_buckets(specs: list[ParamSpec], *layout) -> list[Bucket]:
+    groups = groupby(specs, key=lambda spec: spec.bucket)
     return [Bucket(list(group), *layout) for _, group in groups]
 
 
@@ -895,15 +895,15 @@ class FlatParameters:
                     2021): gradients go over and parameters come back, bucket by bucket
     """
 
-    def __init__(self, pieces: list[Piece], grid: Grid, dtype, master_dtype, device, zero: int = 0,
+    def __init__(self, specs: list[ParamSpec], grid: Grid, dtype, master_dtype, device, zero: int = 0,
                  host=None):
-        self.pieces, self.grid, self.zero = pieces, grid, zero
+        self.specs, self.grid, self.zero = specs, grid, zero
         device, host = torch.device(device), torch.device(device if host is None else host)
         self.shards, rank = (grid.dp, grid.dp_rank) if zero else (1, 0)
-        self.buckets = make_buckets(pieces, grid.dp, self.shards, rank)
+        self.buckets = make_buckets(specs, grid.dp, self.shards, rank)
         self.armed, self.reduced, self.transfers = False, 0, []
         for bucket in self.buckets:
-            own, length = bucket.own, bucket.numel // self.shards
+            own, length = bucket.shard, bucket.numel // self.shards
             bucket.data = torch.zeros(bucket.numel, dtype=dtype, device=device)
             own["data"] = (bucket.data.chunk(self.shards)[rank] if zero < 3 else
                            torch.zeros(length, dtype=dtype, device=device))
@@ -916,22 +916,22 @@ class FlatParameters:
                              else torch.zeros(length, dtype=master_dtype, device=host))
             # The tied matrix is two parameters on the same memory: as one, its first gradient would
             # stay with autograd until the second came, at the end of backward.
-            for piece, place in ((p, place) for p in bucket.pieces for place in p.places):
+            for spec, place in ((p, place) for p in bucket.specs for place in p.places):
                 # .data: autograd shall not take a gather for a change of the values it saved.
-                parameter = nn.Parameter(bucket.view(bucket.data, piece).data)
+                parameter = nn.Parameter(bucket.view(bucket.data, spec).data)
                 setattr(*place, parameter)
                 # Matrices are added there by their own backward, which says when; what autograd
                 # makes (of vectors, and where torch.compile does the work) is added by the hook.
-                parameter.main_grad = partial(self._main_grad, bucket, piece)
-                parameter.ready = partial(self._ready, bucket)
+                parameter.main_grad = partial(self._main_grad, bucket, spec)
+                parameter.ready = partial(self._mark_ready, bucket)
                 parameter.register_post_accumulate_grad_hook(self._add)
             if zero == 3:
-                self.free(bucket)
+                self.reshard(bucket)
 
     def memory(self) -> dict:
         """Bytes that this rank holds all the time, by kind (the optimizer's on `host`)."""
         def held(*names):
-            storages = [b.own[name].untyped_storage() for b in self.buckets for name in names]
+            storages = [b.shard[name].untyped_storage() for b in self.buckets for name in names]
             return {storage.data_ptr(): storage.nbytes() for storage in storages}
         data, optimizer = held("data"), held("master", "exp_avg", "exp_avg_sq")
         return dict(parameters=sum(data.values()), gradients=sum(held("grad").values()),
@@ -943,45 +943,45 @@ class FlatParameters:
     def load(self, name: str, whole) -> None:
         """Fill this rank's tensors `name` from whole parameters: whole(name, shape) -> tensor."""
         for bucket in self.buckets:
-            for piece, here, there in bucket.parts:
-                value = piece.cut(whole(piece.name, piece.shape), self.grid.tp, self.grid.tp_rank)
-                bucket.own[name][here].copy_(value.flatten()[there])
+            for spec, here, there in bucket.shard_ranges:
+                value = spec.shard(whole(spec.name, spec.shape), self.grid.tp, self.grid.tp_rank)
+                bucket.shard[name][here].copy_(value.flatten()[there])
 
     def initialize(self, cfg: GPTConfig, seed: int) -> None:
         """Everything at step 0, one whole parameter in memory at a time."""
         self.load("master", lambda name, shape: initial_value(cfg, name, shape, seed))
         for bucket in self.buckets:
-            bucket.own["exp_avg"].zero_()
-            bucket.own["exp_avg_sq"].zero_()
-        self.publish()
+            bucket.shard["exp_avg"].zero_()
+            bucket.shard["exp_avg_sq"].zero_()
+        self.sync_params()
 
-    def publish(self) -> None:
+    def sync_params(self) -> None:
         """masters -> parameters, rounded to the parameters' type, on all replicas."""
-        for transfer in [self._publish(bucket) for bucket in self.buckets]:
+        for transfer in [self._sync_params(bucket) for bucket in self.buckets]:
             transfer.wait()
 
     @torch.no_grad()
-    def _publish(self, bucket: Bucket) -> Transfer:
-        if bucket.own["master"] is not bucket.own["data"]:
-            bucket.own["data"].copy_(bucket.own["master"])
+    def _sync_params(self, bucket: Bucket) -> Work:
+        if bucket.shard["master"] is not bucket.shard["data"]:
+            bucket.shard["data"].copy_(bucket.shard["master"])
         group = self.grid.group("dp") if self.zero in (1, 2) else None
         return all_gather(bucket.data, group)
 
     # ZeRO 3: parameters that come and go
 
-    def gather(self, buckets: list[Bucket], ahead: list[Bucket] = ()) -> None:
-        """Have the buckets' parameters, and those of the ones `ahead` on their way."""
-        for bucket in (*buckets, *ahead):
+    def unshard(self, buckets: list[Bucket], prefetch: list[Bucket] = ()) -> None:
+        """Have the buckets' parameters, and those of the ones `prefetch` on their way."""
+        for bucket in (*buckets, *prefetch):
             if bucket.data.untyped_storage().size() == 0:
                 bucket.data.untyped_storage().resize_(bucket.data.nbytes)
-                bucket.data.chunk(self.shards)[self.grid.dp_rank].copy_(bucket.own["data"])
+                bucket.data.chunk(self.shards)[self.grid.dp_rank].copy_(bucket.shard["data"])
                 bucket.gathering = all_gather(bucket.data, self.grid.group("dp"))
         for bucket in buckets:
             if bucket.gathering is not None:
                 bucket.gathering.wait()
                 bucket.gathering = None
 
-    def free(self, *buckets: Bucket) -> None:
+    def reshard(self, *buckets: Bucket) -> None:
         for bucket in buckets:
             bucket.data.untyped_storage().resize_(0)
 
@@ -989,21 +989,21 @@ class FlatParameters:
 
     def zero_grad(self) -> None:
         for bucket in self.buckets:
-            (bucket.grad if self.zero < 2 else bucket.own["grad"]).zero_()
+            (bucket.grad if self.zero < 2 else bucket.shard["grad"]).zero_()
 
-    def arm(self, last: bool) -> None:
+    def prepare_grad_sync(self, last: bool) -> None:
         """The next backward completes the gradients (of the step, or from ZeRO 2 on of this
         microbatch): reduce each bucket as soon as it is full."""
         self.armed, self.reduced = last or self.zero >= 2, 0
         for bucket in self.buckets:
-            bucket.missing = sum(len(piece.places) for piece in bucket.pieces)
+            bucket.missing = sum(len(spec.places) for spec in bucket.specs)
 
-    def _main_grad(self, bucket: Bucket, piece: Piece) -> torch.Tensor:
-        """Where the piece's gradient adds up, in the shape of the piece."""
+    def _main_grad(self, bucket: Bucket, spec: ParamSpec) -> torch.Tensor:
+        """Where the spec's gradient adds up, in the shape of the spec."""
         if bucket.grad is None:
-            bucket.grad = torch.zeros(bucket.numel, dtype=bucket.own["grad"].dtype,
+            bucket.grad = torch.zeros(bucket.numel, dtype=bucket.shard["grad"].dtype,
                                       device=bucket.data.device)
-        return bucket.view(bucket.grad, piece)
+        return bucket.view(bucket.grad, spec)
 
     def _add(self, parameter) -> None:
         if parameter.grad is not None:              # torch may call after a backward without one
@@ -1011,49 +1011,49 @@ class FlatParameters:
             parameter.grad = None
             parameter.ready()
 
-    def _ready(self, bucket: Bucket) -> None:
+    def _mark_ready(self, bucket: Bucket) -> None:
         bucket.missing -= 1
         while self.armed and self.reduced < len(self.buckets):
             full = self.buckets[-1 - self.reduced]
             if full.missing:
                 break
-            self._reduce(full)
+            self._start_grad_sync(full)
             self.reduced += 1
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _start_grad_sync(self, bucket: Bucket) -> None:
         group = self.grid.group("dp")
         if self.zero == 0:
             self.transfers.append((bucket, all_reduce(bucket.grad, group)))
             return
         if bucket.grad is None:     # GPipe's forwards add the head's before the first backward
             return
-        self._land()                                # one on its way at a time
+        self._wait_grad_sync()                                # one on its way at a time
         self.transfers.append((bucket, reduce_scatter(bucket.grad, group)))
         if self.zero >= 2:
             bucket.grad = None
         if self.zero == 3:
-            self.free(bucket)
+            self.reshard(bucket)
 
     @torch.no_grad()
-    def _land(self) -> None:
+    def _wait_grad_sync(self) -> None:
         """Wait for the buckets on their way; from ZeRO 2 on they add up in the slice."""
         for bucket, transfer in self.transfers:
             mine = transfer.wait()
             if self.zero >= 2:
-                bucket.own["grad"] += mine
+                bucket.shard["grad"] += mine
         self.transfers = []
 
     @torch.no_grad()
-    def finish_reduction(self) -> None:
+    def finish_grad_sync(self) -> None:
         """Wait for the buckets, then add up what else is a sum: the two ends' gradients of the tied
         weight, and with sequence parallelism those of what tensor parallelism replicates."""
         assert self.reduced == len(self.buckets), "a parameter got no gradient"
-        self._land()
-        if self.buckets[0].pieces[0].name in TIED.values():
-            all_reduce(self.buckets[0].own["grad"], self.grid.group("ends")).wait()
+        self._wait_grad_sync()
+        if self.buckets[0].specs[0].name in TIED.values():
+            all_reduce(self.buckets[0].shard["grad"], self.grid.group("embedding")).wait()
         if self.grid.sequence_parallel:
-            terms = [bucket.own["grad"][here] for bucket in self.buckets
-                     for piece, here, _ in bucket.parts if piece.dim is None]
+            terms = [bucket.shard["grad"][here] for bucket in self.buckets
+                     for spec, here, _ in bucket.shard_ranges if spec.partition_dim is None]
             if terms:
                 sums = all_reduce(torch.cat(terms), self.grid.group("tp")).wait()
                 torch._foreach_copy_(terms, sums.split([len(x) for x in terms]))
@@ -1071,40 +1071,40 @@ class FlatParameters:
         everything = counted.clone()
         replica = self.zero == 0 and self.grid.dp_rank > 0
         for bucket in self.buckets:
-            for piece, here, _ in bucket.parts:
-                square = square_sum(bucket.own["grad"][here])
+            for spec, here, _ in bucket.shard_ranges:
+                square = square_sum(bucket.shard["grad"][here])
                 everything += square
-                replicated = piece.dim is None and self.grid.tp_rank > 0
-                if not replica and not replicated and not piece.copy:
+                replicated = spec.partition_dim is None and self.grid.tp_rank > 0
+                if not replica and not replicated and not spec.copy:
                     counted += square
         return torch.stack([counted, everything])
 
     def not_finite(self) -> str | None:
         """A parameter whose gradient here makes `square_sums` not finite, of several that of the
         last block, which backward reaches first; None: there is none."""
-        return next((piece.name for bucket in reversed(self.buckets)
-                     for piece, here, _ in reversed(bucket.parts)
-                     if not square_sum(bucket.own["grad"][here]).isfinite()), None)
+        return next((spec.name for bucket in reversed(self.buckets)
+                     for spec, here, _ in reversed(bucket.shard_ranges)
+                     if not square_sum(bucket.shard["grad"][here]).isfinite()), None)
 
     @torch.no_grad()
-    def update(self, factor: float, step: int, lr: float, beta1: float, beta2: float,
+    def step(self, factor: float, step: int, lr: float, beta1: float, beta2: float,
                weight_decay: float) -> None:
         """AdamW number `step` (from 1) on what this rank keeps, with the gradients times `factor`;
         then all replicas have the new parameters. Matrices decay, vectors do not (Loshchilov and
         Hutter 2019, algorithm 2)."""
         transfers = []
         for bucket in self.buckets:
-            master, *moments = (bucket.own[n] for n in ("master", "exp_avg", "exp_avg_sq"))
-            grad = bucket.own["grad"].mul_(factor).to(master.device)
+            master, *moments = (bucket.shard[n] for n in ("master", "exp_avg", "exp_avg_sq"))
+            grad = bucket.shard["grad"].mul_(factor).to(master.device)
             for decay, matrices in ((weight_decay, True), (0.0, False)):
-                ranges = [here for piece, here, _ in bucket.parts
-                          if (len(piece.shape) >= 2) == matrices]
+                ranges = [here for spec, here, _ in bucket.shard_ranges
+                          if (len(spec.shape) >= 2) == matrices]
                 if ranges:
                     lists = [[x[here] for here in ranges] for x in (master, grad, *moments)]
                     steps = torch.full((len(ranges),), step - 1.0, device=master.device).unbind()
                     adamw(*lists, [], list(steps), fused=True, amsgrad=False, maximize=False,
                           lr=lr, beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
-            transfers.append(self._publish(bucket))     # while the next bucket is updated
+            transfers.append(self._sync_params(bucket))     # while the next bucket is updated
         for transfer in transfers:
             transfer.wait()
 
@@ -1120,7 +1120,7 @@ class _Regather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         flat, here, before = ctx.gather
-        flat.gather(here, ahead=before)
+        flat.unshard(here, prefetch=before)
         return dy, None, None, None
 
 
@@ -1128,7 +1128,7 @@ def shard_parameters(model: GPT, flat: FlatParameters) -> None:
     """ZeRO 3: wrap the forward of each part of the model (on one stage) in gather and free.
 
         forward    gather block i, start i + 1, run, free
-        backward   gather block i, start i - 1, run; `_ready` reduces its gradients and frees it
+        backward   gather block i, start i - 1, run; `_mark_ready` reduces its gradients and frees it
 
     The tied matrix is there from the embedding to the head, which makes its gradients in forward;
     what else the ends have stays for backward, and so does the last block, with which that begins.
@@ -1137,19 +1137,19 @@ def shard_parameters(model: GPT, flat: FlatParameters) -> None:
     blocks = list(zip(halves[::2], halves[1::2]))
 
     def run_embed(forward, *args):
-        flat.gather(ends, ahead=blocks[0])
+        flat.unshard(ends, prefetch=blocks[0])
         return forward(*args)
 
     def run_block(forward, here, before, after, *args):
-        flat.gather(here, ahead=after)
+        flat.unshard(here, prefetch=after)
         y = _Regather.apply(forward(*args), flat, here, before)
         if after or not torch.is_grad_enabled():
-            flat.free(*here)
+            flat.reshard(*here)
         return y
 
     def run_head(forward, *args):
         y = forward(*args)
-        flat.free(*ends[:1] if torch.is_grad_enabled() else ends)
+        flat.reshard(*ends[:1] if torch.is_grad_enabled() else ends)
         return y
 
     model.embed.forward = partial(run_embed, model.embed.forward)

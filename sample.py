@@ -47,7 +47,7 @@ def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: f
     position, and everything is computed again.
     """
     tokens, seq_len = list(tokens), model.cfg.seq_len
-    cache, seen, device = model.new_cache(1), 0, next(model.parameters()).device
+    cache, seen, device = model.new_kv_cache(1), 0, next(model.parameters()).device
     for _ in range(max_tokens):
         if len(tokens) > seq_len:
             seen = 0

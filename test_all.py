@@ -65,8 +65,8 @@ import model
 import parallel
 import sample
 import train
-from model import GPT, IGNORE, SIZES, GPTConfig
-from parallel import (FlatParameters, Grid, gpipe, local_model, make_grid, one_f_one_b,
+from model import GPT, IGNORE_INDEX, SIZES, GPTConfig
+from parallel import (FlatParameters, Grid, gpipe, build_stage, make_grid, one_f_one_b,
                       run_schedule)
 
 ROOT = Path(__file__).resolve().parent
@@ -203,7 +203,7 @@ class Memory:
         self.meta = dict(tokenizer="bytes", vocab_size=cfg.vocab_size, bytes_per_token=1.0,
                          fingerprint="memory")
 
-    def order(self, seed, first, count):
+    def sample_indices(self, seed, first, count):
         permutation = np.random.default_rng(seed).permutation(self.n_windows)
         return permutation[np.arange(first, first + count) % self.n_windows]
 
@@ -234,7 +234,7 @@ def settings(out, **changes):
 
 
 def whole_gradient(run):
-    whole = checkpoint.gather(run.flat, run.cfg, run.grid, ["grad"])
+    whole = checkpoint.gather_full_state(run.flat, run.cfg, run.grid, ["grad"])
     return whole and whole["grad"]
 
 
@@ -250,8 +250,8 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
                         Memory(cfg, 13, seed=1), state and checkpoint.load(state))
         prepare(run)
         rows = Rows(run, look)
-        run.train(rows, SimpleNamespace(asked=0.0))
-        whole = checkpoint.gather(run.flat, cfg, grid, checkpoint.STATE.values())
+        run.train(rows, SimpleNamespace(requested=0.0))
+        whole = checkpoint.gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
     return rows.steps, rows.seen, whole
 
 
@@ -280,9 +280,9 @@ def deep_enough(layout):
 def equality_row(pool, layout, one, config, cfg):
     """Largest relative differences (loss, gradient, norm) from one process, over all steps."""
     dp, tp, pp = layout
-    micros = max(pp // 2, 1 if tp > 2 else 2)           # fewer than stages where pp is 4 or 8
+    num_microbatches = max(pp // 2, 1 if tp > 2 else 2)           # fewer than stages where pp is 4 or 8
     config = replace(config, tp=tp, pp=pp, recompute=pp in (2, 8),
-                     micro_batch=max(1, 8 // (dp * micros)))
+                     micro_batch=max(1, 8 // (dp * num_microbatches)))
     steps, gradients, _ = pool.run(dp * tp * pp, run_steps, layout, config, cfg, whole_gradient)[0]
     losses, expected = ([*column(rows, "loss"), rows[-1]["val_loss"]] for rows in (steps, one[0]))
     return (relative(losses, expected), relative(gradients, one[1]),
@@ -381,9 +381,9 @@ def test_a_position_sees_no_later_one_and_short_sequences_give_the_same():
 def test_ignored_targets_and_padding_count_for_nothing():
     plain, tokens = GPT(CFG).initialize(0).double(), tokens_of(CFG, 2)
     targets = tokens.clone()
-    targets[0, 3:] = IGNORE
+    targets[0, 3:] = IGNORE_INDEX
     whole = plain(tokens).flatten(0, 1).log_softmax(-1)
-    kept = targets.flatten() != IGNORE
+    kept = targets.flatten() != IGNORE_INDEX
     expected = -whole[kept, targets.flatten()[kept]].sum()
     loss = plain(tokens, targets)
     torch.testing.assert_close(loss, expected)
@@ -395,11 +395,11 @@ def test_ignored_targets_and_padding_count_for_nothing():
 def test_dropout_is_a_function_of_the_key():
     plain, tokens = GPT(replace(CFG, dropout=0.3)).initialize(0), tokens_of(CFG, 2)
     torch.manual_seed(0)
-    one = plain(tokens, key=1)
+    one = plain(tokens, dropout_seed=1)
     torch.manual_seed(5)                        # the state of torch's generator has no say
-    assert plain(tokens, key=1).equal(one) and not plain(tokens, key=2).equal(one)
+    assert plain(tokens, dropout_seed=1).equal(one) and not plain(tokens, dropout_seed=2).equal(one)
     plain.eval()
-    assert plain(tokens, key=1).equal(plain(tokens, key=2))
+    assert plain(tokens, dropout_seed=1).equal(plain(tokens, dropout_seed=2))
 
 
 @pytest.mark.parametrize("bad", [dict(n_head=5), dict(n_layer=0), dict(activation="tanh"),
@@ -412,8 +412,8 @@ def test_a_shape_that_makes_no_sense_is_refused(bad):
 def test_the_loss_of_16_bit_logits_is_computed_in_fp32():
     tokens, grid = tokens_of(CFG, 2), Grid(1, 1, 1)
     plain = GPT(CFG).initialize(0).bfloat16()
-    local, pieces = local_model(CFG, grid)
-    FlatParameters(pieces, grid, torch.bfloat16, torch.float32, "cpu").initialize(CFG, 0)
+    local, specs = build_stage(CFG, grid)
+    FlatParameters(specs, grid, torch.bfloat16, torch.float32, "cpu").initialize(CFG, 0)
     logits = plain(tokens).float().flatten(0, 1)
     expected = F.cross_entropy(logits, tokens.flatten(), reduction="sum")
     for kind in (plain, local):
@@ -482,11 +482,11 @@ def test_pieces_encode_to_the_tokens_of_the_whole(gpt2, monkeypatch):
         text = "".join(rng.choices(NASTY, k=rng.randrange(1, 60)))
         monkeypatch.setattr(data, "PIECE", rng.randrange(100, 200))
         blocks = [text[i:i + 7] for i in range(0, len(text), 7)]
-        cut = list(data.pieces(blocks))
+        cut = list(data.chunks(blocks))
         assert "".join(cut) == text and max(map(len, cut)) <= data.PIECE
         assert sum(map(gpt2.encode_ordinary, cut), []) == gpt2.encode_ordinary(text)
     monkeypatch.setattr(data, "PIECE", 10)
-    assert list(data.pieces(["x" * 25])) == ["x" * 10, "x" * 10, "x" * 5]   # no place, but bounded
+    assert list(data.chunks(["x" * 25])) == ["x" * 10, "x" * 10, "x" * 5]   # no place, but bounded
 
 
 def test_every_cut_that_CUT_allows_is_exact_and_others_are_not(gpt2):
@@ -555,7 +555,7 @@ def test_twenty_documents_always_leave_one_for_each_split(tmp_path):
     files = [write_jsonl(tmp_path / "a.jsonl", [f"document {i}" for i in range(20)])]
     sizes = set()
     for seed in range(12):
-        cuts, _ = data.survey(files, seed)
+        cuts, _ = data.index_documents(files, seed)
         sizes.add(int((cuts == 0).sum()))
     assert min(sizes) == 1 and max(sizes) < 20
 
@@ -754,23 +754,23 @@ BODY = np.random.default_rng(0).bytes(2_000_000)
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_dropped_download_goes_on_or_starts_over(tmp_path, server, ranges):
     url, starts = server(BODY, ranges=ranges, drop=2)
-    data.fetch(url, tmp_path / "raw" / "file", wait=0.01)
+    data.download(url, tmp_path / "raw" / "file", wait=0.01)
     assert (tmp_path / "raw" / "file").read_bytes() == BODY
     assert os.listdir(tmp_path / "raw") == ["file"]
     assert starts[0] == 0 and len(starts) == 3 and (starts[2] > starts[1] > 0) == ranges
-    data.fetch(url, tmp_path / "raw" / "file")          # what is there is not fetched again
+    data.download(url, tmp_path / "raw" / "file")          # what is there is not fetched again
     assert len(starts) == 3
 
 
 def test_a_download_goes_on_in_the_next_run_and_a_wrong_remainder_starts_over(tmp_path, server):
     url, starts = server(BODY)
     (tmp_path / "a.part").write_bytes(BODY[:1_500_000])
-    data.fetch(url, tmp_path / "a")
+    data.download(url, tmp_path / "a")
     sha256 = hashlib.sha256(BODY).hexdigest()
     for size in (1000, len(BODY), len(BODY) + 5):       # the last two are answered with 416
         (tmp_path / "b.part").write_bytes(b"x" * size)
         (tmp_path / "b").write_bytes(b"damaged")
-        data.fetch(url, tmp_path / "b", sha256, wait=0.01)
+        data.download(url, tmp_path / "b", sha256, wait=0.01)
         assert (tmp_path / "b").read_bytes() == BODY
     assert (tmp_path / "a").read_bytes() == BODY and starts[0] == 1_500_000
 
@@ -778,13 +778,13 @@ def test_a_download_goes_on_in_the_next_run_and_a_wrong_remainder_starts_over(tm
 def test_a_download_that_stays_wrong_is_refused(tmp_path, server, monkeypatch, capsys):
     url, starts = server(BODY, drop=99)
     with pytest.raises(ConnectionError, match="in 3 tries"):
-        data.fetch(url, tmp_path / "short", tries=3, wait=0.01)
+        data.download(url, tmp_path / "short", tries=3, wait=0.01)
     url, starts = server(BODY)
     with pytest.raises(ConnectionError):
-        data.fetch(url, tmp_path / "other", "0" * 64, tries=3, wait=0.01)
+        data.download(url, tmp_path / "other", "0" * 64, tries=3, wait=0.01)
     url, starts = server(BODY, ranges=False, length=False)      # nothing says that it is whole
     with pytest.raises(ConnectionError):
-        data.fetch(url, tmp_path / "endless", tries=3, wait=0.01)
+        data.download(url, tmp_path / "endless", tries=3, wait=0.01)
     assert not any((tmp_path / name).exists() for name in ("short", "other", "endless"))
     monkeypatch.setattr(data.time, "sleep", lambda _: None)
     monkeypatch.setitem(data.DOWNLOADS, "shakespeare", (url, "0" * 64, ".txt"))
@@ -827,15 +827,15 @@ def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
 
 def test_order_is_a_seeded_permutation_an_epoch_and_a_function_of_the_position(tmp_path):
     shards = {"train_0": range(201)}
-    stream = dataset(tmp_path, shards).order(7, 0, 170)
+    stream = dataset(tmp_path, shards).sample_indices(7, 0, 170)
     assert stream.dtype == np.int64
     epochs = stream[:150].reshape(3, 50)
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs.tolist())
     assert len({tuple(epoch) for epoch in epochs.tolist() + [list(range(50))]}) == 4
     fresh = dataset(tmp_path, shards)
     for first, count in [(140, 30), (0, 7), (49, 2), (30, 120), (3, 0)]:      # any order of asking
-        assert fresh.order(7, first, count).tolist() == stream[first:first + count].tolist()
-    assert fresh.order(8, 0, 50).tolist() != stream[:50].tolist()
+        assert fresh.sample_indices(7, first, count).tolist() == stream[first:first + count].tolist()
+    assert fresh.sample_indices(8, 0, 50).tolist() != stream[:50].tolist()
 
 
 def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path, monkeypatch):
@@ -1038,7 +1038,7 @@ def test_the_scalers_state_is_whole():
 def rounded_masters(run):
     """After a step: are the parameters the masters rounded, and small updates kept?"""
     flat = run.flat
-    own = {name: torch.cat([bucket.own[name] for bucket in flat.buckets]) for name in OWN}
+    own = {name: torch.cat([bucket.shard[name] for bucket in flat.buckets]) for name in OWN}
     rounded = own["master"].to(own["data"].dtype)
     return (own["data"].equal(rounded), own["data"].dtype,
             {t.dtype for name, t in own.items() if name != "data"},
@@ -1055,7 +1055,7 @@ def test_16_bits_train_as_one_process_within_a_twentieth_of_a_nat(pool, tmp_path
     assert np.abs(losses[0] - losses[1]).max() <= 0.05
     assert losses[0][-1] < losses[0][0] - 0.5           # it learns
     for _, seen, _ in (one, *eight):
-        half = amp.PRECISIONS[dtype].compute
+        half = amp.PRECISIONS[dtype].param_dtype
         assert set(row[:2] for row in seen) == {(True, half)}
         assert all(row[2] == {torch.float32} and row[3] for row in seen)
 
@@ -1063,25 +1063,25 @@ def test_16_bits_train_as_one_process_within_a_twentieth_of_a_nat(pool, tmp_path
 def inject(run):
     """At step k, rank k - 1 alone finds an infinite gradient: after the reductions, so that only
     the agreement can tell the others."""
-    finish, last, bucket = (run.flat.finish_reduction, run.flat.pieces[-1], run.flat.buckets[-1])
+    finish, last, bucket = (run.flat.finish_grad_sync, run.flat.specs[-1], run.flat.buckets[-1])
 
     def finish_and_spoil():
         finish()
         if run.grid.rank == run.step - 1:
             # A LayerNorm or a bias: in the norm, these count on one tensor-parallel rank alone.
-            assert last.dim is None
+            assert last.partition_dim is None
             bad = math.inf if run.step % 2 else math.nan
             if run.config.zero:                 # any other rank has another slice
-                bucket.own["grad"][0] = bad
+                bucket.shard["grad"][0] = bad
             else:
                 bucket.view(bucket.grad, last)[0] = bad
-    run.flat.finish_reduction = finish_and_spoil
+    run.flat.finish_grad_sync = finish_and_spoil
 
 
 def state_now(run):
     flat = run.flat
-    tensors = [bucket.own[name] for bucket in flat.buckets for name in OWN if name != "grad"]
-    return [t.clone() for t in tensors], run.adam_steps, run.sequences, run.scaler.scale
+    tensors = [bucket.shard[name] for bucket in flat.buckets for name in OWN if name != "grad"]
+    return [t.clone() for t in tensors], run.optimizer_steps, run.consumed_samples, run.scaler.scale
 
 
 @pytest.mark.parametrize("dtype, zero", [("fp16", 0), ("fp32", 0), ("fp16", 2)])
@@ -1090,9 +1090,9 @@ def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, ze
     config = settings(tmp_path, dtype=dtype, steps=9, tp=2, pp=2, zero=zero, rollback="off")
     for steps, seen, _ in pool.run(8, run_steps, (2, 2, 2), config, cfg, state_now, None, inject):
         start = amp.make_scaler(dtype).scale
-        for k, (tensors, adam_steps, sequences, scale) in enumerate(seen, 1):
+        for k, (tensors, optimizer_steps, sequences, scale) in enumerate(seen, 1):
             skipped = k <= 8
-            assert adam_steps == (0 if skipped else 1)
+            assert optimizer_steps == (0 if skipped else 1)
             assert sequences == 8 * k and steps[k - 1]["step"] == k
             assert scale == max(1.0, start / 2 ** min(k, 8))
             assert all(a.equal(b) for a, b in zip(tensors, seen[0][0])) == skipped
@@ -1148,7 +1148,7 @@ def test_a_skipped_step_is_an_event(tmp_path):
     with mock.patch.object(Rows, "write", lambda self, **row: rows.append(row)):
         run_steps(0, 1, (1, 1, 1), settings(tmp_path, dtype="fp16", steps=3),
                   replace(CFG, n_layer=1), prepare=overflow)
-    windows = Memory(CFG).order(1337, 8, 8).tolist()
+    windows = Memory(CFG).sample_indices(1337, 8, 8).tolist()
     (event,) = [row for row in rows if "event" in row]
     assert 5 < event.pop("loss") < 6 and event.pop("grad_norm") > 0
     assert event == dict(event="skip", step=2, reason="not finite", loss_scale=2.0 ** 16,
@@ -1165,7 +1165,7 @@ def test_the_grid_counts_tp_fastest_and_dp_slowest():
     for rank in range(12):
         grid = Grid(dp=2, pp=3, tp=2, rank=rank)
         assert grid.ranks[grid.dp_rank, grid.stage, grid.tp_rank] == rank
-    assert (grid.dp_rank, grid.stage, grid.tp_rank) == (1, 2, 1) and grid.neighbour(-1) == 9
+    assert (grid.dp_rank, grid.stage, grid.tp_rank) == (1, 2, 1) and grid.pipeline_peer(-1) == 9
     assert (grid.is_first, grid.is_last) == (False, True)
 
 
@@ -1290,10 +1290,10 @@ def layers(rank, world):
 
         x, weight = 5 * random_tensor(B, 40, C, seed=8), random_tensor(384, C, seed=10)
         targets = tokens.clone()
-        targets[:, ::7] = IGNORE
+        targets[:, ::7] = IGNORE_INDEX
         one, scale = torch.ones((), dtype=torch.float64), 0.3
         y, *expected = backward(lambda x, w: F.cross_entropy(
-            F.linear(x, w[:257]).flatten(0, 1), targets.flatten(), ignore_index=IGNORE,
+            F.linear(x, w[:257]).flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX,
             reduction="sum"), (x, weight), scale * one)
         valid = min(max(257 - rank * rows, 0), rows)
         with mock.patch.dict(parallel.LOGITS, cpu=7 * rows):       # the last slice is shorter
@@ -1359,7 +1359,7 @@ def overlapped(rank, world, sequence_parallel):
 
         layer = parallel.ColumnParallelLinear(nn.Linear(8, 12), grid)
         y = layer(torch.randn(2, 4 // world, 8, requires_grad=True))
-        with noted("spread"), noted("merge"), mock.patch.object(
+        with noted("copy_to"), noted("reduce_from"), mock.patch.object(
                 parallel, "add_product", lambda *args: events.append("weight") or product(*args)):
             y.sum().backward()
     return events
@@ -1368,7 +1368,7 @@ def overlapped(rank, world, sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_input_gradient_travels_while_the_weights_is_computed(pool, sequence_parallel):
     for events in pool.run(2, overlapped, sequence_parallel):
-        assert events == ["spread starts", "merge starts", "spread ends", "weight", "merge ends"]
+        assert events == ["copy_to starts", "reduce_from starts", "copy_to ends", "weight", "reduce_from ends"]
 
 
 def test_a_weights_gradient_is_added_where_it_is_kept():
@@ -1387,8 +1387,8 @@ def test_a_weights_gradient_is_added_where_it_is_kept():
 def peak_of_loss(rank, world, positions):
     """Bytes at the peak of the head's forward and backward, vocabulary 50304, above what was."""
     cfg = GPTConfig(vocab_size=50304, seq_len=positions, n_layer=1, n_head=1, n_embd=16)
-    local, pieces = local_model(cfg, Grid(1, 1, 1))
-    flat = FlatParameters(pieces, Grid(1, 1, 1), torch.float32, torch.float32, "cpu")
+    local, specs = build_stage(cfg, Grid(1, 1, 1))
+    flat = FlatParameters(specs, Grid(1, 1, 1), torch.float32, torch.float32, "cpu")
     flat.initialize(cfg, 0)
     x = torch.randn(1, positions, 16, requires_grad=True)
     local.head(x[:, :64], tokens_of(cfg, 1)[:, :64]).backward()
@@ -1432,11 +1432,14 @@ def test_two_ranks_swap_a_small_tensor_to_the_same_sum_as_an_all_reduce(pool, wo
 
 
 @pytest.fixture(scope="module")
-def compilers():
-    """Processes of their own: a compiler leaves tensors behind that are none."""
-    pool = Pool()
-    yield pool
-    pool.stop()
+def compilers(tmp_path_factory):
+    """Processes of their own: a compiler leaves tensors behind that are none. And a cache of their
+    own: code that was compiled for another set of instructions crashes."""
+    cache = str(tmp_path_factory.mktemp("inductor"))
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache):
+        pool = Pool()
+        yield pool
+        pool.stop()
 
 
 def compiled_graphs(run):
@@ -1487,7 +1490,7 @@ def one_gradient(rank, world, layout, broken, zero=0, sequence_parallel=False):
     loss = parallel.VocabParallelCrossEntropy
 
     def no_f_of_the_head(ctx, *args, forward=loss.forward):
-        with mock.patch.object(parallel, "merge", lambda x, grid: parallel.Transfer(x)):
+        with mock.patch.object(parallel, "reduce_from", lambda x, grid: parallel.Work(x)):
             return forward(ctx, *args)
 
     def prepare(run):
@@ -1513,7 +1516,7 @@ def nothing_saved(run):
 
 
 @pytest.mark.parametrize("layout, broken, flags", [
-    ((1, 1, 2), "ends", (0, False)), ((2, 1, 2), "ends", (2, False)), ((2, 1, 1), "dp", (0, False)),
+    ((1, 1, 2), "embedding", (0, False)), ((2, 1, 2), "embedding", (2, False)), ((2, 1, 1), "dp", (0, False)),
     ((1, 2, 1), "f", (0, False)), ((1, 2, 1), "g", (0, False)), ((1, 2, 1), "head", (0, False)),
     ((1, 2, 1), "positions", (0, True)), ((2, 2, 1), "positions", (3, True))])
 def test_each_sum_is_needed_and_sufficient(pool, layout, broken, flags):
@@ -1528,16 +1531,16 @@ def ddp_gradients(rank, world):
     """(ours, DistributedDataParallel's) on this rank, of the same batch."""
     x, y = tokens_of(CFG, 8, seed=1), tokens_of(CFG, 8, seed=2)
     with gridded(rank, world, 1, 1) as grid:
-        local, pieces = local_model(CFG, grid)
-        flat = FlatParameters(pieces, grid, torch.float64, torch.float64, "cpu")
+        local, specs = build_stage(CFG, grid)
+        flat = FlatParameters(specs, grid, torch.float64, torch.float64, "cpu")
         flat.initialize(CFG, 0)
         mine = [slice(rank, rank + 1), slice(rank + world, rank + world + 1)]   # two microbatches
         run_schedule(one_f_one_b(0, 1, 2), local, grid, [x[i] for i in mine],
                      [y[i] for i in mine], torch.empty(0, dtype=torch.float64), [0, 0],
-                     1 / y.numel(), before_backward=flat.arm)
-        flat.finish_reduction()
-        ours = {piece.name: bucket.view(bucket.grad, piece).clone()
-                for bucket in flat.buckets for piece in bucket.pieces}
+                     1 / y.numel(), before_backward=flat.prepare_grad_sync)
+        flat.finish_grad_sync()
+        ours = {spec.name: bucket.view(bucket.grad, spec).clone()
+                for bucket in flat.buckets for spec in bucket.specs}
     theirs = DistributedDataParallel(GPT(CFG).initialize(0).double())
     rows = [rank, rank + world]
     (theirs(x[rows], y[rows]) / y[rows].numel()).backward()
@@ -1558,7 +1561,7 @@ def plain_steps(config, cfg):
                                    dict(params=others, weight_decay=0.0)],
                                   betas=(config.beta1, config.beta2), eps=1e-8)
     for step in range(1, config.steps + 1):
-        windows = tokens.order(config.seed, (step - 1) * config.batch_size, config.batch_size)
+        windows = tokens.sample_indices(config.seed, (step - 1) * config.batch_size, config.batch_size)
         batch = torch.from_numpy(tokens.windows(windows))
         loss = plain(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
         optimizer.zero_grad()
@@ -1589,11 +1592,11 @@ def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout):
 
 
 def padding_stays_zero(run):
-    tied = next((p for p in run.flat.pieces if p.name == "embed.token.weight"), None)
+    tied = next((p for p in run.flat.specs if p.name == "embed.token.weight"), None)
     if tied is None:
         return None
     start = run.grid.tp_rank * 384 // run.grid.tp
-    rows = run.flat.buckets[0].view(run.flat.buckets[0].own["master"], tied)
+    rows = run.flat.buckets[0].view(run.flat.buckets[0].shard["master"], tied)
     return rows[max(257 - start, 0):].abs().sum().item(), rows[:max(257 - start, 0)].any().item()
 
 
@@ -1677,8 +1680,8 @@ def test_the_last_stages_have_no_more_layers_than_the_first():
 def test_recomputation_keeps_a_blocks_input_alone():
     tokens, grid, kept = tokens_of(CFG, 2), Grid(1, 1, 1), []
     for recompute in (False, True):
-        local, pieces = local_model(CFG, grid, recompute)
-        FlatParameters(pieces, grid, torch.float32, torch.float32, "cpu").initialize(CFG, 0)
+        local, specs = build_stage(CFG, grid, recompute)
+        FlatParameters(specs, grid, torch.float32, torch.float32, "cpu").initialize(CFG, 0)
         saved = []                  # checkpoint's own hooks hide what it will make again
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
             for block in local.blocks.values():
@@ -1690,25 +1693,25 @@ def test_recomputation_keeps_a_blocks_input_alone():
 
 def test_buckets_are_reduced_while_backward_goes_on():
     grid, tokens, seen = Grid(1, 1, 1), tokens_of(CFG, 2), []
-    local, pieces = local_model(CFG, grid)
-    flat = FlatParameters(pieces, grid, torch.float32, torch.float32, "cpu")
+    local, specs = build_stage(CFG, grid)
+    flat = FlatParameters(specs, grid, torch.float32, torch.float32, "cpu")
     flat.initialize(CFG, 0)
     for parameter in local.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: seen.append(flat.reduced))
-    flat.arm(True)
+    flat.prepare_grad_sync(True)
     local(tokens, tokens).backward()
     assert len(flat.buckets) > 5 and set(seen) >= set(range(len(flat.buckets) + 1))
-    assert flat.buckets[0].pieces == pieces[:1]         # the tied weight for itself
+    assert flat.buckets[0].specs == specs[:1]         # the tied weight for itself
 
 
 def test_a_parameter_without_a_gradient_is_noticed():
-    local, pieces = local_model(CFG, Grid(1, 1, 1))
-    flat = FlatParameters(pieces, Grid(1, 1, 1), torch.float32, torch.float32, "cpu")
+    local, specs = build_stage(CFG, Grid(1, 1, 1))
+    flat = FlatParameters(specs, Grid(1, 1, 1), torch.float32, torch.float32, "cpu")
     flat.initialize(CFG, 0)
-    flat.arm(True)
+    flat.prepare_grad_sync(True)
     local.embed(tokens_of(CFG, 2)).sum().backward()
     with pytest.raises(AssertionError, match="no gradient"):
-        flat.finish_reduction()
+        flat.finish_grad_sync()
 
 
 def test_one_stage_takes_the_schedule_with_one_live_microbatch(tmp_path):
@@ -1816,7 +1819,7 @@ def offload(rank, world, config, look, device):
 
 
 def masters_are_their_own(run):
-    return all(b.own["master"].data_ptr() != b.own["data"].data_ptr() for b in run.flat.buckets)
+    return all(b.shard["master"].data_ptr() != b.shard["data"].data_ptr() for b in run.flat.buckets)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -1855,8 +1858,8 @@ def test_offload_updates_the_hosts_slice_then_brings_the_parameters_back(tmp_pat
         return adamw(masters, *args, **kwargs)
 
     def prepare(run):
-        publish = run.flat._publish
-        run.flat._publish = lambda bucket: events.append("parameters back") or publish(bucket)
+        sync_params = run.flat._sync_params
+        run.flat._sync_params = lambda bucket: events.append("parameters back") or sync_params(bucket)
     config = settings(tmp_path, zero=1, steps=1, offload=True)
     with mock.patch.object(torch.Tensor, "to", spy_to), \
             mock.patch.object(parallel, "adamw", spy_adamw):
@@ -1948,19 +1951,19 @@ def test_masks_do_not_depend_on_schedule_stage_or_recomputation(pool, tmp_path, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stage_2_reduces_every_microbatch_while_backward_goes_on(dtype):
     grid, tokens, held, reduced = Grid(1, 1, 1), tokens_of(CFG, 4), [], []
-    local, pieces = local_model(CFG, grid)
-    flat = FlatParameters(pieces, grid, dtype, torch.float32, "cpu", zero=2)
+    local, specs = build_stage(CFG, grid)
+    flat = FlatParameters(specs, grid, dtype, torch.float32, "cpu", zero=2)
     flat.initialize(CFG, 0)
-    assert len({p.data_ptr() for p in local.parameters()}) == len(pieces)
-    reduce = flat._reduce
-    flat._reduce = lambda bucket: reduced.append(bucket.pieces[0].bucket) or reduce(bucket)
+    assert len({p.data_ptr() for p in local.parameters()}) == len(specs)
+    reduce = flat._start_grad_sync
+    flat._start_grad_sync = lambda bucket: reduced.append(bucket.specs[0].bucket) or reduce(bucket)
     for parameter in local.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: held.append(
-            ({b.pieces[0].bucket for b in flat.buckets if b.grad is not None
+            ({b.specs[0].bucket for b in flat.buckets if b.grad is not None
               and b.grad.dtype == torch.float32}, len(flat.transfers))))
     run_schedule(one_f_one_b(0, 1, 2), local, grid, tokens.split(2), tokens.split(2),
-                 torch.empty(0), [0, 0], before_backward=flat.arm)
-    flat.finish_reduction()
+                 torch.empty(0), [0, 0], before_backward=flat.prepare_grad_sync)
+    flat.finish_grad_sync()
     order = [f"{i}.{half}" for i in reversed(range(5)) for half in ("mlp", "attn")]
     order += ["ends", "tied"]
     assert reduced == 2 * order
@@ -1973,7 +1976,7 @@ def test_stage_2_reduces_every_microbatch_while_backward_goes_on(dtype):
     plain = GPT(CFG).initialize(0)
     (plain(tokens[:2], tokens[:2]) + plain(tokens[2:], tokens[2:])).backward()
     theirs = dict(plain.named_parameters())
-    ours = {p.name: b.view(b.own["grad"], p) for b in flat.buckets for p in b.pieces}
+    ours = {p.name: b.view(b.shard["grad"], p) for b in flat.buckets for p in b.specs}
     assert relative(named(ours), named({name: p.grad for name, p in theirs.items()})) <= (
         1e-5 if dtype == torch.float32 else 0.05)
 
@@ -1981,13 +1984,13 @@ def test_stage_2_reduces_every_microbatch_while_backward_goes_on(dtype):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_stage_3_holds_two_blocks_the_next_on_its_way(recompute):
     grid, tokens, seen = Grid(1, 1, 1), tokens_of(CFG, 2), []
-    local, pieces = local_model(CFG, grid, recompute)
-    flat = FlatParameters(pieces, grid, torch.float32, torch.float32, "cpu", zero=3)
+    local, specs = build_stage(CFG, grid, recompute)
+    flat = FlatParameters(specs, grid, torch.float32, torch.float32, "cpu", zero=3)
     parallel.shard_parameters(local, flat)
     flat.initialize(CFG, 0)
 
     def there():                                # + is on its way
-        return [b.pieces[0].bucket + "+" * (b.gathering is not None)
+        return [b.specs[0].bucket + "+" * (b.gathering is not None)
                 for b in flat.buckets if b.data.untyped_storage().size()]
 
     def halves(*blocks):
@@ -2005,7 +2008,7 @@ def test_stage_3_holds_two_blocks_the_next_on_its_way(recompute):
     ends = ["ends"]                             # the head has made its gradients already
     assert there() == halves("4")
     seen.clear()
-    flat.arm(True)
+    flat.prepare_grad_sync(True)
     loss.backward()
     again = 2 if recompute else 1               # and once when the block is made again
     expected = [halves(*blocks) for blocks in (
@@ -2021,8 +2024,8 @@ def live_graphs(rank, world, schedule, micro):
     backward, seen from outside the executor."""
     cfg = replace(CFG, n_layer=4)
     with gridded(rank, world, 1, world) as grid:
-        local, pieces = local_model(cfg, grid)
-        flat = FlatParameters(pieces, grid, torch.float32, torch.float32, "cpu")
+        local, specs = build_stage(cfg, grid)
+        flat = FlatParameters(specs, grid, torch.float32, torch.float32, "cpu")
         flat.initialize(cfg, 0)
         alive, most, isend = {}, {}, dist.isend
 
@@ -2044,8 +2047,8 @@ def live_graphs(rank, world, schedule, micro):
         with mock.patch.object(dist, "isend", spy):
             run_schedule(parallel.SCHEDULES[schedule](grid.stage, world, micro), forward, grid,
                          tokens, tokens, torch.empty(1, cfg.seq_len, cfg.n_embd), [0] * micro,
-                         before_backward=flat.arm)
-        flat.finish_reduction()
+                         before_backward=flat.prepare_grad_sync)
+        flat.finish_grad_sync()
     return tuple(most.get(what, 0) for what in ("graphs", "forward", "backward"))
 
 
@@ -2072,7 +2075,7 @@ def their_optimizer(kind, config, parameters, **more):
 def train_theirs(config, cfg, parameters, optimizer, rows_of_rank, loss_and_backward):
     tokens = Memory(cfg)
     for step in range(1, config.steps + 1):
-        windows = tokens.order(config.seed, (step - 1) * config.batch_size, config.batch_size)
+        windows = tokens.sample_indices(config.seed, (step - 1) * config.batch_size, config.batch_size)
         batch = torch.from_numpy(tokens.windows(windows))[rows_of_rank]
         optimizer.zero_grad()
         loss_and_backward(batch[:, :-1], batch[:, 1:])
@@ -2118,10 +2121,10 @@ def pipelined(rank, world, config, cfg):
             del stage.blocks[str(i)]
     tied = stage.head.weight
     stage.embed, stage.head = (stage.embed, None) if rank == 0 else (None, stage.head)
-    micros = config.batch_size // config.micro_batch
+    num_microbatches = config.batch_size // config.micro_batch
     kind = dict(gpipe=pipelining.ScheduleGPipe, **{"1f1b": pipelining.Schedule1F1B})
     schedule = kind[config.pp_schedule](
-        pipelining.PipelineStage(stage, rank, world, torch.device("cpu")), micros,
+        pipelining.PipelineStage(stage, rank, world, torch.device("cpu")), num_microbatches,
         loss_fn=lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()))
 
     def step(x, y):
@@ -2170,7 +2173,7 @@ def held_by(run):
     def size(tensors):
         return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     def own(*names):
-        return size(b.own[name] for b in run.flat.buckets for name in names)
+        return size(b.shard[name] for b in run.flat.buckets for name in names)
     data, everything = own("data"), size(live_tensors())
     optimizer = {at: n for at, n in own("master", "exp_avg", "exp_avg_sq").items()
                  if at not in data}
@@ -2187,8 +2190,8 @@ def bytes_held(rank, world, layout, config, cfg):
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
         kinds, everything = held_by(run)
         rest = run.boundary.nbytes + sum(before.values())
-        numel = sum(piece.local.numel() for piece in run.flat.pieces)
-        return kinds, everything - rest, run.flat.memory(), numel, len(run.flat.pieces)
+        numel = sum(spec.local.numel() for spec in run.flat.specs)
+        return kinds, everything - rest, run.flat.memory(), numel, len(run.flat.specs)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -2198,21 +2201,21 @@ def test_bytes_a_parameter_are_the_formulas(pool, tmp_path, dtype, layout):
     dp, tp, pp = layout
     for zero in range(4 if pp == 1 else 3):
         config = settings(tmp_path, dtype=dtype, zero=zero, tp=tp, pp=pp, micro_batch=1)
-        for kinds, everything, told, numel, pieces in pool.run(4, bytes_held, layout, config, cfg):
+        for kinds, everything, told, numel, specs in pool.run(4, bytes_held, layout, config, cfg):
             expected = FORMULA[dtype](dp)[zero] * numel
-            padding = (pieces + (4 + 2) * dp) * 32 * FORMULA[dtype](dp)[zero]
+            padding = (specs + (4 + 2) * dp) * 32 * FORMULA[dtype](dp)[zero]
             assert expected <= sum(kinds.values()) <= expected + padding
             assert everything == sum(kinds.values()) and told == kinds
 
 
 def test_the_memory_printed_at_the_start_is_that_of_the_tensors(run_train, shards, tmp_path):
-    kept, introduce = [], train.introduce
+    kept, print_summary = [], train.print_summary
     def keep(run):
         kept.append(held_by(run)[0])
         kept.append(parallel.activation_bytes(run.cfg, run.grid, run.schedule, 2, 2))
-        introduce(run)
+        print_summary(run)
     flags = ["--n-embd", "256", "--dtype", "bf16", "--micro-batch", "2", "--zero", "3"]
-    with mock.patch.object(train, "introduce", keep):
+    with mock.patch.object(train, "print_summary", keep):
         status, text, _ = run_train("--data", shards, "--out", tmp_path, *TINY, *flags)
     line = next(line for line in text.splitlines() if line.startswith("memory"))
     told = {kind: float(size.replace(",", "")) for kind, size
@@ -2226,8 +2229,8 @@ def saved_for_backward(rank, world, layout, sequence_parallel, recompute, cfg):
     """(bytes that autograd holds after a microbatch's forward, train.py's estimate)"""
     dp, tp, pp = layout
     with gridded(rank, world, tp, pp, sequence_parallel) as grid:
-        local, pieces = local_model(cfg, grid, recompute)
-        flat = FlatParameters(pieces, grid, torch.bfloat16, torch.float32, "cpu")
+        local, specs = build_stage(cfg, grid, recompute)
+        flat = FlatParameters(specs, grid, torch.bfloat16, torch.float32, "cpu")
         flat.initialize(cfg, 0)
         weights, kept = {b.data.untyped_storage().data_ptr() for b in flat.buckets}, {}
 
@@ -2294,7 +2297,7 @@ def peak_memory(rank, world, layout, config, cfg):
     def step(grid, cfg):
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg, 1), None)
         run.save = run.evaluate = lambda *row: 0.0
-        run.train(Rows(run, nothing), SimpleNamespace(asked=0.0))
+        run.train(Rows(run, nothing), SimpleNamespace(requested=0.0))
         return run
     with gridded(rank, world, tp, pp) as grid:
         step(grid, replace(CFG, n_layer=pp))            # libraries allocate at their first use
@@ -2304,8 +2307,8 @@ def peak_memory(rank, world, layout, config, cfg):
         before = resident("VmRSS")
         run = step(grid, cfg)
         peak = resident("VmHWM") - before
-    pieces, zero = run.flat.pieces, config.zero
-    numel = [sum(p.local.numel() for p in pieces if p.bucket.startswith(start))
+    specs, zero = run.flat.specs, config.zero
+    numel = [sum(p.local.numel() for p in specs if p.bucket.startswith(start))
              for start in ("", f"{min(map(int, run.model.blocks))}.")]
     # A bucket fills, one is on its way, and slices come in for it; one of the two is an MLP's, two
     # thirds of a block. Two blocks are gathered.
@@ -2417,20 +2420,20 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, dtype, la
         assert repr(column(again, name)) == repr(column(steps[4:], name)), name     # nan is nan
     assert all(whole[k][n].equal(other[k][n]) for k in whole for n in whole[k])
     assert_same_state(saved(straight, 8), saved(resumed, 8))
-    assert saved(straight, 8)["adam_steps"] == 6 and saved(straight, 4)["adam_steps"] == 3
+    assert saved(straight, 8)["optimizer_steps"] == 6 and saved(straight, 4)["optimizer_steps"] == 3
     if dtype == "fp16":
         assert column(steps, "loss_scale") == [2.0 ** n for n in (16, 16, 15, 15, 15, 15, 14, 14)]
 
 
 def overflow(run):
     """Steps 2 and 6 overflow."""
-    finish = run.flat.finish_reduction
+    finish = run.flat.finish_grad_sync
 
     def finish_and_spoil():
         finish()
         if run.step in (2, 6):
-            run.flat.buckets[0].own["grad"][0] = math.inf
-    run.flat.finish_reduction = finish_and_spoil
+            run.flat.buckets[0].shard["grad"][0] = math.inf
+    run.flat.finish_grad_sync = finish_and_spoil
 
 
 def test_a_run_goes_on_in_another_layout(pool, tmp_path):
@@ -2458,7 +2461,7 @@ def test_a_flag_given_at_the_resume_wins_over_the_stored_one(tmp_path, given):
     file, ends = tmp_path / "step_00000003.pt", []
     usual = dict(device="cpu", out=str(tmp_path), steps=6, micro_batch=2)
     for flags in (usual, {**usual, **given}, usual):
-        config, _ = train.settle(flags, checkpoint.load(file))
+        config, _ = train.merge_config(flags, checkpoint.load(file))
         assert (config.batch_size, config.warmup_steps) == (8, 5)       # stored, and not given
         ends.append(run_steps(0, 1, (1, 1, 1), config, cfg, nothing, file)[2]["master"])
     assert relative(ends[2], ends[0]) == 0 < 1e-4 < relative(ends[1], ends[0])
@@ -2468,9 +2471,9 @@ def small_state(step, fill=0.0):
     """The state of a small model whose parameters and moments are all `fill`."""
     cfg = GPTConfig(n_layer=1, n_embd=32)
     tensors = {name: torch.full(shape, fill) for name, shape in plain_shapes(cfg).items()}
-    return dict(format=2, step=step, sequences=1, tokens=1, adam_steps=1, skipped_in_a_row=0,
+    return dict(format=3, step=step, consumed_samples=1, tokens=1, optimizer_steps=1, skipped_in_a_row=0,
                 row={}, config={}, model=asdict(cfg), tokenizer="bytes", data="d", scaler={},
-                health={}, **{key: tensors for key in checkpoint.STATE})
+                monitor={}, **{key: tensors for key in checkpoint.STATE})
 
 
 def plain_shapes(cfg):
@@ -2556,11 +2559,11 @@ def test_a_flipped_bit_or_a_missing_end_is_recognised(tmp_path):
         damaged = bytearray(content)
         damaged[start + rng.randrange(4 * whole.numel())] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
-        with pytest.raises(checkpoint.Damaged, match="damaged"):
+        with pytest.raises(checkpoint.CorruptCheckpoint, match="damaged"):
             checkpoint.verify(path)
     for length in (0, 1, 100, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:length])
-        with pytest.raises(checkpoint.Damaged):
+        with pytest.raises(checkpoint.CorruptCheckpoint):
             checkpoint.verify(path)
     with pytest.raises(FileNotFoundError):
         checkpoint.verify(tmp_path / "none.pt")
@@ -2573,13 +2576,13 @@ def test_of_damaged_files_the_newest_whole_one_is_taken(tmp_path):
     with open(tmp_path / "step_00000003.pt", "r+b") as file:
         file.truncate(1000)
     passed = []
-    chosen = checkpoint.first_whole(checkpoint.newest_first(tmp_path),
+    chosen = checkpoint.latest_valid(checkpoint.list_checkpoints(tmp_path),
                                     lambda path, error: passed.append(path.name))
     assert chosen.name == "step_00000002.pt" and len(passed) == 1
     for path in tmp_path.iterdir():
         path.write_bytes(b"torn")
-    with pytest.raises(checkpoint.Lost, match="none of the 3"):
-        checkpoint.first_whole(checkpoint.newest_first(tmp_path))
+    with pytest.raises(checkpoint.NoValidCheckpoint, match="none of the 3"):
+        checkpoint.latest_valid(checkpoint.list_checkpoints(tmp_path))
 
 
 def test_a_file_that_may_not_be_read_is_not_taken_for_a_damaged_one(tmp_path):
@@ -2588,7 +2591,7 @@ def test_a_file_that_may_not_be_read_is_not_taken_for_a_damaged_one(tmp_path):
         checkpoint.save(small_state(step), tmp_path, keep=2)
     with mock.patch.object(checkpoint.zipfile, "ZipFile", side_effect=PermissionError), \
             pytest.raises(PermissionError):
-        checkpoint.first_whole(checkpoint.newest_first(tmp_path))
+        checkpoint.latest_valid(checkpoint.list_checkpoints(tmp_path))
 
 
 class Malice:
@@ -2603,7 +2606,7 @@ def test_a_checkpoints_code_is_not_run(tmp_path):
     path = tmp_path / "step_00000001.pt"
     torch.save({**small_state(1), "scaler": Malice(str(tmp_path / "ran"))}, path)
     checkpoint.verify(path)
-    with pytest.raises(checkpoint.Damaged, match="refused"):
+    with pytest.raises(checkpoint.CorruptCheckpoint, match="refused"):
         checkpoint.load(path)
     assert names_in(tmp_path) == ["step_00000001.pt"]
     torch.load(path, weights_only=False)        # the trap does work
@@ -2613,7 +2616,7 @@ def test_a_checkpoints_code_is_not_run(tmp_path):
 @pytest.mark.parametrize("content", [[1, 2], {}, {**small_state(1), "format": 1}])
 def test_a_file_of_something_else_is_no_checkpoint(tmp_path, content):
     torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(checkpoint.Damaged, match="not a checkpoint of this project"):
+    with pytest.raises(checkpoint.CorruptCheckpoint, match="not a checkpoint of this project"):
         checkpoint.load(tmp_path / "x.pt")
 
 
@@ -2622,7 +2625,7 @@ def test_a_file_of_something_else_is_no_checkpoint(tmp_path, content):
     dict(model=asdict(GPTConfig(n_layer=1, n_embd=64))), dict(exp_avg=dict(x=torch.zeros(1)))])
 def test_a_file_that_contradicts_itself_is_no_checkpoint(tmp_path, change):
     torch.save({**small_state(1), **change}, tmp_path / "x.pt")
-    with pytest.raises(checkpoint.Damaged, match="contradicts itself"):
+    with pytest.raises(checkpoint.CorruptCheckpoint, match="contradicts itself"):
         checkpoint.load(tmp_path / "x.pt")
 
 
@@ -2631,7 +2634,7 @@ def test_latest_is_the_newest_whatever_became_of_the_times(tmp_path):
         checkpoint.save(small_state(step), tmp_path, keep=3)
         os.utime(tmp_path / f"step_{step:08d}.pt", (step, step))
     os.utime(tmp_path / "step_00000001.pt", (9, 9))         # as after a copy that keeps no times
-    assert [path.name[12:14] for path in checkpoint.newest_first(tmp_path)] == ["3.", "1.", "2."]
+    assert [path.name[12:14] for path in checkpoint.list_checkpoints(tmp_path)] == ["3.", "1.", "2."]
 
 
 def test_what_a_killed_save_left_is_overwritten_by_the_next(tmp_path):
@@ -2685,8 +2688,8 @@ def test_a_file_with_a_flipped_bit_is_passed_over_and_not_sampled_from(tmp_path)
     damaged[content.index(weight.numpy().tobytes()) + 50] ^= 1
     newest.write_bytes(damaged)
     checkpoint.load(newest)                             # torch sees nothing
-    assert checkpoint.first_whole(checkpoint.newest_first(tmp_path)).name == "step_00000001.pt"
-    with pytest.raises(checkpoint.Damaged):
+    assert checkpoint.latest_valid(checkpoint.list_checkpoints(tmp_path)).name == "step_00000001.pt"
+    with pytest.raises(checkpoint.CorruptCheckpoint):
         checkpoint.load_model(newest)
 
 
@@ -2694,7 +2697,7 @@ def test_a_loaded_model_drops_nothing(tmp_path):
     save_now(0, 1, (1, 1, 1), settings(tmp_path), replace(CFG, n_layer=1, dropout=0.5))
     loaded, _ = checkpoint.load_model(tmp_path / "latest.pt")
     tokens = tokens_of(CFG, 1)
-    assert loaded(tokens, key=1).equal(loaded(tokens, key=2))
+    assert loaded(tokens, dropout_seed=1).equal(loaded(tokens, dropout_seed=2))
 
 
 def test_a_resume_in_another_precision_starts_with_that_precisions_scale(tmp_path):
@@ -2707,12 +2710,12 @@ def test_a_resume_in_another_precision_starts_with_that_precisions_scale(tmp_pat
 
 def test_a_resume_with_another_batch_size_reads_on_where_the_file_ends(tmp_path):
     config, cfg = settings(tmp_path, steps=2), replace(CFG, n_layer=1)
-    order, asked = Memory.order, []
+    order, asked = Memory.sample_indices, []
 
     def spy(self, seed, first, count):
         asked.append((first, count))
         return order(self, seed, first, count)
-    with mock.patch.object(Memory, "order", spy):
+    with mock.patch.object(Memory, "sample_indices", spy):
         run_steps(0, 1, (1, 1, 1), config, cfg)
         steps, *_ = run_steps(0, 1, (1, 1, 1), replace(config, batch_size=4, steps=4), cfg, nothing,
                               tmp_path / "step_00000002.pt")
@@ -2969,7 +2972,7 @@ def test_resume_auto_never_and_path(run_train, shards, tmp_path):
     assert rows[3]["loss"] == rows[5]["loss"]                   # and bit-equal at that
     # The run that goes on from an older file is the newer one from then on.
     assert run_train(*flags, "--resume", out / "step_00000002.pt", "--steps", 3)[0] == 0
-    assert checkpoint.first_whole(checkpoint.newest_first(out)).name == "step_00000003.pt"
+    assert checkpoint.latest_valid(checkpoint.list_checkpoints(out)).name == "step_00000003.pt"
     for path in out.glob("*.pt"):
         path.write_bytes(b"no checkpoint")
     status, _, error = run_train(*flags)
@@ -3017,7 +3020,7 @@ def wait_for_step(out, step, process):
 
 
 def test_a_signal_in_the_last_step_changes_nothing(run_train, shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "StopSignal", lambda rank: SimpleNamespace(asked=1.0))
+    monkeypatch.setattr(train, "StopSignal", lambda rank: SimpleNamespace(requested=1.0))
     out = tmp_path / "o"
     _, text, _ = run_train("--data", shards, "--out", out, *TINY, "--steps", 1)
     rows, events = read_metrics(out)
@@ -3025,7 +3028,7 @@ def test_a_signal_in_the_last_step_changes_nothing(run_train, shards, tmp_path, 
 
 
 def test_a_stopped_run_says_how_it_goes_on(run_train, shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "StopSignal", lambda rank: SimpleNamespace(asked=1.0))
+    monkeypatch.setattr(train, "StopSignal", lambda rank: SimpleNamespace(requested=1.0))
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     assert "go on with --resume auto" in run_train(*flags, "--resume", "never")[1]
     assert "the same command goes on" in run_train(*flags)[1]
@@ -3062,7 +3065,7 @@ def test_an_impossible_layout_is_refused_before_communication_at_a_resume_too(
 
 def disagree(rank, world):
     try:
-        train.agree(rank, "not the same")
+        train.assert_equal_across_ranks(rank, "not the same")
     except SystemExit as stop:
         return stop.code, dist.is_initialized()
 
@@ -3178,7 +3181,7 @@ def test_learning_rate_warms_up_then_decays_to_the_ratio_by_either_schedule():
     (dict(pp=4, n_layer=4), 8, 2), (dict(pp=4, n_layer=4, batch_size=18), 4, 1),
     (dict(pp=2, batch_size=5), 2, 1), (dict(batch_size=6), 2, 1), (dict(micro_batch=8), 1, 8)])
 def test_the_default_microbatch_suits_the_layout(shards, flags, world, micro):
-    config, *_ = train.plan(dict(flags, data=str(shards), seq_len=16), None, world)
+    config, *_ = train.validate(dict(flags, data=str(shards), seq_len=16), None, world)
     assert config.micro_batch == micro
 
 
@@ -3194,14 +3197,14 @@ def test_help_lists_every_flag_with_its_default(run_train):
 def test_layout_precision_and_paths_never_come_from_the_checkpoint():
     stored = train.Config(data="d", out="o", tp=2, pp=2, micro_batch=3, dtype="bf16", device="cpu",
                           recompute=True, eval_only=True, resume="file", steps=7)
-    config, _ = train.settle({}, dict(config=asdict(stored), model=asdict(CFG)))
+    config, _ = train.merge_config({}, dict(config=asdict(stored), model=asdict(CFG)))
     assert config == train.Config(steps=7)
 
 
 def test_the_models_flags_arrive_in_the_model(shards):
     given = dict(data=str(shards), model="opt-125m", n_layer=3, dropout=0.3, seq_len=16)
-    assert train.plan(given, None, 1)[1] == GPTConfig(257, 16, 3, 12, 768, "relu", 0.3)
-    assert train.plan(dict(given, activation="gelu"), None, 1)[1].activation == "gelu"
+    assert train.validate(given, None, 1)[1] == GPTConfig(257, 16, 3, 12, 768, "relu", 0.3)
+    assert train.validate(dict(given, activation="gelu"), None, 1)[1].activation == "gelu"
 
 
 def test_a_token_beyond_the_vocabulary_is_found_in_the_validation_split_too(run_train, shards,
@@ -3315,7 +3318,7 @@ def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1)):
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
                         Memory(cfg, 13, seed=1), state and checkpoint.load(state))
         prepare(run)
-        run.train(train.Metrics(out, 0), SimpleNamespace(asked=0.0))
+        run.train(train.Metrics(out, 0), SimpleNamespace(requested=0.0))
     return run, *read_metrics(out)
 
 
@@ -3326,14 +3329,14 @@ class Poison:
         self.step, self.times = step, times
 
     def __call__(self, run):
-        finish = run.flat.finish_reduction
+        finish = run.flat.finish_grad_sync
 
         def finish_and_spoil():
             finish()
-            if run.step == self.step and run.health.rollbacks < self.times:
+            if run.step == self.step and run.monitor.rollbacks < self.times:
                 for bucket in run.flat.buckets:
-                    bucket.own["data"] *= 30
-        run.flat.finish_reduction = finish_and_spoil
+                    bucket.shard["data"] *= 30
+        run.flat.finish_grad_sync = finish_and_spoil
 
 
 def kinds(events):
@@ -3341,10 +3344,10 @@ def kinds(events):
 
 
 def judge(losses, config=train.Config(), **facts):
-    """The reasons a Health gives for a series of losses."""
-    health = train.Health()
+    """The reasons a DivergenceMonitor gives for a series of losses."""
+    monitor = train.DivergenceMonitor()
     usual = dict(inf_at_floor=False, skipped_in_a_row=0)
-    return [health.watch(loss, **{**usual, **facts}, config=config) for loss in losses]
+    return [monitor.observe(loss, **{**usual, **facts}, config=config) for loss in losses]
 
 
 def test_a_divergence_is_several_high_losses_or_one_that_is_not_finite():
@@ -3379,24 +3382,24 @@ def test_a_falling_loss_and_a_plateau_are_healthy():
 
 def test_a_run_goes_back_to_a_checkpoint_that_stayed_healthy():
     files = [[0, None], *([step, f"{step}"] for step in (10, 20, 30))]
-    steps = [(onset, [step for step, _ in train.Health(files=files).candidates(onset)])
+    steps = [(onset, [step for step, _ in train.DivergenceMonitor(files=files).candidates(onset)])
              for onset in (47, 46, 45, 31, 30, 12, 1)]
     assert steps == [(47, [30, 20, 10, 0]), (46, [30, 20, 10, 0]), (45, [20, 10, 30, 0]),
                      (31, [10, 20, 0]), (30, [10, 20, 0]), (12, [10, 0]), (1, [0])]
-    again = train.Health(files=files[:2], returned=10)      # diverged again right behind it
+    again = train.DivergenceMonitor(files=files[:2], last_rollback_step=10)      # diverged again right behind it
     assert [step for step, _ in again.candidates(12)] == [0]
-    by_hand = train.Health(files=[[30, "/elsewhere/30"]])
+    by_hand = train.DivergenceMonitor(files=[[30, "/elsewhere/30"]])
     assert by_hand.candidates(31) == by_hand.candidates(30) == [[30, "/elsewhere/30"]]
 
 
 def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path):
-    order, asked = Memory.order, []
+    order, asked = Memory.sample_indices, []
 
     def spy(self, seed, first, count):
         asked.append(first // count)
         return order(self, seed, first, count)
     config = settings(tmp_path, steps=60, save_every=10, keep=9)
-    with mock.patch.object(Memory, "order", spy):
+    with mock.patch.object(Memory, "sample_indices", spy):
         run, rows, events = watched(config, Poison(30))
     assert kinds(events) == ["spike", "rollback", "skip"]
     spike, rollback, skip = events
@@ -3411,9 +3414,9 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path):
         assert row["lr"] == pytest.approx(train.LR_CUT * train.learning_rate(config, row["step"]))
     assert rollback["lr_factor"] == train.LR_CUT and rollback["rollbacks"] == 1
     assert again[-1]["loss"] < 1.05 * rows[29]["loss"]
-    health = saved(tmp_path, 60)["health"]
-    assert (health["lr_factor"], health["rollbacks"], health["skipped"]) == (0.6, 1, [[176, 264]])
-    assert saved(tmp_path, 60)["adam_steps"] == 60          # no step was lost
+    monitor = saved(tmp_path, 60)["monitor"]
+    assert (monitor["lr_factor"], monitor["rollbacks"], monitor["skipped"]) == (0.6, 1, [[176, 264]])
+    assert saved(tmp_path, 60)["optimizer_steps"] == 60          # no step was lost
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
@@ -3428,23 +3431,23 @@ def test_a_kill_during_a_rollback_loses_nothing(tmp_path, moment):
         save = run.save
 
         def save_and_die():
-            if moment == "after" or run.health.rollbacks == 0:
+            if moment == "after" or run.monitor.rollbacks == 0:
                 save()
-            if run.health.rollbacks:
+            if run.monitor.rollbacks:
                 run.writer.wait()
                 raise ZeroDivisionError
         run.save = save_and_die
     with pytest.raises(ZeroDivisionError):
         watched(config, prepare)
-    newest = checkpoint.load(checkpoint.first_whole(checkpoint.newest_first(killed)))
-    assert (newest["step"], newest["health"]["rollbacks"]) == ((30, 0) if moment == "before" else
+    newest = checkpoint.load(checkpoint.latest_valid(checkpoint.list_checkpoints(killed)))
+    assert (newest["step"], newest["monitor"]["rollbacks"]) == ((30, 0) if moment == "before" else
                                                                (10, 1))
-    watched(config, Poison(30), checkpoint.newest_first(killed)[0])
+    watched(config, Poison(30), checkpoint.list_checkpoints(killed)[0])
     assert_same_state(saved(straight, 50), saved(killed, 50))
 
 
-def health_now(run):
-    return asdict(run.health), run.sequences, list(run.events)
+def monitor_now(run):
+    return asdict(run.monitor), run.consumed_samples, list(run.events)
 
 
 @pytest.mark.parametrize("layout, zero", [((2, 2, 2), 1), ((4, 2, 1), 3)])
@@ -3453,12 +3456,12 @@ def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, z
     config = settings(tmp_path, steps=40, save_every=10, micro_batch=1)
     (tmp_path / "one").mkdir()
     cfg = replace(CFG, n_layer=2)
-    one = run_steps(0, 1, (1, 1, 1), replace(config, out=str(tmp_path / "one")), cfg, health_now,
+    one = run_steps(0, 1, (1, 1, 1), replace(config, out=str(tmp_path / "one")), cfg, monitor_now,
                     prepare=Poison(30))
     eight = pool.run(8, run_steps, layout, replace(config, tp=tp, pp=pp, zero=zero), cfg,
-                     health_now, None, Poison(30))
-    health, sequences, events = eight[0][1][-1]
-    assert health["rollbacks"] == 1 and kinds(events) == ["spike", "rollback", "skip"]
+                     monitor_now, None, Poison(30))
+    monitor, sequences, events = eight[0][1][-1]
+    assert monitor["rollbacks"] == 1 and kinds(events) == ["spike", "rollback", "skip"]
     for _, seen, _ in eight:
         assert repr(seen) == repr(eight[0][1])
     assert [e["step"] for e in events] == [e["step"] for e in one[1][-1][2]]
@@ -3497,16 +3500,16 @@ def test_the_beginning_is_healthy_where_there_is_no_checkpoint_yet(tmp_path):
     assert all(start["parameters"][name].equal(p.detach()[:start["parameters"][name].shape[0]])
                for name, p in plain.named_parameters())
     assert all(not t.any() for key in ("exp_avg", "exp_avg_sq") for t in start[key].values())
-    assert start["health"]["lr_factor"] == 0.6 and start["adam_steps"] == 0
+    assert start["monitor"]["lr_factor"] == 0.6 and start["optimizer_steps"] == 0
 
 
 def test_a_rollback_passes_over_a_damaged_file(tmp_path, capsys):
-    candidates = train.Health.candidates
+    candidates = train.DivergenceMonitor.candidates
 
     def damage_and_choose(self, onset):
         (tmp_path / "step_00000015.pt").write_bytes(b"torn")
         return candidates(self, onset)
-    with mock.patch.object(train.Health, "candidates", damage_and_choose):
+    with mock.patch.object(train.DivergenceMonitor, "candidates", damage_and_choose):
         _, _, events = watched(settings(tmp_path, steps=40, save_every=5, keep=9), Poison(30))
     assert kinds(events) == ["spike", "damaged", "rollback", "skip"]
     assert "step_00000015.pt" in events[1]["path"] and events[2]["to"] == 10
@@ -3531,7 +3534,7 @@ def test_a_rollback_whose_checkpoint_cannot_be_kept_ends_the_run(tmp_path, capsy
     save = checkpoint.save
 
     def on_a_full_disk(state, out, keep):
-        if state["health"]["rollbacks"]:
+        if state["monitor"]["rollbacks"]:
             raise OSError("the disk is full")
         return save(state, out, keep)
     with mock.patch.object(checkpoint, "save", on_a_full_disk), pytest.raises(SystemExit) as stop:
@@ -3543,19 +3546,19 @@ def test_a_rollback_whose_checkpoint_cannot_be_kept_ends_the_run(tmp_path, capsy
 
 def test_twenty_skipped_steps_began_with_the_first(tmp_path):
     def prepare(run):
-        finish = run.flat.finish_reduction
+        finish = run.flat.finish_grad_sync
 
         def finish_and_spoil():
             finish()
-            if 20 <= run.step < 40 and run.health.rollbacks == 0:
-                run.flat.buckets[0].own["grad"][0] = math.inf
-        run.flat.finish_reduction = finish_and_spoil
+            if 20 <= run.step < 40 and run.monitor.rollbacks == 0:
+                run.flat.buckets[0].shard["grad"][0] = math.inf
+        run.flat.finish_grad_sync = finish_and_spoil
     run, rows, events = watched(settings(tmp_path, steps=45, save_every=10, keep=9), prepare)
     spike, rollback = [e for e in events if e["event"] in ("spike", "rollback")]
     assert spike["step"] == 39 and "20 steps in a row" in spike["reason"]
     assert rollback["to"] == 10 and rollback["sequences"] == [(39 - 20 - 8) * 8, 39 * 8]
     assert column(rows, "skipped")[:39] == [0] * 19 + list(range(1, 21))
-    assert run.adam_steps == 45
+    assert run.optimizer_steps == 45
 
 
 def test_of_steps_to_skip_what_lies_ahead_is_skipped(run_train, shards, tmp_path):
@@ -3580,13 +3583,13 @@ def test_behind_a_damaged_file_comes_its_own_branchs_beginning(run_train, shards
 
 
 def test_steps_skipped_by_hand_are_not_skipped_again_after_a_rollback(tmp_path):
-    order, asked = Memory.order, []
+    order, asked = Memory.sample_indices, []
 
     def spy(self, seed, first, count):
         asked.append(first // count)
         return order(self, seed, first, count)
     config = settings(tmp_path, steps=40, save_every=10, skip_steps="25:27")
-    with mock.patch.object(Memory, "order", spy):
+    with mock.patch.object(Memory, "sample_indices", spy):
         _, _, events = watched(config, Poison(26))
     assert kinds(events) == ["skip", "spike", "rollback", "skip"]
     assert asked == [*range(24), *range(27, 32), *range(10, 21), *range(32, 32 + 40 - 21)]
@@ -3601,26 +3604,26 @@ def test_bad_data_behind_the_skipped_batches_is_left_out_too(tmp_path):
                 tokens = np.random.default_rng(int(indices[0])).integers(257, size=tokens.shape)
             return tokens
 
-        def order(self, seed, first, count):
+        def sample_indices(self, seed, first, count):
             position[0] = first
-            return super().order(seed, first, count)
+            return super().sample_indices(seed, first, count)
     position = [0]
     with mock.patch.dict(globals(), Memory=Noisy):
         run, rows, events = watched(settings(tmp_path, steps=80, save_every=10, lr=4e-3, keep=9))
     assert kinds(events)[:3] == ["spike", "rollback", "skip"]
     assert events[1]["step"] == 33 and kinds(events)[3:] == ["skip"] * 37
     assert all("behind" in event["reason"] and event["loss"] > 5 for event in events[3:])
-    assert run.health.skipped == [[22 * 8, 70 * 8]] and run.sequences == (80 + 48) * 8
-    assert run.adam_steps == 80 and max(column(rows[33:], "loss")) < events[0]["limit"]
+    assert run.monitor.skipped == [[22 * 8, 70 * 8]] and run.consumed_samples == (80 + 48) * 8
+    assert run.optimizer_steps == 80 and max(column(rows[33:], "loss")) < events[0]["limit"]
 
 
 def test_numbers_that_are_not_finite_behind_the_skipped_batches_are_left_out_too():
-    health = train.Health(losses=[2.0] * 30, skipped=[[0, 80]])
-    assert health.goes_on(80, 88, math.nan, 6.0) and health.goes_on(88, 96, 2.2, 6.0)
-    assert not health.goes_on(96, 104, 2.0, 6.0) and health.skipped == [[0, 96]]
-    assert not health.goes_on(104, 112, math.nan, 6.0)              # not right behind them
-    health.skipped = [[0, train.MAX_SKIP * 8]]
-    assert not health.goes_on(train.MAX_SKIP * 8, train.MAX_SKIP * 8 + 8, 9.0, 6.0)
+    monitor = train.DivergenceMonitor(losses=[2.0] * 30, skipped=[[0, 80]])
+    assert monitor.goes_on(80, 88, math.nan, 6.0) and monitor.goes_on(88, 96, 2.2, 6.0)
+    assert not monitor.goes_on(96, 104, 2.0, 6.0) and monitor.skipped == [[0, 96]]
+    assert not monitor.goes_on(104, 112, math.nan, 6.0)              # not right behind them
+    monitor.skipped = [[0, train.MAX_SKIP * 8]]
+    assert not monitor.goes_on(train.MAX_SKIP * 8, train.MAX_SKIP * 8 + 8, 9.0, 6.0)
 
 
 def test_a_stop_at_a_batch_that_is_left_out_costs_no_step(tmp_path):
@@ -3628,19 +3631,19 @@ def test_a_stop_at_a_batch_that_is_left_out_costs_no_step(tmp_path):
     config = settings(straight, steps=30, skip_steps="21:21", save_every=10)
 
     def prepare(run):                   # the batch behind the one that is left out looks bad
-        goes_on = train.Health.goes_on
-        run.health.goes_on = lambda first, end, loss, margin: goes_on(
-            run.health, first, end, 99.0 if first == 21 * 8 else loss, margin)
+        goes_on = train.DivergenceMonitor.goes_on
+        run.monitor.goes_on = lambda first, end, loss, margin: goes_on(
+            run.monitor, first, end, 99.0 if first == 21 * 8 else loss, margin)
     watched(config, prepare)
-    stop = SimpleNamespace(asked=0.0)
+    stop = SimpleNamespace(requested=0.0)
 
     def prepare_to_stop(run):
         prepare(run)
-        finish = run.flat.finish_reduction
-        run.flat.finish_reduction = lambda: (setattr(stop, "asked", float(run.step == 21)),
+        finish = run.flat.finish_grad_sync
+        run.flat.finish_grad_sync = lambda: (setattr(stop, "requested", float(run.step == 21)),
                                              finish())
     config = replace(config, out=str(stopped))
-    with mock.patch(f"{__name__}.SimpleNamespace", lambda asked: stop):
+    with mock.patch(f"{__name__}.SimpleNamespace", lambda requested: stop):
         _, rows, events = watched(config, prepare_to_stop)
     assert column(rows, "step") == [*range(1, 21)] and kinds(events) == ["skip", "skip", "stop"]
     assert checkpoint.load(stopped / "latest.pt")["step"] == 20
@@ -3651,7 +3654,7 @@ def test_a_stop_at_a_batch_that_is_left_out_costs_no_step(tmp_path):
 def test_a_run_that_diverged_without_rollback_can_be_resumed_with_it(tmp_path):
     config = settings(tmp_path, steps=40, save_every=10, rollback="off")
     watched(config, Poison(30))
-    assert saved(tmp_path, 40)["health"]["high"] == 10
+    assert saved(tmp_path, 40)["monitor"]["high"] == 10
     _, rows, events = watched(replace(config, steps=50, rollback="on"), nothing,
                               tmp_path / "step_00000040.pt")
     assert kinds(events)[:3] == ["spike", "spike", "rollback"] and events[2]["step"] == 41
@@ -3662,7 +3665,7 @@ def test_by_hand_from_latest_a_run_begins_at_the_file_that_lasts(run_train, shar
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     run_train(*flags)
     assert run_train(*flags, "--steps", 6, "--resume", tmp_path / "o" / "latest.pt")[0] == 0
-    assert saved(tmp_path / "o", 6)["health"]["files"] == [
+    assert saved(tmp_path / "o", 6)["monitor"]["files"] == [
         [4, str((tmp_path / "o" / "step_00000004.pt").resolve())], [6, "step_00000006.pt"]]
 
 
@@ -3682,13 +3685,13 @@ def test_a_row_of_another_branch_is_not_taken_for_this_ones(run_train, shards, t
 
 
 def test_skip_steps_leaves_out_the_batches_of_these_steps(tmp_path):
-    order, asked = Memory.order, []
+    order, asked = Memory.sample_indices, []
 
     def spy(self, seed, first, count):
         asked.append(first // count)
         return order(self, seed, first, count)
     config = settings(tmp_path, steps=6, skip_steps="3:5", save_every=1, keep=9)
-    with mock.patch.object(Memory, "order", spy):
+    with mock.patch.object(Memory, "sample_indices", spy):
         _, rows, events = watched(config)
         assert asked == [0, 1, 5, 6, 7, 8] and column(rows, "step") == [1, 2, 3, 4, 5, 6]
         assert events == [dict(event="skip", step=3, reason="left out", batches=3,
@@ -3705,7 +3708,7 @@ def test_a_file_given_by_hand_is_a_new_beginning(run_train, shards, tmp_path):
     flags = ["--data", shards, "--out", out, *TINY]
     assert run_train(*flags)[0] == 0
     state = torch.load(out / "step_00000002.pt", weights_only=True)
-    state["health"].update(lr_factor=0.25, rollbacks=2, returned=2)
+    state["monitor"].update(lr_factor=0.25, rollbacks=2, last_rollback_step=2)
     torch.save(state, tmp_path / "by_hand.pt")
     text = run_train("--data", shards, "--out", tmp_path / "o1", "--resume",
                      tmp_path / "by_hand.pt")[1]
@@ -3725,14 +3728,14 @@ def test_a_file_given_by_hand_is_a_new_beginning(run_train, shards, tmp_path):
     assert resume["changed"] == dict(lr=[4e-3, 1.0], clip=[1.0, 0.5], beta2=[0.95, 0.9],
                                      skip_steps=[None, "3:3"])
     assert "lr 1.0 instead of 0.004" in text and kinds(events) == ["resume", "skip"]
-    health = checkpoint.load(tmp_path / "o2" / "latest.pt")["health"]
-    assert (health["lr_factor"], health["rollbacks"], health["returned"]) == (1.0, 0, -1)
-    assert health["files"][0] == [2, str((tmp_path / "by_hand.pt").resolve())]
+    monitor = checkpoint.load(tmp_path / "o2" / "latest.pt")["monitor"]
+    assert (monitor["lr_factor"], monitor["rollbacks"], monitor["last_rollback_step"]) == (1.0, 0, -1)
+    assert monitor["files"][0] == [2, str((tmp_path / "by_hand.pt").resolve())]
 
 
 def test_a_number_that_is_not_finite_is_traced(pool, tmp_path):
     config = settings(tmp_path, steps=9, tp=2, pp=2, rollback="off")
-    ranks = pool.run(8, run_steps, (2, 2, 2), config, replace(CFG, n_layer=2), health_now, None,
+    ranks = pool.run(8, run_steps, (2, 2, 2), config, replace(CFG, n_layer=2), monitor_now, None,
                      inject)
     events = [e for e in ranks[0][1][-1][2] if e["event"] == "skip"]
     assert [(e["step"], e["rank"], e["what"]) for e in events] == [
@@ -3740,20 +3743,20 @@ def test_a_number_that_is_not_finite_is_traced(pool, tmp_path):
     for event in events:
         stage = event["rank"] // 2 % 2
         assert event["parameter"].startswith(f"blocks.{stage}.mlp") and event["loss_scale"] == 1.0
-        assert event["windows"] == Memory(CFG).order(1337, 8 * event["step"] - 8, 8).tolist()
+        assert event["windows"] == Memory(CFG).sample_indices(1337, 8 * event["step"] - 8, 8).tolist()
 
 
 def test_the_batch_of_a_loss_that_is_not_finite_can_be_replayed(tmp_path):
     def prepare(run):
-        finish = run.flat.finish_reduction
+        finish = run.flat.finish_grad_sync
 
         def finish_and_spoil():
             finish()
             if run.step == 4:               # one token's vector; the others' losses are fine
-                piece = next(p for p in run.flat.pieces if p.name == "embed.position.weight")
-                bucket = next(b for b in run.flat.buckets if piece in b.pieces)
-                bucket.view(bucket.data, piece)[3] = math.inf
-        run.flat.finish_reduction = finish_and_spoil
+                spec = next(p for p in run.flat.specs if p.name == "embed.position.weight")
+                bucket = next(b for b in run.flat.buckets if spec in b.specs)
+                bucket.view(bucket.data, spec)[3] = math.inf
+        run.flat.finish_grad_sync = finish_and_spoil
     _, _, events = watched(settings(tmp_path, steps=5, save_every=1, keep=9, rollback="off"),
                            prepare)
     event = next(e for e in events if e["event"] == "skip")
@@ -3776,7 +3779,7 @@ def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, 
     rows, *_ = pool.run(dp * tp * pp, run_steps, layout, config, cfg)[0]
     memory, plain, seen = Memory(cfg), GPT(cfg).initialize(1337), []
     plain.head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    batch = torch.from_numpy(memory.windows(memory.order(1337, 0, 8)))
+    batch = torch.from_numpy(memory.windows(memory.sample_indices(1337, 0, 8)))
     plain(batch[:, :-1])
     assert rows[0]["activation_norm"] == pytest.approx(seen[0].norm(dim=-1).mean().item(), rel=1e-5)
     assert rows[1]["activation_norm"] == pytest.approx(rows[0]["activation_norm"], rel=0.1)
@@ -3800,8 +3803,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
         return save(state, out, keep)
 
     def watch_steps(run):
-        finish = run.flat.finish_reduction
-        run.flat.finish_reduction = lambda: (finish(), done.append(run.step))
+        finish = run.flat.finish_grad_sync
+        run.flat.finish_grad_sync = lambda: (finish(), done.append(run.step))
     config = settings(slow_out, steps=6, save_every=3, keep=9)
     watched(replace(config, out=str(fast_out)))
     with mock.patch.object(checkpoint, "save", slowly):
@@ -3829,7 +3832,7 @@ def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(shards,
     assert look.returncode == 0 and "nats" in look.stdout           # to look is allowed
     first.kill()
     first.wait()
-    steps = checkpoint.first_whole(checkpoint.newest_first(out))
+    steps = checkpoint.latest_valid(checkpoint.list_checkpoints(out))
     last = checkpoint.load(steps)["step"] + 2
     third = subprocess.run([sys.executable, ROOT / "train.py", *flags, "--steps", str(last)],
                            text=True, capture_output=True)
@@ -3838,7 +3841,7 @@ def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(shards,
 
 def occupy_apart(rank, world, folder):
     try:
-        with redirect_stderr(io.StringIO()) as told, train.occupied(folder / str(rank), rank):
+        with redirect_stderr(io.StringIO()) as told, train.lock_output_dir(folder / str(rank), rank):
             pass
     except SystemExit as stop:
         return stop.code, told.getvalue()
@@ -3861,7 +3864,7 @@ x = torch.randn(6000, 6000)
 print("ready", flush=True)
 while True:
     x @ x
-    if stop.asked:
+    if stop.requested:
         print("asked", flush=True)
 """], text=True, stdout=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
@@ -3947,7 +3950,7 @@ def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(mon
     for attempt in range(3):
         def meet(rank):
             time.sleep(0.1 * ((rank + attempt) % 3))            # the dead ones' keys come first
-            prefix = train.meet(rank, 3, timedelta(seconds=20))
+            prefix = train.rendezvous(rank, 3, timedelta(seconds=20))
             prefix.set(f"{rank}", "here")
             met[rank] = [prefix.get(f"{r}").decode() for r in range(3)]
             found.append(prefix)
@@ -3964,7 +3967,7 @@ def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(mon
     lonely.set_timeout(timedelta(seconds=0.3))
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(lonely, None, None)]))
     with pytest.raises(RuntimeError):
-        train.meet(0, 2, timedelta(seconds=0.3))
+        train.rendezvous(0, 2, timedelta(seconds=0.3))
 
 
 @pytest.mark.parametrize("where", [0.02, 0.5, 0.999])
@@ -4004,7 +4007,7 @@ def test_a_bit_flipped_anywhere_is_recognised_or_changes_nothing(tmp_path):
         try:
             checkpoint.verify(path)
             assert_same_state(checkpoint.load(path), state, but=())
-        except checkpoint.Damaged as error:
+        except checkpoint.CorruptCheckpoint as error:
             assert str(path) in str(error)
             recognised += 1
     assert recognised >= 180
@@ -4039,7 +4042,7 @@ def with_noise(source, folder, steps, batch, seq_len):
     """A copy of the data in which what these steps read is random bytes."""
     shutil.copytree(source, folder)
     dataset = data.TokenDataset(folder, "train", seq_len)
-    windows = dataset.order(train.Config.seed, (steps[0] - 1) * batch, len(steps) * batch)
+    windows = dataset.sample_indices(train.Config.seed, (steps[0] - 1) * batch, len(steps) * batch)
     tokens = np.memmap(folder / "train_000000.bin", np.uint16, "r+", offset=1024)
     for i, window in enumerate(windows):
         noise = np.random.default_rng(i).integers(256, size=seq_len + 1)
@@ -4068,15 +4071,15 @@ def test_a_run_made_to_diverge_ends_near_the_healthy_one(run_train, library, tmp
     in the middle; activations that overflow in fp16 (slow on a CPU: fewer steps)."""
     def hurt(run, metrics):
         """Before step 150 a matrix goes wrong, as from a fault in memory."""
-        if run.step == 149 and run.health.rollbacks == 0:
+        if run.step == 149 and run.monitor.rollbacks == 0:
             for bucket in run.flat.buckets:
-                for piece, here, _ in bucket.parts:
-                    if piece.name == "blocks.1.mlp.up.weight":
-                        bucket.own["master"][here] *= 1e5
-            run.flat.publish()
-        leave_out(run, metrics)
+                for spec, here, _ in bucket.shard_ranges:
+                    if spec.name == "blocks.1.mlp.up.weight":
+                        bucket.shard["master"][here] *= 1e5
+            run.flat.sync_params()
+        skip_excluded(run, metrics)
 
-    leave_out, half = train.Run.leave_out, fault == "fp16 overflow"
+    skip_excluded, half = train.Run.skip_excluded, fault == "fp16 overflow"
     flags = [*SMALL, "--steps", 300 if half else 400, *["--dtype", "fp16"] * half]
     healthy = tmp_path / "healthy"
     assert run_train("--data", library, "--out", healthy, *flags)[0] == 0
@@ -4090,7 +4093,7 @@ def test_a_run_made_to_diverge_ends_near_the_healthy_one(run_train, library, tmp
         else:
             more = ["--data", library, *["--resume", healthy / "step_00000200.pt", "--lr", 0.4]
                     * (not half)]
-        with mock.patch.object(train.Run, "leave_out", hurt) if half else nullcontext():
+        with mock.patch.object(train.Run, "skip_excluded", hurt) if half else nullcontext():
             status, _, error = run_train("--out", out, *flags, *more, "--rollback", rollback)
         events = read_metrics(out)[1]
         if rollback == "off" and half:          # nothing but overflows from then on
@@ -4120,13 +4123,13 @@ def test_healthy_runs_never_roll_back(run_train, library, tmp_path, request, nam
     assert run_train("--data", folder, "--out", out, *SMALL, "--steps", 300, *flags)[0] == 0
     rows, events = read_metrics(out)
     assert set(kinds(events)) <= {"start", "skip"}
-    health, nearest = train.Health(), -math.inf
+    monitor, nearest = train.DivergenceMonitor(), -math.inf
     for row in rows:
-        limit = health.limit(1.0)
+        limit = monitor.limit(1.0)
         if limit < math.inf:
-            middle = float(np.median(health.losses))
+            middle = float(np.median(monitor.losses))
             nearest = max(nearest, (row["loss"] - middle) / (limit - middle))
-        health.watch(row["loss"], False, 0, train.Config())
+        monitor.observe(row["loss"], False, 0, train.Config())
     print(f"\n{name}: {len(rows)} steps, at most {nearest:.1f} deviations above the median; a "
           f"divergence is 6, three times")
 
@@ -4162,12 +4165,12 @@ if {kills}:
     patched(checkpoint.torch, "save", half_a_file)
     patched(checkpoint, "_point_latest", lambda path: path.name > "step_00000030" and
             die_once("before latest.pt", 0))
-    patched(checkpoint, "gather", lambda flat, *_: (marks / "in a save").exists() and
+    patched(checkpoint, "gather_full_state", lambda flat, *_: (marks / "in a save").exists() and
             die_once("in a gather", 1))
     patched(train.Run, "evaluate", lambda run: run.step > 20 and die_once("in an evaluation", 1))
-    patched(train.Run, "restore", lambda run, *_: hasattr(run, "micros") and
+    patched(train.Run, "restore", lambda run, *_: hasattr(run, "num_microbatches") and
             die_once("before a rollback", 1))
-    patched(checkpoint, "save", lambda *_: None, lambda state, *_: state["health"]["rollbacks"] and
+    patched(checkpoint, "save", lambda *_: None, lambda state, *_: state["monitor"]["rollbacks"] and
             die_once("after a rollback", 0))
 patched(train, "learning_rate", lambda *_: time.sleep(0.05))
 train.main()
@@ -4208,7 +4211,7 @@ def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path):
     assert killed + len(moments) >= 20 and len(moments) == 6
     assert kinds(runs[True]).count("resume") >= 10          # the others died before they began
     states = [checkpoint.load(tmp_path / f"out_{kills}" / "latest.pt") for kills in (False, True)]
-    assert states[0]["step"] == 600 and states[0]["health"]["rollbacks"] == 1
+    assert states[0]["step"] == 600 and states[0]["monitor"]["rollbacks"] == 1
     assert_same_state(*states)
 
 
@@ -4335,7 +4338,7 @@ def test_sampling_prints_only_text_and_is_a_function_of_the_seed(trained, tmp_pa
 def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token(activation):
     plain = GPT(replace(CFG, activation=activation)).initialize(0).double().eval()
     tokens = tokens_of(CFG, 2)
-    whole, cache = plain(tokens), plain.new_cache(2)
+    whole, cache = plain(tokens), plain.new_kv_cache(2)
     parts = [plain(tokens[:, :5], cache=cache)]
     parts += [plain(tokens[:, i:i + 1], cache=cache, start=i) for i in range(5, CFG.seq_len)]
     assert relative(torch.cat(parts, 1), whole) <= 1e-14
@@ -4771,13 +4774,13 @@ def test_cost_of_watching(tmp_path):
     config = settings(tmp_path, steps=30, batch_size=16, micro_batch=4, lr=4e-3)
     rows, *_ = run_steps(0, 1, (1, 1, 1), config, cfg)
     step = 16 * cfg.seq_len / float(np.median(column(rows[10:], "tokens_per_second")))
-    x, health = torch.randn(4, cfg.seq_len, cfg.n_embd), train.Health(losses=list(range(64, 0, -1)))
+    x, monitor = torch.randn(4, cfg.seq_len, cfg.n_embd), train.DivergenceMonitor(losses=list(range(64, 0, -1)))
 
     def watch():
         for _ in range(4):              # microbatches
             torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).sum()
-        health.goes_on(0, 16, 3.0, config.spike_margin)
-        health.watch(3.0, False, 0, config)
+        monitor.goes_on(0, 16, 3.0, config.spike_margin)
+        monitor.observe(3.0, False, 0, config)
     seconds = [1 / per_second(watch, 1)() for _ in range(200)]
     print(f"watching takes {1e6 * np.median(seconds):.0f} us of a step of {1e3 * step:.0f} ms: "
           f"{np.median(seconds) / step:.2%}")
@@ -4840,14 +4843,14 @@ def test_cost_as_processes_and_microbatches_grow(tmp_path):
         speed = speed_of_train_py(tmp_path, processes, "--micro-batch", 2, *flags.split())
         print(f"| {processes} processes {flags} | {speed:,.0f} |", flush=True)
     seconds = {}
-    for micros in (1, 2, 4, 8, 32):
-        speed = speed_of_train_py(tmp_path, 2, "--pp", 2, "--batch-size", micros,
+    for num_microbatches in (1, 2, 4, 8, 32):
+        speed = speed_of_train_py(tmp_path, 2, "--pp", 2, "--batch-size", num_microbatches,
                                   "--micro-batch", 1, steps=9)
-        seconds[micros] = micros * SHAPE["seq_len"] / speed
+        seconds[num_microbatches] = num_microbatches * SHAPE["seq_len"] / speed
     each = (seconds[32] - seconds[8]) / 24
     print("\n| microbatches on 2 stages | bubble measured | (p - 1) / (m + p - 1) |\n|---|---|---|")
-    for micros, time_ in seconds.items():
-        print(f"| {micros} | {1 - micros * each / time_:.2f} | {1 / (micros + 1):.2f} |")
+    for num_microbatches, time_ in seconds.items():
+        print(f"| {num_microbatches} | {1 - num_microbatches * each / time_:.2f} | {1 / (num_microbatches + 1):.2f} |")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -4905,7 +4908,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         at = command.index("train.py")
         numbers = re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", " ".join(command[:at]))
         given = dict(train.parse(command[at + 1:]), data=str(shards), seq_len=16)
-        config, cfg, *_ = train.plan(given, None, math.prod(map(int, numbers)))
+        config, cfg, *_ = train.validate(given, None, math.prod(map(int, numbers)))
         assert cfg.n_layer == SIZES[config.model]["n_layer"]
     assert len(commands) == 7
 

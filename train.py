@@ -12,7 +12,7 @@ A step has these phases; `train` shows them on one screen:
                 microbatch); the tied weight's two ends
     agree       one small all-reduce tells every rank the loss, the norms of the gradient and of the
                 last activations, whether any gradient overflowed, whether anyone was asked to stop
-    watch       from these every rank concludes alike whether the run has diverged (`Health`)
+    watch       from these every rank concludes alike whether the run has diverged (`DivergenceMonitor`)
     unscale, clip, AdamW on the masters, or skip all three after an overflow
     save, then evaluate, then log; or after a divergence roll back
 
@@ -50,12 +50,13 @@ import torch.distributed as dist
 import checkpoint
 from amp import PRECISIONS, clip_factor, make_scaler
 from data import TokenDataset
-from model import IGNORE, SIZES, GPTConfig, flops_per_token, parameter_count, seed_of
-from parallel import (SCHEDULES, Broken, FlatParameters, activation_bytes, all_reduce, check_layout,
-                      local_model, make_grid, one_f_one_b, run_schedule, shard_parameters, waiting)
+from model import IGNORE_INDEX, SIZES, GPTConfig, flops_per_token, parameter_count, derive_seed
+from parallel import (SCHEDULES, FlatParameters, PeerError, activation_bytes, all_reduce,
+                      build_stage, check_layout, comm_errors, make_grid, one_f_one_b, run_schedule,
+                      shard_parameters)
 
 EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over the split
-COUNTERS = ("step", "sequences", "tokens", "adam_steps", "skipped_in_a_row")    # of a run
+COUNTERS = ("step", "consumed_samples", "tokens", "optimizer_steps", "skipped_in_a_row")    # of a run
 
 # Dense 16-bit FLOP/s of a device by a word of its name (the makers' data sheets).
 PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12,
@@ -179,7 +180,7 @@ def model_shape(flags: dict) -> dict:
     return {**named, **{n: flags[n] for n in SHAPE if flags.get(n) is not None}}
 
 
-def settle(given: dict, state: dict | None) -> tuple[Config, dict]:
+def merge_config(given: dict, state: dict | None) -> tuple[Config, dict]:
     """Command line, then checkpoint, then defaults -> the config and the model's shape (without
     vocabulary and dropout). Raises ValueError where the command line wants another model."""
     stored = {}
@@ -209,7 +210,7 @@ def learning_rate(config: Config, step: int) -> float:
 # ---------------------------------------------------------------------------------------------
 
 
-def say(line: str) -> None:
+def print_rank0(line: str) -> None:
     """One line on standard output; where nobody reads it any more (`| head`) the run goes on."""
     try:
         print(line, flush=True)
@@ -239,12 +240,12 @@ def first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def everyones(value) -> list:
+def all_gather_object(value) -> list:
     """The value of each rank, by rank."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
-    with waiting("exchange with all ranks"):
+    with comm_errors("exchange with all ranks"):
         dist.all_gather_object(values, value)
     return values
 
@@ -253,31 +254,31 @@ def depart(message: str, status: int):
     """All leave, and nobody before rank 0 has said why."""
     if first_rank():
         print(f"train.py: {message}", file=sys.stderr, flush=True)
-    everyones(None)
+    all_gather_object(None)
     leave(status)
 
 
-def together(action):
+def all_ranks(action):
     """action() on every rank. If it fails on any, all leave with the first reason."""
     failure, result = None, None
     try:
         result = action()
-    except (ValueError, OSError, checkpoint.Lost) as error:
-        failure = (str(error), 1 if isinstance(error, checkpoint.Lost) else 2)
-    failure = next((f for f in everyones(failure) if f is not None), None)
+    except (ValueError, OSError, checkpoint.NoValidCheckpoint) as error:
+        failure = (str(error), 1 if isinstance(error, checkpoint.NoValidCheckpoint) else 2)
+    failure = next((f for f in all_gather_object(failure) if f is not None), None)
     if failure is not None:
         depart(*failure)
     return result
 
 
-def on_rank_0(action):
+def on_rank0(action):
     """The result of action() on rank 0, for all; or all leave."""
-    return everyones(together(lambda: action() if first_rank() else None))[0]
+    return all_gather_object(all_ranks(lambda: action() if first_rank() else None))[0]
 
 
-def agree(value, complaint: str) -> None:
+def assert_equal_across_ranks(value, complaint: str) -> None:
     """All leave, with this complaint, if the ranks do not have the same value."""
-    values = everyones(value)
+    values = all_gather_object(value)
     if any(v != values[0] for v in values):
         depart(complaint, 2)
 
@@ -291,7 +292,7 @@ class StopSignal:
     """
 
     def __init__(self, rank: int):
-        self.asked, self.rank = 0.0, rank
+        self.requested, self.rank = 0.0, rank
         self.source, self.sink = os.pipe()
         os.set_blocking(self.sink, False)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -301,20 +302,20 @@ class StopSignal:
 
     def listen(self):
         while os.read(self.source, 1):
-            if self.asked and time.monotonic() - self.asked > 0.5:
+            if self.requested and time.monotonic() - self.requested > 0.5:
                 self.tell("ended without saving")
                 os._exit(1)
-            if not self.asked:
-                self.asked = time.monotonic()
+            if not self.requested:
+                self.requested = time.monotonic()
                 self.tell("saving after this step; a second signal ends at once, without saving")
 
     def tell(self, line):
         if self.rank == 0:
-            say(line)
+            print_rank0(line)
 
 
 @contextmanager
-def occupied(out: Path, rank: int):
+def lock_output_dir(out: Path, rank: int):
     """`out` is this run's alone: rank 0 has a lock there that ends with its process, however that
     ends. What it writes into the lock all ranks must find."""
     mark = f"{socket.gethostname()}, process {os.getpid()}, {time.time_ns()}"
@@ -348,9 +349,9 @@ def occupied(out: Path, rank: int):
                                  f"all machines share")
             time.sleep(0.2)
 
-    with together(lambda: lock() if rank == 0 else nullcontext()):
-        wanted = everyones(mark)[0]
-        together(find)
+    with all_ranks(lambda: lock() if rank == 0 else nullcontext()):
+        wanted = all_gather_object(mark)[0]
+        all_ranks(find)
         yield
 
 
@@ -401,7 +402,7 @@ def clock_time(seconds: float) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# Health
+# DivergenceMonitor
 #
 # A loss far above its recent median for several steps, one that is not finite, or a loss scale that
 # would have to fall below its floor: the run has diverged. What the teams of OPT-175B (Zhang et al.
@@ -428,16 +429,16 @@ LR_CUT = 0.6
 
 
 @dataclass
-class Health:
-    """What a run remembers of its health. A function of what all ranks agreed on, so that they
+class DivergenceMonitor:
+    """What a run remembers of its monitor. A function of what all ranks agreed on, so that they
     decide alike; every checkpoint holds it."""
     losses: list = field(default_factory=list)      # the last that were not high
     high: int = 0               # steps in a row with a loss that was
     lr_factor: float = 1.0      # on the schedule's learning rate
     rollbacks: int = 0
-    returned: int = -1          # the step that the last of them went back to
+    last_rollback_step: int = -1          # the step that the last of them went back to
     skipped: list = field(default_factory=list)     # [first, end) of the sequences to leave out
-    asked: str | None = None    # --skip-steps, once it is among them
+    applied_skip: str | None = None    # --skip-steps, once it is among them
     files: list = field(default_factory=list)       # [step, file]: its beginning, then the kept
 
     def limit(self, margin: float) -> float:
@@ -459,7 +460,7 @@ class Health:
         self.skipped[-1][1] = end
         return True
 
-    def watch(self, loss: float, inf_at_floor: bool, skipped_in_a_row: int,
+    def observe(self, loss: float, inf_at_floor: bool, skipped_in_a_row: int,
               config: Config) -> str | None:
         """Take note of a step; the reason if with it the run has diverged. An overflow that a lower
         loss scale can answer is none, nor is a single one where there is no scale."""
@@ -487,7 +488,7 @@ class Health:
         or none whole, the oldest of the later ones, but not the same again; where it began."""
         began, *kept = [f for f in self.files if f[0] < onset] or self.files[:1]
         proven = [f for f in kept if f[0] <= onset - HEALTHY]
-        others = [f for f in kept if f not in proven and f[0] != self.returned]
+        others = [f for f in kept if f not in proven and f[0] != self.last_rollback_step]
         return [*reversed(proven), *others[:1], began]
 
 
@@ -504,24 +505,24 @@ class Run:
         self.train_data, self.val_data = train_data, val_data
         self.precision = PRECISIONS[config.dtype]
         self.writer = checkpoint.Writer(Path(config.out), config.keep)
-        self.model, pieces = local_model(cfg, grid, config.recompute, config.compile)
-        self.flat = FlatParameters(pieces, grid, self.precision.compute, self.precision.master,
+        self.model, specs = build_stage(cfg, grid, config.recompute, config.compile)
+        self.flat = FlatParameters(specs, grid, self.precision.param_dtype, self.precision.master_dtype,
                                    device, config.zero, "cpu" if config.offload else device)
         if config.zero == 3:
             shard_parameters(self.model, self.flat)
         self.restore(state)
-        self.micros = config.batch_size // (grid.dp * config.micro_batch)
+        self.num_microbatches = config.batch_size // (grid.dp * config.micro_batch)
         order = SCHEDULES[config.pp_schedule] if grid.pp > 1 else one_f_one_b
-        self.schedule = order(grid.stage, grid.pp, self.micros)
+        self.schedule = order(grid.stage, grid.pp, self.num_microbatches)
         positions = cfg.seq_len // (grid.tp if grid.sequence_parallel else 1)
         self.boundary = torch.empty(config.micro_batch, positions, cfg.n_embd,
-                                    dtype=self.precision.compute, device=device)
+                                    dtype=self.precision.param_dtype, device=device)
 
     def restore(self, state: dict | None) -> None:
         """Be where the checkpoint was; without one, at step 0."""
         for name in COUNTERS:
             setattr(self, name, 0 if state is None else state[name])
-        self.scaler, self.health = make_scaler(self.config.dtype), Health(files=[[0, None]])
+        self.scaler, self.monitor = make_scaler(self.config.dtype), DivergenceMonitor(files=[[0, None]])
         self.row = {} if state is None else state["row"]        # metrics.jsonl's last
         if state is None:
             self.flat.initialize(self.cfg, self.config.seed)
@@ -529,9 +530,9 @@ class Run:
         checkpoint.restore(state, self.flat)
         if state["config"].get("dtype") == self.config.dtype:
             self.scaler.load_state_dict(state["scaler"])
-        self.health = Health(**state["health"])
+        self.monitor = DivergenceMonitor(**state["monitor"])
 
-    def rows(self, m: int) -> slice:
+    def microbatch_slice(self, m: int) -> slice:
         """Which sequences of a batch are this replica's microbatch m."""
         first = (m * self.grid.dp + self.grid.dp_rank) * self.config.micro_batch
         return slice(first, first + self.config.micro_batch)
@@ -543,7 +544,7 @@ class Run:
             return None, None
         tokens = torch.from_numpy(dataset.windows(np.maximum(windows, 0)))      # (B, T + 1)
         x, y = tokens[:, :-1], tokens[:, 1:].clone()
-        y[torch.from_numpy(windows < 0)] = IGNORE
+        y[torch.from_numpy(windows < 0)] = IGNORE_INDEX
         return (x.to(self.device) if self.grid.is_first else None,
                 y.to(self.device) if self.grid.is_last else None)
 
@@ -555,50 +556,50 @@ class Run:
         recent = deque(maxlen=20)       # seconds of a step
         self.model.train()
         while self.step < config.steps:
-            self.leave_out(metrics)
+            self.skip_excluded(metrics)
             started = time.perf_counter()
             self.step += 1
-            lr = learning_rate(config, self.step) * self.health.lr_factor
+            lr = learning_rate(config, self.step) * self.monitor.lr_factor
             scale = self.scaler.scale
 
             # batch
-            windows = self.train_data.order(config.seed, self.sequences, config.batch_size)
-            batch = [self.load(self.train_data, windows[self.rows(m)]) for m in range(self.micros)]
+            windows = self.train_data.sample_indices(config.seed, self.consumed_samples, config.batch_size)
+            batch = [self.load(self.train_data, windows[self.microbatch_slice(m)]) for m in range(self.num_microbatches)]
             inputs, targets = zip(*batch)
             holder = [grid.dp_rank] + [grid.tp_rank] * grid.sequence_parallel   # of rows, positions
-            keys = [seed_of(config.seed, self.step, m, *holder) for m in range(self.micros)]
-            self.sequences += config.batch_size
+            dropout_seeds = [derive_seed(config.seed, self.step, m, *holder) for m in range(self.num_microbatches)]
+            self.consumed_samples += config.batch_size
             self.tokens += step_tokens
 
             # forward, backward, reduce
             flat.zero_grad()
             loss = run_schedule(self.schedule, self.model, grid, inputs, targets, self.boundary,
-                                keys, scale / step_tokens, before_backward=flat.arm)
-            flat.finish_reduction()
+                                dropout_seeds, scale / step_tokens, before_backward=flat.prepare_grad_sync)
+            flat.finish_grad_sync()
 
             # agree: loss, norms, squares that tell an overflow, wish to stop
             own_loss, norms = loss, self.model.head.norms if speaks_for_norms else 0.0
-            news = torch.stack([loss / step_tokens * speaks_for_loss, *flat.square_sums(),
-                                torch.tensor(float(stop.asked > 0), device=self.device),
+            stats = torch.stack([loss / step_tokens * speaks_for_loss, *flat.square_sums(),
+                                torch.tensor(float(stop.requested > 0), device=self.device),
                                 loss.new_zeros(()) + norms / step_tokens])
-            news = all_reduce(news, grid.group("world")).wait()
-            loss, squares, overflow, stopping, activation_norm = news.tolist()
+            stats = all_reduce(stats, grid.group("world")).wait()
+            loss, squares, overflow, stopping, activation_norm = stats.tolist()
             grad_norm = math.sqrt(squares) / scale
             found_inf = not (math.isfinite(loss) and math.isfinite(overflow))
 
             # watch
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if found_inf else 0
             at_floor = scale <= self.scaler.min_scale           # always true outside fp16
-            left_out = self.health.goes_on(self.sequences - config.batch_size, self.sequences,
+            left_out = self.monitor.goes_on(self.consumed_samples - config.batch_size, self.consumed_samples,
                                            loss, config.spike_margin)
-            reason = None if left_out else self.health.watch(
+            reason = None if left_out else self.monitor.observe(
                 loss, found_inf and at_floor, self.skipped_in_a_row, config)
 
             # unscale, clip, step, or skip
             if not found_inf and not left_out:
-                flat.update(clip_factor(grad_norm, config.clip, scale), self.adam_steps + 1, lr,
+                flat.step(clip_factor(grad_norm, config.clip, scale), self.optimizer_steps + 1, lr,
                             config.beta1, config.beta2, config.weight_decay)
-                self.adam_steps += 1
+                self.optimizer_steps += 1
             self.scaler.update(found_inf)
             elapsed = time.perf_counter() - started
             recent.append(elapsed)
@@ -607,7 +608,7 @@ class Run:
                        activation_norm=activation_norm,
                        tokens_per_second=round(step_tokens / elapsed, 1))
             self.tell(metrics, row, left_out, reason,
-                      self.post_mortem(own_loss.item(), windows) if found_inf else {})
+                      self.locate_nonfinite(own_loss.item(), windows) if found_inf else {})
 
             # roll back; or save, evaluate, log
             if reason is not None and config.rollback == "on":
@@ -630,28 +631,28 @@ class Run:
                 self.fail(metrics, f"{MAX_SKIPPED} steps in a row were not finite, at a loss scale "
                                    f"of {scale:g} that cannot fall")
             if last:
-                together(self.writer.last)
+                all_ranks(self.writer.last)
             if stopping:
                 metrics.write(event="stop", step=self.step)
                 if grid.rank == 0:
                     how = ("the same command goes on" if config.resume == "auto" else
                            "go on with --resume auto")
-                    say(f"stopped and saved after step {self.step}; {how}")
+                    print_rank0(f"stopped and saved after step {self.step}; {how}")
                 return
 
     def tell(self, metrics: Metrics, row: dict, left_out: bool, reason: str | None,
-             post_mortem: dict) -> None:
+             locate_nonfinite: dict) -> None:
         """Events of a step that was not as usual: before its save, so that a kill keeps them."""
         seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
-        if post_mortem:
-            metrics.write(event="skip", reason="not finite", **seen, **post_mortem)
+        if locate_nonfinite:
+            metrics.write(event="skip", reason="not finite", **seen, **locate_nonfinite)
         if left_out:
             metrics.write(event="skip", reason="the loss is high behind batches left out", **seen)
         if reason is not None:
-            limit = self.health.limit(self.config.spike_margin)
+            limit = self.monitor.limit(self.config.spike_margin)
             metrics.write(event="spike", reason=reason, limit=limit, **seen)
             if self.grid.rank == 0:
-                say(f"diverged: {reason}")
+                print_rank0(f"diverged: {reason}")
 
     def log(self, metrics: Metrics, row: dict, recent) -> None:
         metrics.write(**row)
@@ -664,26 +665,26 @@ class Run:
                f"{self.config.out}/metrics.jsonl, and go on from an older checkpoint with a lower "
                f"--lr, a tighter --clip or --skip-steps", 1)
 
-    def leave_out(self, metrics: Metrics) -> None:
+    def skip_excluded(self, metrics: Metrics) -> None:
         """Move on over the batches that come next in the data but are to be left out."""
-        position, batch = self.sequences, self.config.batch_size
+        position, batch = self.consumed_samples, self.config.batch_size
         first, last = step_range(self.config.skip_steps or "")
-        if first <= self.step + 1 <= last and self.health.asked != self.config.skip_steps:
-            self.health.asked = self.config.skip_steps
-            self.health.skipped.append([position, position + (last - self.step) * batch])
-        for first, end in sorted(self.health.skipped):
-            if first <= self.sequences < end:
-                self.sequences = end
-        if self.sequences > position:
+        if first <= self.step + 1 <= last and self.monitor.applied_skip != self.config.skip_steps:
+            self.monitor.applied_skip = self.config.skip_steps
+            self.monitor.skipped.append([position, position + (last - self.step) * batch])
+        for first, end in sorted(self.monitor.skipped):
+            if first <= self.consumed_samples < end:
+                self.consumed_samples = end
+        if self.consumed_samples > position:
             metrics.write(event="skip", step=self.step + 1, reason="left out",
-                          batches=(self.sequences - position) // batch, sequences=[
-                              position, self.sequences])
+                          batches=(self.consumed_samples - position) // batch, sequences=[
+                              position, self.consumed_samples])
 
-    def post_mortem(self, own_loss: float, windows) -> dict:
+    def locate_nonfinite(self, own_loss: float, windows) -> dict:
         """Where a number is not finite: the first rank whose own loss is not, or else whose
         gradients; a parameter with such a gradient, of the last stage that has one; and the windows
         of the data, from which TokenDataset.windows makes the same batch again."""
-        found = everyones([not math.isfinite(own_loss), self.flat.not_finite()])
+        found = all_gather_object([not math.isfinite(own_loss), self.flat.not_finite()])
         of_loss = [rank for rank, (loss, _) in enumerate(found) if loss]
         of_gradient = [rank for rank, (_, name) in enumerate(found) if name is not None]
         return dict(what="loss" if of_loss else "gradient", rank=(of_loss or of_gradient)[0],
@@ -693,50 +694,50 @@ class Run:
     def roll_back(self, reason: str, metrics: Metrics) -> None:
         """Go back to a healthy checkpoint, and write down there what is to be different, before
         anything else happens: from then on a kill loses nothing."""
-        config, health, grid, diverged_at = self.config, self.health, self.grid, self.step
-        if health.rollbacks >= config.max_rollbacks:
-            self.fail(metrics, f"{reason}, and --max-rollbacks {health.rollbacks} are spent")
-        bad, batch = max(health.high, self.skipped_in_a_row), config.batch_size
+        config, monitor, grid, diverged_at = self.config, self.monitor, self.grid, self.step
+        if monitor.rollbacks >= config.max_rollbacks:
+            self.fail(metrics, f"{reason}, and --max-rollbacks {monitor.rollbacks} are spent")
+        bad, batch = max(monitor.high, self.skipped_in_a_row), config.batch_size
         onset = diverged_at - bad + 1
-        skip = [self.sequences - (bad + LEAD_IN) * batch, self.sequences]
+        skip = [self.consumed_samples - (bad + LEAD_IN) * batch, self.consumed_samples]
 
         def choose():
             self.writer.wait()                          # what it writes may be the one
             return choose_checkpoint([name and Path(config.out, name)
-                                      for _, name in health.candidates(onset)])
+                                      for _, name in monitor.candidates(onset)])
 
-        path, events = on_rank_0(choose)
-        state = together(lambda: path and checkpoint.load(path))
+        path, events = on_rank0(choose)
+        state = all_ranks(lambda: path and checkpoint.load(path))
         self.restore(state)
-        skip[0] = max(skip[0], self.sequences)
-        rollbacks, cuts = health.rollbacks + 1, 1 if self.step > health.returned else 3
-        self.health = dataclasses.replace(
-            self.health, rollbacks=rollbacks, lr_factor=health.lr_factor * LR_CUT ** cuts,
-            skipped=[*health.skipped, skip], asked=health.asked, returned=self.step,
-            files=health.files)
-        told = dict(to=self.step, sequences=skip, lr_factor=self.health.lr_factor,
+        skip[0] = max(skip[0], self.consumed_samples)
+        rollbacks, cuts = monitor.rollbacks + 1, 1 if self.step > monitor.last_rollback_step else 3
+        self.monitor = dataclasses.replace(
+            self.monitor, rollbacks=rollbacks, lr_factor=monitor.lr_factor * LR_CUT ** cuts,
+            skipped=[*monitor.skipped, skip], applied_skip=monitor.applied_skip, last_rollback_step=self.step,
+            files=monitor.files)
+        told = dict(to=self.step, sequences=skip, lr_factor=self.monitor.lr_factor,
                     rollbacks=rollbacks)
         for event in [*events, dict(event="rollback", reason=reason, **told)]:
             metrics.write(**event, step=diverged_at)
         if grid.rank == 0:
-            say(f"rollback {rollbacks} of at most {config.max_rollbacks}: back to step "
+            print_rank0(f"rollback {rollbacks} of at most {config.max_rollbacks}: back to step "
                 f"{self.step}, leaving out {(skip[1] - skip[0]) // batch} batches up to step "
-                f"{diverged_at}'s, learning rate x {self.health.lr_factor:.3g} from now on")
+                f"{diverged_at}'s, learning rate x {self.monitor.lr_factor:.3g} from now on")
         self.save()
-        together(self.writer.last)
+        all_ranks(self.writer.last)
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss in nats on fixed validation windows, the same in every layout."""
         self.model.eval()
         count = min(self.val_data.n_windows, EVAL_SEQUENCES)
-        micros = -(-count // (self.grid.dp * self.config.micro_batch))
-        windows = np.full(micros * self.grid.dp * self.config.micro_batch, -1)
+        num_microbatches = -(-count // (self.grid.dp * self.config.micro_batch))
+        windows = np.full(num_microbatches * self.grid.dp * self.config.micro_batch, -1)
         windows[:count] = np.linspace(0, self.val_data.n_windows - 1, count).astype(np.int64)
-        batch = [self.load(self.val_data, windows[self.rows(m)]) for m in range(micros)]
+        batch = [self.load(self.val_data, windows[self.microbatch_slice(m)]) for m in range(num_microbatches)]
         inputs, targets = zip(*batch)
-        total = run_schedule([("F", m) for m in range(micros)], self.model, self.grid, inputs,
-                             targets, self.boundary, [0] * micros)
+        total = run_schedule([("F", m) for m in range(num_microbatches)], self.model, self.grid, inputs,
+                             targets, self.boundary, [0] * num_microbatches)
         total *= self.grid.tp_rank == 0                         # tensor neighbours have the same
         all_reduce(total, self.grid.group("world")).wait()
         self.model.train()
@@ -745,18 +746,18 @@ class Run:
     def save(self) -> None:
         """Gather on rank 0, where a thread writes it while training goes on."""
         started, row = time.perf_counter(), dict(self.row)
-        began, *files = self.health.files
+        began, *files = self.monitor.files
         files = [f for f in files if f[0] < self.step]
         files.append([self.step, checkpoint.step_file(Path(), self.step).name])
-        self.health.files = [began, *files[-self.config.keep:]]
-        whole = checkpoint.gather(self.flat, self.cfg, self.grid, checkpoint.STATE.values())
+        self.monitor.files = [began, *files[-self.config.keep:]]
+        whole = checkpoint.gather_full_state(self.flat, self.cfg, self.grid, checkpoint.STATE.values())
         if whole is not None:                   # on rank 0
             self.writer.submit(dict(
-                format=2, **{name: getattr(self, name) for name in COUNTERS}, row=row,
+                format=3, **{name: getattr(self, name) for name in COUNTERS}, row=row,
                 config=dataclasses.asdict(self.config), model=dataclasses.asdict(self.cfg),
                 tokenizer=self.train_data.meta["tokenizer"],
                 data=self.train_data.meta["fingerprint"], scaler=self.scaler.state_dict(),
-                health=dataclasses.asdict(self.health),
+                monitor=dataclasses.asdict(self.monitor),
                 **{key: whole[name] for key, name in checkpoint.STATE.items()}))
         self.row["save_seconds"] = round(time.perf_counter() - started, 4)
 
@@ -769,7 +770,7 @@ class Run:
                 f"{row['tokens_per_second']:,.0f} tok/s")
         if self.config.dtype == "fp16":
             line += f"  scale {row['loss_scale']:g}"
-        if self.device.type == "cuda" and self.precision.compute.itemsize == 2:
+        if self.device.type == "cuda" and self.precision.param_dtype.itemsize == 2:
             name = torch.cuda.get_device_name(self.device)
             peak = next((flops for word, flops in PEAK_FLOPS.items() if word in name), None)
             if peak is not None:
@@ -780,7 +781,7 @@ class Run:
             line += "  skipped: a gradient is not finite"
         if "val_loss" in row:
             line += "\n" + self.describe(row["val_loss"])
-        say(line)
+        print_rank0(line)
 
     def describe(self, val_loss: float) -> str:
         bytes_per_token = self.val_data.meta["bytes_per_token"]
@@ -807,7 +808,7 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def meet(rank: int, world: int, timeout: timedelta) -> dist.Store:
+def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
     """The store through which this start's ranks find each other. torchrun's own outlives a restart
     of the group, with the addresses of dead processes in it (pytorch issue 135712), and its count
     of restarts differs between machines. So rank 0 tells whom it has met until each answers that it
@@ -835,7 +836,7 @@ def meet(rank: int, world: int, timeout: timedelta) -> dist.Store:
 def files_to_resume(config: Config, given: dict, restarted: bool) -> list[Path]:
     """The checkpoints to go on from, best first; none for a fresh run. A run that torchrun starts
     again goes on with what it wrote itself, whatever it was to begin with."""
-    found = checkpoint.newest_first(Path(config.out))
+    found = checkpoint.list_checkpoints(Path(config.out))
     if config.resume in ("auto", "never"):
         if found and config.resume == "never" and not restarted:
             raise ValueError(f"--resume never, but {config.out} holds {found[0].name}: give "
@@ -843,7 +844,7 @@ def files_to_resume(config: Config, given: dict, restarted: bool) -> list[Path]:
         return found
     own = []
     for path in found if restarted else []:
-        with suppress(checkpoint.Damaged):
+        with suppress(checkpoint.CorruptCheckpoint):
             stored = checkpoint.load(path)["config"]
             own += [path] * all(stored.get(name) == value for name, value in given.items())
     return [*own, Path(config.resume)]
@@ -858,25 +859,25 @@ def choose_checkpoint(files: list) -> tuple[Path | None, list[dict]]:
         events.append(dict(event="damaged", path=str(path), reason=str(error)))
         print(f"train.py: warning: {error}; passed over", file=sys.stderr, flush=True)
 
-    return checkpoint.first_whole(files, passed_over), events
+    return checkpoint.latest_valid(files, passed_over), events
 
 
-def begin_anew(state: dict, path: Path, own_lr: bool) -> None:
+def start_branch(state: dict, path: Path, own_lr: bool) -> None:
     """A file given by hand is where a branch of the run begins: healthy, with no rollbacks yet, and
     without earlier corrections of a learning rate that is given too."""
     lasting = checkpoint.step_file(path.parent, state["step"])      # latest.pt will be another
     path = lasting if path.name == "latest.pt" and lasting.exists() else path
-    state["health"].update(files=[[state["step"], str(path.resolve())]], rollbacks=0, returned=-1)
+    state["monitor"].update(files=[[state["step"], str(path.resolve())]], rollbacks=0, last_rollback_step=-1)
     if own_lr:
-        state["health"]["lr_factor"] = 1.0
+        state["monitor"]["lr_factor"] = 1.0
     with suppress(OSError):
         os.utime(path)          # newer than what the branch that is left has written since
 
 
-def plan(given: dict, state: dict | None, world: int):
+def validate(given: dict, state: dict | None, world: int):
     """Flags and checkpoint -> config, model shape, datasets. Raises ValueError or OSError for
     whatever cannot run, without communication."""
-    config, shape = settle(given, state)
+    config, shape = merge_config(given, state)
     train_data = TokenDataset(config.data, "train", shape["seq_len"])
     val_data = TokenDataset(config.data, "val", shape["seq_len"])
     meta = train_data.meta
@@ -907,26 +908,26 @@ def plan(given: dict, state: dict | None, world: int):
     return config, cfg, train_data, val_data
 
 
-def introduce(run: Run) -> None:
+def print_summary(run: Run) -> None:
     """What is about to run, in a few lines."""
     config, cfg, grid, train_data = run.config, run.cfg, run.grid, run.train_data
     epochs = config.steps * config.batch_size / train_data.n_windows
-    say(f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
+    print_rank0(f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
         f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
         f"{flops_per_token(cfg):.3g} FLOPs a token")
     options = [f"zero {config.zero}", *[config.pp_schedule] * (grid.pp > 1),
                *(name for name in ("recompute", "sequence_parallel", "offload", "compile")
                  if getattr(config, name))]
-    say(f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {config.dtype}, "
+    print_rank0(f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {config.dtype}, "
         + ", ".join(options).replace("_", " "))
     memory = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in run.flat.memory().items())
     memory += " (the last in host memory)" if config.offload else ""
     activations = activation_bytes(cfg, grid, run.schedule, config.micro_batch,
                                    run.boundary.itemsize, config.recompute)
-    say(f"memory   {memory}, activations about {activations / 1e6:,.1f} MB (rank 0)")
-    say(f"batch    {config.batch_size} sequences = dp {grid.dp} x {run.micros} microbatches x "
+    print_rank0(f"memory   {memory}, activations about {activations / 1e6:,.1f} MB (rank 0)")
+    print_rank0(f"batch    {config.batch_size} sequences = dp {grid.dp} x {run.num_microbatches} microbatches x "
         f"{config.micro_batch} sequences; {config.batch_size * cfg.seq_len:,} tokens a step")
-    say(f"data     {train_data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
+    print_rank0(f"data     {train_data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
         f"{epochs:.2f} epochs")
 
 
@@ -938,9 +939,9 @@ def start(run: Run, state: dict | None, path: Path | None, events: list[dict],
     if config.eval_only:
         val_loss = run.evaluate()
         if rank == 0:
-            say(f"{path}, step {run.step}: {run.describe(val_loss)}")
+            print_rank0(f"{path}, step {run.step}: {run.describe(val_loss)}")
         return
-    metrics = together(lambda: Metrics(Path(config.out), rank))
+    metrics = all_ranks(lambda: Metrics(Path(config.out), rank))
     stop = StopSignal(rank)
     settings = dataclasses.asdict(config)
     if state is None:
@@ -948,7 +949,7 @@ def start(run: Run, state: dict | None, path: Path | None, events: list[dict],
     elif run.row:
         # A kill between the checkpoint and its row, or in the evaluation, has left a gap. (A row of
         # the same step may also be of another branch, that ended in a rollback: its speed differs.)
-        written = on_rank_0(lambda: metrics.last_row(run.step))
+        written = on_rank0(lambda: metrics.last_row(run.step))
         mine = written.get("tokens_per_second") == run.row["tokens_per_second"]
         row = written if mine else run.row
         if "val_loss" not in row and (run.step == config.steps
@@ -958,7 +959,7 @@ def start(run: Run, state: dict | None, path: Path | None, events: list[dict],
             metrics.write(**row)
     if run.step >= config.steps:
         if rank == 0:
-            say(f"{path} is step {run.step} of {config.steps}: nothing left to do; raise --steps "
+            print_rank0(f"{path} is step {run.step} of {config.steps}: nothing left to do; raise --steps "
                 f"to go on, or give another --out")
         return
     if state is not None:
@@ -966,37 +967,37 @@ def start(run: Run, state: dict | None, path: Path | None, events: list[dict],
                    for f in dataclasses.fields(Config) if not f.metadata["local"]
                    and state["config"].get(f.name) != settings[f.name]}
         for event in [*events, dict(event="resume", path=str(path), given=given, changed=changed,
-                                    lr_factor=run.health.lr_factor, config=settings)]:
+                                    lr_factor=run.monitor.lr_factor, config=settings)]:
             metrics.write(**event, step=run.step)
     if rank == 0:
-        introduce(run)
+        print_summary(run)
         if state is not None:
             differs = "".join(f", {name.replace('_', ' ')} {now} instead of {before}"
                               for name, (before, now) in changed.items())
-            cut = f", learning rate x {run.health.lr_factor:.3g}" * (run.health.lr_factor != 1)
-            say(f"resume   {path}, after step {run.step}{differs}{cut}")
+            cut = f", learning rate x {run.monitor.lr_factor:.3g}" * (run.monitor.lr_factor != 1)
+            print_rank0(f"resume   {path}, after step {run.step}{differs}{cut}")
         if "skip_steps" in given and step_range(config.skip_steps)[1] <= run.step:
-            say(f"skip     the steps {config.skip_steps} lie behind: there is nothing to skip")
+            print_rank0(f"skip     the steps {config.skip_steps} lie behind: there is nothing to skip")
     run.train(metrics, stop)
 
 
 def work(config: Config, given: dict, files: list, job, device, rank: int, world: int) -> None:
     """From here on all ranks go together: choose a checkpoint, check the data, run."""
     state, path, events = None, None, []
-    files = everyones(files)[0]
+    files = all_gather_object(files)[0]
     if files:
         if files == [Path(config.resume)]:              # the user's choice, with no other to take
-            on_rank_0(lambda: checkpoint.must_be_whole(files[0]))
-        path, events = on_rank_0(lambda: choose_checkpoint(files))
-        state = together(lambda: checkpoint.load(path))
+            on_rank0(lambda: checkpoint.must_be_whole(files[0]))
+        path, events = on_rank0(lambda: choose_checkpoint(files))
+        state = all_ranks(lambda: checkpoint.load(path))
         if path == Path(config.resume) and not config.eval_only:
-            begin_anew(state, path, "lr" in given)
-        job = together(lambda: plan(given, state, world))
+            start_branch(state, path, "lr" in given)
+        job = all_ranks(lambda: validate(given, state, world))
     config, cfg, train_data, val_data = job
-    agree([dataset.meta["fingerprint"] for dataset in (train_data, val_data)],
+    assert_equal_across_ranks([dataset.meta["fingerprint"] for dataset in (train_data, val_data)],
           f"the ranks find different data in {config.data}: copy it anew")
     for dataset in (train_data, val_data):
-        together(lambda: dataset.check(rank, world))
+        all_ranks(lambda: dataset.check(rank, world))
 
     grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel,
                      timedelta(seconds=config.timeout))
@@ -1006,8 +1007,8 @@ def work(config: Config, given: dict, files: list, job, device, rank: int, world
             del state[name]                             # the file is mapped no longer
         try:
             start(run, state, path, events, given)
-        except Broken as error:
-            raise Broken(f"stage {grid.stage}, step {run.step}: {error}") from error
+        except PeerError as error:
+            raise PeerError(f"stage {grid.stage}, step {run.step}: {error}") from error
         finally:
             run.writer.wait()   # while `out` is still locked
     finally:
@@ -1028,12 +1029,12 @@ def main() -> None:
         files = files_to_resume(config, given, restarted)
         if not files and config.eval_only:
             raise ValueError(f"--eval-only, but {config.out} holds no checkpoint")
-        with suppress(checkpoint.Damaged):      # which is told below, or passed over
+        with suppress(checkpoint.CorruptCheckpoint):      # which is told below, or passed over
             try:
-                job = plan(given, checkpoint.load(files[0]) if files else None, world)
+                job = validate(given, checkpoint.load(files[0]) if files else None, world)
             except ValueError:
                 if files:
-                    checkpoint.verify(files[0])     # Damaged: then it is not the user's mistake
+                    checkpoint.verify(files[0])     # CorruptCheckpoint: then it is not the user's mistake
                 raise
     except (ValueError, OSError) as error:
         give_up(error, rank)
@@ -1043,13 +1044,13 @@ def main() -> None:
     try:
         if world > 1:
             timeout = timedelta(seconds=config.timeout)
-            with waiting("start of the process group"):
+            with comm_errors("start of the process group"):
                 dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                                        store=meet(rank, world, timeout), rank=rank,
+                                        store=rendezvous(rank, world, timeout), rank=rank,
                                         world_size=world, timeout=timeout)
-        with nullcontext() if config.eval_only else occupied(Path(config.out), rank):
+        with nullcontext() if config.eval_only else lock_output_dir(Path(config.out), rank):
             work(config, given, files, job, device, rank, world)
-    except Broken as error:
+    except PeerError as error:
         # Without the others there is nothing to save, and no orderly way out.
         print(f"train.py: rank {rank}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
