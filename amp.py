@@ -1,4 +1,6 @@
-"""Low-precision arithmetic: what is kept in which type, and the dynamic loss scaler.
+"""What the numbers of a step permit: update, skip, or roll back.
+
+Mixed precision (which type each tensor has), the loss scaler, and the monitor of divergence.
 
                  parameters, activations     gradients, masters, Adam's moments
     fp32                fp32                              fp32 (the parameter is its own master)
@@ -16,13 +18,14 @@ One step in 16 bits (Micikevicius et al. 2018, "Mixed Precision Training", secti
 
 bf16 has the exponent of fp32, so it needs steps 1, 3 and 4 but no scale.
 
-What a skipped step means. An overflow anywhere, on any rank, skips the update everywhere: masters,
-moments and Adam's own count stay as they are. The step number, the learning rate's schedule and
-the position in the data move on, and the batch is not tried again: its gradient at a lower scale
-is worth no more than the next batch's, and a batch that always overflows would stop the run.
+An overflow anywhere, on any rank, skips the update everywhere: masters, moments and Adam's own
+count stay as they are. The step number, the learning rate's schedule and the position in the data
+move on, and the batch is not tried again: its gradient at a lower scale is worth no more than the
+next batch's, and a batch that always overflows would stop the run.
 """
 import math
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, field
 
 import torch
 
@@ -102,3 +105,119 @@ def clip_factor(norm: float, clip: float, scale: float) -> float:
     global norm (unscaled) above `clip` is brought down to it (Pascanu et al. 2013); clip 0: as is.
     """
     return (min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0) / scale
+
+
+# ---------------------------------------------------------------------------------------------
+# The monitor of divergence
+#
+# A loss far above its recent median for several steps, one that is not finite, an fp16 overflow at
+# the minimum scale, or MAX_SKIPPED skipped steps in a row: the run has diverged. What the teams of
+# OPT-175B (Zhang et al. 2022, section 2.5, and their logbook) and PaLM (Chowdhery et al. 2022,
+# section 5.1) then did by hand happens by itself, up to --max-rollbacks times:
+#
+#     loss                                 x x x                  x high
+#        \_____                         x                         o healthy checkpoint: no high loss
+#              \___o________o___________/                           in the HEALTHY_STEPS after it
+#                  |           |////////////|
+#          go back there,     skip these batches        at learning rate x LR_CUT
+#
+# The steps are done again, on the batches behind the skipped ones; the first of these are dropped
+# too, for as long as their loss is high. If the run comes back to the same checkpoint again, or to
+# an older one, the learning rate was not cut enough: then it is cut three times.
+# ---------------------------------------------------------------------------------------------
+
+WINDOW, MIN_WINDOW = 64, 16     # losses that make the median, and the fewest that do
+MAX_SKIPPED = 20                # steps in a row without an update that make a divergence
+HEALTHY_STEPS = 16              # steps without a high loss that prove a checkpoint healthy
+LEAD_IN = 8                     # batches before the first high loss that are skipped
+MAX_EXCLUDED = 500              # batches skipped in one go, at most
+LR_CUT = 0.6
+
+
+@dataclass
+class DivergenceMonitor:
+    """What a run remembers of its losses and rollbacks, and its verdict on each step. A function of
+    numbers that all ranks agree on, so they decide alike; every checkpoint holds it."""
+    losses: list = field(default_factory=list)      # the last that were not high
+    high: int = 0               # steps in a row whose loss was
+    skipped_steps: int = 0      # steps in a row without an update
+    lr_factor: float = 1.0      # on the schedule's learning rate
+    rollbacks: int = 0
+    last_rollback_step: int = -1                    # where the last of them went back to
+    excluded: list = field(default_factory=list)    # [first, end) of the samples to pass over
+    applied_skip: str | None = None                 # --skip-steps, once it is among them
+    checkpoints: list = field(default_factory=list)     # [step, file]: its start, then the kept
+
+    def limit(self, margin: float) -> float:
+        """The highest loss that is no spike. A deviation is measured between neighbours, so that a
+        falling loss does not count as noise: their median distance times 1.4826 / sqrt 2, which is
+        sigma if the noise is normal; or 1% of the median if that is more."""
+        if len(self.losses) < MIN_WINDOW:
+            return math.inf
+        middle = statistics.median(self.losses)
+        distance = statistics.median(abs(a - b) for a, b in zip(self.losses, self.losses[1:]))
+        return middle + margin * max(1.4826 / math.sqrt(2) * distance, middle / 100)
+
+    def observe(self, loss: float, found_inf: bool, overflow_at_floor: bool,
+                samples: tuple[int, int], config) -> tuple[str, str | None]:
+        """Judge a step that read the samples [first, end); `config` has --spike-margin,
+        --spike-steps and --rollback. Returns a verdict, and the reason of a divergence:
+
+            "rollback"  the run has diverged; an fp16 overflow above the minimum scale is none
+            "drop"      the batch lies right behind an excluded one, and its loss is high too
+            "update"    anything else
+        """
+        limit = self.limit(config.spike_margin)
+        self.skipped_steps = self.skipped_steps + 1 if found_inf else 0
+        first, end = samples
+        if (not loss <= limit and self.excluded and self.excluded[-1][1] == first
+                and first - self.excluded[-1][0] < MAX_EXCLUDED * (end - first)):
+            self.excluded[-1][1] = end
+            return "drop", None
+        reason = ("the loss is not finite" if not math.isfinite(loss) else
+                  "a gradient is not finite, and the loss scale is at its floor"
+                  if overflow_at_floor else
+                  f"{MAX_SKIPPED} steps in a row were skipped"
+                  if self.skipped_steps >= MAX_SKIPPED else None)
+        if reason is not None:
+            self.high = max(self.high + 1, config.spike_steps)
+        elif loss > limit:
+            self.high += 1
+            reason = f"the loss was above {limit:.4f} for {self.high} steps, now {loss:.4f}"
+        else:
+            self.high = 0
+            self.losses = [*self.losses, loss][-WINDOW:]
+        if config.rollback == "on":
+            return ("rollback", reason) if self.high >= config.spike_steps else ("update", None)
+        return "update", reason if self.high == config.spike_steps else None
+
+    def candidates(self, onset: int) -> list:
+        """[step, file] to go back to from a divergence that began at step `onset`, best first:
+        those proven healthy, the newest first; if there are none, or none whole, the oldest of the
+        later ones, but not the same again; where the run began."""
+        began, *kept = [c for c in self.checkpoints if c[0] < onset] or self.checkpoints[:1]
+        proven = [c for c in kept if c[0] <= onset - HEALTHY_STEPS]
+        others = [c for c in kept if c not in proven and c[0] != self.last_rollback_step]
+        return [*reversed(proven), *others[:1], began]
+
+    def rolled_back(self, step: int, samples: list, then: "DivergenceMonitor") -> None:
+        """Record a rollback to `step`, where the monitor was `then`, that excludes these
+        samples [first, end): the losses are those of then, what has been learned since stays."""
+        self.losses, self.high, self.skipped_steps = then.losses, then.high, then.skipped_steps
+        self.lr_factor *= LR_CUT if step > self.last_rollback_step else LR_CUT ** 3
+        self.rollbacks += 1
+        self.last_rollback_step = step
+        self.excluded.append(samples)
+
+    def skip_excluded(self, sample: int) -> int:
+        """The first sample from this one on that is not to be passed over."""
+        for first, end in sorted(self.excluded):
+            if first <= sample < end:
+                sample = end
+        return sample
+
+    def add_checkpoint(self, step: int, name: str, keep: int) -> None:
+        """Note a checkpoint that is about to be written; of those after the start, `keep` stay."""
+        began, *kept = self.checkpoints
+        kept = [c for c in kept if c[0] < step] + [[step, name]]
+        self.checkpoints = [began, *kept[-keep:]]

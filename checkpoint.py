@@ -1,7 +1,7 @@
-"""State to disk and back. A checkpoint has no layout.
+"""State to disk and back, and the directory of a run. A checkpoint has no layout.
 
     every rank                     rank 0                            out/
-    slices of flat buffers  -->  whole tensors by global name  -->  step_00000200.pt  <-+ hard link
+    shards of flat buffers  -->  whole tensors by global name  -->  step_00000200.pt  <-+ hard link
     (tp, pp, ZeRO, 16 bit)       (fp32 masters, Adam's moments)     latest.pt  ---------+
 
 One file holds the whole state under global names: layers numbered through, tied weights once, no
@@ -9,37 +9,44 @@ vocabulary padding. So any layout, and sample.py in one process, loads what any 
 the price is that one host's memory must hold the model with its two moments.
 
     format      3
-    step        the last step done            sequences  read so far: the position in the data
-    tokens      read so far                   optimizer_steps updates done: steps without the skipped
-    row         metrics.jsonl's of this step  skipped_in_a_row   steps, up to this one
+    step        the last step done            consumed_samples  read so far: the data position
+    tokens      read so far                   optimizer_steps   updates: steps that were not skipped
     config      train.py's flags              model      GPTConfig as a dict
     tokenizer   its name                      data       fingerprint of what it was trained on
-    scaler      LossScaler.state_dict()              health     train.py's DivergenceMonitor as a dict
+    scaler      its state_dict()              monitor    DivergenceMonitor as a dict
     parameters, exp_avg, exp_avg_sq           {global name: tensor}
 
-The file appears whole or not at all (written aside, fsync, os.replace), and only plain types and
-tensors are in it: it is read with weights_only=True, which runs no code from the file. A file is a
+The file appears whole or not at all (written aside, fsync, os.replace), and it holds only plain
+types and tensors: it is read with weights_only=True, which runs no code from the file. A file is a
 zip, whose members carry CRCs; torch.load does not look at them, `verify` does.
 
 Training waits only for the copy to rank 0's host memory. A thread there writes it (`Writer`) while
 the next steps run, so for that long the host holds the state twice.
 """
+import fcntl
+import json
+import math
 import os
 import pickle
 import re
 import shutil
+import socket
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from model import GPT, GPTConfig
-from parallel import FlatParameters, Grid, build_stage, make_buckets, comm_errors
+from parallel import (FlatParameters, Grid, RunError, build_stage, comm_errors, make_buckets,
+                      param_specs)
 
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+KEYS = {"format", "step", "consumed_samples", "tokens", "optimizer_steps", "config", "model",
+        "tokenizer", "data", "scaler", "monitor", *STATE}
 STEP_FILE = re.compile(r"step_(\d{8})\.pt")
 
 
@@ -47,8 +54,12 @@ class CorruptCheckpoint(ValueError):
     """The file is not a whole checkpoint."""
 
 
-class NoValidCheckpoint(RuntimeError):
-    """What a run needs is lost: each of its checkpoints is damaged, or the last was not written."""
+class NoValidCheckpoint(RunError):
+    """Each of a run's checkpoints is damaged."""
+
+
+class SaveFailed(RunError):
+    """A checkpoint that must not be missing was not written."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -61,47 +72,56 @@ def gather_full_state(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -
     """{name: {global parameter name: whole CPU tensor}} for the flat tensors `names` of all ranks,
     on rank 0; None on the others. Every rank must call it.
 
-    Bucket by bucket, the ranks that keep something send it one after the other: the first
-    replica's, or with ZeRO those of all replicas, which keep a slice each. Rank 0 knows the layout
-    of each stage, because it is a function of (config, dp, stage).
+    Bucket by bucket, the ranks that keep something send it: the first replica's, or with ZeRO those
+    of all replicas, which keep a shard each. Rank 0 knows the layout of each stage, because it is a
+    function of (config, stage).
     """
-    whole = {name: {} for name in names}
+    full = {name: {} for name in names}
     for stage in range(grid.pp):
         buckets = flat.buckets if grid.stage == stage else []
-        if grid.rank == 0:
-            _, specs = build_stage(cfg, Grid(grid.dp, grid.pp, grid.tp, rank=stage * grid.tp))
-            buckets = make_buckets(specs, grid.dp)
-        sources = grid.ranks[:flat.shards, stage].T.tolist()        # of each tensor rank
+        if grid.rank == 0 and stage > 0:
+            there = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp)
+            buckets = make_buckets(param_specs(build_stage(cfg, there), cfg, there), grid.dp)
+        sources = grid.ranks[:flat.num_shards, stage].T.tolist()        # [tp rank][shard]
         for i, bucket in enumerate(buckets):
             for name in names:
-                slices = {}
-                for source in sum(sources, []):
-                    if grid.rank == source:
-                        slices[source] = flat.buckets[i].shard[name].cpu()
-                        if source != 0:
-                            with comm_errors("save, send to rank 0"):
-                                dist.send(slices[source], 0)
-                    elif grid.rank == 0:
-                        slices[source] = torch.empty(bucket.numel // flat.shards,
-                                                     dtype=flat.buckets[0].shard[name].dtype)
-                        with comm_errors(f"save, receive from rank {source}"):
-                            dist.recv(slices[source], source)
+                dtype, numel = flat.buckets[0].shard[name].dtype, bucket.numel // flat.num_shards
+                wholes = []         # the bucket of each tensor-parallel rank
+                for ranks in sources:
+                    shards = [collect_shard(
+                        lambda: flat.buckets[i].shard[name].cpu(), rank, grid.rank, dtype, numel)
+                        for rank in ranks]
+                    if grid.rank == 0:
+                        wholes.append(shards[0] if len(shards) == 1 else torch.cat(shards))
                 if grid.rank == 0:
-                    wholes = [slices[row[0]] if len(row) == 1 else
-                              torch.cat([slices[source] for source in row]) for row in sources]
                     for spec in bucket.specs:
-                        if not spec.copy:
-                            parts = [bucket.view(tensor, spec) for tensor in wholes]
+                        if not spec.is_copy:
+                            parts = [bucket.view(whole, spec) for whole in wholes]
                             # A copy: training goes on, and views would drag the whole bucket
                             # into the file.
-                            whole[name][spec.name] = spec.unshard(parts).clone()
-    return whole if grid.rank == 0 else None
+                            full[name][spec.name] = spec.unshard(parts).clone()
+    return full if grid.rank == 0 else None
+
+
+def collect_shard(read, source: int, rank: int, dtype, numel: int) -> torch.Tensor | None:
+    """What read() returns on rank `source`, on rank 0; the other ranks have no part in it."""
+    if rank == source:
+        shard = read()
+        if rank != 0:
+            with comm_errors("save, send to rank 0"):
+                dist.send(shard, 0)
+        return shard
+    if rank == 0:
+        shard = torch.empty(numel, dtype=dtype)
+        with comm_errors(f"save, receive from rank {source}"):
+            dist.recv(shard, source)
+        return shard
 
 
 def restore(state: dict, flat: FlatParameters) -> None:
     """Cut this rank's slices out of a loaded checkpoint's whole tensors."""
-    for key, name in STATE.items():
-        flat.load(name, lambda spec, shape: state[key][spec])
+    for key, flat_name in STATE.items():
+        flat.load(flat_name, lambda name, shape: state[key][name])
     flat.sync_params()
 
 
@@ -155,19 +175,20 @@ class Writer:
         try:
             save(state, self.out, self.keep)
         except OSError as error:            # the run goes on: the files before it are whole
-            print(f"warning: {error}; earlier checkpoints are untouched", file=sys.stderr,
-                  flush=True)
+            with suppress(OSError):
+                print(f"warning: {error}; earlier checkpoints are untouched", file=sys.stderr,
+                      flush=True)
             return error
 
     def wait(self) -> OSError | None:
         """Until the last file is written; the error if it could not be."""
         return self.pending.result() if self.pending is not None else None
 
-    def last(self) -> None:
-        """Wait for a file that must not be missing; Raises NoValidCheckpoint."""
+    def finish(self) -> None:
+        """Wait for a file that must not be missing; raises SaveFailed."""
         error = self.wait()
         if error is not None:
-            raise NoValidCheckpoint(f"the last checkpoint is lost: {error}") from error
+            raise SaveFailed(f"the last checkpoint is lost: {error}") from error
 
 
 def _point_latest(path: Path) -> None:
@@ -196,22 +217,6 @@ def _fsync(path: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def list_checkpoints(out: Path) -> list[Path]:
-    """Checkpoints of a run: latest.pt, then the others, the last written first. Of two names for
-    one file the step's."""
-    files = {p: p.stat() for p in out.glob("*.pt")
-             if STEP_FILE.fullmatch(p.name) or p.name == "latest.pt"}
-    latest = files.get(out / "latest.pt")
-    order = sorted(files, key=lambda p: (latest is not None and files[p].st_ino == latest.st_ino,
-                                         files[p].st_mtime_ns, p.name), reverse=True)
-    found, seen = [], set()
-    for path in order:
-        if files[path].st_ino not in seen:
-            seen.add(files[path].st_ino)
-            found.append(path)
-    return found
-
-
 def _must_exist(path: Path) -> None:
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
@@ -234,23 +239,28 @@ def verify(path: Path) -> None:
 def load(path: Path) -> dict:
     """The state in a file, its tensors mapped from disk, not yet read nor verified.
 
-    Raises CorruptCheckpoint if it is no checkpoint of ours or holds anything but tensors and plain types.
+    Raises CorruptCheckpoint if it is no checkpoint of this project, or holds anything but tensors
+    and plain types.
     """
     _must_exist(path)
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
-        raise CorruptCheckpoint(f"{path} is refused: it holds more than tensors and plain types") from None
+        raise CorruptCheckpoint(f"{path} is refused: it holds more than tensors and plain "
+                                f"types") from None
     except PermissionError:
         raise
     except Exception as error:              # damaged bytes raise whatever they suggest
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CorruptCheckpoint(f"{path} is refused: {first}") from error
-    needed = {"format", "step", "consumed_samples", "tokens", "optimizer_steps", "skipped_in_a_row", "row",
-              "config", "model", "tokenizer", "data", "scaler", "monitor", *STATE}
-    if not isinstance(state, dict) or not needed <= set(state) or state["format"] != 3:
-        raise CorruptCheckpoint(f"{path} is not a checkpoint of this project (format 3)")
+    if not isinstance(state, dict) or not {"format", "step"} <= set(state):
+        raise CorruptCheckpoint(f"{path} is not a checkpoint of this project")
+    if state["format"] != 3:
+        raise CorruptCheckpoint(f"{path} has format {state['format']}, this code reads format 3: "
+                                f"go on with the code that wrote it")
     try:
+        if set(state) != KEYS:
+            raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")
         cfg = GPTConfig(**state["model"])
         with torch.device("meta"):
             shapes = {name: tuple(p.shape) for name, p in GPT(cfg).named_parameters()}
@@ -263,26 +273,6 @@ def load(path: Path) -> dict:
     return state
 
 
-def must_be_whole(path: Path) -> None:
-    """Raises CorruptCheckpoint, or FileNotFoundError, where the file is no whole checkpoint of ours."""
-    verify(path)
-    load(path)
-
-
-def latest_valid(files: list, passed_over=lambda path, error: None) -> Path | None:
-    """The first whole checkpoint of a list (None stands for none, and is whole); `passed_over` is
-    told of each that is damaged or gone. Raises NoValidCheckpoint."""
-    for path in files:
-        try:
-            if path is not None:
-                must_be_whole(path)
-            return path
-        except (CorruptCheckpoint, FileNotFoundError) as error:
-            passed_over(path, error)
-    raise NoValidCheckpoint(f"none of the {len(files)} checkpoints is whole: {', '.join(map(str, files))}; move "
-               f"them away to start over")
-
-
 def load_model(path: Path) -> tuple[GPT, dict]:
     """A whole model in one process on the CPU, from any layout's file, and the file's state."""
     verify(path)
@@ -293,3 +283,140 @@ def load_model(path: Path) -> tuple[GPT, dict]:
             whole = state["parameters"][name]
             parameter.zero_()[:whole.shape[0]] = whole          # zero: the vocabulary padding
     return model.eval(), state
+
+
+# ---------------------------------------------------------------------------------------------
+# The directory of a run: one writer, a list of files, which of them to go on from, metrics
+# ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def lock_output_dir(out: Path):
+    """`out` belongs to this process for the block, by a lock that ends with the process, however
+    that ends. Raises ValueError if another process has it, OSError if it cannot be locked."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = open(out / "lock", "a+")
+    except OSError as error:
+        raise OSError(f"--out {out} is not a directory that can be written: {error.strerror}: "
+                      f"give another") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(f"another run writes to {out} ({file.read()}): stop it first, or give "
+                             f"another --out") from None
+        except OSError as error:
+            raise OSError(f"--out {out} cannot be locked: {error.strerror}: put it on another file "
+                          f"system") from error
+        file.truncate(0)
+        file.write(f"{socket.gethostname()}, process {os.getpid()}")
+        file.flush()
+        yield
+
+
+def list_checkpoints(out: Path) -> list[Path]:
+    """Checkpoints of a run: latest.pt, then the others, the last written first. A file with two
+    names is listed under its step's."""
+    files = {p: p.stat() for p in out.glob("*.pt")
+             if STEP_FILE.fullmatch(p.name) or p.name == "latest.pt"}
+    latest = files.get(out / "latest.pt")
+    order = sorted(files, key=lambda p: (latest is not None and files[p].st_ino == latest.st_ino,
+                                         files[p].st_mtime_ns, p.name), reverse=True)
+    newest = {}
+    for path in order:
+        newest.setdefault(files[path].st_ino, path)
+    return list(newest.values())
+
+
+def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
+    """The first whole checkpoint of a list by its CRCs (None stands for none, and is whole), and an
+    event for each that is damaged or gone. Raises NoValidCheckpoint."""
+    events = []
+    for path in files:
+        try:
+            if path is not None:
+                verify(path)
+                load(path)
+            return path, events
+        except (CorruptCheckpoint, FileNotFoundError) as error:
+            events.append(dict(event="damaged", path=str(path), reason=str(error)))
+            print(f"train.py: warning: {error}; passed over", file=sys.stderr, flush=True)
+    raise NoValidCheckpoint(f"none of the {len(files)} checkpoints is whole: "
+                            f"{', '.join(map(str, files))}; move them away to start over")
+
+
+def find_checkpoint(out: Path, resume: str, restarted: bool,
+                    given: dict) -> tuple[Path | None, list[dict]]:
+    """The checkpoint to go on from, None for a fresh run, and events of damaged ones. A run that
+    torchrun `restarted` goes on with what it wrote itself: under the same flags `given`."""
+    found = list_checkpoints(out)
+    if resume == "never" and found and not restarted:
+        raise ValueError(f"--resume never, but {out} holds {found[0].name}: give another --out")
+    if resume in ("auto", "never"):
+        return latest_valid(found) if found else (None, [])
+    own = []
+    for path in found if restarted else []:
+        with suppress(CorruptCheckpoint):
+            stored = load(path)["config"]
+            own += [path] * all(stored.get(name) == value for name, value in given.items())
+    if own:
+        return latest_valid([*own, Path(resume)])
+    verify(Path(resume))                # the user named this file: refuse it if it is damaged
+    return Path(resume), []
+
+
+def check_data(state: dict, meta: dict, data: str, same: bool) -> None:
+    """Raise ValueError unless the data has the checkpoint's tokenizer and, if it must be the `same`
+    data, its fingerprint."""
+    theirs, ours = (state["tokenizer"], state["model"]["vocab_size"]), (
+        meta["tokenizer"], meta["vocab_size"])
+    if theirs != ours:
+        raise ValueError(f"the checkpoint's tokenizer is {theirs[0]} with {theirs[1]} tokens, but "
+                         f"{data} has {ours[0]} with {ours[1]}: use the run's own --data, or "
+                         f"another --out")
+    if same and state["data"] != meta["fingerprint"]:
+        raise ValueError(f"{data} is not the data this checkpoint was trained on (its fingerprint "
+                         f"changed): use the run's own --data, or another --out")
+
+
+def start_branch(state: dict, path: Path, own_lr: bool) -> None:
+    """An explicit --resume PATH resets the rollback history, and with a learning rate of its own
+    (`own_lr`) the corrections of the learning rate."""
+    lasting = step_file(path.parent, state["step"])             # latest.pt will be another file
+    path = lasting if path.name == "latest.pt" and lasting.exists() else path
+    state["monitor"].update(checkpoints=[[state["step"], str(path.resolve())]], rollbacks=0,
+                            last_rollback_step=-1)
+    if own_lr:
+        state["monitor"]["lr_factor"] = 1.0
+    with suppress(OSError):
+        os.utime(path)          # newer than what the abandoned branch wrote later
+
+
+class Metrics:
+    """out/metrics.jsonl, append-only: one object a step, and one with `event` for what happened
+    besides. Only rank 0 writes."""
+
+    def __init__(self, out: Path, rank: int):
+        self.path = out / "metrics.jsonl" if rank == 0 else None
+        if rank == 0:
+            with open(self.path, "a+b") as file:
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)         # a line torn by a crash
+
+    def write(self, **row) -> None:
+        if self.path is None:
+            return
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v
+               for k, v in row.items()}
+        line = json.dumps(row).encode() + b"\n"
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                end = file.tell()
+                if file.write(line) < len(line):
+                    file.truncate(end)
+                    raise OSError("the disk is full")
+        except OSError as error:                        # costs this line, not the run
+            print(f"train.py: warning: metrics.jsonl lacks a line: {error}", file=sys.stderr,
+                  flush=True)

@@ -100,7 +100,7 @@ def derive_seed(*what) -> int:
 
 
 def dropout(x: torch.Tensor, p: float, *key) -> torch.Tensor:
-    """F.dropout with a mask that is a function of `dropout_seed`: who knows the dropout_seed can draw it again."""
+    """F.dropout with a mask that is a function of `key`: who knows the key can draw it again."""
     if p == 0:
         return x
     torch.manual_seed(derive_seed(*key))
@@ -190,7 +190,8 @@ class Block(nn.Module):
     def forward(self, x, dropout_seed=0, cache=None, start=0):
         p = self.dropout if self.training else 0.0
         dropout_seed = derive_seed(dropout_seed, "layer", self.layer) if p > 0 else dropout_seed
-        x = x + dropout(self.attn(self.norm1(x), dropout_seed, cache, start), p, dropout_seed, "attn")
+        y = self.attn(self.norm1(x), dropout_seed, cache, start)
+        x = x + dropout(y, p, dropout_seed, "attn")
         return x + dropout(self.mlp(self.norm2(x)), p, dropout_seed, "mlp")
 
 
@@ -231,14 +232,14 @@ class GPT(nn.Module):
     def forward(self, x, targets=None, dropout_seed=0, cache=None, start=0):
         """tokens (B, T) -> logits (B, T, V), or the summed loss in nats given targets (B, T).
 
-        `dropout_seed` (an int) names the batch: in training mode all dropout masks are a function of it.
+        In training mode all dropout masks are a function of `dropout_seed`, an int.
         With a cache (`new_kv_cache`) the tokens stand at positions start, start + 1, ...: the whole
         text at start 0, then one token at a time.
         """
         if self.embed is not None:
             x = self.embed(x, dropout_seed, start)
         for name, block in self.blocks.items():
-            x = block(x, dropout_seed) if cache is None else block(x, dropout_seed, cache[name], start)
+            x = block(x, dropout_seed, cache and cache[name], start)
         return x if self.head is None else self.head(x, targets)
 
     def new_kv_cache(self, batch: int) -> dict:
@@ -292,3 +293,13 @@ def flops_per_token(cfg: GPTConfig) -> int:
     """
     N = parameter_count(cfg) - cfg.seq_len * cfg.n_embd
     return 6 * N + 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
+
+
+# Dense 16-bit FLOP/s of a device by a word of its name (the makers' data sheets).
+PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12,
+              "H200": 989e12, "B200": 2250e12}
+
+
+def peak_flops(device_name: str) -> float:
+    """FLOP/s of a device, 0 where they are not known."""
+    return next((flops for word, flops in PEAK_FLOPS.items() if word in device_name), 0.0)
