@@ -293,7 +293,8 @@ def deep_enough(layout):
 def equality_row(pool, layout, one, config, cfg):
     """Largest relative differences (loss, gradient, norm) from one process, over all steps."""
     dp, tp, pp = layout
-    num_microbatches = max(pp // 2, 1 if tp > 2 else 2)           # fewer than stages where pp is 4 or 8
+    # Fewer microbatches than stages where pp is 4 or 8.
+    num_microbatches = max(pp // 2, 1 if tp > 2 else 2)
     config = replace(config, tp=tp, pp=pp, recompute=pp in (2, 8),
                      micro_batch=max(1, 8 // (dp * num_microbatches)))
     steps, gradients, _ = pool.run(dp * tp * pp, run_steps, layout, config, cfg, whole_gradient)[0]
@@ -846,7 +847,8 @@ def test_order_is_a_seeded_permutation_an_epoch_and_a_function_of_the_position(t
     assert len({tuple(epoch) for epoch in epochs.tolist() + [list(range(50))]}) == 4
     fresh = dataset(tmp_path, shards)
     for first, count in [(140, 30), (0, 7), (49, 2), (30, 120), (3, 0)]:      # any order of asking
-        assert fresh.sample_indices(7, first, count).tolist() == stream[first:first + count].tolist()
+        drawn = fresh.sample_indices(7, first, count)
+        assert drawn.tolist() == stream[first:first + count].tolist()
     assert fresh.sample_indices(8, 0, 50).tolist() != stream[:50].tolist()
 
 
@@ -1526,7 +1528,8 @@ def nothing_saved(run):
 
 
 @pytest.mark.parametrize("layout, broken, flags", [
-    ((1, 1, 2), "embedding", (0, False)), ((2, 1, 2), "embedding", (2, False)), ((2, 1, 1), "dp", (0, False)),
+    ((1, 1, 2), "embedding", (0, False)), ((2, 1, 2), "embedding", (2, False)),
+    ((2, 1, 1), "dp", (0, False)),
     ((1, 2, 1), "f", (0, False)), ((1, 2, 1), "g", (0, False)), ((1, 2, 1), "head", (0, False)),
     ((1, 2, 1), "positions", (0, True)), ((2, 2, 1), "positions", (3, True))])
 def test_each_sum_is_needed_and_sufficient(pool, layout, broken, flags):
@@ -1568,7 +1571,8 @@ def plain_steps(config, cfg):
                                    dict(params=others, weight_decay=0.0)],
                                   betas=(config.beta1, config.beta2), eps=1e-8)
     for step in range(1, config.steps + 1):
-        windows = tokens.sample_indices(config.seed, (step - 1) * config.batch_size, config.batch_size)
+        windows = tokens.sample_indices(config.seed, (step - 1) * config.batch_size,
+                                        config.batch_size)
         batch = torch.from_numpy(tokens.windows(windows))
         loss = plain(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
         optimizer.zero_grad()
@@ -1861,7 +1865,8 @@ def test_offload_updates_the_hosts_slice_then_brings_the_parameters_back(tmp_pat
 
     def prepare(run):
         sync_params = run.flat._sync_params
-        run.flat._sync_params = lambda bucket: events.append("parameters back") or sync_params(bucket)
+        run.flat._sync_params = lambda bucket: (events.append("parameters back")
+                                                or sync_params(bucket))
     config = settings(tmp_path, zero=1, steps=1, offload=True)
     with mock.patch.object(torch.Tensor, "to", spy_to), \
             mock.patch.object(parallel, "adamw", spy_adamw):
@@ -2073,7 +2078,8 @@ def their_optimizer(kind, config, parameters, **more):
 def train_theirs(config, cfg, parameters, optimizer, rows_of_rank, loss_and_backward):
     tokens = Memory(cfg)
     for step in range(1, config.steps + 1):
-        windows = tokens.sample_indices(config.seed, (step - 1) * config.batch_size, config.batch_size)
+        windows = tokens.sample_indices(config.seed, (step - 1) * config.batch_size,
+                                        config.batch_size)
         batch = torch.from_numpy(tokens.windows(windows))[rows_of_rank]
         optimizer.zero_grad()
         loss_and_backward(batch[:, :-1], batch[:, 1:])
@@ -2629,7 +2635,8 @@ def test_latest_is_the_newest_whatever_became_of_the_times(tmp_path):
         checkpoint.save(small_state(step), tmp_path, keep=3)
         os.utime(tmp_path / f"step_{step:08d}.pt", (step, step))
     os.utime(tmp_path / "step_00000001.pt", (9, 9))         # as after a copy that keeps no times
-    assert [path.name[12:14] for path in checkpoint.list_checkpoints(tmp_path)] == ["3.", "1.", "2."]
+    listed = checkpoint.list_checkpoints(tmp_path)
+    assert [path.name[12:14] for path in listed] == ["3.", "1.", "2."]
 
 
 def test_what_a_killed_save_left_is_overwritten_by_the_next(tmp_path):
@@ -3709,7 +3716,8 @@ def test_a_file_given_by_hand_is_a_new_beginning(run_train, shards, tmp_path):
                                      skip_steps=[None, "3:3"])
     assert "lr 1.0 instead of 0.004" in text and kinds(events) == ["resume", "skip"]
     monitor = checkpoint.load(tmp_path / "o2" / "latest.pt")["monitor"]
-    assert (monitor["lr_factor"], monitor["rollbacks"], monitor["last_rollback_step"]) == (1.0, 0, -1)
+    assert (monitor["lr_factor"], monitor["rollbacks"]) == (1.0, 0)
+    assert monitor["last_rollback_step"] == -1
     assert monitor["checkpoints"][0] == [2, str((tmp_path / "by_hand.pt").resolve())]
 
 
@@ -3723,7 +3731,8 @@ def test_a_number_that_is_not_finite_is_traced(pool, tmp_path):
     for event in events:
         stage = event["rank"] // 2 % 2
         assert event["parameter"].startswith(f"blocks.{stage}.mlp") and event["loss_scale"] == 1.0
-        assert event["windows"] == Memory(CFG).sample_indices(1337, 8 * event["step"] - 8, 8).tolist()
+        windows = Memory(CFG).sample_indices(1337, 8 * event["step"] - 8, 8)
+        assert event["windows"] == windows.tolist()
 
 
 def test_the_batch_of_a_loss_that_is_not_finite_can_be_replayed(tmp_path):
@@ -4798,7 +4807,8 @@ def test_cost_as_processes_and_microbatches_grow(tmp_path):
     each = (seconds[32] - seconds[8]) / 24
     print("\n| microbatches on 2 stages | bubble measured | (p - 1) / (m + p - 1) |\n|---|---|---|")
     for num_microbatches, time_ in seconds.items():
-        print(f"| {num_microbatches} | {1 - num_microbatches * each / time_:.2f} | {1 / (num_microbatches + 1):.2f} |")
+        print(f"| {num_microbatches} | {1 - num_microbatches * each / time_:.2f} | "
+              f"{1 / (num_microbatches + 1):.2f} |")
 
 
 # ---------------------------------------------------------------------------------------------
