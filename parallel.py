@@ -303,20 +303,29 @@ class Work:
         return self.finish(self.result)
 
 
-def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
-    """Sum (or `op`) over the group, in place."""
-    if group is None:
-        return Work(x)
-    with comm_errors("all-reduce", group):
-        return Work(x, [dist.all_reduce(x, op, group, async_op=True)], "all-reduce", group)
-
-
 def _exchange(outgoing: list, incoming: list, group) -> list:
     """Handles of messages to and from each other rank of the group, by rank. All ranks start their
     exchanges in the same order, and gloo matches messages between two ranks in order."""
     others = [r for r in range(group.size()) if r != group.rank()]
     return [*(dist.isend(outgoing[r], group=group, group_dst=r) for r in others),
             *(dist.irecv(incoming[r], group=group, group_src=r) for r in others)]
+
+
+EXCHANGE_BYTES = 2 ** 20        # two ranks exchange tensors up to this size and add them
+
+
+def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
+    """Sum (or `op`) over the group, in place. Two ranks on the CPU exchange a small x by messages,
+    which takes gloo half as long: without it `nano` on 2 x 2 x 2 ranks is a tenth slower."""
+    if group is None:
+        return Work(x)
+    small = x.device.type == "cpu" and x.nbytes <= EXCHANGE_BYTES
+    with comm_errors("all-reduce", group):
+        if not small or group.size() > 2 or op != dist.ReduceOp.SUM:
+            return Work(x, [dist.all_reduce(x, op, group, async_op=True)], "all-reduce", group)
+        theirs = torch.empty_like(x)
+        return Work(x, _exchange([x, x], [theirs, theirs], group), "all-reduce", group,
+                    lambda x: x.add_(theirs))
 
 
 def reduce_scatter(x: torch.Tensor, group) -> Work:
