@@ -1443,6 +1443,27 @@ def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions():
     assert 2 ** 24 < few < many + 2 ** 23 and many < few + 2 ** 23      # 9 * 2^26 for logits
 
 
+def sums(rank, world, elements):
+    """(ours, torch's) sum over the ranks of a tensor, and how often ours asked torch for it."""
+    with gridded(rank, world, world, 1) as grid:
+        x = random_tensor(elements, seed=rank).float()
+        theirs = x.clone()
+        dist.all_reduce(theirs)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as asked:
+            return parallel.all_reduce(x, grid.group("tp")).wait(), theirs, asked.call_count
+
+
+@pytest.mark.parametrize("world, elements, asked", [
+    (2, 3, 0), (2, parallel.EXCHANGE_BYTES // 4, 0), (2, parallel.EXCHANGE_BYTES // 4 + 1, 1),
+    (4, 3, 1)])
+def test_two_ranks_swap_a_small_tensor_to_the_same_sum_as_an_all_reduce(pool, world, elements,
+                                                                        asked):
+    ranks = pool.run(world, sums, elements)
+    for ours, theirs, count in ranks:
+        torch.testing.assert_close(ours, theirs)
+        assert torch.equal(ours, ranks[0][0]) and count == asked
+
+
 @pytest.fixture(scope="module")
 def compilers(tmp_path_factory):
     """Processes of their own: a compiler leaves tensors behind that are none. And a cache of their
