@@ -30,17 +30,12 @@ from dataclasses import dataclass, field
 import torch
 
 
-@dataclass(frozen=True)
-class Precision:
-    param_dtype: torch.dtype        # of parameters and activations
-    master_dtype: torch.dtype         # of gradients, masters and moments
-
-
+# --dtype: (type of parameters and activations, type of gradients, masters and moments)
 PRECISIONS = {
-    "fp32": Precision(torch.float32, torch.float32),
-    "bf16": Precision(torch.bfloat16, torch.float32),
-    "fp16": Precision(torch.float16, torch.float32),
-    "fp64": Precision(torch.float64, torch.float64),
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.float32),
+    "fp16": (torch.float16, torch.float32),
+    "fp64": (torch.float64, torch.float64),
 }
 
 

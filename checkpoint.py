@@ -35,6 +35,7 @@ import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -62,6 +63,11 @@ class SaveFailed(RunError):
     """A checkpoint that must not be missing was not written."""
 
 
+def warn(text: str) -> None:
+    with suppress(OSError):                 # a closed pipe does not stop the run
+        print(f"train.py: warning: {text}", file=sys.stderr, flush=True)
+
+
 # ---------------------------------------------------------------------------------------------
 # Between flat buffers and whole tensors
 # ---------------------------------------------------------------------------------------------
@@ -76,46 +82,38 @@ def gather_full_state(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -
     of all replicas, which keep a shard each. Rank 0 knows the layout of each stage, because it is a
     function of (config, stage).
     """
-    full = {name: {} for name in names}
-    for stage in range(grid.pp):
-        buckets = flat.buckets if grid.stage == stage else []
-        if grid.rank == 0 and stage > 0:
-            there = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp)
-            buckets = make_buckets(param_specs(build_stage(cfg, there), cfg, there), grid.dp)
-        sources = grid.ranks[:flat.num_shards, stage].T.tolist()        # [tp rank][shard]
-        for i, bucket in enumerate(buckets):
-            for name in names:
-                dtype, numel = flat.buckets[0].shard[name].dtype, bucket.numel // flat.num_shards
-                wholes = []         # the bucket of each tensor-parallel rank
-                for ranks in sources:
-                    shards = [collect_shard(
-                        lambda: flat.buckets[i].shard[name].cpu(), rank, grid.rank, dtype, numel)
-                        for rank in ranks]
-                    if grid.rank == 0:
-                        wholes.append(shards[0] if len(shards) == 1 else torch.cat(shards))
-                if grid.rank == 0:
-                    for spec in bucket.specs:
-                        if not spec.is_copy:
-                            parts = [bucket.view(whole, spec) for whole in wholes]
-                            # A copy: training goes on, and views would drag the whole bucket
-                            # into the file.
-                            full[name][spec.name] = spec.unshard(parts).clone()
-    return full if grid.rank == 0 else None
+    if grid.rank != 0:
+        for bucket, name in product(flat.buckets, names):
+            if grid.dp_rank < flat.num_shards:
+                with comm_errors("save, send to rank 0"):
+                    dist.send(bucket.shard[name].cpu(), 0)
+        return None
 
-
-def collect_shard(read, source: int, rank: int, dtype, numel: int) -> torch.Tensor | None:
-    """What read() returns on rank `source`, on rank 0; the other ranks have no part in it."""
-    if rank == source:
-        shard = read()
-        if rank != 0:
-            with comm_errors("save, send to rank 0"):
-                dist.send(shard, 0)
-        return shard
-    if rank == 0:
-        shard = torch.empty(numel, dtype=dtype)
+    def collect(bucket, name, source):
+        """The shard of rank `source`."""
+        if source == 0:
+            return bucket.shard[name].cpu()
+        shard = torch.empty(bucket.numel // flat.num_shards,
+                            dtype=flat.buckets[0].shard[name].dtype)
         with comm_errors(f"save, receive from rank {source}"):
             dist.recv(shard, source)
         return shard
+
+    full = {name: {} for name in names}
+    for stage in range(grid.pp):
+        there, buckets = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp), flat.buckets
+        if stage > 0:
+            buckets = make_buckets(param_specs(build_stage(cfg, there), cfg, there), grid.dp)
+        sources = grid.ranks[:flat.num_shards, stage].T.tolist()        # [tp rank][shard]
+        for bucket, name in product(buckets, names):
+            wholes = [torch.cat([collect(bucket, name, source) for source in shards])
+                      for shards in sources]                            # of each tp rank
+            for spec in bucket.specs:
+                if not spec.is_copy:
+                    parts = [bucket.view(whole, spec) for whole in wholes]
+                    # A copy: training goes on, and a view would drag the bucket into the file.
+                    full[name][spec.name] = spec.unshard(parts).clone()
+    return full
 
 
 def restore(state: dict, flat: FlatParameters) -> None:
@@ -175,9 +173,7 @@ class Writer:
         try:
             save(state, self.out, self.keep)
         except OSError as error:            # the run goes on: the files before it are whole
-            with suppress(OSError):
-                print(f"warning: {error}; earlier checkpoints are untouched", file=sys.stderr,
-                      flush=True)
+            warn(f"{error}; earlier checkpoints are untouched")
             return error
 
     def wait(self) -> OSError | None:
@@ -217,48 +213,45 @@ def _fsync(path: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def _must_exist(path: Path) -> None:
+@contextmanager
+def reading(path: Path, problem: str):
+    """Any error of the block becomes a CorruptCheckpoint that names the problem: damaged bytes make
+    zipfile and torch.load raise whatever they suggest."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
+    try:
+        yield
+    except PermissionError:
+        raise
+    except pickle.UnpicklingError:
+        raise CorruptCheckpoint(f"{path} {problem}: it holds more than tensors and plain "
+                                f"types") from None
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CorruptCheckpoint(f"{path} {problem}: {reason}") from error
 
 
 def verify(path: Path) -> None:
     """Read the file once against the zip's CRCs; raises CorruptCheckpoint."""
-    _must_exist(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-    except PermissionError:
-        raise
-    except Exception as error:              # a damaged zip raises whatever its bytes suggest
-        raise CorruptCheckpoint(f"{path} is damaged, or no checkpoint: {error}") from error
-    if bad is not None:
-        raise CorruptCheckpoint(f"{path} is damaged: the CRC of {bad} does not match")
+    with reading(path, "is damaged, or no checkpoint"), zipfile.ZipFile(path) as archive:
+        bad = archive.testzip()
+        if bad is not None:
+            raise ValueError(f"the CRC of {bad} does not match")
 
 
 def load(path: Path) -> dict:
     """The state in a file, its tensors mapped from disk, not yet read nor verified.
 
-    Raises CorruptCheckpoint if it is no checkpoint of this project, or holds anything but tensors
-    and plain types.
+    Raises CorruptCheckpoint if it is no checkpoint of this project, contradicts itself, or holds
+    anything but tensors and plain types.
     """
-    _must_exist(path)
-    try:
+    with reading(path, "is refused"):
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError:
-        raise CorruptCheckpoint(f"{path} is refused: it holds more than tensors and plain "
-                                f"types") from None
-    except PermissionError:
-        raise
-    except Exception as error:              # damaged bytes raise whatever they suggest
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CorruptCheckpoint(f"{path} is refused: {first}") from error
-    if not isinstance(state, dict) or not {"format", "step"} <= set(state):
-        raise CorruptCheckpoint(f"{path} is not a checkpoint of this project")
-    if state["format"] != 3:
-        raise CorruptCheckpoint(f"{path} has format {state['format']}, this code reads format 3: "
-                                f"go on with the code that wrote it")
-    try:
+        if not isinstance(state, dict) or not {"format", "step"} <= set(state):
+            raise ValueError("it is not a checkpoint of this project")
+        if state["format"] != 3:
+            raise ValueError(f"it has format {state['format']}, this code reads format 3: go on "
+                             f"with the code that wrote it")
         if set(state) != KEYS:
             raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")
         cfg = GPTConfig(**state["model"])
@@ -268,8 +261,6 @@ def load(path: Path) -> dict:
         for key in STATE:
             if {name: tuple(t.shape) for name, t in state[key].items()} != shapes:
                 raise ValueError(f"its {key} are not those of its model")
-    except Exception as error:
-        raise CorruptCheckpoint(f"{path} contradicts itself: {error}") from error
     return state
 
 
@@ -342,7 +333,7 @@ def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
             return path, events
         except (CorruptCheckpoint, FileNotFoundError) as error:
             events.append(dict(event="damaged", path=str(path), reason=str(error)))
-            print(f"train.py: warning: {error}; passed over", file=sys.stderr, flush=True)
+            warn(f"{error}; passed over")
     raise NoValidCheckpoint(f"none of the {len(files)} checkpoints is whole: "
                             f"{', '.join(map(str, files))}; move them away to start over")
 
@@ -418,5 +409,4 @@ class Metrics:
                     file.truncate(end)
                     raise OSError("the disk is full")
         except OSError as error:                        # costs this line, not the run
-            print(f"train.py: warning: metrics.jsonl lacks a line: {error}", file=sys.stderr,
-                  flush=True)
+            warn(f"metrics.jsonl lacks a line: {error}")

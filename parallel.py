@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Callable
 
 import torch
@@ -51,10 +51,6 @@ from model import GPT, IGNORE_INDEX, GPTConfig, initial_value
 # Tensor parallelism communicates most (four times a block) and gets adjacent ranks, which share a
 # machine; data parallelism reduces gradients once a step (ZeRO 2 and 3: once a microbatch) and may
 # cross the network (Megatron-LM, Narayanan et al. 2021, section 3).
-#
-# Ranks fail in two ways. An error that all of them can agree on is a RunError: `all_ranks` raises
-# it alike everywhere, and the processes end in order. A rank that is gone or hangs cannot agree on
-# anything: the others get a PeerError, each on its own.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -107,27 +103,25 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
 def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro: int,
                  zero: int = 0, sequence_parallel: bool = False) -> None:
     """Raise a ValueError that names the numbers if this job cannot run; no communication."""
-    if zero == 3 and pp > 1:
-        raise ValueError(f"zero 3 with pp {pp} would gather every block again for each microbatch "
-                         f"of the pipeline: use zero 2, or pp 1")
-    if sequence_parallel and tp == 1:
-        raise ValueError("sequence parallelism splits the positions over tensor-parallel ranks, "
-                         "but tp is 1: give --tp 2 or more")
-    if sequence_parallel and cfg.seq_len % tp:
-        raise ValueError(f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by tp {tp}")
-    if world % (tp * pp):
-        raise ValueError(f"{world} processes are not divisible by tp {tp} x pp {pp} = {tp * pp}; "
-                         f"start a multiple of {tp * pp} (torchrun --nproc_per_node)")
-    if cfg.n_head % tp:
-        raise ValueError(f"n_head {cfg.n_head} is not divisible by tp {tp}")
-    if cfg.padded_vocab % tp:
-        raise ValueError(f"the padded vocabulary {cfg.padded_vocab} is not divisible by tp {tp}")
-    if cfg.n_layer < pp:
-        raise ValueError(f"n_layer {cfg.n_layer} is less than pp {pp}: a stage would be empty")
-    dp = world // (tp * pp)
-    if batch % (dp * micro):
-        raise ValueError(f"batch size {batch} is not divisible by dp {dp} x micro-batch {micro} "
-                         f"= {dp * micro}")
+    dp, size = world // (tp * pp), tp * pp
+    for impossible, message in [
+        (zero == 3 and pp > 1, f"zero 3 with pp {pp} would gather every block again for each "
+         f"microbatch of the pipeline: use zero 2, or pp 1"),
+        (sequence_parallel and tp == 1, "sequence parallelism splits the positions over "
+         "tensor-parallel ranks, but tp is 1: give --tp 2 or more"),
+        (sequence_parallel and cfg.seq_len % tp,
+         f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by tp {tp}"),
+        (world % size, f"{world} processes are not divisible by tp {tp} x pp {pp} = {size}; start "
+         f"a multiple of {size} (torchrun --nproc_per_node)"),
+        (cfg.n_head % tp, f"n_head {cfg.n_head} is not divisible by tp {tp}"),
+        (cfg.padded_vocab % tp,
+         f"the padded vocabulary {cfg.padded_vocab} is not divisible by tp {tp}"),
+        (cfg.n_layer < pp, f"n_layer {cfg.n_layer} is less than pp {pp}: a stage would be empty"),
+        (batch % max(1, dp * micro), f"batch size {batch} is not divisible by dp {dp} x "
+         f"micro-batch {micro} = {dp * micro}"),
+    ]:
+        if impossible:
+            raise ValueError(message)
 
 
 class RunError(Exception):
@@ -263,13 +257,15 @@ class StopSignal:
             signal.signal(number, self.handle)
 
     def handle(self, *_) -> None:
-        first, self.requested = self.requested, self.requested or time.monotonic()
-        ends = first is not None and time.monotonic() - first > 0.5
-        if is_rank0() and (first is None or ends):
+        again = self.requested is not None
+        if again and time.monotonic() - self.requested < 0.5:
+            return
+        self.requested = time.monotonic()
+        if is_rank0():
             with suppress(OSError):     # a closed pipe; `print` must not be entered twice
-                os.write(1, b"ended without saving\n" if ends else b"saving after this step; a "
+                os.write(1, b"ended without saving\n" if again else b"saving after this step; a "
                             b"second signal ends at once, without saving\n")
-        if ends:
+        if again:
             os._exit(1)
 
 
@@ -765,22 +761,20 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, boundary: torch.
     if grid.is_last:
         model.head.scale, model.head.norms = scale, 0.0
 
+    def message(op, x, step, group, m):
+        peer = grid.pipeline_peer(step)
+        direction = "receive from" if op is dist.irecv else "send to"
+        operation = f"{direction} rank {peer} (stage {grid.stage + step})"
+        with comm_errors(operation):
+            return Work(x, [op(x, peer, grid.group(group), tag=m)], operation)
+
     def receive(step, group, m):
-        x, peer = torch.empty_like(boundary), grid.pipeline_peer(step)
-        with comm_errors(f"receive from rank {peer} (stage {grid.stage + step})"):
-            dist.irecv(x, peer, grid.group(group), tag=m).wait()
-        return x
+        return message(dist.irecv, torch.empty_like(boundary), step, group, m).wait()
 
     def send(x, step, group, m):
-        wait_for_send(group)            # one message on its way in each direction
-        x, peer = x.detach().contiguous(), grid.pipeline_peer(step)
-        operation = f"send to rank {peer} (stage {grid.stage + step})"
-        with comm_errors(operation):
-            sending[group] = Work(x, [dist.isend(x, peer, grid.group(group), tag=m)], operation)
-
-    def wait_for_send(group):
-        if group in sending:
+        if group in sending:            # one message on its way in each direction
             sending.pop(group).wait()
+        sending[group] = message(dist.isend, x.detach().contiguous(), step, group, m)
 
     def forward(m):
         tokens, targets, dropout_seed = batch[m]
@@ -807,13 +801,13 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, boundary: torch.
             send(x.grad, -1, "backward", m)
 
     for op, m in schedule:
+        run = {"F": forward, "B": backward}[op]
         try:
-            (forward if op == "F" else backward)(m)
+            run(m)
         except PeerError as error:
-            name = "forward" if op == "F" else "backward"
-            raise PeerError(f"{name} of microbatch {m}: {error}") from error
-    for group in list(sending):
-        wait_for_send(group)
+            raise PeerError(f"{run.__name__} of microbatch {m}: {error}") from error
+    for work in sending.values():
+        work.wait()
     return total
 
 
@@ -835,12 +829,10 @@ def activation_bytes(cfg: GPTConfig, grid: Grid, schedule, micro_batch: int, ite
     return live_activations(schedule) * kept + (block if recompute else 0)
 
 
-def clock(schedules, forward: int = 1, backward: int = 2) -> list[list[tuple]]:
-    """Simulate the stages' schedules without processes.
-
-    Returns for each stage [(op, microbatch, start, end)] in units of time: an op starts
-    when its stage is free and its input is there. Raises ValueError on a deadlock.
-    """
+def clock(schedules) -> list[list[tuple]]:
+    """Simulate the stages' schedules without processes: [(op, microbatch, start, end)] of each
+    stage. A forward takes one unit of time, a backward two; an op starts when its stage is free and
+    its input is there. Raises ValueError on a deadlock."""
     end, out = {}, [[] for _ in schedules]
     while any(len(o) < len(s) for o, s in zip(out, schedules)):
         before = len(end)
@@ -852,7 +844,7 @@ def clock(schedules, forward: int = 1, backward: int = 2) -> list[list[tuple]]:
                 if source is not None and source not in end:
                     break
                 start = max(end.get(source, 0), out[s][-1][3] if out[s] else 0)
-                end[op, s, m] = start + (forward if op == "F" else backward)
+                end[op, s, m] = start + (1 if op == "F" else 2)
                 out[s].append((op, m, start, end[op, s, m]))
         if len(end) == before:
             raise ValueError("the schedules wait for each other: deadlock")
@@ -868,10 +860,7 @@ def bubble(timeline) -> float:
 
 def live_activations(schedule) -> int:
     """The most microbatches a stage holds between their forward and their backward."""
-    live = [0]
-    for op, _ in schedule:
-        live.append(live[-1] + (1 if op == "F" else -1))
-    return max(live)
+    return max(accumulate(1 if op == "F" else -1 for op, _ in schedule))
 
 
 def draw(timeline) -> str:
@@ -1009,7 +998,7 @@ class FlatParameters:
 
     def __init__(self, specs: list[ParamSpec], grid: Grid, dtype, master_dtype, device,
                  zero: int = 0, host=None):
-        self.specs, self.grid, self.zero = specs, grid, zero
+        self.grid, self.zero = grid, zero
         device, host = torch.device(device), torch.device(device if host is None else host)
         self.num_shards, rank = (grid.dp, grid.dp_rank) if zero else (1, 0)
         self.buckets = make_buckets(specs, grid.dp, self.num_shards, rank)
@@ -1018,21 +1007,21 @@ class FlatParameters:
         self._sync = (self._all_reduce, self._reduce_scatter, self._reduce_scatter_and_free,
                       self._reduce_scatter_and_reshard)[zero]
         for bucket in self.buckets:
-            shard, length = bucket.shard, bucket.numel // self.num_shards
+            shard, new = bucket.shard, partial(torch.zeros, bucket.numel // self.num_shards)
             bucket.data = torch.zeros(bucket.numel, dtype=dtype, device=device)
             shard["data"] = (bucket.data.chunk(self.num_shards)[rank] if zero < 3 else
-                             torch.zeros(length, dtype=dtype, device=device))
+                             new(dtype=dtype, device=device))
             if zero < 2:
                 bucket.grad = torch.zeros(bucket.numel, dtype=master_dtype, device=device)
             shard["grad"] = (bucket.grad.chunk(self.num_shards)[rank] if zero < 2 else
-                             torch.zeros(length, dtype=master_dtype, device=device))
-            for name in ("master", "exp_avg", "exp_avg_sq"):
-                is_data = (name, dtype, device) == ("master", master_dtype, host)
-                shard[name] = shard["data"] if is_data else torch.zeros(
-                    length, dtype=master_dtype, device=host)
+                             new(dtype=master_dtype, device=device))
+            shard["master"] = (shard["data"] if (dtype, device) == (master_dtype, host) else
+                               new(dtype=master_dtype, device=host))
+            for moment in ("exp_avg", "exp_avg_sq"):
+                shard[moment] = new(dtype=master_dtype, device=host)
             # The tied matrix is two parameters on the same memory: as one, its first gradient would
             # stay with autograd until the second came, at the end of backward.
-            for spec, place in ((spec, place) for spec in bucket.specs for place in spec.places):
+            for spec, place in [(spec, place) for spec in bucket.specs for place in spec.places]:
                 # `.data` keeps gathers from bumping autograd's version counter.
                 parameter = nn.Parameter(bucket.view(bucket.data, spec).data)
                 setattr(*place, parameter)
@@ -1126,8 +1115,8 @@ class FlatParameters:
         self.in_flight.append((bucket, all_reduce(bucket.grad, self.grid.group("dp"))))
 
     def _reduce_scatter(self, bucket: Bucket) -> None:
-        """ZeRO 1: a replica's shard of the bucket becomes the sum. One bucket at a time is on its
-        way, because each needs memory for the shards that arrive."""
+        """ZeRO 1: the shard becomes the sum. One bucket at a time is on its way, because each needs
+        memory for the shards that arrive."""
         self._wait_grad_sync()
         self.in_flight.append((bucket, reduce_scatter(bucket.grad, self.grid.group("dp"))))
 
@@ -1298,10 +1287,9 @@ def main() -> None:
     p, m = args.pp, args.microbatches
     schedules = [SCHEDULES[args.pp_schedule](s, p, m) for s in range(p)]
     timeline = clock(schedules)
-    print(f"{args.pp_schedule}, {p} stages, {m} microbatches; a backward takes two units of time\n")
-    print(draw(timeline))
-    print(f"\nbubble {bubble(timeline):.1%} of the time, (p - 1) / (m + p - 1) = "
-          f"{(p - 1) / (m + p - 1):.1%}")
+    print(f"{args.pp_schedule}, {p} stages, {m} microbatches; a backward takes two units of time")
+    print(f"\n{draw(timeline)}\n\nbubble {bubble(timeline):.1%} of the time, "
+          f"(p - 1) / (m + p - 1) = {(p - 1) / (m + p - 1):.1%}")
     print("live activations, in microbatches: "
           + ", ".join(f"stage {s}: {live_activations(x)}" for s, x in enumerate(schedules)))
 

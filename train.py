@@ -143,30 +143,25 @@ def parse_flags(arguments) -> dict:
     def refuse(message):
         raise ValueError(message)
 
-    def checked(kind, low, below):
-        """An argparse type: a number, low <= x < below."""
-        def convert(text):
-            value = kind(text)
-            if not low <= value < (below or math.inf):
-                limit = f"below {below}" if below else "finite"
-                raise argparse.ArgumentTypeError(f"{text} must be at least {low} and {limit}")
-            return value
-        convert.__name__ = kind.__name__        # for argparse's own message
-        return convert
-
-    parser.error = refuse
+    parser.error, ranges = refuse, {}
     for f in dataclasses.fields(Config):
         kind, low, below = (f.metadata[name] for name in ("kind", "low", "below"))
+        ranges[f.name] = low, below
         if f.metadata["group"] is not None:
             group = parser.add_argument_group(f.metadata["group"])
         notes = [f"at least {low}"] * (low is not None) + [f"below {below}"] * bool(below)
         notes += [f"default {f.default}"] * (f.default is not None and kind is not bool)
         how = dict(action="store_true") if kind is bool else dict(
-            type=kind if low is None else checked(kind, low, below),
-            choices=f.metadata["choices"], metavar={int: "N", float: "X", str: "NAME"}[kind])
+            type=kind, choices=f.metadata["choices"],
+            metavar={int: "N", float: "X", str: "NAME"}[kind])
         group.add_argument("--" + f.name.replace("_", "-"), **how,
                            help=f.metadata["help"] + f" ({', '.join(notes)})" * bool(notes))
     given = vars(parser.parse_args(arguments))
+    for name, value in given.items():
+        low, below = ranges[name]
+        if low is not None and not low <= value < (below or math.inf):
+            refuse(f"argument --{name.replace('_', '-')}: {value:g} must be at least {low} and "
+                   + (f"below {below}" if below else "finite"))
     step_range(given.get("skip_steps", "1:1"))
     return given
 
@@ -298,10 +293,10 @@ class Run:
         self.config, self.cfg, self.grid, self.device = config, cfg, grid, device
         self.train_data, self.val_data = train_data, val_data
         self.writer = checkpoint.Writer(Path(config.out), config.keep)
-        precision = PRECISIONS[config.dtype]
+        param_dtype, master_dtype = PRECISIONS[config.dtype]
         self.model = build_stage(cfg, grid)
-        self.flat = FlatParameters(param_specs(self.model, cfg, grid), grid, precision.param_dtype,
-                                   precision.master_dtype, device, config.zero,
+        self.flat = FlatParameters(param_specs(self.model, cfg, grid), grid, param_dtype,
+                                   master_dtype, device, config.zero,
                                    "cpu" if config.offload else device)
         wrap_blocks(self.model, config.recompute, config.compile)
         if config.zero == 3:
@@ -313,7 +308,7 @@ class Run:
         self.schedule = make_schedule(grid.stage, grid.pp, self.num_microbatches)
         positions = cfg.seq_len // (grid.tp if grid.sequence_parallel else 1)
         self.boundary = torch.empty(config.micro_batch, positions, cfg.n_embd,
-                                    dtype=precision.param_dtype, device=device)
+                                    dtype=param_dtype, device=device)
 
     def restore(self, state: dict | None) -> None:
         """Be where the checkpoint was; without one, at step 0."""
@@ -379,8 +374,8 @@ class Run:
                     row["val_loss"] = self.evaluate()
                 self.log_step(row, recent)
             if at_floor and self.monitor.skipped_steps >= MAX_SKIPPED:
-                self.fail(self.step, f"{MAX_SKIPPED} steps in a row were not finite, at a "
-                                              f"loss scale of {scale:g} that cannot fall")
+                self.fail(self.step, f"{MAX_SKIPPED} steps in a row were not finite, at a loss "
+                                     f"scale of {scale:g} that cannot fall")
             if done or stopping or (counted and is_due(config.save_every)):
                 self.save()
             if stopping:
@@ -518,7 +513,7 @@ class Run:
         seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
         if where is not None:
             self.metrics.write(event="skip", reason="not finite", **seen, **where,
-                          windows=windows.tolist())
+                               windows=windows.tolist())
         if verdict == "drop":
             self.metrics.write(event="skip", reason="a high loss behind batches left out", **seen)
         if reason is not None:
