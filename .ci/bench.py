@@ -1,0 +1,495 @@
+"""How fast things are, and what they hold: the README's tables. Nothing is asserted.
+
+    python .ci/bench.py                     # all of them: an hour on a quiet machine
+    python .ci/bench.py parallel_stack      # one or more, by name
+
+Where PyTorch's own parallel stack or another library does the same work, both sides take turns, and
+medians and their ratio are printed.
+"""
+import functools
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import amp
+import checkpoint
+import data
+import model
+import sample
+import train
+from model import GPT, SIZES, GPTConfig
+from test_all import (BIG, FORMULA, LONG, PIPELINES, ROOT, Pool, column, nothing_saved, peak_of,
+                      run_steps, settings, torchrun, write_shard)
+
+PAIRS = 3                       # each side's runs, in turn
+SHAPE = dict(n_layer=6, n_head=6, n_embd=384, seq_len=256)
+WORK = dict(batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3, warmup=2)
+
+
+class PlainBlock(nn.Module):
+    """A block as PyTorch's stack can cut it: q, k and v apart."""
+
+    def __init__(self, C, D):
+        super().__init__()
+        self.head_dim = D
+        self.norm1, self.norm2 = nn.LayerNorm(C), nn.LayerNorm(C)
+        self.q, self.k, self.v, self.proj = (nn.Linear(C, C) for _ in range(4))
+        self.up, self.down = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+    def forward(self, x):
+        h = self.norm1(x)
+        q, k, v = (part(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                   for part in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    """What a pipeline's stage holds of it: all blocks and both ends for one process."""
+
+    def __init__(self, vocab, stage=0, stages=1, tied=True):
+        super().__init__()
+        layers, C = SHAPE["n_layer"] // stages, SHAPE["n_embd"]
+        first, last = stage == 0, stage == stages - 1
+        self.token = nn.Embedding(vocab, C) if first else None
+        self.position = nn.Embedding(SHAPE["seq_len"], C) if first else None
+        self.blocks = nn.ModuleList(PlainBlock(C, C // SHAPE["n_head"]) for _ in range(layers))
+        self.norm = nn.LayerNorm(C) if last else None
+        self.head = nn.Linear(C, vocab, bias=False) if last else None
+        for module in self.modules():               # of N(0, 1) many numbers become denormal
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+        if first and last and tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, x):
+        if self.token is not None:
+            x = self.token(x) + self.position.weight
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+def tensor_parallel(plain, mesh):
+    """parallelize_module as its tutorial has it, with the loss on cut logits."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (ColwiseParallel, RowwiseParallel,
+                                                   parallelize_module)
+    layer = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
+    layer |= {name: RowwiseParallel() for name in ("proj", "down")}
+    for block in plain.blocks:
+        parallelize_module(block, mesh, layer)
+    ends = {"token": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    parallelize_module(plain, mesh, {n: s for n, s in ends.items() if getattr(plain, n)})
+
+
+def peer(mode, batch_size, micro_batch, vocab, dtype, steps, warmup, schedule="ScheduleGPipe"):
+    """Train a PlainGPT on random tokens by PyTorch's stack; rank 0 prints tokens a second. Where
+    there is tensor parallelism (tp, 3d) or a pipeline the head is not tied and the norm is not
+    global, because the stack has no way to do either."""
+    warnings.simplefilter("ignore")
+    from torch.distributed import pipelining
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import loss_parallel
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    torch.set_num_threads(os.cpu_count() if world == 1 else 1)
+    tp = {"tp": world, "3d": 2}.get(mode, 1)
+    pp = {"pp": world, "3d": 2}.get(mode, 1)
+    dp, stage = world // (tp * pp), rank // tp % pp
+    first, last = stage == 0, stage == pp - 1
+    torch.manual_seed(0)
+    plain = net = PlainGPT(vocab, stage, pp, tied=tp == 1)
+    if world > 1:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
+    if tp > 1:
+        tensor_parallel(plain, mesh["tp"])
+    if mode in ("ddp", "zero1"):
+        net = DistributedDataParallel(plain)
+    if mode == "fsdp":
+        for module in [*plain.blocks, plain]:
+            fully_shard(module)
+    parameters = list(plain.parameters())
+    kinds = [[p for p in parameters if isinstance(p, DTensor) == sharded]
+             for sharded in (False, True)]
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    optimizer = (ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-3, fused=True)
+                 if mode == "zero1" else adamw([dict(params=k) for k in kinds if k]))
+
+    def loss_of(logits, y):
+        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+    cast = (functools.partial(torch.autocast, "cpu", torch.bfloat16) if dtype == "bf16"
+            else nullcontext)
+    count, loss_context = batch_size // dp // micro_batch, loss_parallel if tp > 1 else nullcontext
+    if pp > 1:
+        schedule = getattr(pipelining, schedule)(
+            pipelining.PipelineStage(net, stage, pp, torch.device("cpu"),
+                                     group=mesh["pp"].get_group()), count, loss_fn=loss_of)
+
+    def gradients(x, y):
+        if pp > 1:
+            schedule.step(*([x] if first else []), **(dict(target=y, losses=[]) if last else {}))
+            return
+        for i, (a, b) in enumerate(zip(x.split(micro_batch), y.split(micro_batch))):
+            alone = isinstance(net, DistributedDataParallel) and i < count - 1
+            with net.no_sync() if alone else nullcontext():
+                with cast():
+                    loss = loss_of(net(a), b) / count
+                loss.backward()
+
+    seconds = []
+    for _ in range(warmup + steps):
+        x, y = torch.randint(vocab, (2, batch_size // dp, SHAPE["seq_len"]))
+        if world > 1:
+            dist.barrier()
+        start = time.perf_counter()
+        with loss_context():
+            gradients(x, y)
+        for p in parameters if mode == "3d" else ():        # DDP refuses DTensors
+            whole = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            dist.all_reduce(whole, group=mesh["dp"].get_group())
+            whole /= dp
+        for some in filter(None, kinds):                    # clipping refuses to mix the two kinds
+            torch.nn.utils.clip_grad_norm_(some, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if world > 1:
+            dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    if rank == 0:
+        tokens = batch_size * SHAPE["seq_len"]
+        print(json.dumps(dict(tokens_per_second=tokens / np.median(seconds[warmup:]))))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def random_data(folder, vocab):
+    """A directory of shards of random tokens."""
+    path, draw = Path(folder) / f"random_{vocab}", np.random.default_rng(0)
+    if not path.exists():
+        path.mkdir()
+        for split, count in (("train", 400_000), ("val", 1025)):
+            write_shard(path / f"{split}_000000.bin", draw.integers(vocab, size=count))
+        (path / "meta.json").write_text(json.dumps(dict(
+            tokenizer="bytes", vocab_size=vocab, bytes_per_token=1.0, fingerprint="random")))
+    return path
+
+
+def finished(processes, *command):
+    """Standard output of a Python script, in one process on all cores, or by torchrun."""
+    if processes > 1:
+        process = torchrun(processes, *command)
+    else:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
+        process = subprocess.Popen([sys.executable, *map(str, command)], env=environment, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    text, error = process.communicate(timeout=900)
+    assert process.returncode == 0, error
+    return text
+
+
+def speed_of_train_py(folder, processes, *flags, vocab=257, shape=SHAPE, steps=3, warmup=2):
+    """Tokens a second, train.py's own figure: the median after the warm-up."""
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        sizes = [f"--{name.replace('_', '-')}={value}" for name, value in shape.items()]
+        finished(processes, ROOT / "train.py", "--data", random_data(folder, vocab), "--out", out,
+                 *sizes, "--batch-size", 16, "--steps", warmup + steps, "--eval-every", 0,
+                 "--save-every", 0, "--lr", 1e-3, *flags)
+        rows = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
+        speeds = [row["tokens_per_second"] for row in rows if "loss" in row]
+    assert len(speeds) == warmup + steps
+    return np.median(speeds[warmup:])
+
+
+def speed_of_peer(processes, **work):
+    return json.loads(finished(processes, __file__, "peer", json.dumps(work)))["tokens_per_second"]
+
+
+def race(name, ours, theirs):
+    """Both sides in turn, PAIRS times; prints medians and their ratio."""
+    seen = [(ours(), theirs()) for _ in range(PAIRS)]
+    us, them = np.median(seen, axis=0)
+    print(f"| {name} | {us:,.4g} | {them:,.4g} | {us / them:.2f} |", flush=True)
+
+
+# name, processes, train.py's flags, the peer's work; alone each side has its best micro-batch
+RACES = [
+    ("one process, fp32", 1, "--micro-batch 8", dict(mode="single", micro_batch=8)),
+    ("one process, fp32, vocabulary 50304", 1, "--micro-batch 2", dict(mode="single", vocab=50304)),
+    ("one process, bf16", 1, "--micro-batch 4", dict(mode="single", dtype="bf16", micro_batch=16)),
+    ("one process, bf16, vocabulary 50304", 1, "--micro-batch 8",
+     dict(mode="single", dtype="bf16", vocab=50304)),
+    ("dp 2 / DDP", 2, "", dict(mode="ddp")),
+    ("dp 2, zero 1 / ZeroRedundancyOptimizer", 2, "--zero 1", dict(mode="zero1")),
+    ("dp 2, zero 3 / FSDP2", 2, "--zero 3", dict(mode="fsdp")),
+    ("pp 2, gpipe", 2, "--pp 2", dict(mode="pp")),
+    ("pp 2, 1f1b", 2, "--pp 2 --pp-schedule 1f1b", dict(mode="pp", schedule="Schedule1F1B")),
+    ("tp 2 / DTensor", 2, "--tp 2", dict(mode="tp")),
+    ("dp 2 x pp 2 x tp 2", 8, "--tp 2 --pp 2", dict(mode="3d")),
+]
+
+
+def parallel_stack(folder):
+    print("\n| tokens a second | ours | PyTorch's | ratio |\n|---|---|---|---|")
+    for name, processes, flags, theirs in RACES:
+        work = {**WORK, **theirs}
+        flags = ["--micro-batch", 2, "--dtype", work["dtype"], *flags.split()]
+        race(name, lambda: speed_of_train_py(folder, processes, *flags, vocab=work["vocab"]),
+             lambda: speed_of_peer(processes, **work))
+
+
+def three_dimensions(folder):
+    print("\n| tokens a second | 2 x 2 x 2 | one process | ratio |\n|---|---|---|---|")
+    race("8 processes / 1 on all cores",
+         lambda: speed_of_train_py(folder, 8, "--tp", 2, "--pp", 2, "--micro-batch", 2),
+         lambda: speed_of_train_py(folder, 1, "--micro-batch", 8))
+
+
+@contextmanager
+def all_cores():
+    torch.set_num_threads(os.cpu_count())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
+def per_second(work, amount):
+    """A function that does the work once and returns amount / seconds."""
+    def measure():
+        start = time.perf_counter()
+        work()
+        return amount / (time.perf_counter() - start)
+    return measure
+
+
+def sampling(folder):
+    plain = GPT(GPTConfig(vocab_size=257, **SHAPE)).initialize(0).eval()
+
+    def cached():
+        return list(sample.generate(plain, [1], 255, end=-1, temperature=0))
+
+    @torch.inference_mode()
+    def whole_prefix():
+        tokens = [1]
+        while len(tokens) < 256:
+            tokens.append(plain(torch.tensor([tokens]))[0, -1].argmax().item())
+        return tokens[1:]
+    with all_cores():
+        assert cached() == whole_prefix()
+        print("\n| tokens sampled a second | ours | theirs | ratio |\n|---|---|---|---|")
+        race("cache / the whole prefix again", per_second(cached, 255),
+             per_second(whole_prefix, 255))
+        try:
+            import transformers
+        except ImportError:
+            return print("(Hugging Face: pip install transformers)")
+        shape = dict(n_layer=SHAPE["n_layer"], n_head=SHAPE["n_head"], n_embd=SHAPE["n_embd"])
+        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=257, n_positions=SHAPE["seq_len"], **shape)).eval()
+        race("cache / Hugging Face generate", per_second(cached, 255), per_second(
+            lambda: theirs.generate(torch.tensor([[1]]), max_new_tokens=255, min_new_tokens=255,
+                                    do_sample=False, use_cache=True, pad_token_id=0), 255))
+
+
+def tokenizing(folder):
+    gpt2, (files, _) = data.get_tokenizer("gpt2"), data.standard_library()
+    texts = [file.read_text() for file in files]
+    size, cores = sum(file.stat().st_size for file in files) / 1e6, os.cpu_count()
+    print("\n| MB a second | ours | tiktoken | ratio |\n|---|---|---|---|")
+    race("data.py, GPT-2 BPE / encode_ordinary_batch",
+         per_second(lambda: data.prepare(files, folder, "gpt2"), size),
+         per_second(lambda: gpt2.encode_ordinary_batch(texts, num_threads=cores), size))
+
+
+def checkpoints(folder):
+    config = settings(folder, steps=1, warmup_steps=1, batch_size=1, micro_batch=1)
+    cfg = GPTConfig(vocab_size=50257, seq_len=64, n_layer=6, n_head=6, n_embd=384)
+    with redirect_stdout(io.StringIO()):
+        run_steps(0, 1, (1, 1, 1), config, cfg)
+    state = torch.load(folder / "latest.pt")
+    size = (folder / "latest.pt").stat().st_size / 1e6
+
+    latest, theirs = folder / "latest.pt", folder / "theirs"
+    room = {key: {name: torch.empty_like(x) for name, x in state[key].items()}
+            for key in checkpoint.STATE}
+
+    def their_save():
+        theirs.unlink(missing_ok=True)              # ours too is a new file, and removes the old
+        with open(theirs, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def copied(loaded):
+        for key, tensors in room.items():
+            for name, tensor in tensors.items():
+                tensor.copy_(loaded[key][name])
+    print("\n| MB a second | ours | torch's | ratio |\n|---|---|---|---|")
+    race("save / torch.save, fsync", per_second(lambda: checkpoint.save(state, folder, 1), size),
+         per_second(their_save, size))
+    race("CRCs, load, copy / torch.load, copy", per_second(
+        lambda: checkpoint.verify(latest) or copied(checkpoint.load(latest)), size),
+        per_second(lambda: copied(torch.load(theirs)), size))
+
+
+def monitoring(folder):
+    """What the monitor of divergence adds to a step of `nano`, timed alone: steps vary by more."""
+    cfg = GPTConfig(**SIZES["nano"])
+    config = settings(folder, steps=30, batch_size=16, micro_batch=4, lr=4e-3)
+    with redirect_stdout(io.StringIO()):
+        rows, *_ = run_steps(0, 1, (1, 1, 1), config, cfg)
+    step = 16 * cfg.seq_len / float(np.median(column(rows[10:], "tokens_per_second")))
+    x = torch.randn(4, cfg.seq_len, cfg.n_embd)
+    monitor = amp.DivergenceMonitor(losses=list(range(64, 0, -1)))
+
+    def observe():
+        for _ in range(4):              # microbatches
+            torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).sum()
+        monitor.observe(3.0, False, False, (0, 16), config)
+    seconds = [1 / per_second(observe, 1)() for _ in range(200)]
+    print(f"the monitor takes {1e6 * np.median(seconds):.0f} us of a step of {1e3 * step:.0f} ms: "
+          f"{np.median(seconds) / step:.2%}")
+
+
+def first_step(folder):
+    """Beside eight processes that only import torch and start gloo."""
+    least = folder / "least.py"
+    least.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+                     "print('step 1/', flush=True)\ndist.destroy_process_group()\n")
+    flags = ["--data", random_data(folder, 257), "--steps", 2, "--tp", 2, "--pp", 2]
+
+    def seconds(*command):
+        start = time.perf_counter()
+        process = torchrun(8, *command)
+        while not process.stdout.readline().startswith("step 1/"):
+            assert process.poll() is None
+        duration = time.perf_counter() - start
+        process.communicate(timeout=300)
+        return duration
+    print("\n| seconds to the first step | ours | the least | ratio |\n|---|---|---|---|")
+    race("8 processes", lambda: seconds(ROOT / "train.py", *flags, "--out", tempfile.mkdtemp(
+        dir=folder)), lambda: seconds(least))
+
+
+def rate_of_products(n=2048):
+    """FLOP/s of a large square matrix product on all cores, fp32."""
+    with all_cores():
+        a = torch.randn(n, n)
+        return max(per_second(lambda: a @ a, 2 * n ** 3)() for _ in range(4))
+
+
+def scaling_of_work(folder):
+    """One quantity at a time, 4096 tokens a step; the machine's rate is measured with each."""
+    print("\n| one process, fp32 | tokens a second | GFLOP/s | of the products' rate |\n"
+          "|---|---|---|---|")
+    for name, value in [("n_embd", 192), ("n_embd", 384), ("n_embd", 768), ("n_embd", 1024),
+                        ("n_layer", 3), ("n_layer", 12), ("seq_len", 64), ("seq_len", 1024),
+                        ("vocab", 8192), ("vocab", 50304)]:
+        shape = {**SHAPE, "vocab": 257, name: value}
+        shape["n_head"], vocab = shape["n_embd"] // 64, shape.pop("vocab")
+        flops = model.flops_per_token(GPTConfig(vocab_size=vocab, **shape))
+        batch = 4096 // shape["seq_len"]
+        rate = rate_of_products()
+        speed = speed_of_train_py(folder, 1, "--batch-size", batch, "--micro-batch",
+                                  max(1, batch // 4), vocab=vocab, shape=shape)
+        print(f"| {name} {value} | {speed:,.0f} | {speed * flops / 1e9:,.0f} | "
+              f"{speed * flops / rate:.2f} |", flush=True)
+
+
+def scaling_of_processes(folder):
+    """One thread each. The bubble: what a step takes beyond its microbatches, whose time is the
+    slope between 8 and 32 of them."""
+    print("\n| layout | tokens a second |\n|---|---|")
+    for processes, flags in [(1, ""), (2, ""), (4, ""), (2, "--tp 2"), (2, "--pp 2"),
+                             (4, "--pp 4")]:
+        speed = speed_of_train_py(folder, processes, "--micro-batch", 2, *flags.split())
+        print(f"| {processes} processes {flags} | {speed:,.0f} |", flush=True)
+    seconds = {}
+    for num_microbatches in (1, 2, 4, 8, 32):
+        speed = speed_of_train_py(folder, 2, "--pp", 2, "--batch-size", num_microbatches,
+                                  "--micro-batch", 1, steps=9)
+        seconds[num_microbatches] = num_microbatches * SHAPE["seq_len"] / speed
+    each = (seconds[32] - seconds[8]) / 24
+    print("\n| microbatches on 2 stages | bubble measured | (p - 1) / (m + p - 1) |\n|---|---|---|")
+    for num_microbatches, time_ in seconds.items():
+        print(f"| {num_microbatches} | {1 - num_microbatches * each / time_:.2f} | "
+              f"{1 / (num_microbatches + 1):.2f} |")
+
+
+def speed(rank, world, config, cfg):
+    with mock.patch.object(train.Run, "save", nothing_saved), \
+            mock.patch.object(train.Run, "evaluate", lambda run: 0.0):
+        steps = run_steps(rank, world, (world, 1, 1), config, cfg)[0]
+    return column(steps, "tokens_per_second")[1:]
+
+
+def relative_speeds(folder, rounds=5):
+    """Tokens a second on two processes at each stage, relative to stage 0: medians of all steps of
+    runs that take turns."""
+    cfg = GPTConfig(vocab_size=257, seq_len=256, n_layer=6, n_head=6, n_embd=384)
+    config = settings(folder, steps=5, batch_size=16, micro_batch=2)
+    workers, seen = Pool(), {zero: [] for zero in range(4)}
+    for _ in range(rounds):
+        for zero, speeds in seen.items():
+            speeds += workers.run(2, speed, replace(config, zero=zero), cfg, seconds=500)[0]
+    workers.stop()
+    return [np.median(speeds) / np.median(seen[0]) for speeds in seen.values()]
+
+
+def memory(folder):
+    heads = ["", "bytes a parameter", "state", "buffers", "activations", "sum", "measured peak",
+             "measured / sum"]
+
+    def row(name, peaks, formula, *more):
+        peak, sizes = peaks[0]
+        cells = [name, formula, *(f"{x / 1e6:,.0f} MB" for x in (*sizes, sum(sizes), peak)),
+                 f"{peak / sum(sizes):.2f}", *more]
+        print("| " + " | ".join(cells) + " |", flush=True)
+    print("| " + " | ".join([*heads, "tokens a second"]) + " |\n" + "|---" * 9 + "|")
+    speeds = relative_speeds(folder)
+    for zero in range(4):
+        row(f"zero {zero}", peak_of((4, 1, 1), BIG, folder, zero=zero, micro_batch=1),
+            f"{FORMULA['fp32'](4)[zero]:g}", f"{speeds[zero]:.2f}")
+    print("\n| " + " | ".join(heads) + " |\n" + "|---" * 8 + "|")
+    for name, flags in PIPELINES.items():
+        row(name, peak_of((1, 1, 4), LONG, folder, batch_size=32, **flags), "16")
+
+
+TABLES = dict(parallel_stack=parallel_stack, three_dimensions=three_dimensions, memory=memory,
+              sampling=sampling, tokenizing=tokenizing, checkpoints=checkpoints,
+              first_step=first_step, monitoring=monitoring, scaling_of_work=scaling_of_work,
+              scaling_of_processes=scaling_of_processes)
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["peer"]:
+        sys.exit(peer(**json.loads(sys.argv[2])))
+    unknown = set(sys.argv[1:]) - set(TABLES)
+    if unknown:
+        sys.exit(f"bench.py: no table {', '.join(unknown)}: there are {', '.join(TABLES)}")
+    for name in sys.argv[1:] or TABLES:
+        with tempfile.TemporaryDirectory() as folder:
+            TABLES[name](Path(folder))
