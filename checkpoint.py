@@ -1,7 +1,7 @@
 """State to disk and back, and the directory of a run. A checkpoint has no layout.
 
     every rank                     rank 0                            out/
-    shards of flat buffers  -->  whole tensors by global name  -->  step_00000200.pt  <-+ hard link
+    shards of flat buffers  -->  full tensors by global name   -->  step_00000200.pt  <-+ hard link
     (tp, pp, ZeRO, 16 bit)       (fp32 masters, Adam's moments)     latest.pt  ---------+
 
 One file holds the whole state under global names: layers numbered through, tied weights once, no
@@ -69,13 +69,13 @@ def warn(text: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Between flat buffers and whole tensors
+# Between flat buffers and full tensors
 # ---------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def gather_full_state(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -> dict | None:
-    """{name: {global parameter name: whole CPU tensor}} for the flat tensors `names` of all ranks,
+    """{name: {global parameter name: full CPU tensor}} for the flat tensors `names` of all ranks,
     on rank 0; None on the others. Every rank must call it.
 
     Bucket by bucket, the ranks that keep something send it: the first replica's, or with ZeRO those
@@ -101,23 +101,24 @@ def gather_full_state(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -
 
     full = {name: {} for name in names}
     for stage in range(grid.pp):
-        there, buckets = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp), flat.buckets
+        buckets = flat.buckets
         if stage > 0:
+            there = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp)
             buckets = make_buckets(param_specs(build_stage(cfg, there), cfg, there), grid.dp)
         sources = grid.ranks[:flat.num_shards, stage].T.tolist()        # [tp rank][shard]
         for bucket, name in product(buckets, names):
-            wholes = [torch.cat([collect(bucket, name, source) for source in shards])
-                      for shards in sources]                            # of each tp rank
+            of_tp_ranks = [torch.cat([collect(bucket, name, source) for source in shards])
+                           for shards in sources]
             for spec in bucket.specs:
                 if not spec.is_copy:
-                    parts = [bucket.view(whole, spec) for whole in wholes]
+                    parts = [bucket.view(part, spec) for part in of_tp_ranks]
                     # A copy: training goes on, and a view would drag the bucket into the file.
                     full[name][spec.name] = spec.unshard(parts).clone()
     return full
 
 
 def restore(state: dict, flat: FlatParameters) -> None:
-    """Cut this rank's slices out of a loaded checkpoint's whole tensors."""
+    """Cut this rank's slices out of a loaded checkpoint's full tensors."""
     for key, flat_name in STATE.items():
         flat.load(flat_name, lambda name, shape: state[key][name])
     flat.sync_params()
@@ -265,14 +266,14 @@ def load(path: Path) -> dict:
 
 
 def load_model(path: Path) -> tuple[GPT, dict]:
-    """A whole model in one process on the CPU, from any layout's file, and the file's state."""
+    """The full model in one process on the CPU, from any layout's file, and the file's state."""
     verify(path)
     state = load(path)
     model = GPT(GPTConfig(**state["model"]))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            whole = state["parameters"][name]
-            parameter.zero_()[:whole.shape[0]] = whole          # zero: the vocabulary padding
+            full = state["parameters"][name]
+            parameter.zero_()[:full.shape[0]] = full            # zero: the vocabulary padding
     return model.eval(), state
 
 

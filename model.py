@@ -259,7 +259,7 @@ class GPT(nn.Module):
 
 
 def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
-    """The value at step 0 of the parameter `name`, whole and without padding: fp32 on the CPU.
+    """The value at step 0 of the full parameter `name`, without padding: fp32 on the CPU.
 
     A function of (seed, name) alone, so each rank of any layout can make the parameters it holds,
     one at a time. Standard deviation 0.02, and 0.02 / sqrt(2L) for the two projections that write

@@ -100,7 +100,7 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
     return grid
 
 
-def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro: int,
+def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro_batch: int,
                  zero: int = 0, sequence_parallel: bool = False) -> None:
     """Raise a ValueError that names the numbers if this job cannot run; no communication."""
     dp, size = world // (tp * pp), tp * pp
@@ -117,8 +117,8 @@ def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro
         (cfg.padded_vocab % tp,
          f"the padded vocabulary {cfg.padded_vocab} is not divisible by tp {tp}"),
         (cfg.n_layer < pp, f"n_layer {cfg.n_layer} is less than pp {pp}: a stage would be empty"),
-        (batch % max(1, dp * micro), f"batch size {batch} is not divisible by dp {dp} x "
-         f"micro-batch {micro} = {dp * micro}"),
+        (batch % max(1, dp * micro_batch), f"batch size {batch} is not divisible by dp {dp} x "
+         f"micro-batch {micro_batch} = {dp * micro_batch}"),
     ]:
         if impossible:
             raise ValueError(message)
@@ -397,10 +397,10 @@ def copy_to(x: torch.Tensor, grid: Grid) -> Work:
     with sequence parallelism gather the positions, (B, T / tp, C) -> (B, T, C)."""
     if not grid.sequence_parallel:
         return Work(x)
-    whole = x.new_empty(grid.tp, *x.shape)                              # (tp, B, T / tp, C)
-    whole[grid.tp_rank] = x
-    gathered = all_gather(whole, grid.group("tp"))
-    return Work(whole, [gathered], finish=lambda x: x.movedim(0, 1).flatten(1, 2))
+    full = x.new_empty(grid.tp, *x.shape)                               # (tp, B, T / tp, C)
+    full[grid.tp_rank] = x
+    gathered = all_gather(full, grid.group("tp"))
+    return Work(full, [gathered], finish=lambda x: x.movedim(0, 1).flatten(1, 2))
 
 
 def reduce_from(x: torch.Tensor, grid: Grid) -> Work:
@@ -629,9 +629,9 @@ TIED = {"head.weight": "embed.token.weight"}    # one matrix: its name in the he
 class ParamSpec:
     """One parameter: its global name, its shape, and how tensor parallelism cuts it."""
     name: str
-    shape: tuple                # of the whole, without vocabulary padding
+    shape: tuple                # of the full parameter, without padding
     padded_rows: int            # shape[0] with the padding
-    partition_dim: int | None   # the dimension that is cut; None: every rank has the whole
+    partition_dim: int | None   # the dimension that is cut; None: every rank has all of it
     stride: int                 # how many matrices are stacked in that dimension
     tp: int
     places: list                # (module, attribute) that hold it: two for a weight tied in a stage
@@ -649,18 +649,18 @@ class ParamSpec:
     def numel(self) -> int:
         return math.prod(self.local_shape)
 
-    def shard(self, whole: torch.Tensor, tp_rank: int) -> torch.Tensor:
-        """Whole parameter -> one tensor-parallel rank's shard."""
+    def shard(self, full: torch.Tensor, tp_rank: int) -> torch.Tensor:
+        """Full parameter -> one tensor-parallel rank's shard."""
         if self.padded_rows > self.shape[0]:
-            whole = F.pad(whole, (0, 0, 0, self.padded_rows - self.shape[0]))
+            full = F.pad(full, (0, 0, 0, self.padded_rows - self.shape[0]))
         if self.partition_dim is None:
-            return whole
+            return full
         dim = self.partition_dim
-        stacked = whole.unflatten(dim, (self.stride, self.tp, -1))
+        stacked = full.unflatten(dim, (self.stride, self.tp, -1))
         return stacked.select(dim + 1, tp_rank).flatten(dim, dim + 1)
 
     def unshard(self, shards: list) -> torch.Tensor:
-        """The shards of all tensor-parallel ranks -> whole parameter."""
+        """The shards of all tensor-parallel ranks -> full parameter."""
         if self.partition_dim is None:
             return shards[0]
         dim = self.partition_dim
@@ -894,9 +894,9 @@ def draw(timeline) -> str:
 #
 #                                                    bytes a parameter
 #     ZeRO    masters, moments    grad     data      16 bits      fp32 (its own master)
-#       0     whole               whole    whole     18           16
-#       1     shard               whole    whole     6 + 12/dp    8 + 8/dp
-#       2     shard               shard    whole     2 + 16/dp    4 + 12/dp
+#       0     full                full     full      18           16
+#       1     shard               full     full      6 + 12/dp    8 + 8/dp
+#       2     shard               shard    full      2 + 16/dp    4 + 12/dp
 #       3     shard               shard    shard     18/dp        16/dp
 #
 #     1   the all-reduce becomes a reduce-scatter; AdamW updates the shard; an all-gather follows
@@ -911,10 +911,6 @@ def draw(timeline) -> str:
 #     _sync                        --> its communication starts (one function for each ZeRO stage)
 #     finish_grad_sync             --> bucket.shard["grad"] holds the sum over all replicas
 # ---------------------------------------------------------------------------------------------
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 class Bucket:
@@ -934,8 +930,8 @@ class Bucket:
         self.offsets, end = {}, 0
         for spec in specs:
             self.offsets[spec.name] = end
-            end += round_up(spec.numel, 32)                             # 64 bytes in 16 bits
-        self.numel = round_up(end, 32 * dp)
+            end += -(-spec.numel // 32) * 32            # up to a multiple of 64 bytes in 16 bits
+        self.numel = -(-end // (32 * dp)) * 32 * dp
         length = self.numel // num_shards
         first, self.shard_ranges = shard_rank * length, []
         for spec in specs:
@@ -945,10 +941,10 @@ class Bucket:
                 self.shard_ranges.append((spec, slice(low - first, high - first),
                                           slice(low - offset, high - offset)))
 
-    def view(self, whole: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
-        """The part of a whole bucket that belongs to a parameter, in the parameter's shape."""
+    def view(self, flat: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+        """The part of a full bucket that belongs to a parameter, in the parameter's shape."""
         offset = self.offsets[spec.name]
-        return whole[offset:offset + spec.numel].view(spec.local_shape)
+        return flat[offset:offset + spec.numel].view(spec.local_shape)
 
 
 def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
@@ -1040,15 +1036,15 @@ class FlatParameters:
                     optimizer=sum(size for at, size in optimizer.items() if at not in data))
 
     @torch.no_grad()
-    def load(self, name: str, whole) -> None:
-        """Fill this rank's tensors `name` from whole parameters: whole(name, shape) -> tensor."""
+    def load(self, name: str, full) -> None:
+        """Fill this rank's tensors `name` from full parameters: full(name, shape) -> tensor."""
         for bucket in self.buckets:
             for spec, here, there in bucket.shard_ranges:
-                value = spec.shard(whole(spec.name, spec.shape), self.grid.tp_rank)
+                value = spec.shard(full(spec.name, spec.shape), self.grid.tp_rank)
                 bucket.shard[name][here].copy_(value.flatten()[there])
 
     def initialize(self, cfg: GPTConfig, seed: int) -> None:
-        """Everything at step 0, one whole parameter in memory at a time."""
+        """Everything at step 0, one full parameter in memory at a time."""
         self.load("master", lambda name, shape: initial_value(cfg, name, shape, seed))
         for bucket in self.buckets:
             bucket.shard["exp_avg"].zero_()
@@ -1111,7 +1107,7 @@ class FlatParameters:
             self._sync(self.unsynced.pop())
 
     def _all_reduce(self, bucket: Bucket) -> None:
-        """ZeRO 0: every replica gets the whole sum."""
+        """ZeRO 0: every replica gets the full sum."""
         self.in_flight.append((bucket, all_reduce(bucket.grad, self.grid.group("dp"))))
 
     def _reduce_scatter(self, bucket: Bucket) -> None:
@@ -1270,9 +1266,9 @@ def square_sum(x: torch.Tensor) -> torch.Tensor:
     One fp32 sum over 10M values can be off in its fourth digit: rows of 4096 are summed in fp32,
     and the rows' sums in float64.
     """
-    whole = x.numel() // 4096 * 4096
-    rows = torch.linalg.vector_norm(x[:whole].view(-1, 4096), dim=1).double()
-    return rows.square().sum() + torch.linalg.vector_norm(x[whole:]).double().square()
+    end = x.numel() // 4096 * 4096
+    rows = torch.linalg.vector_norm(x[:end].view(-1, 4096), dim=1).double()
+    return rows.square().sum() + torch.linalg.vector_norm(x[end:]).double().square()
 
 
 def main() -> None:
