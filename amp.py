@@ -25,7 +25,7 @@ next batch's, and a batch that always overflows would stop the run.
 """
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -80,9 +80,9 @@ class LossScaler:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict) -> None:
-        if set(state) != set(vars(self)):
-            raise ValueError(f"a loss scaler's state has {sorted(vars(self))}, not "
-                             f"{sorted(state)}")
+        numbers = all(isinstance(x, (int, float)) and math.isfinite(x) for x in state.values())
+        if set(state) != set(vars(self)) or not numbers:
+            raise ValueError(f"a loss scaler's state has numbers {sorted(vars(self))}, not {state}")
         vars(self).update(state)
 
 
@@ -142,6 +142,16 @@ class DivergenceMonitor:
     excluded: list = field(default_factory=list)    # [first, end) of the samples to pass over
     applied_skip: str | None = None                 # --skip-steps, once it is among them
     checkpoints: list = field(default_factory=list)     # [step, file]: its start, then the kept
+
+    @classmethod
+    def from_state(cls, state: dict) -> "DivergenceMonitor":
+        """The monitor that a checkpoint holds as a dict; raises ValueError if it is none."""
+        types = {f.name: f.type for f in fields(cls)}
+        wrong = [name for name in {**types, **state}
+                 if name not in types or not isinstance(state.get(name, ...), types[name])]
+        if wrong:
+            raise ValueError(f"the state of the monitor of divergence has no valid {wrong}")
+        return cls(**state)
 
     def limit(self, margin: float) -> float:
         """The highest loss that is no spike. A deviation is measured between neighbours, so that a

@@ -260,7 +260,7 @@ def encode(jobs, encoding: tiktoken.Encoding):
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, skipped=0):
     """Makes a data set of the files in `out`, in place of an earlier one, and returns its meta."""
     encoding = get_tokenizer(tokenizer)
-    old = [path for split in SPLITS for path in out.glob(f"*{split}*.bin")]
+    old = [path for split in SPLITS for path in shards_of(out, split)]
     if foreign := [path for path in old if not re.fullmatch(r"(train|val)_\d{6}\.bin", path.name)]:
         raise ValueError(f"{foreign[0]} would mix with the new shards: choose another --out")
     try:
@@ -296,12 +296,18 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
     return meta
 
 
+def shards_of(directory: Path, split: str) -> list[Path]:
+    """The shards of a split, by the word in their names: retrieval_train_0.bin is no "val"."""
+    return sorted(path for path in directory.glob("*.bin")
+                  if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name))
+
+
 class TokenDataset:
     """The windows of one split: T+1 tokens, the last of one the first of the next; T = seq_len."""
 
     def __init__(self, directory, split: str, seq_len: int):
         directory, self.seq_len = Path(directory), seq_len
-        self.files = sorted(directory.glob(f"*{split}*.bin"))
+        self.files = shards_of(directory, split)
         if not self.files:
             source = f"dataset {directory.name}" if directory.name in DOWNLOADS else "input FILE"
             how = "" if directory == DEFAULT_OUT else f" --{source} --out {directory}"

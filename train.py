@@ -40,7 +40,8 @@ import numpy as np
 import torch
 
 import checkpoint
-from amp import LEAD_IN, MAX_SKIPPED, PRECISIONS, DivergenceMonitor, clip_factor, make_scaler
+from amp import (LEAD_IN, MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, clip_factor,
+                 make_scaler)
 from checkpoint import Metrics
 from data import TokenDataset
 from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token, parameter_count,
@@ -206,6 +207,8 @@ def validate(given: dict, state: dict | None, world: int) -> tuple[Config, GPTCo
                  config.zero, config.sequence_parallel)
     if state is not None:
         checkpoint.check_data(state, meta, config.data, same=not config.eval_only)
+        LossScaler().load_state_dict(state["scaler"])           # both raise ValueError
+        DivergenceMonitor.from_state(state["monitor"])
     return config, cfg
 
 
@@ -261,7 +264,8 @@ def print_summary(run: "Run") -> None:
         f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
         f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
         f"{flops_per_token(cfg):.3g} FLOPs a token\n"
-        f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {config.dtype}, {options}\n"
+        f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {run.device.type}, {config.dtype}, "
+        f"{options}\n"
         f"memory   {memory} (rank 0)\n"
         f"batch    {config.batch_size} sequences = dp {grid.dp} x {run.num_microbatches} "
         f"microbatches x {config.micro_batch} sequences; {run.step_tokens:,} tokens a step\n"
@@ -320,7 +324,7 @@ class Run:
             self.flat.initialize(self.cfg, self.config.seed)
             return
         checkpoint.restore(state, self.flat)
-        self.monitor = DivergenceMonitor(**state["monitor"])
+        self.monitor = DivergenceMonitor.from_state(state["monitor"])
         if state["config"]["dtype"] == self.config.dtype:
             self.scaler.load_state_dict(state["scaler"])
 
