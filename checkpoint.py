@@ -8,7 +8,7 @@ One file holds the whole state under global names: layers numbered through, tied
 vocabulary padding. So any layout, and sample.py in one process, loads what any other layout wrote;
 the price is that one host's memory must hold the model with its two moments.
 
-    format      3
+    format      4: what the keys and the order of the data mean
     step        the last step done            consumed_samples  read so far: the data position
     tokens      read so far                   optimizer_steps   updates: steps that were not skipped
     config      train.py's flags              model      GPTConfig as a dict
@@ -45,6 +45,7 @@ from model import GPT, GPTConfig
 from parallel import (FlatParameters, Grid, RunError, build_stage, comm_errors, make_buckets,
                       param_specs)
 
+FORMAT = 4
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 KEYS = {"format", "step", "consumed_samples", "tokens", "optimizer_steps", "config", "model",
         "tokenizer", "data", "scaler", "monitor", *STATE}
@@ -250,8 +251,8 @@ def load(path: Path) -> dict:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(state, dict) or not {"format", "step"} <= set(state):
             raise ValueError("it is not a checkpoint of this project")
-        if state["format"] != 3:
-            raise ValueError(f"it has format {state['format']}, this code reads format 3: go on "
+        if state["format"] != FORMAT:
+            raise ValueError(f"it has format {state['format']}, this code reads {FORMAT}: go on "
                              f"with the code that wrote it")
         if set(state) != KEYS:
             raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")

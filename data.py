@@ -3,7 +3,7 @@
     documents --pass 1--> hashes, sizes: which documents are duplicates, which validate
     documents --pass 2--> pieces of text --tiktoken--> tokens --> DIR/train_000000.bin, ...
                                                                   DIR/val_000000.bin, meta.json
-    DIR/*.bin --memmap--> windows of T+1 tokens --permutation--> batches (B, T+1)
+    DIR/*.bin --memmap--> windows of T+1 tokens --permute--> batches (B, T+1)
 
 A document is a .txt file, or the field "text" of a line of .jsonl. Each is preceded by the token
 <|endoftext|>, as in llm.c; the same characters inside a text are ordinary text. A shard is llm.c's:
@@ -296,6 +296,30 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
     return meta
 
 
+def permute(places: np.ndarray, n: int, *key: int) -> np.ndarray:
+    """Where a permutation of 0 ... n - 1 that is a function of the key puts these places. It is
+    computed, so that it takes no memory, however large n is.
+
+    A Feistel network of six rounds permutes the numbers of 2 h bits (Luby and Rackoff 1988): each
+    round adds to one half, modulo 2, a function of the other. What lands at n or above goes through
+    again (cycle walking, Black and Rogaway 2002), at most three times in four.
+    """
+    h = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))
+    mask, keys = (np.uint64(1) << h) - np.uint64(1), np.random.SeedSequence(key)
+    places = places.astype(np.uint64)
+    walking = np.ones(len(places), bool)
+    while walking.any():
+        left, right = places[walking] >> h, places[walking] & mask
+        for round_key in keys.generate_state(6, np.uint64):
+            # The finalizer of MurmurHash3 mixes the bits; products are modulo 2^64.
+            x = (right + round_key) * np.uint64(0xFF51AFD7ED558CCD)
+            x = (x ^ x >> np.uint64(33)) * np.uint64(0xC4CEB9FE1A85EC53)
+            left, right = right, left ^ (x ^ x >> np.uint64(33)) & mask
+        places[walking] = left << h | right
+        walking = places >= n
+    return places.astype(np.int64)
+
+
 def shards_of(directory: Path, split: str) -> list[Path]:
     """The shards of a split, by the word in their names: retrieval_train_0.bin is no "val"."""
     return sorted(path for path in directory.glob("*.bin")
@@ -320,7 +344,6 @@ class TokenDataset:
         if not self.n_windows:
             raise ValueError(f"{self.files[0]}: {len(self.shards[0])} tokens are too few for a "
                              f"window of {seq_len} + 1: use a shorter --seq-len, or more text")
-        self.drawn, self.permutation = None, None       # the epoch that order() drew last
 
     def _open(self, path: Path):
         size, header = path.stat().st_size, np.fromfile(path, "<i4", 3).tolist()
@@ -373,10 +396,8 @@ class TokenDataset:
         """int64 (count,): windows of sequences first, first + 1, ...; an epoch permutes all."""
         epochs, places = np.divmod(np.arange(first, first + count), self.n_windows)
         for epoch in np.unique(epochs).tolist():
-            if self.drawn != (seed, epoch):
-                self.permutation = np.random.default_rng([seed, epoch]).permutation(self.n_windows)
-                self.drawn = (seed, epoch)
-            places[epochs == epoch] = self.permutation[places[epochs == epoch]]
+            now = epochs == epoch
+            places[now] = permute(places[now], self.n_windows, seed, epoch)
         return places
 
 

@@ -471,7 +471,7 @@ class Run:
                                             checkpoint.STATE.values())
         if full is not None:                            # on rank 0
             self.writer.submit(dict(
-                format=3, **{counter: getattr(self, counter) for counter in COUNTERS},
+                format=checkpoint.FORMAT, **{counter: getattr(self, counter) for counter in COUNTERS},
                 config=dataclasses.asdict(self.config), model=dataclasses.asdict(self.cfg),
                 tokenizer=self.train_data.meta["tokenizer"],
                 data=self.train_data.meta["fingerprint"], scaler=self.scaler.state_dict(),
