@@ -214,10 +214,10 @@ class DivergenceMonitor:
         self.last_rollback_step = step
         self.excluded.append(samples)
 
-    def skip_excluded(self, sample: int) -> int:
-        """The first sample from this one on that is not to be passed over."""
+    def skip_excluded(self, sample: int, batch_size: int) -> int:
+        """The first sample from this one on that begins a batch without excluded samples."""
         for first, end in sorted(self.excluded):
-            if first <= sample < end:
+            if first < sample + batch_size and sample < end:
                 sample = end
         return sample
 

@@ -135,7 +135,8 @@ def step_file(out: Path, step: int) -> Path:
 
 
 def save(state: dict, out: Path, keep: int) -> Path:
-    """Write out/step_0000000k.pt, point latest.pt at it, remove all but the newest `keep`.
+    """Write out/step_0000000k.pt, point latest.pt at it, remove all but the newest `keep` and those
+    that its monitor names.
 
     Raises OSError if it cannot be written (a full disk); the files before it are then untouched.
     """
@@ -154,8 +155,11 @@ def save(state: dict, out: Path, keep: int) -> Path:
         while cause.__context__ is not None:        # torch's zip writer hides the disk's own words
             cause = cause.__context__
         raise OSError(f"{path} could not be written: {cause}") from error
+    # Where this branch began may be among them: its last resort, which may be older.
+    named = {Path(name).name for _, name in state["monitor"].get("checkpoints", []) if name}
     for old in [p for p in list_checkpoints(out) if STEP_FILE.fullmatch(p.name)][keep:]:
-        old.unlink(missing_ok=True)
+        if old.name not in named:
+            old.unlink(missing_ok=True)
     return path
 
 
@@ -171,14 +175,14 @@ class Writer:
         self.wait()
         self.pending = self.thread.submit(self._write, state)
 
-    def _write(self, state: dict) -> OSError | None:
+    def _write(self, state: dict) -> str | None:
         try:
             save(state, self.out, self.keep)
         except OSError as error:            # the run goes on: the files before it are whole
             warn(f"{error}; earlier checkpoints are untouched")
-            return error
+            return str(error)               # the error itself would keep the state in memory
 
-    def wait(self) -> OSError | None:
+    def wait(self) -> str | None:
         """Until the last file is written; the error if it could not be."""
         return self.pending.result() if self.pending is not None else None
 
@@ -186,7 +190,7 @@ class Writer:
         """Wait for a file that must not be missing; raises SaveFailed."""
         error = self.wait()
         if error is not None:
-            raise SaveFailed(f"the last checkpoint is lost: {error}") from error
+            raise SaveFailed(f"the last checkpoint is lost: {error}")
 
 
 def _point_latest(path: Path) -> None:
@@ -196,8 +200,12 @@ def _point_latest(path: Path) -> None:
     try:
         os.link(path, aside)
     except OSError:
-        shutil.copyfile(path, aside)
-        _fsync(aside)
+        try:
+            shutil.copyfile(path, aside)
+            _fsync(aside)
+        except OSError:                             # the disk is full
+            aside.unlink(missing_ok=True)
+            raise
     os.replace(aside, path.with_name("latest.pt"))
     _fsync(path.parent)                             # the names too must survive a power cut
 
@@ -342,15 +350,19 @@ def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
 
 def find_checkpoint(out: Path, resume: str, restarted: bool,
                     given: dict) -> tuple[Path | None, list[dict]]:
-    """The checkpoint to go on from, None for a fresh run, and events of damaged ones. A run that
-    torchrun `restarted` goes on with what it wrote itself: under the same flags `given`."""
+    """The checkpoint to go on from, None for a fresh run, and events of damaged ones.
+
+    An explicit PATH begins a branch. The same command again, by hand or because torchrun
+    `restarted` the run or its group changed, goes on with what the branch has written since: each
+    file holds its flags, among them PATH.
+    """
     found = list_checkpoints(out)
     if resume == "never" and found and not restarted:
         raise ValueError(f"--resume never, but {out} holds {found[0].name}: give another --out")
     if resume in ("auto", "never"):
         return latest_valid(found) if found else (None, [])
     own = []
-    for path in found if restarted else []:
+    for path in found:
         with suppress(CorruptCheckpoint):
             stored = load(path)["config"]
             own += [path] * all(stored.get(name) == value for name, value in given.items())

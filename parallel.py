@@ -147,10 +147,17 @@ def comm_errors(operation: str, group=None):
     except PeerError:
         raise                               # named already
     except RuntimeError as error:
+        if out_of_memory(error):            # not the others' fault
+            raise
         ranks = "" if group is None else f" with ranks {dist.get_process_group_ranks(group)}"
         reason = (str(error) or type(error).__name__).splitlines()[0]
         reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", reason)
         raise PeerError(f"{operation}{ranks}: {reason}") from error
+
+
+def out_of_memory(error: BaseException) -> bool:
+    return (isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            or "allocate memory" in str(error))     # what the CPU's allocator says
 
 
 def is_rank0() -> bool:
@@ -1030,7 +1037,7 @@ class FlatParameters:
         """Bytes that this rank holds all the time, by kind (the optimizer's on `host`)."""
         def held(*names):
             storages = [b.shard[name].untyped_storage() for b in self.buckets for name in names]
-            return {storage.data_ptr(): storage.nbytes() for storage in storages}
+            return {storage._cdata: storage.nbytes() for storage in storages}   # views count once
         data, optimizer = held("data"), held("master", "exp_avg", "exp_avg_sq")
         return dict(parameters=sum(data.values()), gradients=sum(held("grad").values()),
                     optimizer=sum(size for at, size in optimizer.items() if at not in data))
@@ -1194,6 +1201,22 @@ class FlatParameters:
             syncs.append(self._sync_params(bucket))         # while the next bucket is updated
         for work in syncs:
             work.wait()
+
+
+def check_memory(cfg: GPTConfig, grid: Grid, dtypes: tuple, zero: int, offload: bool,
+                 device: torch.device, local_world: int) -> None:
+    """Raise a ValueError if what this rank would keep all the time is more than its device has, or
+    its share of the machine's memory; nothing is allocated."""
+    specs = param_specs(build_stage(cfg, grid), cfg, grid)
+    sizes = FlatParameters(specs, grid, *dtypes, "meta", zero).memory()
+    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local_world
+    if device.type != "cpu":
+        has = torch.cuda.mem_get_info(device)[1]
+        sizes["optimizer"] *= not offload
+    if sum(sizes.values()) > has:
+        parts = ", ".join(f"{kind} {size / 1e9:,.1f} GB" for kind, size in sizes.items())
+        raise ValueError(f"each process would keep {parts}, but has {has / 1e9:,.1f} GB: raise "
+                         f"--tp, --pp or --zero with more processes, or take a smaller model")
 
 
 class _UnshardForBackward(torch.autograd.Function):

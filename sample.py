@@ -19,6 +19,7 @@ import torch
 
 from checkpoint import load_model
 from data import get_tokenizer
+from parallel import out_of_memory
 
 
 def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: float):
@@ -118,5 +119,10 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        sys.exit(f"sample.py: out of memory ({str(error).splitlines()[0]}): the model needs a "
+                 f"larger device, or --device cpu")
     except (KeyboardInterrupt, BrokenPipeError):            # Ctrl-C, or `| head` has read enough
         os._exit(1)

@@ -30,6 +30,7 @@ import signal
 import statistics
 import sys
 import time
+import traceback
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,9 +49,10 @@ from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
                    peak_flops)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
                       activation_bytes, all_gather_object, all_ranks, all_reduce,
-                      assert_equal_across_ranks, build_stage, check_layout, fully_shard,
-                      locate_nonfinite, make_grid, on_rank0, one_f_one_b, param_specs, pick_device,
-                      print_rank0, process_group, run_schedule, wrap_blocks)
+                      assert_equal_across_ranks, build_stage, check_layout, check_memory,
+                      fully_shard, locate_nonfinite, make_grid, on_rank0, one_f_one_b,
+                      out_of_memory, param_specs, pick_device, print_rank0, process_group,
+                      run_schedule, wrap_blocks)
 
 EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over the split
 COUNTERS = ("step", "consumed_samples", "tokens", "optimizer_steps")        # of a run
@@ -400,7 +402,7 @@ class Run:
                 monitor.applied_skip = skip
                 end = position + (last - self.step) * self.config.batch_size
                 monitor.excluded.append([position, end])
-        self.consumed_samples = monitor.skip_excluded(position)
+        self.consumed_samples = monitor.skip_excluded(position, self.config.batch_size)
         if self.consumed_samples > position:
             batches = (self.consumed_samples - position) // self.config.batch_size
             self.metrics.write(event="skip", step=self.step + 1, reason="left out",
@@ -465,13 +467,14 @@ class Run:
 
     def save(self) -> None:
         """Gather on rank 0, where a thread writes it while training goes on."""
+        self.writer.wait()                              # else the host would hold a third state
         file = checkpoint.step_file(Path(), self.step).name
         self.monitor.add_checkpoint(self.step, file, self.config.keep)  # a checkpoint lists itself
         full = checkpoint.gather_full_state(self.flat, self.cfg, self.grid,
                                             checkpoint.STATE.values())
         if full is not None:                            # on rank 0
             self.writer.submit(dict(
-                format=checkpoint.FORMAT, **{counter: getattr(self, counter) for counter in COUNTERS},
+                format=checkpoint.FORMAT, **{name: getattr(self, name) for name in COUNTERS},
                 config=dataclasses.asdict(self.config), model=dataclasses.asdict(self.cfg),
                 tokenizer=self.train_data.meta["tokenizer"],
                 data=self.train_data.meta["fingerprint"], scaler=self.scaler.state_dict(),
@@ -538,7 +541,8 @@ class Run:
 # ---------------------------------------------------------------------------------------------
 
 
-def prepare(given: dict, world: int, restarted: bool, stack: ExitStack):
+def prepare(given: dict, world: int, local_world: int, device: torch.device, restarted: bool,
+            stack: ExitStack):
     """What rank 0 settles alone, without communication: config, model, the checkpoint to go on from
     or None, events of damaged ones; last, the lock of --out on the stack. Errors are for main."""
     config = Config(**given)
@@ -547,12 +551,15 @@ def prepare(given: dict, world: int, restarted: bool, stack: ExitStack):
     if config.eval_only and path is None:
         raise ValueError(f"--eval-only, but {config.out} holds no checkpoint")
     state = path and checkpoint.load(path)
-    prepared = *validate(given, state, world), path, events
+    config, cfg = validate(given, state, world)
+    grid = Grid(world // (config.tp * config.pp), config.pp, config.tp)
+    check_memory(cfg, grid, PRECISIONS[config.dtype], config.zero, config.offload, device,
+                 local_world)
     if not config.eval_only:
         stack.enter_context(checkpoint.lock_output_dir(out))
         if checkpoint.list_checkpoints(out) != found:
             raise ValueError(f"another run has just written to {config.out}: start again")
-    return prepared
+    return config, cfg, path, events
 
 
 def start(run: Run, state: dict | None, path: Path | None, events: list, given: dict) -> None:
@@ -574,10 +581,17 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
         for event in [*events, dict(event="resume", path=str(path), given=given, changed=changed,
                                     lr_factor=factor, config=settings)]:
             metrics.write(**event, step=run.step)
-        differs = "".join(f", {name.replace('_', ' ')} {now} instead of {before}"
-                          for name, (before, now) in changed.items())
+        differs = "".join(f", {name.replace('_', ' ')} {new} instead of {old}"
+                          for name, (old, new) in changed.items())
         print_rank0(f"resume   {path}, after step {run.step}{differs}"
                     + f", learning rate x {factor:.3g}" * (factor != 1))
+        before, now = (learning_rate(c, run.step + 1) for c in (
+            Config(**state["config"]), config))
+        if not 0.8 * before <= now <= 1.25 * before:
+            print_rank0(f"note     the learning rate of step {run.step + 1} is {now:.2e}, not "
+                        f"{before:.2e}: another schedule")
+    if config.warmup_steps > config.steps / 2:
+        print_rank0(f"note     {config.warmup_steps} of {config.steps} steps are warm-up")
     if "skip_steps" in given and step_range(config.skip_steps)[1] <= run.step:
         print_rank0(f"skip     the steps {config.skip_steps} lie behind: there is nothing to skip")
     run.train(metrics, stop)
@@ -623,7 +637,7 @@ def main() -> None:
         device = pick_device(config.device, local_rank, local_world)
         # Rank 0 alone, before any communication: the others wait for it at the rendezvous.
         stack, status = ExitStack(), 0
-        prepared = prepare(given, world, restarts > 0, stack) if rank == 0 else None
+        prepared = rank == 0 and prepare(given, world, local_world, device, restarts > 0, stack)
     except (ValueError, OSError, RunError) as error:
         if rank > 0:
             time.sleep(5)           # torchrun ends all ranks when one exits: rank 0 prints first
@@ -639,9 +653,17 @@ def main() -> None:
                 if rank == 0:
                     complain(error)
                 all_gather_object(None)             # nobody leaves before rank 0 has printed
-    except PeerError as error:      # without the others there is nothing to save: no orderly end
-        complain(f"rank {rank}: {error}")
-        os._exit(1)
+    except Exception as error:
+        if isinstance(error, PeerError):
+            complain(f"rank {rank}: {error}")
+        elif out_of_memory(error):
+            complain(f"rank {rank} is out of memory ({str(error).splitlines()[0]}): lower "
+                     f"--micro-batch, give --recompute, or raise --zero, --tp or --pp")
+        elif world == 1:
+            raise
+        else:
+            traceback.print_exc()
+        os._exit(1)                 # no orderly end: the others learn that this rank is gone
     sys.exit(status)
 
 
