@@ -105,8 +105,9 @@ def clip_factor(norm: float, clip: float, scale: float) -> float:
 # ---------------------------------------------------------------------------------------------
 # The monitor of divergence
 #
-# A loss far above its recent median for several steps, one that is not finite, an fp16 overflow at
-# the minimum scale, or MAX_SKIPPED skipped steps in a row: the run has diverged. What the teams of
+# A loss far above its lowest median so far for several steps, one that is not finite, an fp16
+# overflow at the minimum scale, MAX_SKIPPED skipped steps in a row, or a median that has risen by a
+# deviation: the run has diverged. What the teams of
 # OPT-175B (Zhang et al. 2022, section 2.5, and their logbook) and PaLM (Chowdhery et al. 2022,
 # section 5.1) then did by hand happens by itself, up to --max-rollbacks times:
 #
@@ -116,16 +117,17 @@ def clip_factor(norm: float, clip: float, scale: float) -> float:
 #                  |           |////////////|
 #          go back there,     skip these batches        at learning rate x LR_CUT
 #
-# The steps are done again, on the batches behind the skipped ones; the first of these are dropped
-# too, for as long as their loss is high. If the run comes back to the same checkpoint again, or to
-# an older one, the learning rate was not cut enough: then it is cut three times.
+# The steps are done again, on the batches behind the skipped ones. If the first of these has a high
+# loss at once, although the steps before it went well again, the data is to blame: at the next
+# rollback twice as many are skipped, at the same learning rate. If the run comes back to the same
+# checkpoint, or to an older one, for another reason, the learning rate was not cut enough: then it
+# is cut three times.
 # ---------------------------------------------------------------------------------------------
 
 WINDOW, MIN_WINDOW = 64, 16     # losses that make the median, and the fewest that do
 MAX_SKIPPED = 20                # steps in a row without an update that make a divergence
 HEALTHY_STEPS = 16              # steps without a high loss that prove a checkpoint healthy
 LEAD_IN = 8                     # batches before the first high loss that are skipped
-MAX_EXCLUDED = 500              # batches skipped in one go, at most
 LR_CUT = 0.6
 
 
@@ -134,6 +136,7 @@ class DivergenceMonitor:
     """What a run remembers of its losses and rollbacks, and its verdict on each step. A function of
     numbers that all ranks agree on, so they decide alike; every checkpoint holds it."""
     losses: list = field(default_factory=list)      # the last that were not high
+    lowest: float = math.inf    # median of a window of them so far
     high: int = 0               # steps in a row whose loss was
     skipped_steps: int = 0      # steps in a row without an update
     lr_factor: float = 1.0      # on the schedule's learning rate
@@ -153,32 +156,26 @@ class DivergenceMonitor:
             raise ValueError(f"the state of the monitor of divergence has no valid {wrong}")
         return cls(**state)
 
-    def limit(self, margin: float) -> float:
-        """The highest loss that is no spike. A deviation is measured between neighbours, so that a
-        falling loss does not count as noise: their median distance times 1.4826 / sqrt 2, which is
-        sigma if the noise is normal; or 1% of the median if that is more."""
-        if len(self.losses) < MIN_WINDOW:
-            return math.inf
-        middle = statistics.median(self.losses)
+    def deviation(self) -> float:
+        """Of the losses from their median. It is measured between neighbours, so that a falling
+        loss does not count as noise: their median distance times 1.4826 / sqrt 2, which is sigma if
+        the noise is normal; or 1% of the median if that is more."""
         distance = statistics.median(abs(a - b) for a, b in zip(self.losses, self.losses[1:]))
-        return middle + margin * max(1.4826 / math.sqrt(2) * distance, middle / 100)
+        return max(1.4826 / math.sqrt(2) * distance, statistics.median(self.losses) / 100)
 
-    def observe(self, loss: float, found_inf: bool, overflow_at_floor: bool,
-                samples: tuple[int, int], config) -> tuple[str, str | None]:
-        """Judge a step that read the samples [first, end); `config` has --spike-margin,
-        --spike-steps and --rollback. Returns a verdict, and the reason of a divergence:
+    def limit(self, margin: float) -> float:
+        """The highest loss that is no spike. (A median that may rise again would follow a slow
+        divergence.)"""
+        known = len(self.losses) >= MIN_WINDOW
+        return self.lowest + margin * self.deviation() if known else math.inf
 
-            "rollback"  the run has diverged; an fp16 overflow above the minimum scale is none
-            "drop"      the batch lies right behind an excluded one, and its loss is high too
-            "update"    anything else
-        """
-        limit = self.limit(config.spike_margin)
+    def observe(self, step: int, loss: float, found_inf: bool, overflow_at_floor: bool,
+                config) -> tuple[str, str | None]:
+        """Judge step `step`; `config` has --spike-margin, --spike-steps and --rollback. Returns a
+        verdict, "update" or "rollback", and the reason of a divergence. An fp16 overflow above the
+        minimum scale is none."""
+        limit, slow = self.limit(config.spike_margin), False
         self.skipped_steps = self.skipped_steps + 1 if found_inf else 0
-        first, end = samples
-        if (not loss <= limit and self.excluded and self.excluded[-1][1] == first
-                and first - self.excluded[-1][0] < MAX_EXCLUDED * (end - first)):
-            self.excluded[-1][1] = end
-            return "drop", None
         reason = ("the loss is not finite" if not math.isfinite(loss) else
                   "a gradient is not finite, and the loss scale is at its floor"
                   if overflow_at_floor else
@@ -192,9 +189,22 @@ class DivergenceMonitor:
         else:
             self.high = 0
             self.losses = [*self.losses, loss][-WINDOW:]
+            median = statistics.median(self.losses)
+            # A healthy run's median of so many losses stays within 0.6 deviations of one loss.
+            slow = len(self.losses) == WINDOW and median > self.lowest + self.deviation()
+            if slow:
+                reason = f"the loss has risen from {self.lowest:.4f} to {median:.4f}"
+                since = step - self.last_rollback_step - HEALTHY_STEPS
+                self.high = max(config.spike_steps, min(WINDOW // 2, since))
+            if slow or len(self.losses) >= MIN_WINDOW:
+                self.lowest = median if slow else min(self.lowest, median)
         if config.rollback == "on":
             return ("rollback", reason) if self.high >= config.spike_steps else ("update", None)
-        return "update", reason if self.high == config.spike_steps else None
+        return "update", reason if slow or self.high == config.spike_steps else None
+
+    def bad_steps(self) -> int:
+        """How many of the last steps led to the divergence."""
+        return max(self.high, self.skipped_steps)
 
     def candidates(self, onset: int) -> list:
         """[step, file] to go back to from a divergence that began at step `onset`, best first:
@@ -205,11 +215,26 @@ class DivergenceMonitor:
         others = [c for c in kept if c not in proven and c[0] != self.last_rollback_step]
         return [*reversed(proven), *others[:1], began]
 
-    def rolled_back(self, step: int, samples: list, then: "DivergenceMonitor") -> None:
-        """Record a rollback to `step`, where the monitor was `then`, that excludes these
-        samples [first, end): the losses are those of then, what has been learned since stays."""
-        self.losses, self.high, self.skipped_steps = then.losses, then.high, then.skipped_steps
-        self.lr_factor *= LR_CUT if step > self.last_rollback_step else LR_CUT ** 3
+    def to_exclude(self, step: int, end: int, batch_size: int) -> tuple[list[int], bool]:
+        """The samples [first, end) to pass over after a divergence in step `step`, which has read
+        up to `end`; and whether the data is to blame: it diverged right behind excluded samples,
+        and the steps from the checkpoint up to there went well."""
+        bad = self.bad_steps()
+        onset, replayed = end - bad * batch_size, step - bad - self.last_rollback_step
+        if (self.excluded and self.excluded[-1][1] == onset
+                and replayed >= HEALTHY_STEPS - LEAD_IN - 1):
+            first, last = self.excluded[-1]
+            return [onset, onset + 2 * (last - first)], True
+        return [onset - LEAD_IN * batch_size, end], False
+
+    def rolled_back(self, step: int, samples: list, data: bool, then: "DivergenceMonitor") -> None:
+        """Record a rollback to `step`, where the monitor was `then`, that excludes these samples:
+        the losses are those of then, what has been learned since stays. `data`: they are to blame.
+        """
+        self.losses, self.lowest = then.losses, then.lowest
+        self.high, self.skipped_steps = then.high, then.skipped_steps
+        if not data:
+            self.lr_factor *= LR_CUT if step > self.last_rollback_step else LR_CUT ** 3
         self.rollbacks += 1
         self.last_rollback_step = step
         self.excluded.append(samples)

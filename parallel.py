@@ -160,6 +160,14 @@ def out_of_memory(error: BaseException) -> bool:
             or "allocate memory" in str(error))     # what the CPU's allocator says
 
 
+def fatal_message(error: Exception) -> str | None:
+    """What to say of an error that leaves this rank no orderly end; None if that is a traceback."""
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if out_of_memory(error):
+        return f"{first}: lower --micro-batch, give --recompute, or raise --zero, --tp or --pp"
+    return first if isinstance(error, PeerError) else None
+
+
 def is_rank0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 

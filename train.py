@@ -10,7 +10,7 @@ A step has these phases; `Run.train` shows them on one screen:
                 reduced over replicas during backward (ZeRO 2 and 3: with each microbatch)
     agree       one small all-reduce tells every rank the loss, the norms of the gradient and of the
                 last activations, whether any gradient overflowed, whether anyone was asked to stop
-    observe     the monitor of divergence decides alike on every rank: update, drop, or roll back
+    observe     the monitor of divergence decides alike on every rank: update or roll back
     unscale, clip, AdamW on the masters; or skip all three after an overflow
     evaluate and log, then save
 
@@ -41,7 +41,7 @@ import numpy as np
 import torch
 
 import checkpoint
-from amp import (LEAD_IN, MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, clip_factor,
+from amp import (MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, clip_factor,
                  make_scaler)
 from checkpoint import Metrics
 from data import TokenDataset
@@ -50,8 +50,8 @@ from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
                       activation_bytes, all_gather_object, all_ranks, all_reduce,
                       assert_equal_across_ranks, build_stage, check_layout, check_memory,
-                      fully_shard, locate_nonfinite, make_grid, on_rank0, one_f_one_b,
-                      out_of_memory, param_specs, pick_device, print_rank0, process_group,
+                      fatal_message, fully_shard, locate_nonfinite, make_grid, on_rank0,
+                      one_f_one_b, param_specs, pick_device, print_rank0, process_group,
                       run_schedule, wrap_blocks)
 
 EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over the split
@@ -350,7 +350,7 @@ class Run:
             local_loss = self.forward_backward(batch)
             stats = self.reduce_stats(local_loss, stop.requested)
             verdict, reason = self.monitor.observe(
-                stats.loss, stats.found_inf, samples=(first, self.consumed_samples), config=config,
+                self.step + 1, stats.loss, stats.found_inf, config=config,
                 overflow_at_floor=stats.found_inf and at_floor and config.dtype == "fp16")
             if verdict == "update" and not stats.found_inf:     # an overflow skips the update only
                 self.optimizer_steps += 1
@@ -364,25 +364,23 @@ class Run:
                        skipped=self.monitor.skipped_steps, activation_norm=stats.activation_norm,
                        tokens_per_second=round(self.step_tokens / recent[-1], 1))
             where = locate_nonfinite(local_loss.item(), self.flat) if stats.found_inf else None
-            self.log_events(row, verdict, reason, where, windows)
+            self.log_events(row, reason, where, windows)
 
             # roll back; or evaluate and log, then save
             if verdict == "rollback":
                 self.log_step(row, recent)
                 self.rollback(reason)
                 continue
-            counted = verdict == "update"       # a dropped batch makes no step, an overflow does
-            self.step += counted
+            self.step += 1
             done = self.step == config.steps
             stopping = stats.stop_requested and not done
-            if counted:
-                if done or (is_due(config.eval_every) and not stopping):
-                    row["val_loss"] = self.evaluate()
-                self.log_step(row, recent)
+            if done or (is_due(config.eval_every) and not stopping):
+                row["val_loss"] = self.evaluate()
+            self.log_step(row, recent)
             if at_floor and self.monitor.skipped_steps >= MAX_SKIPPED:
                 self.fail(self.step, f"{MAX_SKIPPED} steps in a row were not finite, at a loss "
                                      f"scale of {scale:g} that cannot fall")
-            if done or stopping or (counted and is_due(config.save_every)):
+            if done or stopping or is_due(config.save_every):
                 self.save()
             if stopping:
                 break
@@ -487,23 +485,23 @@ class Run:
         config, monitor, diverged_at = self.config, self.monitor, self.step + 1
         if monitor.rollbacks >= config.max_rollbacks:
             self.fail(diverged_at, f"{reason}, and --max-rollbacks {monitor.rollbacks} are spent")
-        bad, batch = max(monitor.high, monitor.skipped_steps), config.batch_size
-        samples = [self.consumed_samples - (bad + LEAD_IN) * batch, self.consumed_samples]
+        samples, data = monitor.to_exclude(diverged_at, self.consumed_samples, config.batch_size)
         files = [name and Path(config.out, name) for _, name
-                 in monitor.candidates(diverged_at - bad + 1)]
+                 in monitor.candidates(diverged_at - monitor.bad_steps() + 1)]
         self.writer.wait()                              # the file being written may be the one
         path, events = on_rank0(lambda: checkpoint.latest_valid(files))
         self.restore(all_ranks(lambda: path and checkpoint.load(path), status=1))  # new monitor
         samples[0] = max(samples[0], self.consumed_samples)
-        monitor.rolled_back(self.step, samples, then=self.monitor)
+        monitor.rolled_back(self.step, samples, data, then=self.monitor)
         self.monitor = monitor
         events += [dict(event="rollback", reason=reason, to=self.step, sequences=samples,
                         lr_factor=monitor.lr_factor, rollbacks=monitor.rollbacks)]
         for event in events:
             self.metrics.write(**event, step=diverged_at)
+        batches = (samples[1] - samples[0]) // config.batch_size
         print_rank0(f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: back to step "
-                    f"{self.step}, leaving out {(samples[1] - samples[0]) // batch} batches up to "
-                    f"step {diverged_at}'s, learning rate x {monitor.lr_factor:.3g} from now on")
+                    f"{self.step}, leaving out the {batches} batches that led to it, learning rate "
+                    f"x {monitor.lr_factor:.3g} from now on")
         self.save()
         all_ranks(self.writer.finish)
 
@@ -513,7 +511,7 @@ class Run:
         if "val_loss" in row:
             print_rank0(format_eval(row["val_loss"], self.val_data.meta["bytes_per_token"]))
 
-    def log_events(self, row: dict, verdict: str, reason: str | None, where: dict | None,
+    def log_events(self, row: dict, reason: str | None, where: dict | None,
                    windows: np.ndarray) -> None:
         """Events of a step that was not as usual. From its windows of the data
         TokenDataset.windows makes the same batch again."""
@@ -521,8 +519,6 @@ class Run:
         if where is not None:
             self.metrics.write(event="skip", reason="not finite", **seen, **where,
                                windows=windows.tolist())
-        if verdict == "drop":
-            self.metrics.write(event="skip", reason="a high loss behind batches left out", **seen)
         if reason is not None:
             limit = self.monitor.limit(self.config.spike_margin)
             self.metrics.write(event="spike", reason=reason, limit=limit, **seen)
@@ -654,11 +650,9 @@ def main() -> None:
                     complain(error)
                 all_gather_object(None)             # nobody leaves before rank 0 has printed
     except Exception as error:
-        if isinstance(error, PeerError):
-            complain(f"rank {rank}: {error}")
-        elif out_of_memory(error):
-            complain(f"rank {rank} is out of memory ({str(error).splitlines()[0]}): lower "
-                     f"--micro-batch, give --recompute, or raise --zero, --tp or --pp")
+        message = fatal_message(error)
+        if message is not None:
+            complain(f"rank {rank}: {message}")
         elif world == 1:
             raise
         else:
