@@ -132,6 +132,16 @@ LR_CUT = 0.6
 
 
 @dataclass
+class StepStats:
+    """What every rank knows of a step after its one all-reduce."""
+    loss: float                 # mean over the tokens of the global batch, in nats
+    activation_norm: float      # mean over them of the norm of the last activations
+    grad_norm: float            # of the whole model, unscaled, before clipping
+    found_inf: bool             # on some rank the loss or a gradient is not finite
+    stop_requested: bool        # some rank got a signal
+
+
+@dataclass
 class DivergenceMonitor:
     """What a run remembers of its losses and rollbacks, and its verdict on each step. A function of
     numbers that all ranks agree on, so they decide alike; every checkpoint holds it."""
@@ -169,16 +179,16 @@ class DivergenceMonitor:
         known = len(self.losses) >= MIN_WINDOW
         return self.lowest + margin * self.deviation() if known else math.inf
 
-    def observe(self, step: int, loss: float, found_inf: bool, overflow_at_floor: bool,
+    def observe(self, step: int, stats: StepStats, at_floor: bool,
                 config) -> tuple[str, str | None]:
-        """Judge step `step`; `config` has --spike-margin, --spike-steps and --rollback. Returns a
-        verdict, "update" or "rollback", and the reason of a divergence. An fp16 overflow above the
-        minimum scale is none."""
-        limit, slow = self.limit(config.spike_margin), False
-        self.skipped_steps = self.skipped_steps + 1 if found_inf else 0
+        """Judge step `step`, whose loss scale was `at_floor` or not; `config` has --spike-margin,
+        --spike-steps, --rollback and --dtype. Returns a verdict, "update" or "rollback", and the
+        reason of a divergence. An fp16 overflow above the minimum scale is none."""
+        loss, limit, slow = stats.loss, self.limit(config.spike_margin), False
+        self.skipped_steps = self.skipped_steps + 1 if stats.found_inf else 0
         reason = ("the loss is not finite" if not math.isfinite(loss) else
                   "a gradient is not finite, and the loss scale is at its floor"
-                  if overflow_at_floor else
+                  if stats.found_inf and at_floor and config.dtype == "fp16" else
                   f"{MAX_SKIPPED} steps in a row were skipped"
                   if self.skipped_steps >= MAX_SKIPPED else None)
         if reason is not None:

@@ -6,10 +6,8 @@
 A step has these phases; `Run.train` shows them on one screen:
 
     batch       the next samples of a seeded order; a rank only decides which rows it reads
-    forward and backward, microbatch by microbatch; gradients add up in flat fp32 buckets, which are
-                reduced over replicas during backward (ZeRO 2 and 3: with each microbatch)
-    agree       one small all-reduce tells every rank the loss, the norms of the gradient and of the
-                last activations, whether any gradient overflowed, whether anyone was asked to stop
+    forward and backward, microbatch by microbatch; full buckets of gradients are reduced meanwhile
+    agree       one small all-reduce tells every rank what it must know of the step (StepStats)
     observe     the monitor of divergence decides alike on every rank: update or roll back
     unscale, clip, AdamW on the masters; or skip all three after an overflow
     evaluate and log, then save
@@ -41,7 +39,7 @@ import numpy as np
 import torch
 
 import checkpoint
-from amp import (MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, clip_factor,
+from amp import (MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepStats, clip_factor,
                  make_scaler)
 from checkpoint import Metrics
 from data import TokenDataset
@@ -124,6 +122,7 @@ class Config:
 # Paths, layout and precision belong to one start: they are never taken from a checkpoint.
 LOCAL = {"data", "out", "resume", "eval_only", "tp", "pp", "pp_schedule", "device", "compile",
          "timeout", "micro_batch", "zero", "recompute", "sequence_parallel", "offload", "dtype"}
+SWITCHES = ("recompute", "sequence_parallel", "offload", "compile")
 LASTING = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
 
@@ -256,9 +255,8 @@ def format_eval(val_loss: float, bytes_per_token: float | None) -> str:
 def print_summary(run: "Run") -> None:
     """What is about to run, in a few lines."""
     config, cfg, grid = run.config, run.cfg, run.grid
-    switches = ("recompute", "sequence_parallel", "offload", "compile")
     options = ", ".join([f"zero {config.zero}", *[config.pp_schedule] * (grid.pp > 1), *(
-        name.replace("_", " ") for name in switches if getattr(config, name))])
+        name.replace("_", " ") for name in SWITCHES if getattr(config, name))])
     sizes = {**run.flat.memory(), "activations about": activation_bytes(
         cfg, grid, run.schedule, config.micro_batch, run.boundary.itemsize, config.recompute)}
     memory = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in sizes.items())
@@ -278,16 +276,6 @@ def print_summary(run: "Run") -> None:
 # ---------------------------------------------------------------------------------------------
 # The run
 # ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class StepStats:
-    """What every rank knows of a step after its one all-reduce."""
-    loss: float                 # mean over the tokens of the global batch, in nats
-    activation_norm: float      # mean over them of the norm of the last activations
-    grad_norm: float            # of the whole model, unscaled, before clipping
-    found_inf: bool             # on some rank the loss or a gradient is not finite
-    stop_requested: bool        # some rank got a signal
 
 
 class Run:
@@ -349,9 +337,7 @@ class Run:
             lr = learning_rate(config, self.step + 1) * self.monitor.lr_factor
             local_loss = self.forward_backward(batch)
             stats = self.reduce_stats(local_loss, stop.requested)
-            verdict, reason = self.monitor.observe(
-                self.step + 1, stats.loss, stats.found_inf, config=config,
-                overflow_at_floor=stats.found_inf and at_floor and config.dtype == "fp16")
+            verdict, reason = self.monitor.observe(self.step + 1, stats, at_floor, config)
             if verdict == "update" and not stats.found_inf:     # an overflow skips the update only
                 self.optimizer_steps += 1
                 self.flat.step(clip_factor(stats.grad_norm, config.clip, scale),
@@ -498,10 +484,9 @@ class Run:
                         lr_factor=monitor.lr_factor, rollbacks=monitor.rollbacks)]
         for event in events:
             self.metrics.write(**event, step=diverged_at)
-        batches = (samples[1] - samples[0]) // config.batch_size
         print_rank0(f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: back to step "
-                    f"{self.step}, leaving out the {batches} batches that led to it, learning rate "
-                    f"x {monitor.lr_factor:.3g} from now on")
+                    f"{self.step}, leaving out sequences {samples[0]} to {samples[1] - 1}, learning "
+                    f"rate x {monitor.lr_factor:.3g} from now on")
         self.save()
         all_ranks(self.writer.finish)
 
@@ -579,13 +564,11 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
             metrics.write(**event, step=run.step)
         differs = "".join(f", {name.replace('_', ' ')} {new} instead of {old}"
                           for name, (old, new) in changed.items())
+        old, new = (learning_rate(c, run.step + 1) for c in (Config(**state["config"]), config))
+        if not 0.8 * old <= new <= 1.25 * old:
+            differs += f"; so the next step's learning rate is {new:.2e} instead of {old:.2e}"
         print_rank0(f"resume   {path}, after step {run.step}{differs}"
                     + f", learning rate x {factor:.3g}" * (factor != 1))
-        before, now = (learning_rate(c, run.step + 1) for c in (
-            Config(**state["config"]), config))
-        if not 0.8 * before <= now <= 1.25 * before:
-            print_rank0(f"note     the learning rate of step {run.step + 1} is {now:.2e}, not "
-                        f"{before:.2e}: another schedule")
     if config.warmup_steps > config.steps / 2:
         print_rank0(f"note     {config.warmup_steps} of {config.steps} steps are warm-up")
     if "skip_steps" in given and step_range(config.skip_steps)[1] <= run.step:

@@ -364,12 +364,13 @@ def monitoring(folder):
         rows, *_ = run_steps(0, 1, (1, 1, 1), config, cfg)
     step = 16 * cfg.seq_len / float(np.median(column(rows[10:], "tokens_per_second")))
     x = torch.randn(4, cfg.seq_len, cfg.n_embd)
-    monitor = amp.DivergenceMonitor(losses=list(range(64, 0, -1)))
+    monitor = amp.DivergenceMonitor(losses=list(range(64, 0, -1)), lowest=1.0)
+    stats = amp.StepStats(3.0, 1.0, 1.0, False, False)
 
     def observe():
         for _ in range(4):              # microbatches
             torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).sum()
-        monitor.observe(3.0, False, False, (0, 16), config)
+        monitor.observe(1, stats, False, config)
     seconds = [1 / per_second(observe, 1)() for _ in range(200)]
     print(f"the monitor takes {1e6 * np.median(seconds):.0f} us of a step of {1e3 * step:.0f} ms: "
           f"{np.median(seconds) / step:.2%}")
