@@ -1074,7 +1074,8 @@ def first_gradients_and_masters(run):
 @pytest.mark.parametrize("dtype, layout, steps", [
     ("bf16", (1, 1, 1), 60), ("fp16", (1, 1, 2), 60), ("bf16", (2, 2, 2), 4),
     ("fp16", (2, 2, 2), 4), *(pytest.param(dtype, layout, 60, marks=pytest.mark.slow)
-                              for dtype in ("bf16", "fp16") for layout in LAYOUTS)])
+                              for dtype in ("bf16", "fp16") for layout in LAYOUTS
+                              if math.prod(layout) == 8)])
 def test_16_bits_train_as_fp64_does_in_one_process(pool, tmp_path, dtype, layout, steps):
     """Gradients, of which AdamW hides the size, within 5%, each parameter's on its own; the loss
     within a twentieth of a nat."""
@@ -1147,8 +1148,9 @@ def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, ze
     cfg = replace(CFG, n_layer=2)
     config = settings(tmp_path, dtype=dtype, steps=9, tp=2, pp=2, zero=zero, rollback="off")
     ranks = pool.run(8, run_steps, (2, 2, 2), config, cfg, state_now, None, inject)
-    events = [(e["event"], e["step"], e["reason"], e["rank"], e["what"]) for e in ranks[0][1][-1][4]]
-    assert events == [("skip", k, "not finite", k - 1, "gradient") for k in range(1, 9)]
+    events = [[event[name] for name in ("event", "step", "reason", "what", "rank")]
+              for event in ranks[0][1][-1][4]]
+    assert events == [["skip", k, "not finite", "gradient", k - 1] for k in range(1, 9)]
     for steps, seen, _ in ranks:
         assert column(steps, "skipped") == [*range(1, 9), 0]
         start = amp.make_scaler(dtype).scale
