@@ -37,6 +37,7 @@ import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 import traceback
 import weakref
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
@@ -378,25 +379,133 @@ def tokens_of(cfg, batch, seed=0):
     return torch.randint(cfg.vocab_size, (batch, cfg.seq_len), generator=generator)
 
 
-@pytest.mark.parametrize("name", ["nano", "gpt2", "gpt2-xl", "gpt3-13b", "opt-66b"])
-def test_parameter_count_is_what_the_model_holds_without_padding(name):
-    cfg = GPTConfig(vocab_size=50257, **SIZES[name])
-    with torch.device("meta"):
-        held = sum(parameter.numel() for parameter in GPT(cfg).parameters())
-    padding = (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
-    assert model.parameter_count(cfg) == held - padding
+def random_gpt(cfg):
+    """A GPT in fp64 with every parameter random, padding included: none is left out unseen."""
+    plain, generator = GPT(cfg).double(), torch.Generator().manual_seed(0)
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, 0, 0.3, generator)
+    return plain.eval()
 
 
-def test_named_sizes_have_the_published_numbers_of_parameters():
-    count = {name: model.parameter_count(GPTConfig(vocab_size=50257, **size))
-             for name, size in SIZES.items()}
-    assert count["gpt2"] == 124_439_808 and count["gpt2-xl"] == 1_557_611_200
-    for name, published in [("gpt2-medium", 355e6), ("gpt2-large", 774e6), ("gpt3-1.3b", 1.3e9),
-                            ("gpt3-2.7b", 2.7e9), ("gpt3-6.7b", 6.7e9), ("gpt3-13b", 13e9),
-                            ("gpt3-175b", 175e9), ("opt-30b", 30e9), ("opt-66b", 66e9),
-                            ("opt-175b", 175e9)]:
-        assert count[name] == pytest.approx(published, rel=0.03), name
-    assert all(SIZES[name]["activation"] == ("relu" if "opt" in name else "gelu") for name in SIZES)
+def torchs_logits(plain, tokens):
+    """The logits of the same parameters in torch's own Transformer layers."""
+    cfg, T = plain.cfg, tokens.shape[1]
+    activation = {"relu": F.relu, "gelu": functools.partial(F.gelu, approximate="tanh")}
+    layer = nn.TransformerEncoderLayer(cfg.n_embd, cfg.n_head, 4 * cfg.n_embd, 0.0,
+                                       activation[cfg.activation], batch_first=True,
+                                       norm_first=True)
+    names = {"norm1.": "norm1.", "norm2.": "norm2.", "attn.qkv.": "self_attn.in_proj_",
+             "attn.proj.": "self_attn.out_proj.", "mlp.up.": "linear1.", "mlp.down.": "linear2."}
+    mask = nn.Transformer.generate_square_subsequent_mask(T, dtype=torch.float64)
+    x = plain.embed.token.weight[tokens] + plain.embed.position.weight[:T]
+    for block in plain.blocks.values():
+        weights = {theirs + kind: block.get_parameter(ours + kind)
+                   for ours, theirs in names.items() for kind in ("weight", "bias")}
+        x = torch.func.functional_call(layer, weights, (x, mask))
+    x = F.layer_norm(x, (cfg.n_embd,), plain.head.norm.weight, plain.head.norm.bias)
+    return x @ plain.embed.token.weight[:cfg.vocab_size].T
+
+
+OTHER_BLOCKS = {        # name: its forward, and by how much its logits differ at least
+    "post-LayerNorm": (lambda self, x, *_: self.norm2(
+        (y := self.norm1(x + self.attn(x))) + self.mlp(y)), 0.1),
+    "parallel": (lambda self, x, *_: x + self.attn(self.norm1(x)) + self.mlp(self.norm2(x)), 0.1),
+    "exact GELU": (lambda self, x, *_: (y := x + self.attn(self.norm1(x))) + self.mlp.down(
+        F.gelu(self.mlp.up(self.norm2(y)))), 1e-5)}
+
+
+@pytest.mark.parametrize("name", OTHER_BLOCKS)
+def test_another_blocks_logits_differ_from_torchs(monkeypatch, name):
+    plain, tokens = random_gpt(CFG), tokens_of(CFG, 2)
+    forward, at_least = OTHER_BLOCKS[name]
+    monkeypatch.setattr(model.Block, "forward", forward)
+    difference = relative(plain(tokens), torchs_logits(plain, tokens))
+    assert difference > at_least
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_logits_loss_and_gradients_are_those_of_torchs_own_layers(activation):
+    plain, tokens = random_gpt(replace(CFG, activation=activation)), tokens_of(CFG, 3)
+    for T in (CFG.seq_len, 7, 1):               # a position sees no later one: any length works
+        difference = relative(plain(tokens[:, :T]), torchs_logits(plain, tokens[:, :T]))
+        assert difference < 1e-12, T
+    targets = tokens_of(CFG, 3, seed=1)
+    targets[0, 3:] = IGNORE_INDEX
+    counts = targets != IGNORE_INDEX
+    loss = plain(tokens, targets)
+    expected = F.cross_entropy(torchs_logits(plain, tokens)[counts], targets[counts],
+                               reduction="sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    gradients = torch.autograd.grad(loss, list(plain.parameters()))
+    theirs = torch.autograd.grad(expected, list(plain.parameters()))    # 0 in the padding
+    difference = relative(gradients, theirs)
+    assert difference < 1e-11
+
+
+NAMES = [       # of a module in our GPT, in transformers' GPT-2, in its OPT
+    ("embed.token", "wte", "embed_tokens"), ("embed.position", "wpe", "embed_positions"),
+    ("blocks.{}.norm1", "h.{}.ln_1", "layers.{}.self_attn_layer_norm"),
+    ("blocks.{}.attn.qkv", "h.{}.attn.c_attn", "layers.{}.self_attn.qkv"),
+    ("blocks.{}.attn.proj", "h.{}.attn.c_proj", "layers.{}.self_attn.out_proj"),
+    ("blocks.{}.norm2", "h.{}.ln_2", "layers.{}.final_layer_norm"),
+    ("blocks.{}.mlp.up", "h.{}.mlp.c_fc", "layers.{}.fc1"),
+    ("blocks.{}.mlp.down", "h.{}.mlp.c_proj", "layers.{}.fc2"),
+    ("head.norm", "ln_f", "final_layer_norm")]
+
+
+def copy_weights(plain, trunk, column):
+    """Into transformers' GPT-2 (column 1 of NAMES), whose matrices act from the right, or into its
+    OPT (column 2), which has q, k and v apart and two rows before the positions."""
+    for names, layer in itertools.product(NAMES, range(plain.cfg.n_layer)):
+        ours, theirs = names[0].format(layer), names[column].format(layer)
+        parts = [theirs.replace("qkv", f"{x}_proj") for x in "qkv"] if "qkv" in theirs else [theirs]
+        for kind, tensor in plain.get_submodule(ours).named_parameters():
+            for part, values in zip(parts, tensor.chunk(len(parts))):
+                target = trunk.get_submodule(part).get_parameter(kind)
+                target = target[2:] if theirs == "embed_positions" else target
+                matrix = "blocks" in ours and values.dim() == 2
+                target.copy_(values.T if matrix and column == 1 else values[:len(target)])
+
+
+@pytest.mark.filterwarnings("ignore")           # what transformers warns of is not ours
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+@torch.no_grad()
+def test_logits_are_those_of_transformers_gpt2_and_opt(activation):
+    transformers = pytest.importorskip("transformers")
+    plain, tokens = random_gpt(replace(CFG, activation=activation)), tokens_of(CFG, 3)
+    if activation == "gelu":
+        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=257, n_positions=16, n_embd=32, n_layer=5, n_head=8)).double().eval()
+        copy_weights(plain, theirs.transformer, 1)
+    else:
+        theirs = transformers.OPTForCausalLM(transformers.OPTConfig(
+            vocab_size=257, max_position_embeddings=16, hidden_size=32, num_hidden_layers=5,
+            num_attention_heads=8, ffn_dim=128, word_embed_proj_dim=32)).double().eval()
+        copy_weights(plain, theirs.model.decoder, 2)
+    difference = relative(plain(tokens), theirs(tokens).logits)
+    assert difference < 1e-12
+
+
+PUBLISHED = {
+    "gpt2": 124_439_808, "gpt2-medium": 355e6, "gpt2-large": 774e6, "gpt2-xl": 1_557_611_200,
+    "gpt3-125m": 125e6, "gpt3-350m": 350e6, "gpt3-760m": 760e6, "gpt3-1.3b": 1.3e9,
+    "gpt3-2.7b": 2.7e9, "gpt3-6.7b": 6.7e9, "gpt3-13b": 13e9, "gpt3-175b": 175e9,
+    "opt-125m": 125e6, "opt-1.3b": 1.3e9, "opt-2.7b": 2.7e9, "opt-6.7b": 6.7e9, "opt-13b": 13e9,
+    "opt-30b": 30e9, "opt-66b": 66e9, "opt-175b": 175e9}
+
+
+def test_named_sizes_hold_the_published_numbers_of_parameters():
+    assert PUBLISHED.keys() == SIZES.keys() - {"nano"}
+    for name, size in SIZES.items():
+        cfg = GPTConfig(vocab_size=50257, **size)
+        with torch.device("meta"):
+            held = sum(parameter.numel() for parameter in GPT(cfg).parameters())
+        padding = (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
+        assert model.parameter_count(cfg) == held - padding, name
+        published = PUBLISHED.get(name, held - padding)
+        rounded = 0 if isinstance(published, int) else 0.03
+        assert held - padding == pytest.approx(published, rel=rounded), name
+        assert cfg.activation == ("relu" if "opt" in name else "gelu"), name
 
 
 def test_flops_are_counted_from_the_matrix_products():
@@ -405,8 +514,7 @@ def test_flops_are_counted_from_the_matrix_products():
     tokens = tokens_of(cfg, 1)
     with FlopCounterMode(display=False) as counter, \
             torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        x = GPT(cfg).initialize(0)(tokens, tokens)
-        x.backward()
+        GPT(cfg).initialize(0)(tokens, tokens).backward()
     # The formula has the vectors in N too: biases and LayerNorm.
     vectors = 6 * (cfg.n_layer * 13 + 2) * cfg.n_embd
     counted = counter.get_total_flops() / cfg.seq_len
@@ -415,53 +523,25 @@ def test_flops_are_counted_from_the_matrix_products():
 
 def test_initial_values_have_the_deviation_their_name_asks_for():
     cfg = GPTConfig(n_layer=8, n_embd=128)
-    for name, parameter in GPT(cfg).initialize(0).named_parameters():
-        parameter = parameter[:cfg.vocab_size] if name == "embed.token.weight" else parameter
+    plain = GPT(cfg).initialize(0)
+    for name, parameter in plain.named_parameters():
         if name.endswith("bias"):
-            assert not parameter.any()
+            assert not parameter.any(), name
         elif "norm" in name:
-            assert (parameter == 1).all()
+            assert (parameter == 1).all(), name
         else:
             residual = name.endswith(("attn.proj.weight", "mlp.down.weight"))
-            std = 0.02 / math.sqrt(16) if residual else 0.02
-            assert parameter.std().item() == pytest.approx(std, rel=0.05), name
-            assert abs(parameter.mean().item()) < 0.001
+            drawn = parameter[:257] if name == "embed.token.weight" else parameter
+            assert drawn.std().item() == pytest.approx(0.02 / (4 if residual else 1), rel=0.05)
+            assert abs(drawn.mean().item()) < 0.001, name
+            assert not parameter[len(drawn):].any() or drawn is parameter       # padding
+    assert model.derive_seed(0, "a") == 225321766190137866      # on every machine, for ever
+    tokens = tokens_of(cfg, 4)
+    loss = plain(tokens, tokens_of(cfg, 4, seed=1)) / tokens.numel()
+    assert loss.item() == pytest.approx(math.log(257), abs=0.05)        # of a uniform guess
 
 
-def test_initial_loss_is_that_of_a_uniform_guess():
-    tokens = tokens_of(CFG, 16)
-    loss = GPT(CFG).initialize(0)(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
-    assert loss.item() == pytest.approx(math.log(257), abs=0.02)
-
-
-def test_a_position_sees_no_later_one_and_short_sequences_give_the_same():
-    plain = GPT(replace(CFG, activation="relu")).initialize(0).double().eval()
-    tokens = tokens_of(CFG, 2)
-    whole = plain(tokens)
-    assert whole.shape == (2, 16, 257)          # padding is not seen
-    for t in (1, 7, 15):
-        torch.testing.assert_close(plain(tokens[:, :t]), whole[:, :t])
-        changed = tokens.clone()
-        changed[:, t] = (changed[:, t] + 1) % 257
-        difference = (plain(changed) - whole).abs().amax(dim=(0, 2))
-        assert difference[:t].max() == 0 and difference[t:].min() > 1e-6
-
-
-def test_ignored_targets_and_padding_count_for_nothing():
-    plain, tokens = GPT(CFG).initialize(0).double(), tokens_of(CFG, 2)
-    targets = tokens.clone()
-    targets[0, 3:] = IGNORE_INDEX
-    whole = plain(tokens).flatten(0, 1).log_softmax(-1)
-    kept = targets.flatten() != IGNORE_INDEX
-    expected = -whole[kept, targets.flatten()[kept]].sum()
-    loss = plain(tokens, targets)
-    torch.testing.assert_close(loss, expected)
-    loss.backward()
-    weight = plain.embed.token.weight
-    assert not weight[257:].any() and not weight.grad[257:].any() and weight.shape[0] == 384
-
-
-def test_dropout_is_a_function_of_the_key():
+def test_dropout_is_a_function_of_its_seed():
     plain, tokens = GPT(replace(CFG, dropout=0.3)).initialize(0), tokens_of(CFG, 2)
     torch.manual_seed(0)
     one = plain(tokens, dropout_seed=1)
@@ -479,9 +559,9 @@ def test_a_shape_that_makes_no_sense_is_refused(bad):
 
 
 def test_the_loss_of_16_bit_logits_is_computed_in_fp32():
-    tokens, grid = tokens_of(CFG, 2), Grid(1, 1, 1)
+    tokens = tokens_of(CFG, 2)
     plain = GPT(CFG).initialize(0).bfloat16()
-    local, _ = staged(CFG, grid, torch.bfloat16)
+    local, _ = staged(CFG, Grid(1, 1, 1), torch.bfloat16)
     logits = plain(tokens).float().flatten(0, 1)
     expected = F.cross_entropy(logits, tokens.flatten(), reduction="sum")
     for kind in (plain, local):
@@ -495,15 +575,25 @@ def test_the_loss_of_16_bit_logits_is_computed_in_fp32():
 NASTY = ["a  b", " \n\n \tx", "don't 've ''s", "\u00e9t\u00e9 \u6f22\u5b57 \u00a0\u2003x \u3000",
          "\r\n\r\n", "    ", "12 345 !?", "\x85\x1c \x1d\n", "\U0001f600 \U0001f469\u200d",
          data.EOT, "\u200b ", "A", "\n", " ", "\t\v", "'"]
+SHARED = ROOT.parent / "shared"         # what is downloaded elsewhere, where there is a copy
 
 
-@pytest.fixture
-def gpt2(monkeypatch):
-    cache = ROOT.parent / "shared" / "tiktoken_cache"
-    if not cache.is_dir():
-        pytest.skip("needs the GPT-2 vocabulary in ../shared/tiktoken_cache")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
-    return data.get_tokenizer("gpt2")
+@pytest.fixture(params=["genuine", "toy"])
+def bpe(request, monkeypatch):
+    """GPT-2's tokenizer; or, at hand everywhere, one of GPT-2's pattern that merges any two bytes
+    of NASTY, in the place of GPT-2's."""
+    if request.param == "genuine":
+        if not (SHARED / "tiktoken_cache").is_dir():
+            pytest.skip("needs the GPT-2 vocabulary in ../shared/tiktoken_cache")
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+        return data.get_tokenizer("gpt2")
+    from tiktoken_ext.openai_public import r50k_pat_str
+    pairs = itertools.product(sorted(set("".join(NASTY).encode())), repeat=2)
+    tokens = [bytes([i]) for i in range(256)] + [bytes(pair) for pair in pairs]
+    toy = data.tiktoken.Encoding("toy", pat_str=r50k_pat_str, special_tokens={
+        data.EOT: len(tokens)}, mergeable_ranks={token: i for i, token in enumerate(tokens)})
+    monkeypatch.setattr(data, "get_tokenizer", lambda name: toy)
+    return toy
 
 
 def run_data(capsys, *arguments):
@@ -524,11 +614,17 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
 def texts_of(directory, split):
     """The documents of a split, read without data.py's own reader."""
     encoding = data.get_tokenizer(json.loads((directory / "meta.json").read_text())["tokenizer"])
-    tokens = [np.fromfile(file, np.uint16, offset=1024)
-              for file in sorted(directory.glob(f"{split}_*.bin"))]
-    text = encoding.decode_bytes(np.concatenate(tokens).tolist()).decode()
-    assert text.startswith(data.EOT)
-    return text.split(data.EOT)[1:]
+    tokens = np.concatenate([np.fromfile(file, np.uint16, offset=1024)
+                             for file in sorted(directory.glob(f"{split}_*.bin"))])
+    before, *documents = np.split(tokens, np.flatnonzero(tokens == encoding.eot_token))
+    assert not len(before)
+    return [encoding.decode(document[1:].tolist()) for document in documents]
+
+
+def halves_of(directory):
+    """The documents of a data set of which each is in both splits."""
+    return ["".join(parts) for parts in zip(*(texts_of(directory, s) for s in data.SPLITS),
+                                            strict=True)]
 
 
 def write_jsonl(path, texts):
@@ -544,227 +640,179 @@ def test_bytes_tokenizer_is_an_encoding_of_257_tokens_that_round_trips_any_text(
     assert encoding.decode(encoding.encode_ordinary(text)) == text
 
 
-def test_pieces_encode_to_the_tokens_of_the_whole(gpt2, monkeypatch):
-    rng = random.Random(0)
+def test_chunks_encode_to_the_tokens_of_the_whole(bpe, monkeypatch):
+    def encode(parts):
+        return sum(map(bpe.encode_ordinary, parts), [])
+
+    rng, cut_anywhere = random.Random(0), 0
     for _ in range(300):
-        text = "".join(rng.choices(NASTY, k=rng.randrange(1, 60)))
-        monkeypatch.setattr(data, "PIECE", rng.randrange(100, 200))
-        blocks = [text[i:i + 7] for i in range(0, len(text), 7)]
-        cut = list(data.chunks(blocks))
-        assert "".join(cut) == text and max(map(len, cut)) <= data.PIECE
-        assert sum(map(gpt2.encode_ordinary, cut), []) == gpt2.encode_ordinary(text)
+        text = "".join(rng.choices(NASTY, k=rng.randrange(1, 200)))
+        size = rng.randrange(100, 200)
+        monkeypatch.setattr(data, "PIECE", size)
+        cut = list(data.chunks(text[i:i + 7] for i in range(0, len(text), 7)))
+        assert "".join(cut) == text and max(map(len, cut)) <= size
+        assert encode(cut) == encode([text])
+        cut_anywhere += encode(text[i:i + size] for i in range(0, len(text), size)) != encode(cut)
+    assert cut_anywhere > 100                   # the place of a cut makes a difference
     monkeypatch.setattr(data, "PIECE", 10)
     assert list(data.chunks(["x" * 25])) == ["x" * 10, "x" * 10, "x" * 5]   # no place, but bounded
 
 
-def test_every_cut_that_CUT_allows_is_exact_and_others_are_not(gpt2):
-    rng, wrong = random.Random(1), 0
-    for _ in range(100):
-        text = "".join(rng.choices(NASTY, k=12))
-        whole = gpt2.encode_ordinary(text)
-        for at in range(1, len(text)):
-            exact = gpt2.encode_ordinary(text[:at]) + gpt2.encode_ordinary(text[at:]) == whole
-            allowed = data.CUT.match(text, at - 1, at + 1) is not None
-            assert exact or not allowed, (text, at)
-            wrong += not exact
-    assert wrong > 100
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
-def test_shards_hold_every_document_after_its_separator(tmp_path, tokenizer, request):
-    request.getfixturevalue("gpt2") if tokenizer == "gpt2" else None
-    texts = [f"{i} " + "".join(random.Random(i).sample(NASTY, 9)).replace(data.EOT, "<|end|>")
-             for i in range(200)]
-    meta = data.prepare([write_jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "out", tokenizer)
-    train, val = (texts_of(tmp_path / "out", split) for split in data.SPLITS)
-    assert sorted(train + val) == sorted(texts)
-    assert train == [text for text in texts if text in set(train)]      # in the order of the input
+def test_shards_hold_every_document_after_its_separator(tmp_path, bpe, monkeypatch):
+    """In the order of the input, however the threads take turns; and the separator's characters
+    within a text are ordinary text."""
+    monkeypatch.setattr(data.os, "cpu_count", lambda: 1)        # 4 jobs, 3 of them under way
+    texts = [f"{i} " + "".join(random.Random(i).sample(NASTY, 9)) for i in range(200)]
+    meta = data.prepare([write_jsonl(tmp_path / "a.jsonl", texts)], tmp_path, "gpt2")
+    train, val = (texts_of(tmp_path, split) for split in data.SPLITS)
+    assert train == [text for text in texts if text not in set(val)]
+    assert val == [text for text in texts if text not in set(train)]
     assert 1 <= len(val) <= 30 and meta["documents"] == 200
     assert meta["bytes_per_token"] == sum(len(t.encode()) for t in val) / meta["tokens"]["val"]
 
 
-def test_the_separators_characters_in_a_text_are_ordinary_text(tmp_path):
-    (tmp_path / "a.txt").write_text(f"one{data.EOT}two" * 20)
-    data.prepare([tmp_path / "a.txt"], tmp_path, "bytes")
-    tokens = np.fromfile(tmp_path / "train_000000.bin", np.uint16, offset=1024)
-    assert (tokens == 256).sum() == 1 and tokens[0] == 256
-
-
-def test_a_shard_has_the_format_of_llm_c_and_ends_where_asked(tmp_path):
+def test_a_shard_is_llm_cs_and_ends_where_asked_and_the_train_command_reads_it(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("0123456789" * 400)
-    meta = data.prepare([tmp_path / "a.txt"], tmp_path, "bytes", shard_tokens=1500)
+    out = tmp_path / "my data"
+    status, text, _ = run_data(capsys, "--input", tmp_path / "a.txt", "--tokenizer", "bytes",
+                               "--out", out, "--shard-tokens", 1500)
+    assert status == 0 and text.splitlines()[-2] == (
+        f"python train.py --data '{out}' --out 'out/my data'")
     counts = []
     for name in ("train_000000.bin", "train_000001.bin", "train_000002.bin", "val_000000.bin"):
-        raw = (tmp_path / name).read_bytes()
+        raw = (out / name).read_bytes()
         header = np.frombuffer(raw[:1024], np.int32)
         assert header[:2].tolist() == [20240520, 1] and not header[3:].any()
         assert len(raw) == 1024 + 2 * header[2]
         counts.append(header[2])
     assert counts == [1500, 1500, 801, 201]
-    assert meta["tokens"] == {"train": 3801, "val": 201}
+    assert json.loads((out / "meta.json").read_text())["tokens"] == {"train": 3801, "val": 201}
 
 
-def test_the_split_depends_on_seed_and_text_not_on_order_or_neighbours(tmp_path):
+def test_the_split_depends_on_seed_and_text_not_on_order_or_neighbours(tmp_path, capsys):
     texts = [f"document {i}" for i in range(400)]
 
-    def val(name, texts, seed):
-        data.prepare([write_jsonl(tmp_path / f"{name}.jsonl", texts)], tmp_path / name, "bytes",
-                     seed=seed)
-        return set(texts_of(tmp_path / name, "val"))
+    def val(texts, seed):
+        run_data(capsys, "--input", write_jsonl(tmp_path / "a.jsonl", texts), "--tokenizer",
+                 "bytes", "--out", tmp_path / "out", "--seed", seed)
+        return set(texts_of(tmp_path / "out", "val"))
 
-    first = val("a", texts, 0)
+    first = val(texts, 0)
     assert 5 <= len(first) <= 40
-    assert val("b", texts[::-1], 0) == first
-    assert val("c", texts[:300], 0) == first & set(texts[:300])
-    assert val("d", texts, 1) != first
-
-
-def test_twenty_documents_always_leave_one_for_each_split(tmp_path):
-    files = [write_jsonl(tmp_path / "a.jsonl", [f"document {i}" for i in range(20)])]
-    sizes = set()
-    for seed in range(12):
-        cuts, _ = data.index_documents(files, seed)
-        sizes.add(int((cuts == 0).sum()))
-    assert min(sizes) == 1 and max(sizes) < 20
+    assert val(texts[::-1], 0) == first
+    assert val(texts[:300], 0) == first & set(texts[:300])
+    assert val(texts, 1) != first
+    few = [len(val(texts[:20], seed)) for seed in range(12)]
+    assert min(few) == 1 and max(few) < 20              # always one for each split
 
 
 def test_of_few_documents_each_gives_its_last_twentieth_at_a_character(tmp_path, monkeypatch):
+    """Duplicates and blank documents are dropped and counted; line ends stay."""
     monkeypatch.setattr(data, "BLOCK", 7)
-    texts = ["é" * 101, "abcdefghij" * 10, "漢字" * 40 + "x"]
-    files = [tmp_path / f"{number}.txt" for number in range(3)]
-    for file, text in zip(files, texts):
-        file.write_text(text)
-    data.prepare(files, tmp_path, "bytes")
-    train, val = (texts_of(tmp_path, split) for split in data.SPLITS)
-    assert [a + b for a, b in zip(train, val)] == texts
-    assert [len(tail.encode()) for tail in val] == [10, 5, 13]
-
-
-def test_duplicates_and_blank_documents_are_dropped_and_counted(tmp_path):
-    for number, text in enumerate([b"one text\n", b"one text\n", b"one text\r\n", b" \n"]):
-        (tmp_path / f"{number}.txt").write_bytes(text)
+    texts = ["é" * 101, "abcdefghij" * 10, "漢字" * 40 + "x", "one text\n", "one text\r\n"]
+    for number, text in enumerate([*texts, texts[1], texts[3], " \n", "\n"]):
+        (tmp_path / f"{number}.txt").write_bytes(text.encode())
     meta = data.prepare(sorted(tmp_path.glob("*.txt")), tmp_path, "bytes")
-    assert (meta["documents"], meta["duplicates"], meta["skipped"]) == (2, 1, 1)
-    joined = "".join(a + b for a, b in zip(texts_of(tmp_path, "train"), texts_of(tmp_path, "val")))
-    assert joined == "one text\none text\r\n"          # line ends are kept as they are
+    assert halves_of(tmp_path) == texts
+    assert [len(tail.encode()) for tail in texts_of(tmp_path, "val")] == [10, 5, 13, 1, 1]
+    assert (meta["documents"], meta["duplicates"], meta["skipped"]) == (5, 2, 2)
 
 
-def test_tinystories_documents_stand_between_lines_of_the_separator(tmp_path):
-    path = tmp_path / "a.eot"
-    path.write_text("Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n")
-    documents = ["".join(blocks) for blocks in data.read_documents(path)]
-    assert documents == ["Once\nupon", "The end <|endoftext|> not"]
-
-
-def test_a_new_run_replaces_the_shards_of_an_earlier_one(tmp_path):
+def test_a_data_set_stays_until_a_new_one_is_whole(tmp_path):
+    """A failure while it is made leaves the old one; a kill while it takes the old one's place
+    leaves what is refused, and not taken for GPT-2's, which has no meta.json."""
     (tmp_path / "a.txt").write_text("abcdefghij" * 500)
-    first = data.prepare([tmp_path / "a.txt"], tmp_path, "bytes", shard_tokens=1024)
-    second = data.prepare([tmp_path / "a.txt"], tmp_path, "bytes")
-    again = data.prepare([tmp_path / "a.txt"], tmp_path, "bytes")
-    assert sorted(os.listdir(tmp_path)) == ["a.txt", "meta.json", "train_000000.bin",
-                                            "val_000000.bin"]
-    assert first["fingerprint"] != second["fingerprint"] == again["fingerprint"]
-    names = ["train_000000.bin", "val_000000.bin"]
-    digest = hashlib.sha256(b"".join((tmp_path / name).read_bytes() for name in names))
-    assert second["fingerprint"] == digest.hexdigest()
-
-
-def test_a_run_that_fails_leaves_the_earlier_shards_whole(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("abcdefghij" * 500)
-    data.prepare([tmp_path / "a.txt"], tmp_path, "bytes")
+    prepare = functools.partial(data.prepare, [tmp_path / "a.txt"], tmp_path, "bytes")
+    first = prepare(shard_tokens=1024)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    results = iter([("train", np.zeros(9, np.uint16), 9)])
-    monkeypatch.setattr(data, "encode", lambda *_: (next(results) for _ in range(2)))
-    with pytest.raises(RuntimeError):
-        data.prepare([tmp_path / "a.txt"], tmp_path, "bytes")
+    with mock.patch.object(data, "sha256_of", side_effect=OSError), pytest.raises(OSError):
+        prepare()                                           # fails when its shards are written
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
+    def killed(path, target, replace=os.replace):
+        if target.name == "meta.json":
+            raise KeyboardInterrupt
+        replace(path, target)
+    for out in (tmp_path, tmp_path / "new"):
+        with mock.patch.object(os, "replace", killed), pytest.raises(KeyboardInterrupt):
+            data.prepare([tmp_path / "a.txt"], out, "bytes")
+        with pytest.raises(ValueError, match="meta.json is damaged.*run data.py again"):
+            data.TokenDataset(out, "train", 4)
+    second, names = prepare(), ["train_000000.bin", "val_000000.bin"]
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "meta.json", "new", *names]
+    digest = hashlib.sha256(b"".join((tmp_path / name).read_bytes() for name in names))
+    assert first["fingerprint"] != second["fingerprint"] == digest.hexdigest()
 
-def test_foreign_shards_are_neither_deleted_nor_mixed_in(tmp_path, capsys):
-    write_shard(tmp_path / "fineweb_train_000001.bin", [1, 2])
-    (tmp_path / "a.txt").write_text("some text")
-    status, _, line = run_data(capsys, "--input", tmp_path / "a.txt", "--tokenizer", "bytes",
-                               "--out", tmp_path)
-    assert status == 2 and "fineweb_train_000001.bin" in line
-    assert (tmp_path / "fineweb_train_000001.bin").exists()
+
+def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "BLOCK", 4096)
+    monkeypatch.setattr(data, "PIECE", 4096)
+    monkeypatch.setattr(data.os, "cpu_count", lambda: 2)
+    peaks = []
+    for size in (100_000, 1_000_000):
+        (tmp_path / "a.txt").write_text("All work and no play. " * (size // 22))
+        tracemalloc.start()
+        data.prepare([tmp_path / "a.txt"], tmp_path, "bytes")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 100_000, peaks
 
 
-def test_embedded_default_is_the_standard_library_in_bytes(tmp_path, monkeypatch, capsys):
+def test_the_default_is_the_standard_library_in_bytes(tmp_path, monkeypatch, capsys):
+    """Without tests and installed packages; what cannot be read is skipped and counted."""
+    assert Path(json.__file__) in data.standard_library()[0]
+    for name in ("good.py", "tests/test_x.py", "test/x.py", "idle_test/x.py", "site-packages/x.py",
+                 "dist-packages/x.py", "folder/bad.py", "folder/x.txt"):
+        (tmp_path / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lib" / name).write_bytes(b"\xff" if "bad" in name else b"x = 1\n" * 9)
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    assert data.standard_library() == ([tmp_path / "lib" / "good.py"], 1)
     monkeypatch.chdir(tmp_path)
     status, out, _ = run_data(capsys)
-    assert status == 0 and "\npython train.py\n" in out
-    meta = data.TokenDataset("data/python", "train", 256).meta
-    assert meta["tokenizer"] == "bytes" and meta["documents"] > 300
-    assert any(json.__doc__ in text for split in data.SPLITS
-               for text in texts_of(Path("data/python"), split))
-    assert not {"test", "tests", "idle_test", "site-packages"} & {
-        part for path in data.standard_library()[0] for part in path.parts[-2:]}
+    assert status == 0 and "\npython train.py\n" in out and " 1 without text" in out
+    assert halves_of(Path("data/python")) == ["x = 1\n" * 9]
+    meta = data.TokenDataset("data/python", "train", 4).meta
+    assert (meta["tokenizer"], meta["skipped"]) == ("bytes", 1)
 
 
-def test_unreadable_files_of_the_standard_library_are_skipped_and_counted(tmp_path, monkeypatch):
-    (tmp_path / "good.py").write_text("x = 1\n")
-    (tmp_path / "bad.py").write_bytes(b"x = '\xff'\n")
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_x.py").write_text("x = 2\n")
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert data.standard_library() == ([tmp_path / "good.py"], 1)
-    monkeypatch.chdir(tmp_path)
-    data.main([])
-    assert json.loads((tmp_path / "data/python/meta.json").read_text())["skipped"] == 1
-
-
-def test_data_ends_with_the_train_command_that_uses_what_it_made(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("some text " * 99)
-    status, out, _ = run_data(capsys, "--input", tmp_path / "a.txt", "--tokenizer", "bytes",
-                              "--out", tmp_path / "my data")
-    command = out.splitlines()[-2]
-    assert status == 0 and command == (f"python train.py --data '{tmp_path}/my data' "
-                                        f"--out 'out/my data'")
-
-
-@pytest.mark.parametrize("name, content, words", [
-    ("none.txt", None, ["none.txt", "No such file"]),
-    ("empty.txt", b"", ["empty.txt", "is empty"]),
-    ("tiny.txt", b"a", ["no text"]),
-    ("blank.jsonl", b'{"text": ""}\n{"text": " \\n"}\n', ["no text"]),
-    ("latin.txt", b"x" * 300_000 + "ä".encode("latin-1") + b"!", ["latin.txt", "byte 300000"]),
-    ("torn.txt", b"x" * 50 + "漢".encode()[:2], ["torn.txt", "byte 50"]),
-    ("latin.jsonl", b'{"text": "ok"}\n{"text": "\xe4"}\n', ["latin.jsonl", "byte 25"]),
-    ("bad.jsonl", b'{"text": "ok"}\n\n{"text": }\n', ["bad.jsonl line 3", "JSON"]),
-    ("half.jsonl", b'{"text": "\\ud800"}\n', ["half.jsonl line 1", "surrogate"]),
-    ("field.jsonl", b'{"text": "ok"}\n{"txt": "a"}\n', ["field.jsonl line 2", '"text"']),
-    ("number.jsonl", b'{"text": 5}\n', ["number.jsonl line 1", '"text"']),
-    ("list.jsonl", b'["text"]\n', ["list.jsonl line 1", '"text"']),
-    ("data.csv", b"a,b\n", ["data.csv", ".txt", ".jsonl"]),
+@pytest.mark.parametrize("flags, content, words", [
+    ("none.txt", None, "none.txt No such file"), ("empty.txt", b"", "empty.txt is empty"),
+    ("tiny.txt", b"a", "no text"), ("data.csv", b"a,b\n", "data.csv .txt .jsonl"),
+    ("blank.jsonl", b'{"text": ""}\n{"text": " \\n"}\n', "no text"),
+    ("latin.txt", b"x" * 300_000 + "ä".encode("latin-1") + b"!", "latin.txt byte 300000"),
+    ("torn.txt", b"x" * 50 + "漢".encode()[:2], "torn.txt byte 50"),
+    ("latin.jsonl", b'{"text": "ok"}\n{"text": "\xe4"}\n', "latin.jsonl byte 25"),
+    ("bad.jsonl", b'{"text": "ok"}\n\n{"text": }\n', "bad.jsonl line 3 JSON"),
+    ("half.jsonl", b'{"text": "\\ud800"}\n', "half.jsonl line 1 surrogate"),
+    ("field.jsonl", b'{"text": "ok"}\n{"txt": "a"}\n', 'field.jsonl line 2 "text"'),
+    ("number.jsonl", b'{"text": 5}\n', 'number.jsonl line 1 "text"'),
+    ("list.jsonl", b'["text"]\n', 'list.jsonl line 1 "text"'),
+    ("a.txt --seed -1", b"x" * 9, "--seed"), ("a.txt --shard-tokens 9", b"x" * 9, "1024"),
+    ("a.txt --no-such-flag", b"x" * 9, "no-such"), ("a.txt --dataset python", b"", "not allowed"),
+    ("--input a.txt", b"x" * 9, "--out"), ("--dataset none", None, "none"),
+    ("--out a.txt", b"x" * 9, "cannot write to a.txt"),
+    # Shards made by others are neither deleted nor mixed in.
+    ("a.txt --out .", b"x" * 9, "fineweb_train_000001.bin"),
 ])
-def test_bad_input_ends_in_one_line_and_exit_2(tmp_path, capsys, name, content, words):
+def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatch, capsys, flags,
+                                                            content, words):
+    """The flags, or those behind --input; the content of the file; what the line says."""
+    monkeypatch.chdir(tmp_path)
+    write_shard(Path("fineweb_train_000001.bin"), [1, 2])
     if content is not None:
-        (tmp_path / name).write_bytes(content)
-    status, out, line = run_data(capsys, "--input", tmp_path / name, "--tokenizer", "bytes",
-                                 "--out", tmp_path / "out")
-    assert (status, out) == (2, "")
-    assert line.startswith("data.py: ") and line.count("\n") == 1
-    assert all(word in line for word in words), line
-    assert not list((tmp_path / "out").glob("*"))
-
-
-@pytest.mark.parametrize("arguments, word", [
-    (["--out", "FILE"], "FILE"), (["--input", "FILE"], "--out"), (["--dataset", "none"], "none"),
-    (["--seed", "-1"], "--seed"), (["--shard-tokens", "9"], "1024"),
-    (["--no-such-flag"], "no-such"),
-    (["--input", "FILE", "--dataset", "shakespeare"], "not allowed"),
-])
-def test_a_bad_command_line_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys, arguments, word):
-    monkeypatch.chdir(tmp_path)
-    Path("FILE").write_text("x")
-    status, _, line = run_data(capsys, *arguments)
-    assert status == 2 and line.startswith("data.py: ") and line.count("\n") == 1 and word in line
+        Path(re.search(r"\w+\.\w+", flags)[0]).write_bytes(content)
+    if not flags.startswith("--"):
+        flags = f"--out out --tokenizer bytes --input {flags}"
+    before = {path for path in Path().iterdir()}
+    status, out, line = run_data(capsys, *flags.split())
+    assert (status, out) == (2, "") and line.startswith("data.py: ") and line.count("\n") == 1
+    assert all(word in line for word in words.split()), line
+    assert {path for path in Path().rglob("*")} <= before | {Path("out")}
 
 
 def test_without_gpt2_vocabulary_the_files_to_get_are_named(tmp_path, monkeypatch, capsys):
-    def no_network(*_, **__):
-        raise data.requests.ConnectionError("no network")
-    monkeypatch.setattr(data.requests, "get", no_network)
+    monkeypatch.setattr(data.requests, "get", mock.Mock(
+        side_effect=data.requests.ConnectionError("no network")))
     monkeypatch.setattr(data.time, "sleep", lambda _: None)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "a.txt").write_text("some text")
@@ -777,102 +825,90 @@ def test_without_gpt2_vocabulary_the_files_to_get_are_named(tmp_path, monkeypatc
 
 
 @pytest.fixture
-def server():
+def server(monkeypatch):
     """serve(body, ...): a URL on this machine, and where its requests began. ranges: it knows
     Range; drop: so many replies end half way; length: it says how long the body is."""
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            body, ranges, asked = self.server.body, self.server.ranges, self.headers["Range"]
-            start = int(asked[6:-1]) if ranges and asked else 0
-            self.server.starts.append(start)
-            if start >= len(body):
-                self.send_response(416)
-                self.send_header("Content-Range", f"bytes */{len(body)}")
-                self.send_header("Content-Length", "0")
-                return self.end_headers()
-            self.send_response(206 if ranges and asked else 200)
-            if ranges and asked:
-                self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-            if self.server.length:
-                self.send_header("Content-Length", str(len(body) - start))
+            body, ranged = serve.body, serve.ranges and self.headers["Range"]
+            start = int(ranged[6:-1]) if ranged else 0
+            serve.starts.append(start)
+            self.send_response(416 if start >= len(body) else 206 if ranged else 200)
+            if ranged:
+                span = "*" if start >= len(body) else f"{start}-{len(body) - 1}"
+                self.send_header("Content-Range", f"bytes {span}/{len(body)}")
+            if serve.length:
+                self.send_header("Content-Length", str(max(len(body) - start, 0)))
             self.end_headers()
-            end = (start + len(body)) // 2 if self.server.drop > 0 else len(body)
-            self.server.drop -= 1
+            end = (start + len(body)) // 2 if serve.drop > 0 else len(body)
+            serve.drop -= 1
             self.wfile.write(body[start:end])
 
         def log_message(self, *_):
             pass
 
-    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
-
     def serve(body, ranges=True, drop=0, length=True):
-        httpd.body, httpd.ranges, httpd.drop, httpd.length = body, ranges, drop, length
-        httpd.starts = []
-        return f"http://127.0.0.1:{httpd.server_port}/file", httpd.starts
+        vars(serve).update(body=body, ranges=ranges, drop=drop, length=length, starts=[])
+        return f"http://127.0.0.1:{httpd.server_port}/file", serve.starts
 
-    yield serve
-    httpd.shutdown()
-    httpd.server_close()
-
-
-BODY = np.random.default_rng(0).bytes(2_000_000)
+    monkeypatch.setattr(data.time, "sleep", lambda _: None)     # between tries
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
+        yield serve
+        httpd.shutdown()
 
 
-@pytest.mark.parametrize("ranges", [True, False])
-def test_a_dropped_download_goes_on_or_starts_over(tmp_path, server, ranges):
-    url, starts = server(BODY, ranges=ranges, drop=2)
-    data.download(url, tmp_path / "raw" / "file", wait=0.01)
-    assert (tmp_path / "raw" / "file").read_bytes() == BODY
-    assert os.listdir(tmp_path / "raw") == ["file"]
-    assert starts[0] == 0 and len(starts) == 3 and (starts[2] > starts[1] > 0) == ranges
-    data.download(url, tmp_path / "raw" / "file")          # what is there is not fetched again
-    assert len(starts) == 3
+BODY = np.random.default_rng(0).bytes(1 << 21)
 
 
-def test_a_download_goes_on_in_the_next_run_and_a_wrong_remainder_starts_over(tmp_path, server):
-    url, starts = server(BODY)
-    (tmp_path / "a.part").write_bytes(BODY[:1_500_000])
-    data.download(url, tmp_path / "a")
-    sha256 = hashlib.sha256(BODY).hexdigest()
-    for size in (1000, len(BODY), len(BODY) + 5):       # the last two are answered with 416
-        (tmp_path / "b.part").write_bytes(b"x" * size)
-        (tmp_path / "b").write_bytes(b"damaged")
-        data.download(url, tmp_path / "b", sha256, wait=0.01)
-        assert (tmp_path / "b").read_bytes() == BODY
-    assert (tmp_path / "a").read_bytes() == BODY and starts[0] == 1_500_000
+@pytest.mark.parametrize("served, part, starts", [
+    (dict(drop=2), b"", [0, 1 << 20, 3 << 19]),             # a dropped download goes on
+    (dict(drop=2, ranges=False), b"", [0, 0, 0]),           # or starts over
+    (dict(), BODY[:1 << 20], [1 << 20]),                    # one of an earlier run goes on
+    (dict(), b"x" * 1000, [1000, 1 << 21, 0]),              # or starts over if it is another's
+    (dict(), b"x" * (1 << 21), [1 << 21, 0]), (dict(), b"x" * (5 << 20), [5 << 20, 0])])
+def test_a_download_is_whole_in_the_end(tmp_path, server, served, part, starts):
+    """What the server does; what there is of the file before; where the requests begin."""
+    url, begun = server(BODY, **served)
+    file = tmp_path / "raw" / "file"
+    file.parent.mkdir()
+    file.write_bytes(b"damaged")
+    file.with_name("file.part").write_bytes(part)
+    for _ in range(2):                                      # the second time it is there
+        data.download(url, file, hashlib.sha256(BODY).hexdigest())
+    assert file.read_bytes() == BODY and os.listdir(file.parent) == ["file"] and begun == starts
 
 
-def test_a_download_that_stays_wrong_is_refused(tmp_path, server, monkeypatch, capsys):
-    url, starts = server(BODY, drop=99)
-    with pytest.raises(ConnectionError, match="in 3 tries"):
-        data.download(url, tmp_path / "short", tries=3, wait=0.01)
-    url, starts = server(BODY)
-    with pytest.raises(ConnectionError):
-        data.download(url, tmp_path / "other", "0" * 64, tries=3, wait=0.01)
-    url, starts = server(BODY, ranges=False, length=False)      # nothing says that it is whole
-    with pytest.raises(ConnectionError):
-        data.download(url, tmp_path / "endless", tries=3, wait=0.01)
-    assert not any((tmp_path / name).exists() for name in ("short", "other", "endless"))
-    monkeypatch.setattr(data.time, "sleep", lambda _: None)
-    monkeypatch.setitem(data.DOWNLOADS, "shakespeare", (url, "0" * 64, ".txt"))
-    capsys.readouterr()
-    status, out, err = run_data(capsys, "--dataset", "shakespeare", "--out", tmp_path / "out")
-    assert (status, out) == (1, "") and err.splitlines()[-1].startswith("data.py: cannot download")
+@pytest.mark.parametrize("served, sha256", [
+    (dict(drop=99), None), (dict(), "0" * 64),
+    (dict(ranges=False, length=False), None)])              # nothing says that it is whole
+def test_a_download_that_stays_wrong_is_refused(tmp_path, server, monkeypatch, capsys, served,
+                                                sha256):
+    url, begun = server(BODY, **served)
+    monkeypatch.setitem(data.DOWNLOADS, "shakespeare", (url, sha256, ".txt"))
+    status, out, err = run_data(capsys, "--dataset", "shakespeare", "--out", tmp_path)
+    assert (status, out, len(begun)) == (1, "", 4)
+    assert "data.py: cannot download" in err.splitlines()[-1]
+    assert os.listdir(tmp_path / "raw") == ["shakespeare.txt.part"]
 
 
-def test_shakespeare_is_the_known_text(tmp_path, server, monkeypatch, gpt2):
-    text = ROOT.parent / "shared" / "text" / "shakespeare.txt"
-    if not text.exists():
-        pytest.skip("needs ../shared/text/shakespeare.txt")
-    url, _ = server(text.read_bytes(), drop=1)
+@pytest.mark.parametrize("name, body, documents", [
+    ("shakespeare", "".join(NASTY * 9), ["".join(NASTY * 9)]),
+    # Between lines of the separator.
+    ("tinystories", "Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n",
+     ["Once\nupon", "The end <|endoftext|> not"])])
+def test_a_data_set_by_name_is_downloaded_and_read(tmp_path, server, monkeypatch, bpe, name, body,
+                                                   documents):
+    url, sha256, suffix = data.DOWNLOADS[name]
+    text = SHARED / "text" / f"{name}.txt"
+    if sha256 and bpe.name == "gpt2" and text.exists():     # where there is a copy, the known text
+        body, documents = text.read_text(), [text.read_text()]
+    else:
+        sha256 = sha256 and hashlib.sha256(body.encode()).hexdigest()
+    monkeypatch.setitem(data.DOWNLOADS, name, (server(body.encode())[0], sha256, suffix))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data.time, "sleep", lambda _: None)
-    monkeypatch.setitem(data.DOWNLOADS, "shakespeare", (url, *data.DOWNLOADS["shakespeare"][1:]))
-    assert data.main(["--dataset", "shakespeare"]) == 0
-    train = data.TokenDataset("data/shakespeare", "train", 1024)
-    cut = len(text.read_bytes()) - len(text.read_bytes()) // 20
-    assert train.shards[0].tolist() == [50256] + gpt2.encode_ordinary(text.read_text()[:cut])
+    assert data.main(["--dataset", name]) == 0
+    assert halves_of(Path("data", name)) == documents
 
 
 def dataset(directory, shards, meta=True, seq_len=4):
@@ -896,10 +932,9 @@ def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
 def test_order_is_a_seeded_permutation_an_epoch_and_a_function_of_the_position(tmp_path):
     shards = {"train_0": range(201)}
     stream = dataset(tmp_path, shards).sample_indices(7, 0, 170)
-    assert stream.dtype == np.int64
-    epochs = stream[:150].reshape(3, 50)
-    assert all(sorted(epoch) == list(range(50)) for epoch in epochs.tolist())
-    assert len({tuple(epoch) for epoch in epochs.tolist() + [list(range(50))]}) == 4
+    epochs = stream[:150].reshape(3, 50).tolist()
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, range(50)]}) == 4
     fresh = dataset(tmp_path, shards)
     for first, count in [(140, 30), (0, 7), (49, 2), (30, 120), (3, 0)]:      # any order of asking
         drawn = fresh.sample_indices(7, first, count)
@@ -908,19 +943,19 @@ def test_order_is_a_seeded_permutation_an_epoch_and_a_function_of_the_position(t
 
 
 def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "BLOCK", 4)
+    monkeypatch.setattr(data, "BLOCK", 5)
     for at in range(38):
         tokens = np.arange(38) % 200
         tokens[at] = 257
         bad = dataset(tmp_path, {"train_0": tokens[:17], "train_1": tokens[17:]})
         where = f"train_{int(at >= 17)}.bin position {at - 17 * (at >= 17)}: token 257 .* 257"
-        found = 0
+        found = []
         for part in range(3):
             try:
                 bad.check(part, 3)
             except ValueError as error:
-                found += bool(data.re.search(where, str(error)))
-        assert found == 1
+                found.append(str(error))
+        assert len(found) == 1 and re.search(where, found[0]), (at, found)
     with pytest.raises(ValueError, match="train_1.bin position 20: token 257"):
         bad.windows([0, 8])
     assert bad.windows([0, 1]).shape == (2, 5)
@@ -934,54 +969,23 @@ def test_ready_made_shards_without_meta_are_gpt2(tmp_path):
     assert meta["fingerprint"] != more["fingerprint"]
 
 
-HEADER_ALONE = np.array([20240520, 1] + [0] * 254, np.int32).tobytes()
-
-
-@pytest.mark.parametrize("change, words", [
-    (dict(magic=20240521), ["20240521"]), (dict(version=2), ["20240520, 2"]),
-    (dict(count=21), ["21", "1064"]), (dict(count=19), ["19", "1064"]), (HEADER_ALONE, ["1024"]),
-    (b"short", ["5 bytes"]), (b"", ["0 bytes"]),
+@pytest.mark.parametrize("file, damage, words", [
+    ("train_0.bin", dict(magic=20240521), "20240521"),
+    ("train_0.bin", dict(version=2), "20240520, 2"),
+    ("train_0.bin", dict(count=21), "21 1064"), ("train_0.bin", dict(count=19), "19 1064"),
+    ("train_0.bin", dict(tokens=[]), "1024"), ("train_0.bin", b"short", "5 bytes"),
+    ("train_0.bin", b"", "0 bytes"), ("train_0.bin", dict(tokens=range(4)), "4 tokens 4 + 1"),
+    ("meta.json", b"{", ""), ("meta.json", b"[]", ""), ("meta.json", b'{"tokenizer": "gpt2"}', ""),
 ])
-def test_a_damaged_shard_is_refused_with_its_name_and_numbers(tmp_path, change, words):
-    path = tmp_path / "train_000000.bin"
-    if isinstance(change, bytes):
-        path.write_bytes(change)
+def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file, damage, words):
+    assert dataset(tmp_path, {"train_0": range(5)}).n_windows == 1      # the fewest tokens
+    if isinstance(damage, bytes):
+        (tmp_path / file).write_bytes(damage)
     else:
-        write_shard(path, range(20), **change)
+        write_shard(tmp_path / file, **{"tokens": range(20), **damage})
     with pytest.raises(ValueError) as error:
         data.TokenDataset(tmp_path, "train", 4)
-    assert all(word in str(error.value) for word in [path.name, *words])
-
-
-def test_too_few_tokens_for_a_window_are_refused(tmp_path):
-    assert dataset(tmp_path, {"train_0": range(5)}, seq_len=4).n_windows == 1
-    with pytest.raises(ValueError, match="train_0.bin: 5 tokens .* 5 "):
-        data.TokenDataset(tmp_path, "train", 5)
-
-
-def test_shards_whose_meta_was_not_written_are_not_taken_for_gpt2s(tmp_path):
-    (tmp_path / "a.txt").write_text("a text " * 9)
-    replace_file = os.replace
-
-    def killed(path, target):
-        if target.name == "meta.json":
-            raise KeyboardInterrupt
-        replace_file(path, target)
-    for _ in range(2):                      # in a new directory, and over an earlier data set
-        with mock.patch.object(os, "replace", killed), pytest.raises(KeyboardInterrupt):
-            data.prepare([tmp_path / "a.txt"], tmp_path / "d", "bytes")
-        with pytest.raises(ValueError, match="meta.json is damaged.*run data.py again"):
-            data.TokenDataset(tmp_path / "d", "train", 4)
-        data.prepare([tmp_path / "a.txt"], tmp_path / "d", "bytes")
-        assert data.TokenDataset(tmp_path / "d", "train", 4).meta["tokenizer"] == "bytes"
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"tokenizer": "gpt2"}'])
-def test_a_damaged_meta_is_refused(tmp_path, text):
-    write_shard(tmp_path / "train_0.bin", range(9))
-    (tmp_path / "meta.json").write_text(text)
-    with pytest.raises(ValueError, match="meta.json is damaged"):
-        data.TokenDataset(tmp_path, "train", 4)
+    assert file in str(error.value) and all(word in str(error.value) for word in words.split())
 
 
 def test_without_shards_the_message_says_the_command(tmp_path, monkeypatch):
@@ -990,43 +994,6 @@ def test_without_shards_the_message_says_the_command(tmp_path, monkeypatch):
                                "data/shakespeare": "--dataset shakespeare"}.items():
         with pytest.raises(FileNotFoundError, match=command):
             data.TokenDataset(directory, "train", 4)
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path):
-    # VmHWM, not ru_maxrss: the latter starts from the memory of the process that forked.
-    program = ("import sys, re, pathlib, data\n"
-               "data.prepare([pathlib.Path(sys.argv[1])], pathlib.Path(sys.argv[2]), 'bytes')\n"
-               "status = pathlib.Path('/proc/self/status').read_text()\n"
-               "print(re.search(r'VmHWM:\\s+(\\d+)', status)[1])")
-    peaks = []
-    for megabytes in (4, 44):
-        text = "All work and no play makes Jack a dull boy.\n" * (megabytes * 1_000_000 // 44)
-        (tmp_path / "a.txt").write_text(text)
-        run = subprocess.run([sys.executable, "-c", program, tmp_path / "a.txt", tmp_path],
-                             cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
-        peaks.append(int(run.stdout) / 1000)
-    assert peaks[1] < peaks[0] + 15, peaks
-
-
-def test_tokens_stay_in_order_where_jobs_wait_for_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.os, "cpu_count", lambda: 1)
-    texts = [f"document {i}" for i in range(400)]       # 8 jobs, 3 of them under way
-    data.prepare([write_jsonl(tmp_path / "a.jsonl", texts)], tmp_path, "bytes")
-    train = texts_of(tmp_path, "train")
-    assert train == [text for text in texts if text in set(train)]
-
-
-def test_the_flags_of_data_arrive(tmp_path, capsys):
-    file = write_jsonl(tmp_path / "a.jsonl", [f"document {i}" for i in range(400)])
-    vals = []
-    for seed in (0, 1):
-        assert run_data(capsys, "--input", file, "--tokenizer", "bytes", "--out", tmp_path / "o",
-                        "--seed", seed, "--shard-tokens", 2000)[0] == 0
-        vals.append(texts_of(tmp_path / "o", "val"))
-        sizes = [(f.stat().st_size - 1024) // 2 for f in sorted((tmp_path / "o").glob("train*"))]
-        assert len(sizes) > 1 and set(sizes[:-1]) == {2000} and sizes[-1] <= 2000
-    assert vals[0] != vals[1]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1049,6 +1016,7 @@ def torch_scales(settings, overflows):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_scale_moves_as_in_torch(seed):
+    """And its state is whole: at each step another scaler goes on from it."""
     rng = random.Random(seed)
     settings = dict(init_scale=2.0 ** rng.uniform(0, 60), growth_factor=rng.uniform(1.01, 9),
                     backoff_factor=rng.uniform(0.05, 0.95), growth_interval=rng.randint(1, 5))
@@ -1060,6 +1028,8 @@ def test_the_scale_moves_as_in_torch(seed):
     for step, expected in enumerate(torch_scales(settings, overflows)):
         if expected < 1e-37:
             break                               # the floor, torch has none
+        ours, state = amp.LossScaler(), json.dumps(ours.state_dict())
+        ours.load_state_dict(json.loads(state))
         ours.update(overflows[step])
         assert ours.scale == expected, (step, settings)
     assert step > 30
@@ -1084,49 +1054,65 @@ def test_the_scale_stops_at_its_floor_and_below_infinity():
 def test_a_scaler_that_makes_no_sense_is_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         amp.LossScaler(**bad)
+    with pytest.raises(ValueError, match="state"):
+        amp.LossScaler().load_state_dict(bad)
 
 
-def test_the_scalers_state_is_whole():
-    one = amp.LossScaler(1024.0, 4.0, 0.25, 3, 2.0)
-    for found_inf in (False, False, True, False, False):
-        one.update(found_inf)
-    two = amp.LossScaler()
-    two.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    for found_inf in (False, True, True, True, True, False):
-        one.update(found_inf)
-        two.update(found_inf)
-        assert one.state_dict() == two.state_dict()
-    with pytest.raises(ValueError):
-        two.load_state_dict({"scale": 1.0})
-    for bad in (dict(growth_factor=1.0), dict(backoff_factor=1.0), dict(growth_interval=0),
-                dict(min_scale=-1.0), dict(init_scale=0.5)):
-        with pytest.raises(ValueError):
-            amp.LossScaler(**bad)
-
-
-def rounded_masters(run):
-    """After a step: are the parameters the masters rounded, and small updates kept?"""
-    flat = run.flat
-    own = {name: torch.cat([bucket.shard[name] for bucket in flat.buckets]) for name in OWN}
+def first_gradients_and_masters(run):
+    """After a step: the gradient of the first four; are the parameters the masters rounded; the
+    types of parameters and of all else; is what the parameters lack kept in the masters?"""
+    own = {name: torch.cat([bucket.shard[name] for bucket in run.flat.buckets]) for name in OWN}
     rounded = own["master"].to(own["data"].dtype)
-    return (own["data"].equal(rounded), own["data"].dtype,
-            {t.dtype for name, t in own.items() if name != "data"},
+    return (whole_gradient(run) if run.step <= 4 else None,
+            own["data"].equal(rounded), own["data"].dtype,
+            {tensor.dtype for name, tensor in own.items() if name != "data"},
             bool((rounded.float() != own["master"]).any()))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_16_bits_train_as_one_process_within_a_twentieth_of_a_nat(pool, tmp_path, dtype):
-    cfg = replace(CFG, n_layer=3)
-    config = settings(tmp_path, dtype=dtype, steps=60, lr=4e-3)
-    one = pool.run(1, run_steps, (1, 1, 1), config, cfg, rounded_masters)[0]
-    eight = pool.run(8, run_steps, (2, 2, 2), replace(config, tp=2, pp=2), cfg, rounded_masters)
-    losses = np.array([column(steps, "loss") for steps in (one[0], eight[0][0])])
+@pytest.mark.parametrize("dtype, layout, steps", [
+    ("bf16", (1, 1, 1), 60), ("fp16", (1, 1, 2), 60), ("bf16", (2, 2, 2), 4),
+    ("fp16", (2, 2, 2), 4), *(pytest.param(dtype, layout, 60, marks=pytest.mark.slow)
+                              for dtype in ("bf16", "fp16") for layout in LAYOUTS
+                              if math.prod(layout) == 8)])
+def test_16_bits_train_as_fp64_does_in_one_process(pool, tmp_path, dtype, layout, steps):
+    """Gradients, of which AdamW hides the size, within 5%, each parameter's on its own; the loss
+    within a twentieth of a nat."""
+    dp, tp, pp = layout
+    cfg = replace(CFG, n_layer=max(2, pp))
+    config = settings(tmp_path, dtype="fp64", steps=steps, lr=4e-3, micro_batch=4 // dp or 1)
+    exact, seen, _ = run_steps(0, 1, (1, 1, 1), config, cfg, first_gradients_and_masters)
+    ranks = pool.run(dp * tp * pp, run_steps, layout, replace(config, dtype=dtype, tp=tp, pp=pp),
+                     cfg, first_gradients_and_masters)
+    for step in range(4):
+        assert relative(ranks[0][1][step][0], seen[step][0]) < 0.05, step + 1
+        assert relative(ranks[0][0][step]["grad_norm"], exact[step]["grad_norm"]) < 0.05
+    losses = np.array([column(rows, "loss") for rows in (ranks[0][0], exact)])
     assert np.abs(losses[0] - losses[1]).max() <= 0.05
-    assert losses[0][-1] < losses[0][0] - 0.5           # it learns
-    for _, seen, _ in (one, *eight):
-        half = amp.PRECISIONS[dtype][0]
-        assert set(row[:2] for row in seen) == {(True, half)}
-        assert all(row[2] == {torch.float32} and row[3] for row in seen)
+    assert losses[0][-1] < losses[0][0] - (0.5 if steps == 60 else 0)       # it learns
+    for _, seen, _ in ranks:
+        assert all(row[1:] == (True, amp.PRECISIONS[dtype][0], {torch.float32}, True)
+                   for row in seen)
+
+
+def test_without_a_loss_scale_small_gradients_vanish_in_fp16(tmp_path):
+    """The gradients of a microbatch are those of a mean over the whole batch: 4M tokens here, as
+    in GPT-3 (table 2.1)."""
+    cfg = replace(CFG, n_layer=2)
+
+    def train_with(dtype, scaler):
+        def prepare(run):
+            run.step_tokens, run.scaler = 2 ** 22, scaler
+        config = settings(tmp_path, dtype=dtype, lr=4e-3, clip=0.0)
+        steps, gradients, _ = run_steps(0, 1, (1, 1, 1), config, cfg, whole_gradient,
+                                        prepare=prepare)
+        return np.array(column(steps, "loss")) * 2 ** 22 / 128, gradients[0]
+
+    exact, expected = train_with("fp64", amp.make_scaler("fp64"))
+    stalled, vanished = train_with("fp16", amp.LossScaler(init_scale=1.0))
+    scaled, gradient = train_with("fp16", amp.make_scaler("fp16"))
+    assert sum(not tensor.any() for tensor in vanished.values()) > len(vanished) / 2
+    assert relative(gradient, expected) < 0.05
+    assert abs(scaled - exact).max() < 0.05 < 0.15 < stalled[-1] - exact[-1]
 
 
 def inject(run):
@@ -1151,16 +1137,22 @@ def inject(run):
 def state_now(run):
     flat = run.flat
     tensors = [bucket.shard[name] for bucket in flat.buckets for name in OWN if name != "grad"]
-    return [t.clone() for t in tensors], run.optimizer_steps, run.consumed_samples, run.scaler.scale
+    return ([t.clone() for t in tensors], run.optimizer_steps, run.consumed_samples,
+            run.scaler.scale, list(run.events))
 
 
 @pytest.mark.parametrize("dtype, zero", [("fp16", 0), ("fp32", 0), ("fp16", 2)])
 def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, zero):
     cfg = replace(CFG, n_layer=2)
     config = settings(tmp_path, dtype=dtype, steps=9, tp=2, pp=2, zero=zero, rollback="off")
-    for steps, seen, _ in pool.run(8, run_steps, (2, 2, 2), config, cfg, state_now, None, inject):
+    ranks = pool.run(8, run_steps, (2, 2, 2), config, cfg, state_now, None, inject)
+    events = [[event[name] for name in ("event", "step", "reason", "what", "rank")]
+              for event in ranks[0][1][-1][4]]
+    assert events == [["skip", k, "not finite", "gradient", k - 1] for k in range(1, 9)]
+    for steps, seen, _ in ranks:
+        assert column(steps, "skipped") == [*range(1, 9), 0]
         start = amp.make_scaler(dtype).scale
-        for k, (tensors, optimizer_steps, sequences, scale) in enumerate(seen, 1):
+        for k, (tensors, optimizer_steps, sequences, scale, _) in enumerate(seen, 1):
             skipped = k <= 8
             assert optimizer_steps == (0 if skipped else 1)
             assert sequences == 8 * k and steps[k - 1]["step"] == k
@@ -1176,8 +1168,8 @@ def test_a_run_that_always_overflows_ends_with_a_clear_message(tmp_path):
     def huge(run):
         for bucket in run.flat.buckets:
             bucket.data.fill_(60000)
-    config = settings(tmp_path, dtype="fp16", steps=16, rollback="off")     # not yet at the floor
-    run_steps(0, 1, (1, 1, 1), config, cfg, prepare=huge)
+    config = settings(tmp_path, dtype="fp16", steps=16, batch_size=2, rollback="off")
+    run_steps(0, 1, (1, 1, 1), config, cfg, prepare=huge)       # not yet at the floor
     with pytest.raises(RunError) as stop:                   # in step 20: the count is in the file
         run_steps(0, 1, (1, 1, 1), replace(config, steps=21), cfg, nothing,
                   tmp_path / "step_00000016.pt", huge)
@@ -1196,34 +1188,6 @@ def test_sums_of_squares_are_accurate():
 def test_clipping_and_unscaling_are_one_factor():
     assert amp.clip_factor(4.0, 1.0, 8.0) == pytest.approx(1 / 4 / 8, rel=1e-6)
     assert amp.clip_factor(0.5, 1.0, 8.0) == amp.clip_factor(9.0, 0.0, 8.0) == 1 / 8
-
-
-def test_16_bit_gradients_and_their_norm_are_those_of_fp32(tmp_path):
-    """The scale is in the loss, and out of the gradients before they are measured and clipped;
-    AdamW, which divides a gradient by its size, would hide it."""
-    runs = [run_steps(0, 1, (1, 1, 1), settings(tmp_path, dtype=dtype, steps=1, clip=0.5),
-                      replace(CFG, n_layer=2), whole_gradient)
-            for dtype in ("fp32", "fp16", "bf16")]
-    norm = runs[0][0][0]["grad_norm"]
-    assert norm > 0.6                                   # it clips
-    for steps, gradients, _ in runs[1:]:
-        assert steps[0]["grad_norm"] == pytest.approx(norm, rel=0.02)
-        whole, expected = (torch.cat([g.flatten() for g in seen[0].values()])
-                           for seen in (gradients, runs[0][1]))
-        assert relative(whole, expected) < 0.05
-
-
-def test_a_skipped_step_is_an_event(tmp_path):
-    rows = []
-    with mock.patch.object(Rows, "write", lambda self, **row: rows.append(row)):
-        run_steps(0, 1, (1, 1, 1), settings(tmp_path, dtype="fp16", steps=3),
-                  replace(CFG, n_layer=1), prepare=overflow)
-    windows = Memory(CFG).sample_indices(1337, 8, 8).tolist()
-    (event,) = [row for row in rows if "event" in row]
-    assert 5 < event.pop("loss") < 6 and event.pop("grad_norm") > 0
-    assert event == dict(event="skip", step=2, reason="not finite", loss_scale=2.0 ** 16,
-                         what="gradient", rank=0, parameter="embed.token.weight", windows=windows)
-    assert [row["skipped"] for row in rows if "event" not in row] == [0, 1, 0]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -4336,40 +4300,55 @@ def test_the_readmes_two_machines_survive_a_link_that_goes_down(shards, tmp_path
 
 
 @pytest.fixture(scope="session")
-def trained(shards, tmp_path_factory):
-    """A checkpoint of a model that has seen a little of the text."""
+def trained(tmp_path_factory):
+    """A checkpoint of a model that has learned a little of Memory's text."""
     out = tmp_path_factory.mktemp("trained")
-    subprocess.run([sys.executable, ROOT / "train.py", "--data", shards, "--out", out, *TINY,
-                    "--steps", "60", "--lr", "0.02", "--batch-size", "16"], check=True,
-                   capture_output=True)
+    run_steps(0, 1, (1, 1, 1), settings(out, steps=60, lr=0.02), replace(CFG, n_layer=2))
     return out / "latest.pt"
 
 
-def run_sample(*arguments, **options):
-    return subprocess.run([sys.executable, ROOT / "sample.py", *map(str, arguments)], text=True,
-                          capture_output=True, **options)
+@pytest.fixture
+def run_sample(trained, monkeypatch, capsys):
+    """run_sample(*flags) -> (exit status, standard output, standard error) of sample.py."""
+    def run(*flags, stdin=""):
+        monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(trained), *map(str, flags)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        try:
+            status = sample.main() or 0
+        except SystemExit as stop:
+            status = stop.code
+        return status, *capsys.readouterr()
+    return run
 
 
-def test_sampling_prints_only_text_and_is_a_function_of_the_seed(trained, tmp_path):
-    flags = ["--ckpt", trained, "--prompt", "line ", "--max-tokens", 30]
-    one, again, other, greedy = (run_sample(*flags, *more) for more in (
-        ["--seed", 1], ["--seed", 1], ["--seed", 2], ["--temperature", 0, "--seed", 3]))
-    assert one.stdout == again.stdout != other.stdout
-    assert all(r.stdout.startswith("line ") and r.stderr == "" and r.returncode == 0
-               for r in (one, other, greedy))
-    piped = run_sample("--ckpt", trained, "--prompt", "-", "--max-tokens", 30, "--temperature", 0,
-                       input="line ")
-    assert piped.stdout == greedy.stdout
-    model_, state = checkpoint.load_model(trained)
-    tokens = list(b"line ")
-    for _ in range(30):                                             # greedy, by hand
-        tokens.append(model_(torch.tensor([tokens[-16:]]))[0, -1].argmax().item())
-    assert greedy.stdout == bytes(tokens).decode(errors="replace") + "\n"
+def greedy(plain, tokens, count):
+    """The most probable `count` tokens behind `tokens`, each from the whole text before it."""
+    tokens = list(tokens)
+    for _ in range(count):
+        tokens.append(plain(torch.tensor([tokens[-CFG.seq_len:]]))[0, -1].argmax().item())
+    return tokens[-count:]
+
+
+def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(run_sample, trained):
+    def text(*flags, **options):
+        status, out, error = run_sample("--max-tokens", 30, "--seed", 1, *flags, **options)
+        assert (status, error) == (0, "") and out.startswith("line ") and out.endswith("\n")
+        return out
+
+    prompt = ("--prompt", "line ")
+    assert text(*prompt) == text(*prompt) != text(*prompt, "--seed", 2)
+    tokens = greedy(checkpoint.load_model(trained)[0], b"line ", 30)
+    expected = "line " + bytes(tokens).decode(errors="replace") + "\n"
+    assert text(*prompt, "--temperature", 9) != expected
+    for flags in ("--temperature 0", "--temperature 1e-6", "--temperature 9 --top-k 1",
+                  "--temperature 9 --top-p 1e-6"):
+        assert text(*prompt, *flags.split()) == expected, flags
+    assert text("--prompt", "-", "--temperature", 0, stdin="line ") == expected
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token(activation):
-    plain = GPT(replace(CFG, activation=activation)).initialize(0).double().eval()
+    plain = random_gpt(replace(CFG, activation=activation))
     tokens = tokens_of(CFG, 2)
     whole, cache = plain(tokens), plain.new_kv_cache(2)
     parts = [plain(tokens[:, :5], cache=cache)]
@@ -4379,23 +4358,18 @@ def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token(activation):
 
 
 def test_sampling_computes_each_token_once_until_the_window_moves():
-    plain, seen = GPT(CFG).initialize(0).double().eval(), []
+    plain, seen = random_gpt(CFG), []
     plain.embed.register_forward_hook(lambda module, args, x: seen.append(x.shape[1]))
-    tokens, expected = list(sample.generate(plain, [1, 2, 3], 20, 256, temperature=0)), [1, 2, 3]
+    tokens = list(sample.generate(plain, [1, 2, 3], 20, 256, temperature=0))
     assert seen == [3] + 13 * [1] + 6 * [16]
-    for _ in range(20):
-        window = torch.tensor([expected[-CFG.seq_len:]])
-        expected.append(plain(window)[0, -1].argmax().item())
-    assert tokens == expected[3:]
+    assert tokens == greedy(plain, [1, 2, 3], 20)
 
 
-def test_a_prompt_longer_than_the_context_is_cropped_with_a_warning(trained):
-    long = run_sample("--ckpt", trained, "--prompt", "x" * 10 + "line 12: some wo",
-                      "--temperature", 0, "--max-tokens", 8)
-    short = run_sample("--ckpt", trained, "--prompt", "line 12: some wo", "--temperature", 0,
-                       "--max-tokens", 8)
-    assert long.returncode == 0 and long.stderr.count("\n") == 1 and "26 tokens" in long.stderr
-    assert short.stderr == "" and long.stdout == "x" * 10 + short.stdout
+def test_a_prompt_longer_than_the_context_is_cropped_with_a_warning(run_sample):
+    flags = ("--temperature", 0, "--max-tokens", 8, "--prompt")
+    status, out, error = run_sample(*flags, "x" * 10 + "line 12: some wo")
+    assert status == 0 and error.count("\n") == 1 and "26 tokens" in error
+    assert run_sample(*flags, "line 12: some wo") == (0, out.removeprefix("x" * 10), "")
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -4403,34 +4377,23 @@ def test_a_prompt_longer_than_the_context_is_cropped_with_a_warning(trained):
     ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"), ("--max-tokens x", "--max-tokens"),
     ("--device cuda", "no CUDA device"), ("--nonsense", "--nonsense"), ("--seed -1", "--seed"),
     ("--seed 99999999999999999999", "--seed"), ("--prompt \udce9", "surrogates not allowed")])
-def test_sampling_mistakes_end_in_one_line_and_exit_2(monkeypatch, capsys, trained, flags,
-                                                      message):
-    monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(trained), *flags.split()])
-    with pytest.raises(SystemExit) as exit_:
-        sample.main()
-    error = capsys.readouterr().err
-    assert exit_.value.code == 2 and message in error and error.count("\n") == 1
-
-
-def test_a_tiny_temperature_is_greedy():
-    logits = torch.tensor([2.0, -1.0, 3.0])
-    assert sample.filter_logits(logits, 1e-40, 0, 1.0).tolist() == [0, 0, 1]
+def test_sampling_mistakes_end_in_one_line_and_exit_2(run_sample, flags, message):
+    status, out, error = run_sample(*flags.split())
+    assert (status, out) == (2, "") and message in error and error.count("\n") == 1
 
 
 def test_top_k_and_top_p_keep_what_they_should():
     logits = torch.tensor([2.0, -1.0, 3.0, 0.5, 1.0]).log_softmax(0)
     probabilities = logits.exp()                    # .238 .012 .647 .053 .088: order 2 0 4 3 1
-    for k, kept in ((1, [2]), (2, [2, 0]), (3, [2, 0, 4]), (0, [2, 0, 4, 3, 1])):
+    for k, p, kept in ((1, 1.0, 1), (2, 1.0, 2), (3, 1.0, 3), (0, 1.0, 5), (9, 1.0, 5),
+                       (0, 0.01, 1), (0, 0.6, 1), (0, 0.7, 2), (0, 0.9, 3)):
         expected = torch.zeros(5)
-        expected[kept] = probabilities[kept] / probabilities[kept].sum()
-        torch.testing.assert_close(sample.filter_logits(logits, 1.0, k, 1.0), expected)
-    for p, kept in ((0.01, [2]), (0.6, [2]), (0.7, [2, 0]), (0.9, [2, 0, 4]),
-                    (1.0, [2, 0, 4, 3, 1])):
-        expected = torch.zeros(5)
-        expected[kept] = probabilities[kept] / probabilities[kept].sum()
-        torch.testing.assert_close(sample.filter_logits(logits, 1.0, 0, p), expected)
+        expected[[2, 0, 4, 3, 1][:kept]] = probabilities[[2, 0, 4, 3, 1][:kept]]
+        torch.testing.assert_close(sample.filter_logits(logits, 1.0, k, p),
+                                   expected / expected.sum())
     hot = sample.filter_logits(logits, 2.0, 0, 1.0)
     torch.testing.assert_close(hot, (logits / 2).softmax(0))
+    assert sample.filter_logits(logits, 1e-40, 0, 1.0).tolist() == [0, 0, 1, 0, 0]
 
 
 def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
@@ -4442,39 +4405,19 @@ def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
     assert len(set(tokens)) > 50 or len(tokens) < 100
 
 
-def test_characters_of_several_bytes_come_out_whole(trained, monkeypatch, capsys):
-    text = "é漢🙂!"
-    monkeypatch.setattr(sample, "generate", lambda *a, **k: iter(text.encode() + b"\xff"))
-    monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(trained)])
-    sample.main()
-    assert capsys.readouterr().out == text + "\ufffd\n"
+def test_characters_come_out_whole_and_without_a_prompt_after_an_end_of_text(run_sample,
+                                                                             monkeypatch):
+    seen, text = [], "é漢🙂!"
+    monkeypatch.setattr(sample, "generate", lambda model, tokens, *_: seen.append(tokens) or iter(
+        text.encode() + b"\xff!" + "é".encode()[:1]))
+    assert run_sample() == (0, text + "\ufffd!\ufffd\n", "") and seen == [[256]]
 
 
-def test_a_terminal_that_lacks_a_character_shows_a_question_mark(trained):
-    done = run_sample("--ckpt", trained, "--prompt", "é", "--max-tokens", 0,
-                      env={**os.environ, "PYTHONIOENCODING": "ascii"})
-    assert (done.stdout, done.stderr, done.returncode) == ("?\n", "", 0)
-
-
-def test_the_flags_of_sampling_arrive(trained, monkeypatch, capsys):
-    def text(*flags):
-        monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(trained), "--prompt", "line ",
-                                          "--max-tokens", "30", *flags])
-        sample.main()
-        return capsys.readouterr().out
-    greedy = text("--temperature", "0")
-    assert text("--temperature", "9") != greedy
-    for flags in ("--temperature 1e-6", "--temperature 9 --top-k 1",
-                  "--temperature 9 --top-p 1e-6"):
-        assert text(*flags.split()) == greedy
-
-
-def test_without_a_prompt_a_sample_begins_at_the_end_of_text(trained, monkeypatch):
-    seen = []
-    monkeypatch.setattr(sample, "generate", lambda model, tokens, *_: seen.append(tokens) or [])
-    monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(trained)])
-    sample.main()
-    assert seen == [[256]]
+def test_a_terminal_that_lacks_a_character_shows_a_question_mark(run_sample, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    run_sample("--prompt", "é", "--max-tokens", 0)
+    assert terminal.buffer.getvalue() == b"?\n"
 
 
 # ---------------------------------------------------------------------------------------------
