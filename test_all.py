@@ -2532,7 +2532,8 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, dtype, la
 @pytest.mark.parametrize("moves", [
     [((2, 1, 1), dict(zero=1)), ((1, 2, 1), {}), ((2, 1, 1), dict(zero=2)),
      ((1, 1, 2), dict(pp_schedule="1f1b")), ((2, 1, 1), dict(zero=3)), ((2, 1, 1), {}),
-     ((1, 2, 1), dict(sequence_parallel=True)), ((1, 1, 2), {}), ((1, 1, 1), dict(offload=True))],
+     ((1, 2, 1), dict(sequence_parallel=True)), ((1, 1, 2), dict(dtype="fp64")),
+     ((1, 1, 1), dict(offload=True))],
     pytest.param([((2, 2, 2), dict(zero=2, sequence_parallel=True, pp_schedule="1f1b")),
                   ((8, 1, 1), dict(zero=3)), ((1, 4, 2), {}), ((4, 1, 1), dict(zero=1)),
                   ((1, 1, 4), dict(pp_schedule="1f1b")), ((1, 8, 1), dict(recompute=True))],
@@ -2556,19 +2557,13 @@ def test_a_run_goes_on_in_another_layout(pool, tmp_path, moves):
 
 
 @pytest.mark.parametrize("before, after, scale", [
-    ("fp32", "fp16", 16), ("fp16", "fp16", 15), ("fp16", "bf16", 0), ("bf16", "fp16", 16),
-    ("bf16", "fp32", 0), ("fp32", "fp64", 0), ("fp64", "fp32", 0)])
-def test_a_run_goes_on_in_another_precision(tmp_path, before, after, scale):
-    """From the masters as they are; fp16 with the loss scale of the file (2 ** scale) only if that
-    is of a run in fp16, halved by the overflow of step 2."""
+    ("fp16", "fp16", 15), ("fp32", "fp16", 16), ("bf16", "fp16", 16), ("fp16", "bf16", 0)])
+def test_a_loss_scale_stays_with_its_precision(tmp_path, before, after, scale):
+    """In fp16 it is 2 ** 16, and 2 ** 15 after the overflow of step 2."""
     config, cfg = settings(tmp_path, dtype=before, steps=2), replace(CFG, n_layer=1)
     run_steps(0, 1, (1, 1, 1), config, cfg, prepare=overflow)
-    file, config = tmp_path / "step_00000002.pt", replace(config, dtype=after)
-    _, _, masters = run_steps(0, 1, (1, 1, 1), config, cfg, nothing, file)      # no step to do
-    for key, name in checkpoint.STATE.items():
-        for parameter, stored in checkpoint.load(file)[key].items():
-            assert masters[name][parameter].equal(stored.to(amp.PRECISIONS[after][1]))
-    (row,), *_ = run_steps(0, 1, (1, 1, 1), replace(config, steps=3), cfg, nothing, file)
+    (row,), *_ = run_steps(0, 1, (1, 1, 1), replace(config, dtype=after, steps=3), cfg, nothing,
+                           tmp_path / "latest.pt")
     assert row["step"] == 3 and row["loss_scale"] == 2.0 ** scale
 
 
@@ -2650,24 +2645,20 @@ def test_the_newest_files_stay_and_are_on_the_disk_before_they_take_their_names(
     assert names_in(tmp_path) == ["latest.pt", "step_00000003.pt", "step_00000004.pt"]
 
 
-def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, capsys):
-    def fill_disk(run):
-        save = run.save
+def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, monkeypatch, capsys):
+    save, config = checkpoint.save, settings(tmp_path, steps=6, save_every=2, keep=9)
 
-        def save_on_a_full_disk():
-            with no_file_above(10_000) if run.step in (4, 8) else nullcontext():
-                save()
-                run.writer.wait()
-        run.save = save_on_a_full_disk
-    config, cfg = settings(tmp_path, steps=6, save_every=2, keep=9), replace(CFG, n_layer=1)
-    steps, _, _ = run_steps(0, 1, (1, 1, 1), config, cfg, prepare=fill_disk)
+    def save_on_a_full_disk(state, *where):
+        with no_file_above(10_000) if state["step"] in (4, 8) else nullcontext():
+            save(state, *where)
+    monkeypatch.setattr(checkpoint, "save", save_on_a_full_disk)
+    steps, _, _ = run_steps(0, 1, (1, 1, 1), config, CFG)
     error = capsys.readouterr().err
     assert "step_00000004.pt" in error and "File too large" in error and error.count("\n") == 1
     assert len(steps) == 6
     assert names_in(tmp_path) == ["latest.pt", "step_00000002.pt", "step_00000006.pt"]
     with pytest.raises(RunError, match="the last checkpoint is lost.*step_00000008.pt") as stop:
-        run_steps(0, 1, (1, 1, 1), replace(config, steps=8), cfg, nothing,
-                  tmp_path / "step_00000006.pt", fill_disk)
+        run_steps(0, 1, (1, 1, 1), replace(config, steps=8), CFG, nothing, tmp_path / "latest.pt")
     assert stop.value.status == 1 and checkpoint.load(tmp_path / "latest.pt")["step"] == 6
 
 
@@ -2778,15 +2769,6 @@ def run_train(capsys):
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-@pytest.fixture
-def four_steps(run_train, shards, tmp_path):
-    """The flags of a run that is over, after a save and an evaluation in the middle and at the
-    end. Its --out is tmp_path / "o"."""
-    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
-    assert run_train(*flags)[0] == 0
-    return flags
 
 
 def read_metrics(out):
@@ -2926,17 +2908,6 @@ def test_ranks_that_see_different_data_end_alike(pool):
     assert pool.run(2, differ) == [2, 2]
 
 
-def test_metrics_have_a_row_for_every_step_and_what_happened_besides(four_steps, tmp_path):
-    rows, events = read_metrics(tmp_path / "o")
-    assert column(rows, "step") == [1, 2, 3, 4] and column(rows, "tokens") == [64, 128, 192, 256]
-    assert ["val_loss" in row for row in rows] == [False, True, False, True]
-    for row in rows:
-        assert {"lr", "grad_norm"} < set(row) and row["tokens_per_second"] > 0
-        assert 4 < row["loss"] < 7 and row["loss_scale"] == 1.0
-    assert column(events, "event") == ["start"]
-    assert len(repr(rows[0]["loss"])) > 8                       # enough digits to compare layouts
-
-
 def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys):
     """A value that is not finite; a line torn at any byte; a disk that is full at any byte."""
     metrics, path = train.Metrics(tmp_path, 0), tmp_path / "metrics.jsonl"
@@ -2955,6 +2926,7 @@ def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys
 
 def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_train, shards,
                                                                             tmp_path):
+    """And metrics.jsonl has a row for every step, and what happened besides."""
     out = tmp_path / "o"
     flags = ["--data", shards, "--out", out]
     for more, words in [([*TINY, "--lr", 0.01, "--lr-schedule", "linear", "--beta2", 0.9], "step"),
@@ -2963,16 +2935,21 @@ def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_
                         (["--steps", 8, "--lr", 0.1, "--batch-size", 2], "lr 0.1 instead of 0.01")]:
         status, text, _ = run_train(*flags, *more)
         assert status == 0 and words in text
-    (rows, events), state = read_metrics(out), saved(out, 8)
+    rows, (start, resume, again) = read_metrics(out)
     assert column(rows, "step") == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert column(events, "event") == ["start", "resume", "resume"]
+    assert column(rows, "tokens") == [64, 128, 192, 256, 320, 384, 416, 448]
+    assert ["val_loss" in row for row in rows] == [False, True] * 4
+    for row in rows:
+        assert 3 < row["loss"] < 7 and row["loss_scale"] == 1.0 and len(repr(row["loss"])) > 8
+        assert row["tokens_per_second"] > 0 and row["grad_norm"] > 0
+    assert [event["event"] for event in (start, resume, again)] == ["start", "resume", "resume"]
+    assert resume["path"].endswith("step_00000004.pt") and resume["config"]["beta2"] == 0.9
+    assert resume["given"] == dict(data=str(shards), out=str(out), steps=6)
     assert rows[4]["lr"] == pytest.approx(0.01 * (0.1 + 0.9 * (1 - 3 / 4)))
     assert rows[6]["lr"] == pytest.approx(0.1 * (0.1 + 0.9 * (1 - 5 / 6)))
-    config = state["config"]
-    assert (config["beta2"], config["lr"], config["steps"], config["clip"]) == (0.9, 0.1, 8, 1.0)
-    assert state["consumed_samples"] == 6 * 4 + 2 * 2 == state["tokens"] // 16
-    assert events[1]["path"].endswith("step_00000004.pt")
-    assert events[1]["given"] == dict(data=str(shards), out=str(out), steps=6)
+    state = saved(out, 8)
+    assert state["consumed_samples"] == 6 * 4 + 2 * 2       # read on where the file of step 6 ended
+    assert {"beta2": 0.9, "lr": 0.1, "steps": 8, "clip": 1.0}.items() <= state["config"].items()
 
 
 def test_layout_precision_and_paths_never_come_from_the_checkpoint():
@@ -3005,24 +2982,27 @@ def test_resume_auto_never_and_path(run_train, shards, tmp_path):
     assert status == 1 and "is whole" in error.splitlines()[-1]
 
 
-def test_a_resumed_run_lets_go_of_the_file(run_train, four_steps, tmp_path):
-    maps = []
+def test_a_resumed_run_lets_go_of_the_file(run_train, shards, tmp_path):
+    flags, maps = ["--data", shards, "--out", tmp_path / "o", *TINY], []
+    run_train(*flags)
     with mock.patch.object(train.Run, "train", lambda *_: maps.append(
             Path("/proc/self/maps").read_text())):
-        run_train(*four_steps, "--steps", 6)
+        run_train(*flags, "--steps", 6)
     assert len(maps) == 1 and str(tmp_path / "o") not in maps[0]
 
 
 def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
-        run_train, four_steps, tmp_path):
+        run_train, shards, tmp_path):
     out, other = tmp_path / "o", tmp_path / "d"
     (tmp_path / "other.txt").write_text("another text, of another rhythm. " * 200)
     data.prepare([tmp_path / "other.txt"], other, "bytes")
+    flags = ["--data", shards, "--out", out, *TINY]
+    run_train(*flags)
     before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.iterdir()}
     middle, end = (f" {row['val_loss']:.4f} nats a" for row in read_metrics(out)[0][1::2])
-    for flags, words in [(["--resume", out / "step_00000002.pt"], middle), ([], end),
-                         (["--micro-batch", 3], end), (["--data", other], None)]:
-        status, text, _ = run_train(*four_steps, "--eval-only", *flags)
+    for more, words in [(["--resume", out / "step_00000002.pt"], middle), ([], end),
+                        (["--micro-batch", 3], end), (["--data", other], None)]:
+        status, text, _ = run_train(*flags, "--eval-only", *more)
         assert status == 0 and "bits a byte" in text and (end not in text if words is None else
                                                           words in text)
     assert before == {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
