@@ -260,8 +260,8 @@ def load(path: Path) -> dict:
         if not isinstance(state, dict) or not {"format", "step"} <= set(state):
             raise ValueError("it is not a checkpoint of this project")
         if state["format"] != FORMAT:
-            raise ValueError(f"it has format {state['format']}, this code reads {FORMAT}: go on "
-                             f"with the code that wrote it")
+            raise ValueError(f"it has format {state['format']}, this code reads format {FORMAT}: "
+                             f"go on with the code that wrote it")
         if set(state) != KEYS:
             raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")
         cfg = GPTConfig(**state["model"])
