@@ -2159,8 +2159,9 @@ def offloaded_steps(rank, world):
             flat.finish_grad_sync()
             crossed.clear()
             flat.step(0.01, step, 1e-2, 0.9, 0.95, 0.1)
+        copies, numels = list(crossed), [bucket.numel for bucket in flat.buckets]
         kept = [bucket.shard[name].cpu() for bucket in flat.buckets for name in OWN]
-        found[dtype, zero, host] = losses, list(crossed), kept, [b.numel for b in flat.buckets]
+        found[dtype, zero, host] = losses, copies, kept, numels
     return found
 
 
