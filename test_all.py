@@ -2143,9 +2143,10 @@ def second_device():
 def offloaded_steps(rank, world):
     """{(type, ZeRO, host): (losses of two steps on the second device, copies in the last update,
     what is kept, elements of each bucket)}"""
-    cfg, grid, boundary, found = replace(CFG, n_layer=2), Grid(1, 1, 1), torch.empty(0), {}
+    cfg, grid, boundary, found = replace(CFG, n_layer=1), Grid(1, 1, 1), torch.empty(0), {}
     crossed = second_device()
-    for dtype, zero, host in itertools.product(("fp32", "bf16"), (0, 1, 2), (None, "cpu")):
+    for dtype, zero, host in [(*run, host) for run in [("fp32", 0), ("bf16", 1), ("bf16", 2)]
+                              for host in (None, "cpu")]:
         local, losses = parallel.build_stage(cfg, grid), []
         flat = FlatParameters(parallel.param_specs(local, cfg, grid), grid, *amp.PRECISIONS[dtype],
                               "second", zero, host)
