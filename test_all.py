@@ -1549,9 +1549,9 @@ def test_two_ranks_swap_a_small_tensor_to_the_same_sum_as_an_all_reduce(pool, wo
 
 
 @pytest.fixture(scope="module")
-def spoiled(tmp_path_factory):
-    """Processes of their own for what would leave its mark in others: a compiler (with a cache of
-    its own: code that was compiled for another set of instructions crashes), a second device."""
+def compilers(tmp_path_factory):
+    """Processes of their own: a compiler leaves tensors behind that are none. And a cache of their
+    own: code that was compiled for another set of instructions crashes."""
     pool = Pool(TORCHINDUCTOR_CACHE_DIR=str(tmp_path_factory.mktemp("inductor")))
     yield pool
     pool.stop()
@@ -1571,9 +1571,9 @@ def compiled_graphs(run):
 @pytest.mark.parametrize("layout, flags", [
     ((1, 1, 2), dict(zero=2, pp=2, dtype="bf16")), ((2, 1, 1), dict(zero=3, recompute=True)),
     ((1, 1, 1), dict(dtype="bf16"))])
-def test_compiled_blocks_train_as_they_are(spoiled, tmp_path, layout, flags, backend):
+def test_compiled_blocks_train_as_they_are(compilers, tmp_path, layout, flags, backend):
     config, cfg = settings(tmp_path, steps=3, **flags), replace(CFG, n_layer=layout[2])
-    plain, compiled = (spoiled.run(math.prod(layout), compiled_steps, layout,
+    plain, compiled = (compilers.run(math.prod(layout), compiled_steps, layout,
                                    replace(config, compile=c), cfg, backend, seconds=400)[0]
                        for c in (False, True))
     assert compiled[1][0] > 0 == plain[1][0]
@@ -1729,7 +1729,7 @@ def ddp_gradients(rank, world):
     with gridded(rank, world, 1, 1) as grid:
         local, flat = staged(CFG, grid, torch.float64)
         mine = [slice(rank, rank + 1), slice(rank + world, rank + world + 1)]   # two microbatches
-        run_schedule(one_f_one_b(0, 1, 2), local, grid, [(x[i], y[i], 0) for i in mine],
+        run_schedule(gpipe(0, 1, 2), local, grid, [(x[i], y[i], 0) for i in mine],
                      torch.empty(0), flat, 1 / y.numel())
         flat.finish_grad_sync()
         ours = {spec.name: bucket.view(bucket.grad, spec).clone()
@@ -2077,84 +2077,48 @@ def test_1f1b_holds_as_many_microbatches_as_stages_follow_and_gpipe_all(pool, sc
     assert graphs == expected and max(forward + backward) <= 2 and forward[-1] == 0
 
 
-def second_device():
-    """A device made of Python, to torch "second": its tensors hold those of the CPU, and where two
-    devices meet it raises as a GPU does. -> list that gets (to which device, bytes) of copies."""
-    crossed, aten = [], torch.ops.aten
-    torch.utils.backend_registration._setup_privateuseone_for_python_backend("second")
+class Crossings(TorchDispatchMode):
+    """The meta device as an accelerator: what would leave it comes out of `gradients`; `seen` gets
+    (to where, bytes) of each copy between it and the CPU, `arrived` what it was sent."""
 
-    class Second(torch.Tensor):
-        @staticmethod
-        def __new__(cls, inner):
-            self = torch.Tensor._make_wrapper_subclass(
-                cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype,
-                device=torch.device("second", 0))
-            self.inner = inner
-            return self
+    def __init__(self, gradients):
+        super().__init__()
+        self.gradients, self.seen, self.arrived = iter(gradients), [], []
 
-        @classmethod
-        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-            kwargs, tree = dict(kwargs or {}), torch.utils._pytree
-            to, copy = kwargs.get("device"), function in (aten.copy_.default, aten._to_copy.default)
-            mine = [isinstance(x, Second) for x in tree.tree_leaves((args, kwargs))
-                    if isinstance(x, torch.Tensor) and x.dim()]
-            assert copy or all(mine), f"{function}: two devices meet"
-            if to is not None:
-                kwargs["device"] = "cpu"
-            out = function(*tree.tree_map_only(Second, lambda x: x.inner, args),
-                           **tree.tree_map_only(Second, lambda x: x.inner, kwargs))
-            leaves = to is not None and torch.device(to).type == "cpu"
-            if copy and (leaves or not all(mine)):
-                crossed.append(("cpu" if leaves else "second", out.nbytes))
-            if function._schema.is_mutable:
-                return None if out is None else kwargs.get("out", args[0])
-            return out if leaves else tree.tree_map_only(torch.Tensor, Second, out)
-
-    def empty(size, *args, dtype=None, **_):
-        return Second(torch.empty(size, dtype=dtype) if not args else
-                      torch.empty_strided(size, *args, dtype=dtype))
-    Second.library = torch.library.Library("aten", "IMPL")      # as long as the device
-    for name in ("empty.memory_format", "empty_strided"):
-        Second.library.impl(name, empty, "PrivateUse1")
-    return crossed
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._to_copy.default and args[0].is_meta:
+            self.seen.append((str(kwargs["device"]), args[0].nbytes))
+            return next(self.gradients).clone()
+        if function is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta:
+            self.seen.append(("meta", args[0].nbytes))
+            self.arrived.append(args[1].to(args[0].dtype, copy=True))
+        return function(*args, **kwargs)
 
 
-def offloaded_steps(rank, world):
-    """{(type, ZeRO, host): (losses of two steps on the second device, copies in the last update,
-    what is kept, elements of each bucket)}"""
-    cfg, grid, boundary, found = replace(CFG, n_layer=1), Grid(1, 1, 1), torch.empty(0), {}
-    crossed = second_device()
-    for dtype, zero, host in [(*run, host) for run in [("fp32", 0), ("bf16", 1), ("bf16", 2)]
-                              for host in (None, "cpu")]:
-        local, losses = parallel.build_stage(cfg, grid), []
-        flat = FlatParameters(parallel.param_specs(local, cfg, grid), grid, *amp.PRECISIONS[dtype],
-                              "second", zero, host)
-        flat.initialize(cfg, 0)
-        for step in (1, 2):
-            flat.zero_grad()
-            batch = [(x, x, 0) for x in tokens_of(cfg, 4).to("second").split(2)]
-            with mock.patch.dict(parallel.LOGITS, second=2 ** 16):
-                loss = run_schedule(gpipe(0, 1, 2), local, grid, batch, boundary, flat)
-            losses.append(loss.item())
-            flat.finish_grad_sync()
-            crossed.clear()
-            flat.step(0.01, step, 1e-2, 0.9, 0.95, 0.1)
-        copies, numels = list(crossed), [bucket.numel for bucket in flat.buckets]
-        kept = [bucket.shard[name].cpu() for bucket in flat.buckets for name in OWN]
-        found[dtype, zero, host] = losses, copies, kept, numels
-    return found
 
 
-def test_offload_carries_gradients_to_the_host_and_parameters_back(spoiled):
-    """Bucket by bucket, and nothing else; and every number is that of a run without."""
-    found = spoiled.run(1, offloaded_steps)[0]
-    for (dtype, zero, host), (losses, crossed, kept, buckets) in found.items():
-        expected = [copy for n in buckets for copy in (
-            ("cpu", 4 * n), ("second", amp.PRECISIONS[dtype][0].itemsize * n))]
-        assert crossed == (expected if host else []), (dtype, zero)
-        plain = found[dtype, zero, None]
-        assert losses == plain[0] and all(map(torch.equal, kept, plain[2])), (dtype, zero)
-        assert losses[1] < losses[0] - 0.01
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_offload_carries_gradients_to_the_host_and_parameters_back(dtype, zero):
+    """Bucket by bucket, and nothing else; AdamW on the host does what it does without."""
+    grid, types = Grid(1, 1, 1), amp.PRECISIONS[dtype]
+    specs = lambda: parallel.param_specs(parallel.build_stage(CFG, grid), CFG, grid)
+    there, here = (FlatParameters(specs(), grid, *types, device, zero, "cpu")
+                   for device in ("meta", "cpu"))
+    gradients = [random_tensor(b.numel, seed=i).float() for i, b in enumerate(here.buckets)]
+    for flat in (here, there):
+        flat.initialize(CFG, 0)
+    for bucket, gradient in zip(here.buckets, gradients):
+        bucket.shard["grad"].copy_(gradient)
+    with Crossings([gradient * 0.5 for gradient in gradients]) as crossings:
+        there.step(0.5, 1, 1e-2, 0.9, 0.95, 0.1)
+    here.step(0.5, 1, 1e-2, 0.9, 0.95, 0.1)
+    assert crossings.seen == [copy for b in here.buckets for copy in (
+        ("cpu", 4 * b.numel), ("meta", types[0].itemsize * b.numel))]
+    for arrived, ours, theirs in zip(crossings.arrived, there.buckets, here.buckets, strict=True):
+        assert arrived.equal(theirs.shard["data"]) and ours.shard["data"].is_meta
+        assert all(ours.shard[name].equal(theirs.shard[name]) for name in OWN[2:])
 
 
 @pytest.mark.parametrize("offload", [True, False])
