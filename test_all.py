@@ -1528,26 +1528,6 @@ def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypat
     assert few > 4 * 2 ** 16 and many - few < 8 * 768 * 16 * 4 < 768 * 8192 * 4 / 50
 
 
-def sums(rank, world, elements):
-    """(ours, torch's) sum over the ranks of a tensor, and what ours asks of torch."""
-    with gridded(rank, world, world, 1) as grid:
-        x, events = random_tensor(elements, seed=rank).float(), []
-        dist.all_reduce(theirs := x.clone())
-        with traffic(events):
-            return parallel.all_reduce(x, grid.group("tp")).wait(), theirs, events[0][0]
-
-
-@pytest.mark.parametrize("world, elements, asked", [
-    (2, 3, "isend"), (2, parallel.EXCHANGE_BYTES // 4, "isend"),
-    (2, parallel.EXCHANGE_BYTES // 4 + 1, "all_reduce"), (4, 3, "all_reduce")])
-def test_two_ranks_swap_a_small_tensor_to_the_same_sum_as_an_all_reduce(pool, world, elements,
-                                                                        asked):
-    ranks = pool.run(world, sums, elements)
-    for ours, theirs, operation in ranks:
-        torch.testing.assert_close(ours, theirs)
-        assert torch.equal(ours, ranks[0][0]) and operation == asked
-
-
 @pytest.fixture(scope="module")
 def compilers(tmp_path_factory):
     """Processes of their own: a compiler leaves tensors behind that are none. And a cache of their
@@ -1618,15 +1598,15 @@ BOUNDS = dict(fp32=1e-5, fp64=1e-10)
 @pytest.mark.parametrize("layout, dtype, steps, changes", [
     *(((dp, tp, pp), "fp64", 5, {}) for dp, tp, pp in [
         (8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (1, 2, 4), (4, 1, 2)]),
-    ((2, 2, 2), "fp32", 5, {}), ((1, 4, 2), "fp32", 2, dict(vocab_size=50257)),
+    ((2, 2, 2), "fp32", 5, {}), ((1, 2, 2), "fp32", 2, dict(vocab_size=50257)),
     *(((3, 1, 1), "fp64", 5, dict(batch_size=6, zero=zero)) for zero in range(4)),
     *(pytest.param(layout, dtype, 20, {}, marks=pytest.mark.slow)
       for layout in LAYOUTS for dtype in BOUNDS)])
 def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, dtype, steps,
                                             changes):
     """(dp, tp, pp), with fewer microbatches than stages where pp is 4 or 8; all of them are slow.
-    Three replicas cut a bucket into slices that are no powers of two; GPT-2's vocabulary is not
-    divisible either."""
+    Three replicas cut a bucket into slices that are no powers of two. Two ranks swap small tensors;
+    GPT-2's token matrix is too large for that."""
     cfg = deep_enough(layout)
     if "vocab_size" in changes:
         cfg = GPTConfig(**changes, seq_len=8, n_layer=3, n_head=4, n_embd=16)
