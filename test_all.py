@@ -346,17 +346,23 @@ def deep_enough(layout):
     return replace(CFG, n_layer=9 if layout[2] == 8 else 5)
 
 
+def differences(ours, theirs):
+    """Largest relative differences (loss, gradient, norm) of two runs, over all steps."""
+    (steps, gradients, _), (expected, wanted, _) = ours, theirs
+    losses = ([*column(rows, "loss"), rows[-1]["val_loss"]] for rows in (steps, expected))
+    norms = (column(rows, "grad_norm") for rows in (steps, expected))
+    return relative(*losses), relative(gradients, wanted), relative(*norms)
+
+
 def equality_row(pool, layout, one, config, cfg):
-    """Largest relative differences (loss, gradient, norm) from one process, over all steps."""
+    """The `differences` from `one`, the run of one process."""
     dp, tp, pp = layout
     # Fewer microbatches than stages where pp is 4 or 8.
     num_microbatches = max(pp // 2, 1 if tp > 2 else 2)
     config = replace(config, tp=tp, pp=pp, recompute=pp in (2, 8),
                      micro_batch=max(1, 8 // (dp * num_microbatches)))
-    steps, gradients, _ = pool.run(dp * tp * pp, run_steps, layout, config, cfg, whole_gradient)[0]
-    losses, expected = ([*column(rows, "loss"), rows[-1]["val_loss"]] for rows in (steps, one[0]))
-    return (relative(losses, expected), relative(gradients, one[1]),
-            relative(column(steps, "grad_norm"), column(one[0], "grad_norm")))
+    return differences(pool.run(dp * tp * pp, run_steps, layout, config, cfg, whole_gradient)[0],
+                       one)
 
 
 def equality_table(pool, dtype, out):
@@ -1204,11 +1210,13 @@ def test_the_grid_counts_tp_fastest_and_dp_slowest():
 
 
 def test_stages_share_the_layers_in_order_and_evenly():
+    """The last stage, which has the head too, is none of those with more."""
     for n_layer in range(1, 20):
         for pp in range(1, n_layer + 1):
             stages = [list(parallel.stage_layers(n_layer, pp, s)) for s in range(pp)]
-            assert sum(stages, []) == list(range(n_layer))
-            assert max(map(len, stages)) - min(map(len, stages)) <= 1 and min(map(len, stages))
+            sizes = list(map(len, stages))
+            assert sum(stages, []) == list(range(n_layer)) and min(sizes) > 0
+            assert sizes[0] == max(sizes) <= min(sizes) + 1 and sizes[-1] == min(sizes)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -1219,10 +1227,14 @@ def test_schedules_have_the_papers_bubble_and_live_microbatches(name, p, m):
     timeline = parallel.clock(schedules)
     assert parallel.bubble(timeline) == pytest.approx((p - 1) / (m + p - 1))
     for s, (schedule, row) in enumerate(zip(schedules, timeline)):
+        grid, live = Grid(1, p, 1, s), m if name == "gpipe" else min(m, p - s)
+        one, all_ = (parallel.activation_bytes(replace(CFG, n_layer=9), grid, operations, 2, 4)
+                     for operations in ([("F", 0), ("B", 0)], schedule))
+        assert parallel.live_activations(schedule) == live and all_ == live * one
         assert sorted(schedule) == sorted((op, i) for op in "FB" for i in range(m))
         assert all(schedule.index(("F", i)) < schedule.index(("B", i)) for i in range(m))
-        assert parallel.live_activations(schedule) == (m if name == "gpipe" else min(m, p - s))
         assert [step[:2] for step in row] == schedule
+        assert all(end - start == dict(F=1, B=2)[op] for op, _, start, end in row)
         assert all(a[3] <= b[2] for a, b in zip(row, row[1:]))
     ends = {(op, s, i): end for s, row in enumerate(timeline) for op, i, _, end in row}
     for s, row in enumerate(timeline):
@@ -1231,49 +1243,58 @@ def test_schedules_have_the_papers_bubble_and_live_microbatches(name, p, m):
             assert start >= ends.get(before, 0) and (op == "F" or start >= ends["F", s, i])
 
 
-def test_one_stage_holds_one_microbatch_and_a_deadlock_is_told():
-    assert parallel.live_activations(one_f_one_b(0, 1, 8)) == 1
-    assert parallel.bubble(parallel.clock([one_f_one_b(0, 1, 8)])) == 0
-    for bad in ([[("B", 0), ("F", 0)]], [[("F", 0), ("F", 1)], [("F", 1), ("B", 1), ("F", 2)]]):
-        with pytest.raises(ValueError, match="deadlock"):
-            parallel.clock(bad)
+def test_a_run_on_one_stage_holds_one_microbatch(tmp_path):
+    live = run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=1), replace(CFG, n_layer=1),
+                     lambda run: (len(run.schedule), parallel.live_activations(run.schedule)))[1]
+    assert live == [(8, 1)]                     # four microbatches, forward and backward
+
+
+@pytest.mark.parametrize("schedules", [
+    [[("B", 0), ("F", 0)]], [[("F", 0), ("F", 1)], [("F", 1), ("B", 1), ("F", 2)]]])
+def test_a_deadlock_of_schedules_is_told(schedules):
+    with pytest.raises(ValueError, match="deadlock"):
+        parallel.clock(schedules)
 
 
 def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", "parallel.py --pp 4 --microbatches 8".split())
-    parallel.main()
-    text = capsys.readouterr().out
-    assert text.count("stage ") == 4 + 4 and "27.3%" in text and "stage 3: 8" in text
-    first = next(line for line in text.splitlines() if line.startswith("stage  0"))
-    assert first.split()[2:10] == [f"F{i}" for i in range(8)] and first.split().count(".") == 9
-    monkeypatch.setattr(sys, "argv", "parallel.py --pp 4 --pp-schedule 1f1b".split())
-    parallel.main()
-    text = capsys.readouterr().out
-    assert "1f1b, 4 stages, 8" in text and "27.3%" in text and "stage 0: 4, stage 1: 3" in text
-    monkeypatch.setattr(sys, "argv", "parallel.py --pp 0".split())
-    with pytest.raises(SystemExit) as stop:
+    def output(flags):
+        monkeypatch.setattr(sys, "argv", ["parallel.py", *flags.split()])
         parallel.main()
+        return capsys.readouterr().out
+    assert output("--pp 2 --microbatches 2").splitlines()[2:] == [
+        "stage  0  F0 F1 .  .  .  B1 B1 B0 B0",
+        "stage  1  .  F0 F1 B1 B1 B0 B0 .  .", "",
+        "bubble 33.3% of the time, (p - 1) / (m + p - 1) = 33.3%",
+        "live activations, in microbatches: stage 0: 2, stage 1: 2"]
+    text = output("--pp-schedule 1f1b")
+    assert "1f1b, 4 stages, 8" in text and "27.3%" in text and "stage 0: 4, stage 1: 3" in text
+    with pytest.raises(SystemExit) as stop:
+        output("--pp 0")
     assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("world,tp,pp,batch,micro,words", [
-    (6, 4, 1, 8, 1, "6 processes"), (8, 3, 1, 8, 1, "8 processes"), (16, 16, 1, 8, 1, "n_head 8"),
-    (8, 1, 8, 8, 1, "n_layer 5"), (8, 2, 2, 6, 2, "batch size 6"), (4, 1, 1, 6, 1, "dp 4")])
-def test_a_layout_that_cannot_run_is_refused_by_its_numbers(world, tp, pp, batch, micro, words):
+@pytest.mark.parametrize("words, changes", [
+    ("6 processes .* tp 4 x pp 1 = 4", dict(world=6, tp=4, pp=1)),
+    ("2 processes", dict(world=2)),
+    ("n_head 8 is not divisible by tp 16", dict(world=16, tp=16, pp=1)),
+    ("padded vocabulary 384 is not divisible by tp 5", dict(n_head=5, n_embd=40, world=5, tp=5,
+                                                            pp=1)),
+    ("n_layer 5 is less than pp 8", dict(tp=1, pp=8)),
+    ("batch size 6 is not divisible by dp 2 x micro-batch 2 = 4", dict(batch=6)),
+    ("zero 3 with pp 2", dict(zero=3)),
+    ("tp is 1", dict(tp=1, sequence_parallel=True)),
+    ("seq_len 18 is not divisible by tp 4", dict(seq_len=18, tp=4, sequence_parallel=True))])
+def test_a_layout_that_cannot_run_is_refused_by_its_numbers(words, changes):
+    """`changes` of what can run."""
+    def check(**changes):
+        shape = {name: changes.pop(name) for name in list(changes) if hasattr(CFG, name)}
+        parallel.check_layout(replace(CFG, **shape), **{**dict(
+            world=8, tp=2, pp=2, batch=8, micro=2, zero=2), **changes})
+    for good in (dict(), dict(sequence_parallel=True), dict(pp=1, zero=3), dict(seq_len=18, tp=4),
+                 dict(tp=1, pp=5, world=5)):
+        check(**good)
     with pytest.raises(ValueError, match=words):
-        parallel.check_layout(CFG, world, tp, pp, batch, micro)
-    parallel.check_layout(CFG, 8, 2, 2, 8, 2)
-
-
-@pytest.mark.parametrize("tp, pp, zero, sequence_parallel, words", [
-    (1, 2, 3, False, "zero 3 with pp 2"), (1, 1, 0, True, "tp is 1"),
-    (4, 1, 0, True, "seq_len 18 is not divisible by tp 4")])
-def test_a_combination_that_cannot_run_is_refused_with_its_reason(tp, pp, zero, sequence_parallel,
-                                                                  words):
-    cfg = replace(CFG, seq_len=18)
-    with pytest.raises(ValueError, match=words):
-        parallel.check_layout(cfg, 8, tp, pp, 8, 1, zero, sequence_parallel)
-    parallel.check_layout(cfg, 8, 2, 2, 8, 1, 2, True)
+        check(**changes)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1297,133 +1318,130 @@ def backward(fn, inputs, upstream):
     return [y.detach(), *(total if x.grad is None else x.grad for x, total in zip(inputs, sums))]
 
 
-def layers(rank, world):
-    """[(what, ours, expected)] for tp = world; weights are cut here by hand."""
-    B, T, C, out = 2, 3, 16, 48
+def layers(grid, rank, world):
+    """Yields (what, ours, expected) for tp = world: outputs and gradients under random upstream
+    gradients. Weights are cut here by hand."""
+    B, T, C, out = 2, 16, 32, 48
+
     def part(x, dim):
         return x.chunk(world, dim)[rank]
-    with gridded(rank, world, world, 1) as grid:
-        x, weight = random_tensor(B, T, C, seed=1), random_tensor(out, C, seed=2)
-        bias, dy = random_tensor(out, seed=3), random_tensor(B, T, out, seed=4)
 
-        def linear(kind):
-            def run(x, weight, bias):
-                return kind(SimpleNamespace(weight=weight, bias=bias), grid)(x)
-            return run
+    def seen(x):                        # of what is the same everywhere: a slice of the positions
+        return part(x, 1) if grid.sequence_parallel else x
 
-        y, dx, dw, db = backward(F.linear, (x, weight, bias), dy)
-        yield "column", backward(linear(parallel.ColumnParallelLinear),
-                                 (x, part(weight, 0), part(bias, 0)), part(dy, 2)), \
-            [part(y, 2), dx, part(dw, 0), part(db, 0)]
-        yield "row", backward(linear(parallel.RowParallelLinear),
-                              (part(x, 2), part(weight, 1), bias), dy), \
-            [y, part(dx, 2), part(dw, 1), db]
+    def layer(kind):
+        return lambda x, weight, bias: kind(SimpleNamespace(weight=weight, bias=bias), grid)(x)
 
-        rows = 384 // world                             # the last ranks hold nothing but padding
-        tokens = torch.randint(257, (B, 40), generator=torch.Generator().manual_seed(5))
-        table, dy = random_tensor(384, C, seed=6), random_tensor(B, 40, C, seed=7)
-        y, dt = backward(lambda table: F.embedding(tokens, table), (table,), dy)
-        yield "embedding", backward(
-            lambda t: parallel.VocabParallelEmbedding(SimpleNamespace(weight=t), grid)(tokens),
-            (part(table, 0),), dy), [y, part(dt, 0)]
+    x, weight = random_tensor(B, T, C, seed=1), random_tensor(out, C, seed=2)
+    bias, dy = random_tensor(out, seed=3), random_tensor(B, T, out, seed=4)
+    y, dx, dw, db = backward(F.linear, (x, weight, bias), dy)
+    yield "column", backward(layer(parallel.ColumnParallelLinear),
+                             (seen(x), part(weight, 0), part(bias, 0)), part(dy, 2)), \
+        [part(y, 2), seen(dx), part(dw, 0), part(db, 0)]
+    yield "row", backward(layer(parallel.RowParallelLinear),
+                          (part(x, 2), part(weight, 1), bias), seen(dy)), \
+        [seen(y), part(dx, 2), part(dw, 1), seen(dy).sum((0, 1))]
 
-        x, weight = 5 * random_tensor(B, 40, C, seed=8), random_tensor(384, C, seed=10)
-        targets = tokens.clone()
-        targets[:, ::7] = IGNORE_INDEX
-        one, scale = torch.ones((), dtype=torch.float64), 0.3
-        y, *expected = backward(lambda x, w: F.cross_entropy(
-            F.linear(x, w[:257]).flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX,
-            reduction="sum"), (x, weight), scale * one)
-        valid = min(max(257 - rank * rows, 0), rows)
-        with mock.patch.dict(parallel.LOGITS, cpu=7 * rows):       # the last slice is shorter
-            yield "cross-entropy", backward(
-                lambda x, w: parallel.VocabParallelCrossEntropy.apply(
-                    x, w, targets, rank * rows, valid, grid, scale),
-                (x, part(weight, 0)), one), [y, expected[0], part(expected[1], 0)]
+    rows = 384 // world                             # the last ranks hold nothing but padding
+    tokens = torch.randint(257, (B, T), generator=torch.Generator().manual_seed(6))
+    table = random_tensor(384, C, seed=7)
+    dy = random_tensor(B, T, C, seed=5)
+    y, dt = backward(lambda table: F.embedding(tokens, table), (table,), dy)
+    yield "embedding", backward(
+        lambda t: parallel.VocabParallelEmbedding(SimpleNamespace(weight=t), grid)(tokens),
+        (part(table, 0),), seen(dy)), [seen(y), part(dt, 0)]
 
-
-def attention(rank, world):
-    """A block's attention: heads are cut from q, k and v each on its own."""
-    whole = model.Attention(CFG).double()
-    for i, parameter in enumerate(whole.parameters()):
-        parameter.data = random_tensor(*parameter.shape, seed=i) / 3
-    x, dy = random_tensor(2, 5, 32, seed=8), random_tensor(2, 5, 32, seed=9)
-    y, dx = backward(whole, (x,), dy)
-    heads = lambda t: t.unflatten(0, (3, world, -1))[:, rank].flatten(0, 1)
-    with gridded(rank, world, world, 1) as grid:
-        mine = model.Attention(CFG).double()
-        for part, kind in (("qkv", parallel.ColumnParallelLinear),
-                           ("proj", parallel.RowParallelLinear)):
-            mine.set_submodule(part, kind(getattr(mine, part), grid))
-        mine.qkv.weight.data, mine.qkv.bias.data = heads(whole.qkv.weight), heads(whole.qkv.bias)
-        mine.proj.weight.data = whole.proj.weight.chunk(world, 1)[rank]
-        mine.proj.bias.data = whole.proj.bias.data.clone()
-        ours = backward(mine, (x,), dy)
-    return [("attention", ours + [mine.qkv.weight.grad, mine.qkv.bias.grad, mine.proj.weight.grad],
-             [y, dx, heads(whole.qkv.weight.grad), heads(whole.qkv.bias.grad),
-              whole.proj.weight.grad.chunk(world, 1)[rank]])]
+    targets, one, scale = tokens.clone(), torch.ones((), dtype=torch.float64), 0.3
+    targets[:, ::7] = IGNORE_INDEX
+    y, dx, dt = backward(lambda x, w: F.cross_entropy(
+        F.linear(x, w[:257]).flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX,
+        reduction="sum"), (5 * x, table), scale * one)
+    valid = min(max(257 - rank * rows, 0), rows)
+    with mock.patch.dict(parallel.LOGITS, cpu=7 * rows):       # the last slice is shorter
+        yield "cross-entropy", backward(
+            lambda x, w: parallel.VocabParallelCrossEntropy.apply(
+                x, w, targets, rank * rows, valid, grid, scale),
+            (5 * seen(x), part(table, 0)), one), [y, seen(dx), part(dt, 0)]
 
 
-def parallel_layers(rank, world):
-    return [(what, ours, [t.detach() for t in expected])
-            for what, ours, expected in [*layers(rank, world), *attention(rank, world)]]
+def parallel_layers(rank, world, sequence_parallel):
+    with gridded(rank, world, world, 1, sequence_parallel) as grid:
+        return list(layers(grid, rank, world))
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_parallel_layers_are_the_plain_ones_under_random_upstream_gradients(pool, tp):
-    for rank, checks in enumerate(pool.run(tp, parallel_layers)):
-        assert len(checks) == 5
+def test_parallel_layers_are_the_plain_ones_under_random_upstream_gradients(pool, tp,
+                                                                            sequence_parallel):
+    for rank, checks in enumerate(pool.run(tp, parallel_layers, sequence_parallel)):
+        assert len(checks) == 4
         for what, ours, expected in checks:
             for a, b in zip(ours, expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10,
                                            msg=lambda m: f"{what}, rank {rank}: {m}")
 
 
-class Products(TorchDispatchMode):
-    """Notes the matrix products."""
+@contextmanager
+def traffic(events):
+    """In the block `events` gets ("all_reduce", "isend" or "irecv", bytes) of what this rank starts
+    in torch.distributed, and ("wait", bytes) when it waits for that."""
+    def noted(name, start):
+        def run(x, *args, **kwargs):
+            events.append((name, x.nbytes))
+            work = start(x, *args, **kwargs)
+            return SimpleNamespace(
+                wait=lambda: events.append(("wait", x.nbytes)) or work.wait())
+        return run
+    with mock.patch.multiple(dist, **{name: noted(name, getattr(dist, name))
+                                      for name in ("all_reduce", "isend", "irecv")}):
+        yield
 
-    def __init__(self, events):
+
+def in_turn(events):
+    """The names of the events without repetition; a message starts in either direction."""
+    names = (dict(isend="start", irecv="start", all_reduce="start").get(name, name)
+             for name, *_ in events)
+    return [name for name, _ in itertools.groupby(names)]
+
+
+class Operations(TorchDispatchMode):
+    """Calls seen(operation, output) after each of torch's operations in the block."""
+
+    def __init__(self, seen):
         super().__init__()
-        self.events = events
+        self.seen = seen
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
-            self.events.append("product")
-        return function(*args, **kwargs or {})
+        out = function(*args, **kwargs or {})
+        self.seen(function, out)
+        return out
 
 
 def overlapped(rank, world, sequence_parallel):
     """What the backward of a column-parallel matrix does, in order."""
-    events = []
+    events, products = [], (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
     with gridded(rank, world, world, 1, sequence_parallel) as grid:
-        def noted(name):
-            collective = getattr(parallel, name)
-
-            def start(x, *args):
-                work = collective(x, *args)
-                wait = work.wait
-                work.wait = lambda: events.append(f"{name} ends") or wait()
-                events.append(f"{name} starts")
-                return work
-            return mock.patch.object(parallel, name, start)
-
         layer = parallel.ColumnParallelLinear(nn.Linear(8, 12), grid)
         y = layer(torch.randn(2, 4 // world, 8, requires_grad=True))
-        with noted("copy_to"), noted("reduce_from"), Products(events):
+        with traffic(events), Operations(
+                lambda function, _: events.append(("product",)) if function in products else None):
             y.sum().backward()
-    return events
+    return in_turn(events)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_input_gradient_travels_while_the_weights_is_computed(pool, sequence_parallel):
+    """With sequence parallelism the input is gathered again, during the first product."""
+    gradient = ["product", "start", "product", "wait"]
+    gathered = ["start", "product", "start", "wait", "product", "wait"]
     for events in pool.run(2, overlapped, sequence_parallel):
-        assert events == ["copy_to starts", "product", "reduce_from starts", "copy_to ends",
-                          "product", "reduce_from ends"]
+        assert events == (gathered if sequence_parallel else gradient)
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_the_token_matrixs_gradient_is_added_where_it_is_kept(dtype, bound):
-    """Autograd never sees a tensor; what 16-bit products add up to is in fp32."""
+    """Autograd never sees a tensor; what 16-bit products add up to is in fp32. 5000 rows are three
+    parts of such a product."""
     weight, total = nn.Parameter(random_tensor(5000, 8, seed=3).to(dtype)), torch.ones(5000, 8)
     weight.main_grad = lambda: total
     tokens, dx = torch.tensor([[7, 4999, 7, 0]]), random_tensor(1, 4, 8, seed=4)
@@ -1431,86 +1449,81 @@ def test_the_token_matrixs_gradient_is_added_where_it_is_kept(dtype, bound):
     lookup = parallel.VocabParallelEmbedding(SimpleNamespace(weight=weight), Grid(1, 1, 1))
     for _ in range(2):
         lookup(tokens).backward(dx.to(dtype))
-    rows = torch.zeros(5000, 8, dtype=torch.float64).index_add(0, tokens[0], dx[0])
-    assert weight.grad is None and relative(total, 1 + 2 * rows) < bound
+    expected = 1 + 2 * torch.zeros(5000, 8, dtype=torch.float64).index_add(0, tokens[0], dx[0])
+    assert weight.grad is None and relative(total, expected) < bound
     for _ in range(2):
         parallel.add_product(total, dy.to(dtype), x.to(dtype))
-    assert relative(total, 1 + 2 * rows + 2 * dy.t() @ x) < bound
+    for ours, theirs in zip(total.split(500), (expected + 2 * dy.t() @ x).split(500)):
+        assert relative(ours, theirs) < bound
 
 
-def peak_of_loss(rank, world, positions):
-    """Bytes at the peak of the head's forward and backward, vocabulary 50304, above what was."""
-    cfg = GPTConfig(vocab_size=50304, seq_len=positions, n_layer=1, n_head=1, n_embd=16)
-    local, _ = staged(cfg, Grid(1, 1, 1))
-    x = torch.randn(1, positions, 16, requires_grad=True)
-    local.head(x[:, :64], tokens_of(cfg, 1)[:, :64]).backward()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = resident("VmRSS")
-    local.head(x, tokens_of(cfg, 1)).backward()
-    return resident("VmHWM") - before
+class Alive(Operations):
+    """Counts the bytes of the tensors that operations made in the block, while these live."""
+
+    def __init__(self):
+        super().__init__(self.note)
+        self.made, self.peak = [], 0
+
+    def bytes(self):
+        storages = [x.untyped_storage() for ref in self.made if (x := ref()) is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def note(self, function, out):
+        self.made = [ref for ref in self.made if ref() is not None]
+        self.made += [weakref.ref(x) for x in torch.utils._pytree.tree_leaves(out)
+                      if isinstance(x, torch.Tensor)]
+        self.peak = max(self.peak, self.bytes())
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
-def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions():
-    with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536"):
-        fresh = Pool()
-        try:
-            few, many = (fresh.run(1, peak_of_loss, n)[0] for n in (1024, 4096))
-        finally:
-            fresh.stop()
-    assert 2 ** 24 < few < many + 2 ** 23 and many < few + 2 ** 23      # 9 * 2^26 for logits
-
-
-def sums(rank, world, elements):
-    """(ours, torch's) sum over the ranks of a tensor, and how often ours asked torch for it."""
-    with gridded(rank, world, world, 1) as grid:
-        x = random_tensor(elements, seed=rank).float()
-        theirs = x.clone()
-        dist.all_reduce(theirs)
-        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as asked:
-            return parallel.all_reduce(x, grid.group("tp")).wait(), theirs, asked.call_count
-
-
-@pytest.mark.parametrize("world, elements, asked", [
-    (2, 3, 0), (2, parallel.EXCHANGE_BYTES // 4, 0), (2, parallel.EXCHANGE_BYTES // 4 + 1, 1),
-    (4, 3, 1)])
-def test_two_ranks_swap_a_small_tensor_to_the_same_sum_as_an_all_reduce(pool, world, elements,
-                                                                        asked):
-    ranks = pool.run(world, sums, elements)
-    for ours, theirs, count in ranks:
-        torch.testing.assert_close(ours, theirs)
-        assert torch.equal(ours, ranks[0][0]) and count == asked
+def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypatch):
+    """But by what each position keeps: x after LayerNorm, its gradient, the targets ..."""
+    monkeypatch.setitem(parallel.LOGITS, "cpu", 2 ** 16)
+    peaks = []
+    for positions in (256, 1024):
+        cfg = GPTConfig(vocab_size=8192, seq_len=positions, n_layer=1, n_head=1, n_embd=16)
+        local, _ = staged(cfg, Grid(1, 1, 1))
+        x = torch.randn(1, positions, 16, requires_grad=True)
+        with Alive() as alive:
+            local.head(x, tokens_of(cfg, 1)).backward()
+        peaks.append(alive.peak)
+    few, many = peaks
+    assert few > 4 * 2 ** 16 and many - few < 8 * 768 * 16 * 4 < 768 * 8192 * 4 / 50
 
 
 @pytest.fixture(scope="module")
 def compilers(tmp_path_factory):
     """Processes of their own: a compiler leaves tensors behind that are none. And a cache of their
     own: code that was compiled for another set of instructions crashes."""
-    cache = str(tmp_path_factory.mktemp("inductor"))
-    pool = Pool(TORCHINDUCTOR_CACHE_DIR=cache)
+    pool = Pool(TORCHINDUCTOR_CACHE_DIR=str(tmp_path_factory.mktemp("inductor")))
     yield pool
     pool.stop()
+
+
+def compiled_steps(rank, world, layout, config, cfg, backend):
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+        return run_steps(rank, world, layout, config, cfg, compiled_graphs)
 
 
 def compiled_graphs(run):
     return torch._dynamo.utils.counters["stats"]["unique_graphs"] if run.config.compile else 0
 
 
+@pytest.mark.parametrize("backend", [
+    "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout, flags", [
-    ((1, 1, 1), dict(dtype="bf16")), ((2, 1, 1), dict(zero=3, recompute=True)),
-    ((1, 1, 2), dict(zero=2, pp=2))])
-def test_compiled_blocks_train_as_they_are(compilers, tmp_path, layout, flags):
-    config = settings(tmp_path, steps=3, **flags)
-    plain, compiled = (compilers.run(math.prod(layout), run_steps, layout,
-                                     replace(config, compile=c), CFG, compiled_graphs,
-                                     seconds=400)[0] for c in (False, True))
+    ((1, 1, 2), dict(zero=2, pp=2, dtype="bf16")), ((2, 1, 1), dict(zero=3, recompute=True)),
+    ((1, 1, 1), dict(dtype="bf16"))])
+def test_compiled_blocks_train_as_they_are(compilers, tmp_path, layout, flags, backend):
+    config, cfg = settings(tmp_path, steps=3, **flags), replace(CFG, n_layer=layout[2])
+    plain, compiled = (compilers.run(math.prod(layout), compiled_steps, layout,
+                                   replace(config, compile=c), cfg, backend, seconds=400)[0]
+                       for c in (False, True))
     assert compiled[1][0] > 0 == plain[1][0]
     # The compiler fuses operations, so a 16-bit run rounds in other places. One rounding is off by
     # at most eps / 2, each in its own direction: a mean or a norm of thousands stays within eps.
     bound = torch.finfo(torch.bfloat16).eps if config.dtype == "bf16" else 1e-5
-    assert relative(column(compiled[0], "loss"), column(plain[0], "loss")) <= bound
-    assert relative(column(compiled[0], "grad_norm"), column(plain[0], "grad_norm")) <= bound
+    for name in ("loss", "grad_norm"):
+        assert relative(column(compiled[0], name), column(plain[0], name)) <= bound, name
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1518,264 +1531,53 @@ def test_compiled_blocks_train_as_they_are(compilers, tmp_path, layout, flags):
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype,bound", [("fp32", 1e-5), ("fp64", 1e-10)])
-def test_every_layout_trains_as_one_process(pool, tmp_path, dtype, bound):
-    for layout, differences in equality_table(pool, dtype, tmp_path):
-        assert max(differences) <= bound, f"{dtype}, dp, tp, pp = {layout}: {differences}"
+@pytest.fixture(scope="session")
+def reference(pool, tmp_path_factory):
+    """reference(model, layout, settings) -> the run of one process, or of a layout, once."""
+    @functools.cache
+    def run(cfg, layout=(1, 1, 1), **changes):
+        config = settings(tmp_path_factory.mktemp("reference"), tp=layout[1], pp=layout[2],
+                          **{"micro_batch": 2 if math.prod(layout) > 1 else 8, **changes})
+        return pool.run(math.prod(layout), run_steps, layout, config, cfg, whole_gradient)[0]
+    return run
 
 
-def test_gpt2s_vocabulary_and_eight_stages_of_two_microbatches(pool, tmp_path):
-    cfg = GPTConfig(vocab_size=50257, seq_len=8, n_layer=9, n_head=4, n_embd=16)
-    config = settings(tmp_path, steps=3, micro_batch=4)
-    one = pool.run(1, run_steps, (1, 1, 1), config, cfg, whole_gradient)[0]
-    for layout in [(1, 4, 2), (1, 1, 8)]:
-        assert max(equality_row(pool, layout, one, config, cfg)) <= 1e-5, layout
+def checked_gradient(run):
+    """The whole gradient; the vocabulary's padding, if this rank has any, is still zero."""
+    for bucket in run.flat.buckets:
+        for spec, here, there in bucket.shard_ranges:
+            if spec.name == "embed.token.weight":
+                words = run.cfg.vocab_size - run.grid.tp_rank * spec.local_shape[0]
+                padding = max(0, words * run.cfg.n_embd - there.start)
+                for name in ("data", "master", "exp_avg"):
+                    assert not bucket.shard[name][here][padding:].any(), f"{name} of the padding"
+    return whole_gradient(run)
 
 
-def one_gradient(rank, world, layout, broken, zero=0, sequence_parallel=False):
-    """The whole gradient of one step, with a part of the machinery taken out."""
-    def no_f(ctx, dy, backward=parallel._ColumnParallel.backward):
-        ctx.grid = Grid(1, 1, 1)
-        return backward(ctx, dy)
-
-    loss = parallel.VocabParallelCrossEntropy
-
-    def no_f_of_the_head(ctx, *args, forward=loss.forward):
-        with mock.patch.object(parallel, "reduce_from", lambda x, grid: parallel.Work(x)):
-            return forward(ctx, *args)
-
-    def prepare(run):
-        if broken in run.grid.groups:
-            del run.grid.groups[broken]
-
-    def no_sum(ctx, x, grid):
-        ctx.grid = grid
-        return x.clone()
-    patches = {"positions": mock.patch.object(torch, "_foreach_copy_", lambda terms, sums: None),
-               "f": mock.patch.object(parallel._ColumnParallel, "backward", staticmethod(no_f)),
-               "head": mock.patch.object(loss, "forward", staticmethod(no_f_of_the_head)),
-               "g": mock.patch.object(parallel._ReduceFrom, "forward", staticmethod(no_sum))}
-    dp, tp, pp = layout
-    config = settings(tempfile.gettempdir(), dtype="fp64", steps=1, tp=tp, pp=pp, zero=zero,
-                      sequence_parallel=sequence_parallel)
-    with patches.get(broken, nullcontext()), mock.patch.object(train.Run, "save", nothing_saved):
-        return run_steps(rank, world, layout, config, CFG, whole_gradient, None, prepare)[1][0]
+BOUNDS = dict(fp32=1e-5, fp64=1e-10)
 
 
-def nothing_saved(run):
-    pass
+@pytest.mark.parametrize("layout, dtype, steps, changes", [
+    *(((dp, tp, pp), "fp64", 5, {}) for dp, tp, pp in [
+        (8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (1, 2, 4), (4, 1, 2)]),
+    ((2, 2, 2), "fp32", 5, {}), ((1, 2, 2), "fp32", 2, dict(vocab_size=50257)),
+    *(((3, 1, 1), "fp64", 5, dict(batch_size=6, zero=zero)) for zero in range(4)),
+    *(pytest.param(layout, dtype, 20, {}, marks=pytest.mark.slow)
+      for layout in LAYOUTS for dtype in BOUNDS)])
+def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, dtype, steps,
+                                            changes):
+    """(dp, tp, pp), with fewer microbatches than stages where pp is 4 or 8; all of them are slow.
+    Three replicas cut a bucket into slices that are no powers of two. Two ranks swap small tensors;
+    GPT-2's token matrix is too large for that."""
+    cfg = deep_enough(layout)
+    if "vocab_size" in changes:
+        cfg = GPTConfig(**changes, seq_len=8, n_layer=3, n_head=4, n_embd=16)
+    flags = {name: value for name, value in changes.items() if name != "vocab_size"}
+    base = dict(dtype=dtype, steps=steps, batch_size=flags.get("batch_size", 8))
+    found = equality_row(pool, layout, reference(cfg, **base, micro_batch=base["batch_size"]),
+                         settings(tmp_path, **{**base, **flags}), cfg)
+    assert max(found) <= BOUNDS[dtype], f"(loss, gradient, norm) differ by {found}"
 
-
-@pytest.mark.parametrize("layout, broken, flags", [
-    ((1, 1, 2), "embedding", (0, False)), ((2, 1, 2), "embedding", (2, False)),
-    ((2, 1, 1), "dp", (0, False)),
-    ((1, 2, 1), "f", (0, False)), ((1, 2, 1), "g", (0, False)), ((1, 2, 1), "head", (0, False)),
-    ((1, 2, 1), "positions", (0, True)), ((2, 2, 1), "positions", (3, True))])
-def test_each_sum_is_needed_and_sufficient(pool, layout, broken, flags):
-    """The tied weight between the ends, gradients between replicas, f and g, what sequence
-    parallelism splits by positions: without it the gradient is another, with it the same."""
-    one, world = pool.run(1, one_gradient, (1, 1, 1), None)[0], math.prod(layout)
-    assert relative(pool.run(world, one_gradient, layout, None, *flags)[0], one) <= 1e-10
-    assert relative(pool.run(world, one_gradient, layout, broken, *flags)[0], one) > 1e-3
-
-
-def ddp_gradients(rank, world):
-    """(ours, DistributedDataParallel's) on this rank, of the same batch."""
-    x, y = tokens_of(CFG, 8, seed=1), tokens_of(CFG, 8, seed=2)
-    with gridded(rank, world, 1, 1) as grid:
-        local, flat = staged(CFG, grid, torch.float64)
-        mine = [slice(rank, rank + 1), slice(rank + world, rank + world + 1)]   # two microbatches
-        run_schedule(one_f_one_b(0, 1, 2), local, grid, [(x[i], y[i], 0) for i in mine],
-                     torch.empty(0), flat, 1 / y.numel())
-        flat.finish_grad_sync()
-        ours = {spec.name: bucket.view(bucket.grad, spec).clone()
-                for bucket in flat.buckets for spec in bucket.specs}
-    theirs = DistributedDataParallel(GPT(CFG).initialize(0).double())
-    rows = [rank, rank + world]
-    (theirs(x[rows], y[rows]) / y[rows].numel()).backward()
-    return ours, {n: p.grad for n, p in theirs.module.named_parameters()}, len(flat.buckets)
-
-
-def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool):
-    for ours, theirs, buckets in pool.run(4, ddp_gradients):
-        assert buckets > 5 and relative(ours, theirs) <= 1e-12
-
-
-def plain_steps(config, cfg):
-    """The same run with what torch has: AdamW, clip_grad_norm_, a plain model."""
-    plain, tokens, rows = GPT(cfg).initialize(config.seed).double(), Memory(cfg), []
-    decays = [p for p in plain.parameters() if p.dim() > 1]
-    others = [p for p in plain.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW([dict(params=decays, weight_decay=config.weight_decay),
-                                   dict(params=others, weight_decay=0.0)],
-                                  betas=(config.beta1, config.beta2), eps=1e-8)
-    for step in range(1, config.steps + 1):
-        windows = tokens.sample_indices(config.seed, (step - 1) * config.batch_size,
-                                        config.batch_size)
-        batch = torch.from_numpy(tokens.windows(windows))
-        loss = plain(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), config.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = train.learning_rate(config, step)
-        optimizer.step()
-        rows.append(dict(loss=loss.item(), grad_norm=norm.item()))
-    return rows, {name: p.detach()[:cfg.vocab_size] if name == "embed.token.weight" else p.detach()
-                  for name, p in plain.named_parameters()}
-
-
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)])
-def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout):
-    """clip_grad_norm_ counts each parameter once; so must ranks that share some of them."""
-    config = settings(tmp_path, dtype="fp64", steps=5, clip=0.5, lr=1e-2, warmup_steps=2)
-    rows, parameters = plain_steps(config, CFG)
-    assert min(column(rows, "grad_norm")) > 0.5         # it clips
-    dp, tp, pp = layout
-    steps, _, whole = pool.run(dp * tp * pp, run_steps, layout, replace(config, tp=tp, pp=pp),
-                               CFG)[0]
-    assert relative(column(steps, "loss"), column(rows, "loss")) <= 1e-10
-    assert relative(column(steps, "grad_norm"), column(rows, "grad_norm")) <= 1e-10
-    # Adam divides a gradient that is nothing but rounding (the keys' bias) by its own size.
-    assert relative({n: p for n, p in whole["master"].items() if "qkv.bias" not in n},
-                    {n: p for n, p in parameters.items() if "qkv.bias" not in n}) <= 1e-8
-
-
-def padding_stays_zero(run):
-    tied = next((p for b in run.flat.buckets for p in b.specs if p.name == "embed.token.weight"), None)
-    if tied is None:
-        return None
-    start = run.grid.tp_rank * 384 // run.grid.tp
-    rows = run.flat.buckets[0].view(run.flat.buckets[0].shard["master"], tied)
-    return rows[max(257 - start, 0):].abs().sum().item(), rows[:max(257 - start, 0)].any().item()
-
-
-def test_the_vocabularys_padding_stays_zero(pool, tmp_path):
-    config = settings(tmp_path, steps=3, tp=4, pp=2)
-    ranks = [seen[-1] for _, seen, _ in pool.run(8, run_steps, (1, 4, 2), config, CFG,
-                                                 padding_stays_zero)]
-    assert ranks == [(0, True)] * 3 + [(0, False)] + [(0, True)] * 3 + [(0, False)]
-
-
-# ---------------------------------------------------------------------------------------------
-# parallel.py: dropout
-# ---------------------------------------------------------------------------------------------
-
-
-def masks(rank, world, layout, config, cfg):
-    """The seeds that attention drew with and the masks of the rest, by step."""
-    dp, tp, pp = layout
-    drop, attend, drawn = F.dropout, F.scaled_dot_product_attention, []
-
-    def spy_dropout(x, p):
-        seed, y = torch.initial_seed(), drop(x, p)
-        drawn.append(("replicated", seed, (y == 0).numpy().tobytes()))
-        return y
-
-    def spy_attention(*args, **kwargs):
-        if kwargs["dropout_p"] > 0:             # not in the evaluation
-            drawn.append(("attention", torch.initial_seed(), None))
-        return attend(*args, **kwargs)
-
-    def take(run):
-        seen = list(drawn)
-        drawn.clear()
-        return seen
-    with mock.patch.object(F, "dropout", spy_dropout), \
-            mock.patch.object(F, "scaled_dot_product_attention", spy_attention):
-        return run_steps(rank, world, layout, config, cfg, take)[1]
-
-
-def test_dropout_masks_are_shared_by_who_shares_the_activation(pool, tmp_path):
-    cfg = replace(CFG, dropout=0.2, n_layer=2)
-    config = settings(tmp_path, steps=2, tp=2, micro_batch=2)
-    ranks = pool.run(4, masks, (2, 2, 1), config, cfg)      # dp 2, tp 2: ranks (0 1) (2 3)
-
-    def flat(rank, kind):
-        return [draw for step in ranks[rank] for draw in step if draw[0] == kind]
-    # 2 steps of 2 microbatches of (embedding, 2 layers of 2), or 2 layers of attention.
-    for kind, count in (("replicated", 2 * 2 * 5), ("attention", 2 * 2 * 2)):
-        for rank in range(4):
-            drawn = flat(rank, kind)
-            assert len(drawn) == count == len({seed for _, seed, _ in drawn})
-    for a, b in ((0, 1), (2, 3)):
-        assert flat(a, "replicated") == flat(b, "replicated")
-        assert len(set(flat(a, "attention") + flat(b, "attention"))) == 2 * 8
-    for kind in ("replicated", "attention"):
-        assert len({seed for r in (0, 2) for _, seed, _ in flat(r, kind)}) == 2 * len(flat(0, kind))
-    assert len({mask for _, _, mask in flat(0, "replicated")}) == 20
-
-
-@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 2)])
-def test_recomputation_replays_the_masks_bit_for_bit(pool, tmp_path, layout):
-    dp, tp, pp = layout
-    config = settings(tmp_path, steps=3, tp=tp, pp=pp, dtype="bf16")
-    cfg = replace(CFG, dropout=0.2)
-    runs = [pool.run(dp * tp * pp, run_steps, layout, replace(config, recompute=recompute), cfg,
-                     whole_gradient)[0] for recompute in (False, True, False)]
-    none = pool.run(dp * tp * pp, run_steps, layout, config, CFG, whole_gradient)[0]
-    for steps, gradients, _ in runs[1:]:
-        assert column(steps, "loss") == column(runs[0][0], "loss") != column(none[0], "loss")
-        assert relative(gradients, runs[0][1]) == 0
-        assert steps[-1]["val_loss"] == runs[0][0][-1]["val_loss"]
-
-
-def test_the_last_stages_have_no_more_layers_than_the_first():
-    for n_layer in range(1, 20):
-        for pp in range(1, n_layer + 1):
-            sizes = [len(parallel.stage_layers(n_layer, pp, s)) for s in range(pp)]
-            assert sizes[0] == max(sizes) and sizes[-1] == min(sizes)
-
-
-def test_recomputation_keeps_a_blocks_input_alone():
-    tokens, grid, kept = tokens_of(CFG, 2), Grid(1, 1, 1), []
-    for recompute in (False, True):
-        local, _ = staged(CFG, grid, recompute=recompute)
-        saved = []                  # checkpoint's own hooks hide what it will make again
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            for block in local.blocks.values():
-                block.register_forward_pre_hook(lambda _, x: saved.clear())
-                block.register_forward_hook(lambda *_: kept.append(sum(x.numel() for x in saved)))
-            local(tokens, tokens)
-    assert len(kept) == 10 and min(kept[:5]) > 10 * 2 * 16 * 32 and max(kept[5:]) <= 2 * 16 * 32
-
-
-def test_buckets_are_reduced_while_backward_goes_on():
-    tokens, seen = tokens_of(CFG, 2), []
-    local, flat = staged(CFG, Grid(1, 1, 1))
-    for parameter in local.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: seen.append(len(flat.in_flight)))
-    flat.prepare_grad_sync(True)
-    local(tokens, tokens).backward()
-    assert len(flat.buckets) > 5 and set(seen) >= set(range(len(flat.buckets) + 1))
-    assert [spec.name for spec in flat.buckets[0].specs] == ["embed.token.weight"]   # for itself
-
-
-def test_a_parameter_without_a_gradient_is_noticed():
-    local, flat = staged(CFG, Grid(1, 1, 1))
-    flat.prepare_grad_sync(True)
-    local.embed(tokens_of(CFG, 2)).sum().backward()
-    with pytest.raises(AssertionError, match="no gradient"):
-        flat.finish_grad_sync()
-
-
-def test_one_stage_takes_the_schedule_with_one_live_microbatch(tmp_path):
-    run = mock.patch.object(train, "run_schedule", side_effect=RuntimeError)
-    with run as spy, pytest.raises(RuntimeError):
-        run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=1), replace(CFG, n_layer=1))
-    assert parallel.live_activations(spy.call_args.args[0]) == 1
-
-
-def test_dropout_masks_depend_on_the_seed_of_the_run(tmp_path):
-    cfg = replace(CFG, dropout=0.2, n_layer=1)
-    runs = (masks(0, 1, (1, 1, 1), settings(tmp_path, steps=1, seed=s), cfg) for s in (1, 2))
-    one, two = ({seed for step in run for _, seed, _ in step} for run in runs)
-    assert len(one) == len(two) > 0 and not one & two
-
-
-# ---------------------------------------------------------------------------------------------
-# parallel.py: ZeRO, 1F1B, sequence parallelism
-# ---------------------------------------------------------------------------------------------
 
 # Rows in which every two values of different columns that may stand together do: a mistake that
 # shows where two of the seven meet shows here. Replicas are 4, or 2 beside tp or pp; beside both
@@ -1810,297 +1612,82 @@ def test_the_covering_set_has_every_pair_of_values_that_may_meet():
     assert set().union(*map(pairs_of, COVER)) == set().union(*map(pairs_of, rows))
 
 
-@pytest.fixture(scope="session")
-def one_process(pool, tmp_path_factory):
-    """(config, model) -> the run of one process, once."""
-    @functools.cache
-    def run(config, cfg):
-        config = replace(config, out=str(tmp_path_factory.mktemp("one")), micro_batch=8)
-        return pool.run(1, run_steps, (1, 1, 1), config, cfg, whole_gradient)[0]
-    return run
-
-
-@pytest.mark.parametrize("row", COVER, ids=lambda row: "-".join(map(str, row.values())))
-def test_every_combination_trains_as_one_process(pool, tmp_path, one_process, row):
-    half = row["dtype"] in ("bf16", "fp16")
-    tp, pp = row["tp"], row["pp"]
+@pytest.mark.parametrize("row, long", [
+    *((row, False) for row in COVER),
+    *(pytest.param(row, True, marks=[] if row is COVER[8] else pytest.mark.slow)
+      for row in COVER)], ids=lambda x: "-".join(map(str, getattr(x, "values", lambda: [x])())))
+def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row, long):
+    """Five steps: in 16 bits the gradients and norms are those of fp64, each parameter's and each
+    step's, because a loss alone would not show what Adam's division hides. Long: 20 steps; in 16
+    bits 60, within 0.05 nats."""
+    dtype, tp, pp = row["dtype"], row["tp"], row["pp"]
+    half, dp = dtype not in BOUNDS, min(8 // (tp * pp), 2 if tp * pp > 1 else 4)
     cfg = replace(CFG, n_layer=3) if half and pp < 4 else CFG
-    dp = min(8 // (tp * pp), 2 if tp * pp > 1 else 4)
-    config = settings("", dtype=row["dtype"], **(dict(steps=60, lr=4e-3) if half else {}))
-    steps, gradients, _ = pool.run(dp * tp * pp, run_steps, (dp, tp, pp),
-                                   replace(config, out=str(tmp_path), micro_batch=4 // dp,
-                                           **row), cfg, whole_gradient)[0]
-    one = one_process(config, cfg)
-    losses, expected = ([*column(rows, "loss"), rows[-1]["val_loss"]] for rows in (steps, one[0]))
-    if half:
+    changes = dict(steps=60, lr=4e-3) if half and long else dict(steps=20 if long else 5)
+    microbatch = 2 if row["pp_schedule"] == "1f1b" else 4       # of 1F1B four, of GPipe two
+    ours = pool.run(dp * tp * pp, run_steps, (dp, tp, pp), settings(
+        tmp_path, micro_batch=microbatch // dp, **row, **changes), cfg, checked_gradient)[0]
+    one = reference(cfg, dtype="fp64" if half and not long else dtype, **changes)
+    found, bound = differences(ours, one), BOUNDS.get(dtype)
+    if half and long:
+        losses, expected = (column(steps, "loss") for steps in (ours[0], one[0]))
         assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 0.05
         assert losses[-1] < losses[0] - 0.5
     else:
-        bound = dict(fp32=1e-5, fp64=1e-10)[row["dtype"]]
-        assert relative(losses, expected) <= bound
-        assert relative(gradients, one[1]) <= bound
-        assert relative(column(steps, "grad_norm"), column(one[0], "grad_norm")) <= bound
+        assert all(map(float.__le__, found, 3 * [bound] if bound else (0.001, 0.05, 0.01))), found
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_three_replicas_have_equal_slices_too(pool, tmp_path, zero):
-    config = settings(tmp_path, dtype="fp64", batch_size=6, steps=5)
-    one = pool.run(1, run_steps, (1, 1, 1), config, CFG, whole_gradient)[0]
-    three = pool.run(3, run_steps, (3, 1, 1), replace(config, zero=zero, micro_batch=1), CFG,
-                     whole_gradient)[0]
-    assert relative(column(three[0], "loss"), column(one[0], "loss")) <= 1e-10
-    assert relative(three[1], one[1]) <= 1e-10
+@pytest.mark.parametrize("zero", range(4))
+def test_every_element_is_kept_as_often_as_the_formula_says(zero):
+    """Of each layout all ranks, one after the other: by dp replicas without ZeRO and by one with
+    it; by each of tp ranks if it is replicated there; the tied matrix by both ends of a pipeline.
+    The global norm counts it once. A tensor is filled with the numbers of the elements, from 1."""
+    number = lambda name, shape: torch.arange(1.0, math.prod(shape) + 1).view(shape)
+    for dp, tp, pp in [x for x in LAYOUTS if zero < 3 or x[2] == 1]:
+        kept, shapes, square, cfg = {}, {}, 0.0, deep_enough((dp, tp, pp))
+        for rank in range(dp * tp * pp):
+            grid = Grid(dp, pp, tp, rank)
+            specs = parallel.param_specs(parallel.build_stage(cfg, grid), cfg, grid)
+            flat = FlatParameters(specs, grid, torch.float32, torch.float32, "cpu", zero)
+            flat.load("grad", number)
+            square += flat.square_sums()[0].item()
+            for bucket in flat.buckets:
+                for spec, here, _ in bucket.shard_ranges:
+                    total = kept.setdefault(spec.name, torch.zeros(math.prod(spec.shape) + 1))
+                    total += bucket.shard["grad"][here].long().bincount(minlength=len(total))
+                    shapes[spec.name] = spec
+        assert kept.keys() == {name for name, _ in GPT(cfg).named_parameters()}
+        for name, times in kept.items():
+            expected = ((dp if zero == 0 else 1) * (tp if shapes[name].partition_dim is None else 1)
+                        * (2 if name == "embed.token.weight" and pp > 1 else 1))
+            assert set(times[1:].tolist()) == {expected}, f"{name}, layout {dp, tp, pp}"
+        assert square == pytest.approx(sum(number("", spec.shape).double().square().sum().item()
+                                           for spec in shapes.values()), rel=1e-6)
 
 
-def offloaded_to(device):
-    """FlatParameters whose masters and moments are on `device`, whatever train.py asks for."""
-    return mock.patch.object(train, "FlatParameters",
-                             lambda *args: FlatParameters(*args[:-1], host=device))
-
-
-def offload(rank, world, config, look, device):
-    with offloaded_to(device):
-        return run_steps(rank, world, (world, 1, 1), config, replace(CFG, n_layer=2), look)
-
-
-def masters_are_their_own(run):
-    return all(b.shard["master"].data_ptr() != b.shard["data"].data_ptr() for b in run.flat.buckets)
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_offload_changes_nothing_but_where_the_optimizer_is(pool, tmp_path, zero, dtype):
-    """cpu:0 is to torch another device than cpu: two of them here, with a copy in each direction.
-    The flag itself, without a second device, leaves masters where they are."""
-    config = settings(tmp_path, zero=zero, dtype=dtype, steps=4, offload=True, micro_batch=2)
-    plain = pool.run(2, offload, config, masters_are_their_own, "cpu")
-    there = pool.run(2, offload, config, masters_are_their_own, "cpu:0")
-    assert set(there[0][1]) == {True} and set(plain[0][1]) == {dtype == "bf16"}
-    for (steps, _, whole), (expected, _, theirs) in zip(there, plain):
-        assert column(steps, "loss") == column(expected, "loss")
-        assert whole is theirs is None or relative(whole, theirs) == 0
-
-
-@pytest.mark.parametrize("offload, host", [(True, "cpu"), (False, torch.device("meta"))])
-def test_the_offload_flag_puts_the_optimizer_on_the_host(tmp_path, offload, host):
-    device = torch.device("meta")               # any that is not the host
-    with mock.patch.object(train, "FlatParameters", side_effect=RuntimeError) as spy, \
-            pytest.raises(RuntimeError):
-        train.Run(settings(tmp_path, offload=offload), CFG, Grid(1, 1, 1), device, None, None, None)
-    assert spy.call_args.args[4] == device and spy.call_args.args[6] == host
-
-
-def test_offload_updates_the_hosts_slice_then_brings_the_parameters_back(tmp_path):
-    events, copy, adamw = [], torch.Tensor.to, parallel.adamw
-
-    def spy_to(x, *args, **kwargs):
-        if args[:1] == (torch.device("cpu"),) and x.is_floating_point():
-            events.append("gradients to the host")
-        return copy(x, *args, **kwargs)
-
-    def spy_adamw(masters, *args, **kwargs):
-        events.append("update")
-        return adamw(masters, *args, **kwargs)
-
-    def prepare(run):
-        sync_params = run.flat._sync_params
-        run.flat._sync_params = lambda bucket: (events.append("parameters back")
-                                                or sync_params(bucket))
-    config = settings(tmp_path, zero=1, steps=1, offload=True)
-    with mock.patch.object(torch.Tensor, "to", spy_to), \
-            mock.patch.object(parallel, "adamw", spy_adamw):
-        run_steps(0, 1, (1, 1, 1), config, replace(CFG, n_layer=1), prepare=prepare)
-    assert [event for event, _ in itertools.groupby(events)] == [
-        "gradients to the host", "update", "parameters back"] * 4       # tied, ends, two halves
-
-
-def transfers(rank, world):
-    """(ours, torch's) of two reduce-scatters and two all-gathers, all on their way at once."""
+def ddp_gradients(rank, world):
+    """(ours, DistributedDataParallel's) on this rank, of the same batch."""
+    x, y = tokens_of(CFG, 8, seed=1), tokens_of(CFG, 8, seed=2)
     with gridded(rank, world, 1, 1) as grid:
-        group = grid.group("dp")
-        summed = [random_tensor(5 * world, seed=10 * rank + i) for i in range(2)]
-        expected = [dist.all_reduce(x := y.clone()) or x.chunk(world)[rank] for y in summed]
-        handles = [parallel.reduce_scatter(x, group) for x in summed]
-        whole = [torch.zeros(world, 3) for _ in range(2)]
-        for i, x in enumerate(whole):
-            x[rank] = 10 * rank + i
-        handles += [parallel.all_gather(x, group) for x in whole]
-        ours = [handle.wait() for handle in reversed(handles)][::-1]
-        for i in range(2):
-            lists = [torch.zeros(3) for _ in range(world)]
-            dist.all_gather(lists, torch.full((3,), 10.0 * rank + i))
-            expected.append(torch.stack(lists))
-    return ours, expected
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_reduce_scatter_and_an_all_gather_are_torchs(pool, world):
-    for ours, expected in pool.run(world, transfers):
-        for a, b in zip(ours, expected, strict=True):
-            torch.testing.assert_close(a, b)
-
-
-def positions(rank, world):
-    """(what, ours, expected) of f and g with sequence parallelism, upstream gradients random."""
-    B, n, C = 2, 3, 4
-    def of(r, *shape, seed):
-        return random_tensor(*shape, seed=seed + r)
-    with gridded(rank, world, world, 1, True) as grid:
-        here = slice(rank * n, rank * n + n)
-        slices = [of(r, B, n, C, seed=1) for r in range(world)]
-        wholes = [of(r, B, n * world, C, seed=21) for r in range(world)]
-        one = SimpleNamespace(weight=torch.eye(C, dtype=torch.float64),
-                              bias=torch.zeros(C, dtype=torch.float64))
-        yield "f", backward(parallel.ColumnParallelLinear(one, grid), (slices[rank],),
-                            wholes[rank]), [torch.cat(slices, 1), sum(wholes)[:, here]]
-        yield "g", backward(parallel.RowParallelLinear(one, grid), (wholes[rank],),
-                            slices[rank]), [sum(wholes)[:, here], torch.cat(slices, 1)]
-
-
-def sequence_parallel_f_and_g(rank, world):
-    return list(positions(rank, world))
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_with_sequence_parallelism_f_gathers_positions_and_g_scatters_their_sums(pool, tp):
-    for checks in pool.run(tp, sequence_parallel_f_and_g):
-        for what, ours, expected in checks:
-            for a, b in zip(ours, expected, strict=True):
-                torch.testing.assert_close(a, b, msg=lambda m: f"{what}: {m}")
-
-
-def test_with_sequence_parallelism_every_rank_draws_other_masks(pool, tmp_path):
-    cfg = replace(CFG, dropout=0.2, n_layer=2)
-    config = settings(tmp_path, steps=1, tp=2, sequence_parallel=True)
-    drawn = [[draw for step in rank for draw in step]
-             for rank in pool.run(4, masks, (2, 2, 1), config, cfg)]
-    assert len({seed for rank in drawn for _, seed, _ in rank}) == sum(map(len, drawn)) > 0
-
-
-@pytest.mark.parametrize("layout, plain, other", [
-    ((2, 1, 1), {}, dict(zero=1)), ((2, 1, 1), {}, dict(zero=2)),
-    ((2, 1, 1), {}, dict(zero=3, recompute=True)),
-    ((2, 1, 2), {}, dict(zero=2, pp_schedule="1f1b")),
-    ((1, 2, 1), dict(sequence_parallel=True), dict(sequence_parallel=True, recompute=True)),
-    ((2, 2, 1), {}, dict(zero=3))])
-def test_masks_do_not_depend_on_schedule_stage_or_recomputation(pool, tmp_path, layout, plain,
-                                                                other):
-    dp, tp, pp = layout
-    config = settings(tmp_path, steps=3, tp=tp, pp=pp, dtype="fp64")
-    cfg = replace(CFG, dropout=0.2, n_layer=3)
-    ours, theirs, none = (
-        pool.run(dp * tp * pp, run_steps, layout, replace(config, **flags), shape)[0][0]
-        for flags, shape in ((other, cfg), (plain, cfg), (plain, replace(cfg, dropout=0.0))))
-    assert relative(column(ours, "loss"), column(theirs, "loss")) <= 1e-10
-    assert relative(column(none, "loss"), column(theirs, "loss")) > 1e-5
-
-
-BUCKETS = ["tied", "ends", *(f"{i}.{half}" for i in range(5) for half in ("attn", "mlp"))]  # CFG's
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stage_2_reduces_every_microbatch_while_backward_goes_on(dtype):
-    grid, tokens, held, reduced = Grid(1, 1, 1), tokens_of(CFG, 4), [], []
-    local, flat = staged(CFG, grid, dtype, zero=2)
-    assert len({p.data_ptr() for p in local.parameters()}) == sum(len(b.specs) for b in flat.buckets)
-    sync = flat._sync
-    flat._sync = lambda bucket: reduced.append(BUCKETS[flat.buckets.index(bucket)]) or sync(bucket)
-    for parameter in local.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: held.append(
-            ({name for name, b in zip(BUCKETS, flat.buckets, strict=True) if b.grad is not None
-              and b.grad.dtype == torch.float32}, len(flat.in_flight))))
-    run_schedule(one_f_one_b(0, 1, 2), local, grid, [(x, x, 0) for x in tokens.split(2)],
-                 torch.empty(0), flat)
-    flat.finish_grad_sync()
-    order = BUCKETS[::-1]
-    assert reduced == 2 * order
-    blocks = [names - {"ends", "tied"} for names, _ in held]
-    assert max(map(len, blocks)) == 1 and {on_its_way for _, on_its_way in held} == {0, 1}
-    for half in order[1:-2]:                    # the one before is on its way while it fills
-        assert {on_its_way for names, on_its_way in held if half in names} == {1}
-    assert all(b.grad is None for b in flat.buckets)
-    assert all(p.grad is None for p in local.parameters())
-    plain = GPT(CFG).initialize(0)
-    (plain(tokens[:2], tokens[:2]) + plain(tokens[2:], tokens[2:])).backward()
-    theirs = dict(plain.named_parameters())
-    ours = {p.name: b.view(b.shard["grad"], p) for b in flat.buckets for p in b.specs}
-    assert relative(named(ours), named({name: p.grad for name, p in theirs.items()})) <= (
-        1e-5 if dtype == torch.float32 else 0.05)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_stage_3_holds_two_blocks_the_next_on_its_way(recompute):
-    tokens, seen = tokens_of(CFG, 2), []
-    local, flat = staged(CFG, Grid(1, 1, 1), recompute=recompute, zero=3)
-
-    def there():                                # + is on its way
-        return [name + "+" * (b.unsharding is not None)
-                for name, b in zip(BUCKETS, flat.buckets) if b.data.untyped_storage().size()]
-
-    def halves(*blocks):
-        return ends + [f"{block[0]}.{half}{block[1:]}" for block in blocks
-                       for half in ("attn", "mlp")]
-    assert there() == []
-    local.embed.token.register_forward_hook(lambda *_: seen.append(there()))
-    for block in local.blocks.values():
-        block.norm2.register_forward_hook(lambda *_: seen.append(there()))
-        block.norm2.weight.register_post_accumulate_grad_hook(lambda _: seen.append(there()))
-    ends = ["tied", "ends"]
-    loss = local(tokens, tokens)
-    assert seen == [halves(*blocks) for blocks in (
-        ["0+"], ["0", "1+"], ["1", "2+"], ["2", "3+"], ["3", "4+"], ["4"])]
-    ends = ["ends"]                             # the head has made its gradients already
-    assert there() == halves("4")
-    seen.clear()
-    flat.prepare_grad_sync(True)
-    loss.backward()
-    again = 2 if recompute else 1               # and once when the block is made again
-    expected = [halves(*blocks) for blocks in (
-        ["3+", "4"], ["2+", "3"], ["1+", "2"], ["0+", "1"], ["0"]) for _ in range(again)]
-    assert seen == expected and there() == []
-    with torch.no_grad():
-        local(tokens, tokens)
-    assert there() == []
-
-
-def live_graphs(rank, world, schedule, micro):
-    """The most microbatches whose activations exist at once, and what is being sent forward, and
-    backward, seen from outside the executor."""
-    cfg = replace(CFG, n_layer=4)
-    with gridded(rank, world, 1, world) as grid:
-        local, flat = staged(cfg, grid)
-        alive, most, isend = {}, {}, dist.isend
-
-        def count(what, tensor):
-            refs = alive.setdefault(what, [])
-            refs.append(weakref.ref(tensor))
-            most[what] = max(most.get(what, 0), sum(ref() is not None for ref in refs))
-
-        def forward(*args):
-            y = local(*args)
-            count("graphs", y)
-            return y
-
-        def spy(x, target, group, tag):
-            count("forward" if target > rank else "backward", x)
-            return isend(x, target, group, tag=tag)
-        forward.head = local.head
-        tokens = [tokens_of(cfg, 1, seed=m) for m in range(micro)]
-        with mock.patch.object(dist, "isend", spy):
-            run_schedule(parallel.SCHEDULES[schedule](grid.stage, world, micro), forward, grid,
-                         [(x, x, 0) for x in tokens], torch.empty(1, cfg.seq_len, cfg.n_embd), flat)
+        local, flat = staged(CFG, grid, torch.float64)
+        mine = [slice(rank, rank + 1), slice(rank + world, rank + world + 1)]   # two microbatches
+        run_schedule(gpipe(0, 1, 2), local, grid, [(x[i], y[i], 0) for i in mine],
+                     torch.empty(0), flat, 1 / y.numel())
         flat.finish_grad_sync()
-    return tuple(most.get(what, 0) for what in ("graphs", "forward", "backward"))
+        ours = {spec.name: bucket.view(bucket.grad, spec).clone()
+                for bucket in flat.buckets for spec in bucket.specs}
+    theirs = DistributedDataParallel(GPT(CFG).initialize(0).double())
+    rows = [rank, rank + world]
+    (theirs(x[rows], y[rows]) / y[rows].numel()).backward()
+    return ours, {n: p.grad for n, p in theirs.module.named_parameters()}, len(flat.buckets)
 
 
-def test_1f1b_holds_as_many_microbatches_as_stages_follow_and_gpipe_all(pool):
-    for schedule, micro, expected in (("1f1b", 8, (4, 3, 2, 1)), ("1f1b", 2, (2, 2, 2, 1)),
-                                      ("gpipe", 8, (8, 8, 8, 8))):
-        graphs, forward, backward = zip(*pool.run(4, live_graphs, schedule, micro))
-        assert graphs == expected and max(forward + backward) <= 2 and forward[-1] == 0
+def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool):
+    for ours, theirs, buckets in pool.run(4, ddp_gradients):
+        assert buckets > 5 and relative(ours, theirs) <= 1e-12
 
 
-# Independent implementations.
+# Whole runs, as torch's own parts make them.
 
 
 def named(whole):
@@ -2108,74 +1695,90 @@ def named(whole):
     return {name: value for name, value in whole.items() if "qkv.bias" not in name}
 
 
-def their_optimizer(kind, config, parameters, **more):
+def train_theirs(config, parameters, kind, backward, rows=slice(None), **more):
+    """Run AdamW, or another `kind`, with clip_grad_norm_ on the rows of this rank -> what
+    backward(tokens, targets) returned and the norm, of each step."""
+    tokens, seen = Memory(CFG), []
     groups = [dict(params=[p for p in parameters if (p.dim() > 1) == decays],
                    weight_decay=config.weight_decay * decays) for decays in (True, False)]
-    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, **more)
-
-
-def train_theirs(config, cfg, parameters, optimizer, rows_of_rank, loss_and_backward):
-    tokens = Memory(cfg)
+    optimizer = kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, **more)
     for step in range(1, config.steps + 1):
         windows = tokens.sample_indices(config.seed, (step - 1) * config.batch_size,
                                         config.batch_size)
-        batch = torch.from_numpy(tokens.windows(windows))[rows_of_rank]
+        batch = torch.from_numpy(tokens.windows(windows))[rows]
         optimizer.zero_grad()
-        loss_and_backward(batch[:, :-1], batch[:, 1:])
-        if config.clip:
-            torch.nn.utils.clip_grad_norm_(parameters, config.clip)
+        loss = backward(batch[:, :-1], batch[:, 1:])
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip) if config.clip else None
         for group in optimizer.param_groups:
             group["lr"] = train.learning_rate(config, step)
         optimizer.step()
+        seen.append((loss, norm))
+    return seen
 
 
-def zero_redundancy_optimizer(rank, world, config, cfg):
+def mean_loss(model):
+    def backward(x, y):
+        loss = model(x, y) / y.numel()
+        loss.backward()
+        return loss.item()
+    return backward
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)])
+def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout):
+    """clip_grad_norm_ counts each parameter once; so must ranks that share some of them."""
+    config = settings(tmp_path, dtype="fp64", steps=5, clip=0.5, lr=1e-2, warmup_steps=2)
+    plain = GPT(CFG).initialize(config.seed).double()
+    losses, norms = zip(*train_theirs(config, list(plain.parameters()), torch.optim.AdamW,
+                                      mean_loss(plain)))
+    assert min(norms) > 0.5                             # it clips
+    dp, tp, pp = layout
+    steps, _, whole = pool.run(dp * tp * pp, run_steps, layout, replace(config, tp=tp, pp=pp),
+                               CFG)[0]
+    assert relative(column(steps, "loss"), losses) <= 1e-10
+    assert relative(column(steps, "grad_norm"), norms) <= 1e-10
+    expected = {n: p.detach()[:257] if n == "embed.token.weight" else p.detach()
+                for n, p in plain.named_parameters()}
+    assert relative(named(whole["master"]), named(expected)) <= 1e-8
+
+
+def zero_redundancy_optimizer(rank, world, config):
     from torch.distributed.optim import ZeroRedundancyOptimizer
-    model = DistributedDataParallel(GPT(cfg).initialize(config.seed).double())
-    parameters = list(model.parameters())
-    optimizer = their_optimizer(ZeroRedundancyOptimizer, config, parameters,
-                                optimizer_class=torch.optim.AdamW)
-    train_theirs(config, cfg, parameters, optimizer, slice(rank, None, world),
-                 lambda x, y: (model(x, y) / y.numel()).backward())
+    model = DistributedDataParallel(GPT(CFG).initialize(config.seed).double())
+    train_theirs(config, list(model.parameters()), ZeroRedundancyOptimizer, mean_loss(model),
+                 slice(rank, None, world), optimizer_class=torch.optim.AdamW)
     return {n: p.detach() for n, p in model.module.named_parameters()}
 
 
-def fully_sharded(rank, world, config, cfg):
+def fully_sharded(rank, world, config):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    model = GPT(cfg).initialize(config.seed).double()
-    mesh = init_device_mesh("cpu", (world,))
-    for block in model.blocks.values():
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    parameters = list(model.parameters())
-    optimizer = their_optimizer(torch.optim.AdamW, config, parameters)
-    train_theirs(config, cfg, parameters, optimizer, slice(rank, None, world),
-                 lambda x, y: (model(x, y) / y.numel()).backward())
+    model, mesh = GPT(CFG).initialize(config.seed).double(), init_device_mesh("cpu", (world,))
+    for part in (*model.blocks.values(), model):
+        fully_shard(part, mesh=mesh)
+    train_theirs(config, list(model.parameters()), torch.optim.AdamW, mean_loss(model),
+                 slice(rank, None, world))
     return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 
 
-def pipelined(rank, world, config, cfg):
+def pipelined(rank, world, config):
     """torch.distributed.pipelining on two stages; what it leaves to us is the tied matrix."""
     from torch.distributed import pipelining
-    stage = GPT(cfg).initialize(config.seed).double()
-    for i in range(cfg.n_layer):
-        if (i < (cfg.n_layer + 1) // 2) != (rank == 0):
+    stage = GPT(CFG).initialize(config.seed).double()
+    for i in range(CFG.n_layer):
+        if (i < (CFG.n_layer + 1) // 2) != (rank == 0):
             del stage.blocks[str(i)]
     tied = stage.head.weight
     stage.embed, stage.head = (stage.embed, None) if rank == 0 else (None, stage.head)
-    num_microbatches = config.batch_size // config.micro_batch
-    kind = dict(gpipe=pipelining.ScheduleGPipe, **{"1f1b": pipelining.Schedule1F1B})
-    schedule = kind[config.pp_schedule](
-        pipelining.PipelineStage(stage, rank, world, torch.device("cpu")), num_microbatches,
-        loss_fn=lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()))
+    kind = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[config.pp_schedule]
+    schedule = kind(pipelining.PipelineStage(stage, rank, world, torch.device("cpu")),
+                    config.batch_size // config.micro_batch,
+                    loss_fn=lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()))
 
     def step(x, y):
         schedule.step(*([x] if rank == 0 else []), **(dict(target=y, losses=[]) if rank else {}))
         dist.all_reduce(tied.grad)
-    parameters = list(stage.parameters())
-    optimizer = their_optimizer(torch.optim.AdamW, config, parameters)
-    train_theirs(config, cfg, parameters, optimizer, slice(None), step)
+    train_theirs(config, list(stage.parameters()), torch.optim.AdamW, step)
     return {("embed.token.weight" if p is tied else n): p.detach()
             for n, p in stage.named_parameters()}
 
@@ -2189,15 +1792,284 @@ def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, worl
     """ZeroRedundancyOptimizer, fully_shard (FSDP2), torch.distributed.pipelining."""
     config = settings(tmp_path, dtype="fp64", steps=5, lr=1e-2, warmup_steps=2,
                       **{"clip": 0.5, "micro_batch": 1, **flags})
-    dp = world // config.pp
     expected = {}
-    for parameters in pool.run(world, theirs, config, CFG):
+    for parameters in pool.run(world, theirs, config):
         expected |= {n: p[:257] if n == "embed.token.weight" else p for n, p in parameters.items()}
-    whole = pool.run(world, run_steps, (dp, 1, config.pp), config, CFG)[0][2]["master"]
-    start = dict(GPT(CFG).initialize(config.seed).named_parameters())
+    layout = (world // config.pp, 1, config.pp)
+    whole = pool.run(world, run_steps, layout, config, CFG)[0][2]["master"]
     assert relative(named(whole), named(expected)) <= 1e-8
+    start = dict(GPT(CFG).initialize(config.seed).named_parameters())
     name = "blocks.0.mlp.up.weight"
     assert relative(whole[name], start[name].detach()) > 1e-2
+
+
+# Dropout.
+
+
+def seeds(rank, world, config, cfg):
+    """The seeds from which this one of 2 x 2 x 1 ranks drew masks, in order."""
+    drawn, seed = [], torch.manual_seed
+    with mock.patch.object(torch, "manual_seed", lambda n: drawn.append(n) or seed(n)):
+        run_steps(rank, world, (2, 2, 1), config, cfg)
+    return drawn
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_masks_are_shared_by_who_shares_the_activation(pool, tmp_path, sequence_parallel):
+    """Ranks 0 and 1, 2 and 3 have other heads of the same rows, and without sequence parallelism
+    the same activations between. In 2 steps of 2 microbatches each draws for the embedding and
+    thrice in a layer, once of it for attention; no seed serves twice, none another run."""
+    cfg = replace(CFG, dropout=0.2, n_layer=2)
+    one, other = (pool.run(4, seeds, settings(tmp_path, steps=2, tp=2, seed=seed,
+                                              sequence_parallel=sequence_parallel), cfg)
+                  for seed in (1, 2))
+    assert [len(set(drawn)) for drawn in one] == [len(drawn) for drawn in one] == [4 * 7] * 4
+    assert not set(sum(one, [])) & set(sum(other, []))
+    shared = {(a, b): len(set(one[a]) & set(one[b])) for a in range(4) for b in range(a)}
+    assert shared == {**dict.fromkeys(shared, 0), **dict.fromkeys(
+        [(1, 0), (3, 2)], 0 if sequence_parallel else 4 * 5)}
+
+
+@pytest.mark.parametrize("layout, sequence_parallel, dtype, changes, bound", [
+    ((1, 1, 1), False, "bf16", dict(recompute=True), 0),
+    ((1, 2, 2), False, "bf16", dict(recompute=True), 0),
+    ((1, 2, 1), True, "fp64", dict(recompute=True), 0),
+    ((1, 2, 1), True, "fp64", dict(pp=2, pp_schedule="1f1b"), 1e-10),
+    ((2, 1, 1), False, "fp64", dict(zero=1, pp=2), 1e-10),
+    ((2, 1, 1), False, "fp64", dict(zero=2, pp=3, pp_schedule="1f1b"), 1e-10),
+    ((2, 1, 1), False, "fp64", dict(zero=3, recompute=True), 1e-10),
+    ((2, 2, 1), False, "fp64", dict(zero=3), 1e-10)])
+def test_masks_do_not_depend_on_schedule_stage_or_recomputation(
+        pool, tmp_path, reference, layout, sequence_parallel, dtype, changes, bound):
+    """`changes` of the layout leave loss and gradients within `bound`; recomputation alone leaves
+    each bit."""
+    cfg, flags = replace(CFG, dropout=0.2, n_layer=3), dict(
+        dtype=dtype, steps=3, sequence_parallel=sequence_parallel)
+    config = replace(settings(tmp_path, tp=layout[1], pp=layout[2], **flags), **changes)
+    dp, tp, pp = *layout[:2], config.pp
+    ours = pool.run(dp * tp * pp, run_steps, (dp, tp, pp), config, cfg, whole_gradient)[0]
+    theirs, none = (reference(shape, layout, micro_batch=2, **flags)
+                    for shape in (cfg, replace(cfg, dropout=0.0)))
+    assert max(differences(ours, theirs)) <= bound and differences(none, theirs)[0] > 1e-5
+
+
+# ---------------------------------------------------------------------------------------------
+# parallel.py: ZeRO, 1F1B, sequence parallelism
+# ---------------------------------------------------------------------------------------------
+
+
+HALVES = ("attn", "mlp")
+
+
+def events_of_a_step(rank, world, layout, zero, sequence_parallel, n_layer):
+    """(what one step of two microbatches of two sequences starts and waits for, in bf16, and each
+    parameter's bucket when its gradient is there; elements of each bucket; the most buckets of
+    blocks that had memory for gradients at once)"""
+    dp, tp, pp = layout
+    cfg, events, held = replace(CFG, n_layer=n_layer), [], []
+    with gridded(rank, world, tp, pp, sequence_parallel) as grid, \
+            mock.patch.object(parallel, "EXCHANGE_BYTES", -1):      # no swaps of two ranks
+        local, flat = staged(cfg, grid, torch.bfloat16, zero=zero)
+        boundary = torch.empty(2, 16 // (tp if sequence_parallel else 1), 32).bfloat16()
+
+        def note(name, gradient):
+            events.append((name, 0))
+            held.append(sum(bucket.grad is not None for bucket in flat.buckets[2:]))
+        names = ["tied", "ends", *(f"{i}.{half}" for i in range(n_layer) for half in HALVES)]
+        for name, bucket in zip(names, flat.buckets):
+            for module, attribute in sum((spec.places for spec in bucket.specs), []):
+                getattr(module, attribute).register_hook(functools.partial(note, name))
+        with traffic(events):
+            flat.zero_grad()
+            run_schedule(one_f_one_b(grid.stage, pp, 2), local, grid,
+                         [(x, x, 0) for x in tokens_of(cfg, 4).split(2)], boundary, flat)
+            flat.finish_grad_sync()
+            flat.step(1.0, 1, 1e-3, 0.9, 0.95, 0.1)
+    return events, [bucket.numel for bucket in flat.buckets], max(held, default=0)
+
+
+L, m, C = 4, 2, CFG.n_embd
+X, TOKEN, TIED = 2 * 2 * 16 * C, 4 * 2 * 16, 4 * 384 * C
+TRAFFIC = {     # (dp, tp, pp), ZeRO, sequence parallelism
+    ((4, 1, 1), 0, False): lambda P, n, kept, ends: (0, 0, n, 4 * P),
+    ((4, 1, 1), 1, False): lambda P, n, kept, ends: (3 * 2 * n, 3 / 4 * (4 + 2) * P, 0, 0),
+    ((4, 1, 1), 2, False): lambda P, n, kept, ends: (
+        3 * (m + 1) * n, 3 / 4 * (4 * m + 2) * P, 0, 0),
+    ((4, 1, 1), 3, False): lambda P, n, kept, ends: (
+        3 * m * (n + n + n - 4), 3 / 4 * m * (4 * P + 2 * P + 2 * (P - kept)), 0, 0),
+    ((1, 2, 1), 0, False): lambda P, n, kept, ends: (
+        0, 0, m * (4 * L + 2 + 2), m * ((4 * L + 2) * X + 3 * TOKEN)),
+    ((1, 4, 1), 0, True): lambda P, n, kept, ends: (
+        3 * m * (10 * L + 4), 3 / 4 * m * (10 * L + 4) * X,
+        m * 2 + 1, m * 3 * TOKEN + 4 * (6 * L + 2 + 16) * C),
+    ((1, 1, 4), 0, False): lambda P, n, kept, ends: ((2 - ends) * m, (2 - ends) * m * X,
+                                                     ends, ends * TIED),
+    ((2, 1, 2), 2, False): lambda P, n, kept, ends: (
+        m + (m + 1) * n, m * X + 1 / 2 * (4 * m + 2) * P, ends, TIED / 2)}
+
+
+@pytest.mark.parametrize("layout, zero, sequence_parallel", TRAFFIC)
+def test_a_step_communicates_what_the_formula_says(pool, layout, zero, sequence_parallel):
+    """(messages, their bytes, all-reduces, their bytes) of a rank. In 16 bits, with P parameters in
+    n buckets; X bytes of activations, TOKEN bytes of an fp32 number for each position:
+
+    ZeRO 0      all-reduces the fp32 gradients. 1: to each other rank its slice of them, and of the
+                16-bit parameters to each. 2: the gradients for each microbatch. 3: so too the
+                parameters, forward and again backward, but for the ends and the last block (`kept`)
+    tensor      4 all-reduces of X a block, 1 of the embedding, 1 of the head; maximum and two sums
+                of the loss. With sequence parallelism each is two halves, and the input of two
+                matrices a block is gathered again; at the end the replicated gradients, summed
+    pipeline    X forward and backward; between the ends the gradient of the tied matrix
+    """
+    ranks = pool.run(math.prod(layout), events_of_a_step, layout, zero, sequence_parallel, L)
+    for rank, (events, buckets, _) in enumerate(ranks):
+        found = [f([size for name, size in events if name == operation])
+                 for operation in ("isend", "all_reduce") for f in (len, sum)]
+        kept, dp, tp, pp = sum(buckets[:2] + buckets[-2:]), *layout
+        grid = Grid(dp, pp, tp, rank)
+        ends = pp > 1 and (grid.is_first or grid.is_last)
+        assert found == list(TRAFFIC[layout, zero, sequence_parallel](
+            sum(buckets), len(buckets), kept, ends)), f"rank {rank}"
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_buckets_travel_while_backward_goes_on(pool, zero):
+    """Each as soon as it is full, the tied matrix last; without ZeRO all at once, with it one at a
+    time. ZeRO 2 reduces every microbatch, and holds one block's half beside the one on its way."""
+    expected = []
+    for microbatch in range(2):
+        expected += ["tied", "ends"]            # of the head: these two are not full yet
+        for full in ("1.mlp", "1.attn", "0.mlp", "0.attn", "ends", "tied"):
+            expected.append(full)
+            if microbatch == 1 or zero == 2:
+                expected += ["wait"] * (zero > 0 and "start" in expected) + ["start"]
+    expected += ["wait"] + ["start", "wait"] * (zero > 0)       # at last the parameters
+    expected = [name for name, _ in itertools.groupby(expected)]
+    for events, _, held in pool.run(2, events_of_a_step, (2, 1, 1), zero, False, 2):
+        assert in_turn(events) == expected and held == (1 if zero == 2 else 4)
+
+
+def test_a_parameter_without_a_gradient_is_noticed():
+    local, flat = staged(CFG, Grid(1, 1, 1))
+    flat.prepare_grad_sync(True)
+    local.embed(tokens_of(CFG, 2)).sum().backward()
+    with pytest.raises(AssertionError, match="no gradient"):
+        flat.finish_grad_sync()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_zero_3_holds_two_blocks_the_next_on_its_way(recompute):
+    """What has memory, the two halves of a block each; + is on its way. Recomputation sees a block
+    twice in backward."""
+    cfg, tokens, seen = replace(CFG, n_layer=3), tokens_of(CFG, 2), []
+    local, flat = staged(cfg, Grid(1, 1, 1), recompute=recompute, zero=3)
+    names = ["tied", "ends", "0", "0", "1", "1", "2", "2"]
+
+    def there(*_):
+        seen.append(" ".join(name + "+" * (bucket.unsharding is not None) for name, bucket in zip(
+            names, flat.buckets, strict=True) if bucket.data.untyped_storage().size()))
+    local.embed.token.register_forward_hook(there)
+    for block in local.blocks.values():
+        block.norm2.register_forward_hook(there)
+        block.norm2.weight.register_post_accumulate_grad_hook(there)
+    there()
+    loss = local(tokens, tokens)
+    there()                                     # the head has made its gradients already
+    assert seen == ["", "tied ends 0+ 0+", "tied ends 0 0 1+ 1+", "tied ends 1 1 2+ 2+",
+                    "tied ends 2 2", "ends 2 2"]
+    seen.clear()
+    flat.prepare_grad_sync(True)
+    loss.backward()
+    there()
+    assert seen == [what for what in ("ends 1+ 1+ 2 2", "ends 0+ 0+ 1 1", "ends 0 0")
+                    for _ in range(2 if recompute else 1)] + [""]
+    with torch.no_grad():
+        local(tokens, tokens)
+    there()
+    assert seen[-1] == ""
+
+
+def live_graphs(rank, world, schedule, micro):
+    """The most microbatches whose activations exist at once, and what is being sent forward, and
+    backward, seen from outside the executor."""
+    cfg = replace(CFG, n_layer=4)
+    alive, most = {}, dict(graphs=0, forward=0, backward=0)
+
+    def count(what, tensor):
+        alive.setdefault(what, []).append(weakref.ref(tensor))
+        most[what] = max(most[what], sum(ref() is not None for ref in alive[what]))
+
+    def spy(x, target, group, tag, isend=dist.isend):
+        count("forward" if target > rank else "backward", x)
+        return isend(x, target, group, tag=tag)
+    with gridded(rank, world, 1, world) as grid, mock.patch.object(dist, "isend", spy):
+        local, flat = staged(cfg, grid)
+        local.register_forward_hook(lambda module, args, y: count("graphs", y))
+        run_schedule(parallel.SCHEDULES[schedule](grid.stage, world, micro), local, grid,
+                     [(x, x, 0) for x in tokens_of(cfg, micro).split(1)],
+                     torch.empty(1, cfg.seq_len, cfg.n_embd), flat)
+    return tuple(most.values())
+
+
+@pytest.mark.parametrize("schedule, micro, expected", [
+    ("1f1b", 8, (4, 3, 2, 1)), ("1f1b", 2, (2, 2, 2, 1)), ("gpipe", 8, (8, 8, 8, 8))])
+def test_1f1b_holds_as_many_microbatches_as_stages_follow_and_gpipe_all(pool, schedule, micro,
+                                                                        expected):
+    graphs, forward, backward = zip(*pool.run(4, live_graphs, schedule, micro))
+    assert graphs == expected and max(forward + backward) <= 2 and forward[-1] == 0
+
+
+class Crossings(TorchDispatchMode):
+    """The meta device as an accelerator: what would leave it comes out of `gradients`; `seen` gets
+    (to where, bytes) of each copy between it and the CPU, `arrived` what it was sent."""
+
+    def __init__(self, gradients):
+        super().__init__()
+        self.gradients, self.seen, self.arrived = iter(gradients), [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._to_copy.default and args[0].is_meta:
+            self.seen.append((str(kwargs["device"]), args[0].nbytes))
+            return next(self.gradients).clone()
+        if function is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta:
+            self.seen.append(("meta", args[0].nbytes))
+            self.arrived.append(args[1].to(args[0].dtype, copy=True))
+        return function(*args, **kwargs)
+
+
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_offload_carries_gradients_to_the_host_and_parameters_back(dtype, zero):
+    """Bucket by bucket, and nothing else; AdamW on the host does what it does without."""
+    grid, types = Grid(1, 1, 1), amp.PRECISIONS[dtype]
+    specs = lambda: parallel.param_specs(parallel.build_stage(CFG, grid), CFG, grid)
+    there, here = (FlatParameters(specs(), grid, *types, device, zero, "cpu")
+                   for device in ("meta", "cpu"))
+    gradients = [random_tensor(b.numel, seed=i).float() for i, b in enumerate(here.buckets)]
+    for flat in (here, there):
+        flat.initialize(CFG, 0)
+    for bucket, gradient in zip(here.buckets, gradients):
+        bucket.shard["grad"].copy_(gradient)
+    with Crossings([gradient * 0.5 for gradient in gradients]) as crossings:
+        there.step(0.5, 1, 1e-2, 0.9, 0.95, 0.1)
+    here.step(0.5, 1, 1e-2, 0.9, 0.95, 0.1)
+    assert crossings.seen == [copy for b in here.buckets for copy in (
+        ("cpu", 4 * b.numel), ("meta", types[0].itemsize * b.numel))]
+    for arrived, ours, theirs in zip(crossings.arrived, there.buckets, here.buckets, strict=True):
+        assert arrived.equal(theirs.shard["data"]) and ours.shard["data"].is_meta
+        assert all(ours.shard[name].equal(theirs.shard[name]) for name in OWN[2:])
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_the_offload_flag_puts_the_optimizer_on_the_host(tmp_path, offload):
+    run = train.Run(settings(tmp_path, offload=offload), CFG, Grid(1, 1, 1), torch.device("meta"),
+                    Memory(CFG), Memory(CFG), None)             # any device that is not the host
+    where = {name: {b.shard[name].device.type for b in run.flat.buckets} for name in OWN}
+    host = {"cpu"} if offload else {"meta"}
+    assert where == dict(data={"meta"}, grad={"meta"}, master=host, exp_avg=host, exp_avg_sq=host)
 
 
 # What a rank holds.
@@ -2206,67 +2078,29 @@ FORMULA = dict(fp32=lambda dp: (16, 8 + 8 / dp, 4 + 12 / dp, 16 / dp),      # by
                bf16=lambda dp: (18, 6 + 12 / dp, 2 + 16 / dp, 18 / dp))
 
 
-def live_tensors():
-    return [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
-
-
-def held_by(run):
-    """Bytes of live tensors by kind, and in all, without what the run itself does not hold."""
-    gc.collect()
-    def size(tensors):
-        return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    def own(*names):
-        return size(b.shard[name] for b in run.flat.buckets for name in names)
-    data, everything = own("data"), size(live_tensors())
-    optimizer = {at: n for at, n in own("master", "exp_avg", "exp_avg_sq").items()
-                 if at not in data}
-    kinds = dict(parameters=data, gradients=own("grad"), optimizer=optimizer)
-    return {kind: sum(x.values()) for kind, x in kinds.items()}, sum(everything.values())
-
-
-def bytes_held(rank, world, layout, config, cfg):
-    dp, tp, pp = layout
-    with gridded(rank, world, tp, pp) as grid:
-        gc.collect()
-        before = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-                  for x in live_tensors()}
-        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
-        kinds, everything = held_by(run)
-        rest = run.boundary.nbytes + sum(before.values())
-        specs = [spec for bucket in run.flat.buckets for spec in bucket.specs]
-        numel = sum(spec.numel for spec in specs)
-        return kinds, everything - rest, run.flat.memory(), numel, len(specs)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", [(4, 1, 1), (2, 2, 1), (2, 1, 2)])
-def test_bytes_a_parameter_are_the_formulas(pool, tmp_path, dtype, layout):
-    cfg = replace(CFG, vocab_size=256, n_embd=64, n_layer=4)
-    dp, tp, pp = layout
-    for zero in range(4 if pp == 1 else 3):
+@pytest.mark.parametrize("dtype, kinds", [("fp32", (4, 4, 8)), ("bf16", (2, 4, 12))])
+def test_bytes_a_parameter_are_the_formulas(tmp_path, capsys, dtype, kinds, layout):
+    """All that a run holds, and prints, is the parameters (shared out by ZeRO 3), the gradients
+    (from 2 on), the optimizer's (from 1 on); besides it what crosses a stage boundary."""
+    cfg, (dp, tp, pp) = replace(CFG, vocab_size=256, n_embd=64, n_layer=4), layout
+    for zero, rank in itertools.product(range(4 if pp == 1 else 3), (0, 3)):
         config = settings(tmp_path, dtype=dtype, zero=zero, tp=tp, pp=pp, micro_batch=1)
-        for kinds, everything, told, numel, specs in pool.run(4, bytes_held, layout, config, cfg):
-            expected = FORMULA[dtype](dp)[zero] * numel
-            padding = (specs + (4 + 2) * dp) * 32 * FORMULA[dtype](dp)[zero]
-            assert expected <= sum(kinds.values()) <= expected + padding
-            assert everything == sum(kinds.values()) and told == kinds
-
-
-def test_the_memory_printed_at_the_start_is_that_of_the_tensors(run_train, shards, tmp_path):
-    kept, print_summary = [], train.print_summary
-    def keep(run):
-        kept.append(held_by(run)[0])
-        kept.append(parallel.activation_bytes(run.cfg, run.grid, run.schedule, 2, 2))
-        print_summary(run)
-    flags = ["--n-embd", "256", "--dtype", "bf16", "--micro-batch", "2", "--zero", "3"]
-    with mock.patch.object(train, "print_summary", keep):
-        status, text, _ = run_train("--data", shards, "--out", tmp_path, *TINY, *flags)
-    line = next(line for line in text.splitlines() if line.startswith("memory"))
-    told = {kind: float(size.replace(",", "")) for kind, size
-            in re.findall(r"(\w+)(?: about)? ([\d,.]+) MB", line)}
-    assert status == 0 and told == {kind: pytest.approx(size / 1e6, abs=0.051) for kind, size in
-                                    [*kept[0].items(), ("activations", kept[1])]}
-    assert told["parameters"] > 3 and "(rank 0)" in line and "zero 3" in text
+        grid = Grid(dp, pp, tp, rank)
+        with Alive() as alive:
+            run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
+        numel = sum(bucket.numel for bucket in run.flat.buckets)
+        needed = sum(spec.numel for bucket in run.flat.buckets for spec in bucket.specs)
+        sizes = [size * numel / (dp if zero >= since else 1)
+                 for size, since in zip(kinds, (3, 2, 1))]
+        assert list(run.flat.memory().values()) == sizes and needed <= numel <= 1.02 * needed
+        assert sum(sizes) == pytest.approx(FORMULA[dtype](dp)[zero] * numel)
+        assert alive.bytes() - run.boundary.nbytes == sum(sizes)
+        sizes.append(parallel.activation_bytes(cfg, grid, run.schedule, 1, kinds[0]))
+        told = "memory   parameters {:,.1f} MB, gradients {:,.1f} MB, optimizer {:,.1f} MB, " \
+            "activations about {:,.1f} MB (rank 0)\n".format(*(size / 1e6 for size in sizes))
+        train.print_summary(run)
+        assert told in capsys.readouterr().out
 
 
 def saved_for_backward(rank, world, layout, sequence_parallel, recompute, cfg):
@@ -2309,12 +2143,8 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(pool, layout, sequen
         assert kept == pytest.approx(estimate, rel=0.06)
 
 
-def test_the_estimate_of_activations_counts_the_microbatches_a_stage_holds():
-    for stage in range(4):
-        grid = Grid(1, 4, 1, rank=stage)
-        one, gpipes, ours = (parallel.activation_bytes(CFG, grid, schedule, 2, 4) for schedule in (
-            gpipe(stage, 4, 1), gpipe(stage, 4, 8), one_f_one_b(stage, 4, 8)))
-        assert gpipes == 8 * one and ours == (4 - stage) * one
+def nothing_saved(run):
+    pass
 
 
 # What a process holds at its peak: 101M parameters on four replicas, and a pipeline of four stages
@@ -2373,21 +2203,15 @@ def peak_of(layout, cfg, out, **flags):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_peak_memory_falls_with_zeros_stage_as_the_formula_says(tmp_path, zero):
-    for peak, formula in peak_of((4, 1, 1), BIG, tmp_path, zero=zero, micro_batch=1):
-        assert peak == pytest.approx(sum(formula), rel=0.15)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
-@pytest.mark.parametrize("name", PIPELINES)
-def test_peak_memory_of_a_pipeline_is_what_its_schedule_keeps(tmp_path, name):
-    peaks = peak_of((1, 1, 4), LONG, tmp_path, batch_size=32, **PIPELINES[name])
+@pytest.mark.parametrize("layout, cfg, flags", [
+    *(((4, 1, 1), BIG, dict(zero=zero, micro_batch=1)) for zero in range(4)),
+    *(((1, 1, 4), LONG, dict(batch_size=32, **flags)) for flags in PIPELINES.values())])
+def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, layout, cfg, flags):
+    peaks = peak_of(layout, cfg, tmp_path, **flags)
     for peak, formula in peaks:
         assert peak == pytest.approx(sum(formula), rel=0.15)
     peak, (state, _, activations) = peaks[0]            # the stage that 1F1B relieves least
-    assert peak - state == pytest.approx(activations, rel=0.15)
+    assert cfg is BIG or peak - state == pytest.approx(activations, rel=0.15)
 
 
 # ---------------------------------------------------------------------------------------------
