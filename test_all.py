@@ -3386,65 +3386,80 @@ def test_the_resume_event_tells_the_file_and_the_flags_given(run_train, shards, 
 # ---------------------------------------------------------------------------------------------
 
 
-def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1)):
-    """Train in this process, with a real metrics.jsonl -> (run, rows, events)."""
-    out = Path(config.out)
+def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1), stop=None):
+    """Train in this process, with a real metrics.jsonl -> the run, its rows and events (of all runs
+    in this --out), and the numbers of the batches it read."""
+    order, batches, out = Memory.sample_indices, [], Path(config.out)
     out.mkdir(exist_ok=True)
-    with gridded(0, 1, 1, 1) as grid:
+
+    def spy(self, seed, first, count):
+        batches.append(first // count)
+        return order(self, seed, first, count)
+    with gridded(0, 1, 1, 1) as grid, mock.patch.object(Memory, "sample_indices", spy):
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
                         Memory(cfg, 13, seed=1), state and checkpoint.load(state))
         prepare(run)
-        run.train(train.Metrics(out, 0), SimpleNamespace(requested=False))
-    return run, *read_metrics(out)
+        run.train(train.Metrics(out, 0), stop or SimpleNamespace(requested=False))
+    rows, events = read_metrics(out)
+    return SimpleNamespace(run=run, rows=rows, events=events, batches=batches)
 
 
-class Poison:
-    """After this step the parameters are wrong, in the first `times` attempts."""
+def after_backward(run, act):
+    """act(step) whenever the gradients of a step are complete, and nothing is decided yet."""
+    finish = run.flat.finish_grad_sync
+    run.flat.finish_grad_sync = lambda: (finish(), act(run.step + 1))
 
-    def __init__(self, step, times=1):
-        self.step, self.times = step, times
 
-    def __call__(self, run):
-        finish = run.flat.finish_grad_sync
-
-        def finish_and_spoil():
-            finish()
-            if run.step + 1 == self.step and run.monitor.rollbacks < self.times:
-                for bucket in run.flat.buckets:
-                    bucket.shard["data"] *= 30
-        run.flat.finish_grad_sync = finish_and_spoil
+def poison(run, step=20, times=1):
+    """After this step the parameters are wrong, in the first `times` attempts: the losses of the
+    next three steps are high, and the last of them rolls back."""
+    def spoil(now):
+        if now == step and run.monitor.rollbacks < times:
+            for bucket in run.flat.buckets:
+                bucket.shard["data"] *= 30
+    after_backward(run, spoil)
 
 
 def kinds(events):
     return [event["event"] for event in events]
 
 
-def judge(losses, config=train.Config(), **facts):
-    """The reasons a DivergenceMonitor gives for a series of losses."""
-    monitor = amp.DivergenceMonitor()
-    usual = dict(found_inf=False, overflow_at_floor=False, samples=(0, 8))
-    return [monitor.observe(loss, **{**usual, **facts}, config=config)[1] for loss in losses]
+def judge(losses, **flags):
+    """What a DivergenceMonitor says to a series of losses: {index: reason}. "overflow" stands for a
+    step that an infinite gradient skips, "at floor" for one at the lowest loss scale."""
+    monitor, reasons = amp.DivergenceMonitor(), {}
+    for i, loss in enumerate(losses):
+        _, reasons[i] = monitor.observe(
+            2.0 if isinstance(loss, str) else loss, found_inf=isinstance(loss, str),
+            overflow_at_floor=loss == "at floor", samples=(0, 8), config=train.Config(**flags))
+    return {i: reason for i, reason in reasons.items() if reason is not None}
 
 
-def test_a_divergence_is_several_high_losses_or_one_that_is_not_finite():
-    rng = np.random.default_rng(0)
-    healthy = list(2 + 0.1 * rng.standard_normal(100))
-    assert judge(healthy) == [None] * 100
-    high = 2 + 0.1 * 9
-    assert judge([*healthy, high, high, *healthy, high]) == [None] * 203     # outliers
-    for rollback, told in (("off", [102]), ("on", [102, 103])):     # off: once, for nothing follows
-        reasons = judge([*healthy, high, high, high, high], train.Config(rollback=rollback))
-        assert [i for i, reason in enumerate(reasons) if reason] == told
-    assert "above 2." in reasons[102] and "for 3 steps, now 2.9000" in reasons[102]
-    assert judge([*healthy, high], train.Config(spike_steps=1))[-1] is not None
-    assert judge([*healthy, *[high] * 3], train.Config(spike_margin=12.0))[-1] is None
-    assert judge([3.0] * 15 + [9.0] * 3) == [None] * 18                     # too few to judge by
-    assert judge([2.0] * 50 + [2.1] * 5) == [None] * 55         # no noise at all: 1% is a deviation
-    assert judge([2.0] * 50 + [2.13] * 3)[-1] is not None
-    assert "not finite" in judge([math.nan])[0] and "not finite" in judge([*healthy, math.inf])[-1]
-    assert "floor" in judge([2.0], found_inf=True, overflow_at_floor=True)[0]
-    skipped = judge([2.0] * 20, found_inf=True)                 # above the floor, or without one
-    assert skipped[:19] == [None] * 19 and "20 steps in a row" in skipped[19]
+NOISY = list(2 + 0.1 * np.random.default_rng(0).standard_normal(100))       # 2.9: nine deviations
+
+
+@pytest.mark.parametrize("losses, flags, told, words", [
+    ([*NOISY, 2.9, 2.9, *NOISY, 2.9], {}, [], ""),                      # outliers
+    ([*NOISY, 2.9, 2.9, 2.9, 2.9], {}, [102, 103], "above 2.* for 3 steps, now 2.9000"),
+    ([*NOISY, 2.9, 2.9, 2.9, 2.9], dict(rollback="off"), [102], "for 3 steps"),   # told once
+    ([*NOISY, 2.9], dict(spike_steps=1), [100], "for 1 steps"),
+    ([*NOISY, *[2.9] * 3], dict(spike_margin=12.0), [], ""),
+    ([3.0] * 15 + [9.0] * 3, {}, [], ""),                               # too few to judge by
+    ([3.0] * 16 + [9.0] * 3, {}, [18], "above 3.1800 "),
+    ([2.0] * 50 + [2.11] * 5, {}, [], ""),          # no noise at all: 1% counts as a deviation
+    ([2.0] * 50 + [2.13] * 3, {}, [52], "above 2.1200 "),
+    ([2.0] * 20 + [9.0, 9.0, 2.0] * 40 + [9.0] * 3, {}, [142], ""),     # high ones make no median
+    ([9.0] * 200 + [2.0] * 33 + [3.0] * 3, {}, [235], ""),              # old ones are forgotten
+    ([math.nan], {}, [0], "not finite"), ([*NOISY, math.inf], {}, [100], "not finite"),
+    (["at floor"], {}, [0], "floor"),
+    (["overflow"] * 20, {}, [19], "20 steps in a row"),
+    ((["overflow"] * 19 + [2.0]) * 3, {}, [], "")])
+def test_a_divergence_is_several_high_losses_or_one_that_is_not_finite(losses, flags, told, words):
+    """A series of losses, train.py's flags, the steps at which the monitor tells of a divergence
+    and, at the first of them, how."""
+    reasons = judge(losses, **flags)
+    assert [i for i in reasons if i <= max(told, default=len(losses))] == told, reasons
+    assert not told or re.search(words, reasons[told[0]])
 
 
 def test_a_falling_loss_and_a_plateau_are_healthy():
@@ -3452,191 +3467,238 @@ def test_a_falling_loss_and_a_plateau_are_healthy():
         rng = np.random.default_rng(seed)
         fall = 2 + 3.5 * np.exp(-np.arange(1000) / rng.uniform(20, 200))
         noise = rng.standard_t(4, 1000) * rng.uniform(0.005, 0.2)       # tails wider than normal
-        assert judge(fall + noise) == [None] * 1000, seed
+        assert judge(fall + noise) == {}, seed
 
 
-def test_a_run_goes_back_to_a_checkpoint_that_stayed_healthy():
-    files = [[0, None], *([step, f"{step}"] for step in (10, 20, 30))]
+def test_a_deviation_is_sigma_of_normal_noise_around_a_falling_loss():
+    rng, estimates = np.random.default_rng(0), []
+    for _ in range(200):
+        losses = 5 - 0.01 * np.arange(64) + 0.3 * rng.standard_normal(64)
+        monitor = amp.DivergenceMonitor(losses=losses.tolist())
+        estimates.append((monitor.limit(2.0) - np.median(losses)) / 2)
+    assert np.mean(estimates) == pytest.approx(0.3, rel=0.05)
+
+
+@pytest.mark.parametrize("onset, steps", [
+    (47, [30, 20, 10, 0]), (46, [30, 20, 10, 0]), (45, [20, 10, 30, 0]), (31, [10, 20, 0]),
+    (30, [10, 20, 0]), (12, [10, 0]), (1, [0])])
+def test_a_run_goes_back_to_a_checkpoint_that_stayed_healthy(onset, steps):
+    """The step at which a divergence began, and where to go back to, best first."""
+    files = [[0, None], [10, "a"], [20, "b"], [30, "c"]]
     monitor = amp.DivergenceMonitor(checkpoints=files)
-    steps = [(onset, [step for step, _ in monitor.candidates(onset)])
-             for onset in (47, 46, 45, 31, 30, 12, 1)]
-    assert steps == [(47, [30, 20, 10, 0]), (46, [30, 20, 10, 0]), (45, [20, 10, 30, 0]),
-                     (31, [10, 20, 0]), (30, [10, 20, 0]), (12, [10, 0]), (1, [0])]
-    again = amp.DivergenceMonitor(checkpoints=files[:2], last_rollback_step=10)
-    assert [step for step, _ in again.candidates(12)] == [0]
-    by_hand = amp.DivergenceMonitor(checkpoints=[[30, "/elsewhere/30"]])
-    assert by_hand.candidates(31) == by_hand.candidates(30) == [[30, "/elsewhere/30"]]
+    assert monitor.candidates(onset) == [file for step in steps for file in files
+                                         if file[0] == step]
+
+
+def test_the_monitor_keeps_account_of_checkpoints_and_rollbacks():
+    monitor = amp.DivergenceMonitor(checkpoints=[[30, "/elsewhere/30"]])
+    assert monitor.candidates(31) == monitor.candidates(30) == [[30, "/elsewhere/30"]]
+    for step in (40, 50, 60, 50):                       # 50 again, after a rollback
+        monitor.add_checkpoint(step, str(step), keep=3)
+    assert monitor.checkpoints == [[30, "/elsewhere/30"], [40, "40"], [50, "50"]]
+    monitor.add_checkpoint(60, "60", keep=2)
+    assert monitor.checkpoints == [[30, "/elsewhere/30"], [50, "50"], [60, "60"]]
+    cuts = []
+    for step in (40, 50, 50, 40, 60):                   # the same again, or an older one: deeper
+        before = monitor.lr_factor
+        monitor.rolled_back(step, [8 * step, 8 * step + 16], then=amp.DivergenceMonitor([1.5]))
+        cuts.append(monitor.lr_factor / before)
+    assert cuts == pytest.approx([0.6, 0.6, 0.6 ** 3, 0.6 ** 3, 0.6]) and monitor.rollbacks == 5
+    assert (monitor.losses, monitor.last_rollback_step) == ([1.5], 60)
+    assert [step for step, _ in monitor.candidates(61)] == [50, 30]     # not the same again
+    monitor.excluded = [[80, 160], [0, 8], [8, 80]]
+    assert [monitor.skip_excluded(sample) for sample in (0, 79, 160)] == [160, 160, 160]
+
+
+def test_a_bad_batch_right_behind_the_skipped_ones_is_dropped():
+    def verdict(batch, loss):
+        return monitor.observe(loss, False, False, (8 * batch, 8 * batch + 8), train.Config())[0]
+    monitor = amp.DivergenceMonitor(losses=[2.0] * 30, excluded=[[0, 80]])
+    assert verdict(10, math.nan) == verdict(11, 2.2) == "drop"
+    assert verdict(12, 2.0) == "update" and monitor.excluded == [[0, 96]]
+    assert verdict(13, math.nan) == "rollback"                          # not right behind them
+    for length, expected in ((amp.MAX_EXCLUDED - 1, "drop"), (amp.MAX_EXCLUDED, "update")):
+        monitor = amp.DivergenceMonitor(losses=[2.0] * 30, excluded=[[0, 8 * length]])
+        assert verdict(length, 9.0) == expected
 
 
 def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path):
-    order, asked = Memory.sample_indices, []
-
-    def spy(self, seed, first, count):
-        asked.append(first // count)
-        return order(self, seed, first, count)
-    config = settings(tmp_path, steps=60, save_every=10, keep=9)
-    with mock.patch.object(Memory, "sample_indices", spy):
-        run, rows, events = watched(config, Poison(30))
-    assert kinds(events) == ["spike", "rollback", "skip"]
-    spike, rollback, skip = events
-    assert (spike["step"], rollback["step"], rollback["to"]) == (33, 33, 10)
+    config = settings(tmp_path, steps=30, save_every=4, keep=9)
+    seen = watched(config, poison)
+    assert kinds(seen.events) == ["spike", "rollback", "skip"]
+    spike, rollback, skip = seen.events
+    assert (spike["step"], rollback["step"], rollback["to"]) == (23, 23, 4)
     assert spike["reason"] == rollback["reason"] and spike["loss"] > spike["limit"] > 0
-    # Steps 31 to 33 were high; these batches and the eight before them are left out.
-    assert rollback["sequences"] == [22 * 8, 33 * 8] == skip["sequences"] and skip["batches"] == 11
-    assert asked == [*range(33), *range(10, 22), *range(33, 33 + 60 - 22)]
-    assert column(rows, "step") == [*range(1, 34), *range(11, 61)]
-    again = rows[33:]
-    for row in again:
-        assert row["lr"] == pytest.approx(amp.LR_CUT * train.learning_rate(config, row["step"]))
-    assert rollback["lr_factor"] == amp.LR_CUT and rollback["rollbacks"] == 1
-    assert again[-1]["loss"] < 1.05 * rows[29]["loss"]
-    monitor = saved(tmp_path, 60)["monitor"]
-    assert (monitor["lr_factor"], monitor["rollbacks"]) == (0.6, 1)
-    assert monitor["excluded"] == [[176, 264]]
-    assert saved(tmp_path, 60)["optimizer_steps"] == 60          # no step was lost
+    # Steps 21 to 23 were high; these batches and the eight before them are left out.
+    assert rollback["sequences"] == [12 * 8, 23 * 8] == skip["sequences"] and skip["batches"] == 11
+    assert seen.batches == [*range(23), *range(4, 12), *range(23, 41)]
+    assert column(seen.rows, "step") == [*range(1, 24), *range(5, 31)]
+    assert column(seen.rows[23:], "lr") == pytest.approx(
+        [0.6 * train.learning_rate(config, step) for step in range(5, 31)])
+    assert (rollback["lr_factor"], rollback["rollbacks"]) == (0.6, 1)
+    assert seen.rows[-1]["loss"] < 1.05 * seen.rows[19]["loss"]
+    state = saved(tmp_path, 30)
+    assert (state["monitor"]["lr_factor"], state["monitor"]["rollbacks"]) == (0.6, 1)
+    assert state["monitor"]["excluded"] == [[96, 184]] and state["optimizer_steps"] == 30
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_kill_during_a_rollback_loses_nothing(tmp_path, moment):
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    config = settings(straight, steps=50, save_every=10)
-    watched(config, Poison(30))
-    config = replace(config, out=str(killed))
+    """Before the file that holds the correction is written, or right after."""
+    config = settings(tmp_path / "straight", steps=26, save_every=4, keep=9)
+    watched(config, poison)
 
     def prepare(run):
-        Poison(30)(run)
-        save = run.save
-
         def save_and_die():
             if moment == "after" or run.monitor.rollbacks == 0:
                 save()
             if run.monitor.rollbacks:
                 run.writer.wait()
                 raise ZeroDivisionError
-        run.save = save_and_die
+        poison(run)
+        save, run.save = run.save, save_and_die
+    killed = tmp_path / "killed"
     with pytest.raises(ZeroDivisionError):
-        watched(config, prepare)
-    newest = checkpoint.load(checkpoint.list_checkpoints(killed)[0])
-    assert (newest["step"], newest["monitor"]["rollbacks"]) == ((30, 0) if moment == "before" else
-                                                               (10, 1))
-    watched(config, Poison(30), checkpoint.list_checkpoints(killed)[0])
-    assert_same_state(saved(straight, 50), saved(killed, 50))
+        watched(replace(config, out=str(killed)), prepare)
+    newest = checkpoint.list_checkpoints(killed)[0]
+    state = checkpoint.load(newest)
+    assert (state["step"], state["monitor"]["rollbacks"]) == dict(before=(20, 0),
+                                                                  after=(4, 1))[moment]
+    watched(replace(config, out=str(killed)), poison, newest)
+    assert_same_state(saved(tmp_path / "straight", 26), saved(killed, 26))
 
 
 def monitor_now(run):
     return asdict(run.monitor), run.consumed_samples, list(run.events)
 
 
-@pytest.mark.parametrize("layout, zero", [((2, 2, 2), 1), ((4, 2, 1), 3)])
+@pytest.mark.parametrize("layout, zero", [((2, 2, 2), 1), ((2, 1, 1), 3)])
 def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, zero):
     dp, tp, pp = layout
-    config = settings(tmp_path, steps=40, save_every=10, micro_batch=1)
+    cfg, config = replace(CFG, n_layer=2), settings(tmp_path, steps=24, save_every=4, keep=9)
     (tmp_path / "one").mkdir()
-    cfg = replace(CFG, n_layer=2)
     one = run_steps(0, 1, (1, 1, 1), replace(config, out=str(tmp_path / "one")), cfg, monitor_now,
-                    prepare=Poison(30))
-    eight = pool.run(8, run_steps, layout, replace(config, tp=tp, pp=pp, zero=zero), cfg,
-                     monitor_now, None, Poison(30))
-    monitor, sequences, events = eight[0][1][-1]
-    assert monitor["rollbacks"] == 1 and kinds(events) == ["spike", "rollback", "skip"]
-    for _, seen, _ in eight:
-        assert repr(seen) == repr(eight[0][1])
-    assert [e["step"] for e in events] == [e["step"] for e in one[1][-1][2]]
-    assert events[1]["sequences"] == one[1][-1][2][1]["sequences"] and sequences == one[1][-1][1]
-    losses = [column(steps[:30] + steps[33:], "loss") for steps in (eight[0][0], one[0])]
-    assert len(losses[0]) == 60 and relative(*losses) <= 1e-5       # but for the poisoned ones
+                    prepare=poison)
+    ranks = pool.run(dp * tp * pp, run_steps, layout, replace(config, tp=tp, pp=pp, zero=zero),
+                     cfg, monitor_now, None, poison)
+    for _, seen, _ in ranks:
+        assert repr(seen) == repr(ranks[0][1])
+    (_, samples, events), (_, expected_samples, expected) = ranks[0][1][-1], one[1][-1]
+    assert kinds(events) == kinds(expected) == ["spike", "rollback", "skip"]
+    assert samples == expected_samples
+    for name in ("step", "to", "sequences"):
+        assert [e.get(name) for e in events] == [e.get(name) for e in expected], name
+    losses = [column(steps[:20] + steps[23:], "loss") for steps in (ranks[0][0], one[0])]
+    assert len(losses[0]) == 40 and relative(*losses) <= 1e-5       # but for the poisoned ones
 
 
 def test_rollbacks_are_bounded_and_cut_more_each_time(tmp_path):
-    config = settings(tmp_path, steps=60, save_every=10, max_rollbacks=2)
+    config = settings(tmp_path, steps=30, save_every=4, keep=9, max_rollbacks=2)
     with pytest.raises(RunError) as stop:
-        watched(config, Poison(30, times=9))
+        watched(config, functools.partial(poison, times=9))
     error, (_, events) = str(stop.value), read_metrics(tmp_path)
     assert stop.value.status == 1 and "\n" not in error
     assert "--max-rollbacks 2 are spent" in error and "--skip-steps" in error
     assert events[-1]["event"] == "stop" and "--max-rollbacks 2" in events[-1]["reason"]
-    rollbacks = [event for event in events if event["event"] == "rollback"]
-    assert [event["lr_factor"] for event in rollbacks] == pytest.approx([0.6, 0.6 ** 4])
-    assert kinds(events).count("spike") == 3
+    cuts = [event["lr_factor"] for event in events if event["event"] == "rollback"]
+    assert cuts == pytest.approx([0.6, 0.6 ** 4]) and kinds(events).count("spike") == 3
 
 
-def test_without_rollback_a_divergence_is_told_and_the_run_goes_on(tmp_path):
-    _, rows, events = watched(settings(tmp_path, steps=40, save_every=10, rollback="off"),
-                              Poison(30))
-    assert kinds(events) == ["spike"] and column(rows, "step") == [*range(1, 41)]
+def test_without_rollback_a_run_tells_and_goes_on_and_can_be_resumed_with_it(tmp_path):
+    config = settings(tmp_path, steps=30, save_every=4, keep=9, rollback="off")
+    seen = watched(config, poison)
+    assert kinds(seen.events) == ["spike"] and column(seen.rows, "step") == [*range(1, 31)]
+    assert saved(tmp_path, 30)["monitor"]["high"] == 10
+    seen = watched(replace(config, steps=32, rollback="on"), nothing, tmp_path / "step_00000030.pt")
+    assert kinds(seen.events)[:3] == ["spike", "spike", "rollback"]
+    assert seen.events[2]["step"] == 31 and seen.events[2]["to"] <= 20
+    assert column(seen.rows, "step")[-1] == 32
 
 
 def test_the_beginning_is_healthy_where_there_is_no_checkpoint_yet(tmp_path):
-    run, rows, events = watched(settings(tmp_path, steps=40), Poison(20))
-    rollback = events[1]
+    seen = watched(settings(tmp_path, steps=24), poison)
+    rollback = seen.events[1]
     assert (rollback["step"], rollback["to"], rollback["lr_factor"]) == (23, 0, 0.6)
     # The correction is in a file before anything else happens.
     assert names_in(tmp_path) == ["latest.pt", "metrics.jsonl", "step_00000000.pt",
-                                  "step_00000040.pt"]
-    plain, start = GPT(run.cfg).initialize(1337), saved(tmp_path, 0)
-    assert all(start["parameters"][name].equal(p.detach()[:start["parameters"][name].shape[0]])
-               for name, p in plain.named_parameters())
-    assert all(not t.any() for key in ("exp_avg", "exp_avg_sq") for t in start[key].values())
+                                  "step_00000024.pt"]
+    start, plain = saved(tmp_path, 0), GPT(seen.run.cfg).initialize(1337).state_dict()
+    assert all(t.equal(plain[name][:len(t)]) for name, t in start["parameters"].items())
+    assert not any(t.any() for key in ("exp_avg", "exp_avg_sq") for t in start[key].values())
     assert start["monitor"]["lr_factor"] == 0.6 and start["optimizer_steps"] == 0
 
 
 def test_a_rollback_passes_over_a_damaged_file(tmp_path, capsys):
-    candidates = amp.DivergenceMonitor.candidates
-
-    def damage_and_choose(self, onset):
-        (tmp_path / "step_00000015.pt").write_bytes(b"torn")
+    def damage_the_best(self, onset):
+        (tmp_path / "step_00000004.pt").write_bytes(b"torn")
         return candidates(self, onset)
-    with mock.patch.object(amp.DivergenceMonitor, "candidates", damage_and_choose):
-        _, _, events = watched(settings(tmp_path, steps=40, save_every=5, keep=9), Poison(30))
+    candidates = amp.DivergenceMonitor.candidates
+    with mock.patch.object(amp.DivergenceMonitor, "candidates", damage_the_best):
+        events = watched(settings(tmp_path, steps=24, save_every=2, keep=12), poison).events
     assert kinds(events) == ["spike", "damaged", "rollback", "skip"]
-    assert "step_00000015.pt" in events[1]["path"] and events[2]["to"] == 10
-    assert "step_00000015.pt is damaged" in capsys.readouterr().err
+    assert "step_00000004.pt" in events[1]["path"] and events[2]["to"] == 2
+    assert "step_00000004.pt is damaged" in capsys.readouterr().err
 
 
 def test_a_checkpoint_too_young_to_be_proven_serves_where_there_is_no_other(tmp_path):
     """Even while it is still being written. What it has read already is not left out."""
-    save = checkpoint.save
-
-    def slowly(state, out, keep):
-        time.sleep(0.5)
+    def wait_for_the_rollback(state, out, keep):
+        assert chosen.wait(60)
+        time.sleep(0.1)
         return save(state, out, keep)
-    with mock.patch.object(checkpoint, "save", slowly):
-        _, _, events = watched(settings(tmp_path, steps=40, save_every=19), Poison(20))
-    assert events[1]["event"] == "rollback" and events[1]["to"] == 19
-    assert events[1]["sequences"] == [19 * 8, 23 * 8]
+
+    def choose(self, onset):
+        chosen.set()
+        return candidates(self, onset)
+    save, candidates, chosen = checkpoint.save, amp.DivergenceMonitor.candidates, threading.Event()
+    with mock.patch.object(checkpoint, "save", wait_for_the_rollback), \
+            mock.patch.object(amp.DivergenceMonitor, "candidates", choose):
+        rollback = watched(settings(tmp_path, steps=24, save_every=19), poison).events[1]
+    assert (rollback["event"], rollback["to"]) == ("rollback", 19)
+    assert rollback["sequences"] == [19 * 8, 23 * 8]
 
 
 def test_a_rollback_whose_checkpoint_cannot_be_kept_ends_the_run(tmp_path):
     """It would be done again at every restart, without a bound."""
-    save = checkpoint.save
-
     def on_a_full_disk(state, out, keep):
         if state["monitor"]["rollbacks"]:
             raise OSError("the disk is full")
         return save(state, out, keep)
+    save = checkpoint.save
     with mock.patch.object(checkpoint, "save", on_a_full_disk), \
             pytest.raises(RunError, match="is lost: the disk is full") as stop:
-        watched(settings(tmp_path, steps=40, save_every=10), Poison(30))
+        watched(settings(tmp_path, steps=40, save_every=10), poison)
     assert stop.value.status == 1
-    assert column(read_metrics(tmp_path)[0], "step")[-1] == 33         # at once
-    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 30
+    assert column(read_metrics(tmp_path)[0], "step")[-1] == 23         # at once
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 20
 
 
 def test_twenty_skipped_steps_began_with_the_first(tmp_path):
     def prepare(run):
-        finish = run.flat.finish_grad_sync
-
-        def finish_and_spoil():
-            finish()
-            if 20 <= run.step + 1 < 40 and run.monitor.rollbacks == 0:
+        def spoil(step):
+            if 20 <= step < 40 and run.monitor.rollbacks == 0:
                 run.flat.buckets[0].shard["grad"][0] = math.inf
-        run.flat.finish_grad_sync = finish_and_spoil
-    run, rows, events = watched(settings(tmp_path, steps=45, save_every=10, keep=9), prepare)
-    spike, rollback = [e for e in events if e["event"] in ("spike", "rollback")]
+        after_backward(run, spoil)
+    seen = watched(settings(tmp_path, steps=41, save_every=10, keep=9), prepare)
+    spike, rollback = [e for e in seen.events if e["event"] in ("spike", "rollback")]
     assert spike["step"] == 39 and "20 steps in a row" in spike["reason"]
     assert rollback["to"] == 10 and rollback["sequences"] == [(39 - 20 - 8) * 8, 39 * 8]
-    assert column(rows, "skipped")[:39] == [0] * 19 + list(range(1, 21))
-    assert run.optimizer_steps == 45
+    assert column(seen.rows, "skipped")[:39] == [0] * 19 + list(range(1, 21))
+    assert seen.run.optimizer_steps == 41
+
+
+def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
+    config = settings(tmp_path, steps=6, skip_steps="3:5", save_every=1, keep=9)
+    seen = watched(config)
+    assert seen.batches == [0, 1, 5, 6, 7, 8] and column(seen.rows, "step") == [1, 2, 3, 4, 5, 6]
+    assert seen.events == [dict(event="skip", step=3, reason="left out", batches=3,
+                                sequences=[16, 40])]
+    for step, batches in ((2, [5, 6, 7, 8]), (3, [6, 7, 8])):       # not twice at a resume
+        assert watched(config, state=tmp_path / f"step_{step:08d}.pt").batches == batches
+    config = settings(tmp_path / "rollback", steps=24, skip_steps="16:18", save_every=4, keep=9)
+    seen = watched(config, poison)                                  # nor after a rollback
+    assert kinds(seen.events) == ["skip", "spike", "rollback", "skip"]
+    assert seen.batches == [*range(15), *range(18, 26), *range(4, 15), *range(26, 35)]
 
 
 def test_of_steps_to_skip_what_lies_ahead_is_skipped(run_train, shards, tmp_path):
@@ -3650,6 +3712,79 @@ def test_of_steps_to_skip_what_lies_ahead_is_skipped(run_train, shards, tmp_path
         assert ("lie behind" in text) == (sequences is None)
 
 
+def test_bad_data_behind_the_skipped_batches_is_left_out_too(tmp_path):
+    """Forty batches of noise, of which a rollback has seen three. The rest is easy to learn."""
+    class Noisy(Memory):
+        def __init__(self, cfg, n_windows=800, seed=0):
+            super().__init__(cfg, n_windows, seed)
+
+        def windows(self, indices):
+            tokens = super().windows(indices) % 4
+            if set(indices) & noise:
+                tokens = np.random.default_rng(int(indices[0])).integers(257, size=tokens.shape)
+            return tokens
+    noise = set(Memory(CFG, 800).sample_indices(1337, 30 * 8, 40 * 8))
+    with mock.patch.dict(globals(), Memory=Noisy):
+        seen = watched(settings(tmp_path, steps=50, save_every=4, lr=1e-2, keep=9))
+    assert kinds(seen.events) == ["spike", "rollback", "skip", *["skip"] * 37]
+    assert seen.events[1]["step"] == 33
+    assert all("behind" in event["reason"] and event["loss"] > 5 for event in seen.events[3:])
+    assert seen.run.monitor.excluded == [[22 * 8, 70 * 8]]
+    assert seen.run.consumed_samples == (50 + 48) * 8 and seen.run.optimizer_steps == 50
+    assert max(column(seen.rows[33:], "loss")) < seen.events[0]["limit"]
+
+
+def test_a_stop_at_a_batch_that_is_left_out_costs_no_step(tmp_path):
+    def prepare(run):                   # the batch behind the one that is left out looks bad
+        observe = run.monitor.observe
+        run.monitor.observe = lambda loss, *facts, **more: observe(
+            99.0 if run.consumed_samples == 22 * 8 else loss, *facts, **more)
+        after_backward(run, lambda step: setattr(stop, "requested", step == 21))
+    config = settings(tmp_path / "straight", steps=24, skip_steps="21:21", save_every=10)
+    stop = SimpleNamespace(requested=False)
+    watched(config, prepare)
+    stopped = tmp_path / "stopped"
+    config = replace(config, out=str(stopped))
+    seen = watched(config, prepare, stop=stop)
+    assert column(seen.rows, "step") == [*range(1, 21)]
+    assert kinds(seen.events) == ["skip", "skip", "stop"]
+    assert checkpoint.load(stopped / "latest.pt")["step"] == 20
+    watched(config, prepare, stopped / "latest.pt")
+    assert_same_state(saved(tmp_path / "straight", 24), saved(stopped, 24))
+
+
+def test_a_file_given_by_hand_is_a_new_beginning(run_train, shards, tmp_path):
+    """A correction stays with the run, but not against a learning rate that is given."""
+    out, by_hand = tmp_path / "o", tmp_path / "by_hand.pt"
+    assert run_train("--data", shards, "--out", out, *TINY)[0] == 0
+    state = torch.load(out / "step_00000002.pt", weights_only=True)
+    state["monitor"].update(lr_factor=0.25, rollbacks=2, last_rollback_step=2)
+    torch.save(state, by_hand)
+    plain = dict(steps=4, warmup_steps=2)
+    for name, flags, expected, told, changed in [
+            ("kept", [], 0.25 * train.learning_rate(train.Config(**plain), 3),
+             "learning rate x 0.25", {}),
+            ("own", ["--lr", 1.0, "--clip", 0.5, "--beta2", 0.9, "--skip-steps", "3:3"],
+             train.learning_rate(train.Config(lr=1.0, **plain), 3), "lr 1.0 instead of 0.004",
+             dict(lr=[4e-3, 1.0], clip=[1.0, 0.5], beta2=[0.95, 0.9], skip_steps=[None, "3:3"]))]:
+        status, text, _ = run_train("--data", shards, "--out", tmp_path / name, "--resume",
+                                    by_hand, *flags)
+        rows, events = read_metrics(tmp_path / name)
+        assert status == 0 and told in text and column(rows, "step") == [3, 4]
+        assert rows[0]["lr"] == pytest.approx(expected)
+        assert kinds(events) == ["resume"] + ["skip"] * bool(flags)
+        factor = 1.0 if flags else 0.25
+        assert (events[0]["changed"], events[0]["lr_factor"]) == (changed, factor)
+        monitor = checkpoint.load(tmp_path / name / "latest.pt")["monitor"]
+        assert (monitor["lr_factor"], monitor["rollbacks"], monitor["last_rollback_step"]) == (
+            factor, 0, -1)
+        assert monitor["checkpoints"][0] == [2, str(by_hand.resolve())]
+    flags = ["--data", shards, "--out", out, "--steps", 6, "--resume", out / "latest.pt"]
+    assert run_train(*flags)[0] == 0            # latest.pt will be another file: its lasting name
+    assert saved(out, 6)["monitor"]["checkpoints"] == [
+        [4, str((out / "step_00000004.pt").resolve())], [6, "step_00000006.pt"]]
+
+
 def test_behind_a_damaged_file_comes_its_own_branchs_beginning(run_train, shards, tmp_path):
     """And not what another branch, that was left, wrote in between."""
     out = tmp_path / "o"
@@ -3660,149 +3795,19 @@ def test_behind_a_damaged_file_comes_its_own_branchs_beginning(run_train, shards
     assert "step_00000002.pt, after step 2" in run_train(*flags, "--steps", 7)[1]
 
 
-def test_steps_skipped_by_hand_are_not_skipped_again_after_a_rollback(tmp_path):
-    order, asked = Memory.sample_indices, []
-
-    def spy(self, seed, first, count):
-        asked.append(first // count)
-        return order(self, seed, first, count)
-    config = settings(tmp_path, steps=40, save_every=10, skip_steps="25:27")
-    with mock.patch.object(Memory, "sample_indices", spy):
-        _, _, events = watched(config, Poison(26))
-    assert kinds(events) == ["skip", "spike", "rollback", "skip"]
-    assert asked == [*range(24), *range(27, 32), *range(10, 21), *range(32, 32 + 40 - 21)]
-
-
-def test_bad_data_behind_the_skipped_batches_is_left_out_too(tmp_path):
-    """Forty batches of noise, of which a rollback has seen three. The rest is easy to learn."""
-    class Noisy(Memory):
-        def windows(self, indices):
-            tokens = super().windows(indices) % 4
-            if 30 * 8 <= position[0] < 70 * 8:
-                tokens = np.random.default_rng(int(indices[0])).integers(257, size=tokens.shape)
-            return tokens
-
-        def sample_indices(self, seed, first, count):
-            position[0] = first
-            return super().sample_indices(seed, first, count)
-    position = [0]
-    with mock.patch.dict(globals(), Memory=Noisy):
-        run, rows, events = watched(settings(tmp_path, steps=80, save_every=10, lr=4e-3, keep=9))
-    assert kinds(events)[:3] == ["spike", "rollback", "skip"]
-    assert events[1]["step"] == 33 and kinds(events)[3:] == ["skip"] * 37
-    assert all("behind" in event["reason"] and event["loss"] > 5 for event in events[3:])
-    assert run.monitor.excluded == [[22 * 8, 70 * 8]] and run.consumed_samples == (80 + 48) * 8
-    assert run.optimizer_steps == 80 and max(column(rows[33:], "loss")) < events[0]["limit"]
-
-
-def test_numbers_that_are_not_finite_behind_the_skipped_batches_are_left_out_too():
-    def verdict(first, loss):
-        return monitor.observe(loss, False, False, (first, first + 8), train.Config())[0]
-    monitor = amp.DivergenceMonitor(losses=[2.0] * 30, excluded=[[0, 80]])
-    assert verdict(80, math.nan) == verdict(88, 2.2) == "drop"
-    assert verdict(96, 2.0) == "update" and monitor.excluded == [[0, 96]]
-    assert verdict(104, math.nan) == "rollback"                         # not right behind them
-    monitor.excluded = [[0, amp.MAX_EXCLUDED * 8]]
-    assert verdict(amp.MAX_EXCLUDED * 8, 9.0) != "drop"
-
-
-def test_a_stop_at_a_batch_that_is_left_out_costs_no_step(tmp_path):
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    config = settings(straight, steps=30, skip_steps="21:21", save_every=10)
-
-    def prepare(run):                   # the batch behind the one that is left out looks bad
-        observe = run.monitor.observe
-        run.monitor.observe = lambda loss, *facts, **more: observe(
-            99.0 if run.consumed_samples == 22 * 8 else loss, *facts, **more)
-    watched(config, prepare)
-    stop = SimpleNamespace(requested=False)
-
-    def prepare_to_stop(run):
-        prepare(run)
-        finish = run.flat.finish_grad_sync
-        run.flat.finish_grad_sync = lambda: (setattr(stop, "requested", run.step == 20),
-                                             finish())
-    config = replace(config, out=str(stopped))
-    with mock.patch(f"{__name__}.SimpleNamespace", lambda requested: stop):
-        _, rows, events = watched(config, prepare_to_stop)
-    assert column(rows, "step") == [*range(1, 21)] and kinds(events) == ["skip", "skip", "stop"]
-    assert checkpoint.load(stopped / "latest.pt")["step"] == 20
-    watched(config, prepare, stopped / "latest.pt")
-    assert_same_state(saved(straight, 30), saved(stopped, 30))
-
-
-def test_a_run_that_diverged_without_rollback_can_be_resumed_with_it(tmp_path):
-    config = settings(tmp_path, steps=40, save_every=10, rollback="off")
-    watched(config, Poison(30))
-    assert saved(tmp_path, 40)["monitor"]["high"] == 10
-    _, rows, events = watched(replace(config, steps=50, rollback="on"), nothing,
-                              tmp_path / "step_00000040.pt")
-    assert kinds(events)[:3] == ["spike", "spike", "rollback"] and events[2]["step"] == 41
-    assert events[2]["to"] <= 30 and column(rows, "step")[-1] == 50
-
-
-def test_by_hand_from_latest_a_run_begins_at_the_file_that_lasts(run_train, shards, tmp_path):
-    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
-    run_train(*flags)
-    assert run_train(*flags, "--steps", 6, "--resume", tmp_path / "o" / "latest.pt")[0] == 0
-    assert saved(tmp_path / "o", 6)["monitor"]["checkpoints"] == [
-        [4, str((tmp_path / "o" / "step_00000004.pt").resolve())], [6, "step_00000006.pt"]]
-
-
-def test_skip_steps_leaves_out_the_batches_of_these_steps(tmp_path):
-    order, asked = Memory.sample_indices, []
-
-    def spy(self, seed, first, count):
-        asked.append(first // count)
-        return order(self, seed, first, count)
-    config = settings(tmp_path, steps=6, skip_steps="3:5", save_every=1, keep=9)
-    with mock.patch.object(Memory, "sample_indices", spy):
-        _, rows, events = watched(config)
-        assert asked == [0, 1, 5, 6, 7, 8] and column(rows, "step") == [1, 2, 3, 4, 5, 6]
-        assert events == [dict(event="skip", step=3, reason="left out", batches=3,
-                               sequences=[16, 40])]
-        for step, expected in ((2, [5, 6, 7, 8]), (3, [6, 7, 8])):      # not twice at a resume
-            asked.clear()
-            watched(config, state=tmp_path / f"step_{step:08d}.pt")
-            assert asked == expected
-
-
-def test_a_file_given_by_hand_is_a_new_beginning(run_train, shards, tmp_path):
-    """A correction stays with the run, but not against a learning rate that is given."""
-    out = tmp_path / "o"
-    flags = ["--data", shards, "--out", out, *TINY]
-    assert run_train(*flags)[0] == 0
-    state = torch.load(out / "step_00000002.pt", weights_only=True)
-    state["monitor"].update(lr_factor=0.25, rollbacks=2, last_rollback_step=2)
-    torch.save(state, tmp_path / "by_hand.pt")
-    text = run_train("--data", shards, "--out", tmp_path / "o1", "--resume",
-                     tmp_path / "by_hand.pt")[1]
-    assert "learning rate x 0.25" in text
-    rows, events = read_metrics(tmp_path / "o1")
-    assert rows[0]["lr"] == pytest.approx(0.25 * train.learning_rate(
-        train.Config(steps=4, warmup_steps=2), 3)) and events[0]["lr_factor"] == 0.25
-    status, text, _ = run_train("--data", shards, "--out", tmp_path / "o2", "--resume",
-                                tmp_path / "by_hand.pt", "--lr", 1.0, "--clip", 0.5, "--beta2", 0.9,
-                                "--skip-steps", "3:3")
-    assert status == 0
-    rows, events = read_metrics(tmp_path / "o2")
-    assert column(rows, "step") == [3, 4] and rows[0]["lr"] == pytest.approx(
-        train.learning_rate(train.Config(lr=1.0, steps=4, warmup_steps=2), 3))
-    resume = events[0]
-    assert resume["event"] == "resume" and resume["lr_factor"] == 1.0
-    assert resume["changed"] == dict(lr=[4e-3, 1.0], clip=[1.0, 0.5], beta2=[0.95, 0.9],
-                                     skip_steps=[None, "3:3"])
-    assert "lr 1.0 instead of 0.004" in text and kinds(events) == ["resume", "skip"]
-    monitor = checkpoint.load(tmp_path / "o2" / "latest.pt")["monitor"]
-    assert (monitor["lr_factor"], monitor["rollbacks"]) == (1.0, 0)
-    assert monitor["last_rollback_step"] == -1
-    assert monitor["checkpoints"][0] == [2, str((tmp_path / "by_hand.pt").resolve())]
+def spoil_in_turn(run):
+    """At step k rank k - 1 alone finds an infinite gradient."""
+    def spoil(step):
+        bucket = run.flat.buckets[-1]
+        if run.grid.rank == step - 1:
+            bucket.view(bucket.grad, bucket.specs[-1])[0] = math.inf
+    after_backward(run, spoil)
 
 
 def test_a_number_that_is_not_finite_is_traced(pool, tmp_path):
     config = settings(tmp_path, steps=9, tp=2, pp=2, rollback="off")
     ranks = pool.run(8, run_steps, (2, 2, 2), config, replace(CFG, n_layer=2), monitor_now, None,
-                     inject)
+                     spoil_in_turn)
     events = [e for e in ranks[0][1][-1][2] if e["event"] == "skip"]
     assert [(e["step"], e["rank"], e["what"]) for e in events] == [
         (k, k - 1, "gradient") for k in range(1, 9)]
@@ -3815,26 +3820,22 @@ def test_a_number_that_is_not_finite_is_traced(pool, tmp_path):
 
 def test_the_batch_of_a_loss_that_is_not_finite_can_be_replayed(tmp_path):
     def prepare(run):
-        finish = run.flat.finish_grad_sync
-
-        def finish_and_spoil():
-            finish()
-            if run.step + 1 == 4:           # one token's vector; the others' losses are fine
+        def spoil(step):
+            if step == 4:                   # one token's vector; the others' losses are fine
                 bucket, spec = next((b, p) for b in run.flat.buckets for p in b.specs
                                     if p.name == "embed.position.weight")
                 bucket.view(bucket.data, spec)[3] = math.inf
-        run.flat.finish_grad_sync = finish_and_spoil
-    _, _, events = watched(settings(tmp_path, steps=5, save_every=1, keep=9, rollback="off"),
-                           prepare)
-    event = next(e for e in events if e["event"] == "skip")
-    assert (event["step"], event["what"], event["rank"]) == (5, "loss", 0)
+        after_backward(run, spoil)
+    config = settings(tmp_path, steps=5, save_every=1, keep=9, rollback="off")
+    skip, spike = watched(config, prepare).events
+    assert (skip["event"], skip["step"], skip["what"], skip["rank"]) == ("skip", 5, "loss", 0)
+    assert spike["event"] == "spike"
     loaded, _ = checkpoint.load_model(tmp_path / "step_00000004.pt")
-    batch = torch.from_numpy(Memory(CFG).windows(np.array(event["windows"])))
+    batch = torch.from_numpy(Memory(CFG).windows(np.array(skip["windows"])))
     loss = loaded(batch[:, :-1], batch[:, 1:])
     loss.backward()
     assert not loss.isfinite()
-    assert not dict(loaded.named_parameters())[event["parameter"]].grad.isfinite().all()
-    assert kinds(events) == ["skip", "spike"]
+    assert not dict(loaded.named_parameters())[skip["parameter"]].grad.isfinite().all()
 
 
 @pytest.mark.parametrize("layout, flags", [((1, 1, 1), {}), ((2, 2, 2), {}),
