@@ -3387,20 +3387,25 @@ def test_the_resume_event_tells_the_file_and_the_flags_given(run_train, shards, 
 # ---------------------------------------------------------------------------------------------
 
 
-def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1), stop=None):
-    """Train in this process, with a real metrics.jsonl -> the run, its rows and events (of all runs
-    in this --out), and the numbers of the batches it read."""
+def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1), stop=None, rank=0,
+            world=1):
+    """Train on this rank, with a real metrics.jsonl -> the run, its rows and events (of all runs in
+    this --out), and the numbers of the batches it read."""
     order, batches, out = Memory.sample_indices, [], Path(config.out)
     out.mkdir(exist_ok=True)
 
     def spy(self, seed, first, count):
         batches.append(first // count)
         return order(self, seed, first, count)
-    with gridded(0, 1, 1, 1) as grid, mock.patch.object(Memory, "sample_indices", spy):
+    with gridded(rank, world, config.tp, config.pp, config.sequence_parallel) as grid, \
+            mock.patch.object(Memory, "sample_indices", spy):
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
                         Memory(cfg, 13, seed=1), state and checkpoint.load(state))
         prepare(run)
-        run.train(train.Metrics(out, 0), stop or SimpleNamespace(requested=False))
+        try:
+            run.train(train.Metrics(out, rank), stop or SimpleNamespace(requested=False))
+        finally:
+            run.writer.wait()
     rows, events = read_metrics(out)
     return SimpleNamespace(run=run, rows=rows, events=events, batches=batches)
 
@@ -3574,7 +3579,6 @@ def test_a_kill_during_a_rollback_loses_nothing(tmp_path, moment):
             if moment == "after" or run.monitor.rollbacks == 0:
                 save()
             if run.monitor.rollbacks:
-                run.writer.wait()
                 raise ZeroDivisionError
         poison(run)
         save, run.save = run.save, save_and_die
@@ -3850,27 +3854,21 @@ def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(shards,
 
 
 def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(capfd):
-    """At these times, in seconds after the first."""
+    def after(seconds, number):
+        with mock.patch.object(parallel, "time", SimpleNamespace(monotonic=lambda: 100 + seconds)):
+            signal.raise_signal(number)
+        return stop.requested is not None, ended.called
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    now = SimpleNamespace(monotonic=lambda: clock)
     try:
-        with mock.patch.object(parallel, "time", now), \
-                mock.patch.object(os, "_exit", side_effect=SystemExit) as ended:
-            stop, clock = parallel.StopSignal(), 100.0
-            assert not stop.requested
-            signal.raise_signal(signal.SIGTERM)
-            assert stop.requested
-            clock = 100.4
-            signal.raise_signal(signal.SIGTERM)
-            assert not ended.called
-            clock = 100.6
-            with pytest.raises(SystemExit):
-                signal.raise_signal(signal.SIGINT)
-        assert ended.call_args.args == (1,)
+        with mock.patch.object(os, "_exit") as ended:
+            stop = parallel.StopSignal()
+            assert not stop.requested and after(0, signal.SIGTERM) == (True, False)
+            assert after(0.4, signal.SIGTERM) == (True, False)
+            assert after(0.6, signal.SIGINT) == (True, True)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert capfd.readouterr().out.splitlines() == [
+    assert ended.call_args.args == (1,) and capfd.readouterr().out.splitlines() == [
         "saving after this step; a second signal ends at once, without saving",
         "ended without saving"]
 
@@ -4051,37 +4049,33 @@ class Killed(Exception):
     pass
 
 
-def train_until(rank, world, layout, config, cfg, file, diverges, at, fate):
+def train_until(rank, world, config, cfg, file, diverges, at, fate):
     """Train on from a file. At step `at` one rank gets a signal, or all are killed. On the way
     another rank finds infinite gradients, or the run diverges after step 18 and rolls back."""
-    def hurt(step):
-        if step in (3, 9) and rank == step % world:
-            run.flat.buckets[-1].shard["grad"][0] = math.inf
-        if step == at and fate == "kill":
-            raise Killed
-        stop.requested = stop.requested or (step == at and rank == step % world)
-    dp, tp, pp = layout
-    stop = SimpleNamespace(requested=False)
-    with gridded(rank, world, tp, pp, config.sequence_parallel) as grid:
-        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
-                        Memory(cfg, 13, seed=1), file and checkpoint.load(file))
+    def prepare(run):
+        def hurt(step):
+            if step in (3, 9) and rank == step % world:
+                run.flat.buckets[-1].shard["grad"][0] = math.inf
+            if step == at and fate == "kill":
+                raise Killed
+            stop.requested = stop.requested or (step == at and rank == step % world)
         if diverges:
             poison(run, 18)
         after_backward(run, hurt)
-        with suppress(Killed):
-            run.train(train.Metrics(Path(config.out), rank), stop)
-        run.writer.wait()
+    stop = SimpleNamespace(requested=False)
+    with suppress(Killed):
+        watched(config, prepare, file, cfg, stop, rank, world)
 
 
 def drawn_layout(rng, config, most):
-    """A layout of at most so many ranks, and the config with flags that go with it."""
-    layout = dp, tp, pp = rng.choice([
-        layout for layout in LAYOUTS if math.prod(layout) <= most and layout[2] <= 2])
-    return layout, replace(
+    """Of at most so many ranks -> (ranks, the config with this layout and flags that suit it)."""
+    dp, tp, pp = rng.choice([layout for layout in LAYOUTS
+                             if math.prod(layout) <= most and layout[2] <= 2])
+    return dp * tp * pp, replace(
         config, tp=tp, pp=pp, zero=rng.randrange(4 if pp == 1 else 3), recompute=rng.random() < 0.5,
         micro_batch=rng.choice([m for m in (1, 2, 4, 8) if 8 % (dp * m) == 0]),
-        pp_schedule=rng.choice(list(parallel.SCHEDULES)), sequence_parallel=tp > 1 and
-        rng.random() < 0.5)
+        pp_schedule=rng.choice(list(parallel.SCHEDULES)),
+        sequence_parallel=tp > 1 and rng.random() < 0.5)
 
 
 def damage(path, rng):
@@ -4100,24 +4094,22 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(pool, tmp_p
     """The seed of everything drawn; whether each part of the chain has the "same" layout as the
     straight run (then, with dropout, all is bit-equal) or is drawn anew among "others"; ranks."""
     rng, out = random.Random(seed), tmp_path / "chain"
-    (tmp_path / "straight").mkdir(), out.mkdir()
     diverges = seed % 2 == 1        # a damaged file would make it diverge, and go back, elsewhere
     steps = 22 if diverges else 12
     cfg = replace(CFG, n_layer=2, dropout=0.1 if layouts == "same" else 0.0)
     config = settings(tmp_path / "straight", steps=steps, save_every=1, keep=99, dtype=dtype)
-    layout, config = drawn_layout(rng, config, most)
-    pool.run(math.prod(layout), train_until, layout, config, cfg, None, diverges, 0, None)
-    chain = []
-    file, step = None, 0
+    world, config = drawn_layout(rng, config, most)
+    pool.run(world, train_until, config, cfg, None, diverges, 0, None)
+    chain, file, step = [], None, 0
     while step < steps:
         assert len(chain) < 60, chain
         if layouts == "others":
-            layout, config = drawn_layout(rng, config, most)
+            world, config = drawn_layout(rng, config, most)
         at = step + rng.randint(1, 8)
         fate = rng.choice(["signal", "kill"] + ["damage"] * (not diverges))
-        chain.append((layout, at, fate))
-        pool.run(math.prod(layout), train_until, layout, replace(config, out=str(out)), cfg, file,
-                 diverges, at, "kill" if fate == "damage" else fate)
+        chain.append((world, config, at, fate))
+        pool.run(world, train_until, replace(config, out=str(out)), cfg, file, diverges, at,
+                 "signal" if fate == "signal" else "kill")
         files = checkpoint.list_checkpoints(out)
         for path in files[:rng.randint(1, 3) if fate == "damage" and len(files) > 3 else 0]:
             damage(path, rng)
@@ -4230,17 +4222,7 @@ def test_healthy_runs_never_roll_back(run_train, library, tmp_path, request, nam
         data.prepare(data.standard_library()[0][:99], folder := tmp_path / "d", "gpt2")
     out = tmp_path / "o"
     assert run_train("--data", folder, "--out", out, *SMALL, "--steps", 300, *flags)[0] == 0
-    rows, events = read_metrics(out)
-    assert set(kinds(events)) <= {"start", "skip"}
-    monitor, nearest = amp.DivergenceMonitor(), -math.inf
-    for row in rows:
-        limit = monitor.limit(1.0)
-        if limit < math.inf:
-            middle = float(np.median(monitor.losses))
-            nearest = max(nearest, (row["loss"] - middle) / (limit - middle))
-        monitor.observe(row["loss"], False, False, (0, 0), train.Config())
-    print(f"\n{name}: {len(rows)} steps, at most {nearest:.1f} deviations above the median; a "
-          f"divergence is 6, three times")
+    assert set(kinds(read_metrics(out)[1])) <= {"start", "skip"}        # fp16 may overflow
 
 
 CHAOS = """
