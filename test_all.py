@@ -3809,24 +3809,25 @@ def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, 
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
-    """And the file holds the state of its step, not of the one that is on by then."""
-    def when_all_steps_are_done(state, out, keep):
-        assert trained.wait(60)
-        done.append("written")
+    """Until the next is due: then it waits, for memory holds the state twice and not three times.
+    And the file holds the state of its step, not of the one that is on by then."""
+    def two_steps_later(state, out, keep):
+        assert reached[min(state["step"] + 2, 6)].wait(60)
+        time.sleep(0.2)         # if nothing waited for this file, more steps would be done by now
+        done.append(f"file {state['step']}")
         return save(state, out, keep)
 
-    def count(step):
+    def reach(step):
         done.append(step)
-        if step == 6:
-            trained.set()
-    save, done, trained = checkpoint.save, [], threading.Event()
-    slow, fast = (settings(tmp_path / name, steps=6, save_every=3, keep=9)
+        reached[step].set()
+    save, done, reached = checkpoint.save, [], {step: threading.Event() for step in range(1, 7)}
+    slow, fast = (settings(tmp_path / name, steps=6, save_every=2, keep=9)
                   for name in ("slow", "fast"))
     watched(fast)
-    with mock.patch.object(checkpoint, "save", when_all_steps_are_done):
-        watched(slow, lambda run: after_backward(run, count))
-    assert done == [1, 2, 3, 4, 5, 6, "written", "written"]
-    for step in (3, 6):
+    with mock.patch.object(checkpoint, "save", two_steps_later):
+        watched(slow, lambda run: after_backward(run, reach))
+    assert done == [1, 2, 3, 4, "file 2", 5, 6, "file 4", "file 6"]
+    for step in (2, 4, 6):
         assert_same_state(*(saved(Path(config.out), step) for config in (slow, fast)))
 
 
@@ -4085,10 +4086,11 @@ def damage(path, rng):
 
 
 @pytest.mark.parametrize("seed, dtype, layouts, most", [
-    (0, "fp32", "same", 2), (1, "fp32", "same", 2), (2, "fp64", "others", 4),
+    (0, "fp16", "same", 2), (1, "fp32", "same", 2), (2, "fp64", "others", 4),
     (3, "fp32", "others", 2),
     *[pytest.param(seed, dtype, layouts, 8, marks=pytest.mark.slow) for seed in range(4, 10)
-      for dtype, layouts in (("fp32", "same"), ("fp32", "others"), ("fp64", "others"))]])
+      for dtype, layouts in (("fp32", "same"), ("fp32", "others"), ("fp64", "others"))],
+    *[pytest.param(seed, "fp16", "same", 8, marks=pytest.mark.slow) for seed in (10, 12)]])
 def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(pool, tmp_path, seed, dtype,
                                                                     layouts, most):
     """The seed of everything drawn; whether each part of the chain has the "same" layout as the
@@ -4121,7 +4123,7 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(pool, tmp_p
     assert column(straight.values(), "skipped") == column(chained.values(), "skipped")
     for step, name in itertools.product(range(1, steps + 1), ("loss", "grad_norm", "lr")):
         one, two = straight[step][name], chained[step][name]
-        assert step in (3, 9) or abs(one - two) <= bound * one, (name, step, chain)
+        assert straight[step]["skipped"] or abs(one - two) <= bound * one, (name, step, chain)
     states = [saved(folder, steps) for folder in (tmp_path / "straight", out)]
     assert states[0]["monitor"]["rollbacks"] == states[1]["monitor"]["rollbacks"] == diverges
     if layouts == "same":
@@ -4284,7 +4286,7 @@ def restart_until_done(rng, kills, *flags, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps, at_random", [(120, 0), (500, 24)])
+@pytest.mark.parametrize("steps, at_random", [(120, 0), (300, 24)])
 def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path, steps, at_random):
     """Two replicas under ZeRO 1, at six chosen moments: under torchrun; or at random ones too, from
     the first line on, and started again at once."""
@@ -4292,7 +4294,7 @@ def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path, steps, at_ra
     script, straight, out = (tmp_path / name for name in ("chaos.py", "straight", "out"))
     flags = ["--data", noisy, *TINY, "--steps", steps, "--save-every", 10, "--eval-every", 20,
              "--zero", 1, "--timeout", 60, "--out"]
-    assert [rank.finish(120)[0] for rank in launch(2, *flags, straight)] == [0, 0]
+    assert [rank.finish(300)[0] for rank in launch(2, *flags, straight)] == [0, 0]
     marks.mkdir()
     script.write_text(CHAOS.format(marks=str(marks), pause=0.02 if at_random else 0))
     if at_random:
@@ -4306,7 +4308,7 @@ def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path, steps, at_ra
     moments = names_in(marks)
     print(f"\n{at_random + len(moments)} kills: {at_random} at random, and {', '.join(moments)}; "
           f"{events.count('resume')} resumes")
-    assert len(moments) == 6 and events.count("resume") >= 6 + at_random // 2
+    assert len(moments) == 6 and events.count("resume") >= (10 if at_random else 6)
     states = [checkpoint.load(folder / "latest.pt") for folder in (straight, out)]
     assert states[0]["step"] == steps and states[0]["monitor"]["rollbacks"] == 1
     assert_same_state(*states)
@@ -4356,7 +4358,7 @@ def test_the_readmes_two_machines_survive_a_link_that_goes_down(shards, tmp_path
     """For fifteen seconds; and they end where four ranks of one machine do."""
     straight, out = tmp_path / "straight", tmp_path / "out"
     flags = ["--data", shards, *TINY, "--steps", 200, "--save-every", 20, "--tp", 2, "--timeout", 8]
-    assert {rank.finish(120)[0] for rank in launch(4, *flags, "--out", straight)} == {0}
+    assert {rank.finish(300)[0] for rank in launch(4, *flags, "--out", straight)} == {0}
     blocks = (ROOT / "README.md").read_text().split("```")[1::2]
     line = next(block for block in blocks if "until torchrun --nnodes=2" in block).strip()
     line = re.sub(r"train\.py .*?--out \S+", lambda _: shlex.join(map(str, [
