@@ -3718,7 +3718,7 @@ def test_a_file_given_by_hand_is_a_new_beginning(run_train, shards, tmp_path):
              train.learning_rate(train.Config(lr=1.0, **plain), 3), "lr 1.0 instead of 0.004",
              dict(lr=[4e-3, 1.0], clip=[1.0, 0.5], beta2=[0.95, 0.9], skip_steps=[None, "3:3"]))]:
         status, text, _ = run_train("--data", shards, "--out", tmp_path / name, "--resume",
-                                    by_hand, *flags)
+                                    os.path.relpath(by_hand), *flags)
         rows, events = read_metrics(tmp_path / name)
         assert status == 0 and told in text and column(rows, "step") == [3, 4]
         assert rows[0]["lr"] == pytest.approx(expected)
