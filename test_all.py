@@ -3026,9 +3026,10 @@ def judge(losses, **flags):
     step that an infinite gradient skips, "at floor" for one at the lowest loss scale."""
     monitor, reasons = amp.DivergenceMonitor(), {}
     for i, loss in enumerate(losses):
-        _, reasons[i] = monitor.observe(
-            2.0 if isinstance(loss, str) else loss, found_inf=isinstance(loss, str),
-            overflow_at_floor=loss == "at floor", samples=(0, 8), config=train.Config(**flags))
+        words = isinstance(loss, str)
+        stats = amp.StepStats(2.0 if words else loss, 1.0, 1.0, words, stop_requested=False)
+        _, reasons[i] = monitor.observe(i + 1, stats, loss == "at floor",
+                                        train.Config(dtype="fp16", **flags))
     return {i: reason for i, reason in reasons.items() if reason is not None}
 
 
@@ -3060,6 +3061,17 @@ def test_a_divergence_is_several_high_losses_or_one_that_is_not_finite(losses, f
     assert not told or re.search(words, reasons[told[0]])
 
 
+@pytest.mark.parametrize("rollback", ["on", "off"])
+def test_a_loss_that_rises_slowly_is_a_divergence_too(rollback):
+    """By three deviations, so that no loss is high: told within a window of 64, and again only when
+    the median has risen by one more."""
+    noise = 0.1 * np.random.default_rng(1).standard_normal(300)
+    rise = np.repeat([2.0, 2.0, 2.3], 100)
+    told = judge(noise + rise, rollback=rollback)
+    assert 210 <= min(told) < 264 and "has risen from 1.9" in told[min(told)] and len(told) <= 3
+    assert judge(noise + np.repeat([2.0, 2.0, 2.04], 100)) == {}
+
+
 def test_a_falling_loss_and_a_plateau_are_healthy():
     for seed in range(20):
         rng = np.random.default_rng(seed)
@@ -3086,25 +3098,31 @@ def test_a_run_goes_back_to_a_checkpoint_that_stayed_healthy():
 def test_a_rollback_to_the_same_checkpoint_or_an_older_one_cuts_three_times():
     monitor, factors = amp.DivergenceMonitor(), [1.0]
     for step in (40, 50, 50, 40, 60):
-        monitor.rolled_back(step, [8 * step, 8 * step + 80], then=amp.DivergenceMonitor([1.5]))
+        monitor.rolled_back(step, [8 * step, 8 * step + 80], False, amp.DivergenceMonitor([1.5]))
         factors.append(monitor.lr_factor)
     assert [b / a for a, b in itertools.pairwise(factors)] == pytest.approx(
         [0.6, 0.6, 0.6 ** 3, 0.6 ** 3, 0.6])
     assert (monitor.rollbacks, monitor.last_rollback_step, monitor.losses) == (5, 60, [1.5])
-    assert [monitor.skip_excluded(sample) for sample in (319, 320, 400, 559, 560)] == [
-        319, 560, 560, 560, 560]
+    for batch_size, expected in [(8, [312, 560, 560, 560, 560]), (3, [312, 560, 560, 560, 560])]:
+        assert [monitor.skip_excluded(sample, batch_size) for sample in (312, 320, 400, 559, 560)
+                ] == expected
+    assert monitor.skip_excluded(312, 9) == 560         # a batch that would reach into them
 
 
-def test_a_bad_batch_right_behind_the_skipped_ones_is_dropped():
-    def verdict(batch, loss):
-        return monitor.observe(loss, False, False, (8 * batch, 8 * batch + 8), train.Config())[0]
-    monitor = amp.DivergenceMonitor(losses=[2.0] * 30, excluded=[[0, 80]])
-    assert verdict(10, math.nan) == verdict(11, 2.2) == "drop"
-    assert verdict(12, 2.0) == "update" and monitor.excluded == [[0, 96]]
-    assert verdict(13, math.nan) == "rollback"                          # not right behind them
-    for length, expected in ((amp.MAX_EXCLUDED - 1, "drop"), (amp.MAX_EXCLUDED, "update")):
-        monitor = amp.DivergenceMonitor(losses=[2.0] * 30, excluded=[[0, 8 * length]])
-        assert verdict(length, 9.0) == expected
+def test_what_diverges_again_right_behind_excluded_samples_doubles_them():
+    """If it does so at once, after steps that went well: the data is to blame, and the learning
+    rate stays."""
+    monitor = amp.DivergenceMonitor(high=3)
+    assert monitor.to_exclude(step=60, end=480, batch_size=8) == ([392, 480], False)
+    monitor.rolled_back(40, [392, 480], False, amp.DivergenceMonitor())
+    monitor.high = 3
+    assert monitor.to_exclude(52, 504, 8) == ([480, 656], True)
+    assert monitor.to_exclude(52, 512, 8) == ([424, 512], False)        # not at once
+    assert monitor.to_exclude(49, 504, 8) == ([416, 504], False)        # nothing went well
+    monitor.rolled_back(40, [480, 656], True, amp.DivergenceMonitor())
+    assert monitor.lr_factor == 0.6 and monitor.rollbacks == 2
+    monitor.high = 3
+    assert monitor.to_exclude(52, 680, 8) == ([656, 1008], True)
 
 
 def poison_and_tear(run):
@@ -3271,27 +3289,16 @@ def test_of_steps_to_skip_what_lies_ahead_is_skipped(run_train, shards, tmp_path
         assert ("lie behind" in text) == (sequences is None)
 
 
-def test_high_losses_behind_the_skipped_batches_are_left_out_too(tmp_path):
-    """Without an update, and without counting as steps. A stop at one of them costs no step."""
+def test_twenty_bad_batches_take_two_rollbacks_and_one_cut(tmp_path):
     def prepare(run):
-        observe = run.monitor.observe           # the three behind those of --skip-steps look bad
-        run.monitor.observe = lambda loss, *facts, **more: observe(
-            99.0 if 22 * 8 <= more["samples"][0] < 25 * 8 else loss, *facts, **more)
-        after_backward(run, lambda step: setattr(stop, "requested", step == 21))
-    straight, stopped = (settings(tmp_path / name, steps=24, skip_steps="21:22", save_every=10)
-                         for name in ("straight", "stopped"))
-    stop = SimpleNamespace(requested=False)
-    seen = watched(straight, prepare)
-    assert seen.batches == [*range(20), *range(22, 29)]
-    assert [e["reason"] for e in seen.events] == ["left out", *["a high loss behind batches left "
-                                                                "out"] * 3]
-    assert column(seen.rows, "step") == [*range(1, 25)] and seen.run.optimizer_steps == 24
-    assert seen.run.monitor.excluded == [[20 * 8, 25 * 8]]
-    seen = watched(stopped, prepare, stop=stop)
-    assert column(seen.rows, "step") == [*range(1, 21)]
-    assert kinds(seen.events) == ["skip", "skip", "stop"]
-    watched(stopped, prepare, tmp_path / "stopped" / "step_00000020.pt")
-    assert_same_state(saved(tmp_path / "straight", 24), saved(tmp_path / "stopped", 24))
+        reduce = run.reduce_stats
+        run.reduce_stats = lambda *facts: replace(reduce(*facts), **(
+            dict(loss=99.0) if 40 <= run.consumed_samples // 8 - 1 < 60 else {}))
+    seen = watched(settings(tmp_path, steps=50, save_every=4, keep=99), prepare)
+    assert kinds(seen.events) == ["spike", "rollback", "skip"] * 2
+    assert [(e["step"], e["to"]) for e in seen.events[1::3]] == [(43, 24), (35, 16)]
+    assert seen.batches == [*range(43), *range(24, 32), 43, 44, 45, *range(16, 32), *range(65, 83)]
+    assert seen.run.monitor.lr_factor == 0.6
 
 
 def test_a_file_given_by_hand_is_a_new_beginning(run_train, shards, tmp_path):
