@@ -575,6 +575,23 @@ def test_the_loss_of_16_bit_logits_is_computed_in_fp32():
         torch.testing.assert_close(kind(tokens, tokens), expected)
 
 
+def test_without_a_dropout_seed_torchs_generator_draws_the_masks():
+    plain, tokens = GPT(replace(CFG, dropout=0.3)).initialize(0), tokens_of(CFG, 2)
+    torch.manual_seed(0)
+    one, two = plain(tokens), plain(tokens)
+    assert not one.equal(two)                   # a default seed would draw the same masks again
+    torch.manual_seed(0)
+    assert plain(tokens).equal(one)
+
+
+@pytest.mark.parametrize("name, flops", [
+    ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 NVL", 835e12), ("NVIDIA H100 PCIe", 756e12),
+    ("NVIDIA GB200", 2500e12), ("NVIDIA B200", 2250e12), ("Tesla V100-SXM2-16GB", 125e12),
+    ("NVIDIA GeForce RTX 4090", 0)])
+def test_a_devices_peak_is_that_of_its_full_name(name, flops):
+    assert model.peak_flops(name) == flops
+
+
 # ---------------------------------------------------------------------------------------------
 # data.py
 # ---------------------------------------------------------------------------------------------
@@ -1001,6 +1018,36 @@ def test_without_shards_the_message_says_the_command(tmp_path, monkeypatch):
                                "data/shakespeare": "--dataset shakespeare"}.items():
         with pytest.raises(FileNotFoundError, match=command):
             data.TokenDataset(directory, "train", 4)
+
+
+@pytest.mark.parametrize("name, split", [
+    ("train_000000.bin", "train"), ("fineweb_val_000001.bin", "val"), ("TinyStories-train.bin",
+    "train"), ("retrieval_train_0.bin", "train"), ("constrained_val_0.bin", "val")])
+def test_a_shards_split_is_a_word_of_its_name(tmp_path, name, split):
+    (tmp_path / name).touch()
+    assert {s: len(data.shards_of(tmp_path, s)) for s in data.SPLITS} == {
+        s: int(s == split) for s in data.SPLITS}
+
+
+@pytest.mark.parametrize("n", [*range(1, 40), 255, 256, 257, 4097, 10 ** 6])
+def test_an_epoch_is_a_computed_permutation(n):
+    places = np.arange(n)
+    drawn = data.permute(places, n, 1337, 0)
+    assert np.array_equal(np.sort(drawn), places)                       # without replacement
+    assert data.permute(places[::-7], n, 1337, 0).tolist() == drawn[::-7].tolist()
+    if n > 250:
+        for other in (data.permute(places, n, 1338, 0), data.permute(places, n, 1337, 1), places):
+            assert (other == drawn).mean() < 10 / n + 1e-3
+        assert abs(np.corrcoef(drawn, places)[0, 1]) < 4 / n ** 0.5     # four deviations
+        assert abs(np.corrcoef(drawn[1:], drawn[:-1])[0, 1]) < 4 / n ** 0.5
+
+
+def test_a_permutation_of_a_billion_windows_takes_no_memory():
+    tracemalloc.start()
+    drawn = data.permute(np.arange(10 ** 9 - 256, 10 ** 9), 10 ** 9, 1337, 5)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 ** 5 and len(set(drawn.tolist())) == 256 and drawn.max() < 10 ** 9
 
 
 # ---------------------------------------------------------------------------------------------
@@ -2491,6 +2538,38 @@ def test_the_newest_whole_file_is_taken_whatever_became_of_the_times(tmp_path, c
         checkpoint.latest_valid(files)
 
 
+def test_the_file_that_a_branch_began_with_is_not_pruned(tmp_path):
+    """The monitor names it as the last one to go back to."""
+    for step in range(1, 6):
+        state = small_state(step)
+        state["monitor"] = dict(checkpoints=[[1, str(tmp_path / "step_00000001.pt")]])
+        checkpoint.save(state, tmp_path, keep=2)
+    assert names_in(tmp_path) == ["latest.pt", *(f"step_0000000{k}.pt" for k in (1, 4, 5))]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_save_begins_when_the_state_before_is_gone(tmp_path, full):
+    """Also if that could not be written: the host never holds a third state."""
+    seen, living = [], []
+
+    def gather(*facts):
+        living.append(sum(reference() is not None for reference in seen))
+        state = gather_full_state(*facts)
+        seen.append(weakref.ref(state["master"]["embed.token.weight"]))
+        return state
+
+    def save(state, out, keep):
+        time.sleep(0.05)
+        if full and state["step"] < 4:
+            raise OSError("the disk is full")
+    gather_full_state = checkpoint.gather_full_state
+    with mock.patch.object(checkpoint, "gather_full_state", gather), \
+            mock.patch.object(checkpoint, "save", save):
+        run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=4, save_every=1),
+                  replace(CFG, n_layer=1))
+    assert living[:4] == [0] * 4
+
+
 class Malice:
     def __init__(self, target):
         self.target = target
@@ -2605,12 +2684,16 @@ def expect_mistake(result, message):
     ("--eval-only", 1, "holds no checkpoint"), ("--resume nowhere.pt", 1, "no checkpoint nowhere."),
     ("--out /proc/nowhere", 1, "/proc/nowhere"), ("--out precious", 1, "--out precious is not a"),
     ("--data nowhere", 1, "python data.py"), ("--seq-len 100000", 1, "too few"),
+    ("--n-layer 96 --n-head 96 --n-embd 12288", 1, "would keep parameters 695.9 GB"),
     ("--data torn", 1, "train_000000.bin"), ("--data foreign", 1, "train_000000.bin"),
     ("--data beyond", 1, "257"), ("--data beyond_val", 1, "257"),
     ("--resume torn.pt", 1, "torn.pt is damaged, or no checkpoint"),
     ("--resume empty.pt", 1, "empty.pt is damaged, or no checkpoint"),
     ("--resume malice.pt", 1, "malice.pt is refused: it holds more than tensors"),
     ("--resume weights.pt", 1, "not a checkpoint of this project"),
+    ("--resume scale.pt", 1, "a loss scaler's state has numbers"),
+    ("--resume losses.pt", 1, "no valid ['losses']"),
+    ("--resume patience.pt", 1, "no valid ['patience']"),
     ("--resume whole.pt --n-layer 3", 1, "n_layer 2, not 3"),
     ("--resume whole.pt --model opt-125m", 1, "activation gelu, not relu"),
     ("--resume whole.pt --tp 2", 3, "3 processes are not divisible by tp 2 x pp 1"),
@@ -2645,11 +2728,60 @@ def things(shards, tmp_path_factory):
     whole = Command("train.py", "--data", shards, "--out", folder / "run", *TINY).finish()
     assert whole[0] == 0, whole
     (folder / "run" / "latest.pt").rename(folder / "whole.pt")
+    for key, name, value in [("scaler", "scale", math.nan), ("monitor", "losses", None),
+                             ("monitor", "patience", 3)]:
+        state = torch.load(folder / "whole.pt")
+        state[key][name] = value
+        torch.save(state, folder / f"{name}.pt")
     (folder / "torn.pt").write_bytes((folder / "whole.pt").read_bytes()[:-5000])
     (folder / "empty.pt").touch()
     torch.save(dict(x=Malice(str(folder / "ran"))), folder / "malice.pt")
     torch.save(dict(weights=torch.zeros(3)), folder / "weights.pt")
     return folder
+
+
+@pytest.mark.parametrize("file, arguments, advice", [
+    ("train.py", ["--n-embd", 1024], "--micro-batch"), ("sample.py", ["--ckpt", "large.pt"],
+                                                        "--device cpu")])
+def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, tmp_path, file, arguments,
+                                                               advice):
+    """In a process whose address space may grow by 128 MB."""
+    (tmp_path / "limited.py").write_text(f"""
+import resource, runpy
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + 2 ** 27,) * 2)
+runpy.run_path({str(ROOT / file)!r}, run_name="__main__")
+""")
+    state, cfg = small_state(1), GPTConfig(n_layer=1, n_embd=2048)
+    with torch.device("meta"):
+        shapes = {name: list(p.shape) for name, p in GPT(cfg).named_parameters()}
+    shapes["embed.token.weight"][0] = cfg.vocab_size
+    tensors = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}   # 4 bytes
+    torch.save({**state, "model": asdict(cfg), **dict.fromkeys(checkpoint.STATE, tensors)},
+               tmp_path / "large.pt")
+    if file == "train.py":
+        arguments = ["--data", shards, "--out", tmp_path / "o", *TINY, *arguments]
+    status, _, error = Command(tmp_path / "limited.py", *arguments, cwd=tmp_path).finish()
+    assert status == 1 and error.startswith(f"{file}: ") and error.count("\n") == 1, error
+    assert "allocate memory" in error and advice in error
+
+
+def test_on_a_machine_with_fewer_gpus_than_processes_the_way_out_is_named():
+    with mock.patch.object(torch.cuda, "is_available", lambda: True), \
+            mock.patch.object(torch.cuda, "device_count", lambda: 2):
+        with pytest.raises(ValueError, match="8 processes.*2 CUDA devices.*--device cpu"):
+            parallel.pick_device("auto", 0, 8)
+        assert parallel.pick_device("cpu", 0, 8).type == "cpu"
+
+
+def test_a_resume_tells_how_another_schedule_changes_the_learning_rate(run_train, shards, tmp_path):
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    assert "warm-up" not in run_train(*flags)[1]
+    old, new = (train.learning_rate(train.Config(steps=steps, warmup_steps=2), 5)
+                for steps in (4, 8))
+    assert f"learning rate is {new:.2e} instead of {old:.2e}" in run_train(*flags, "--steps", 8)[1]
+    text = run_train(*flags, "--steps", 10, "--warmup-steps", 6)[1]
+    assert "6 of 10 steps are warm-up" in text
 
 
 def torchrun(processes, *arguments, cwd=None, **options):
@@ -3508,7 +3640,7 @@ def test_a_run_that_torchrun_starts_again_goes_on_with_its_own_files(run_train, 
         run_train(*flags, *by_hand, TORCHELASTIC_RESTART_COUNT=1)       # now after its first
     assert column(read_metrics(out)[0], "step") == [1, 2, 3, 4, 3, 4, 5]
     assert saved(out, 4)["config"]["lr"] == 0.5
-    text = run_train(*flags, *by_hand, TORCHELASTIC_RESTART_COUNT=2)[1]
+    text = run_train(*flags, *by_hand)[1]       # a change of membership does not raise the count
     assert "step_00000004.pt, after step 4" in text
     assert column(read_metrics(out)[0], "step") == [1, 2, 3, 4, 3, 4, 5, 5, 6]
     # The same file with another learning rate is another attempt.
