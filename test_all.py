@@ -2289,7 +2289,8 @@ def small_state(step, fill=0.0):
     shapes = {name: list(p.shape) for name, p in GPT(cfg).named_parameters()}
     shapes["embed.token.weight"][0] = cfg.vocab_size            # without the padding
     tensors = {name: torch.full(shape, fill) for name, shape in shapes.items()}
-    return dict(format=checkpoint.FORMAT, step=step, consumed_samples=1, tokens=1, optimizer_steps=1, config={},
+    return dict(format=checkpoint.FORMAT, step=step, consumed_samples=1, tokens=1,
+                optimizer_steps=1, config={},
                 model=asdict(cfg), tokenizer="bytes", data="d", scaler={}, monitor={},
                 **{key: tensors for key in checkpoint.STATE})
 
@@ -2591,7 +2592,8 @@ def test_a_checkpoints_code_is_not_run(tmp_path):
 
 @pytest.mark.parametrize("content, words", [
     ([1, 2], "not a checkpoint of this project"), ({}, "not a checkpoint of this project"),
-    (dict(format=2), f"format 2, this code reads format {checkpoint.FORMAT}"), (dict(new=0), r"differ: \['new'\]"),
+    (dict(format=2), f"format 2, this code reads format {checkpoint.FORMAT}"),
+    (dict(new=0), r"differ: \['new'\]"),
     (dict(tokens=None), "differ"), (dict(model=dict(width=3)), "width"),
     (dict(model={}), "its parameters are not those of its model"),
     (dict(model=asdict(GPTConfig(n_layer=1, n_embd=64))), "its parameters are not those"),

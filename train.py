@@ -485,8 +485,8 @@ class Run:
         for event in events:
             self.metrics.write(**event, step=diverged_at)
         print_rank0(f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: back to step "
-                    f"{self.step}, leaving out sequences {samples[0]} to {samples[1] - 1}, learning "
-                    f"rate x {monitor.lr_factor:.3g} from now on")
+                    f"{self.step}, leaving out sequences {samples[0]} to {samples[1] - 1}, "
+                    f"learning rate x {monitor.lr_factor:.3g} from now on")
         self.save()
         all_ranks(self.writer.finish)
 
