@@ -4256,7 +4256,8 @@ def readme_commands():
                                                                     "python sample"))]
 
 
-def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path):
+@pytest.mark.parametrize("starter", [launch, pytest.param(torchrun, marks=pytest.mark.slow)])
+def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, starter):
     for file in ROOT.glob("*.py"):
         shutil.copy(file, tmp_path)
     commands = readme_commands()
@@ -4264,15 +4265,17 @@ def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path):
     assert commands[1] == ["torchrun", "--nproc_per_node=8", "train.py", "--tp", "2", "--pp", "2"]
     outputs = []
     for command in commands:
-        if command[0] == "torchrun":
-            process = torchrun(8, *command[2:], "--steps", "3", "--eval-every", "0", cwd=tmp_path)
+        flags, fewer = command[2:], ["--steps", "3", "--eval-every", "0"]
+        if command[0] == "python":
+            ends = [Command(tmp_path / command[1], *flags, cwd=tmp_path).finish(200)]
+        elif starter is launch:
+            ends = [c.finish(200) for c in launch(8, *flags[1:], *fewer, cwd=tmp_path)]
         else:
-            process = subprocess.Popen([sys.executable, *command[1:]], cwd=tmp_path, text=True,
-                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        text, error = process.communicate(timeout=200)
-        assert process.returncode == 0, error
-        assert "warn" not in error.lower(), error
-        outputs.append(text)
+            process = torchrun(8, *flags, *fewer, cwd=tmp_path)
+            ends = [(process.wait(200), *process.communicate())]
+        for status, _, error in ends:
+            assert status == 0 and "warn" not in error.lower(), error
+        outputs.append(ends[0][1])
     assert "torchrun --nproc_per_node=8 train.py --tp 2 --pp 2" in outputs[0]
     assert "step 3/3" in outputs[1] and "dp 2 x pp 2 x tp 2" in outputs[1]
     assert outputs[2].startswith("def ")
