@@ -271,7 +271,7 @@ class Memory:
 
 
 class Rows:
-    """train.Metrics for a test: keeps the rows, and what `look(run)` sees after each step."""
+    """checkpoint.Metrics for a test: keeps the rows, and what `look(run)` sees after each step."""
 
     def __init__(self, run, look):
         self.run, self.look, self.steps, self.seen = run, look, [], []
@@ -1535,7 +1535,9 @@ def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypat
             local.head(x, tokens_of(cfg, 1)).backward()
         peaks.append(alive.peak)
     few, many = peaks
-    assert few > 4 * 2 ** 16 and many - few < 8 * 768 * 16 * 4 < 768 * 8192 * 4 / 50
+    assert few > parallel.loss_bytes(cfg, Grid(1, 1, 1), 1, 4, "cpu") == 4 * 2 ** 16
+    assert parallel.loss_bytes(cfg, Grid(1, 1, 2), 1, 2, "cpu") == 6 * 2 ** 16   # half the rows
+    assert many - few < 8 * 768 * 16 * 4 < 768 * 8192 * 4 / 50
 
 
 @pytest.fixture(scope="module")
@@ -2145,9 +2147,11 @@ def test_bytes_a_parameter_are_the_formulas(tmp_path, capsys, dtype, kinds, layo
         assert list(run.flat.memory().values()) == sizes and needed <= numel <= 1.02 * needed
         assert sum(sizes) == pytest.approx(FORMULA[dtype](dp)[zero] * numel)
         assert alive.bytes() - run.boundary.nbytes == sum(sizes)
-        sizes.append(parallel.activation_bytes(cfg, grid, run.schedule, 1, kinds[0]))
+        sizes += [parallel.loss_bytes(cfg, grid, 1, kinds[0], "cpu"),
+                  parallel.activation_bytes(cfg, grid, run.schedule, 1, kinds[0])]
         told = "memory   parameters {:,.1f} MB, gradients {:,.1f} MB, optimizer {:,.1f} MB, " \
-            "activations about {:,.1f} MB (rank 0)\n".format(*(size / 1e6 for size in sizes))
+            "logits {:,.1f} MB, activations about {:,.1f} MB (rank 0)\n".format(
+                *(size / 1e6 for size in sizes))
         train.print_summary(run)
         assert told in capsys.readouterr().out
 
@@ -2776,6 +2780,16 @@ def test_on_a_machine_with_fewer_gpus_than_processes_the_way_out_is_named():
         assert parallel.pick_device("cpu", 0, 8).type == "cpu"
 
 
+@pytest.mark.parametrize("capability, dtype, told", [
+    ("AVX2", "bf16", True), ("AVX512", "bf16", False), ("AVX2", "fp32", False)])
+def test_a_cpu_that_is_slow_in_16_bits_is_told(run_train, shards, tmp_path, capability, dtype,
+                                               told):
+    with mock.patch.object(torch.backends.cpu, "get_cpu_capability", lambda: capability):
+        status, text, _ = run_train("--data", shards, "--out", tmp_path, *TINY, "--steps", 1,
+                                    "--dtype", dtype)
+    assert status == 0 and ("multiplies in fp32 much faster" in text) == told
+
+
 def test_a_resume_tells_how_another_schedule_changes_the_learning_rate(run_train, shards, tmp_path):
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     assert "warm-up" not in run_train(*flags)[1]
@@ -2832,12 +2846,12 @@ def test_ranks_that_see_different_data_end_alike(pool):
 
 def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys):
     """A value that is not finite; a line torn at any byte; a disk that is full at any byte."""
-    metrics, path = train.Metrics(tmp_path, 0), tmp_path / "metrics.jsonl"
+    metrics, path = checkpoint.Metrics(tmp_path, 0), tmp_path / "metrics.jsonl"
     metrics.write(step=1, loss=math.nan, grad_norm=math.inf)
     one = path.read_bytes()
     for torn in range(len(one)):
         path.write_bytes(one + one[:torn])
-        train.Metrics(tmp_path, 0)
+        checkpoint.Metrics(tmp_path, 0)
         assert path.read_bytes() == one
         with no_file_above(len(one) + torn):                    # costs the line, and not the run
             metrics.write(step=1, loss=math.nan, grad_norm=math.inf)
@@ -3128,7 +3142,7 @@ def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1), st
                         Memory(cfg, 13, seed=1), state and checkpoint.load(state))
         prepare(run)
         try:
-            run.train(train.Metrics(out, rank), stop or SimpleNamespace(requested=False))
+            run.train(checkpoint.Metrics(out, rank), stop or SimpleNamespace(requested=False))
         finally:
             run.writer.wait()
     rows, events = read_metrics(out)

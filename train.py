@@ -14,8 +14,7 @@ A step has these phases; `Run.train` shows them on one screen:
 
 Everything a resumed run needs is in the checkpoint: N steps are bit for bit N/2 steps, a stop and
 N/2 more, in the same layout on the CPU. Flags given at the resume win over the stored ones, which
-win over the defaults; layout, precision and paths are never taken from the checkpoint. So a run may
-be killed at any moment, and torchrun --max-restarts or a loop around it brings it to its end.
+win over the defaults; layout, precision and paths are never taken from the checkpoint.
 
 Exit status: 0 done, or saved on a signal; 1 the run failed; 2 a user's mistake, told in one line.
 """
@@ -41,16 +40,15 @@ import torch
 import checkpoint
 from amp import (MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepStats, clip_factor,
                  make_scaler)
-from checkpoint import Metrics
 from data import TokenDataset
 from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token, parameter_count,
                    peak_flops)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
                       activation_bytes, all_gather_object, all_ranks, all_reduce,
                       assert_equal_across_ranks, build_stage, check_layout, check_memory,
-                      fatal_message, fully_shard, locate_nonfinite, make_grid, on_rank0,
+                      fatal_message, fully_shard, locate_nonfinite, loss_bytes, make_grid, on_rank0,
                       one_f_one_b, param_specs, pick_device, print_rank0, process_group,
-                      run_schedule, wrap_blocks)
+                      run_schedule, slow_in_16_bits, wrap_blocks)
 
 EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over the split
 COUNTERS = ("step", "consumed_samples", "tokens", "optimizer_steps")        # of a run
@@ -257,8 +255,10 @@ def print_summary(run: "Run") -> None:
     config, cfg, grid = run.config, run.cfg, run.grid
     options = ", ".join([f"zero {config.zero}", *[config.pp_schedule] * (grid.pp > 1), *(
         name.replace("_", " ") for name in SWITCHES if getattr(config, name))])
-    sizes = {**run.flat.memory(), "activations about": activation_bytes(
-        cfg, grid, run.schedule, config.micro_batch, run.boundary.itemsize, config.recompute)}
+    each = config.micro_batch, run.boundary.itemsize
+    sizes = {**run.flat.memory(), "logits": loss_bytes(cfg, grid, *each, run.device.type),
+             "activations about": activation_bytes(cfg, grid, run.schedule, *each,
+                                                   config.recompute)}
     memory = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in sizes.items())
     print_rank0(
         f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
@@ -318,7 +318,7 @@ class Run:
         if state["config"]["dtype"] == self.config.dtype:
             self.scaler.load_state_dict(state["scaler"])
 
-    def train(self, metrics: Metrics, stop: StopSignal) -> None:
+    def train(self, metrics: checkpoint.Metrics, stop: StopSignal) -> None:
         config, self.metrics = self.config, metrics
         is_due = lambda every: every > 0 and self.step % every == 0
         recent = deque(maxlen=20)       # seconds of a step
@@ -552,7 +552,7 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
     if run.step >= config.steps:
         return print_rank0(f"{path} is step {run.step} of {config.steps}: nothing left to do; "
                            f"raise --steps to go on, or give another --out")
-    metrics, stop = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank)), StopSignal()
+    metrics = all_ranks(lambda: checkpoint.Metrics(Path(config.out), run.grid.rank))
     print_summary(run)
     if state is None:
         metrics.write(event="start", step=0, config=settings)
@@ -569,11 +569,13 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
             differs += f"; so the next step's learning rate is {new:.2e} instead of {old:.2e}"
         print_rank0(f"resume   {path}, after step {run.step}{differs}"
                     + f", learning rate x {factor:.3g}" * (factor != 1))
+    if run.boundary.itemsize == 2 and slow_in_16_bits(run.device):
+        print_rank0(f"note     this CPU multiplies in fp32 much faster than in {config.dtype}")
     if config.warmup_steps > config.steps / 2:
         print_rank0(f"note     {config.warmup_steps} of {config.steps} steps are warm-up")
     if "skip_steps" in given and step_range(config.skip_steps)[1] <= run.step:
         print_rank0(f"skip     the steps {config.skip_steps} lie behind: there is nothing to skip")
-    run.train(metrics, stop)
+    run.train(metrics, StopSignal())
 
 
 def launch(prepared, given: dict, device: torch.device, rank: int, world: int) -> None:
