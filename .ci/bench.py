@@ -376,6 +376,14 @@ def monitoring(folder):
           f"{np.median(seconds) / step:.2%}")
 
 
+def dropout_seeds(folder):
+    """What it costs to seed a mask: our one generator, and torch.manual_seed for all devices."""
+    for name, seed in [("model.seed_dropout", lambda: model.seed_dropout(
+            torch.device("cpu"), 1, "embed")), ("torch.manual_seed", lambda: torch.manual_seed(1))]:
+        rates = [per_second(lambda: [seed() for _ in range(1000)], 1000)() for _ in range(9)]
+        print(f"{name} takes {1e6 / np.median(rates):.1f} us", flush=True)
+
+
 def first_step(folder):
     """Beside eight processes that only import torch and start gloo."""
     least = folder / "least.py"
@@ -482,8 +490,8 @@ def memory(folder):
 
 TABLES = dict(parallel_stack=parallel_stack, three_dimensions=three_dimensions, memory=memory,
               sampling=sampling, tokenizing=tokenizing, checkpoints=checkpoints,
-              first_step=first_step, monitoring=monitoring, scaling_of_work=scaling_of_work,
-              scaling_of_processes=scaling_of_processes)
+              first_step=first_step, monitoring=monitoring, dropout_seeds=dropout_seeds,
+              scaling_of_work=scaling_of_work, scaling_of_processes=scaling_of_processes)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["peer"]:
