@@ -1125,9 +1125,8 @@ def first_gradients_and_masters(run):
 
 @pytest.mark.parametrize("dtype, layout, steps", [
     ("bf16", (1, 1, 1), 60), ("fp16", (1, 1, 2), 60), ("bf16", (2, 2, 2), 4),
-    ("fp16", (2, 2, 2), 4), *(pytest.param(dtype, layout, 60, marks=pytest.mark.slow)
-                              for dtype in ("bf16", "fp16") for layout in LAYOUTS
-                              if math.prod(layout) == 8)])
+    ("fp16", (2, 2, 2), 4), *(pytest.param(dtype, (2, 2, 2), 60, marks=pytest.mark.slow)
+                              for dtype in ("bf16", "fp16"))])
 def test_16_bits_train_as_fp64_does_in_one_process(pool, tmp_path, dtype, layout, steps):
     """Gradients, of which AdamW hides the size, within 5%, each parameter's on its own; the loss
     within a twentieth of a nat."""
@@ -3832,9 +3831,9 @@ def damage(path, rng):
 
 @pytest.mark.parametrize("seed, dtype, layouts, most", [
     (0, "fp16", "same", 2), (2, "fp64", "others", 4),
-    *[pytest.param(seed, dtype, layouts, 8, marks=pytest.mark.slow) for seed in range(4, 10)
+    *[pytest.param(seed, dtype, layouts, 8, marks=pytest.mark.slow) for seed in range(4, 7)
       for dtype, layouts in (("fp32", "same"), ("fp32", "others"), ("fp64", "others"))],
-    *[pytest.param(seed, "fp16", "same", 8, marks=pytest.mark.slow) for seed in (10, 12)]])
+    pytest.param(10, "fp16", "same", 8, marks=pytest.mark.slow)])
 def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(pool, tmp_path, seed, dtype,
                                                                     layouts, most):
     """The seed of everything drawn; whether each part of the chain has the "same" layout as the
