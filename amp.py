@@ -106,10 +106,10 @@ def clip_factor(norm: float, clip: float, scale: float) -> float:
 # The monitor of divergence
 #
 # A loss far above its lowest median so far for several steps, one that is not finite, an fp16
-# overflow at the minimum scale, MAX_SKIPPED skipped steps in a row, or a median that has risen by a
-# deviation: the run has diverged. What the teams of
-# OPT-175B (Zhang et al. 2022, section 2.5, and their logbook) and PaLM (Chowdhery et al. 2022,
-# section 5.1) then did by hand happens by itself, up to --max-rollbacks times:
+# overflow at the minimum scale, MAX_SKIPPED skipped steps in a row, or a median that has risen by
+# two deviations: the run has diverged. What the teams of OPT-175B (Zhang et al. 2022, section 2.5,
+# and their logbook) and PaLM (Chowdhery et al. 2022, section 5.1) then did by hand happens by
+# itself, up to --max-rollbacks times:
 #
 #     loss                                 x x x                  x high
 #        \_____                         x                         o healthy checkpoint: no high loss
@@ -200,10 +200,11 @@ class DivergenceMonitor:
             self.high = 0
             self.losses = [*self.losses, loss][-WINDOW:]
             median = statistics.median(self.losses)
-            # A healthy run's median of so many losses stays within 0.6 deviations of one loss.
-            slow = len(self.losses) == WINDOW and median > self.lowest + self.deviation()
+            # Noise around a constant loss stays below two deviations for 20,000 steps and more.
+            slow = len(self.losses) == WINDOW and median > self.lowest + 2 * self.deviation()
             if slow:
                 reason = f"the loss has risen from {self.lowest:.4f} to {median:.4f}"
+            if slow and config.rollback == "on":
                 since = step - self.last_rollback_step - HEALTHY_STEPS
                 self.high = max(config.spike_steps, min(WINDOW // 2, since))
             if slow or len(self.losses) >= MIN_WINDOW:
@@ -216,13 +217,13 @@ class DivergenceMonitor:
         """How many of the last steps led to the divergence."""
         return max(self.high, self.skipped_steps)
 
-    def candidates(self, onset: int) -> list:
+    def candidates(self, onset: int, data: bool) -> list:
         """[step, file] to go back to from a divergence that began at step `onset`, best first:
         those proven healthy, the newest first; if there are none, or none whole, the oldest of the
-        later ones, but not the same again; where the run began."""
+        later ones, but not the same again unless the `data` is to blame; where the run began."""
         began, *kept = [c for c in self.checkpoints if c[0] < onset] or self.checkpoints[:1]
         proven = [c for c in kept if c[0] <= onset - HEALTHY_STEPS]
-        others = [c for c in kept if c not in proven and c[0] != self.last_rollback_step]
+        others = [c for c in kept if c not in proven and (data or c[0] != self.last_rollback_step)]
         return [*reversed(proven), *others[:1], began]
 
     def to_exclude(self, step: int, end: int, batch_size: int) -> tuple[list[int], bool]:
@@ -231,7 +232,7 @@ class DivergenceMonitor:
         and the steps from the checkpoint up to there went well."""
         bad = self.bad_steps()
         onset, replayed = end - bad * batch_size, step - bad - self.last_rollback_step
-        if (self.excluded and self.excluded[-1][1] == onset
+        if (self.rollbacks > 0 and self.excluded[-1][1] == onset
                 and replayed >= HEALTHY_STEPS - LEAD_IN - 1):
             first, last = self.excluded[-1]
             return [onset, onset + 2 * (last - first)], True

@@ -231,7 +231,7 @@ def reading(path: Path, problem: str):
         raise FileNotFoundError(f"there is no checkpoint {path}")
     try:
         yield
-    except PermissionError:
+    except (PermissionError, MemoryError):
         raise
     except pickle.UnpicklingError:
         raise CorruptCheckpoint(f"{path} {problem}: it holds more than tensors and plain "
@@ -264,6 +264,8 @@ def load(path: Path) -> dict:
                              f"go on with the code that wrote it")
         if set(state) != KEYS:
             raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")
+        if not all(isinstance(state[key], dict) for key in ("config", "scaler", "monitor", *STATE)):
+            raise ValueError("its parts are no dicts")
         cfg = GPTConfig(**state["model"])
         with torch.device("meta"):
             shapes = {name: tuple(p.shape) for name, p in GPT(cfg).named_parameters()}
@@ -348,28 +350,33 @@ def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
                             f"{', '.join(map(str, files))}; move them away to start over")
 
 
-def find_checkpoint(out: Path, resume: str, restarted: bool,
-                    given: dict) -> tuple[Path | None, list[dict]]:
-    """The checkpoint to go on from, None for a fresh run, and events of damaged ones.
+def find_checkpoint(out: Path, resume: str, restarted: bool, given: dict,
+                    defining: list) -> tuple[Path | None, list[dict], bool]:
+    """The checkpoint to go on from, None for a fresh run; events of damaged ones; and whether a
+    branch begins there, as from an explicit PATH.
 
-    An explicit PATH begins a branch. The same command again, by hand or because torchrun
-    `restarted` the run or its group changed, goes on with what the branch has written since: each
-    file holds its flags, among them PATH.
+    The same command again, by hand or because torchrun `restarted` the run or its group changed,
+    goes on with what the branch has written since: each file holds its flags, among them PATH and
+    the `defining` ones.
     """
     found = list_checkpoints(out)
     if resume == "never" and found and not restarted:
         raise ValueError(f"--resume never, but {out} holds {found[0].name}: give another --out")
     if resume in ("auto", "never"):
-        return latest_valid(found) if found else (None, [])
-    own = []
+        return (*latest_valid(found), False) if found else (None, [], False)
+    base, own = {}, []
+    with suppress(CorruptCheckpoint, FileNotFoundError):
+        base = load(Path(resume))["config"]
     for path in found:
         with suppress(CorruptCheckpoint):
             stored = load(path)["config"]
-            own += [path] * all(stored.get(name) == value for name, value in given.items())
+            wanted = {**stored, **base, **given}
+            own += [path] * all(stored.get(name) == wanted.get(name) for name in defining)
     if own:
-        return latest_valid([*own, Path(resume)])
+        path, events = latest_valid([*own, Path(resume)])
+        return path, events, path not in own
     verify(Path(resume))                # the user named this file: refuse it if it is damaged
-    return Path(resume), []
+    return Path(resume), [], True
 
 
 def check_data(state: dict, meta: dict, data: str, same: bool) -> None:

@@ -305,13 +305,14 @@ def permute(places: np.ndarray, n: int, *key: int) -> np.ndarray:
     again (cycle walking, Black and Rogaway 2002), at most three times in four.
     """
     h = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))
-    mask, keys = (np.uint64(1) << h) - np.uint64(1), np.random.SeedSequence(key)
+    mask, round_keys = (np.uint64(1) << h) - np.uint64(1), (
+        np.random.SeedSequence(key).generate_state(6, np.uint64))
     places = places.astype(np.uint64)
     walking = np.ones(len(places), bool)
     while walking.any():
         left, right = places[walking] >> h, places[walking] & mask
-        for round_key in keys.generate_state(6, np.uint64):
-            # The finalizer of MurmurHash3 mixes the bits; products are modulo 2^64.
+        for round_key in round_keys:
+            # Products modulo 2^64 and shifts mix the bits, with MurmurHash3's constants.
             x = (right + round_key) * np.uint64(0xFF51AFD7ED558CCD)
             x = (x ^ x >> np.uint64(33)) * np.uint64(0xC4CEB9FE1A85EC53)
             left, right = right, left ^ (x ^ x >> np.uint64(33)) & mask

@@ -156,8 +156,8 @@ def comm_errors(operation: str, group=None):
 
 
 def out_of_memory(error: BaseException) -> bool:
-    return (isinstance(error, (MemoryError, torch.OutOfMemoryError))
-            or "allocate memory" in str(error))     # what the CPU's allocator says
+    words = "allocate memory|out of memory|ALLOC_FAILED"        # the CPU's; NCCL's; cuBLAS's
+    return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
 
 
 def fatal_message(error: Exception) -> str | None:
@@ -262,8 +262,10 @@ def pick_device(name: str, local_rank: int, local_world: int) -> torch.device:
 
 
 def slow_in_16_bits(device: torch.device) -> bool:
-    """A CPU without AVX-512 has no 16-bit products: they take 11 to 27 times as long as in fp32."""
-    return device.type == "cpu" and "AVX512" not in torch.backends.cpu.get_cpu_capability()
+    """An x86 CPU without AVX-512 has no 16-bit products: they take 11 to 27 times as long as in
+    fp32."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return device.type == "cpu" and capability in ("DEFAULT", "AVX2")
 
 
 class StopSignal:
@@ -852,9 +854,9 @@ def activation_bytes(cfg: GPTConfig, grid: Grid, schedule, micro_batch: int, ite
 def loss_bytes(cfg: GPTConfig, grid: Grid, micro_batch: int, itemsize: int, device: str) -> int:
     """The memory of the logits in VocabParallelCrossEntropy, on the last stage: a chunk of them in
     the type of the activations, and in 16 bits a second one in fp32."""
-    rows = cfg.padded_vocab // grid.tp
-    count = min(micro_batch * cfg.seq_len, max(1, LOGITS[device] // rows))
-    return count * rows * (itemsize + 4 * (itemsize == 2)) * grid.is_last
+    vocab = cfg.padded_vocab // grid.tp
+    count = min(micro_batch * cfg.seq_len, max(1, LOGITS[device] // vocab))
+    return count * vocab * (itemsize + 4 * (itemsize == 2)) * grid.is_last
 
 
 def clock(schedules) -> list[list[tuple]]:
@@ -1226,18 +1228,24 @@ class FlatParameters:
 
 def check_memory(cfg: GPTConfig, grid: Grid, dtypes: tuple, zero: int, offload: bool,
                  device: torch.device, local_world: int) -> None:
-    """Raise a ValueError if what this rank would keep all the time is more than its device has, or
-    its share of the machine's memory; nothing is allocated."""
-    specs = param_specs(build_stage(cfg, grid), cfg, grid)
-    sizes = FlatParameters(specs, grid, *dtypes, "meta", zero).memory()
-    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local_world
+    """Raise a ValueError if what the processes of this machine would keep all the time is more than
+    its memory, or what this rank would keep is more than its GPU's; nothing is allocated."""
+    sizes, stages = {}, {}
+    for rank in range(local_world) if device.type == "cpu" else [grid.rank]:
+        there = Grid(grid.dp, grid.pp, grid.tp, rank)
+        if there.stage not in stages:
+            specs = param_specs(build_stage(cfg, there), cfg, there)
+            stages[there.stage] = FlatParameters(specs, there, *dtypes, "meta", zero).memory()
+        for kind, size in stages[there.stage].items():
+            sizes[kind] = sizes.get(kind, 0) + size
+    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type != "cpu":
         has = torch.cuda.mem_get_info(device)[1]
         sizes["optimizer"] *= not offload
     if sum(sizes.values()) > has:
         parts = ", ".join(f"{kind} {size / 1e9:,.1f} GB" for kind, size in sizes.items())
-        raise ValueError(f"each process would keep {parts}, but has {has / 1e9:,.1f} GB: raise "
-                         f"--tp, --pp or --zero with more processes, or take a smaller model")
+        raise ValueError(f"this model would keep {parts} here, but there are {has / 1e9:,.1f} GB: "
+                         f"raise --tp, --pp or --zero on more machines, or take a smaller model")
 
 
 class _UnshardForBackward(torch.autograd.Function):

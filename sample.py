@@ -122,7 +122,7 @@ if __name__ == "__main__":
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        sys.exit(f"sample.py: out of memory ({str(error).splitlines()[0]}): the model needs a "
-                 f"larger device, or --device cpu")
+        sys.exit(f"sample.py: out of memory ({str(error).splitlines()[0]}): the model needs "
+                 f"more memory than this device has: try --device cpu, or another machine")
     except (KeyboardInterrupt, BrokenPipeError):            # Ctrl-C, or `| head` has read enough
         os._exit(1)

@@ -30,7 +30,6 @@ import time
 import traceback
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -66,7 +65,7 @@ def flag(default, help, kind=None, choices=None, low=None, below=None, group=Non
         help=help, kind=kind or type(default), choices=choices, low=low, below=below, group=group))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Config:
     data: str = flag("data/python", "directory of token shards, made by data.py", group="paths")
     out: str = flag("out", "directory for checkpoints and metrics.jsonl")
@@ -112,7 +111,7 @@ class Config:
     rollback: str = flag("on", "after a divergence go back, skip batches, lower the learning rate: "
                          "on or off", choices=["on", "off"], group="stability")
     max_rollbacks: int = flag(5, "rollbacks of the whole run, then it stops", low=0)
-    spike_margin: float = flag(6.0, "deviations above its median that make a loss high", low=1)
+    spike_margin: float = flag(6.0, "deviations that a high loss is above the lowest median", low=1)
     spike_steps: int = flag(3, "high losses in a row that make a divergence", low=1)
     skip_steps: str = flag(None, "A:B, leave out the batches of steps A to B, inclusive", str)
 
@@ -120,6 +119,7 @@ class Config:
 # Paths, layout and precision belong to one start: they are never taken from a checkpoint.
 LOCAL = {"data", "out", "resume", "eval_only", "tp", "pp", "pp_schedule", "device", "compile",
          "timeout", "micro_batch", "zero", "recompute", "sequence_parallel", "offload", "dtype"}
+FREE = {"steps", "save_every", "eval_every", "keep"}        # other values make no other run
 SWITCHES = ("recompute", "sequence_parallel", "offload", "compile")
 LASTING = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
@@ -374,8 +374,8 @@ class Run:
         if self.step < config.steps:
             self.metrics.write(event="stop", step=self.step)
             print_rank0(f"stopped and saved after step {self.step}; " + (
-                "the same command goes on" if config.resume == "auto" else
-                "go on with --resume auto"))
+                "go on with --resume auto" if config.resume == "never" else
+                "the same command goes on"))
 
     def skip_excluded(self) -> None:
         """Move on over the samples that come next in the data but are to be left out."""
@@ -385,7 +385,7 @@ class Run:
             if first <= self.step + 1 <= last:
                 monitor.applied_skip = skip
                 end = position + (last - self.step) * self.config.batch_size
-                monitor.excluded.append([position, end])
+                monitor.excluded.insert(0, [position, end])     # the last is a rollback's
         self.consumed_samples = monitor.skip_excluded(position, self.config.batch_size)
         if self.consumed_samples > position:
             batches = (self.consumed_samples - position) // self.config.batch_size
@@ -473,7 +473,7 @@ class Run:
             self.fail(diverged_at, f"{reason}, and --max-rollbacks {monitor.rollbacks} are spent")
         samples, data = monitor.to_exclude(diverged_at, self.consumed_samples, config.batch_size)
         files = [name and Path(config.out, name) for _, name
-                 in monitor.candidates(diverged_at - monitor.bad_steps() + 1)]
+                 in monitor.candidates(diverged_at - monitor.bad_steps() + 1, data)]
         self.writer.wait()                              # the file being written may be the one
         path, events = on_rank0(lambda: checkpoint.latest_valid(files))
         self.restore(all_ranks(lambda: path and checkpoint.load(path), status=1))  # new monitor
@@ -528,7 +528,8 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device, res
     or None, events of damaged ones; last, the lock of --out on the stack. Errors are for main."""
     config = Config(**given)
     out, found = Path(config.out), checkpoint.list_checkpoints(Path(config.out))
-    path, events = checkpoint.find_checkpoint(out, config.resume, restarted, given)
+    path, events, branch = checkpoint.find_checkpoint(out, config.resume, restarted, given, [
+        "resume", *(name for name in LASTING if name not in FREE)])
     if config.eval_only and path is None:
         raise ValueError(f"--eval-only, but {config.out} holds no checkpoint")
     state = path and checkpoint.load(path)
@@ -540,7 +541,7 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device, res
         stack.enter_context(checkpoint.lock_output_dir(out))
         if checkpoint.list_checkpoints(out) != found:
             raise ValueError(f"another run has just written to {config.out}: start again")
-    return config, cfg, path, events
+    return config, cfg, path, events, branch
 
 
 def start(run: Run, state: dict | None, path: Path | None, events: list, given: dict) -> None:
@@ -564,15 +565,18 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
             metrics.write(**event, step=run.step)
         differs = "".join(f", {name.replace('_', ' ')} {new} instead of {old}"
                           for name, (old, new) in changed.items())
-        old, new = (learning_rate(c, run.step + 1) for c in (Config(**state["config"]), config))
+        before = Config(**{n: state["config"][n] for n in LASTING if n in state["config"]})
+        old, new = (learning_rate(c, run.step + 1) for c in (before, config))
         if not 0.8 * old <= new <= 1.25 * old:
             differs += f"; so the next step's learning rate is {new:.2e} instead of {old:.2e}"
+            if before.lr == config.lr:      # a longer schedule: the loss may rise, and be healthy
+                run.monitor.losses, run.monitor.lowest = [], math.inf
         print_rank0(f"resume   {path}, after step {run.step}{differs}"
                     + f", learning rate x {factor:.3g}" * (factor != 1))
     if run.boundary.itemsize == 2 and slow_in_16_bits(run.device):
         print_rank0(f"note     this CPU multiplies in fp32 much faster than in {config.dtype}")
     if config.warmup_steps > config.steps / 2:
-        print_rank0(f"note     {config.warmup_steps} of {config.steps} steps are warm-up")
+        print_rank0(f"note     most of the {config.steps} steps are warm-up")
     if "skip_steps" in given and step_range(config.skip_steps)[1] <= run.step:
         print_rank0(f"skip     the steps {config.skip_steps} lie behind: there is nothing to skip")
     run.train(metrics, StopSignal())
@@ -581,9 +585,9 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
 def launch(prepared, given: dict, device: torch.device, rank: int, world: int) -> None:
     """All ranks, from what rank 0 has prepared to the end of the run."""
     with ExitStack() as stack:
-        config, cfg, path, events = on_rank0(lambda: prepared)          # broadcast from rank 0
+        config, cfg, path, events, branch = on_rank0(lambda: prepared)      # broadcast
         state = all_ranks(lambda: path and checkpoint.load(path))
-        if path == Path(config.resume) and not config.eval_only:
+        if branch and not config.eval_only:
             checkpoint.start_branch(state, path, "lr" in given)
         datasets = all_ranks(lambda: [TokenDataset(config.data, split, cfg.seq_len)
                                       for split in ("train", "val")])
@@ -618,7 +622,7 @@ def main() -> None:
         device = pick_device(config.device, local_rank, local_world)
         # Rank 0 alone, before any communication: the others wait for it at the rendezvous.
         stack, status = ExitStack(), 0
-        prepared = rank == 0 and prepare(given, world, local_world, device, restarts > 0, stack)
+        prepared = None if rank else prepare(given, world, local_world, device, restarts > 0, stack)
     except (ValueError, OSError, RunError) as error:
         if rank > 0:
             time.sleep(5)           # torchrun ends all ranks when one exits: rank 0 prints first
