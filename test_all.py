@@ -117,13 +117,14 @@ def worker(rank, pipe, environment):
 class Pool:
     """`run` calls a function of this module on the first `world` of eight processes."""
 
-    def __init__(self, **environment):
-        self.processes, self.pipes, self.environment = [], [], environment
+    def __init__(self, context=FORKS, **environment):
+        self.processes, self.pipes = [], []
+        self.context, self.environment = context, environment
 
     def start(self):
         for rank in range(8):
-            pipe, theirs = FORKS.Pipe()
-            process = FORKS.Process(target=worker, args=(rank, theirs, self.environment),
+            pipe, theirs = self.context.Pipe()
+            process = self.context.Process(target=worker, args=(rank, theirs, self.environment),
                                     daemon=True)
             process.start()
             theirs.close()
@@ -2246,7 +2247,7 @@ def peak_of(layout, cfg, out, **flags):
     """`peak_memory` in fresh processes, whose freed memory goes back to the system at once."""
     config = settings(out, steps=1, pp=layout[2], **flags)
     with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536"):
-        fresh = Pool()
+        fresh = Pool(multiprocessing.get_context("spawn"))      # malloc reads it at the start
         try:
             return fresh.run(4, peak_memory, layout, config, cfg, seconds=500)
         finally:
@@ -3995,12 +3996,14 @@ def test_a_run_made_to_diverge_ends_near_the_healthy_one(library, tmp_path, faul
     ("bytes", []), ("high learning rate", ["--lr", "1.2e-2", "--batch-size", "8"]),
     ("gpt2 tokens", ["--seq-len", "32", "--dropout", "0.1"]),
     ("fp16", ["--dtype", "fp16", "--steps", "120"]), ("noise in one sequence of twenty", [])])
-def test_healthy_runs_never_roll_back(run_train, library, tmp_path, request, name, flags):
+def test_healthy_runs_never_roll_back(run_train, library, tmp_path, monkeypatch, name, flags):
     folder = library
     if name.startswith("noise"):                # which no rollback can help
         folder = with_noise(library, tmp_path / "noisy", range(1, 301), 16, 64, every=20)
     if name == "gpt2 tokens":
-        request.getfixturevalue("gpt2")
+        if not (SHARED / "tiktoken_cache").is_dir():
+            pytest.skip("needs the GPT-2 vocabulary in ../shared/tiktoken_cache")
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
         data.prepare(data.standard_library()[0][:99], folder := tmp_path / "d", "gpt2")
     out = tmp_path / "o"
     assert run_train("--data", folder, "--out", out, *SMALL, "--steps", 300, *flags)[0] == 0
