@@ -107,9 +107,9 @@ def clip_factor(norm: float, clip: float, scale: float) -> float:
 #
 # A loss far above its lowest median so far for several steps, one that is not finite, an fp16
 # overflow at the minimum scale, MAX_SKIPPED skipped steps in a row, or a median that has risen by
-# two deviations (one just after a rollback): the run has diverged. What the teams of OPT-175B (Zhang
-# et al. 2022, section 2.5, and their logbook) and PaLM (Chowdhery et al. 2022, section 5.1) then did
-# by hand happens by itself, up to --max-rollbacks times:
+# two deviations (one just after a rollback): the run has diverged. What the teams of OPT-175B
+# (Zhang et al. 2022, section 2.5, and their logbook) and PaLM (Chowdhery et al. 2022, section 5.1)
+# then did by hand happens by itself, up to --max-rollbacks times:
 #
 #     loss                                 x x x                  x high
 #        \_____                         x                         o healthy checkpoint: no high loss
@@ -200,11 +200,11 @@ class DivergenceMonitor:
             self.high = 0
             self.losses = [*self.losses, loss][-WINDOW:]
             median = statistics.median(self.losses)
-            # Noise around a constant loss stays below two deviations for 20,000 steps and more. Just
-            # after a rollback one says enough: the run has not recovered.
+            # Noise around a constant loss stays below two deviations for 20,000 steps and more;
+            # just after a rollback one says enough: the run has not recovered.
             recovering = self.rollbacks > 0 and step - self.last_rollback_step <= 2 * WINDOW
-            rise = (1 if recovering else 2) * self.deviation()
-            slow = len(self.losses) == WINDOW and median > self.lowest + rise
+            slow = len(self.losses) == WINDOW and (
+                median - self.lowest > (1 if recovering else 2) * self.deviation())
             if slow:
                 reason = f"the loss has risen from {self.lowest:.4f} to {median:.4f}"
             if slow and config.rollback == "on":
