@@ -118,10 +118,10 @@ def clip_factor(norm: float, clip: float, scale: float) -> float:
 #          go back there,     skip these batches        at learning rate x LR_CUT
 #
 # The steps are done again, on the batches behind the skipped ones. If the first of these has a high
-# loss at once, although the steps before it went well again, the data is to blame: at the next
-# rollback twice as many are skipped, at the same learning rate. If the run comes back to the same
-# checkpoint, or to an older one, for another reason, the learning rate was not cut enough: then it
-# is cut three times.
+# loss at once, although the steps before it went well again, the data is to blame: the rollback
+# skips twice as many, and takes the last cut of the learning rate back. If the run comes back to
+# the same checkpoint, or to an older one, for another reason, the learning rate was not cut enough:
+# then it is cut three times.
 # ---------------------------------------------------------------------------------------------
 
 WINDOW, MIN_WINDOW = 64, 16     # losses that make the median, and the fewest that do
@@ -150,6 +150,7 @@ class DivergenceMonitor:
     high: int = 0               # steps in a row whose loss was
     skipped_steps: int = 0      # steps in a row without an update
     lr_factor: float = 1.0      # on the schedule's learning rate
+    last_cut: float = 1.0       # what the last rollback multiplied it by
     rollbacks: int = 0
     last_rollback_step: int = -1                    # where the last of them went back to
     excluded: list = field(default_factory=list)    # [first, end) of the samples to pass over
@@ -247,8 +248,9 @@ class DivergenceMonitor:
         """
         self.losses, self.lowest = then.losses, then.lowest
         self.high, self.skipped_steps = then.high, then.skipped_steps
-        if not data:
-            self.lr_factor *= LR_CUT if step > self.last_rollback_step else LR_CUT ** 3
+        cut = 1.0 if data else LR_CUT if step > self.last_rollback_step else LR_CUT ** 3
+        self.lr_factor *= cut / (self.last_cut if data else 1.0)        # data: it was cut in vain
+        self.last_cut = cut
         self.rollbacks += 1
         self.last_rollback_step = step
         self.excluded.append(samples)

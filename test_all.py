@@ -3266,8 +3266,8 @@ def test_a_rollback_to_the_same_checkpoint_or_an_older_one_cuts_three_times():
 
 
 def test_what_diverges_again_right_behind_excluded_samples_doubles_them():
-    """If it does so at once, after steps that went well: the data is to blame, and the learning
-    rate stays."""
+    """If it does so at once, after steps that went well: the data is to blame, and not the learning
+    rate."""
     by_hand = amp.DivergenceMonitor(high=3, excluded=[[392, 480]])     # by --skip-steps
     assert by_hand.to_exclude(52, 504, 8) == ([416, 504], False)
     monitor = amp.DivergenceMonitor(high=3)
@@ -3278,9 +3278,11 @@ def test_what_diverges_again_right_behind_excluded_samples_doubles_them():
     assert monitor.to_exclude(52, 512, 8) == ([424, 512], False)        # not at once
     assert monitor.to_exclude(49, 504, 8) == ([416, 504], False)        # nothing went well
     monitor.rolled_back(40, [480, 656], True, amp.DivergenceMonitor())
-    assert monitor.lr_factor == 0.6 and monitor.rollbacks == 2
+    assert monitor.lr_factor == 1.0 and monitor.rollbacks == 2          # it was cut in vain
     monitor.high = 3
     assert monitor.to_exclude(52, 680, 8) == ([656, 1008], True)
+    monitor.rolled_back(40, [656, 1008], True, amp.DivergenceMonitor())
+    assert monitor.lr_factor == 1.0
 
 
 def poison_and_tear(run):
@@ -3447,7 +3449,7 @@ def test_of_steps_to_skip_what_lies_ahead_is_skipped(run_train, shards, tmp_path
         assert ("lie behind" in text) == (sequences is None)
 
 
-def test_twenty_bad_batches_take_two_rollbacks_and_one_cut(tmp_path):
+def test_twenty_bad_batches_take_two_rollbacks_and_leave_the_learning_rate(tmp_path):
     def prepare(run):
         reduce = run.reduce_stats
         run.reduce_stats = lambda *facts: replace(reduce(*facts), **(
@@ -3456,7 +3458,7 @@ def test_twenty_bad_batches_take_two_rollbacks_and_one_cut(tmp_path):
     assert kinds(seen.events) == ["spike", "rollback", "skip"] * 2
     assert [(e["step"], e["to"]) for e in seen.events[1::3]] == [(43, 24), (35, 16)]
     assert seen.batches == [*range(43), *range(24, 32), 43, 44, 45, *range(16, 32), *range(65, 83)]
-    assert seen.run.monitor.lr_factor == 0.6
+    assert seen.run.monitor.lr_factor == 1.0
 
 
 def test_a_file_given_by_hand_is_a_new_beginning(run_train, shards, tmp_path):
@@ -3985,7 +3987,7 @@ def test_a_run_made_to_diverge_ends_near_the_healthy_one(library, tmp_path, faul
     print(f"\n{fault}: healthy {goal:.4f}, rollback on {on / goal - 1:+.1%}, off "
           f"{off / goal - 1:+.1%}")
     assert ends["on"][0] == 0 and on < goal * most and off > on * 1.02
-    if half:                                    # nothing but overflows from then on
+    if half or fault == 12.0:                   # nothing but overflows from then on
         assert ends["off"][0] == 1 and "diverged" in ends["off"][2]
     else:
         assert ends["off"][0] == 0
