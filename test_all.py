@@ -3895,7 +3895,7 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(pool, tmp_p
         files = checkpoint.list_checkpoints(out)
         for path in files[:rng.randint(1, 3) if fate == "damage" and len(files) > 3 else 0]:
             damage(path, rng)
-        file, _ = checkpoint.find_checkpoint(out, "auto", False, {})
+        file, _, _ = checkpoint.find_checkpoint(out, "auto", False, {}, [])
         step = checkpoint.load(file)["step"] if file else 0
     straight, chained = ({row["step"]: row for row in read_metrics(folder)[0]}     # the last count
                          for folder in (tmp_path / "straight", out))
