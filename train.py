@@ -139,10 +139,8 @@ def parse_flags(arguments) -> dict:
     """The flags that were given, checked one by one; raises ValueError."""
     parser = argparse.ArgumentParser(description="Train a GPT.", allow_abbrev=False,
                                      argument_default=argparse.SUPPRESS)
-
     def refuse(message):
         raise ValueError(message)
-
     parser.error, ranges = refuse, {}
     for f in dataclasses.fields(Config):
         kind, low, below = (f.metadata[name] for name in ("kind", "low", "below"))
@@ -311,8 +309,7 @@ class Run:
         self.scaler = make_scaler(self.config.dtype)
         self.monitor = DivergenceMonitor(checkpoints=[[0, None]])
         if state is None:
-            self.flat.initialize(self.cfg, self.config.seed)
-            return
+            return self.flat.initialize(self.cfg, self.config.seed)
         checkpoint.restore(state, self.flat)
         self.monitor = DivergenceMonitor.from_state(state["monitor"])
         if state["config"]["dtype"] == self.config.dtype:
@@ -614,7 +611,6 @@ def main() -> None:
         int(os.environ.get(name, default)) for name, default in [
             ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1),
             ("TORCHELASTIC_RESTART_COUNT", 0)])
-
     complain = lambda text: print(f"train.py: {text}", file=sys.stderr, flush=True)
     try:
         given = parse_flags(sys.argv[1:])
