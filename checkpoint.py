@@ -367,7 +367,7 @@ def find_checkpoint(out: Path, resume: str, restarted: bool, given: dict,
     base, own = {}, []
     with suppress(CorruptCheckpoint, FileNotFoundError):
         base = load(Path(resume))["config"]
-    for path in found:
+    for path in found if not given.get("eval_only") else []:
         with suppress(CorruptCheckpoint):
             stored = load(path)["config"]
             wanted = {**stored, **base, **given}

@@ -161,7 +161,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def fatal_message(error: Exception) -> str | None:
-    """What to say of an error that leaves this rank no orderly end; None if that is a traceback."""
+    """One line for a lost peer or too little memory; None for any other error, which deserves its
+    traceback."""
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     if out_of_memory(error):
         return f"{first}: lower --micro-batch, give --recompute, or raise --zero, --tp or --pp"

@@ -3688,6 +3688,8 @@ def test_the_same_command_goes_on_with_its_branch_and_another_begins_one(run_tra
                        (["--lr", 0.5, "--steps", 6], "step_00000004.pt, after step 4"),
                        (["--lr", 0.1], "after step 2"), ([], "after step 2")]:
         assert told in run_train(*by_hand, *more)[1], more
+    # To look at a file is not to go on: it is the one that was named.
+    assert "step_00000002.pt, step 2: " in run_train(*by_hand, "--lr", 0.5, "--eval-only")[1]
     # A rollback to the beginning writes over it, and what it has learned outlives a restart.
     state = torch.load(first)
     state["config"].update(resume=str(first), lr=0.5)
