@@ -83,10 +83,13 @@ def download(url: str, path: Path, sha256: str | None = None, tries: int = 4, wa
                 total = int(reply.headers.get("Content-Range", "").rpartition("/")[2]
                             or reply.headers.get("Content-Length", 0))
                 with open(part, "ab") as file:
-                    for block in reply.iter_content(BLOCK):
-                        file.write(block)
-                        print(f"\r{path.name}: {file.tell() / 1e6:.1f} of {total / 1e6:.1f} MB",
-                              end="" if file.tell() < total else "\n", file=sys.stderr, flush=True)
+                    try:
+                        for block in reply.iter_content(BLOCK):
+                            file.write(block)
+                            print(f"\r{path.name}: {file.tell() / 1e6:.1f} of {total / 1e6:.1f} "
+                                  f"MB", end="", file=sys.stderr, flush=True)
+                    finally:
+                        print(file=sys.stderr)          # what follows begins a line
             if sha256_of(part) == sha256 if sha256 else part.stat().st_size == total > 0:
                 return os.replace(part, path)
             error = f"{part.stat().st_size} of {total} bytes came, or not those expected"
