@@ -75,7 +75,7 @@ class Grid:
 
 
 def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
-              timeout: timedelta | None = None) -> Grid:
+              timeout: timedelta | None = None, device=torch.device("cpu")) -> Grid:
     """The grid of `world` ranks. For world > 1 torch.distributed must be initialised, and every
     rank must call this, because all ranks create each process group together. `timeout` is how
     long an operation waits for another rank (None: torch's half an hour)."""
@@ -84,19 +84,21 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
     members = {
         "tp": grid.ranks.reshape(-1, tp).tolist(),
         "dp": grid.ranks.permute(1, 2, 0).reshape(-1, grid.dp).tolist(),
-        # Two groups for the same ranks: NCCL ignores tags and keeps the messages of a group in
-        # order, so activations going down and gradients coming up must not share one.
-        "forward": pipelines,
-        "backward": pipelines,
+        "pp": pipelines,
         "embedding": [[pipe[0], pipe[-1]] for pipe in pipelines] if pp > 1 else [],
         "world": [list(range(world))],
     }
+    on_gpu = device.type != "cpu"
     for name, lists in members.items():
         for group in lists:
             if len(group) > 1:
-                handle = dist.new_group(group, timeout=timeout)
+                handle = dist.new_group(group, timeout, "nccl" if on_gpu else "gloo")
                 if rank in group:
                     grid.groups[name] = handle
+                    if on_gpu:
+                        # The first collective of a group makes NCCL's communicator, which waits for
+                        # all its ranks and for the device: here, while nothing else is under way.
+                        all_reduce(torch.zeros(1, device=device), handle).wait()
     return grid
 
 
@@ -763,6 +765,27 @@ def one_f_one_b(stage: int, stages: int, micro: int) -> list[tuple[str, int]]:
 
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+OPS = {"F": "forward", "B": "backward"}
+
+
+def start_messages(messages: list, group) -> list[Work]:
+    """Start to send to or receive from other stages, all at once; a message is (dist.isend or
+    dist.irecv, tensor, rank, tag, what it is). Returns a Work for each.
+
+    On gloo messages of different tags pass each other. NCCL ignores tags and does in order what it
+    is asked for: two stages that send to each other before they receive wait for ever. There all
+    messages become one operation, as in Megatron-LM.
+    """
+    works = []
+    if messages and messages[0][1].device.type != "cpu":
+        with comm_errors(", ".join(what for *_, what in messages)):
+            handles = dist.batch_isend_irecv([dist.P2POp(kind, x, peer, group, tag)
+                                              for kind, x, peer, tag, _ in messages])
+        return [Work(x, handles, what) for _, x, _, _, what in messages]
+    for kind, x, peer, tag, what in messages:
+        with comm_errors(what):
+            works.append(Work(x, [kind(x, peer, group, tag=tag)], what))
+    return works
 
 
 def run_schedule(schedule, model: GPT, grid: Grid, batch: list, boundary: torch.Tensor,
@@ -776,59 +799,66 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, boundary: torch.
     flat        the FlatParameters that collect gradients; None for a schedule without backward
     scale       factor on the gradients of the summed loss
 
-    Raises PeerError, naming the microbatch, if another rank is gone or hangs.
+    Between two ops the result of the one leaves, and the input of the next is asked for. Raises
+    PeerError, naming the microbatch, if another rank is gone or hangs.
     """
-    live, sending = {}, {}
+    live, coming, sending, group = {}, [], {}, grid.group("pp")
     total = torch.zeros((), dtype=torch.float64, device=boundary.device)
     last = [m for op, m in schedule if op == "B"][-1:]
     if grid.is_last:
         model.head.scale, model.head.norms = scale, 0.0
 
-    def message(op, x, step, group, m):
-        peer = grid.pipeline_peer(step)
-        direction = "receive from" if op is dist.irecv else "send to"
-        operation = f"{direction} rank {peer} (stage {grid.stage + step})"
-        with comm_errors(operation):
-            return Work(x, [op(x, peer, grid.group(group), tag=m)], operation)
+    def message(kind, i, x):
+        """[what op number i sends or receives]; [] at the ends of the pipeline and the schedule."""
+        op, m = schedule[i] if i < len(schedule) else (None, None)
+        step = 1 if (op == "F") == (kind is dist.isend) else -1
+        if op is None or not 0 <= grid.stage + step < grid.pp:
+            return []
+        peer, verb = grid.pipeline_peer(step), {dist.isend: "send to", dist.irecv: "receive from"}
+        return [(kind, x.detach().contiguous(), peer, m, f"{OPS[op]} of microbatch {m}: "
+                 f"{verb[kind]} rank {peer} (stage {grid.stage + step})")]
 
-    def receive(step, group, m):
-        return message(dist.irecv, torch.empty_like(boundary), step, group, m).wait()
+    def receive(i):
+        return message(dist.irecv, i, torch.empty_like(boundary))
 
-    def send(x, step, group, m):
-        if group in sending:            # one message on its way in each direction
-            sending.pop(group).wait()
-        sending[group] = message(dist.isend, x.detach().contiguous(), step, group, m)
-
-    def forward(m):
+    def forward(m, x):
         tokens, targets, dropout_seed = batch[m]
-        x = tokens if grid.is_first else receive(-1, "forward", m)
-        if not grid.is_first:
-            x.requires_grad_()
+        x = tokens if grid.is_first else x.requires_grad_()
         y = model(x, targets, dropout_seed)
         if grid.is_last:
             total.add_(y.detach())
-        else:
-            send(y, 1, "forward", m)
         if torch.is_grad_enabled():
             live[m] = x, y
+        return y
 
-    def backward(m):
+    def backward(m, dy):
         x, y = live.pop(m)
         if not grid.is_last:
             # A scalar whose gradient with respect to y is dy. torch.autograd.backward(y, dy) would
             # import a compiler's 487 modules at the first step: 0.5 s in each process.
-            y = (y * receive(1, "backward", m)).sum()
+            y = (y * dy).sum()
         flat.prepare_grad_sync([m] == last)
         y.backward()
-        if not grid.is_first:
-            send(x.grad, -1, "backward", m)
+        return x.grad
 
-    for op, m in schedule:
-        run = {"F": forward, "B": backward}[op]
+    coming += start_messages(receive(0), group)
+    for i, (op, m) in enumerate(schedule):
+        turns = i + 1 < len(schedule) and schedule[i + 1][0] != op
+        if not turns:                   # what comes next from the same stage, while this op runs
+            coming += start_messages(receive(i + 1), group)
+        x = None if (grid.is_first if op == "F" else grid.is_last) else coming.pop(0).wait()
         try:
-            run(m)
+            y = forward(m, x) if op == "F" else backward(m, x)
         except PeerError as error:
-            raise PeerError(f"{run.__name__} of microbatch {m}: {error}") from error
+            raise PeerError(f"{OPS[op]} of microbatch {m}: {error}") from error
+        outgoing = message(dist.isend, i, y)
+        if outgoing and op in sending:              # one on its way in each direction
+            sending.pop(op).wait()
+        # Where a forward follows a backward, or the reverse, both are with the same stage.
+        works = start_messages(outgoing + (receive(i + 1) if turns else []), group)
+        if outgoing:
+            sending[op] = works.pop(0)
+        coming += works
     for work in sending.values():
         work.wait()
     return total

@@ -1345,6 +1345,93 @@ def test_a_layout_that_cannot_run_is_refused_by_its_numbers(words, changes):
         check(**changes)
 
 
+class Recorder:
+    """Stands in for torch.distributed and writes down what one rank asks for, in order: lists of
+    messages (is it sent, from, to, which of these) started together, and the numbers of the entries
+    that are waited for."""
+
+    def __init__(self, rank):
+        self.asked, counts = [], {}
+
+        def start(*messages):
+            entry, number = [], len(self.asked)
+            for kind, peer in messages:
+                ends = (rank, peer) if kind is self.isend else (peer, rank)
+                counts[ends] = counts.get(ends, 0) + 1
+                entry.append((kind is self.isend, *ends, counts[ends]))
+            self.asked.append(entry)
+            return SimpleNamespace(wait=lambda: self.asked.append(number))
+        self.isend = lambda x, peer, group, tag: start((self.isend, peer))
+        self.irecv = lambda x, peer, group, tag: start((self.irecv, peer))
+        self.P2POp = lambda kind, x, peer, group, tag: (kind, peer)
+        self.batch_isend_irecv = lambda messages: [start(*messages)]
+
+
+def asked_for(schedule, stages, micro, device):
+    """What each stage's run_schedule asks torch.distributed for."""
+    one = torch.ones((), device=device)
+
+    def stage_of(model, grid):
+        with mock.patch.object(parallel, "dist", Recorder(grid.rank)) as recorder:
+            run_schedule(parallel.SCHEDULES[schedule](grid.stage, stages, micro), model, grid,
+                         [(one, None, 0)] * micro, one, mock.Mock())
+        return recorder.asked
+
+    def model(x, *_):
+        return x * torch.ones_like(x, requires_grad=True)
+    model.head = SimpleNamespace()
+    return [stage_of(model, Grid(1, stages, 1, rank)) for rank in range(stages)]
+
+
+def ends(asked, in_order, warm):
+    """Whether all stages reach their end on NCCL. `in_order`: a device does nothing else until the
+    messages that it has started have met their counterparts. Not `warm`: the first message between
+    two ranks waits on both for a new communicator, which waits for all messages before it."""
+    at, started, ready, moved = [0] * len(asked), set(), set(), True
+
+    def arrived(messages):
+        return all((not sent, *rest) in started for sent, *rest in messages)
+
+    def passes(rank, entry, before):
+        if isinstance(entry, int):
+            return arrived(asked[rank][entry])
+        links = [(source, target) for _, source, target, _ in entry]
+        if not warm and all(arrived(messages) for messages in before if isinstance(messages, list)):
+            ready.update((rank, link) for link in links)
+        if not warm and not all((rank, link) in ready for link in links for rank in link):
+            return False
+        started.update(entry)
+        return arrived(entry) or not in_order
+    while moved:
+        moved = False
+        for rank, entries in enumerate(asked):
+            while at[rank] < len(entries) and passes(rank, entries[at[rank]], entries[:at[rank]]):
+                at[rank] += 1
+                moved = True
+    return at == [len(entries) for entries in asked]
+
+
+def test_1f1b_cannot_hang_on_nccl_where_single_messages_do():
+    for stages, micro in itertools.product((2, 3, 4), (2, 3, 8)):
+        asked = asked_for("1f1b", stages, micro, "cpu")         # gets single messages
+        assert not ends(asked, in_order=True, warm=True) and not ends(asked, False, warm=False)
+    for schedule, stages, micro in itertools.product(parallel.SCHEDULES, range(1, 9),
+                                                     (1, 2, 3, 8, 16)):
+        asked = asked_for(schedule, stages, micro, "meta")      # is no CPU, as a GPU is none
+        assert ends(asked, in_order=True, warm=True) and ends(asked, False, warm=True)
+
+
+def test_a_gpus_communicators_are_made_with_the_grid():
+    """A group's first collective makes its communicator; `meta` is no CPU either."""
+    used, handle = [], mock.Mock()
+    groups = lambda ranks, timeout, backend: (*ranks, backend)
+    reduce = lambda x, op, group, async_op: used.append(group) or handle
+    with mock.patch.multiple(parallel.dist, new_group=groups, all_reduce=reduce):
+        grid = make_grid(8, 2, 2, 5, device=torch.device("meta"))
+    assert sorted(used) == sorted(grid.groups.values()) and len(used) == 5
+    assert set(group[-1] for group in used) == {"nccl"}
+
+
 # ---------------------------------------------------------------------------------------------
 # parallel.py: the parallel layers against plain ones
 # ---------------------------------------------------------------------------------------------

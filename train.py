@@ -593,7 +593,7 @@ def launch(prepared, given: dict, device: torch.device, rank: int, world: int) -
         if state is None or state["data"] != fingerprints[0]:       # new to this run
             all_ranks(lambda: [dataset.check(rank, world) for dataset in datasets])
         grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel,
-                         timedelta(seconds=config.timeout))
+                         timedelta(seconds=config.timeout), device)
         stack.callback(grid.groups.clear)   # gloo's threads, if they outlive main, can abort it
         run = Run(config, cfg, grid, device, *datasets, state)
         stack.callback(run.writer.wait)
