@@ -249,17 +249,19 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
     raise RuntimeError(f"no answer in {timeout.total_seconds():.0f} s")
 
 
-def pick_device(name: str, local_rank: int, local_world: int) -> torch.device:
-    """This process's device; `auto` is CUDA where there is one. Raises ValueError."""
+def pick_device(name: str, local_rank: int, local_world: int, visible: str = "") -> torch.device:
+    """This process's device; `auto` is CUDA where there is one. `visible`, CUDA_VISIBLE_DEVICES: a
+    launcher may show each process one GPU of its own. Raises ValueError."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch finds no CUDA device here")
-    if local_world > torch.cuda.device_count():
-        raise ValueError(f"{local_world} processes on this machine, but "
-                         f"{torch.cuda.device_count()} CUDA devices: lower --nproc_per_node, or "
-                         f"give --device cpu")
-    device = torch.device("cuda", local_rank)
+    count = torch.cuda.device_count()
+    own = count == 1 and bool(visible)
+    if local_world > count and not own:
+        raise ValueError(f"{local_world} processes on this machine, but {count} CUDA devices: lower "
+                         f"--nproc_per_node, or give --device cpu")
+    device = torch.device("cuda", 0 if own else local_rank)
     torch.cuda.set_device(device)
     return device
 

@@ -2860,11 +2860,14 @@ runpy.run_path({str(ROOT / file)!r}, run_name="__main__")
 
 
 def test_on_a_machine_with_fewer_gpus_than_processes_the_way_out_is_named():
-    with mock.patch.object(torch.cuda, "is_available", lambda: True), \
-            mock.patch.object(torch.cuda, "device_count", lambda: 2):
+    with mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 2,
+                             set_device=nothing):
         with pytest.raises(ValueError, match="8 processes.*2 CUDA devices.*--device cpu"):
             parallel.pick_device("auto", 0, 8)
         assert parallel.pick_device("cpu", 0, 8).type == "cpu"
+        assert parallel.pick_device("auto", 1, 2) == torch.device("cuda", 1)
+        with mock.patch.object(torch.cuda, "device_count", lambda: 1):      # as srun may show it
+            assert parallel.pick_device("auto", 1, 2, visible="1") == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("capability, dtype, told", [

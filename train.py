@@ -242,10 +242,8 @@ def format_step(run: "Run", row: dict, seconds: float) -> str:
 
 def format_eval(val_loss: float, bytes_per_token: float | None) -> str:
     perplexity = math.exp(val_loss) if val_loss < 700 else math.inf
-    text = f"validation: {val_loss:.4f} nats a token, perplexity {perplexity:.2f}"
-    if bytes_per_token:
-        text += f", {val_loss / math.log(2) / bytes_per_token:.4f} bits a byte"
-    return text
+    bits = bytes_per_token and f", {val_loss / math.log(2) / bytes_per_token:.4f} bits a byte"
+    return f"validation: {val_loss:.4f} nats a token, perplexity {perplexity:.2f}{bits or ''}"
 
 
 def print_summary(run: "Run") -> None:
@@ -615,7 +613,8 @@ def main() -> None:
     try:
         given = parse_flags(sys.argv[1:])
         config = Config(**given)
-        device = pick_device(config.device, local_rank, local_world)
+        device = pick_device(config.device, local_rank, local_world,
+                             os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         # Rank 0 alone, before any communication: the others wait for it at the rendezvous.
         stack, status = ExitStack(), 0
         prepared = None if rank else prepare(given, world, local_world, device, restarts > 0, stack)
