@@ -386,11 +386,12 @@ def check_data(state: dict, meta: dict, data: str, same: bool) -> None:
         meta["tokenizer"], meta["vocab_size"])
     if theirs != ours:
         raise ValueError(f"the checkpoint's tokenizer is {theirs[0]} with {theirs[1]} tokens, but "
-                         f"{data} has {ours[0]} with {ours[1]}: use the run's own --data, or "
-                         f"another --out")
+                         f"{data} has {ours[0]} with {ours[1]}: use --data of that tokenizer, or "
+                         f"another checkpoint")
     if same and state["data"] != meta["fingerprint"]:
         raise ValueError(f"{data} is not the data this checkpoint was trained on (its fingerprint "
-                         f"changed): use the run's own --data, or another --out")
+                         f"changed): use the run's own --data, or begin a run on this one with "
+                         f"--init-from and another --out")
 
 
 def start_branch(state: dict, path: Path, own_lr: bool) -> None:

@@ -259,8 +259,8 @@ def pick_device(name: str, local_rank: int, local_world: int, visible: str = "")
     count = torch.cuda.device_count()
     own = count == 1 and bool(visible)
     if local_world > count and not own:
-        raise ValueError(f"{local_world} processes on this machine, but {count} CUDA devices: lower "
-                         f"--nproc_per_node, or give --device cpu")
+        raise ValueError(f"{local_world} processes on this machine, but {count} CUDA devices: "
+                         f"lower --nproc_per_node, or give --device cpu")
     device = torch.device("cuda", 0 if own else local_rank)
     torch.cuda.set_device(device)
     return device
@@ -1106,9 +1106,11 @@ class FlatParameters:
                 value = spec.shard(full(spec.name, spec.shape), self.grid.tp_rank)
                 bucket.shard[name][here].copy_(value.flatten()[there])
 
-    def initialize(self, cfg: GPTConfig, seed: int) -> None:
-        """Everything at step 0, one full parameter in memory at a time."""
-        self.load("master", lambda name, shape: initial_value(cfg, name, shape, seed))
+    def initialize(self, cfg: GPTConfig, seed: int, parameters: dict | None = None) -> None:
+        """Everything at step 0, one full parameter in memory at a time; the weights are those of
+        `parameters` {name: full tensor}, whose positions may be more, or drawn from the seed."""
+        self.load("master", lambda name, shape: initial_value(cfg, name, shape, seed)
+                  if parameters is None else parameters[name][:shape[0]])
         for bucket in self.buckets:
             bucket.shard["exp_avg"].zero_()
             bucket.shard["exp_avg_sq"].zero_()

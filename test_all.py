@@ -3215,6 +3215,44 @@ def test_mfu_is_a_fraction_of_the_peak_of_all_devices_where_it_is_known(monkeypa
                      [f"{100 * 1e9 * model.flops_per_token(CFG) / (2 * peak):.1f}"])
 
 
+def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, shards, tmp_path):
+    base, other, out = tmp_path / "base", tmp_path / "data", tmp_path / "out"
+    (tmp_path / "other.txt").write_text("".join(f"{i}, {i * i}\n" for i in range(4000)))
+    data.prepare([tmp_path / "other.txt"], other, "bytes")
+    assert run_train("--data", shards, "--out", base, *TINY)[0] == 0
+    flags = ["--data", other, "--out", out, "--init-from", base / "latest.pt", "--warmup-steps", 2,
+             "--seq-len", 8, "--batch-size", 8, "--dropout", 0.1, "--save-every", 1, "--steps"]
+    status, text, _ = run_train(*flags, 1, "--lr", 0)
+    assert status == 0 and f"weights  those of {base / 'latest.pt'}" in text
+    one, two = saved(base, 4), saved(out, 1)
+    for name, full in one["parameters"].items():
+        assert full[:two["parameters"][name].shape[0]].equal(two["parameters"][name]), name
+    assert two["parameters"]["embed.position.weight"].shape == (8, 16)
+    assert (two["optimizer_steps"], two["consumed_samples"], two["model"]["dropout"]) == (1, 8, 0.1)
+    assert len(two["monitor"]["losses"]) == 1
+    (base / "latest.pt").unlink()               # from now on the run has checkpoints of its own
+    assert run_train(*flags, 2)[0] == 0 and saved(out, 2)["optimizer_steps"] == 2
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--seq-len", 32], "seq_len 16, not 32: drop the flag, or use another --init-from"),
+    (["--n-embd", 32], "n_embd 16, not 32"),
+    (["--data", "gpt2"], "tokenizer is bytes with 257 tokens, but gpt2 has gpt2 with 50257"),
+    (["--init-from", "no.pt"], "there is no checkpoint no.pt"),
+    (["--init-from", "half.pt"], "half.pt is damaged"),
+    (["--resume", "latest.pt"], "--init-from begins a fresh run, --resume FILE goes on with one")])
+def test_init_from_refuses_what_does_not_fit(run_train, shards, tmp_path, monkeypatch, flags,
+                                             message):
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2").mkdir()
+    for split in data.SPLITS:
+        write_shard(Path("gpt2", f"{split}.bin"), range(99))
+    run_train("--data", shards, "--out", ".", *TINY)
+    Path("half.pt").write_bytes(Path("latest.pt").read_bytes()[:-999])
+    expect_mistake(run_train("--data", shards, "--out", "o", "--init-from", "latest.pt", *flags),
+                   message)
+
+
 # ---------------------------------------------------------------------------------------------
 # train.py: divergence, rollback
 # ---------------------------------------------------------------------------------------------
@@ -4089,8 +4127,10 @@ def test_a_run_made_to_diverge_ends_near_the_healthy_one(library, tmp_path, faul
 @pytest.mark.parametrize("name, flags", [
     ("bytes", []), ("high learning rate", ["--lr", "1.2e-2", "--batch-size", "8"]),
     ("gpt2 tokens", ["--seq-len", "32", "--dropout", "0.1"]),
-    ("fp16", ["--dtype", "fp16", "--steps", "120"]), ("noise in one sequence of twenty", [])])
-def test_healthy_runs_never_roll_back(run_train, library, tmp_path, monkeypatch, name, flags):
+    ("fp16", ["--dtype", "fp16", "--steps", "120"]), ("noise in one sequence of twenty", []),
+    ("fine-tuned on other data", ["--init-from"])])
+def test_healthy_runs_never_roll_back(run_train, shards, library, tmp_path, monkeypatch, name,
+                                      flags):
     folder = library
     if name.startswith("noise"):                # which no rollback can help
         folder = with_noise(library, tmp_path / "noisy", range(1, 301), 16, 64, every=20)
@@ -4099,6 +4139,10 @@ def test_healthy_runs_never_roll_back(run_train, library, tmp_path, monkeypatch,
             pytest.skip("needs the GPT-2 vocabulary in ../shared/tiktoken_cache")
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
         data.prepare(data.standard_library()[0][:99], folder := tmp_path / "d", "gpt2")
+    if name.startswith("fine"):
+        assert run_train("--data", shards, "--out", tmp_path / "base", *SMALL, "--steps",
+                         100)[0] == 0
+        flags = [*flags, tmp_path / "base" / "latest.pt"]
     out = tmp_path / "o"
     assert run_train("--data", folder, "--out", out, *SMALL, "--steps", 300, *flags)[0] == 0
     assert set(kinds(read_metrics(out)[1])) <= {"start", "skip"}        # fp16 may overflow

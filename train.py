@@ -106,6 +106,7 @@ class Config:
                            group="checkpoints and evaluation")
     keep: int = flag(3, "step files kept", low=1)
     resume: str = flag("auto", "auto: the newest whole checkpoint of --out; never; or a file")
+    init_from: str = flag(None, "checkpoint whose weights a fresh run begins with", str)
     eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
     eval_only: bool = flag(False, "evaluate the checkpoint and leave")
     rollback: str = flag("on", "after a divergence go back, skip batches, lower the learning rate: "
@@ -170,23 +171,30 @@ def model_shape(flags: dict) -> dict:
     return {**named, **{n: flags[n] for n in SHAPE if flags.get(n) is not None}}
 
 
-def merge_config(given: dict, state: dict | None) -> tuple[Config, dict]:
+def merge_config(given: dict, state: dict | None, initial=None) -> tuple[Config, dict]:
     """Command line, then checkpoint, then defaults -> the config and the model's shape (without
-    vocabulary and dropout). Raises ValueError where the command line wants another model."""
-    if state is None:
+    vocabulary and dropout). Of the checkpoint `initial` a fresh run has the shape, or fewer
+    positions. Raises ValueError where the command line wants another model."""
+    source, wanted = state or initial, model_shape(given)
+    if source is None:
         config = Config(**given)
         return config, model_shape(vars(config))
-    for name, wanted in model_shape(given).items():
-        if wanted != state["model"][name]:
-            raise ValueError(f"the checkpoint's model has {name} {state['model'][name]}, not "
-                             f"{wanted}: drop the flag, or use another --out")
+    for name, value in wanted.items():
+        has, shorter = source["model"][name], name == "seq_len" and state is None
+        if value != has and not (shorter and value < has):
+            raise ValueError(f"the checkpoint's model has {name} {has}, not {value}: drop the "
+                             f"flag, or use another {'--out' if state else '--init-from'}")
+    shape = {**{name: source["model"][name] for name in SHAPE}, **wanted}
+    if state is None:
+        return Config(**given), shape
     stored = {name: state["config"][name] for name in LASTING if name in state["config"]}
-    return Config(**{**stored, **given}), {name: state["model"][name] for name in SHAPE}
+    return Config(**{**stored, **given}), shape
 
 
-def validate(given: dict, state: dict | None, world: int) -> tuple[Config, GPTConfig]:
+def validate(given: dict, state: dict | None, world: int,
+             initial: dict | None = None) -> tuple[Config, GPTConfig]:
     """Flags and checkpoint -> config and model. Raises ValueError or OSError if they cannot run."""
-    config, shape = merge_config(given, state)
+    config, shape = merge_config(given, state, initial)
     meta = TokenDataset(config.data, "train", shape["seq_len"]).meta
     TokenDataset(config.data, "val", shape["seq_len"])
     cfg = GPTConfig(vocab_size=meta["vocab_size"], dropout=config.dropout, **shape)
@@ -202,6 +210,8 @@ def validate(given: dict, state: dict | None, world: int) -> tuple[Config, GPTCo
                          f"{config.dropout}: a compiled block cannot communicate or seed its masks")
     check_layout(cfg, world, config.tp, config.pp, config.batch_size, config.micro_batch,
                  config.zero, config.sequence_parallel)
+    if initial is not None:
+        checkpoint.check_data(initial, meta, config.data, same=False)
     if state is not None:
         checkpoint.check_data(state, meta, config.data, same=not config.eval_only)
         LossScaler().load_state_dict(state["scaler"])           # both raise ValueError
@@ -307,7 +317,9 @@ class Run:
         self.scaler = make_scaler(self.config.dtype)
         self.monitor = DivergenceMonitor(checkpoints=[[0, None]])
         if state is None:
-            return self.flat.initialize(self.cfg, self.config.seed)
+            file = self.config.init_from
+            initial = all_ranks(lambda: file and checkpoint.load(Path(file))["parameters"])
+            return self.flat.initialize(self.cfg, self.config.seed, initial)
         checkpoint.restore(state, self.flat)
         self.monitor = DivergenceMonitor.from_state(state["monitor"])
         if state["config"]["dtype"] == self.config.dtype:
@@ -527,8 +539,14 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device, res
         "resume", *(name for name in LASTING if name not in FREE)])
     if config.eval_only and path is None:
         raise ValueError(f"--eval-only, but {config.out} holds no checkpoint")
+    if config.init_from and config.resume not in ("auto", "never"):
+        raise ValueError("--init-from begins a fresh run, --resume FILE goes on with one: drop one")
     state = path and checkpoint.load(path)
-    config, cfg = validate(given, state, world)
+    initial = None
+    if path is None and config.init_from:
+        checkpoint.verify(Path(config.init_from))
+        initial = checkpoint.load(Path(config.init_from))
+    config, cfg = validate(given, state, world, initial)
     grid = Grid(world // (config.tp * config.pp), config.pp, config.tp)
     check_memory(cfg, grid, PRECISIONS[config.dtype], config.zero, config.offload, device,
                  local_world)
@@ -552,6 +570,8 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
     print_summary(run)
     if state is None:
         metrics.write(event="start", step=0, config=settings)
+        if config.init_from:
+            print_rank0(f"weights  those of {config.init_from}")
     else:
         changed = {name: [state["config"].get(name), settings[name]] for name in LASTING
                    if state["config"].get(name) != settings[name]}
