@@ -23,6 +23,7 @@ zip, whose members carry CRCs; torch.load does not look at them, `verify` does.
 Training waits only for the copy to rank 0's host memory. A thread there writes it (`Writer`) while
 the next steps run, so for that long the host holds the state twice.
 """
+import argparse
 import fcntl
 import json
 import math
@@ -32,16 +33,22 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import product
+from dataclasses import asdict
+from functools import partial
+from itertools import groupby, product
 from pathlib import Path
 
+import requests
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from model import GPT, GPTConfig
+from data import EOT, download, gpt2_files
+from model import GPT, GPTConfig, parameter_count
 from parallel import (FlatParameters, Grid, RunError, build_stage, comm_errors, make_buckets,
                       param_specs)
 
@@ -134,6 +141,23 @@ def step_file(out: Path, step: int) -> Path:
     return out / f"step_{step:08d}.pt"
 
 
+def write_file(state: dict, aside: Path, path: Path) -> None:
+    """Write the state aside, over what a kill may have left there; once it is whole and on the disk
+    it becomes `path`. Raises OSError if it cannot be written."""
+    try:
+        with open(aside, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except (OSError, RuntimeError) as error:
+        aside.unlink(missing_ok=True)
+        cause = error
+        while cause.__context__ is not None:        # torch's zip writer hides the disk's own words
+            cause = cause.__context__
+        raise OSError(f"{path} could not be written: {cause}") from error
+
+
 def save(state: dict, out: Path, keep: int) -> Path:
     """Write out/step_0000000k.pt, point latest.pt at it, remove all but the newest `keep` and those
     that its monitor names.
@@ -141,20 +165,8 @@ def save(state: dict, out: Path, keep: int) -> Path:
     Raises OSError if it cannot be written (a full disk); the files before it are then untouched.
     """
     path = step_file(out, state["step"])
-    aside = out / "step.pt.tmp"                     # one name: what a kill leaves is overwritten
-    try:
-        with open(aside, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-        _point_latest(path)
-    except (OSError, RuntimeError) as error:
-        aside.unlink(missing_ok=True)
-        cause = error
-        while cause.__context__ is not None:        # torch's zip writer hides the disk's own words
-            cause = cause.__context__
-        raise OSError(f"{path} could not be written: {cause}") from error
+    write_file(state, out / "step.pt.tmp", path)
+    _point_latest(path)
     # Where this branch began may be among them: its last resort, which may be older.
     named = {Path(name).name for _, name in state["monitor"].get("checkpoints", []) if name}
     for old in [p for p in list_checkpoints(out) if STEP_FILE.fullmatch(p.name)][keep:]:
@@ -267,13 +279,19 @@ def load(path: Path) -> dict:
         if not all(isinstance(state[key], dict) for key in ("config", "scaler", "monitor", *STATE)):
             raise ValueError("its parts are no dicts")
         cfg = GPTConfig(**state["model"])
-        with torch.device("meta"):
-            shapes = {name: tuple(p.shape) for name, p in GPT(cfg).named_parameters()}
-        shapes["embed.token.weight"] = (cfg.vocab_size, cfg.n_embd)
         for key in STATE:
-            if {name: tuple(t.shape) for name, t in state[key].items()} != shapes:
+            shapes = {name: tuple(t.shape) for name, t in state[key].items()}
+            # What was converted from elsewhere has weights alone.
+            if shapes != parameter_shapes(cfg) and (shapes or key == "parameters"):
                 raise ValueError(f"its {key} are not those of its model")
     return state
+
+
+def parameter_shapes(cfg: GPTConfig) -> dict[str, tuple]:
+    """The shapes of the full parameters, without padding, by global name."""
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in GPT(cfg).named_parameters()}
+    return {**shapes, "embed.token.weight": (cfg.vocab_size, cfg.n_embd)}
 
 
 def load_model(path: Path) -> tuple[GPT, dict]:
@@ -432,3 +450,217 @@ class Metrics:
                     raise OSError("the disk is full")
         except OSError as error:                        # costs this line, not the run
             warn(f"metrics.jsonl lacks a line: {error}")
+
+
+# ---------------------------------------------------------------------------------------------
+# Weights from other tools and for them: Hugging Face's GPT-2 (with GELU) and OPT (with ReLU)
+#
+#     python checkpoint.py --from-hf gpt2 gpt2.pt             # a name on the hub, or a folder
+#     python checkpoint.py out/latest.pt --to-hf folder
+#
+# A folder has config.json; the tensors in model.safetensors, pytorch_model.bin, or the files that
+# one of the two with .index.json lists; and GPT-2's tokenizer in vocab.json and merges.txt.
+# ---------------------------------------------------------------------------------------------
+
+# Our module: GPT-2's, OPT's; {} is the number of the block.
+HF_NAMES = {
+    "embed.token": ("wte", "embed_tokens"),
+    "embed.position": ("wpe", "embed_positions"),
+    "blocks.{}.norm1": ("h.{}.ln_1", "layers.{}.self_attn_layer_norm"),
+    "blocks.{}.attn.qkv": ("h.{}.attn.c_attn", "layers.{}.self_attn.qkv_proj"),
+    "blocks.{}.attn.proj": ("h.{}.attn.c_proj", "layers.{}.self_attn.out_proj"),
+    "blocks.{}.norm2": ("h.{}.ln_2", "layers.{}.final_layer_norm"),
+    "blocks.{}.mlp.up": ("h.{}.mlp.c_fc", "layers.{}.fc1"),
+    "blocks.{}.mlp.down": ("h.{}.mlp.c_proj", "layers.{}.fc2"),
+    "head.norm": ("ln_f", "final_layer_norm"),
+}
+HF_PREFIX = {"gpt2": "transformer.", "opt": "model.decoder."}
+HF_SHAPE = {        # field of GPTConfig: its name in config.json
+    "gpt2": dict(vocab_size="vocab_size", seq_len="n_positions", n_layer="n_layer",
+                 n_head="n_head", n_embd="n_embd"),
+    "opt": dict(vocab_size="vocab_size", seq_len="max_position_embeddings",
+                n_layer="num_hidden_layers", n_head="num_attention_heads",
+                n_embd="hidden_size")}
+HF_ACTIVATION = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+HF_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+              "pytorch_model.bin.index.json")
+
+
+def hf_names(name: str, family: str) -> list[str]:
+    """The tensors that hold our parameter `name`: OPT has q, k and v apart."""
+    module, kind = name.rsplit(".", 1)
+    block = re.search(r"(?<=\.)\d+|$", module).group()
+    theirs = HF_NAMES[re.sub(r"(?<=\.)\d+", "{}", module)][family == "opt"].format(block)
+    return [f"{theirs.replace('qkv', x)}.{kind}" for x in ("qkv" if "qkv" in theirs else "q")]
+
+
+def hf_layout(name: str, tensor: torch.Tensor, family: str) -> torch.Tensor:
+    """A tensor in GPT-2's layout, and the same back: its matrices in the blocks act from the
+    right. OPT's are as ours."""
+    return tensor.T if family == "gpt2" and "blocks" in name and tensor.dim() == 2 else tensor
+
+
+def model_of_hf_config(config: dict) -> GPTConfig:
+    """config.json -> GPTConfig; raises ValueError for another architecture than model.py's."""
+    family = config.get("model_type")
+    if family not in HF_SHAPE:
+        raise ValueError(f"its model_type {family!r} is neither gpt2 nor opt")
+    shape = {ours: config[theirs] for ours, theirs in HF_SHAPE[family].items() if theirs in config}
+    C, activation = shape["n_embd"], config.get("activation_function", "gelu_new")
+    for key, fits in dict(
+            activation_function=tuple(HF_ACTIVATION), n_inner=(None, 4 * C), ffn_dim=(4 * C,),
+            word_embed_proj_dim=(None, C), layer_norm_epsilon=(1e-5,), scale_attn_weights=(True,),
+            scale_attn_by_inverse_layer_idx=(False,), tie_word_embeddings=(True,),
+            do_layer_norm_before=(True,), _remove_final_layer_norm=(False,), enable_bias=(True,),
+            layer_norm_elementwise_affine=(True,)).items():
+        if config.get(key, fits[0]) not in fits:
+            raise ValueError(f"its {key} is {config[key]!r}, model.py has only "
+                             f"{' or '.join(map(repr, fits))}")
+    return GPTConfig(activation=HF_ACTIVATION[activation], **shape)
+
+
+def read_hf(folder: Path) -> dict:
+    """The tensors of a folder: {name without the model's prefix: function that reads it}."""
+    found = next((folder / name for name in HF_WEIGHTS if (folder / name).exists()), None)
+    if found is None:
+        raise ValueError(f"{folder} has none of {', '.join(HF_WEIGHTS)}")
+    files = [found]
+    if found.suffix == ".json":
+        files = [folder / file
+                 for file in sorted(set(json.loads(found.read_text())["weight_map"].values()))]
+    tensors = {}
+    for file in files:
+        with reading(file, "is refused"):
+            if file.suffix == ".bin":
+                whole = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+                names, read = list(whole), whole.__getitem__
+            else:
+                from safetensors import safe_open
+                whole = safe_open(file, framework="pt")
+                names, read = whole.keys(), whole.get_tensor
+        for name in names:
+            short = re.sub(r"^(transformer|(model\.)?decoder)\.", "", name)
+            tensors[short] = partial(read, name)
+    return tensors
+
+
+def from_hf(source: str, file: Path, hub: str) -> None:
+    """Write a checkpoint of weights alone, from a folder or, if there is none of that name, from
+    the hub, whose files come to a folder beside `file`."""
+    folder = Path(source)
+    if file.exists():
+        raise ValueError(f"{file} exists: give a new file")
+    if not folder.is_dir():
+        folder, address = file.with_suffix(".hf"), f"{hub}/{source}/resolve/main/"
+        download(address + "config.json", folder / "config.json")
+        weights = next((name for name in HF_WEIGHTS if requests.head(
+            address + name, allow_redirects=True, timeout=30).ok), None)
+        if weights is None:
+            raise ValueError(f"{address} has none of {', '.join(HF_WEIGHTS)}")
+        download(address + weights, folder / weights)
+        if weights.endswith(".json"):
+            parts = json.loads((folder / weights).read_text())["weight_map"]
+            for part in sorted(set(parts.values())):
+                download(address + part, folder / part)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        cfg, family = model_of_hf_config(config), config["model_type"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"{folder}/config.json is refused: {error}") from error
+    tensors, parameters = read_hf(folder), {}
+    for name, shape in parameter_shapes(cfg).items():
+        theirs = hf_names(name, family)
+        if missing := [one for one in theirs if one not in tensors]:
+            raise ValueError(f"{folder} has no tensor {missing[0]}")
+        full = torch.cat([hf_layout(name, tensors[one]().float(), family) for one in theirs])
+        if family == "opt" and name == "embed.position.weight":
+            full = full[2:]                         # OPT's first two rows are never looked up
+        if tuple(full.shape) != shape:
+            raise ValueError(f"{folder}: {theirs[0]} has shape {tuple(full.shape)}, not {shape}")
+        parameters[name] = full.contiguous()
+    # OPT numbers GPT-2's pieces otherwise.
+    tokenizer = config.get("tokenizer") or ("gpt2" if cfg.vocab_size == 50257 else family)
+    state = {key: {} for key in KEYS} | dict(
+        format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
+        model=asdict(cfg), tokenizer=tokenizer, parameters=parameters)
+    write_file(state, file.with_name(file.name + ".tmp"), file)
+    print(f"{file}: {parameter_count(cfg):,} parameters. Train on with\n"
+          f"python train.py --init-from {file} --data DIR --out out/{file.stem}")
+    if tokenizer not in ("gpt2", "bytes"):
+        print(f"Its tokenizer is {tokenizer}'s own: sample.py cannot read or write its tokens, and "
+              f"--data must have been made with it (tokenizer {tokenizer!r} in meta.json)")
+
+
+def to_hf(file: Path, folder: Path) -> None:
+    """Write a folder that transformers opens; one block at a time is in memory."""
+    from safetensors.torch import save_file
+    if folder.exists():
+        raise ValueError(f"{folder} exists: give a new folder")
+    verify(file)
+    state = load(file)
+    cfg = GPTConfig(**state["model"])
+    family = "gpt2" if cfg.activation == "gelu" else "opt"
+    architecture = {"gpt2": "GPT2LMHeadModel", "opt": "OPTForCausalLM"}[family]
+    end = cfg.vocab_size - 1                        # <|endoftext|>
+    config = dict(
+        model_type=family, architectures=[architecture], tokenizer=state["tokenizer"],
+        activation_function="gelu_new" if family == "gpt2" else "relu", dtype="float32",
+        bos_token_id=end, eos_token_id=end, pad_token_id=end,
+        **{theirs: getattr(cfg, ours) for ours, theirs in HF_SHAPE[family].items()})
+    if family == "opt":
+        config |= dict(ffn_dim=4 * cfg.n_embd, word_embed_proj_dim=cfg.n_embd)
+    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.absolute().parent) as aside:
+        aside, files = Path(aside, "folder"), {}
+        aside.mkdir()
+        by_block = groupby(state["parameters"].items(),
+                           key=lambda item: re.match(r"blocks\.\d+|", item[0]).group())
+        for number, (_, parameters) in enumerate(by_block):
+            tensors, part = {}, f"model-{number:05d}.safetensors"
+            for name, full in parameters:
+                full = hf_layout(name, full.float(), family)
+                if family == "opt" and name == "embed.position.weight":
+                    full = F.pad(full, (0, 0, 2, 0))
+                theirs = hf_names(name, family)
+                for one, tensor in zip(theirs, full.chunk(len(theirs))):
+                    tensors[HF_PREFIX[family] + one] = tensor.contiguous()
+            save_file(tensors, aside / part, metadata={"format": "pt"})
+            files |= dict.fromkeys(tensors, part)
+        index = dict(metadata={}, weight_map=files)
+        (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        (aside / "config.json").write_text(json.dumps(config, indent=1))
+        if state["tokenizer"] == "gpt2":
+            for name, path in gpt2_files().items():
+                shutil.copyfile(path, aside / {"encoder.json": "vocab.json",
+                                               "vocab.bpe": "merges.txt"}[name])
+            (aside / "tokenizer_config.json").write_text(json.dumps(dict(
+                tokenizer_class="GPT2Tokenizer", model_max_length=cfg.seq_len, bos_token=EOT,
+                eos_token=EOT, unk_token=EOT, pad_token=EOT)))
+        os.rename(aside, folder)
+    print(f"{folder}: {parameter_count(cfg):,} parameters as {architecture}"
+          + ", without a tokenizer" * (state["tokenizer"] != "gpt2"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Convert weights from and to Hugging Face.")
+    parser.error = lambda message, status=2: parser.exit(status, f"checkpoint.py: {message}\n")
+    parser.add_argument("file", type=Path, metavar="FILE.pt", help="a checkpoint of this project")
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--from-hf", metavar="DIR_OR_NAME", help="write FILE.pt from a folder with "
+                     "GPT-2 or OPT, or from that name on the hub")
+    way.add_argument("--to-hf", type=Path, metavar="DIR", help="write FILE.pt's weights as GPT-2, "
+                     "or with ReLU as OPT")
+    args, hub = parser.parse_args(), os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        if args.from_hf is not None:
+            from_hf(args.from_hf, args.file, hub)
+        else:
+            to_hf(args.file, args.to_hf)
+    except ImportError as error:
+        parser.error(f"this needs {error.name}: pip install {error.name}")
+    except (ValueError, OSError) as error:
+        parser.error(str(error), 1 if isinstance(error, ConnectionError) else 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -99,6 +99,23 @@ def download(url: str, path: Path, sha256: str | None = None, tries: int = 4, wa
                           f"it goes on where it stopped, or put the file at {path}")
 
 
+def gpt2_files() -> dict[str, Path]:
+    """GPT-2's vocabulary, in tiktoken's cache: tiktoken would fetch it itself, but without a
+    timeout. Raises ConnectionError."""
+    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or f"{tempfile.gettempdir()}/data-gym-cache")
+    paths = {file: cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()
+             for file in GPT2_FILES}
+    try:
+        for file, sha256 in GPT2_FILES.items():
+            download(GPT2_URL + file, paths[file], sha256, tries=3)
+    except OSError as error:
+        where = " and ".join(f"{GPT2_URL}{file} as DIR/{path.name}" for file, path in paths.items())
+        raise ConnectionError(f"cannot fetch GPT-2's vocabulary into {cache}: put {where} and set "
+                              "TIKTOKEN_CACHE_DIR=DIR; data.py --tokenizer bytes needs "
+                              "neither") from error
+    return paths
+
+
 def get_tokenizer(name: str) -> tiktoken.Encoding:
     """"gpt2": GPT-2's BPE, 50257 tokens. "bytes": token i is byte i, and 256 is <|endoftext|>."""
     if name == "bytes":         # the pattern is how much is looked at together: nothing is merged
@@ -106,17 +123,7 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     if name != "gpt2":
         raise ValueError(f"unknown tokenizer {name!r}: there are gpt2 and bytes")
-    # tiktoken would fetch these itself, but without a timeout: put them into its cache before.
-    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or f"{tempfile.gettempdir()}/data-gym-cache")
-    names = {file: hashlib.sha1((GPT2_URL + file).encode()).hexdigest() for file in GPT2_FILES}
-    try:
-        for file, sha256 in GPT2_FILES.items():
-            download(GPT2_URL + file, cache / names[file], sha256, tries=3)
-    except OSError as error:
-        where = " and ".join(f"{GPT2_URL}{file} as DIR/{name}" for file, name in names.items())
-        raise ConnectionError(f"cannot fetch GPT-2's vocabulary into {cache}: put {where} and set "
-                              "TIKTOKEN_CACHE_DIR=DIR; data.py --tokenizer bytes needs "
-                              "neither") from error
+    gpt2_files()
     return tiktoken.get_encoding("gpt2")
 
 

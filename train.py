@@ -542,10 +542,14 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device, res
     if config.init_from and config.resume not in ("auto", "never"):
         raise ValueError("--init-from begins a fresh run, --resume FILE goes on with one: drop one")
     state = path and checkpoint.load(path)
+    if state is not None and not state["exp_avg"]:
+        if not config.eval_only:
+            raise ValueError(f"{path} holds weights alone: begin a run with --init-from {path}")
+        given, path, state = {**given, "init_from": str(path)}, None, None
     initial = None
-    if path is None and config.init_from:
-        checkpoint.verify(Path(config.init_from))
-        initial = checkpoint.load(Path(config.init_from))
+    if path is None and (file := given.get("init_from")):
+        checkpoint.verify(Path(file))
+        initial = checkpoint.load(Path(file))
     config, cfg = validate(given, state, world, initial)
     grid = Grid(world // (config.tp * config.pp), config.pp, config.tp)
     check_memory(cfg, grid, PRECISIONS[config.dtype], config.zero, config.offload, device,
@@ -562,7 +566,7 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
     config, factor, settings = run.config, run.monitor.lr_factor, dataclasses.asdict(run.config)
     if config.eval_only:
         text = format_eval(run.evaluate(), run.val_data.meta["bytes_per_token"])
-        return print_rank0(f"{path}, step {run.step}: {text}")
+        return print_rank0(f"{path or config.init_from}, step {run.step}: {text}")
     if run.step >= config.steps:
         return print_rank0(f"{path} is step {run.step} of {config.steps}: nothing left to do; "
                            f"raise --steps to go on, or give another --out")
