@@ -1909,9 +1909,6 @@ def test_masks_do_not_depend_on_schedule_stage_or_recomputation(
 # ---------------------------------------------------------------------------------------------
 
 
-HALVES = ("attn", "mlp")
-
-
 def events_of_a_step(rank, world, layout, zero, sequence_parallel, n_layer):
     """(what one step of two microbatches of two sequences starts and waits for, in bf16, and each
     parameter's bucket when its gradient is there; elements of each bucket; the most buckets of
@@ -1926,8 +1923,8 @@ def events_of_a_step(rank, world, layout, zero, sequence_parallel, n_layer):
         def note(name, gradient):
             events.append((name, 0))
             held.append(sum(bucket.grad is not None for bucket in flat.buckets[2:]))
-        names = ["tied", "ends", *(f"{i}.{half}" for i in range(n_layer) for half in HALVES)]
-        for name, bucket in zip(names, flat.buckets):
+        halves = (f"{i}.{half}" for i in range(n_layer) for half in ("attn", "mlp"))
+        for name, bucket in zip(("tied", "ends", *halves), flat.buckets):
             for module, attribute in sum((spec.places for spec in bucket.specs), []):
                 getattr(module, attribute).register_hook(functools.partial(note, name))
         with traffic(events):
@@ -2010,117 +2007,90 @@ def test_a_parameter_without_a_gradient_is_noticed():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_zero_3_holds_two_blocks_the_next_on_its_way(recompute):
-    """What has memory, the two halves of a block each; + is on its way. Recomputation sees a block
-    twice in backward."""
+    """Which buckets have memory, the two halves of a block each, and + what is on its way: in a
+    block's forward, its backward (recomputation sees it in both) and after."""
     cfg, tokens, seen = replace(CFG, n_layer=3), tokens_of(CFG, 2), []
     local, flat = staged(cfg, Grid(1, 1, 1), recompute=recompute, zero=3)
-    names = ["tied", "ends", "0", "0", "1", "1", "2", "2"]
+    names = ["tied", "ends", *"001122"]
 
-    def there(*_):
+    def look(*_):
         seen.append(" ".join(name + "+" * (bucket.unsharding is not None) for name, bucket in zip(
             names, flat.buckets, strict=True) if bucket.data.untyped_storage().size()))
-    local.embed.token.register_forward_hook(there)
+    local.embed.token.register_forward_hook(look)
     for block in local.blocks.values():
-        block.norm2.register_forward_hook(there)
-        block.norm2.weight.register_post_accumulate_grad_hook(there)
-    there()
+        block.norm2.register_forward_hook(look)
+        block.norm2.weight.register_post_accumulate_grad_hook(look)
+    look()
     loss = local(tokens, tokens)
-    there()                                     # the head has made its gradients already
-    assert seen == ["", "tied ends 0+ 0+", "tied ends 0 0 1+ 1+", "tied ends 1 1 2+ 2+",
-                    "tied ends 2 2", "ends 2 2"]
-    seen.clear()
+    look()                                      # the head has made its gradients already
     flat.prepare_grad_sync(True)
     loss.backward()
-    there()
-    assert seen == [what for what in ("ends 1+ 1+ 2 2", "ends 0+ 0+ 1 1", "ends 0 0")
-                    for _ in range(2 if recompute else 1)] + [""]
+    look()
     with torch.no_grad():
         local(tokens, tokens)
-    there()
-    assert seen[-1] == ""
+    look()
+    forward = ["tied ends 0+ 0+", "tied ends 0 0 1+ 1+", "tied ends 1 1 2+ 2+", "tied ends 2 2"]
+    backward = ["ends 2 2", "ends 1+ 1+ 2 2", "ends 0+ 0+ 1 1", "ends 0 0"]
+    assert [what for what, _ in itertools.groupby(seen)] == [
+        "", *forward, *backward, "", *forward, ""]
 
 
-def live_graphs(rank, world, schedule, micro):
-    """The most microbatches whose activations exist at once, and what is being sent forward, and
-    backward, seen from outside the executor."""
-    cfg = replace(CFG, n_layer=4)
-    alive, most = {}, dict(graphs=0, forward=0, backward=0)
+@pytest.mark.parametrize("schedule, expected", [(gpipe, 8), (one_f_one_b, 1)])
+def test_what_a_microbatch_holds_ends_with_its_backward(schedule, expected):
+    """GPipe holds all eight at once and 1F1B, on one stage, one."""
+    local, flat = staged(CFG, Grid(1, 1, 1))
+    graphs, live = [], []
 
-    def count(what, tensor):
-        alive.setdefault(what, []).append(weakref.ref(tensor))
-        most[what] = max(most[what], sum(ref() is not None for ref in alive[what]))
-
-    def spy(x, target, group, tag, isend=dist.isend):
-        count("forward" if target > rank else "backward", x)
-        return isend(x, target, group, tag=tag)
-    with gridded(rank, world, 1, world) as grid, mock.patch.object(dist, "isend", spy):
-        local, flat = staged(cfg, grid)
-        local.register_forward_hook(lambda module, args, y: count("graphs", y))
-        run_schedule(parallel.SCHEDULES[schedule](grid.stage, world, micro), local, grid,
-                     [(x, x, 0) for x in tokens_of(cfg, micro).split(1)],
-                     torch.empty(1, cfg.seq_len, cfg.n_embd), flat)
-    return tuple(most.values())
-
-
-@pytest.mark.parametrize("schedule, micro, expected", [
-    ("1f1b", 8, (4, 3, 2, 1)), ("1f1b", 2, (2, 2, 2, 1)), ("gpipe", 8, (8, 8, 8, 8))])
-def test_1f1b_holds_as_many_microbatches_as_stages_follow_and_gpipe_all(pool, schedule, micro,
-                                                                        expected):
-    graphs, forward, backward = zip(*pool.run(4, live_graphs, schedule, micro))
-    assert graphs == expected and max(forward + backward) <= 2 and forward[-1] == 0
+    def count(module, args, loss):
+        graphs.append(weakref.ref(loss))
+        live.append(sum(graph() is not None for graph in graphs))
+    local.register_forward_hook(count)
+    run_schedule(schedule(0, 1, 8), local, flat.grid,
+                 [(x, x, 0) for x in tokens_of(CFG, 8).split(1)], torch.empty(0), flat)
+    assert max(live) == expected
 
 
 class Crossings(TorchDispatchMode):
-    """The meta device as an accelerator: what would leave it comes out of `gradients`; `seen` gets
-    (to where, bytes) of each copy between it and the CPU, `arrived` what it was sent."""
+    """The meta device as an accelerator: `crossed` gets what is copied between it and the CPU. What
+    would leave it comes out of `gradients`."""
 
     def __init__(self, gradients):
         super().__init__()
-        self.gradients, self.seen, self.arrived = iter(gradients), [], []
+        self.gradients, self.crossed = iter(gradients), []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if function is torch.ops.aten._to_copy.default and args[0].is_meta:
-            self.seen.append((str(kwargs["device"]), args[0].nbytes))
+            self.crossed.append(args[0])
             return next(self.gradients).clone()
         if function is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta:
-            self.seen.append(("meta", args[0].nbytes))
-            self.arrived.append(args[1].to(args[0].dtype, copy=True))
-        return function(*args, **kwargs)
-
-
+            self.crossed.append(args[1].to(args[0].dtype, copy=True))
+        return function(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_offload_carries_gradients_to_the_host_and_parameters_back(dtype, zero):
+def test_offload_carries_gradients_to_the_host_and_parameters_back(tmp_path, dtype, zero):
     """Bucket by bucket, and nothing else; AdamW on the host does what it does without."""
-    grid, types = Grid(1, 1, 1), amp.PRECISIONS[dtype]
-    specs = lambda: parallel.param_specs(parallel.build_stage(CFG, grid), CFG, grid)
-    there, here = (FlatParameters(specs(), grid, *types, device, zero, "cpu")
-                   for device in ("meta", "cpu"))
+    config, grid = settings(tmp_path, dtype=dtype, zero=zero), Grid(1, 1, 1)
+    there, here, without = (
+        train.Run(replace(config, offload=offload), CFG, grid, torch.device(device), Memory(CFG),
+                  Memory(CFG), None).flat
+        for device, offload in (("meta", True), ("cpu", False), ("meta", False)))
     gradients = [random_tensor(b.numel, seed=i).float() for i, b in enumerate(here.buckets)]
-    for flat in (here, there):
-        flat.initialize(CFG, 0)
     for bucket, gradient in zip(here.buckets, gradients):
         bucket.shard["grad"].copy_(gradient)
     with Crossings([gradient * 0.5 for gradient in gradients]) as crossings:
         there.step(0.5, 1, 1e-2, 0.9, 0.95, 0.1)
     here.step(0.5, 1, 1e-2, 0.9, 0.95, 0.1)
-    assert crossings.seen == [copy for b in here.buckets for copy in (
-        ("cpu", 4 * b.numel), ("meta", types[0].itemsize * b.numel))]
-    for arrived, ours, theirs in zip(crossings.arrived, there.buckets, here.buckets, strict=True):
-        assert arrived.equal(theirs.shard["data"]) and ours.shard["data"].is_meta
+    size = amp.PRECISIONS[dtype][0].itemsize
+    assert [(x.device.type, x.nbytes) for x in crossings.crossed] == [
+        copy for b in here.buckets for copy in (("meta", 4 * b.numel), ("cpu", size * b.numel))]
+    for arrived, ours, theirs in zip(crossings.crossed[1::2], there.buckets, here.buckets):
+        assert arrived.equal(theirs.shard["data"])
         assert all(ours.shard[name].equal(theirs.shard[name]) for name in OWN[2:])
-
-
-@pytest.mark.parametrize("offload", [True, False])
-def test_the_offload_flag_puts_the_optimizer_on_the_host(tmp_path, offload):
-    run = train.Run(settings(tmp_path, offload=offload), CFG, Grid(1, 1, 1), torch.device("meta"),
-                    Memory(CFG), Memory(CFG), None)             # any device that is not the host
-    where = {name: {b.shard[name].device.type for b in run.flat.buckets} for name in OWN}
-    host = {"cpu"} if offload else {"meta"}
-    assert where == dict(data={"meta"}, grad={"meta"}, master=host, exp_avg=host, exp_avg_sq=host)
+    for flat, host in ((there, "cpu"), (without, "meta")):
+        where = {name: {b.shard[name].device.type for b in flat.buckets} for name in OWN}
+        assert where == {**dict.fromkeys(OWN, {host}), "data": {"meta"}, "grad": {"meta"}}
 
 
 # What a rank holds.
@@ -2149,51 +2119,47 @@ def test_bytes_a_parameter_are_the_formulas(tmp_path, capsys, dtype, kinds, layo
         assert alive.bytes() - run.boundary.nbytes == sum(sizes)
         sizes += [parallel.loss_bytes(cfg, grid, 1, kinds[0], "cpu"),
                   parallel.activation_bytes(cfg, grid, run.schedule, 1, kinds[0])]
-        told = "memory   parameters {:,.1f} MB, gradients {:,.1f} MB, optimizer {:,.1f} MB, " \
-            "logits {:,.1f} MB, activations about {:,.1f} MB (rank 0)\n".format(
-                *(size / 1e6 for size in sizes))
+        words = "parameters", "gradients", "optimizer", "logits", "activations about"
+        told = ", ".join(f"{word} {size / 1e6:,.1f} MB" for word, size in zip(words, sizes))
         train.print_summary(run)
-        assert told in capsys.readouterr().out
+        assert f"memory   {told} (rank 0)\n" in capsys.readouterr().out
 
 
 def saved_for_backward(rank, world, layout, sequence_parallel, recompute, cfg):
-    """(bytes that autograd holds after a microbatch's forward, train.py's estimate)"""
+    """Bytes that autograd keeps of a microbatch after its forward."""
     dp, tp, pp = layout
     with gridded(rank, world, tp, pp, sequence_parallel) as grid:
         local, flat = staged(cfg, grid, torch.bfloat16, recompute)
-        weights, kept = {b.data.untyped_storage().data_ptr() for b in flat.buckets}, {}
+        tokens, kept = tokens_of(cfg, 4), {}
+        positions = cfg.seq_len // (tp if sequence_parallel else 1)
+        x = torch.randn(4, positions, cfg.n_embd).bfloat16().requires_grad_()
 
         def keep(x):
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = x, storage.nbytes()
+            kept[x.untyped_storage().data_ptr()] = x
             return x
-        tokens = tokens_of(cfg, 4)
-        x = tokens if grid.is_first else torch.randn(
-            4, cfg.seq_len // (tp if sequence_parallel else 1), cfg.n_embd).bfloat16()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            keep(local(x if grid.is_first else x.requires_grad_(), tokens))
-    estimate = functools.partial(parallel.activation_bytes, grid=grid, micro_batch=4, itemsize=2,
-                                 schedule=[("F", 0), ("B", 0)])
-    again = 0               # recomputation has one block at a time besides, in backward
-    if recompute:
-        again = estimate(replace(cfg, n_layer=2)) - estimate(replace(cfg, n_layer=1))
-    return (sum(nbytes for _, nbytes in kept.values()),
-            estimate(cfg, recompute=recompute) - again)
+            keep(local(tokens if grid.is_first else x, tokens))
+    weights = {bucket.data.untyped_storage().data_ptr() for bucket in flat.buckets}
+    return sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in weights)
 
 
 @pytest.mark.parametrize("layout, sequence_parallel, recompute, activation", [
-    ((2, 1, 1), False, False, "relu"), ((2, 1, 1), False, True, "gelu"),
-    ((1, 1, 2), False, False, "gelu"), ((1, 2, 1), False, False, "gelu"),
-    ((1, 2, 1), True, False, "gelu"), ((1, 2, 1), True, False, "relu"),
-    ((1, 2, 1), True, True, "gelu")])
+    ((2, 1, 1), False, False, "relu"), ((1, 1, 2), False, False, "gelu"),
+    ((1, 2, 1), False, True, "gelu"), ((1, 2, 1), True, False, "gelu"),
+    ((1, 2, 1), True, True, "relu")])
 def test_the_estimate_of_activations_is_what_autograd_keeps(pool, layout, sequence_parallel,
                                                             recompute, activation):
-    cfg = GPTConfig(vocab_size=257, seq_len=64, n_layer=4, n_head=4, n_embd=128,
-                    activation=activation)
-    for kept, estimate in pool.run(2, saved_for_backward, layout, sequence_parallel, recompute,
-                                   cfg):
-        assert kept == pytest.approx(estimate, rel=0.06)
+    """And with recomputation one block's besides, in backward."""
+    cfg = GPTConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, activation=activation)
+    for rank, kept in enumerate(pool.run(2, saved_for_backward, layout, sequence_parallel,
+                                         recompute, cfg)):
+        dp, tp, pp = layout
+        estimate = functools.partial(
+            parallel.activation_bytes, grid=Grid(dp, pp, tp, rank, sequence_parallel),
+            schedule=[("F", 0), ("B", 0)], micro_batch=4, itemsize=2)
+        if recompute:
+            kept += estimate(replace(cfg, n_layer=2)) - estimate(replace(cfg, n_layer=1))
+        assert kept == pytest.approx(estimate(cfg, recompute=recompute), rel=0.06)
 
 
 def nothing_saved(run):
@@ -2210,8 +2176,7 @@ PIPELINES = {"gpipe": {}, "1f1b": dict(pp_schedule="1f1b"), "recompute": dict(re
 
 def resident(what):
     """Bytes of this process, now (VmRSS) or at most since the last reset (VmHWM)."""
-    with open("/proc/self/status") as file:
-        return next(1024 * int(line.split()[1]) for line in file if line.startswith(what))
+    return 1024 * int(re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def peak_memory(rank, world, layout, config, cfg):
@@ -2227,8 +2192,7 @@ def peak_memory(rank, world, layout, config, cfg):
     with gridded(rank, world, tp, pp) as grid:
         step(grid, replace(CFG, n_layer=pp))            # libraries allocate at their first use
         gc.collect()
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")                             # VmHWM starts over
+        Path("/proc/self/clear_refs").write_text("5")   # VmHWM starts over
         before = resident("VmRSS")
         run = step(grid, cfg)
         peak = resident("VmHWM") - before
@@ -2303,10 +2267,6 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def save_at_once(run):
-    run.save()
-
-
 def test_a_file_has_the_plain_models_names_and_no_layout(pool, tmp_path):
     cfg, files = replace(CFG, dropout=0.5), []
     for layout, zero in [((1, 1, 1), 0), ((2, 2, 2), 1), ((1, 8, 1), 0), ((2, 1, 1), 2),
@@ -2314,7 +2274,7 @@ def test_a_file_has_the_plain_models_names_and_no_layout(pool, tmp_path):
         out, (_, tp, pp) = tmp_path / str(layout), layout
         out.mkdir()
         config = settings(out, tp=tp, pp=pp, micro_batch=1, seed=5, zero=zero, steps=0)
-        pool.run(math.prod(layout), run_steps, layout, config, cfg, nothing, None, save_at_once)
+        pool.run(math.prod(layout), run_steps, layout, config, cfg, nothing, None, train.Run.save)
         files.append(saved(out, 0))
         assert_same_state(files[-1], files[0])
         size = sum(4 * t.numel() for name in checkpoint.STATE for t in files[-1][name].values())
@@ -2331,13 +2291,10 @@ def test_a_file_has_the_plain_models_names_and_no_layout(pool, tmp_path):
 
 def overflow(run):
     """Steps 2 and 6 overflow."""
-    finish = run.flat.finish_grad_sync
-
-    def finish_and_spoil():
-        finish()
-        if run.step + 1 in (2, 6):
+    def spoil(step):
+        if step in (2, 6):
             run.flat.buckets[0].shard["grad"][0] = math.inf
-    run.flat.finish_grad_sync = finish_and_spoil
+    after_backward(run, spoil)
 
 
 @pytest.mark.parametrize("dtype, layout, flags", [
@@ -2369,25 +2326,20 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, dtype, la
         assert ends[1]["scaler"]["scale"] == 2.0 ** 14
 
 
-@pytest.mark.parametrize("moves", [
-    [((2, 1, 1), dict(zero=1)), ((1, 2, 1), {}), ((2, 1, 1), dict(zero=2)),
-     ((1, 1, 2), dict(pp_schedule="1f1b")), ((2, 1, 1), dict(zero=3)), ((2, 1, 1), {}),
-     ((1, 2, 1), dict(sequence_parallel=True)), ((1, 1, 2), dict(dtype="fp64")),
-     ((1, 1, 1), dict(offload=True))],
-    pytest.param([((2, 2, 2), dict(zero=2, sequence_parallel=True, pp_schedule="1f1b")),
-                  ((8, 1, 1), dict(zero=3)), ((1, 4, 2), {}), ((4, 1, 1), dict(zero=1)),
-                  ((1, 1, 4), dict(pp_schedule="1f1b")), ((1, 8, 1), dict(recompute=True))],
-                 marks=pytest.mark.slow)])
-def test_a_run_goes_on_in_another_layout(pool, tmp_path, moves):
+def test_a_run_goes_on_in_another_layout(pool, tmp_path):
     """One run that moves to the next of these layouts after every step, and one that stays."""
+    moves = [((1, 1, 1), {}), ((2, 1, 1), dict(zero=1)), ((1, 2, 1), {}), ((2, 1, 1), dict(zero=2)),
+             ((1, 1, 2), dict(pp_schedule="1f1b")), ((2, 1, 1), dict(zero=3)), ((2, 1, 1), {}),
+             ((1, 2, 1), dict(sequence_parallel=True)), ((1, 1, 2), dict(dtype="fp64")),
+             ((1, 1, 1), dict(offload=True))]
     stays, moves_on = outs = tmp_path / "stays", tmp_path / "moves on"
     stays.mkdir(), moves_on.mkdir()
-    config = settings(stays, steps=1 + len(moves), min_lr_ratio=1.0)
+    config = settings(stays, steps=len(moves), min_lr_ratio=1.0)
     straight, *_ = run_steps(0, 1, (1, 1, 1), config, CFG)
-    for step, (layout, flags) in enumerate([((1, 1, 1), {}), *moves], 1):
+    for step, (layout, flags) in enumerate(moves, 1):
         dp, tp, pp = layout
-        moved = replace(config, out=str(moves_on), steps=step, tp=tp, pp=pp,
-                        micro_batch=max(1, 4 // dp), **flags)
+        moved = replace(config, out=str(moves_on), steps=step, tp=tp, pp=pp, micro_batch=4 // dp,
+                        **flags)
         (row,), *_ = pool.run(dp * tp * pp, run_steps, layout, moved, CFG, nothing,
                               moves_on / "latest.pt" if step > 1 else None)[0]
         for name in ("step", "tokens", "lr", "loss", "grad_norm"):
@@ -2461,9 +2413,11 @@ def test_a_kill_at_any_moment_of_a_save_costs_nothing_but_the_save(tmp_path, lin
     assert all(killed[:8]) and not killed[14] and all(killed[15:])
 
 
-def test_the_newest_files_stay_and_are_on_the_disk_before_they_take_their_names(tmp_path, links):
-    """What os.fsync has not seen, of a file its bytes and of a directory its names, would be lost
-    in a power cut."""
+def test_the_newest_and_the_first_stay_and_are_on_the_disk_before_they_take_their_names(tmp_path,
+                                                                                        links):
+    """The newest two, and the one that this branch began with, to which the monitor would go back
+    at last. What os.fsync has not seen, of a file its bytes and of a directory its names, would be
+    lost in a power cut."""
     safe, sync, move = {}, os.fsync, os.replace
 
     def content(path):
@@ -2477,12 +2431,14 @@ def test_the_newest_files_stay_and_are_on_the_disk_before_they_take_their_names(
     def spy_move(source, target):
         assert safe.get(Path(source).stat().st_ino) == content(Path(source)), target
         move(source, target)
+    monitor = dict(checkpoints=[[1, str(tmp_path / "step_00000001.pt")]])
     with mock.patch.object(os, "fsync", spy_sync), mock.patch.object(os, "replace", spy_move):
-        for step in range(1, 5):
-            newest, latest = checkpoint.save(small_state(step), tmp_path, 2), tmp_path / "latest.pt"
+        for step in range(1, 6):
+            state, latest = {**small_state(step), "monitor": monitor}, tmp_path / "latest.pt"
+            newest = checkpoint.save(state, tmp_path, 2)
             assert content(tmp_path) <= safe[tmp_path.stat().st_ino]        # some are removed since
             assert latest.samefile(newest) == links and content(latest) == content(newest)
-    assert names_in(tmp_path) == ["latest.pt", "step_00000003.pt", "step_00000004.pt"]
+    assert names_in(tmp_path) == ["latest.pt", *(f"step_0000000{k}.pt" for k in (1, 4, 5))]
 
 
 def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, monkeypatch, capsys):
@@ -2518,8 +2474,7 @@ def test_a_damaged_file_is_passed_over_and_not_sampled_from_or_its_state_is_whol
     newest, rng = checkpoint.save(state, tmp_path, keep=2), random.Random(0)
     content = newest.read_bytes()
     for _ in range(40):
-        i, j = sorted(rng.sample(range(len(content)), 2))
-        newest.write_bytes(DAMAGE[kind](content, i, j))
+        newest.write_bytes(DAMAGE[kind](content, *sorted(rng.sample(range(len(content)), 2))))
         path, events = checkpoint.latest_valid([newest, older])
         if path == newest:
             assert_same_state(checkpoint.load(newest), state)
@@ -2543,33 +2498,22 @@ def test_the_newest_whole_file_is_taken_whatever_became_of_the_times(tmp_path, c
         checkpoint.latest_valid(files)
 
 
-def test_the_file_that_a_branch_began_with_is_not_pruned(tmp_path):
-    """The monitor names it as the last one to go back to."""
-    for step in range(1, 6):
-        state = small_state(step)
-        state["monitor"] = dict(checkpoints=[[1, str(tmp_path / "step_00000001.pt")]])
-        checkpoint.save(state, tmp_path, keep=2)
-    assert names_in(tmp_path) == ["latest.pt", *(f"step_0000000{k}.pt" for k in (1, 4, 5))]
-
-
 @pytest.mark.parametrize("full", [False, True])
 def test_a_save_begins_when_the_state_before_is_gone(tmp_path, full):
     """Also if that could not be written: the host never holds a third state."""
-    seen, living = [], []
+    gather, states, living = checkpoint.gather_full_state, [], []
 
-    def gather(*facts):
-        living.append(sum(reference() is not None for reference in seen))
-        state = gather_full_state(*facts)
-        seen.append(weakref.ref(state["master"]["embed.token.weight"]))
+    def gather_and_count(*facts):
+        living.append(sum(reference() is not None for reference in states))
+        state = gather(*facts)
+        states.append(weakref.ref(state["master"]["embed.token.weight"]))
         return state
 
     def save(state, out, keep):
         time.sleep(0.05)
         if full and state["step"] < 4:
             raise OSError("the disk is full")
-    gather_full_state = checkpoint.gather_full_state
-    with mock.patch.object(checkpoint, "gather_full_state", gather), \
-            mock.patch.object(checkpoint, "save", save):
+    with mock.patch.multiple(checkpoint, gather_full_state=gather_and_count, save=save):
         run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=4, save_every=1),
                   replace(CFG, n_layer=1))
     assert living[:4] == [0] * 4
@@ -2597,9 +2541,8 @@ def test_a_checkpoints_code_is_not_run(tmp_path):
 @pytest.mark.parametrize("content, words", [
     ([1, 2], "not a checkpoint of this project"), ({}, "not a checkpoint of this project"),
     (dict(format=2), f"format 2, this code reads format {checkpoint.FORMAT}"),
-    (dict(new=0), r"differ: \['new'\]"),
-    (dict(tokens=None), "differ"), (dict(model=dict(width=3)), "width"),
-    (dict(model={}), "its parameters are not those of its model"),
+    (dict(new=0), r"differ: \['new'\]"), (dict(tokens=None), r"differ: \['tokens'\]"),
+    (dict(model=dict(width=3)), "width"),
     (dict(model=asdict(GPTConfig(n_layer=1, n_embd=64))), "its parameters are not those"),
     (dict(parameters={}), "its parameters are not those of its model"),
     (dict(exp_avg=dict(x=torch.zeros(1))), "its exp_avg are not those of its model")])
@@ -4224,10 +4167,8 @@ def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(r
     assert text("--prompt", "-", "--temperature", 0, stdin="line ") == expected
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token(activation):
-    plain = random_gpt(replace(CFG, activation=activation))
-    tokens = tokens_of(CFG, 2)
+def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token():
+    plain, tokens = random_gpt(CFG), tokens_of(CFG, 2)
     whole, cache = plain(tokens), plain.new_kv_cache(2)
     parts = [plain(tokens[:, :5], cache=cache)]
     parts += [plain(tokens[:, i:i + 1], cache=cache, start=i) for i in range(5, CFG.seq_len)]
@@ -4280,7 +4221,6 @@ def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
     tokens = list(sample.generate(plain, [1], 2000, end=256, temperature=100.0,
                                   generator=torch.Generator().manual_seed(0)))
     assert 0 < len(tokens) < 2000 and max(tokens) < 256     # nearly uniform: 256 comes up soon
-    assert len(set(tokens)) > 50 or len(tokens) < 100
 
 
 def test_characters_come_out_whole_and_without_a_prompt_after_an_end_of_text(run_sample,
@@ -4303,26 +4243,22 @@ def test_a_terminal_that_lacks_a_character_shows_a_question_mark(run_sample, mon
 # ---------------------------------------------------------------------------------------------
 
 
-def readme_commands():
-    """The commands of the README's first fenced block, install step aside."""
-    block = (ROOT / "README.md").read_text().split("```")[1]
-    lines = [line.split("#")[0].strip() for line in block.splitlines()[1:]]
-    return [shlex.split(line) for line in lines if line.startswith(("python data", "torchrun",
-                                                                    "python sample"))]
+README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("starter", [launch, pytest.param(torchrun, marks=pytest.mark.slow)])
 def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, starter):
     for file in ROOT.glob("*.py"):
         shutil.copy(file, tmp_path)
-    commands = readme_commands()
+    wanted = "python data", "torchrun", "python sample"         # not what installs
+    commands = [shlex.split(line, comments=True) for line in README.split("```")[1].splitlines()
+                if line.startswith(wanted)]
     assert [c[0] for c in commands] == ["python", "torchrun", "python"]
     assert commands[1] == ["torchrun", "--nproc_per_node=8", "train.py", "--tp", "2", "--pp", "2"]
-    outputs = []
-    for command in commands:
-        flags, fewer = command[2:], ["--steps", "3", "--eval-every", "0"]
-        if command[0] == "python":
-            ends = [Command(tmp_path / command[1], *flags, cwd=tmp_path).finish(200)]
+    fewer, outputs = ["--steps", "3", "--eval-every", "0"], []
+    for program, first, *flags in commands:
+        if program == "python":
+            ends = [Command(tmp_path / first, *flags, cwd=tmp_path).finish(200)]
         elif starter is launch:
             ends = [c.finish(200) for c in launch(8, *flags[1:], *fewer, cwd=tmp_path)]
         else:
@@ -4337,10 +4273,9 @@ def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, starter)
 
 
 def test_the_readme_names_only_tests_and_flags_that_exist():
-    text = (ROOT / "README.md").read_text()
-    tests = set(re.findall(r"`(test_\w+)`", text))
+    tests = set(re.findall(r"`(test_\w+)`", README))
     assert len(tests) > 10 and tests <= set(globals())
-    flags = set(re.findall(r"--[a-z][a-z0-9-]*", text))
+    flags = set(re.findall(r"--[a-z][a-z0-9-]*", README))
     known = {f"--{name.replace('_', '-')}" for name in asdict(train.Config())}
     for file in ("data.py", "sample.py", "parallel.py"):
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
@@ -4350,7 +4285,7 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
 
 
 def test_the_readmes_layouts_are_not_refused(shards):
-    blocks = "".join((ROOT / "README.md").read_text().split("```")[1::2]).replace("\\\n", " ")
+    blocks = "".join(README.split("```")[1::2]).replace("\\\n", " ")
     commands = [shlex.split(line) for line in blocks.splitlines() if " train.py" in line]
     for command in commands:
         at = command.index("train.py")
