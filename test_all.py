@@ -2301,10 +2301,7 @@ def overflow(run):
     ("fp32", (1, 1, 1), {}), ("bf16", (1, 1, 1), {}), ("fp16", (1, 1, 1), {}),
     ("fp32", (2, 1, 2), dict(zero=1, pp_schedule="1f1b")), ("fp32", (2, 1, 1), dict(zero=2)),
     ("bf16", (1, 2, 1), dict(sequence_parallel=True)),
-    ("fp16", (2, 1, 1), dict(zero=3, recompute=True, offload=True)),
-    *(pytest.param(dtype, (2, 2, pp), flags, marks=pytest.mark.slow) for dtype, pp, flags in [
-        ("fp32", 2, {}), ("bf16", 2, dict(zero=1)), ("bf16", 1, dict(zero=2)), ("fp16", 2, {}),
-        ("fp16", 1, dict(zero=3, recompute=True, offload=True, sequence_parallel=True))])])
+    ("fp16", (2, 1, 1), dict(zero=3, recompute=True, offload=True))])
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, dtype, layout, flags):
     """With dropout, skipped steps and the scaler's state; from the file of the middle."""
     outs, (dp, tp, pp), ran = [tmp_path / "straight", tmp_path / "resumed"], layout, []
@@ -2448,40 +2445,30 @@ def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, monkeypatch, ca
         with no_file_above(10_000) if state["step"] in (4, 8) else nullcontext():
             save(state, *where)
     monkeypatch.setattr(checkpoint, "save", save_on_a_full_disk)
-    steps, _, _ = run_steps(0, 1, (1, 1, 1), config, CFG)
+    run_steps(0, 1, (1, 1, 1), config, CFG)
     error = capsys.readouterr().err
     assert "step_00000004.pt" in error and "File too large" in error and error.count("\n") == 1
-    assert len(steps) == 6
     assert names_in(tmp_path) == ["latest.pt", "step_00000002.pt", "step_00000006.pt"]
     with pytest.raises(RunError, match="the last checkpoint is lost.*step_00000008.pt") as stop:
         run_steps(0, 1, (1, 1, 1), replace(config, steps=8), CFG, nothing, tmp_path / "latest.pt")
     assert stop.value.status == 1 and checkpoint.load(tmp_path / "latest.pt")["step"] == 6
 
 
-DAMAGE = dict(          # to the bytes of b between i and j
-    cut=lambda b, i, j: b[:i], lost=lambda b, i, j: b[:i] + b[j:],
-    zeros=lambda b, i, j: b[:i] + bytes(j - i) + b[j:], twice=lambda b, i, j: b[:j] + b[i:],
-    reversed_=lambda b, i, j: b[:i] + b[i:j][::-1] + b[j:],
-    swapped=lambda b, i, j: b[:i] + b[j:j + 512] + b[i + 512:j] + b[i:i + 512] + b[j + 512:])
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_file_is_passed_over_and_not_sampled_from_or_its_state_is_whole(tmp_path, kind):
-    """(Single bits: test_a_bit_flipped_anywhere_is_recognised_or_changes_nothing.)"""
+def test_a_file_with_a_damaged_block_is_passed_over_and_not_sampled_from(tmp_path):
+    """(Bits: test_a_bit_flipped_anywhere_is_recognised_or_changes_nothing.)"""
     older, state = checkpoint.save(small_state(1), tmp_path, keep=2), small_state(2)
     for tensor in state["parameters"].values():
         tensor.normal_(generator=torch.Generator().manual_seed(tensor.numel()))
     newest, rng = checkpoint.save(state, tmp_path, keep=2), random.Random(0)
     content = newest.read_bytes()
-    for _ in range(40):
-        newest.write_bytes(DAMAGE[kind](content, *sorted(rng.sample(range(len(content)), 2))))
-        path, events = checkpoint.latest_valid([newest, older])
-        if path == newest:
-            assert_same_state(checkpoint.load(newest), state)
-        else:
-            assert [(e["event"], e["path"]) for e in events] == [("damaged", str(newest))]
-            with pytest.raises(checkpoint.CorruptCheckpoint, match=newest.name):
-                checkpoint.load_model(newest)
+    for _ in range(200):
+        i, j = sorted(rng.sample(range(len(content)), 2))
+        block = content[i:j]
+        block = rng.choice([b"", bytes(j - i), 2 * block, block[::-1]])
+        newest.write_bytes(content[:i] + block + content[j:])
+        assert checkpoint.latest_valid([newest, older])[0] == older, (i, j)
+        with pytest.raises(checkpoint.CorruptCheckpoint, match=newest.name):
+            checkpoint.load_model(newest)
 
 
 def test_the_newest_whole_file_is_taken_whatever_became_of_the_times(tmp_path, capsys):
