@@ -2239,14 +2239,11 @@ def assert_same_state(one, two, but=("config",)):
 
 def small_state(step, fill=0.0):
     """The state of a small model whose parameters and moments are all `fill`."""
-    cfg = GPTConfig(n_layer=1, n_embd=32)
-    shapes = {name: list(p.shape) for name, p in GPT(cfg).named_parameters()}
-    shapes["embed.token.weight"][0] = cfg.vocab_size            # without the padding
-    tensors = {name: torch.full(shape, fill) for name, shape in shapes.items()}
-    return dict(format=checkpoint.FORMAT, step=step, consumed_samples=1, tokens=1,
-                optimizer_steps=1, config={},
-                model=asdict(cfg), tokenizer="bytes", data="d", scaler={}, monitor={},
-                **{key: tensors for key in checkpoint.STATE})
+    cfg = GPTConfig(vocab_size=256, n_layer=1, n_embd=32)           # no padding
+    tensors = {name: torch.full(p.shape, fill) for name, p in GPT(cfg).named_parameters()}
+    return dict(format=checkpoint.FORMAT, step=step, consumed_samples=1, tokens=1, config={},
+                optimizer_steps=1, model=asdict(cfg), tokenizer="bytes", data="d", scaler={},
+                monitor={}, **{key: tensors for key in checkpoint.STATE})
 
 
 def names_in(folder):
