@@ -1996,9 +1996,6 @@ def test_masks_do_not_depend_on_schedule_stage_or_recomputation(
 # ---------------------------------------------------------------------------------------------
 
 
-HALVES = ("attn", "mlp")
-
-
 def events_of_a_step(rank, world, layout, zero, sequence_parallel, n_layer):
     """(what one step of two microbatches of two sequences starts and waits for, in bf16, and each
     parameter's bucket when its gradient is there; elements of each bucket; the most buckets of
@@ -2013,8 +2010,8 @@ def events_of_a_step(rank, world, layout, zero, sequence_parallel, n_layer):
         def note(name, gradient):
             events.append((name, 0))
             held.append(sum(bucket.grad is not None for bucket in flat.buckets[2:]))
-        names = ["tied", "ends", *(f"{i}.{half}" for i in range(n_layer) for half in HALVES)]
-        for name, bucket in zip(names, flat.buckets):
+        halves = (f"{i}.{half}" for i in range(n_layer) for half in ("attn", "mlp"))
+        for name, bucket in zip(("tied", "ends", *halves), flat.buckets):
             for module, attribute in sum((spec.places for spec in bucket.specs), []):
                 getattr(module, attribute).register_hook(functools.partial(note, name))
         with traffic(events):
@@ -2087,127 +2084,92 @@ def test_buckets_travel_while_backward_goes_on(pool, zero):
         assert in_turn(events) == expected and held == (1 if zero == 2 else 4)
 
 
-def test_a_parameter_without_a_gradient_is_noticed():
-    local, flat = staged(CFG, Grid(1, 1, 1))
-    flat.prepare_grad_sync(True)
-    local.embed(tokens_of(CFG, 2)).sum().backward()
-    with pytest.raises(AssertionError, match="no gradient"):
-        flat.finish_grad_sync()
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_zero_3_holds_two_blocks_the_next_on_its_way(recompute):
-    """What has memory, the two halves of a block each; + is on its way. Recomputation sees a block
-    twice in backward."""
+    """Which buckets have memory, the two halves of a block each, and + what is on its way: in a
+    block's forward, its backward (recomputation sees it in both) and after."""
     cfg, tokens, seen = replace(CFG, n_layer=3), tokens_of(CFG, 2), []
     local, flat = staged(cfg, Grid(1, 1, 1), recompute=recompute, zero=3)
-    names = ["tied", "ends", "0", "0", "1", "1", "2", "2"]
+    names = ["tied", "ends", *"001122"]
 
-    def there(*_):
+    def look(*_):
         seen.append(" ".join(name + "+" * (bucket.unsharding is not None) for name, bucket in zip(
             names, flat.buckets, strict=True) if bucket.data.untyped_storage().size()))
-    local.embed.token.register_forward_hook(there)
+    local.embed.token.register_forward_hook(look)
     for block in local.blocks.values():
-        block.norm2.register_forward_hook(there)
-        block.norm2.weight.register_post_accumulate_grad_hook(there)
-    there()
+        block.norm2.register_forward_hook(look)
+        block.norm2.weight.register_post_accumulate_grad_hook(look)
+    look()
     loss = local(tokens, tokens)
-    there()                                     # the head has made its gradients already
-    assert seen == ["", "tied ends 0+ 0+", "tied ends 0 0 1+ 1+", "tied ends 1 1 2+ 2+",
-                    "tied ends 2 2", "ends 2 2"]
-    seen.clear()
+    look()                                      # the head has made its gradients already
     flat.prepare_grad_sync(True)
     loss.backward()
-    there()
-    assert seen == [what for what in ("ends 1+ 1+ 2 2", "ends 0+ 0+ 1 1", "ends 0 0")
-                    for _ in range(2 if recompute else 1)] + [""]
+    look()
     with torch.no_grad():
         local(tokens, tokens)
-    there()
-    assert seen[-1] == ""
+    look()
+    forward = ["tied ends 0+ 0+", "tied ends 0 0 1+ 1+", "tied ends 1 1 2+ 2+", "tied ends 2 2"]
+    backward = ["ends 2 2", "ends 1+ 1+ 2 2", "ends 0+ 0+ 1 1", "ends 0 0"]
+    assert [what for what, _ in itertools.groupby(seen)] == [
+        "", *forward, *backward, "", *forward, ""]
 
 
-def live_graphs(rank, world, schedule, micro):
-    """The most microbatches whose activations exist at once, and what is being sent forward, and
-    backward, seen from outside the executor."""
-    cfg = replace(CFG, n_layer=4)
-    alive, most = {}, dict(graphs=0, forward=0, backward=0)
+@pytest.mark.parametrize("schedule, expected", [(gpipe, 8), (one_f_one_b, 1)])
+def test_what_a_microbatch_holds_ends_with_its_backward(schedule, expected):
+    """GPipe holds all eight at once and 1F1B, on one stage, one."""
+    local, flat = staged(CFG, Grid(1, 1, 1))
+    graphs, live = [], []
 
-    def count(what, tensor):
-        alive.setdefault(what, []).append(weakref.ref(tensor))
-        most[what] = max(most[what], sum(ref() is not None for ref in alive[what]))
-
-    def spy(x, target, group, tag, isend=dist.isend):
-        count("forward" if target > rank else "backward", x)
-        return isend(x, target, group, tag=tag)
-    with gridded(rank, world, 1, world) as grid, mock.patch.object(dist, "isend", spy):
-        local, flat = staged(cfg, grid)
-        local.register_forward_hook(lambda module, args, y: count("graphs", y))
-        run_schedule(parallel.SCHEDULES[schedule](grid.stage, world, micro), local, grid,
-                     [(x, x, 0) for x in tokens_of(cfg, micro).split(1)],
-                     torch.empty(1, cfg.seq_len, cfg.n_embd), flat)
-    return tuple(most.values())
-
-
-@pytest.mark.parametrize("schedule, micro, expected", [
-    ("1f1b", 8, (4, 3, 2, 1)), ("1f1b", 2, (2, 2, 2, 1)), ("gpipe", 8, (8, 8, 8, 8))])
-def test_1f1b_holds_as_many_microbatches_as_stages_follow_and_gpipe_all(pool, schedule, micro,
-                                                                        expected):
-    graphs, forward, backward = zip(*pool.run(4, live_graphs, schedule, micro))
-    assert graphs == expected and max(forward + backward) <= 2 and forward[-1] == 0
+    def count(module, args, loss):
+        graphs.append(weakref.ref(loss))
+        live.append(sum(graph() is not None for graph in graphs))
+    local.register_forward_hook(count)
+    run_schedule(schedule(0, 1, 8), local, flat.grid,
+                 [(x, x, 0) for x in tokens_of(CFG, 8).split(1)], torch.empty(0), flat)
+    assert max(live) == expected
 
 
 class Crossings(TorchDispatchMode):
-    """The meta device as an accelerator: what would leave it comes out of `gradients`; `seen` gets
-    (to where, bytes) of each copy between it and the CPU, `arrived` what it was sent."""
+    """The meta device as an accelerator: `crossed` gets what is copied between it and the CPU. What
+    would leave it comes out of `gradients`."""
 
     def __init__(self, gradients):
         super().__init__()
-        self.gradients, self.seen, self.arrived = iter(gradients), [], []
+        self.gradients, self.crossed = iter(gradients), []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if function is torch.ops.aten._to_copy.default and args[0].is_meta:
-            self.seen.append((str(kwargs["device"]), args[0].nbytes))
+            self.crossed.append(args[0])
             return next(self.gradients).clone()
         if function is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta:
-            self.seen.append(("meta", args[0].nbytes))
-            self.arrived.append(args[1].to(args[0].dtype, copy=True))
-        return function(*args, **kwargs)
-
-
+            self.crossed.append(args[1].to(args[0].dtype, copy=True))
+        return function(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_offload_carries_gradients_to_the_host_and_parameters_back(dtype, zero):
+def test_offload_carries_gradients_to_the_host_and_parameters_back(tmp_path, dtype, zero):
     """Bucket by bucket, and nothing else; AdamW on the host does what it does without."""
-    grid, types = Grid(1, 1, 1), amp.PRECISIONS[dtype]
-    specs = lambda: parallel.param_specs(parallel.build_stage(CFG, grid), CFG, grid)
-    there, here = (FlatParameters(specs(), grid, *types, device, zero, "cpu")
-                   for device in ("meta", "cpu"))
+    config, grid = settings(tmp_path, dtype=dtype, zero=zero), Grid(1, 1, 1)
+    there, here, without = (
+        train.Run(replace(config, offload=offload), CFG, grid, torch.device(device), Memory(CFG),
+                  Memory(CFG), None).flat
+        for device, offload in (("meta", True), ("cpu", False), ("meta", False)))
     gradients = [random_tensor(b.numel, seed=i).float() for i, b in enumerate(here.buckets)]
-    for flat in (here, there):
-        flat.initialize(CFG, 0)
     for bucket, gradient in zip(here.buckets, gradients):
         bucket.shard["grad"].copy_(gradient)
     with Crossings([gradient * 0.5 for gradient in gradients]) as crossings:
         there.step(0.5, 1, 1e-2, 0.9, 0.95, 0.1)
     here.step(0.5, 1, 1e-2, 0.9, 0.95, 0.1)
-    assert crossings.seen == [copy for b in here.buckets for copy in (
-        ("cpu", 4 * b.numel), ("meta", types[0].itemsize * b.numel))]
-    for arrived, ours, theirs in zip(crossings.arrived, there.buckets, here.buckets, strict=True):
-        assert arrived.equal(theirs.shard["data"]) and ours.shard["data"].is_meta
+    size = amp.PRECISIONS[dtype][0].itemsize
+    assert [(x.device.type, x.nbytes) for x in crossings.crossed] == [
+        copy for b in here.buckets for copy in (("meta", 4 * b.numel), ("cpu", size * b.numel))]
+    for arrived, ours, theirs in zip(crossings.crossed[1::2], there.buckets, here.buckets):
+        assert arrived.equal(theirs.shard["data"])
         assert all(ours.shard[name].equal(theirs.shard[name]) for name in OWN[2:])
-
-
-@pytest.mark.parametrize("offload", [True, False])
-def test_the_offload_flag_puts_the_optimizer_on_the_host(tmp_path, offload):
-    run = train.Run(settings(tmp_path, offload=offload), CFG, Grid(1, 1, 1), torch.device("meta"),
-                    Memory(CFG), Memory(CFG), None)             # any device that is not the host
-    where = {name: {b.shard[name].device.type for b in run.flat.buckets} for name in OWN}
-    host = {"cpu"} if offload else {"meta"}
-    assert where == dict(data={"meta"}, grad={"meta"}, master=host, exp_avg=host, exp_avg_sq=host)
+    for flat, host in ((there, "cpu"), (without, "meta")):
+        where = {name: {b.shard[name].device.type for b in flat.buckets} for name in OWN}
+        assert where == {**dict.fromkeys(OWN, {host}), "data": {"meta"}, "grad": {"meta"}}
 
 
 # What a rank holds.
@@ -2236,49 +2198,41 @@ def test_bytes_a_parameter_are_the_formulas(tmp_path, capsys, dtype, kinds, layo
         assert alive.bytes() - run.boundary.nbytes == sum(sizes)
         sizes += [parallel.loss_bytes(cfg, grid, 1, kinds[0], "cpu"),
                   parallel.activation_bytes(cfg, grid, run.schedule, 1, kinds[0])]
-        told = "memory   parameters {:,.1f} MB, gradients {:,.1f} MB, optimizer {:,.1f} MB, " \
-            "logits {:,.1f} MB, activations about {:,.1f} MB (rank 0)\n".format(
-                *(size / 1e6 for size in sizes))
+        words = "parameters", "gradients", "optimizer", "logits", "activations about"
+        told = ", ".join(f"{word} {size / 1e6:,.1f} MB" for word, size in zip(words, sizes))
         train.print_summary(run)
-        assert told in capsys.readouterr().out
+        assert f"memory   {told} (rank 0)\n" in capsys.readouterr().out
 
 
-def saved_for_backward(rank, world, layout, sequence_parallel, recompute, cfg):
-    """(bytes that autograd holds after a microbatch's forward, train.py's estimate)"""
-    dp, tp, pp = layout
-    with gridded(rank, world, tp, pp, sequence_parallel) as grid:
+def saved_for_backward(rank, world, tp, pp, sequence_parallel, recompute, cfg):
+    """(bytes that autograd keeps of a microbatch after its forward, the estimate; with
+    recomputation, without the block that is there besides in backward)"""
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+    with gridded(rank, world, tp, pp, sequence_parallel) as grid, \
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         local, flat = staged(cfg, grid, torch.bfloat16, recompute)
-        weights, kept = {b.data.untyped_storage().data_ptr() for b in flat.buckets}, {}
-
-        def keep(x):
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = x, storage.nbytes()
-            return x
-        tokens = tokens_of(cfg, 4)
-        x = tokens if grid.is_first else torch.randn(
-            4, cfg.seq_len // (tp if sequence_parallel else 1), cfg.n_embd).bfloat16()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            keep(local(x if grid.is_first else x.requires_grad_(), tokens))
-    estimate = functools.partial(parallel.activation_bytes, grid=grid, micro_batch=4, itemsize=2,
-                                 schedule=[("F", 0), ("B", 0)])
-    again = 0               # recomputation has one block at a time besides, in backward
-    if recompute:
-        again = estimate(replace(cfg, n_layer=2)) - estimate(replace(cfg, n_layer=1))
-    return (sum(nbytes for _, nbytes in kept.values()),
-            estimate(cfg, recompute=recompute) - again)
+        positions = cfg.seq_len // (tp if sequence_parallel else 1)
+        x = torch.randn(4, positions, cfg.n_embd).bfloat16().requires_grad_()
+        keep(local(tokens_of(cfg, 4) if grid.is_first else x, tokens_of(cfg, 4)))
+    weights = {bucket.data.untyped_storage().data_ptr() for bucket in flat.buckets}
+    estimate = functools.partial(parallel.activation_bytes, grid=grid, schedule=gpipe(0, 1, 1),
+                                 micro_batch=4, itemsize=2)
+    block = estimate(replace(cfg, n_layer=2)) - estimate(replace(cfg, n_layer=1))
+    return (sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in weights),
+            estimate(cfg, recompute=recompute) - recompute * block)
 
 
-@pytest.mark.parametrize("layout, sequence_parallel, recompute, activation", [
-    ((2, 1, 1), False, False, "relu"), ((2, 1, 1), False, True, "gelu"),
-    ((1, 1, 2), False, False, "gelu"), ((1, 2, 1), False, False, "gelu"),
-    ((1, 2, 1), True, False, "gelu"), ((1, 2, 1), True, False, "relu"),
-    ((1, 2, 1), True, True, "gelu")])
-def test_the_estimate_of_activations_is_what_autograd_keeps(pool, layout, sequence_parallel,
+@pytest.mark.parametrize("tp, pp, sequence_parallel, recompute, activation", [
+    (1, 1, False, False, "relu"), (1, 2, False, False, "gelu"), (2, 1, False, True, "gelu"),
+    (2, 1, True, False, "gelu"), (2, 1, True, True, "relu")])
+def test_the_estimate_of_activations_is_what_autograd_keeps(pool, tp, pp, sequence_parallel,
                                                             recompute, activation):
-    cfg = GPTConfig(vocab_size=257, seq_len=64, n_layer=4, n_head=4, n_embd=128,
-                    activation=activation)
-    for kept, estimate in pool.run(2, saved_for_backward, layout, sequence_parallel, recompute,
+    cfg = GPTConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, activation=activation)
+    for kept, estimate in pool.run(2, saved_for_backward, tp, pp, sequence_parallel, recompute,
                                    cfg):
         assert kept == pytest.approx(estimate, rel=0.06)
 
@@ -2297,8 +2251,7 @@ PIPELINES = {"gpipe": {}, "1f1b": dict(pp_schedule="1f1b"), "recompute": dict(re
 
 def resident(what):
     """Bytes of this process, now (VmRSS) or at most since the last reset (VmHWM)."""
-    with open("/proc/self/status") as file:
-        return next(1024 * int(line.split()[1]) for line in file if line.startswith(what))
+    return 1024 * int(re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def peak_memory(rank, world, layout, config, cfg):
@@ -2314,19 +2267,16 @@ def peak_memory(rank, world, layout, config, cfg):
     with gridded(rank, world, tp, pp) as grid:
         step(grid, replace(CFG, n_layer=pp))            # libraries allocate at their first use
         gc.collect()
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")                             # VmHWM starts over
+        Path("/proc/self/clear_refs").write_text("5")   # VmHWM starts over
         before = resident("VmRSS")
         run = step(grid, cfg)
         peak = resident("VmHWM") - before
-    specs, zero = [spec for bucket in run.flat.buckets for spec in bucket.specs], config.zero
-    numel = [sum(p.numel for p in specs if p.name.startswith(start))
-             for start in ("", f"blocks.{min(map(int, run.model.blocks))}.")]
+    numel, block = (sum(b.numel for b in run.flat.buckets[start:]) for start in (0, -2))
     # A bucket fills, one is on its way, and slices come in for it; one of the two is an MLP's, two
     # thirds of a block. Two blocks are gathered.
     arriving = (dp - 1) / dp
-    buffers = (0, 2 * arriving, 3 + 2 * arriving, 9 + 2 * arriving)[zero] / 3 * 4 * numel[1]
-    return peak, (FORMULA["fp32"](dp)[zero] * numel[0], buffers, parallel.activation_bytes(
+    buffers = (0, 2 * arriving, 3 + 2 * arriving, 9 + 2 * arriving)[config.zero] / 3 * 4 * block
+    return peak, (FORMULA["fp32"](dp)[config.zero] * numel, buffers, parallel.activation_bytes(
         cfg, grid, run.schedule, config.micro_batch, 4, config.recompute))
 
 
@@ -2376,22 +2326,15 @@ def assert_same_state(one, two, but=("config",)):
 
 def small_state(step, fill=0.0):
     """The state of a small model whose parameters and moments are all `fill`."""
-    cfg = GPTConfig(n_layer=1, n_embd=32)
-    shapes = {name: list(p.shape) for name, p in GPT(cfg).named_parameters()}
-    shapes["embed.token.weight"][0] = cfg.vocab_size            # without the padding
-    tensors = {name: torch.full(shape, fill) for name, shape in shapes.items()}
-    return dict(format=checkpoint.FORMAT, step=step, consumed_samples=1, tokens=1,
-                optimizer_steps=1, config={},
-                model=asdict(cfg), tokenizer="bytes", data="d", scaler={}, monitor={},
-                **{key: tensors for key in checkpoint.STATE})
+    cfg = GPTConfig(vocab_size=256, n_layer=1, n_embd=32)           # no padding
+    tensors = {name: torch.full(p.shape, fill) for name, p in GPT(cfg).named_parameters()}
+    return dict(format=checkpoint.FORMAT, step=step, consumed_samples=1, tokens=1, config={},
+                optimizer_steps=1, model=asdict(cfg), tokenizer="bytes", data="d", scaler={},
+                monitor={}, **{key: tensors for key in checkpoint.STATE})
 
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-def save_at_once(run):
-    run.save()
 
 
 def test_a_file_has_the_plain_models_names_and_no_layout(pool, tmp_path):
@@ -2401,7 +2344,7 @@ def test_a_file_has_the_plain_models_names_and_no_layout(pool, tmp_path):
         out, (_, tp, pp) = tmp_path / str(layout), layout
         out.mkdir()
         config = settings(out, tp=tp, pp=pp, micro_batch=1, seed=5, zero=zero, steps=0)
-        pool.run(math.prod(layout), run_steps, layout, config, cfg, nothing, None, save_at_once)
+        pool.run(math.prod(layout), run_steps, layout, config, cfg, nothing, None, train.Run.save)
         files.append(saved(out, 0))
         assert_same_state(files[-1], files[0])
         size = sum(4 * t.numel() for name in checkpoint.STATE for t in files[-1][name].values())
@@ -2418,23 +2361,17 @@ def test_a_file_has_the_plain_models_names_and_no_layout(pool, tmp_path):
 
 def overflow(run):
     """Steps 2 and 6 overflow."""
-    finish = run.flat.finish_grad_sync
-
-    def finish_and_spoil():
-        finish()
-        if run.step + 1 in (2, 6):
+    def spoil(step):
+        if step in (2, 6):
             run.flat.buckets[0].shard["grad"][0] = math.inf
-    run.flat.finish_grad_sync = finish_and_spoil
+    after_backward(run, spoil)
 
 
 @pytest.mark.parametrize("dtype, layout, flags", [
     ("fp32", (1, 1, 1), {}), ("bf16", (1, 1, 1), {}), ("fp16", (1, 1, 1), {}),
     ("fp32", (2, 1, 2), dict(zero=1, pp_schedule="1f1b")), ("fp32", (2, 1, 1), dict(zero=2)),
     ("bf16", (1, 2, 1), dict(sequence_parallel=True)),
-    ("fp16", (2, 1, 1), dict(zero=3, recompute=True, offload=True)),
-    *(pytest.param(dtype, (2, 2, pp), flags, marks=pytest.mark.slow) for dtype, pp, flags in [
-        ("fp32", 2, {}), ("bf16", 2, dict(zero=1)), ("bf16", 1, dict(zero=2)), ("fp16", 2, {}),
-        ("fp16", 1, dict(zero=3, recompute=True, offload=True, sequence_parallel=True))])])
+    ("fp16", (2, 1, 1), dict(zero=3, recompute=True, offload=True))])
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, dtype, layout, flags):
     """With dropout, skipped steps and the scaler's state; from the file of the middle."""
     outs, (dp, tp, pp), ran = [tmp_path / "straight", tmp_path / "resumed"], layout, []
@@ -2456,25 +2393,20 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, dtype, la
         assert ends[1]["scaler"]["scale"] == 2.0 ** 14
 
 
-@pytest.mark.parametrize("moves", [
-    [((2, 1, 1), dict(zero=1)), ((1, 2, 1), {}), ((2, 1, 1), dict(zero=2)),
-     ((1, 1, 2), dict(pp_schedule="1f1b")), ((2, 1, 1), dict(zero=3)), ((2, 1, 1), {}),
-     ((1, 2, 1), dict(sequence_parallel=True)), ((1, 1, 2), dict(dtype="fp64")),
-     ((1, 1, 1), dict(offload=True))],
-    pytest.param([((2, 2, 2), dict(zero=2, sequence_parallel=True, pp_schedule="1f1b")),
-                  ((8, 1, 1), dict(zero=3)), ((1, 4, 2), {}), ((4, 1, 1), dict(zero=1)),
-                  ((1, 1, 4), dict(pp_schedule="1f1b")), ((1, 8, 1), dict(recompute=True))],
-                 marks=pytest.mark.slow)])
-def test_a_run_goes_on_in_another_layout(pool, tmp_path, moves):
+def test_a_run_goes_on_in_another_layout(pool, tmp_path):
     """One run that moves to the next of these layouts after every step, and one that stays."""
+    moves = [((1, 1, 1), {}), ((2, 1, 1), dict(zero=1)), ((1, 2, 1), {}), ((2, 1, 1), dict(zero=2)),
+             ((1, 1, 2), dict(pp_schedule="1f1b")), ((2, 1, 1), dict(zero=3)), ((2, 1, 1), {}),
+             ((1, 2, 1), dict(sequence_parallel=True)), ((1, 1, 2), dict(dtype="fp64")),
+             ((1, 1, 1), dict(offload=True))]
     stays, moves_on = outs = tmp_path / "stays", tmp_path / "moves on"
     stays.mkdir(), moves_on.mkdir()
-    config = settings(stays, steps=1 + len(moves), min_lr_ratio=1.0)
+    config = settings(stays, steps=len(moves), min_lr_ratio=1.0)
     straight, *_ = run_steps(0, 1, (1, 1, 1), config, CFG)
-    for step, (layout, flags) in enumerate([((1, 1, 1), {}), *moves], 1):
+    for step, (layout, flags) in enumerate(moves, 1):
         dp, tp, pp = layout
-        moved = replace(config, out=str(moves_on), steps=step, tp=tp, pp=pp,
-                        micro_batch=max(1, 4 // dp), **flags)
+        moved = replace(config, out=str(moves_on), steps=step, tp=tp, pp=pp, micro_batch=4 // dp,
+                        **flags)
         (row,), *_ = pool.run(dp * tp * pp, run_steps, layout, moved, CFG, nothing,
                               moves_on / "latest.pt" if step > 1 else None)[0]
         for name in ("step", "tokens", "lr", "loss", "grad_norm"):
@@ -2548,9 +2480,11 @@ def test_a_kill_at_any_moment_of_a_save_costs_nothing_but_the_save(tmp_path, lin
     assert all(killed[:8]) and not killed[14] and all(killed[15:])
 
 
-def test_the_newest_files_stay_and_are_on_the_disk_before_they_take_their_names(tmp_path, links):
-    """What os.fsync has not seen, of a file its bytes and of a directory its names, would be lost
-    in a power cut."""
+def test_the_newest_and_the_first_stay_and_are_on_the_disk_before_they_take_their_names(tmp_path,
+                                                                                        links):
+    """The newest two, and the one that this branch began with, to which the monitor would go back
+    at last. What os.fsync has not seen, of a file its bytes and of a directory its names, would be
+    lost in a power cut."""
     safe, sync, move = {}, os.fsync, os.replace
 
     def content(path):
@@ -2564,12 +2498,14 @@ def test_the_newest_files_stay_and_are_on_the_disk_before_they_take_their_names(
     def spy_move(source, target):
         assert safe.get(Path(source).stat().st_ino) == content(Path(source)), target
         move(source, target)
+    monitor = dict(checkpoints=[[1, str(tmp_path / "step_00000001.pt")]])
     with mock.patch.object(os, "fsync", spy_sync), mock.patch.object(os, "replace", spy_move):
-        for step in range(1, 5):
-            newest, latest = checkpoint.save(small_state(step), tmp_path, 2), tmp_path / "latest.pt"
+        for step in range(1, 6):
+            state, latest = {**small_state(step), "monitor": monitor}, tmp_path / "latest.pt"
+            newest = checkpoint.save(state, tmp_path, 2)
             assert content(tmp_path) <= safe[tmp_path.stat().st_ino]        # some are removed since
             assert latest.samefile(newest) == links and content(latest) == content(newest)
-    assert names_in(tmp_path) == ["latest.pt", "step_00000003.pt", "step_00000004.pt"]
+    assert names_in(tmp_path) == ["latest.pt", *(f"step_0000000{k}.pt" for k in (1, 4, 5))]
 
 
 def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, monkeypatch, capsys):
@@ -2579,41 +2515,30 @@ def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, monkeypatch, ca
         with no_file_above(10_000) if state["step"] in (4, 8) else nullcontext():
             save(state, *where)
     monkeypatch.setattr(checkpoint, "save", save_on_a_full_disk)
-    steps, _, _ = run_steps(0, 1, (1, 1, 1), config, CFG)
+    run_steps(0, 1, (1, 1, 1), config, CFG)
     error = capsys.readouterr().err
     assert "step_00000004.pt" in error and "File too large" in error and error.count("\n") == 1
-    assert len(steps) == 6
     assert names_in(tmp_path) == ["latest.pt", "step_00000002.pt", "step_00000006.pt"]
     with pytest.raises(RunError, match="the last checkpoint is lost.*step_00000008.pt") as stop:
         run_steps(0, 1, (1, 1, 1), replace(config, steps=8), CFG, nothing, tmp_path / "latest.pt")
     assert stop.value.status == 1 and checkpoint.load(tmp_path / "latest.pt")["step"] == 6
 
 
-DAMAGE = dict(          # to the bytes of b between i and j
-    cut=lambda b, i, j: b[:i], lost=lambda b, i, j: b[:i] + b[j:],
-    zeros=lambda b, i, j: b[:i] + bytes(j - i) + b[j:], twice=lambda b, i, j: b[:j] + b[i:],
-    reversed_=lambda b, i, j: b[:i] + b[i:j][::-1] + b[j:],
-    swapped=lambda b, i, j: b[:i] + b[j:j + 512] + b[i + 512:j] + b[i:i + 512] + b[j + 512:])
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_file_is_passed_over_and_not_sampled_from_or_its_state_is_whole(tmp_path, kind):
-    """(Single bits: test_a_bit_flipped_anywhere_is_recognised_or_changes_nothing.)"""
+def test_a_file_with_a_damaged_block_is_passed_over_and_not_sampled_from(tmp_path):
+    """(Bits: test_a_bit_flipped_anywhere_is_recognised_or_changes_nothing.)"""
     older, state = checkpoint.save(small_state(1), tmp_path, keep=2), small_state(2)
     for tensor in state["parameters"].values():
         tensor.normal_(generator=torch.Generator().manual_seed(tensor.numel()))
     newest, rng = checkpoint.save(state, tmp_path, keep=2), random.Random(0)
     content = newest.read_bytes()
-    for _ in range(40):
+    for _ in range(200):
         i, j = sorted(rng.sample(range(len(content)), 2))
-        newest.write_bytes(DAMAGE[kind](content, i, j))
-        path, events = checkpoint.latest_valid([newest, older])
-        if path == newest:
-            assert_same_state(checkpoint.load(newest), state)
-        else:
-            assert [(e["event"], e["path"]) for e in events] == [("damaged", str(newest))]
-            with pytest.raises(checkpoint.CorruptCheckpoint, match=newest.name):
-                checkpoint.load_model(newest)
+        block = content[i:j]
+        block = rng.choice([b"", bytes(j - i), 2 * block, block[::-1]])
+        newest.write_bytes(content[:i] + block + content[j:])
+        assert checkpoint.latest_valid([newest, older])[0] == older, (i, j)
+        with pytest.raises(checkpoint.CorruptCheckpoint, match=newest.name):
+            checkpoint.load_model(newest)
 
 
 def test_the_newest_whole_file_is_taken_whatever_became_of_the_times(tmp_path, capsys):
@@ -2630,33 +2555,22 @@ def test_the_newest_whole_file_is_taken_whatever_became_of_the_times(tmp_path, c
         checkpoint.latest_valid(files)
 
 
-def test_the_file_that_a_branch_began_with_is_not_pruned(tmp_path):
-    """The monitor names it as the last one to go back to."""
-    for step in range(1, 6):
-        state = small_state(step)
-        state["monitor"] = dict(checkpoints=[[1, str(tmp_path / "step_00000001.pt")]])
-        checkpoint.save(state, tmp_path, keep=2)
-    assert names_in(tmp_path) == ["latest.pt", *(f"step_0000000{k}.pt" for k in (1, 4, 5))]
-
-
 @pytest.mark.parametrize("full", [False, True])
 def test_a_save_begins_when_the_state_before_is_gone(tmp_path, full):
     """Also if that could not be written: the host never holds a third state."""
-    seen, living = [], []
+    gather, states, living = checkpoint.gather_full_state, [], []
 
-    def gather(*facts):
-        living.append(sum(reference() is not None for reference in seen))
-        state = gather_full_state(*facts)
-        seen.append(weakref.ref(state["master"]["embed.token.weight"]))
+    def gather_and_count(*facts):
+        living.append(sum(reference() is not None for reference in states))
+        state = gather(*facts)
+        states.append(weakref.ref(state["master"]["embed.token.weight"]))
         return state
 
     def save(state, out, keep):
         time.sleep(0.05)
         if full and state["step"] < 4:
             raise OSError("the disk is full")
-    gather_full_state = checkpoint.gather_full_state
-    with mock.patch.object(checkpoint, "gather_full_state", gather), \
-            mock.patch.object(checkpoint, "save", save):
+    with mock.patch.multiple(checkpoint, gather_full_state=gather_and_count, save=save):
         run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=4, save_every=1),
                   replace(CFG, n_layer=1))
     assert living[:4] == [0] * 4
@@ -2684,9 +2598,8 @@ def test_a_checkpoints_code_is_not_run(tmp_path):
 @pytest.mark.parametrize("content, words", [
     ([1, 2], "not a checkpoint of this project"), ({}, "not a checkpoint of this project"),
     (dict(format=2), f"format 2, this code reads format {checkpoint.FORMAT}"),
-    (dict(new=0), r"differ: \['new'\]"),
-    (dict(tokens=None), "differ"), (dict(model=dict(width=3)), "width"),
-    (dict(model={}), "its parameters are not those of its model"),
+    (dict(new=0), r"differ: \['new'\]"), (dict(tokens=None), r"differ: \['tokens'\]"),
+    (dict(model=dict(width=3)), "width"),
     (dict(model=asdict(GPTConfig(n_layer=1, n_embd=64))), "its parameters are not those"),
     (dict(parameters={}), "its parameters are not those of its model"),
     (dict(exp_avg=dict(x=torch.zeros(1))), "its exp_avg are not those of its model")])
@@ -4358,10 +4271,8 @@ def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(r
     assert text("--prompt", "-", "--temperature", 0, stdin="line ") == expected
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token(activation):
-    plain = random_gpt(replace(CFG, activation=activation))
-    tokens = tokens_of(CFG, 2)
+def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token():
+    plain, tokens = random_gpt(CFG), tokens_of(CFG, 2)
     whole, cache = plain(tokens), plain.new_kv_cache(2)
     parts = [plain(tokens[:, :5], cache=cache)]
     parts += [plain(tokens[:, i:i + 1], cache=cache, start=i) for i in range(5, CFG.seq_len)]
@@ -4414,7 +4325,6 @@ def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
     tokens = list(sample.generate(plain, [1], 2000, end=256, temperature=100.0,
                                   generator=torch.Generator().manual_seed(0)))
     assert 0 < len(tokens) < 2000 and max(tokens) < 256     # nearly uniform: 256 comes up soon
-    assert len(set(tokens)) > 50 or len(tokens) < 100
 
 
 def test_characters_come_out_whole_and_without_a_prompt_after_an_end_of_text(run_sample,
@@ -4437,26 +4347,22 @@ def test_a_terminal_that_lacks_a_character_shows_a_question_mark(run_sample, mon
 # ---------------------------------------------------------------------------------------------
 
 
-def readme_commands():
-    """The commands of the README's first fenced block, install step aside."""
-    block = (ROOT / "README.md").read_text().split("```")[1]
-    lines = [line.split("#")[0].strip() for line in block.splitlines()[1:]]
-    return [shlex.split(line) for line in lines if line.startswith(("python data", "torchrun",
-                                                                    "python sample"))]
+README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("starter", [launch, pytest.param(torchrun, marks=pytest.mark.slow)])
 def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, starter):
     for file in ROOT.glob("*.py"):
         shutil.copy(file, tmp_path)
-    commands = readme_commands()
+    wanted = "python data", "torchrun", "python sample"         # not what installs
+    commands = [shlex.split(line, comments=True) for line in README.split("```")[1].splitlines()
+                if line.startswith(wanted)]
     assert [c[0] for c in commands] == ["python", "torchrun", "python"]
     assert commands[1] == ["torchrun", "--nproc_per_node=8", "train.py", "--tp", "2", "--pp", "2"]
-    outputs = []
-    for command in commands:
-        flags, fewer = command[2:], ["--steps", "3", "--eval-every", "0"]
-        if command[0] == "python":
-            ends = [Command(tmp_path / command[1], *flags, cwd=tmp_path).finish(200)]
+    fewer, outputs = ["--steps", "3", "--eval-every", "0"], []
+    for program, first, *flags in commands:
+        if program == "python":
+            ends = [Command(tmp_path / first, *flags, cwd=tmp_path).finish(200)]
         elif starter is launch:
             ends = [c.finish(200) for c in launch(8, *flags[1:], *fewer, cwd=tmp_path)]
         else:
@@ -4471,10 +4377,9 @@ def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, starter)
 
 
 def test_the_readme_names_only_tests_and_flags_that_exist():
-    text = (ROOT / "README.md").read_text()
-    tests = set(re.findall(r"`(test_\w+)`", text))
+    tests = set(re.findall(r"`(test_\w+)`", README))
     assert len(tests) > 10 and tests <= set(globals())
-    flags = set(re.findall(r"--[a-z][a-z0-9-]*", text))
+    flags = set(re.findall(r"--[a-z][a-z0-9-]*", README))
     known = {f"--{name.replace('_', '-')}" for name in asdict(train.Config())}
     for file in ("data.py", "sample.py", "parallel.py"):
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
@@ -4484,7 +4389,7 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
 
 
 def test_the_readmes_layouts_are_not_refused(shards):
-    blocks = "".join((ROOT / "README.md").read_text().split("```")[1::2]).replace("\\\n", " ")
+    blocks = "".join(README.split("```")[1::2]).replace("\\\n", " ")
     commands = [shlex.split(line) for line in blocks.splitlines() if " train.py" in line]
     for command in commands:
         at = command.index("train.py")
