@@ -3252,37 +3252,37 @@ def test_a_run_goes_back_to_a_checkpoint_that_stayed_healthy():
 
 
 def test_a_rollback_to_the_same_checkpoint_or_an_older_one_cuts_three_times():
-    monitor, factors = amp.DivergenceMonitor(), [1.0]
-    for step in (40, 50, 50, 40, 60):
-        monitor.rolled_back(step, [8 * step, 8 * step + 80], False, amp.DivergenceMonitor([1.5]))
-        factors.append(monitor.lr_factor)
-    assert [b / a for a, b in itertools.pairwise(factors)] == pytest.approx(
-        [0.6, 0.6, 0.6 ** 3, 0.6 ** 3, 0.6])
-    assert (monitor.rollbacks, monitor.last_rollback_step, monitor.losses) == (5, 60, [1.5])
-    for batch_size, expected in [(8, [312, 560, 560, 560, 560]), (3, [312, 560, 560, 560, 560])]:
-        assert [monitor.skip_excluded(sample, batch_size) for sample in (312, 320, 400, 559, 560)
-                ] == expected
-    assert monitor.skip_excluded(312, 9) == 560         # a batch that would reach into them
+    """But where the data is to blame, the last cut is taken back."""
+    monitor, before = amp.DivergenceMonitor(), amp.DivergenceMonitor([1.5])
+    for step, data, change in [(40, False, 0.6), (50, False, 0.6), (50, False, 0.6 ** 3),
+                               (40, False, 0.6 ** 3), (60, False, 0.6), (60, True, 1 / 0.6),
+                               (60, True, 1.0)]:
+        expected = monitor.lr_factor * change
+        monitor.rolled_back(step, [0, 8], data, then=before)
+        assert monitor.lr_factor == pytest.approx(expected)
+    assert (monitor.rollbacks, monitor.last_rollback_step, monitor.losses) == (7, 60, [1.5])
 
 
-def test_what_diverges_again_right_behind_excluded_samples_doubles_them():
-    """If it does so at once, after steps that went well: the data is to blame, and not the learning
-    rate."""
-    by_hand = amp.DivergenceMonitor(high=3, excluded=[[392, 480]])     # by --skip-steps
-    assert by_hand.to_exclude(52, 504, 8) == ([416, 504], False)
-    monitor = amp.DivergenceMonitor(high=3)
-    assert monitor.to_exclude(step=60, end=480, batch_size=8) == ([392, 480], False)
-    monitor.rolled_back(40, [392, 480], False, amp.DivergenceMonitor())
-    monitor.high = 3
-    assert monitor.to_exclude(52, 504, 8) == ([480, 656], True)
-    assert monitor.to_exclude(52, 512, 8) == ([424, 512], False)        # not at once
-    assert monitor.to_exclude(49, 504, 8) == ([416, 504], False)        # nothing went well
-    monitor.rolled_back(40, [480, 656], True, amp.DivergenceMonitor())
-    assert monitor.lr_factor == 1.0 and monitor.rollbacks == 2          # it was cut in vain
-    monitor.high = 3
-    assert monitor.to_exclude(52, 680, 8) == ([656, 1008], True)
-    monitor.rolled_back(40, [656, 1008], True, amp.DivergenceMonitor())
-    assert monitor.lr_factor == 1.0
+def test_no_batch_reaches_into_what_is_excluded_whatever_the_batch_size():
+    monitor = amp.DivergenceMonitor(excluded=[[400, 560], [320, 400]])
+    for sample, batch_size, expected in [(312, 8, 312), (320, 8, 560), (399, 8, 560),
+                                         (559, 8, 560), (560, 8, 560), (312, 9, 560)]:
+        assert monitor.skip_excluded(sample, batch_size) == expected, (sample, batch_size)
+
+
+@pytest.mark.parametrize("rollbacks, step, end, samples, data", [
+    (1, 52, 504, [480, 656], True),
+    (1, 52, 512, [424, 512], False),            # not at once
+    (1, 49, 504, [416, 504], False),            # no step went well before
+    (0, 52, 504, [416, 504], False)])           # they are --skip-steps'
+def test_what_diverges_again_right_behind_excluded_samples_doubles_them(rollbacks, step, end,
+                                                                        samples, data):
+    """After steps that went well: the data is to blame, and not the learning rate. Samples 392 to
+    479 are excluded after a rollback to step 40; step `step`, the last of three with a high loss,
+    has read up to sample `end`."""
+    monitor = amp.DivergenceMonitor(high=3, rollbacks=rollbacks, last_rollback_step=40,
+                                    excluded=[[0, 8], [392, 480]])
+    assert monitor.to_exclude(step, end, batch_size=8) == (samples, data)
 
 
 def poison_and_tear(run):
@@ -3334,32 +3334,10 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, prepare, s
     assert (start["monitor"]["lr_factor"], start["monitor"]["rollbacks"]) == (0.6, 1)
     assert to > 0 or not any(t.any() for key in ("exp_avg", "exp_avg_sq")
                              for t in start[key].values())
+    # Killed there, the run would end no differently.
+    watched(replace(config, out=str(tmp_path / "again")), prepare, checkpoint.step_file(tmp_path, to))
+    assert_same_state(saved(tmp_path / "again", 42), saved(tmp_path, 42))
     assert saved(tmp_path, 42)["optimizer_steps"] == 42
-
-
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_kill_during_a_rollback_loses_nothing(tmp_path, moment):
-    """Before the file that holds the correction is written, or right after."""
-    config = settings(tmp_path / "straight", steps=26, save_every=4, keep=9)
-    watched(config, poison)
-
-    def prepare(run):
-        def save_and_die():
-            if moment == "after" or run.monitor.rollbacks == 0:
-                save()
-            if run.monitor.rollbacks:
-                raise ZeroDivisionError
-        poison(run)
-        save, run.save = run.save, save_and_die
-    killed = tmp_path / "killed"
-    with pytest.raises(ZeroDivisionError):
-        watched(replace(config, out=str(killed)), prepare)
-    newest = checkpoint.list_checkpoints(killed)[0]
-    state = checkpoint.load(newest)
-    assert (state["step"], state["monitor"]["rollbacks"]) == dict(before=(20, 0),
-                                                                  after=(4, 1))[moment]
-    watched(replace(config, out=str(killed)), poison, newest)
-    assert_same_state(saved(tmp_path / "straight", 26), saved(killed, 26))
 
 
 def monitor_now(run):
@@ -3410,18 +3388,11 @@ def test_without_rollback_a_run_tells_and_goes_on_and_can_be_resumed_with_it(tmp
 
 
 def test_a_rollback_whose_checkpoint_cannot_be_kept_ends_the_run(tmp_path):
-    """It would be done again at every restart, without a bound."""
-    def on_a_full_disk(state, out, keep):
-        if state["monitor"]["rollbacks"]:
-            raise OSError("the disk is full")
-        return save(state, out, keep)
-    save = checkpoint.save
-    with mock.patch.object(checkpoint, "save", on_a_full_disk), \
+    """At once: it would be done again at every restart, without a bound."""
+    with mock.patch.object(checkpoint, "save", side_effect=OSError("the disk is full")), \
             pytest.raises(RunError, match="is lost: the disk is full") as stop:
-        watched(settings(tmp_path, steps=40, save_every=10), poison)
-    assert stop.value.status == 1
-    assert column(read_metrics(tmp_path)[0], "step")[-1] == 23         # at once
-    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 20
+        watched(settings(tmp_path, steps=40), poison)
+    assert stop.value.status == 1 and column(read_metrics(tmp_path)[0], "step")[-1] == 23
 
 
 def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
@@ -3430,23 +3401,15 @@ def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
     assert seen.batches == [0, 1, 5, 6, 7, 8] and column(seen.rows, "step") == [1, 2, 3, 4, 5, 6]
     assert seen.events == [dict(event="skip", step=3, reason="left out", batches=3,
                                 sequences=[16, 40])]
-    for step, batches in ((2, [5, 6, 7, 8]), (3, [6, 7, 8])):       # not twice at a resume
-        assert watched(config, state=tmp_path / f"step_{step:08d}.pt").batches == batches
+    for step, skip, batches in [(2, "3:5", [5, 6, 7, 8]), (3, "3:5", [6, 7, 8]),     # not twice
+                                (4, "2:5", [8, 9]), (4, "2:4", [7, 8])]:    # only what lies ahead
+        resumed = watched(replace(config, skip_steps=skip, out=str(tmp_path / "resumed")),
+                          state=checkpoint.step_file(tmp_path, step))
+        assert resumed.batches == batches, (step, skip)
     config = settings(tmp_path / "rollback", steps=24, skip_steps="16:18", save_every=4, keep=9)
     seen = watched(config, poison)                                  # nor after a rollback
     assert kinds(seen.events) == ["skip", "spike", "rollback", "skip"]
     assert seen.batches == [*range(15), *range(18, 26), *range(4, 15), *range(26, 35)]
-
-
-def test_of_steps_to_skip_what_lies_ahead_is_skipped(run_train, shards, tmp_path):
-    flags = ["--data", shards, *TINY, "--steps", 8, "--save-every", 1, "--keep", 9]
-    run_train(*flags, "--out", tmp_path / "o")
-    for skip, sequences in (("3:6", [16, 24]), ("2:4", None)):
-        status, text, _ = run_train(*flags, "--out", tmp_path / skip, "--skip-steps", skip,
-                                    "--resume", tmp_path / "o" / "step_00000004.pt")
-        skips = [e["sequences"] for e in read_metrics(tmp_path / skip)[1] if e["event"] == "skip"]
-        assert status == 0 and skips == [sequences] * (sequences is not None)
-        assert ("lie behind" in text) == (sequences is None)
 
 
 def test_twenty_bad_batches_take_two_rollbacks_and_leave_the_learning_rate(tmp_path):
@@ -3612,22 +3575,16 @@ def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(shards,
     assert (out / "lock").read_text() == f"{socket.gethostname()}, process {third.pid}"
 
 
-def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(capfd):
-    def after(seconds, number):
-        with mock.patch.object(parallel, "time", SimpleNamespace(monotonic=lambda: 100 + seconds)):
-            signal.raise_signal(number)
-        return stop.requested is not None, ended.called
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with mock.patch.object(os, "_exit") as ended:
-            stop = parallel.StopSignal()
-            assert not stop.requested and after(0, signal.SIGTERM) == (True, False)
-            assert after(0.4, signal.SIGTERM) == (True, False)
-            assert after(0.6, signal.SIGINT) == (True, True)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert ended.call_args.args == (1,) and capfd.readouterr().out.splitlines() == [
+def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monkeypatch, capfd):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)    # pytest keeps its own handlers
+    monkeypatch.setattr(os, "_exit", lambda status: ended.append(status))
+    stop, ended = parallel.StopSignal(), []
+    assert not stop.requested
+    for seconds, expected in [(100, []), (100.4, []), (100.6, [1])]:
+        monkeypatch.setattr(parallel, "time", SimpleNamespace(monotonic=lambda: seconds))
+        stop.handle()
+        assert stop.requested and ended == expected
+    assert capfd.readouterr().out.splitlines() == [
         "saving after this step; a second signal ends at once, without saving",
         "ended without saving"]
 
@@ -3702,30 +3659,26 @@ def test_the_same_command_goes_on_with_its_branch_and_another_begins_one(run_tra
 
 
 def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(monkeypatch):
-    """Three ranks, as threads; the store holds what an earlier group wrote before it died."""
-    store = dist.HashStore()
+    """Three ranks, as threads; the store holds what the groups before wrote."""
+    store, found = dist.HashStore(), []
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, None, None)]))
+
+    def meet(rank, attempt):
+        time.sleep(0.1 * ((rank + attempt) % 3))                # the dead ones' keys come first
+        prefix = parallel.rendezvous(rank, 3, timedelta(seconds=20))
+        found.append((prefix, prefix.check([f"{rank}"])))       # a key of the dead?
+        prefix.set(f"{rank}", "here")
     for attempt in range(3):
-        def meet(rank):
-            time.sleep(0.1 * ((rank + attempt) % 3))            # the dead ones' keys come first
-            prefix = parallel.rendezvous(rank, 3, timedelta(seconds=20))
-            prefix.set(f"{rank}", "here")
-            met[rank] = [prefix.get(f"{r}").decode() for r in range(3)]
-            found.append(prefix)
-        met, found = {}, []
-        threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
+        found.clear()
+        threads = [threading.Thread(target=meet, args=(rank, attempt)) for rank in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=30)
-        assert met == {rank: ["here"] * 3 for rank in range(3)}
-        assert not found[0].check([f"stale {attempt}"])
-        found[0].set(f"stale {attempt + 1}", "")                # another prefix does not see it
-    lonely = dist.HashStore()
-    lonely.set_timeout(timedelta(seconds=0.3))
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(lonely, None, None)]))
-    with pytest.raises(RuntimeError):
-        parallel.rendezvous(0, 2, timedelta(seconds=0.3))
+            thread.join()
+        assert len(found) == 3
+        assert all(prefix.check(["0", "1", "2"]) and not dead for prefix, dead in found)
+    with pytest.raises(RuntimeError, match="no answer"):        # nobody but the dead
+        parallel.rendezvous(1, 3, timedelta(seconds=0.3))
 
 
 def places_in(content, part, count, rng):
@@ -3789,39 +3742,26 @@ def test_a_bit_flipped_anywhere_is_recognised_or_changes_nothing(tmp_path, part,
     assert recognised >= fewest * count
 
 
-@pytest.mark.parametrize("links", [True, False])
 def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, links):
-    """At the step's file; without hard links at latest.pt too, which is then a copy."""
+    """At the step's file or, without hard links, at latest.pt, which is then a copy of it."""
     checkpoint.save(small_state(1), tmp_path, keep=2)
-    before, size = (tmp_path / "latest.pt").read_bytes(), (tmp_path / "latest.pt").stat().st_size
-    rng = random.Random(links)
-    places = [0, 1, size - 1, *(rng.randrange(size) for _ in range(60)),
-              *(size - rng.randrange(20_000) for _ in range(40))]           # the zip's directory
-    with nullcontext() if links else mock.patch.object(os, "link", side_effect=OSError):
-        for place in places:
-            with no_file_above(place), pytest.raises(OSError, match="step_00000002.pt"):
-                checkpoint.save(small_state(2), tmp_path, keep=2)
-            assert names_in(tmp_path) == ["latest.pt", "step_00000001.pt"], place
-            assert (tmp_path / "latest.pt").read_bytes() == before
-        assert (tmp_path / "step_00000001.pt").read_bytes() == before
-        checkpoint.save(small_state(2), tmp_path, keep=2)               # when there is room again
-    assert names_in(tmp_path) == ["latest.pt", "step_00000001.pt", "step_00000002.pt"]
-    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 2
-
-
-def test_a_latest_that_cannot_be_copied_stays_the_one_before(tmp_path):
-    checkpoint.save(small_state(1), tmp_path, keep=2)
-    before, copied = (tmp_path / "latest.pt").read_bytes(), shutil.copyfile
+    before, copy, rng = (tmp_path / "latest.pt").read_bytes(), shutil.copyfile, random.Random(links)
+    size, files = len(before), ["latest.pt", "step_00000001.pt", "step_00000002.pt"]
 
     def copy_on_a_full_disk(source, target):
-        with no_file_above(len(before) // 2):
-            copied(source, target)
-    with mock.patch.object(os, "link", side_effect=OSError), \
-            mock.patch.object(shutil, "copyfile", copy_on_a_full_disk), pytest.raises(OSError):
-        checkpoint.save(small_state(2), tmp_path, keep=2)
-    assert (tmp_path / "latest.pt").read_bytes() == before
-    path, _ = checkpoint.latest_valid(checkpoint.list_checkpoints(tmp_path))
-    assert path in (tmp_path / "step_00000001.pt", tmp_path / "step_00000002.pt")
+        with no_file_above(place):
+            copy(source, target)
+    for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(60)),
+                  *(size - rng.randrange(20_000) for _ in range(40))]:      # the zip's directory
+        with (no_file_above(place) if links else
+              mock.patch.object(shutil, "copyfile", copy_on_a_full_disk)), \
+                pytest.raises(OSError, match="step_00000002.pt"):
+            checkpoint.save(small_state(2), tmp_path, keep=2)
+        assert names_in(tmp_path) == files[:2 if links else 3], place
+        assert all((tmp_path / file).read_bytes() == before for file in files[:2]), place
+    checkpoint.save(small_state(2), tmp_path, keep=2)               # when there is room again
+    assert names_in(tmp_path) == files
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 2
 
 
 # ---------------------------------------------------------------------------------------------
