@@ -3595,23 +3595,18 @@ def test_the_same_command_goes_on_with_its_branch_and_another_begins_one(run_tra
 
 def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(monkeypatch):
     """Three ranks, as threads; the store holds what the groups before wrote."""
-    store, found = dist.HashStore(), []
+    store, threads = dist.HashStore(), checkpoint.ThreadPoolExecutor(3)
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, None, None)]))
 
     def meet(rank, attempt):
         time.sleep(0.1 * ((rank + attempt) % 3))                # the dead ones' keys come first
         prefix = parallel.rendezvous(rank, 3, timedelta(seconds=20))
-        found.append((prefix, prefix.check([f"{rank}"])))       # a key of the dead?
+        of_the_dead = prefix.check([f"{rank}"])
         prefix.set(f"{rank}", "here")
+        return prefix, of_the_dead
     for attempt in range(3):
-        found.clear()
-        threads = [threading.Thread(target=meet, args=(rank, attempt)) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(found) == 3
-        assert all(prefix.check(["0", "1", "2"]) and not dead for prefix, dead in found)
+        for prefix, of_the_dead in list(threads.map(meet, range(3), [attempt] * 3)):
+            assert prefix.check(["0", "1", "2"]) and not of_the_dead
     with pytest.raises(RuntimeError, match="no answer"):        # nobody but the dead
         parallel.rendezvous(1, 3, timedelta(seconds=0.3))
 
@@ -3641,15 +3636,15 @@ def test_a_damaged_newest_file_never_ends_a_run_that_has_another(run_train, shar
     assert run_train(*flags)[0] == 0
     newest = out / "step_00000004.pt"
     content = newest.read_bytes()
-    whole = run_train(*flags, "--eval-only")
-    older = run_train(*flags, "--eval-only", "--resume", out / "step_00000002.pt")
-    assert whole[0] == older[0] == 0 and "step 4: " in whole[1] and "step 2: " in older[1]
+    whole, older = (run_train(*flags, "--eval-only", "--resume", out / f"step_0000000{step}.pt")[:2]
+                    for step in (4, 2))
+    assert "step 4: " in whole[1] and "step 2: " in older[1]
     for i, place in enumerate(places_in(content, part, 75, rng)):
         # latest.pt is the same file
         newest.write_bytes(content[:place] if i % 5 == 0 else flipped(content, place, rng))
         status, text, error = run_train(*flags, "--steps", 3, "--eval-only")
         passed_over = "step_00000004.pt is" in error and error.endswith("; passed over\n")
-        assert (status, text) == (older if passed_over else whole)[:2], (place, error)
+        assert (status, text) == (older if passed_over else whole), (place, error)
         assert passed_over or error == ""
     fingerprint = saved(out, 2)["data"].encode()            # other data, says the damaged file
     newest.write_bytes(content.replace(fingerprint, b"0" * len(fingerprint)))
