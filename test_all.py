@@ -3212,24 +3212,19 @@ def test_a_divergence_is_several_high_losses_or_one_that_is_not_finite(losses, f
 
 
 @pytest.mark.parametrize("rollback", ["on", "off"])
-def test_a_loss_that_rises_slowly_is_a_divergence_too(rollback):
+def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is(rollback):
     """By four deviations, so that few losses are high: told within a window of 64, and again only
     when the median has risen by two more."""
     noise = 0.1 * np.random.default_rng(1).standard_normal(300)
-    rise = np.repeat([2.0, 2.0, 2.4], 100)
-    told = judge(noise + rise, rollback=rollback)
+    told = judge(np.repeat([2.0, 2.0, 2.4], 100) + noise, rollback=rollback)
     assert 210 <= min(told) < 264 and "has risen from 1.9" in told[min(told)] and len(told) <= 3
-    for seed in range(10):                          # a plateau has no end
-        noise = 0.03 * np.random.default_rng(seed).standard_normal(5000)
-        assert judge(1.4 + noise, rollback=rollback) == {}, seed
-
-
-def test_a_falling_loss_and_a_plateau_are_healthy():
-    for seed in range(20):
+    for seed in range(10):
         rng = np.random.default_rng(seed)
+        plateau = 1.4 + 0.03 * rng.standard_normal(5000)
         fall = 2 + 3.5 * np.exp(-np.arange(1000) / rng.uniform(20, 200))
-        noise = rng.standard_t(4, 1000) * rng.uniform(0.005, 0.2)       # tails wider than normal
-        assert judge(fall + noise) == {}, seed
+        fall += rng.standard_t(4, 1000) * rng.uniform(0.005, 0.2)       # tails wider than normal
+        for healthy in (plateau, fall):
+            assert judge(healthy, rollback=rollback) == {}, seed
 
 
 def test_a_run_goes_back_to_a_checkpoint_that_stayed_healthy():
@@ -3360,7 +3355,6 @@ def test_rollbacks_are_bounded(tmp_path):
     _, events = read_metrics(tmp_path)
     assert stop.value.status == 1 and "--max-rollbacks 2" in events[-1]["reason"]
     assert kinds(events)[-1] == "stop" and kinds(events).count("spike") == 3
-    assert [e["rollbacks"] for e in events if e["event"] == "rollback"] == [1, 2]
 
 
 def test_without_rollback_a_run_tells_and_goes_on_and_can_be_resumed_with_it(tmp_path):
@@ -3494,14 +3488,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
         done.append(step)
         reached[step].set()
     save, done, reached = checkpoint.save, [], {step: threading.Event() for step in range(1, 7)}
-    slow, fast = (settings(tmp_path / name, steps=6, save_every=2, keep=9)
-                  for name in ("slow", "fast"))
+    outs = tmp_path / "fast", tmp_path / "slow"
+    fast, slow = (settings(out, steps=6, save_every=2, keep=9) for out in outs)
     watched(fast)
     with mock.patch.object(checkpoint, "save", two_steps_later):
         watched(slow, lambda run: after_backward(run, reach))
     assert done == [1, 2, 3, 4, "file 2", 5, 6, "file 4", "file 6"]
     for step in (2, 4, 6):
-        assert_same_state(*(saved(Path(config.out), step) for config in (slow, fast)))
+        assert_same_state(*(saved(out, step) for out in outs))
 
 
 def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(run_train, shards,
@@ -3668,7 +3662,6 @@ def test_a_bit_flipped_anywhere_is_recognised_or_changes_nothing(tmp_path, part,
         except checkpoint.CorruptCheckpoint as error:
             assert str(path) in str(error)
             recognised += 1
-    print(f"\n{part}: {recognised} of {count} recognised, the others without effect")
     assert recognised >= fewest * count
 
 
