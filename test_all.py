@@ -3175,22 +3175,20 @@ def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1), st
             world=1):
     """Train on this rank, with a real metrics.jsonl -> the run, its rows and events (of all runs in
     this --out), and the numbers of the batches it read."""
-    order, batches, out = Memory.sample_indices, [], Path(config.out)
-    out.mkdir(exist_ok=True)
-
-    def spy(self, seed, first, count):
-        batches.append(first // count)
-        return order(self, seed, first, count)
+    Path(config.out).mkdir(exist_ok=True)
     with gridded(rank, world, config.tp, config.pp, config.sequence_parallel) as grid, \
-            mock.patch.object(Memory, "sample_indices", spy):
+            mock.patch.object(Memory, "sample_indices", autospec=True,
+                              side_effect=Memory.sample_indices) as reads:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
                         Memory(cfg, 13, seed=1), state and checkpoint.load(state))
         prepare(run)
         try:
-            run.train(checkpoint.Metrics(out, rank), stop or SimpleNamespace(requested=False))
+            run.train(checkpoint.Metrics(Path(config.out), rank),
+                      stop or SimpleNamespace(requested=False))
         finally:
             run.writer.wait()
-    rows, events = read_metrics(out)
+    rows, events = read_metrics(Path(config.out))
+    batches = [first // count for _, _, first, count in (call.args for call in reads.mock_calls)]
     return SimpleNamespace(run=run, rows=rows, events=events, batches=batches)
 
 
@@ -3255,24 +3253,19 @@ def test_a_divergence_is_several_high_losses_or_one_that_is_not_finite(losses, f
 
 
 @pytest.mark.parametrize("rollback", ["on", "off"])
-def test_a_loss_that_rises_slowly_is_a_divergence_too(rollback):
+def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is(rollback):
     """By four deviations, so that few losses are high: told within a window of 64, and again only
     when the median has risen by two more."""
     noise = 0.1 * np.random.default_rng(1).standard_normal(300)
-    rise = np.repeat([2.0, 2.0, 2.4], 100)
-    told = judge(noise + rise, rollback=rollback)
+    told = judge(np.repeat([2.0, 2.0, 2.4], 100) + noise, rollback=rollback)
     assert 210 <= min(told) < 264 and "has risen from 1.9" in told[min(told)] and len(told) <= 3
-    for seed in range(10):                          # a plateau has no end
-        noise = 0.03 * np.random.default_rng(seed).standard_normal(5000)
-        assert judge(1.4 + noise, rollback=rollback) == {}, seed
-
-
-def test_a_falling_loss_and_a_plateau_are_healthy():
-    for seed in range(20):
+    for seed in range(10):
         rng = np.random.default_rng(seed)
+        plateau = 1.4 + 0.03 * rng.standard_normal(5000)
         fall = 2 + 3.5 * np.exp(-np.arange(1000) / rng.uniform(20, 200))
-        noise = rng.standard_t(4, 1000) * rng.uniform(0.005, 0.2)       # tails wider than normal
-        assert judge(fall + noise) == {}, seed
+        fall += rng.standard_t(4, 1000) * rng.uniform(0.005, 0.2)       # tails wider than normal
+        for healthy in (plateau, fall):
+            assert judge(healthy, rollback=rollback) == {}, seed
 
 
 def test_a_run_goes_back_to_a_checkpoint_that_stayed_healthy():
@@ -3287,56 +3280,53 @@ def test_a_run_goes_back_to_a_checkpoint_that_stayed_healthy():
     monitor.last_rollback_step = 10
     assert monitor.candidates(12, data=False) == [[0, None]]        # not the same again
     assert monitor.candidates(12, data=True) == [[10, "file 10"], [0, None]]
-    by_hand = amp.DivergenceMonitor(checkpoints=[[30, "/elsewhere/30"]])
-    for onset in (30, 31):
-        assert by_hand.candidates(onset, False) == [[30, "/elsewhere/30"]]
+    monitor.checkpoints = [[30, "/by/hand"]]
+    assert monitor.candidates(30, False) == monitor.candidates(31, False) == [[30, "/by/hand"]]
 
 
 def test_a_rollback_to_the_same_checkpoint_or_an_older_one_cuts_three_times():
-    monitor, factors = amp.DivergenceMonitor(), [1.0]
-    for step in (40, 50, 50, 40, 60):
-        monitor.rolled_back(step, [8 * step, 8 * step + 80], False, amp.DivergenceMonitor([1.5]))
-        factors.append(monitor.lr_factor)
-    assert [b / a for a, b in itertools.pairwise(factors)] == pytest.approx(
-        [0.6, 0.6, 0.6 ** 3, 0.6 ** 3, 0.6])
-    assert (monitor.rollbacks, monitor.last_rollback_step, monitor.losses) == (5, 60, [1.5])
-    for batch_size, expected in [(8, [312, 560, 560, 560, 560]), (3, [312, 560, 560, 560, 560])]:
-        assert [monitor.skip_excluded(sample, batch_size) for sample in (312, 320, 400, 559, 560)
-                ] == expected
-    assert monitor.skip_excluded(312, 9) == 560         # a batch that would reach into them
+    """But where the data is to blame, the last cut is taken back."""
+    monitor, before = amp.DivergenceMonitor(), amp.DivergenceMonitor([1.5])
+    for step, blamed, change in [(40, False, 0.6), (50, False, 0.6), (50, False, 0.6 ** 3),
+                                 (40, False, 0.6 ** 3), (60, False, 0.6), (60, True, 1 / 0.6),
+                                 (60, True, 1.0)]:
+        expected = monitor.lr_factor * change
+        monitor.rolled_back(step, [0, 8], blamed, then=before)
+        assert monitor.lr_factor == pytest.approx(expected)
+    assert (monitor.rollbacks, monitor.last_rollback_step, monitor.losses) == (7, 60, [1.5])
 
 
-def test_what_diverges_again_right_behind_excluded_samples_doubles_them():
-    """If it does so at once, after steps that went well: the data is to blame, and not the learning
-    rate."""
-    by_hand = amp.DivergenceMonitor(high=3, excluded=[[392, 480]])     # by --skip-steps
-    assert by_hand.to_exclude(52, 504, 8) == ([416, 504], False)
-    monitor = amp.DivergenceMonitor(high=3)
-    assert monitor.to_exclude(step=60, end=480, batch_size=8) == ([392, 480], False)
-    monitor.rolled_back(40, [392, 480], False, amp.DivergenceMonitor())
-    monitor.high = 3
-    assert monitor.to_exclude(52, 504, 8) == ([480, 656], True)
-    assert monitor.to_exclude(52, 512, 8) == ([424, 512], False)        # not at once
-    assert monitor.to_exclude(49, 504, 8) == ([416, 504], False)        # nothing went well
-    monitor.rolled_back(40, [480, 656], True, amp.DivergenceMonitor())
-    assert monitor.lr_factor == 1.0 and monitor.rollbacks == 2          # it was cut in vain
-    monitor.high = 3
-    assert monitor.to_exclude(52, 680, 8) == ([656, 1008], True)
-    monitor.rolled_back(40, [656, 1008], True, amp.DivergenceMonitor())
-    assert monitor.lr_factor == 1.0
+def test_no_batch_reaches_into_what_is_excluded_whatever_the_batch_size():
+    monitor = amp.DivergenceMonitor(excluded=[[400, 560], [320, 400]])
+    for first, batch_size, expected in [(312, 8, 312), (320, 8, 560), (399, 8, 560),
+                                        (559, 8, 560), (560, 8, 560), (312, 9, 560)]:
+        assert monitor.skip_excluded(first, batch_size) == expected, (first, batch_size)
 
 
-def poison_and_tear(run):
-    """The checkpoint that the run would go back to is damaged."""
+@pytest.mark.parametrize("rollbacks, step, end, samples, data", [
+    (1, 52, 504, [480, 656], True),
+    (1, 52, 512, [424, 512], False),            # not at once
+    (1, 49, 504, [416, 504], False),            # no step went well before
+    (0, 52, 504, [416, 504], False)])           # they are --skip-steps'
+def test_what_diverges_again_right_behind_excluded_samples_doubles_them(rollbacks, step, end,
+                                                                        samples, data):
+    """After steps that went well: the data is to blame, and not the learning rate. Samples 392 to
+    479 are excluded after a rollback to step 40; step `step`, the last of three with a high loss,
+    has read up to sample `end`."""
+    monitor = amp.DivergenceMonitor(high=3, rollbacks=rollbacks, last_rollback_step=40,
+                                    excluded=[[0, 8], [392, 480]])
+    assert monitor.to_exclude(step, end, batch_size=8) == (samples, data)
+
+
+def poison_and_damage(run):
+    """And the file of step 4 is torn, that of step 19 not yet written when it is wanted."""
+    def spoil(step):
+        if step == 19:
+            run.writer.thread.submit(time.sleep, 0.5)
+        if step == 20:
+            Path(run.config.out, "step_00000004.pt").write_bytes(b"torn")
     poison(run)
-    after_backward(run, lambda step: step == 20 and (
-        Path(run.config.out, "step_00000004.pt").write_bytes(b"torn")))
-
-
-def poison_and_wait(run):
-    """The file of step 19 is still being written when it is wanted."""
-    poison(run)
-    after_backward(run, lambda step: step == 19 and run.writer.thread.submit(time.sleep, 0.5))
+    after_backward(run, spoil)
 
 
 def overflow_for_twenty_steps(run):
@@ -3347,9 +3337,9 @@ def overflow_for_twenty_steps(run):
 
 
 @pytest.mark.parametrize("prepare, save_every, at, to, first", [
-    (poison, 4, 23, 4, 12), (poison_and_tear, 2, 23, 2, 12),
+    (poison, 4, 23, 4, 12), (poison_and_damage, 2, 23, 2, 12),
     (poison, 0, 23, 0, 12),                             # no checkpoint yet
-    (poison_and_wait, 19, 23, 19, 19),                  # too young to be proven, but the only one
+    (poison_and_damage, 19, 23, 19, 19),                # too young to be proven, but the only one
     (overflow_for_twenty_steps, 10, 39, 10, 11)])       # which began with the first
 def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, prepare, save_every, at, to,
                                                             first):
@@ -3363,44 +3353,18 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, prepare, s
     assert column(seen.rows[at:], "lr") == pytest.approx(
         [0.6 * train.learning_rate(config, step) for step in range(to + 1, 43)])
     assert first == to or seen.rows[at]["loss"] == seen.rows[to]["loss"]    # the same parameters
-    assert seen.rows[-1]["loss"] < seen.rows[to]["loss"]
-    (spike,), (rollback,), damaged = ([e for e in seen.events if e["event"] == kind]
-                                      for kind in ("spike", "rollback", "damaged"))
+    spike, *damaged, rollback, skip = (e for e in seen.events if e["reason"] != "not finite")
+    assert kinds([spike, rollback, skip, *damaged]) == [
+        "spike", "rollback", "skip", *["damaged"] * (save_every == 2)]
     assert (spike["step"], rollback["step"], rollback["to"]) == (at, at, to)
     assert spike["reason"] == rollback["reason"] and (at == 39) == ("in a row" in spike["reason"])
-    assert rollback["sequences"] == [8 * first, 8 * at] == seen.events[-1]["sequences"]
-    assert len(damaged) == (prepare is poison_and_tear)
-    start = saved(tmp_path, to)         # holds the correction before anything else happens
-    assert start["monitor"]["excluded"] == [[8 * first, 8 * at]]
-    assert (start["monitor"]["lr_factor"], start["monitor"]["rollbacks"]) == (0.6, 1)
+    assert rollback["sequences"] == [8 * first, 8 * at] == skip["sequences"]
     assert to > 0 or not any(t.any() for key in ("exp_avg", "exp_avg_sq")
-                             for t in start[key].values())
+                             for t in saved(tmp_path, 0)[key].values())
     assert saved(tmp_path, 42)["optimizer_steps"] == 42
-
-
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_kill_during_a_rollback_loses_nothing(tmp_path, moment):
-    """Before the file that holds the correction is written, or right after."""
-    config = settings(tmp_path / "straight", steps=26, save_every=4, keep=9)
-    watched(config, poison)
-
-    def prepare(run):
-        def save_and_die():
-            if moment == "after" or run.monitor.rollbacks == 0:
-                save()
-            if run.monitor.rollbacks:
-                raise ZeroDivisionError
-        poison(run)
-        save, run.save = run.save, save_and_die
-    killed = tmp_path / "killed"
-    with pytest.raises(ZeroDivisionError):
-        watched(replace(config, out=str(killed)), prepare)
-    newest = checkpoint.list_checkpoints(killed)[0]
-    state = checkpoint.load(newest)
-    assert (state["step"], state["monitor"]["rollbacks"]) == dict(before=(20, 0),
-                                                                  after=(4, 1))[moment]
-    watched(replace(config, out=str(killed)), poison, newest)
-    assert_same_state(saved(tmp_path / "straight", 26), saved(killed, 26))
+    # Killed right after, it goes on with the correction.
+    watched(replace(config, out=str(tmp_path / "o")), prepare, checkpoint.step_file(tmp_path, to))
+    assert_same_state(saved(tmp_path / "o", 42), saved(tmp_path, 42))
 
 
 def monitor_now(run):
@@ -3411,58 +3375,44 @@ def monitor_now(run):
 def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, zero):
     dp, tp, pp = layout
     cfg, config = replace(CFG, n_layer=2), settings(tmp_path, steps=24, save_every=4, keep=9)
-    (tmp_path / "one").mkdir()
-    one = run_steps(0, 1, (1, 1, 1), replace(config, out=str(tmp_path / "one")), cfg, monitor_now,
-                    prepare=poison)
+    one = watched(replace(config, out=str(tmp_path / "one")), poison, cfg=cfg)
     ranks = pool.run(dp * tp * pp, run_steps, layout, replace(config, tp=tp, pp=pp, zero=zero),
                      cfg, monitor_now, None, poison)
-    for _, seen, _ in ranks:
-        assert repr(seen) == repr(ranks[0][1])
-    (_, samples, events), (_, expected_samples, expected) = ranks[0][1][-1], one[1][-1]
-    assert kinds(events) == kinds(expected) == ["spike", "rollback", "skip"]
-    assert samples == expected_samples
+    rows, seen, _ = ranks[0]
+    assert all(repr(other) == repr(seen) for _, other, _ in ranks)
+    _, samples, events = seen[-1]
+    assert kinds(events) == kinds(one.events) == ["spike", "rollback", "skip"]
+    assert samples == one.run.consumed_samples
     for name in ("step", "to", "sequences"):
-        assert [e.get(name) for e in events] == [e.get(name) for e in expected], name
-    losses = [column(steps[:20] + steps[23:], "loss") for steps in (ranks[0][0], one[0])]
+        assert [e.get(name) for e in events] == [e.get(name) for e in one.events], name
+    losses = [column(steps[:20] + steps[23:], "loss") for steps in (rows, one.rows)]
     assert len(losses[0]) == 40 and relative(*losses) <= 1e-5       # but for the poisoned ones
 
 
-def test_rollbacks_are_bounded_and_cut_more_each_time(tmp_path):
+def test_rollbacks_are_bounded(tmp_path):
     config = settings(tmp_path, steps=30, save_every=4, keep=9, max_rollbacks=2)
-    with pytest.raises(RunError) as stop:
+    with pytest.raises(RunError, match="--max-rollbacks 2 are spent.*--skip-steps") as stop:
         watched(config, functools.partial(poison, times=9))
-    error, (_, events) = str(stop.value), read_metrics(tmp_path)
-    assert stop.value.status == 1 and "\n" not in error
-    assert "--max-rollbacks 2 are spent" in error and "--skip-steps" in error
-    assert events[-1]["event"] == "stop" and "--max-rollbacks 2" in events[-1]["reason"]
-    cuts = [event["lr_factor"] for event in events if event["event"] == "rollback"]
-    assert cuts == pytest.approx([0.6, 0.6 ** 4]) and kinds(events).count("spike") == 3
+    _, events = read_metrics(tmp_path)
+    assert stop.value.status == 1 and "--max-rollbacks 2" in events[-1]["reason"]
+    assert kinds(events)[-1] == "stop" and kinds(events).count("spike") == 3
 
 
 def test_without_rollback_a_run_tells_and_goes_on_and_can_be_resumed_with_it(tmp_path):
     config = settings(tmp_path, steps=30, save_every=4, keep=9, rollback="off")
     seen = watched(config, poison)
     assert kinds(seen.events) == ["spike"] and column(seen.rows, "step") == [*range(1, 31)]
-    assert saved(tmp_path, 30)["monitor"]["high"] == 10
     seen = watched(replace(config, steps=32, rollback="on"), nothing, tmp_path / "step_00000030.pt")
     assert kinds(seen.events)[:3] == ["spike", "spike", "rollback"]
-    assert seen.events[2]["step"] == 31 and seen.events[2]["to"] <= 20
-    assert column(seen.rows, "step")[-1] == 32
+    assert seen.events[2]["step"] == 31 and seen.events[2]["to"] <= 20 < seen.rows[-1]["step"] == 32
 
 
 def test_a_rollback_whose_checkpoint_cannot_be_kept_ends_the_run(tmp_path):
-    """It would be done again at every restart, without a bound."""
-    def on_a_full_disk(state, out, keep):
-        if state["monitor"]["rollbacks"]:
-            raise OSError("the disk is full")
-        return save(state, out, keep)
-    save = checkpoint.save
-    with mock.patch.object(checkpoint, "save", on_a_full_disk), \
+    """At once: it would be done again at every restart, without a bound."""
+    with mock.patch.object(checkpoint, "save", side_effect=OSError("the disk is full")), \
             pytest.raises(RunError, match="is lost: the disk is full") as stop:
-        watched(settings(tmp_path, steps=40, save_every=10), poison)
-    assert stop.value.status == 1
-    assert column(read_metrics(tmp_path)[0], "step")[-1] == 23         # at once
-    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 20
+        watched(settings(tmp_path, steps=40), poison)
+    assert stop.value.status == 1 and column(read_metrics(tmp_path)[0], "step")[-1] == 23
 
 
 def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
@@ -3471,23 +3421,15 @@ def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
     assert seen.batches == [0, 1, 5, 6, 7, 8] and column(seen.rows, "step") == [1, 2, 3, 4, 5, 6]
     assert seen.events == [dict(event="skip", step=3, reason="left out", batches=3,
                                 sequences=[16, 40])]
-    for step, batches in ((2, [5, 6, 7, 8]), (3, [6, 7, 8])):       # not twice at a resume
-        assert watched(config, state=tmp_path / f"step_{step:08d}.pt").batches == batches
+    for step, skip, batches in [(2, "3:5", [5, 6, 7, 8]), (3, "3:5", [6, 7, 8]),     # not twice
+                                (4, "2:5", [8, 9]), (4, "2:4", [7, 8])]:    # only what lies ahead
+        resumed = watched(replace(config, skip_steps=skip, out=str(tmp_path / "resumed")),
+                          state=checkpoint.step_file(tmp_path, step))
+        assert resumed.batches == batches, (step, skip)
     config = settings(tmp_path / "rollback", steps=24, skip_steps="16:18", save_every=4, keep=9)
     seen = watched(config, poison)                                  # nor after a rollback
     assert kinds(seen.events) == ["skip", "spike", "rollback", "skip"]
     assert seen.batches == [*range(15), *range(18, 26), *range(4, 15), *range(26, 35)]
-
-
-def test_of_steps_to_skip_what_lies_ahead_is_skipped(run_train, shards, tmp_path):
-    flags = ["--data", shards, *TINY, "--steps", 8, "--save-every", 1, "--keep", 9]
-    run_train(*flags, "--out", tmp_path / "o")
-    for skip, sequences in (("3:6", [16, 24]), ("2:4", None)):
-        status, text, _ = run_train(*flags, "--out", tmp_path / skip, "--skip-steps", skip,
-                                    "--resume", tmp_path / "o" / "step_00000004.pt")
-        skips = [e["sequences"] for e in read_metrics(tmp_path / skip)[1] if e["event"] == "skip"]
-        assert status == 0 and skips == [sequences] * (sequences is not None)
-        assert ("lie behind" in text) == (sequences is None)
 
 
 def test_twenty_bad_batches_take_two_rollbacks_and_leave_the_learning_rate(tmp_path):
@@ -3504,102 +3446,69 @@ def test_twenty_bad_batches_take_two_rollbacks_and_leave_the_learning_rate(tmp_p
 
 def test_a_file_given_by_hand_is_a_new_beginning(run_train, shards, tmp_path):
     """A correction stays with the run, but not against a learning rate that is given."""
-    out, by_hand = tmp_path / "o", tmp_path / "by_hand.pt"
-    assert run_train("--data", shards, "--out", out, *TINY)[0] == 0
-    state = torch.load(out / "step_00000002.pt", weights_only=True)
+    base, by_hand = tmp_path / "o", tmp_path / "by_hand.pt"
+    run_train("--data", shards, "--out", base, *TINY)
+    state = torch.load(base / "step_00000002.pt")
     state["monitor"].update(lr_factor=0.25, rollbacks=2, last_rollback_step=2)
     torch.save(state, by_hand)
-    plain = dict(steps=4, warmup_steps=2)
-    for name, flags, expected, told, changed in [
-            ("kept", [], 0.25 * train.learning_rate(train.Config(**plain), 3),
-             "learning rate x 0.25", {}),
-            ("own", ["--lr", 1.0, "--clip", 0.5, "--beta2", 0.9, "--skip-steps", "3:3"],
-             train.learning_rate(train.Config(lr=1.0, **plain), 3), "lr 1.0 instead of 0.004",
+    for flags, factor, told, changed in [
+            ("", 0.25, "learning rate x 0.25", {}),
+            ("--lr 1.0 --clip 0.5 --beta2 0.9 --skip-steps 3:3", 1.0, "lr 1.0 instead of 0.004",
              dict(lr=[4e-3, 1.0], clip=[1.0, 0.5], beta2=[0.95, 0.9], skip_steps=[None, "3:3"]))]:
-        status, text, _ = run_train("--data", shards, "--out", tmp_path / name, "--resume",
-                                    os.path.relpath(by_hand), *flags)
-        rows, events = read_metrics(tmp_path / name)
-        assert status == 0 and told in text and column(rows, "step") == [3, 4]
-        assert rows[0]["lr"] == pytest.approx(expected)
-        assert kinds(events) == ["resume"] + ["skip"] * bool(flags)
-        factor = 1.0 if flags else 0.25
-        assert (events[0]["changed"], events[0]["lr_factor"]) == (changed, factor)
-        monitor = checkpoint.load(tmp_path / name / "latest.pt")["monitor"]
+        out = tmp_path / f"factor {factor}"
+        text = run_train("--data", shards, "--out", out, "--resume", os.path.relpath(by_hand),
+                         *flags.split())[1]
+        rows, (resume, *skips) = read_metrics(out)
+        assert told in text and column(rows, "step") == [3, 4]
+        assert rows[0]["lr"] == factor * train.learning_rate(train.Config(**resume["config"]), 3)
+        assert kinds([resume, *skips]) == ["resume"] + ["skip"] * bool(flags)
+        assert (resume["changed"], resume["lr_factor"]) == (changed, factor)
+        monitor = saved(out, 4)["monitor"]
         assert (monitor["lr_factor"], monitor["rollbacks"], monitor["last_rollback_step"]) == (
             factor, 0, -1)
         assert monitor["checkpoints"][0] == [2, str(by_hand.resolve())]
-    flags = ["--data", shards, "--out", out, "--steps", 6, "--resume", out / "latest.pt"]
-    assert run_train(*flags)[0] == 0            # latest.pt will be another file: its lasting name
-    assert saved(out, 6)["monitor"]["checkpoints"] == [
-        [4, str((out / "step_00000004.pt").resolve())], [6, "step_00000006.pt"]]
-
-
-def test_behind_a_damaged_file_comes_its_own_branchs_beginning(run_train, shards, tmp_path):
-    """And not what another branch, that was left, wrote in between."""
-    out = tmp_path / "o"
-    flags = ["--data", shards, "--out", out, *TINY, "--keep", 9]
-    run_train(*flags, "--steps", 6)
-    run_train(*flags, "--resume", out / "step_00000002.pt", "--lr", 0.5, "--steps", 3)
-    (out / "step_00000003.pt").write_bytes(b"torn")
-    assert "step_00000002.pt, after step 2" in run_train(*flags, "--steps", 7)[1]
+    run_train("--data", shards, "--out", base, "--steps", 6, "--resume", base / "latest.pt")
+    assert saved(base, 6)["monitor"]["checkpoints"] == [        # latest.pt will be another file
+        [4, str((base / "step_00000004.pt").resolve())], [6, "step_00000006.pt"]]
 
 
 def spoil_in_turn(run):
-    """At step k rank k - 1 alone finds an infinite gradient."""
-    def spoil(step):
-        bucket = run.flat.buckets[-1]
-        if run.grid.rank == step - 1:
+    """At step k rank k - 1 alone has an infinite gradient, at step 9 rank 6 alone such a loss."""
+    def spoil(batch):
+        loss, bucket = forward_backward(batch), run.flat.buckets[-1]
+        if run.grid.rank == run.step:
             bucket.view(bucket.grad, bucket.specs[-1])[0] = math.inf
-    after_backward(run, spoil)
+        return loss + (math.inf if (run.step, run.grid.rank) == (8, 6) else 0.0)
+    forward_backward, run.forward_backward = run.forward_backward, spoil
 
 
-def test_a_number_that_is_not_finite_is_traced(pool, tmp_path):
+def test_a_number_that_is_not_finite_is_traced_to_its_rank_parameter_and_batch(pool, tmp_path):
     config = settings(tmp_path, steps=9, tp=2, pp=2, rollback="off")
     ranks = pool.run(8, run_steps, (2, 2, 2), config, replace(CFG, n_layer=2), monitor_now, None,
                      spoil_in_turn)
     events = [e for e in ranks[0][1][-1][2] if e["event"] == "skip"]
     assert [(e["step"], e["rank"], e["what"]) for e in events] == [
-        (k, k - 1, "gradient") for k in range(1, 9)]
+        *((k, k - 1, "gradient") for k in range(1, 9)), (9, 6, "loss")]
     for event in events:
-        stage = event["rank"] // 2 % 2
-        assert event["parameter"].startswith(f"blocks.{stage}.mlp") and event["loss_scale"] == 1.0
+        stage, of_loss = event["rank"] // 2 % 2, event["what"] == "loss"
+        assert of_loss or event["parameter"].startswith(f"blocks.{stage}.mlp")
         windows = Memory(CFG).sample_indices(1337, 8 * event["step"] - 8, 8)
-        assert event["windows"] == windows.tolist()
+        assert event["windows"] == windows.tolist() and event["loss_scale"] == 1.0
 
 
-def test_the_batch_of_a_loss_that_is_not_finite_can_be_replayed(tmp_path):
-    def prepare(run):
-        def spoil(step):
-            if step == 4:                   # one token's vector; the others' losses are fine
-                bucket, spec = next((b, p) for b in run.flat.buckets for p in b.specs
-                                    if p.name == "embed.position.weight")
-                bucket.view(bucket.data, spec)[3] = math.inf
-        after_backward(run, spoil)
-    config = settings(tmp_path, steps=5, save_every=1, keep=9, rollback="off")
-    skip, spike = watched(config, prepare).events
-    assert (skip["event"], skip["step"], skip["what"], skip["rank"]) == ("skip", 5, "loss", 0)
-    assert spike["event"] == "spike"
-    loaded, _ = checkpoint.load_model(tmp_path / "step_00000004.pt")
-    batch = torch.from_numpy(Memory(CFG).windows(np.array(skip["windows"])))
-    loss = loaded(batch[:, :-1], batch[:, 1:])
-    loss.backward()
-    assert not loss.isfinite()
-    assert not dict(loaded.named_parameters())[skip["parameter"]].grad.isfinite().all()
-
-
-@pytest.mark.parametrize("layout, flags", [((1, 1, 1), {}), ((2, 2, 2), {}),
-                                           ((1, 2, 1), dict(sequence_parallel=True))])
+@pytest.mark.parametrize("layout, flags", [
+    ((2, 2, 2), {}), ((1, 2, 1), dict(sequence_parallel=True))])
 def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, flags):
-    dp, tp, pp = layout
-    cfg = replace(CFG, n_layer=2)
-    config = settings(tmp_path, steps=2, eval_every=1, tp=tp, pp=pp, **flags)
+    (dp, tp, pp), cfg, norms = layout, replace(CFG, n_layer=2), []
+    config = settings(tmp_path, steps=2, lr=0.0, eval_every=1, tp=tp, pp=pp, **flags)
     rows, *_ = pool.run(dp * tp * pp, run_steps, layout, config, cfg)[0]
-    memory, plain, seen = Memory(cfg), GPT(cfg).initialize(1337), []
-    plain.head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    batch = torch.from_numpy(memory.windows(memory.sample_indices(1337, 0, 8)))
-    plain(batch[:, :-1])
-    assert rows[0]["activation_norm"] == pytest.approx(seen[0].norm(dim=-1).mean().item(), rel=1e-5)
-    assert rows[1]["activation_norm"] == pytest.approx(rows[0]["activation_norm"], rel=0.1)
+    memory, plain = Memory(cfg), GPT(cfg).initialize(1337)
+    plain.head.register_forward_pre_hook(
+        lambda module, args: norms.append(args[0].norm(dim=-1).mean().item()))
+    for step in (0, 1):
+        windows = memory.windows(memory.sample_indices(1337, 8 * step, 8))
+        plain(torch.from_numpy(windows)[:, :-1])
+    assert column(rows, "activation_norm") == pytest.approx(norms, rel=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -3620,55 +3529,45 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
         done.append(step)
         reached[step].set()
     save, done, reached = checkpoint.save, [], {step: threading.Event() for step in range(1, 7)}
-    slow, fast = (settings(tmp_path / name, steps=6, save_every=2, keep=9)
-                  for name in ("slow", "fast"))
+    outs = tmp_path / "fast", tmp_path / "slow"
+    fast, slow = (settings(out, steps=6, save_every=2, keep=9) for out in outs)
     watched(fast)
     with mock.patch.object(checkpoint, "save", two_steps_later):
         watched(slow, lambda run: after_backward(run, reach))
     assert done == [1, 2, 3, 4, "file 2", 5, 6, "file 4", "file 6"]
     for step in (2, 4, 6):
-        assert_same_state(*(saved(Path(config.out), step) for config in (slow, fast)))
+        assert_same_state(*(saved(out, step) for out in outs))
 
 
-def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(shards, tmp_path):
-    """The first is held in its steps: a lock belongs to the process, not to its progress."""
+def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(run_train, shards,
+                                                                         tmp_path):
     out = tmp_path / "o"
     flags = ["--data", shards, "--out", out, *TINY]
     first = Command("train.py", *flags, "--steps", 1_000_000, "--save-every", 20)
     try:
         wait_for_step(out, 41, first)               # so the file of step 20 is whole
-        first.send_signal(signal.SIGSTOP)
-        status, _, error = Command("train.py", *flags).finish()
-        assert status == 2 and error.count("\n") == 1
-        assert f"another run writes to {out}" in error and f"process {first.pid})" in error
-        status, text, _ = Command("train.py", *flags, "--eval-only").finish()
-        assert status == 0 and "nats" in text       # to look is allowed
+        first.send_signal(signal.SIGSTOP)           # a lock belongs to the process, stopped or not
+        expect_mistake(run_train(*flags), f"another run writes to {out} ({socket.gethostname()}, "
+                                          f"process {first.pid}): ")
+        assert "nats" in run_train(*flags, "--eval-only")[1]        # to look is allowed
     finally:
         first.send_signal(signal.SIGKILL)
     first.finish()
     path, _ = checkpoint.latest_valid(checkpoint.list_checkpoints(out))
     last = checkpoint.load(path)["step"] + 2
-    third = Command("train.py", *flags, "--steps", last)
-    assert third.finish()[0] == 0 and checkpoint.load(out / "latest.pt")["step"] == last
-    assert (out / "lock").read_text() == f"{socket.gethostname()}, process {third.pid}"
+    assert run_train(*flags, "--steps", last)[0] == 0 and saved(out, last)["step"] == last
 
 
-def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(capfd):
-    def after(seconds, number):
-        with mock.patch.object(parallel, "time", SimpleNamespace(monotonic=lambda: 100 + seconds)):
-            signal.raise_signal(number)
-        return stop.requested is not None, ended.called
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with mock.patch.object(os, "_exit") as ended:
-            stop = parallel.StopSignal()
-            assert not stop.requested and after(0, signal.SIGTERM) == (True, False)
-            assert after(0.4, signal.SIGTERM) == (True, False)
-            assert after(0.6, signal.SIGINT) == (True, True)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert ended.call_args.args == (1,) and capfd.readouterr().out.splitlines() == [
+def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monkeypatch, capfd):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)    # pytest keeps its own handlers
+    monkeypatch.setattr(os, "_exit", lambda status: ended.append(status))
+    stop, ended = parallel.StopSignal(), []
+    assert not stop.requested
+    for seconds, expected in [(100, []), (100.4, []), (100.6, [1])]:
+        monkeypatch.setattr(parallel, "time", SimpleNamespace(monotonic=lambda: seconds))
+        stop.handle()
+        assert stop.requested and ended == expected
+    assert capfd.readouterr().out.splitlines() == [
         "saving after this step; a second signal ends at once, without saving",
         "ended without saving"]
 
@@ -3684,89 +3583,67 @@ def test_a_peer_that_hangs_or_vanishes_is_named(shards, tmp_path, fate):
             wait_for_step(tmp_path / f"{victim}", 3, job[0])
             job[victim].send_signal(fate)
         for victim, job in enumerate(jobs):
-            status, _, error = job[1 - victim].finish()         # long before the usual ten minutes
-            assert status == 1 and error.count("\n") == 1 and re.match(
-                rf"train.py: rank {1 - victim}: stage {1 - victim}, step \d+: (((forward|backward)"
-                rf" of microbatch \d+: receive from|((forward|backward) of microbatch \d+: )?send "
-                rf"to) rank {victim} \(stage {victim}\)|all-reduce with ranks \[0, 1\]): ",
-                error), error
+            witness = 1 - victim
+            status, _, error = job[witness].finish()            # long before the usual ten minutes
+            assert status == 1 and re.fullmatch(
+                rf"train.py: rank {witness}: stage {witness}, step \d+: (((forward|backward) of "
+                rf"microbatch \d+: )?(receive from|send to) rank {victim} \(stage {victim}\)|"
+                r"all-reduce with ranks \[0, 1\]): .*\n", error), error
     finally:
         for process in itertools.chain(*jobs):
             process.process.kill()
 
 
-def test_a_run_that_torchrun_starts_again_goes_on_with_its_own_files(run_train, shards, tmp_path):
-    out = tmp_path / "o"
-    flags = ["--data", shards, "--out", out, *TINY]
-    assert run_train(*flags)[0] == 0
-    by_hand = ["--resume", out / "step_00000002.pt", "--steps", 6, "--lr", 0.5]
-    # Killed before its first checkpoint: from the file that was given, not from another's step 4.
-    with mock.patch.object(train.Run, "train", side_effect=ZeroDivisionError), \
-            pytest.raises(ZeroDivisionError):
-        run_train(*flags, *by_hand)
-    with mock.patch.object(train.Run, "evaluate", side_effect=[1.0, ZeroDivisionError]), \
-            pytest.raises(ZeroDivisionError):
-        run_train(*flags, *by_hand, TORCHELASTIC_RESTART_COUNT=1)       # now after its first
-    assert column(read_metrics(out)[0], "step") == [1, 2, 3, 4, 3, 4, 5]
-    assert saved(out, 4)["config"]["lr"] == 0.5
-    text = run_train(*flags, *by_hand)[1]       # a change of membership does not raise the count
-    assert "step_00000004.pt, after step 4" in text
-    assert column(read_metrics(out)[0], "step") == [1, 2, 3, 4, 3, 4, 5, 5, 6]
-    # The same file with another learning rate is another attempt.
-    text = run_train(*flags, *by_hand[:4], "--lr", 0.1, TORCHELASTIC_RESTART_COUNT=1)[1]
-    assert "step_00000002.pt, after step 2" in text
-
-
 def test_the_same_command_goes_on_with_its_branch_and_another_begins_one(run_train, shards,
                                                                          tmp_path):
-    """More steps make no other run, another learning rate does, also one that is not given."""
-    base, branch = tmp_path / "o", tmp_path / "b"
-    flags = ["--data", shards, *TINY]
-    assert run_train(*flags, "--out", base)[0] == 0
-    first = base / "step_00000002.pt"
-    by_hand = [*flags, "--resume", first, "--out", branch]
-    for more, told in [(["--lr", 0.5], "after step 2"), (["--lr", 0.5], "nothing left to do"),
-                       (["--lr", 0.5, "--steps", 6], "step_00000004.pt, after step 4"),
-                       (["--lr", 0.1], "after step 2"), ([], "after step 2")]:
-        assert told in run_train(*by_hand, *more)[1], more
+    """Whoever starts it again, a person or torchrun. More steps make no other run, another learning
+    rate does, also one that is not given."""
+    out, first = tmp_path / "o", tmp_path / "o" / "step_00000002.pt"
+    flags = ["--data", shards, "--out", out, *TINY]
+    assert run_train(*flags)[0] == 0
+    by_hand = [*flags, "--resume", first]
+    for losses, more, told in [
+            ([ZeroDivisionError], ["--lr", 0.5], "killed in step 4"),
+            ([1.0, ZeroDivisionError], ["--lr", 0.5, "--steps", 6], "killed in step 6"),
+            ([1.0], ["--lr", 0.5, "--steps", 6], "step_00000004.pt, after step 4"),
+            ([], ["--lr", 0.5], "nothing left to do"), ([1.0], ["--lr", 0.1], "after step 2"),
+            ([1.0], [], "after step 2"), ([1.0], ["--skip-steps", "1:2"], "1:2 lie behind")]:
+        with mock.patch.object(train.Run, "evaluate", side_effect=losses), \
+                suppress(ZeroDivisionError):
+            assert told in run_train(*by_hand, *more)[1], more
+    assert column(read_metrics(out)[0], "step") == [1, 2, 3, 4, *(3, 3, 4, 5, 5, 6), *[3, 4] * 3]
     # To look at a file is not to go on: it is the one that was named.
     assert "step_00000002.pt, step 2: " in run_train(*by_hand, "--lr", 0.5, "--eval-only")[1]
+    # Behind a damaged file comes its own branch's beginning, not the step 6 of another.
+    (out / "step_00000004.pt").write_bytes(b"torn")
+    assert "step_00000002.pt, after step 2" in run_train(*flags)[1]
     # A rollback to the beginning writes over it, and what it has learned outlives a restart.
     state = torch.load(first)
     state["config"].update(resume=str(first), lr=0.5)
     state["monitor"].update(rollbacks=2)
-    for file in base.glob("*.pt"):
+    for file in out.glob("*.pt"):
         file.unlink()
     torch.save(state, first)
-    assert run_train(*flags, "--out", base, "--resume", first, "--lr", 0.5)[0] == 0
-    assert saved(base, 4)["monitor"]["rollbacks"] == 2
+    assert run_train(*by_hand, "--lr", 0.5)[0] == 0
+    assert saved(out, 4)["monitor"]["rollbacks"] == 2
 
 
 def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(monkeypatch):
-    """Three ranks, as threads; the store holds what an earlier group wrote before it died."""
-    store = dist.HashStore()
+    """Three ranks, as threads; the store holds what the groups before wrote."""
+    store, threads = dist.HashStore(), checkpoint.ThreadPoolExecutor(3)
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, None, None)]))
+
+    def meet(rank, attempt):
+        time.sleep(0.1 * ((rank + attempt) % 3))                # the dead ones' keys come first
+        prefix = parallel.rendezvous(rank, 3, timedelta(seconds=20))
+        of_the_dead = prefix.check([f"{rank}"])
+        prefix.set(f"{rank}", "here")
+        return prefix, of_the_dead
     for attempt in range(3):
-        def meet(rank):
-            time.sleep(0.1 * ((rank + attempt) % 3))            # the dead ones' keys come first
-            prefix = parallel.rendezvous(rank, 3, timedelta(seconds=20))
-            prefix.set(f"{rank}", "here")
-            met[rank] = [prefix.get(f"{r}").decode() for r in range(3)]
-            found.append(prefix)
-        met, found = {}, []
-        threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=30)
-        assert met == {rank: ["here"] * 3 for rank in range(3)}
-        assert not found[0].check([f"stale {attempt}"])
-        found[0].set(f"stale {attempt + 1}", "")                # another prefix does not see it
-    lonely = dist.HashStore()
-    lonely.set_timeout(timedelta(seconds=0.3))
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(lonely, None, None)]))
-    with pytest.raises(RuntimeError):
-        parallel.rendezvous(0, 2, timedelta(seconds=0.3))
+        for prefix, of_the_dead in list(threads.map(meet, range(3), [attempt] * 3)):
+            assert prefix.check(["0", "1", "2"]) and not of_the_dead
+    with pytest.raises(RuntimeError, match="no answer"):        # nobody but the dead
+        parallel.rendezvous(1, 3, timedelta(seconds=0.3))
 
 
 def places_in(content, part, count, rng):
@@ -3794,15 +3671,15 @@ def test_a_damaged_newest_file_never_ends_a_run_that_has_another(run_train, shar
     assert run_train(*flags)[0] == 0
     newest = out / "step_00000004.pt"
     content = newest.read_bytes()
-    whole = run_train(*flags, "--eval-only")
-    older = run_train(*flags, "--eval-only", "--resume", out / "step_00000002.pt")
-    assert whole[0] == older[0] == 0 and "step 4: " in whole[1] and "step 2: " in older[1]
+    whole, older = (run_train(*flags, "--eval-only", "--resume", out / f"step_0000000{step}.pt")[:2]
+                    for step in (4, 2))
+    assert "step 4: " in whole[1] and "step 2: " in older[1]
     for i, place in enumerate(places_in(content, part, 75, rng)):
         # latest.pt is the same file
         newest.write_bytes(content[:place] if i % 5 == 0 else flipped(content, place, rng))
         status, text, error = run_train(*flags, "--steps", 3, "--eval-only")
         passed_over = "step_00000004.pt is" in error and error.endswith("; passed over\n")
-        assert (status, text) == (older if passed_over else whole)[:2], (place, error)
+        assert (status, text) == (older if passed_over else whole), (place, error)
         assert passed_over or error == ""
     fingerprint = saved(out, 2)["data"].encode()            # other data, says the damaged file
     newest.write_bytes(content.replace(fingerprint, b"0" * len(fingerprint)))
@@ -3815,9 +3692,9 @@ def test_a_damaged_newest_file_never_ends_a_run_that_has_another(run_train, shar
 def test_a_bit_flipped_anywhere_is_recognised_or_changes_nothing(tmp_path, part, count, fewest):
     """The part of the file, how many bits of it are flipped, one at a time, and the share that is
     recognised at least: some bytes of a zip mean nothing, such as padding and dates."""
-    path = checkpoint.save(small_state(1, fill=0.5), tmp_path, keep=1)
-    content, rng, recognised = path.read_bytes(), random.Random(0), 0
-    state = small_state(1, fill=0.5)
+    state, rng, recognised = small_state(1, fill=0.5), random.Random(0), 0
+    path = checkpoint.save(state, tmp_path, keep=1)
+    content = path.read_bytes()
     for place in places_in(content, part, count, rng):
         path.write_bytes(flipped(content, place, rng))
         try:
@@ -3826,43 +3703,29 @@ def test_a_bit_flipped_anywhere_is_recognised_or_changes_nothing(tmp_path, part,
         except checkpoint.CorruptCheckpoint as error:
             assert str(path) in str(error)
             recognised += 1
-    print(f"\n{part}: {recognised} of {count} recognised, the others without effect")
     assert recognised >= fewest * count
 
 
-@pytest.mark.parametrize("links", [True, False])
 def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, links):
-    """At the step's file; without hard links at latest.pt too, which is then a copy."""
+    """At the step's file or, without hard links, at latest.pt, which is then a copy of it."""
     checkpoint.save(small_state(1), tmp_path, keep=2)
-    before, size = (tmp_path / "latest.pt").read_bytes(), (tmp_path / "latest.pt").stat().st_size
-    rng = random.Random(links)
-    places = [0, 1, size - 1, *(rng.randrange(size) for _ in range(60)),
-              *(size - rng.randrange(20_000) for _ in range(40))]           # the zip's directory
-    with nullcontext() if links else mock.patch.object(os, "link", side_effect=OSError):
-        for place in places:
-            with no_file_above(place), pytest.raises(OSError, match="step_00000002.pt"):
-                checkpoint.save(small_state(2), tmp_path, keep=2)
-            assert names_in(tmp_path) == ["latest.pt", "step_00000001.pt"], place
-            assert (tmp_path / "latest.pt").read_bytes() == before
-        assert (tmp_path / "step_00000001.pt").read_bytes() == before
-        checkpoint.save(small_state(2), tmp_path, keep=2)               # when there is room again
-    assert names_in(tmp_path) == ["latest.pt", "step_00000001.pt", "step_00000002.pt"]
-    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 2
-
-
-def test_a_latest_that_cannot_be_copied_stays_the_one_before(tmp_path):
-    checkpoint.save(small_state(1), tmp_path, keep=2)
-    before, copied = (tmp_path / "latest.pt").read_bytes(), shutil.copyfile
+    before, copy, rng = (tmp_path / "latest.pt").read_bytes(), shutil.copyfile, random.Random(links)
+    size, files = len(before), ["latest.pt", "step_00000001.pt", "step_00000002.pt"]
 
     def copy_on_a_full_disk(source, target):
-        with no_file_above(len(before) // 2):
-            copied(source, target)
-    with mock.patch.object(os, "link", side_effect=OSError), \
-            mock.patch.object(shutil, "copyfile", copy_on_a_full_disk), pytest.raises(OSError):
-        checkpoint.save(small_state(2), tmp_path, keep=2)
-    assert (tmp_path / "latest.pt").read_bytes() == before
-    path, _ = checkpoint.latest_valid(checkpoint.list_checkpoints(tmp_path))
-    assert path in (tmp_path / "step_00000001.pt", tmp_path / "step_00000002.pt")
+        with no_file_above(place):
+            copy(source, target)
+    for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(60)),
+                  *(size - rng.randrange(20_000) for _ in range(40))]:      # the zip's directory
+        with (no_file_above(place) if links else
+              mock.patch.object(shutil, "copyfile", copy_on_a_full_disk)), \
+                pytest.raises(OSError, match="step_00000002.pt"):
+            checkpoint.save(small_state(2), tmp_path, keep=2)
+        assert names_in(tmp_path) == files[:2 if links else 3], place
+        assert all((tmp_path / file).read_bytes() == before for file in files[:2]), place
+    checkpoint.save(small_state(2), tmp_path, keep=2)               # when there is room again
+    assert names_in(tmp_path) == files
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 2
 
 
 # ---------------------------------------------------------------------------------------------
