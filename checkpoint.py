@@ -166,7 +166,10 @@ def save(state: dict, out: Path, keep: int) -> Path:
     """
     path = step_file(out, state["step"])
     write_file(state, out / "step.pt.tmp", path)
-    _point_latest(path)
+    try:
+        _point_latest(path)
+    except OSError as error:
+        raise OSError(f"latest.pt could not become {path}: {error}") from error
     # Where this branch began may be among them: its last resort, which may be older.
     named = {Path(name).name for _, name in state["monitor"].get("checkpoints", []) if name}
     for old in [p for p in list_checkpoints(out) if STEP_FILE.fullmatch(p.name)][keep:]:

@@ -3586,8 +3586,8 @@ def test_a_peer_that_hangs_or_vanishes_is_named(shards, tmp_path, fate):
             witness = 1 - victim
             status, _, error = job[witness].finish()            # long before the usual ten minutes
             assert status == 1 and re.fullmatch(
-                rf"train.py: rank {witness}: stage {witness}, step \d+: (((forward|backward) of "
-                rf"microbatch \d+: )?(receive from|send to) rank {victim} \(stage {victim}\)|"
+                rf"train.py: rank {witness}: stage {witness}, step \d+: ((forward|backward) of "
+                rf"microbatch \d+: (receive from|send to) rank {victim} \(stage {victim}\)|"
                 r"all-reduce with ranks \[0, 1\]): .*\n", error), error
     finally:
         for process in itertools.chain(*jobs):
@@ -3719,7 +3719,7 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, li
                   *(size - rng.randrange(20_000) for _ in range(40))]:      # the zip's directory
         with (no_file_above(place) if links else
               mock.patch.object(shutil, "copyfile", copy_on_a_full_disk)), \
-                pytest.raises(OSError, match="step_00000002.pt"):
+                pytest.raises(OSError, match="step_00000002.pt.*File too large"):
             checkpoint.save(small_state(2), tmp_path, keep=2)
         assert names_in(tmp_path) == files[:2 if links else 3], place
         assert all((tmp_path / file).read_bytes() == before for file in files[:2]), place
