@@ -548,7 +548,7 @@ class PositionEmbedding(TensorParallel):
         return F.embedding(positions + first, self.weight)
 
 
-LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 28}      # logits that exist at a time; measured on the CPU
+LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}       # logits that exist at a time; measured on the CPU
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -572,7 +572,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=x.device)
         dx = None if scale is None else torch.empty_like(x)
-        count = min(len(x), max(1, LOGITS[x.device.type] // weight.shape[0]))
+        at_once = LOGITS["cpu" if x.device.type == "cpu" else "gpu"]
+        count = min(len(x), max(1, at_once // weight.shape[0]))
         logits = x.new_empty(count, weight.shape[0])        # one memory for all chunks
         floats = logits if x.dtype == wide else torch.empty_like(logits, dtype=wide)
         for rows in (slice(i, i + count) for i in range(0, len(x), count)):
@@ -888,7 +889,8 @@ def loss_bytes(cfg: GPTConfig, grid: Grid, micro_batch: int, itemsize: int, devi
     """The memory of the logits in VocabParallelCrossEntropy, on the last stage: a chunk of them in
     the type of the activations, and in 16 bits a second one in fp32."""
     vocab = cfg.padded_vocab // grid.tp
-    count = min(micro_batch * cfg.seq_len, max(1, LOGITS[device] // vocab))
+    at_once = LOGITS["cpu" if device == "cpu" else "gpu"]
+    count = min(micro_batch * cfg.seq_len, max(1, at_once // vocab))
     return count * vocab * (itemsize + 4 * (itemsize == 2)) * grid.is_last
 
 

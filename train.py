@@ -435,7 +435,7 @@ class Run:
         local = torch.stack([loss * loss_counts / tokens, norms / tokens,
                              *self.flat.square_sums(), loss.new_tensor(bool(stop_requested))])
         mean_loss, activation_norm, squares, all_squares, stopping = all_reduce(
-            local, grid.group("world")).wait().tolist()
+            local, grid.group("world")).wait().cpu().tolist()
         return StepStats(mean_loss, activation_norm, math.sqrt(squares) / self.scaler.scale,
                          found_inf=not (math.isfinite(mean_loss) and math.isfinite(all_squares)),
                          stop_requested=stopping > 0)
