@@ -3,15 +3,11 @@
     python -m pytest test_all.py                what a change must pass: minutes, on two CPU cores
     python -m pytest test_all.py -m slow        the same claims at a size that takes longer
     python test_all.py                          the README's table of measured differences
-    python .ci/bench.py                         its tables of memory and speed
 
-Three habits. Where someone else computes the same thing (torch's GradScaler, AdamW, clipping,
+Where someone else computes the same thing (torch's GradScaler, AdamW, clipping,
 DistributedDataParallel, a plain model), that is what we compare with. Upstream gradients are
-random: all-ones hide what is transposed. A test of something that could be absent shows first that
-its absence makes a difference.
-
-Eight processes are started once and do all the distributed work, in a fresh process group each
-time; nothing here needs a network or a GPU.
+random: all-ones hide what is transposed. Eight processes are started once and do all the
+distributed work; nothing here needs a network or a GPU.
 """
 import functools
 import gc
@@ -92,74 +88,55 @@ FORKS = multiprocessing.get_context("forkserver")      # forks of a process that
 FORKS.set_forkserver_preload(["test_all"])
 
 
-def worker(rank, pipe, environment):
+def work(task):
+    """In one of the pool's processes -> (rank, pickled answer or None, traceback or None)."""
+    rank, world, store, seconds, call = task
+    try:
+        if world > 1:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
+                                    world_size=world, timeout=timedelta(seconds=seconds))
+        fn, args = pickle.loads(call)
+        answer = pickle.dumps(fn(rank, world, *args))   # by itself torch would share its memory
+        if world > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+        return rank, answer, None
+    except BaseException:
+        return rank, None, traceback.format_exc()
+
+
+def enter(environment):
     os.environ.update(environment)
     sys.stdout = open(os.devnull, "w")
-    while True:
-        try:
-            message = pipe.recv_bytes()
-        except EOFError:
-            return
-        try:
-            world, store, seconds, fn, args = pickle.loads(message)
-            if world > 1:
-                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
-                                        world_size=world, timeout=timedelta(seconds=seconds))
-            answer = True, fn(rank, world, *args)
-            if dist.is_initialized():
-                dist.barrier()
-                dist.destroy_process_group()
-        except BaseException:
-            answer = False, traceback.format_exc()
-        pipe.send_bytes(pickle.dumps(answer))       # plain pickle: no shared memory
 
 
 class Pool:
-    """`run` calls a function of this module on the first `world` of eight processes."""
+    """`run` calls a function of this module on `world` of eight processes."""
 
     def __init__(self, context=FORKS, **environment):
-        self.processes, self.pipes = [], []
-        self.context, self.environment = context, environment
-
-    def start(self):
-        for rank in range(8):
-            pipe, theirs = self.context.Pipe()
-            process = self.context.Process(target=worker, args=(rank, theirs, self.environment),
-                                    daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.pipes.append(pipe)
+        self.start = functools.partial(context.Pool, 8, enter, (environment,))
+        self.processes = None
 
     def stop(self):
-        for process, pipe in zip(self.processes, self.pipes):
-            process.kill()
-            process.join()
-            pipe.close()
-        self.processes, self.pipes = [], []
+        if self.processes:
+            self.processes.terminate()
+            self.processes.join()
+        self.processes = None
 
     def run(self, world, fn, *args, seconds=120):
         """[fn(rank, world, *args) of each rank]. A rank's exception is raised here with its
-        traceback; after it, or `seconds`, the processes are replaced."""
-        if not self.processes:
-            self.start()
+        traceback; after it, or `seconds` without an answer, the processes are replaced."""
+        self.processes = self.processes or self.start()
+        answers, call = {}, pickle.dumps((fn, args))
         try:
             with tempfile.TemporaryDirectory() as folder:
-                message = pickle.dumps((world, f"{folder}/store", seconds, fn, args))
-                for pipe in self.pipes[:world]:
-                    pipe.send_bytes(message)
-                answers, end = {}, time.monotonic() + seconds
+                running = self.processes.imap_unordered(work, [
+                    (rank, world, f"{folder}/store", seconds, call) for rank in range(world)])
                 while len(answers) < world:
-                    waiting = [p for r, p in enumerate(self.pipes[:world]) if r not in answers]
-                    ready = multiprocessing.connection.wait(waiting, end - time.monotonic())
-                    if not ready:
-                        raise TimeoutError(f"{fn.__name__}: no answer in {seconds} s")
-                    for pipe in ready:
-                        rank = self.pipes.index(pipe)
-                        good, answers[rank] = pickle.loads(pipe.recv_bytes())
-                        if not good:
-                            raise RuntimeError(f"rank {rank} of {world}:\n{answers[rank]}")
-            return [answers[rank] for rank in range(world)]
+                    rank, answers[rank], error = running.next(seconds)
+                    if error:
+                        raise RuntimeError(f"rank {rank} of {world}:\n{error}")
+            return [pickle.loads(answers[rank]) for rank in range(world)]
         except BaseException:
             self.stop()
             raise
@@ -247,28 +224,22 @@ def leave_nothing_behind():
 # ---------------------------------------------------------------------------------------------
 
 
-class Memory:
-    """A data.TokenDataset without files: each token follows from the one before, but one in four
-    is drawn."""
+class Memory(data.TokenDataset):
+    """Without files: each token follows from the one before, but one in four is drawn."""
 
     def __init__(self, cfg, n_windows=150, seed=0):
         rng = np.random.default_rng(seed)
-        self.seq_len, self.n_windows = cfg.seq_len, n_windows
-        self.n_tokens = n_windows * cfg.seq_len + 1
-        tokens = rng.integers(cfg.vocab_size, size=self.n_tokens)
-        for i in np.flatnonzero(rng.random(self.n_tokens) < 0.75):
+        tokens = rng.integers(cfg.vocab_size, size=n_windows * cfg.seq_len + 1)
+        for i in np.flatnonzero(rng.random(len(tokens)) < 0.75):
             tokens[i] = (3 * tokens[i - 1] + 7) % cfg.vocab_size
-        self.tokens = tokens
+        self.seq_len, self.n_windows, self.n_tokens = cfg.seq_len, n_windows, len(tokens)
+        self.shards, self.ends = [tokens], [n_windows]
         self.meta = dict(tokenizer="bytes", vocab_size=cfg.vocab_size, bytes_per_token=1.0,
                          fingerprint="memory")
 
     def sample_indices(self, seed, first, count):
         permutation = np.random.default_rng(seed).permutation(self.n_windows)
         return permutation[np.arange(first, first + count) % self.n_windows]
-
-    def windows(self, indices):
-        T = self.seq_len
-        return np.stack([self.tokens[i * T:i * T + T + 1] for i in indices]).astype(np.int64)
 
 
 class Rows:
