@@ -595,30 +595,20 @@ def write_jsonl(path, texts):
     return path
 
 
-def test_bytes_tokenizer_is_an_encoding_of_257_tokens_that_round_trips_any_text():
-    encoding = data.get_tokenizer("bytes")
-    text = "".join(NASTY) + "x" * 1000
-    assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
-    assert encoding.encode_ordinary(text) == list(text.encode())
-    assert encoding.decode(encoding.encode_ordinary(text)) == text
-
-
 def test_chunks_encode_to_the_tokens_of_the_whole(bpe, monkeypatch):
     def encode(parts):
         return sum(map(bpe.encode_ordinary, parts), [])
 
     rng, cut_anywhere = random.Random(0), 0
-    for _ in range(300):
+    for size in rng.choices(range(100, 200), k=300):
         text = "".join(rng.choices(NASTY, k=rng.randrange(1, 200)))
-        size = rng.randrange(100, 200)
         monkeypatch.setattr(data, "PIECE", size)
         cut = list(data.chunks(text[i:i + 7] for i in range(0, len(text), 7)))
         assert "".join(cut) == text and max(map(len, cut)) <= size
         assert encode(cut) == encode([text])
         cut_anywhere += encode(text[i:i + size] for i in range(0, len(text), size)) != encode(cut)
     assert cut_anywhere > 100                   # the place of a cut makes a difference
-    monkeypatch.setattr(data, "PIECE", 10)
-    assert list(data.chunks(["x" * 25])) == ["x" * 10, "x" * 10, "x" * 5]   # no place, but bounded
+    assert list(data.chunks(["x" * 500])) == ["x" * size] * (500 // size) + ["x" * (500 % size)]
 
 
 def test_shards_hold_every_document_after_its_separator(tmp_path, bpe, monkeypatch):
@@ -641,14 +631,12 @@ def test_a_shard_is_llm_cs_and_ends_where_asked_and_the_train_command_reads_it(t
                                "--out", out, "--shard-tokens", 1500)
     assert status == 0 and text.splitlines()[-2] == (
         f"python train.py --data '{out}' --out 'out/my data'")
-    counts = []
-    for name in ("train_000000.bin", "train_000001.bin", "train_000002.bin", "val_000000.bin"):
-        raw = (out / name).read_bytes()
-        header = np.frombuffer(raw[:1024], np.int32)
-        assert header[:2].tolist() == [20240520, 1] and not header[3:].any()
-        assert len(raw) == 1024 + 2 * header[2]
-        counts.append(header[2])
-    assert counts == [1500, 1500, 801, 201]
+    for name, count in [("train_000000", 1500), ("train_000001", 1500), ("train_000002", 801),
+                        ("val_000000", 201)]:
+        raw = (out / f"{name}.bin").read_bytes()
+        assert np.frombuffer(raw[:1024], "<i4").tolist() == [20240520, 1, count] + [0] * 253
+        assert len(raw) == 1024 + 2 * count and not (
+            set(np.frombuffer(raw[1024:], "<u2")) - {256, *b"0123456789"})
     assert json.loads((out / "meta.json").read_text())["tokens"] == {"train": 3801, "val": 201}
 
 
@@ -794,18 +782,17 @@ def server(monkeypatch):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             body, ranged = serve.body, serve.ranges and self.headers["Range"]
-            start = int(ranged[6:-1]) if ranged else 0
+            size, start = len(body), int(ranged[6:-1]) if ranged else 0
             serve.starts.append(start)
-            self.send_response(416 if start >= len(body) else 206 if ranged else 200)
+            self.send_response(416 if start >= size else 206 if ranged else 200)
             if ranged:
-                span = "*" if start >= len(body) else f"{start}-{len(body) - 1}"
-                self.send_header("Content-Range", f"bytes {span}/{len(body)}")
+                span = f"{start}-{size - 1}" if start < size else "*"
+                self.send_header("Content-Range", f"bytes {span}/{size}")
             if serve.length:
-                self.send_header("Content-Length", str(max(len(body) - start, 0)))
+                self.send_header("Content-Length", str(max(size - start, 0)))
             self.end_headers()
-            end = (start + len(body)) // 2 if serve.drop > 0 else len(body)
+            self.wfile.write(body[start:(start + size) // 2 if serve.drop > 0 else size])
             serve.drop -= 1
-            self.wfile.write(body[start:end])
 
         def log_message(self, *_):
             pass
@@ -892,17 +879,29 @@ def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
     assert windows.windows([1]).dtype == np.int64
 
 
-def test_order_is_a_seeded_permutation_an_epoch_and_a_function_of_the_position(tmp_path):
-    shards = {"train_0": range(201)}
-    stream = dataset(tmp_path, shards).sample_indices(7, 0, 170)
-    epochs = stream[:150].reshape(3, 50).tolist()
-    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in [*epochs, range(50)]}) == 4
-    fresh = dataset(tmp_path, shards)
-    for first, count in [(140, 30), (0, 7), (49, 2), (30, 120), (3, 0)]:      # any order of asking
-        drawn = fresh.sample_indices(7, first, count)
-        assert drawn.tolist() == stream[first:first + count].tolist()
-    assert fresh.sample_indices(8, 0, 50).tolist() != stream[:50].tolist()
+@pytest.mark.parametrize("n", [*range(1, 40), 255, 256, 257, 4097, 10 ** 6])
+def test_an_epoch_is_a_permutation_and_a_function_of_seed_and_sequence(n):
+    def drawn(seed, first, count):
+        return data.TokenDataset.sample_indices(SimpleNamespace(n_windows=n), seed, first, count)
+
+    one, two = epochs = drawn(7, 0, 2 * n).reshape(2, n)
+    in_order = np.arange(n)
+    assert all(np.array_equal(np.sort(epoch), in_order) for epoch in epochs)    # no replacement
+    for first, count in [(n - 1, n), (n // 2, n), (0, 1), (n // 3, 0)]:     # any order of asking
+        assert np.array_equal(drawn(7, first, count), epochs.flat[first:first + count])
+    if n > 250:
+        for other in (two, drawn(8, 0, n), in_order):
+            assert (other == one).mean() < 10 / n + 1e-3
+        assert abs(np.corrcoef(one, in_order)[0, 1]) < 4 / n ** 0.5     # four deviations
+        assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 4 / n ** 0.5
+
+
+def test_a_permutation_of_a_billion_windows_takes_no_memory():
+    tracemalloc.start()
+    drawn = data.permute(np.arange(10 ** 9 - 256, 10 ** 9), 10 ** 9, 1337, 5)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 ** 5 and len(set(drawn.tolist())) == 256 and drawn.max() < 10 ** 9
 
 
 def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path, monkeypatch):
@@ -966,27 +965,6 @@ def test_a_shards_split_is_a_word_of_its_name(tmp_path, name, split):
     (tmp_path / name).touch()
     assert {s: len(data.shards_of(tmp_path, s)) for s in data.SPLITS} == {
         s: int(s == split) for s in data.SPLITS}
-
-
-@pytest.mark.parametrize("n", [*range(1, 40), 255, 256, 257, 4097, 10 ** 6])
-def test_an_epoch_is_a_computed_permutation(n):
-    places = np.arange(n)
-    drawn = data.permute(places, n, 1337, 0)
-    assert np.array_equal(np.sort(drawn), places)                       # without replacement
-    assert data.permute(places[::-7], n, 1337, 0).tolist() == drawn[::-7].tolist()
-    if n > 250:
-        for other in (data.permute(places, n, 1338, 0), data.permute(places, n, 1337, 1), places):
-            assert (other == drawn).mean() < 10 / n + 1e-3
-        assert abs(np.corrcoef(drawn, places)[0, 1]) < 4 / n ** 0.5     # four deviations
-        assert abs(np.corrcoef(drawn[1:], drawn[:-1])[0, 1]) < 4 / n ** 0.5
-
-
-def test_a_permutation_of_a_billion_windows_takes_no_memory():
-    tracemalloc.start()
-    drawn = data.permute(np.arange(10 ** 9 - 256, 10 ** 9), 10 ** 9, 1337, 5)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 10 ** 5 and len(set(drawn.tolist())) == 256 and drawn.max() < 10 ** 9
 
 
 # ---------------------------------------------------------------------------------------------
