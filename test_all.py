@@ -96,7 +96,7 @@ def work(task):
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
                                     world_size=world, timeout=timedelta(seconds=seconds))
         fn, args = pickle.loads(call)
-        answer = pickle.dumps(fn(rank, world, *args))   # by itself torch would share its memory
+        answer = pickle.dumps(fn(rank, world, *args))   # multiprocessing's would share tensors
         if world > 1:
             dist.barrier()
             dist.destroy_process_group()
@@ -132,7 +132,7 @@ class Pool:
             with tempfile.TemporaryDirectory() as folder:
                 running = self.processes.imap_unordered(work, [
                     (rank, world, f"{folder}/store", seconds, call) for rank in range(world)])
-                while len(answers) < world:
+                for _ in range(world):
                     rank, answers[rank], error = running.next(seconds)
                     if error:
                         raise RuntimeError(f"rank {rank} of {world}:\n{error}")
@@ -568,25 +568,17 @@ def shard(tokens, magic=20240520, version=1, count=None):
     return header.ljust(1024, b"\0") + np.array(tokens, "<u2").tobytes()
 
 
-def texts_of(directory, split):
-    """The documents of a split, read without data.py's own reader."""
+def texts_of(directory, *splits):
+    """The documents of a split, or of both where each is in both, without data.py's own reader."""
     encoding = data.get_tokenizer(json.loads((directory / "meta.json").read_text())["tokenizer"])
-    tokens = np.concatenate([np.fromfile(file, np.uint16, offset=1024)
-                             for file in sorted(directory.glob(f"{split}_*.bin"))])
-    before, *documents = np.split(tokens, np.flatnonzero(tokens == encoding.eot_token))
-    assert not len(before)
-    return [encoding.decode(document[1:].tolist()) for document in documents]
-
-
-def halves_of(directory):
-    """The documents of a data set of which each is in both splits."""
-    return ["".join(parts) for parts in zip(*(texts_of(directory, s) for s in data.SPLITS),
-                                            strict=True)]
-
-
-def write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    found = []
+    for split in splits:
+        tokens = np.concatenate([np.fromfile(file, np.uint16, offset=1024)
+                                 for file in sorted(directory.glob(f"{split}_*.bin"))])
+        before, *documents = np.split(tokens, np.flatnonzero(tokens == encoding.eot_token))
+        assert not len(before)
+        found.append([encoding.decode(document[1:].tolist()) for document in documents])
+    return ["".join(parts) for parts in zip(*found, strict=True)]
 
 
 def test_chunks_encode_to_the_tokens_of_the_whole(bpe, monkeypatch):
@@ -610,7 +602,8 @@ def test_shards_hold_every_document_after_its_separator(tmp_path, bpe, monkeypat
     within a text are ordinary text."""
     monkeypatch.setattr(data.os, "cpu_count", lambda: 1)        # 4 jobs, 3 of them under way
     texts = [f"{i} " + "".join(random.Random(i).sample(NASTY, 9)) for i in range(200)]
-    meta = data.prepare([write_jsonl(tmp_path / "a.jsonl", texts)], tmp_path, "gpt2")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in texts))
+    meta = data.prepare([tmp_path / "a.jsonl"], tmp_path, "gpt2")
     train, val = (texts_of(tmp_path, split) for split in data.SPLITS)
     assert train == [text for text in texts if text not in set(val)]
     assert val == [text for text in texts if text not in set(train)]
@@ -638,8 +631,9 @@ def test_the_split_depends_on_seed_and_text_not_on_order_or_neighbours(tmp_path,
     texts = [f"document {i}" for i in range(400)]
 
     def val(texts, seed):
-        run_data(capsys, "--input", write_jsonl(tmp_path / "a.jsonl", texts), "--tokenizer",
-                 "bytes", "--out", tmp_path / "out", "--seed", seed)
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in texts))
+        run_data(capsys, "--input", tmp_path / "a.jsonl", "--tokenizer", "bytes", "--out",
+                 tmp_path / "out", "--seed", seed)
         return set(texts_of(tmp_path / "out", "val"))
 
     first = val(texts, 0)
@@ -658,7 +652,7 @@ def test_of_few_documents_each_gives_its_last_twentieth_at_a_character(tmp_path,
     for number, text in enumerate([*texts, texts[1], texts[3], " \n", "\n"]):
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
     meta = data.prepare(sorted(tmp_path.glob("*.txt")), tmp_path, "bytes")
-    assert halves_of(tmp_path) == texts
+    assert texts_of(tmp_path, *data.SPLITS) == texts
     assert [len(tail.encode()) for tail in texts_of(tmp_path, "val")] == [10, 5, 13, 1, 1]
     assert (meta["documents"], meta["duplicates"], meta["skipped"]) == (5, 2, 2)
 
@@ -714,7 +708,7 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     monkeypatch.chdir(tmp_path)
     status, out, _ = run_data(capsys)
     assert status == 0 and "\npython train.py\n" in out and " 1 without text" in out
-    assert halves_of(Path("data/python")) == ["good.py" * 9]
+    assert texts_of(Path("data/python"), *data.SPLITS) == ["good.py" * 9]
     assert data.TokenDataset("data/python", "train", 4).meta["tokenizer"] == "bytes"
 
 
@@ -849,7 +843,7 @@ def test_a_data_set_by_name_is_downloaded_and_read(tmp_path, server, monkeypatch
     monkeypatch.setitem(data.DOWNLOADS, name, (server(body.encode())[0], sha256, suffix))
     monkeypatch.chdir(tmp_path)
     assert data.main(["--dataset", name]) == 0
-    assert halves_of(Path("data", name)) == documents
+    assert texts_of(Path("data", name), *data.SPLITS) == documents
 
 
 def dataset(directory, shards, meta=True, seq_len=4):
