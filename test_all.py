@@ -677,7 +677,8 @@ def test_a_data_set_stays_until_a_new_one_is_whole(tmp_path):
             data.prepare([tmp_path / "a.txt"], out, "bytes")
         with pytest.raises(ValueError, match="meta.json is damaged.*run data.py again"):
             data.TokenDataset(out, "train", 4)
-    assert prepare()["fingerprint"] != first["fingerprint"]
+    second = prepare()["fingerprint"]
+    assert first["fingerprint"] != second == data.sha256_of(*sorted(tmp_path.glob("*.bin")))
     assert names_in(tmp_path) == ["a.txt", "meta.json", "new", "train_000000.bin",
                                   "val_000000.bin"]
 
