@@ -2549,14 +2549,6 @@ def read_metrics(out):
     return [r for r in rows if "event" not in r], [r for r in rows if "event" in r]
 
 
-def copy_of(shards, tmp_path, change, name="train_000000.bin"):
-    """A copy of the data, in which one file went through `change` (bytes -> bytes)."""
-    folder = tmp_path / "changed"
-    shutil.copytree(shards, folder)
-    (folder / name).write_bytes(change((folder / name).read_bytes()))
-    return folder
-
-
 def expect_mistake(result, message):
     status, _, error = result
     assert status == 2, error
@@ -2565,17 +2557,13 @@ def expect_mistake(result, message):
 
 @pytest.mark.parametrize("flags, world, message", [
     ("--tp 2", 3, "3 processes are not divisible by tp 2 x pp 1"),
-    ("--tp 4 --pp 4", 8, "8 processes are not divisible by tp 4 x pp 4"),
-    ("--tp 8", 8, "n_head 2 is not divisible by tp 8"),
     ("--compile --tp 2", 2, "--compile goes with tp 1 and dropout 0, not 2 and 0"),
-    ("--compile --dropout 0.1", 1, "not 1 and 0.1"), ("--pp 4", 4, "n_layer 2 is less than pp 4"),
-    ("--zero 3 --pp 2", 2, "zero 3 with pp 2"), ("--sequence-parallel", 1, "but tp is 1"),
+    ("--compile --dropout 0.1", 1, "not 1 and 0.1"), ("--zero 3 --pp 2", 2, "zero 3 with pp 2"),
     ("--sequence-parallel --tp 2 --seq-len 15", 2, "seq_len 15 is not divisible"),
     ("--batch-size 6 --micro-batch 4", 1, "batch size 6 is not divisible by dp 1 x micro-batch 4"),
     ("--n-embd 15", 1, "n_embd 15 is not divisible by n_head 2"),
     *((f"--{name} {value}", 1, value) for name, value in [
-        ("zero", "4"), ("pp-schedule", "zigzag"), ("dtype", "fp8"), ("model", "gpt5"),
-        ("batch-size", "many"), ("rollback", "maybe")]),
+        ("zero", "4"), ("dtype", "fp8"), ("model", "gpt5"), ("batch-size", "many")]),
     *((f"--{name} {value}", 1, f"argument --{name}: {value} must be {limit}")
       for name, value, limit in [
         ("steps", 0, "at least 1 and finite"), ("lr", -1, "at least 0"), ("lr", "nan", "at least"),
@@ -2590,18 +2578,15 @@ def expect_mistake(result, message):
     ("--out /proc/nowhere", 1, "/proc/nowhere"), ("--out precious", 1, "--out precious is not a"),
     ("--data nowhere", 1, "python data.py"), ("--seq-len 100000", 1, "too few"),
     ("--n-layer 96 --n-head 96 --n-embd 12288", 1, "would keep parameters 695.9 GB"),
-    ("--data torn", 1, "train_000000.bin"), ("--data foreign", 1, "train_000000.bin"),
-    ("--data beyond", 1, "257"), ("--data beyond_val", 1, "257"),
+    ("--data torn", 1, "train_000000.bin"), ("--data beyond", 1, "257"),
+    ("--data beyond_val", 1, "257"),
     ("--resume torn.pt", 1, "torn.pt is damaged, or no checkpoint"),
     ("--resume empty.pt", 1, "empty.pt is damaged, or no checkpoint"),
-    ("--resume malice.pt", 1, "malice.pt is refused: it holds more than tensors"),
-    ("--resume weights.pt", 1, "not a checkpoint of this project"),
     ("--resume scale.pt", 1, "a loss scaler's state has numbers"),
     ("--resume losses.pt", 1, "no valid ['losses']"),
     ("--resume patience.pt", 1, "no valid ['patience']"),
     ("--resume whole.pt --n-layer 3", 1, "n_layer 2, not 3"),
     ("--resume whole.pt --model opt-125m", 1, "activation gelu, not relu"),
-    ("--resume whole.pt --tp 2", 3, "3 processes are not divisible by tp 2 x pp 1"),
     ("--resume whole.pt --data other", 1, "other is not the data this checkpoint was trained on"),
     ("--resume whole.pt --data toy", 1, "tokenizer is bytes with 257 tokens, but toy has bytes"),
 ])
@@ -2624,12 +2609,12 @@ def things(shards, tmp_path_factory):
     too_large = (257).to_bytes(2, "little")
     for name, file, change in [
             ("torn", "train_000000.bin", lambda b: b[:-100]),
-            ("foreign", "train_000000.bin", lambda b: b"abcd" + b[4:]),
             ("beyond", "train_000000.bin", lambda b: b[:-2] + too_large),
             ("beyond_val", "val_000000.bin", lambda b: b[:-2] + too_large),
             ("other", "meta.json", lambda b: json.dumps({**meta, "fingerprint": "x"}).encode()),
             ("toy", "meta.json", lambda b: json.dumps({**meta, "vocab_size": 300}).encode())]:
-        copy_of(shards, folder, change, file).rename(folder / name)
+        shutil.copytree(shards, folder / name)
+        (folder / name / file).write_bytes(change((shards / file).read_bytes()))
     whole = Command("train.py", "--data", shards, "--out", folder / "run", *TINY).finish()
     assert whole[0] == 0, whole
     (folder / "run" / "latest.pt").rename(folder / "whole.pt")
@@ -2640,16 +2625,19 @@ def things(shards, tmp_path_factory):
         torch.save(state, folder / f"{name}.pt")
     (folder / "torn.pt").write_bytes((folder / "whole.pt").read_bytes()[:-5000])
     (folder / "empty.pt").touch()
-    torch.save(dict(x=Malice(str(folder / "ran"))), folder / "malice.pt")
-    torch.save(dict(weights=torch.zeros(3)), folder / "weights.pt")
+    state = torch.load(folder / "whole.pt")         # 640 MB and more that take no room on the disk
+    state["model"]["seq_len"] = 10 ** 7
+    for key in checkpoint.STATE:
+        state[key]["embed.position.weight"] = torch.zeros(()).expand(10 ** 7, 16)
+    torch.save(state, folder / "large.pt")
     return folder
 
 
-@pytest.mark.parametrize("file, arguments, advice", [
-    ("train.py", ["--n-embd", 1024], "--micro-batch"), ("sample.py", ["--ckpt", "large.pt"],
-                                                        "--device cpu")])
-def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, tmp_path, file, arguments,
-                                                               advice):
+@pytest.mark.parametrize("file, flags, advice", [
+    ("train.py", [*TINY, "--n-embd", 1024], "--micro-batch"),
+    ("sample.py", ["--ckpt", "large.pt"], "--device cpu")])
+def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, tmp_path, file,
+                                                               flags, advice):
     """In a process whose address space may grow by 128 MB."""
     (tmp_path / "limited.py").write_text(f"""
 import resource, runpy
@@ -2657,16 +2645,9 @@ now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + 2 ** 27,) * 2)
 runpy.run_path({str(ROOT / file)!r}, run_name="__main__")
 """)
-    state, cfg = small_state(1), GPTConfig(n_layer=1, n_embd=2048)
-    with torch.device("meta"):
-        shapes = {name: list(p.shape) for name, p in GPT(cfg).named_parameters()}
-    shapes["embed.token.weight"][0] = cfg.vocab_size
-    tensors = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}   # 4 bytes
-    torch.save({**state, "model": asdict(cfg), **dict.fromkeys(checkpoint.STATE, tensors)},
-               tmp_path / "large.pt")
     if file == "train.py":
-        arguments = ["--data", shards, "--out", tmp_path / "o", *TINY, *arguments]
-    status, _, error = Command(tmp_path / "limited.py", *arguments, cwd=tmp_path).finish()
+        flags = ["--data", shards, "--out", tmp_path / "o", *flags]
+    status, _, error = Command(tmp_path / "limited.py", *flags, cwd=things).finish()
     assert status == 1 and error.startswith(f"{file}: ") and error.count("\n") == 1, error
     assert "allocate memory" in error and advice in error
 
@@ -2716,28 +2697,20 @@ def torchrun(processes, *arguments, cwd=None, **options):
         start_new_session=True, **options)
 
 
-@pytest.mark.parametrize("flags, starter", [
-    ("--resume nowhere.pt", launch), ("--lr -1", launch), ("--data beyond", launch),
-    ("--pp 2 --n-layer 1", torchrun)])
-def test_of_many_ranks_one_tells_the_mistake(shards, things, tmp_path, flags, starter):
-    """Rank 0, also of what rank 1 has found (in its share of the data). Where rank 1 does not end
-    by itself, torchrun ends it: it waits for that, and says nothing."""
-    flags = ["--data", shards, "--out", tmp_path / "o", *TINY, *flags.split()]
-    if starter is torchrun:
-        process = torchrun(2, ROOT / "train.py", *flags)
-        _, error = process.communicate(timeout=120)
-        ours = re.findall("^train.py: .*\n", error, re.MULTILINE)
-        expect_mistake((2, "", "".join(ours)), "n_layer 1 is less than pp 2")
-        assert "exitcode  : 2" in error and process.returncode != 0
-        assert error.count("Traceback (most recent call last)") <= 1            # torchrun's own
-        return
-    first, second = launch(2, *flags, cwd=things)
-    found_late = "beyond" in flags
-    expect_mistake(first.finish(), "rank 1: " if found_late else f"{flags[-1]}")
-    if not found_late:
-        assert second.poll() is None
-        second.send_signal(signal.SIGKILL)
-    assert second.finish() == (2 if found_late else -signal.SIGKILL, "", "")
+def test_of_many_ranks_one_tells_the_mistake(run_train, shards, things, tmp_path):
+    """Rank 0, whether every rank finds it in the flags, rank 1 in its share of the data, or rank 0
+    before they meet: then torchrun ends rank 1, which waits for it."""
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    assert run_train(*flags, "--lr", -1, RANK=1, LOCAL_RANK=1, WORLD_SIZE=2) == (2, "", "")
+    first, second = launch(2, *flags, "--data", things / "beyond")
+    expect_mistake(first.finish(), "rank 1: ")
+    assert second.finish() == (2, "", "")
+    process = torchrun(2, ROOT / "train.py", *flags, "--pp", 2, "--n-layer", 1)
+    _, error = process.communicate(timeout=120)
+    ours = re.findall("^train.py: .*\n", error, re.MULTILINE)
+    expect_mistake((2, "", "".join(ours)), "n_layer 1 is less than pp 2")
+    assert "exitcode  : 2" in error and process.returncode != 0
+    assert error.count("Traceback (most recent call last)") <= 1            # torchrun's own
 
 
 def differ(rank, world):
@@ -2815,22 +2788,10 @@ def test_resume_auto_never_and_path(run_train, shards, tmp_path):
     rows, events = read_metrics(out)
     assert column(rows, "step") == [1, 2, 3, 4, 3, 4] and rows[3]["loss"] == rows[5]["loss"]
     assert column(events, "event") == ["start", "damaged", "resume"]
-    # The run that goes on from an older file is the newer one from then on.
-    assert run_train(*flags, "--resume", out / "step_00000002.pt", "--steps", 3)[0] == 0
-    assert checkpoint.list_checkpoints(out)[0].name == "step_00000003.pt"
     for path in out.glob("*.pt"):
         path.write_bytes(b"no checkpoint")
     status, _, error = run_train(*flags)
     assert status == 1 and "is whole" in error.splitlines()[-1]
-
-
-def test_a_resumed_run_lets_go_of_the_file(run_train, shards, tmp_path):
-    flags, maps = ["--data", shards, "--out", tmp_path / "o", *TINY], []
-    run_train(*flags)
-    with mock.patch.object(train.Run, "train", lambda *_: maps.append(
-            Path("/proc/self/maps").read_text())):
-        run_train(*flags, "--steps", 6)
-    assert len(maps) == 1 and str(tmp_path / "o") not in maps[0]
 
 
 def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
@@ -2879,10 +2840,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, nu
     if to == "torchrun":
         text, _ = run[0].communicate(timeout=60)
     else:
-        ends = [process.finish() for process in run]
-        assert [(status, error) for status, _, error in ends] == [(0, "")] * ranks
-        assert [text for _, text, _ in ends[1:]] == [""] * (ranks - 1)     # rank 0 has the console
-        text = ends[0][1]
+        (status, text, error), *others = [process.finish() for process in run]
+        assert (status, error) == (0, "") and others == [(0, "", "")] * (ranks - 1)
     rows, events = read_metrics(out)
     last = rows[-1]["step"]
     assert events[-1] == dict(event="stop", step=last) and "val_loss" not in rows[-1]
@@ -2919,44 +2878,39 @@ def test_no_thread_of_gloo_outlives_a_run_even_if_its_last_save_fails(shards, tm
     """Those that do abort the process now and then, after its last line."""
     (tmp_path / "wrapper.py").write_text(f"""
 import glob, checkpoint, train
-def count(when):
-    names = [open(path).read() for path in glob.glob("/proc/self/task/*/comm")]
-    print(when, sum("gloo" in name for name in names), flush=True)
+def tell_of_threads(*_):
+    print(sum("gloo" in open(path).read() for path in glob.glob("/proc/self/task/*/comm")))
 def fail(*_):
     raise OSError("full")
-if {lost}:
-    checkpoint.save = fail
-summary, train.print_summary = train.print_summary, lambda run: (summary(run), count("during"))
+train.print_summary = tell_of_threads
+checkpoint.save = fail if {lost} else checkpoint.save
 try:
     train.main()
 finally:
-    count("after")
+    tell_of_threads()
 """)
-    ranks = launch(2, "--data", shards, "--out", tmp_path / "o", *TINY, "--zero", 1,
-                   file=tmp_path / "wrapper.py")
+    ranks = launch(2, "--data", shards, "--out", tmp_path, *TINY, file=tmp_path / "wrapper.py")
     for rank, (status, text, error) in enumerate([process.finish() for process in ranks]):
-        assert re.search(r"during [1-9]", text) and "after 0\n" in text
+        during, *_, after = text.splitlines()
+        assert int(during) > 0 == int(after)
         assert status == lost                           # of every rank, but one tells it
         assert ("train.py: the last checkpoint is lost: full" in error) == (lost and rank == 0)
 
 
-@pytest.mark.parametrize("schedule, quarter", [
-    ("cosine", 0.5 * (1 + math.cos(math.pi / 4))), ("linear", 0.75)])
-def test_learning_rate_warms_up_then_decays_to_the_ratio(schedule, quarter):
-    config = train.Config(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1,
-                          lr_schedule=schedule)
-    for step, expected in {1: 0.2, 5: 1.0, 10: 2.0, 35: 0.2 + 1.8 * quarter, 60: 0.2 + 1.8 * 0.5,
-                           110: 0.2}.items():
-        assert train.learning_rate(config, step) == pytest.approx(expected), step
+def test_learning_rate_warms_up_then_decays_to_the_ratio():
+    config = train.Config(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1)
+    for schedule, quarter in [("cosine", 0.5 * (1 + math.cos(math.pi / 4))), ("linear", 0.75)]:
+        rates = [train.learning_rate(replace(config, lr_schedule=schedule), step)
+                 for step in (1, 5, 10, 35, 60, 110)]
+        assert rates == pytest.approx([0.2, 1.0, 2.0, 0.2 + 1.8 * quarter, 1.1, 0.2]), schedule
     assert train.learning_rate(replace(config, warmup_steps=0, steps=1), 1) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("flags, world, expected", [
     ({}, 1, dict(micro_batch=4)), (dict(tp=2, pp=2), 8, dict(micro_batch=4)),
     ({}, 8, dict(micro_batch=2)), (dict(pp=4, n_layer=4), 8, dict(micro_batch=2)),
-    (dict(pp=4, n_layer=4, batch_size=18), 4, dict(micro_batch=1)),
-    (dict(pp=2, batch_size=5), 2, dict(micro_batch=1)),
-    (dict(batch_size=6), 2, dict(micro_batch=1)), (dict(micro_batch=8), 1, dict(micro_batch=8)),
+    (dict(pp=2, batch_size=5), 2, dict(micro_batch=1)), (dict(micro_batch=8), 1,
+                                                         dict(micro_batch=8)),
     (dict(model="opt-125m", n_layer=3, dropout=0.3), 1,
      asdict(GPTConfig(257, 16, 3, 12, 768, "relu", 0.3))),
     (dict(model="opt-125m", activation="gelu"), 1, dict(activation="gelu", n_layer=12))])
@@ -3013,8 +2967,8 @@ def test_the_console_tells_what_is_left_and_the_loss_in_three_units(tmp_path, ca
 
 
 @pytest.mark.parametrize("name, dtype, peak", [
-    ("NVIDIA H100 PCIe", "bf16", 756e12), ("NVIDIA H100 80GB HBM3", "fp16", 989e12),
-    ("NVIDIA H100 PCIe", "fp32", None), ("GeForce GTX 1080", "bf16", None)])
+    ("NVIDIA H100 PCIe", "bf16", 756e12), ("NVIDIA H100 PCIe", "fp32", None),
+    ("GeForce GTX 1080", "fp16", None)])
 def test_mfu_is_a_fraction_of_the_peak_of_all_devices_where_it_is_known(monkeypatch, name, dtype,
                                                                         peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
@@ -3022,9 +2976,8 @@ def test_mfu_is_a_fraction_of_the_peak_of_all_devices_where_it_is_known(monkeypa
                           config=train.Config(steps=9, dtype=dtype))
     line = train.format_step(run, dict(step=1, loss=1.0, lr=1.0, grad_norm=1.0, skipped=0,
                                        loss_scale=1, tokens_per_second=1e9), seconds=1.0)
-    share = re.findall(r"MFU (\S+)%", line)
-    assert share == ([] if peak is None else
-                     [f"{100 * 1e9 * model.flops_per_token(CFG) / (2 * peak):.1f}"])
+    expected = peak and f"MFU {1e9 * model.flops_per_token(CFG) / (2 * peak):.1%} "
+    assert expected in line if peak else "MFU" not in line
 
 
 def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, shards, tmp_path):
@@ -3632,10 +3585,6 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, li
 # ---------------------------------------------------------------------------------------------
 
 
-class Killed(Exception):
-    pass
-
-
 def train_until(rank, world, config, cfg, file, diverges, at, fate):
     """Train on from a file. At step `at` one rank gets a signal, or all are killed. On the way
     another rank finds infinite gradients, or the run diverges after step 18 and rolls back."""
@@ -3643,14 +3592,14 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
         def hurt(step):
             if step in (3, 9) and rank == step % world:
                 run.flat.buckets[-1].shard["grad"][0] = math.inf
-            if step == at and fate == "kill":
-                raise Killed
+            if step == at and fate != "signal":
+                raise ZeroDivisionError
             stop.requested = stop.requested or (step == at and rank == step % world)
         if diverges:
             poison(run, 18)
         after_backward(run, hurt)
     stop = SimpleNamespace(requested=False)
-    with suppress(Killed):
+    with suppress(ZeroDivisionError):
         watched(config, prepare, file, cfg, stop, rank, world)
 
 
@@ -3663,12 +3612,6 @@ def drawn_layout(rng, config, most):
         micro_batch=rng.choice([m for m in (1, 2, 4, 8) if 8 % (dp * m) == 0]),
         pp_schedule=rng.choice(list(parallel.SCHEDULES)),
         sequence_parallel=tp > 1 and rng.random() < 0.5)
-
-
-def damage(path, rng):
-    """A bit of the file is flipped in the middle, or its end is missing."""
-    content, place = path.read_bytes(), rng.randrange(path.stat().st_size)
-    path.write_bytes(rng.choice([content[:place], flipped(content, place, rng)]))
 
 
 @pytest.mark.parametrize("seed, dtype, layouts, most", [
@@ -3695,11 +3638,11 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(pool, tmp_p
         at = step + rng.randint(1, 8)
         fate = rng.choice(["signal", "kill"] + ["damage"] * (not diverges))
         chain.append((world, config, at, fate))
-        pool.run(world, train_until, replace(config, out=str(out)), cfg, file, diverges, at,
-                 "signal" if fate == "signal" else "kill")
+        pool.run(world, train_until, replace(config, out=str(out)), cfg, file, diverges, at, fate)
         files = checkpoint.list_checkpoints(out)
         for path in files[:rng.randint(1, 3) if fate == "damage" and len(files) > 3 else 0]:
-            damage(path, rng)
+            content, place = path.read_bytes(), rng.randrange(path.stat().st_size)
+            path.write_bytes(rng.choice([content[:place], flipped(content, place, rng)]))
         file, _, _ = checkpoint.find_checkpoint(out, "auto", False, {}, [])
         step = checkpoint.load(file)["step"] if file else 0
     straight, chained = ({row["step"]: row for row in read_metrics(folder)[0]}     # the last count
@@ -3745,22 +3688,14 @@ def library(tmp_path_factory):
     return folder
 
 
-BROKEN_MEMORY = """
-import train
-
-def hurt(run):
-    '''Before step 150 a matrix goes wrong, as from a fault in memory.'''
-    if run.step == 149 and run.monitor.rollbacks == 0:
-        for bucket in run.flat.buckets:
-            for spec, here, _ in bucket.shard_ranges:
-                if spec.name == "blocks.1.mlp.up.weight":
-                    bucket.shard["master"][here] *= 1e5
-        run.flat.sync_params()
-    skip_excluded(run)
-
-skip_excluded, train.Run.skip_excluded = train.Run.skip_excluded, hurt
-train.main()
-"""
+def with_broken_memory(healthy, folder):
+    """What a run like `healthy` leaves behind if a matrix goes wrong just before step 150."""
+    folder.mkdir()
+    for step in (50, 100, 150):
+        state = torch.load(healthy / f"step_{step:08d}.pt")
+        if step == 150:
+            state["parameters"]["blocks.1.mlp.up.weight"] *= 1e5
+        checkpoint.save(state, folder, keep=9)
 
 
 @pytest.mark.slow
@@ -3770,143 +3705,80 @@ def test_a_run_made_to_diverge_ends_near_the_healthy_one(library, tmp_path, faul
     """By forty batches of noise; a learning rate 30, 300 or 3000 times too high, given by hand at a
     resume in the middle; activations that overflow in fp16 (slow on a CPU: fewer steps). And the
     validation loss at its end, at most, as a multiple of the healthy run's."""
-    file, half, healthy = "train.py", fault == "fp16 overflow", tmp_path / "healthy"
-    flags = [*SMALL, *["--steps", 300, "--dtype", "fp16"] * half, *["--steps", 400] * (not half)]
-    assert Command(file, "--data", library, "--out", healthy, *flags).finish(600)[0] == 0
+    half, healthy = fault == "fp16 overflow", tmp_path / "healthy"
+    flags = ["--data", library, *SMALL, *(["--steps", 300, "--dtype", "fp16"] if half else
+                                          ["--steps", 400])]
+    assert Command("train.py", "--out", healthy, *flags).finish(600)[0] == 0
     assert kinds(read_metrics(healthy)[1]) == ["start"]
     if fault == "bad data":
         flags += ["--data", with_noise(library, tmp_path / "noisy", range(200, 241), 16, 64)]
-    elif fault != "fp16 overflow":
-        flags += ["--data", library, "--resume", healthy / "step_00000200.pt", "--lr", fault]
-    else:
-        file, flags = tmp_path / "broken.py", [*flags, "--data", library]
-        file.write_text(BROKEN_MEMORY)
-    runs = {name: Command(file, "--out", tmp_path / name, *flags, "--rollback", name)
-            for name in ("on", "off")}
+    elif not half:
+        flags += ["--resume", healthy / "step_00000200.pt", "--lr", fault]
+    runs = {}
+    for name in ("on", "off"):
+        if half:
+            with_broken_memory(healthy, tmp_path / name)
+        runs[name] = Command("train.py", "--out", tmp_path / name, *flags, "--rollback", name)
     ends = {name: run.finish(600) for name, run in runs.items()}
     events = {name: kinds(read_metrics(tmp_path / name)[1]) for name in runs}
-    assert "spike" in events["on"] and "rollback" in events["on"]
+    assert {"spike", "rollback"} <= set(events["on"])
     assert "spike" in events["off"] and "rollback" not in events["off"]
     goal, on, off = (read_metrics(folder)[0][-1].get("val_loss", math.inf)
                      for folder in (healthy, tmp_path / "on", tmp_path / "off"))
     print(f"\n{fault}: healthy {goal:.4f}, rollback on {on / goal - 1:+.1%}, off "
           f"{off / goal - 1:+.1%}")
     assert ends["on"][0] == 0 and on < goal * most and off > on * 1.02
-    if half or fault == 12.0:                   # nothing but overflows from then on
-        assert ends["off"][0] == 1 and "diverged" in ends["off"][2]
-    else:
-        assert ends["off"][0] == 0
+    hopeless = half or fault == 12.0            # nothing but overflows from then on
+    assert ends["off"][0] == hopeless and ("diverged" in ends["off"][2]) == hopeless
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, flags", [
-    ("bytes", []), ("high learning rate", ["--lr", "1.2e-2", "--batch-size", "8"]),
-    ("gpt2 tokens", ["--seq-len", "32", "--dropout", "0.1"]),
-    ("fp16", ["--dtype", "fp16", "--steps", "120"]), ("noise in one sequence of twenty", []),
-    ("fine-tuned on other data", ["--init-from"])])
-def test_healthy_runs_never_roll_back(run_train, shards, library, tmp_path, monkeypatch, name,
-                                      flags):
-    folder = library
-    if name.startswith("noise"):                # which no rollback can help
+@pytest.mark.parametrize("kind, flags", [
+    ("plain", ["--lr", 1.2e-2, "--batch-size", 8]), ("plain", ["--seq-len", 32, "--dropout", 0.1]),
+    ("noisy", []), ("fine-tuned", ["--init-from"])])
+def test_healthy_runs_never_roll_back(run_train, shards, library, tmp_path, kind, flags):
+    """Nor those with noise in one sequence of twenty, which no rollback can help; nor on data other
+    than their beginning. (Two more: the healthy runs of the test before, in fp32 and fp16.)"""
+    folder, out = library, tmp_path / "o"
+    if kind == "noisy":
         folder = with_noise(library, tmp_path / "noisy", range(1, 301), 16, 64, every=20)
-    if name == "gpt2 tokens":
-        if not (SHARED / "tiktoken_cache").is_dir():
-            pytest.skip("needs the GPT-2 vocabulary in ../shared/tiktoken_cache")
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
-        data.prepare(data.standard_library()[0][:99], folder := tmp_path / "d", "gpt2")
-    if name.startswith("fine"):
-        assert run_train("--data", shards, "--out", tmp_path / "base", *SMALL, "--steps",
-                         100)[0] == 0
+    if kind == "fine-tuned":
+        run_train("--data", shards, "--out", tmp_path / "base", *SMALL, "--steps", 100)
         flags = [*flags, tmp_path / "base" / "latest.pt"]
-    out = tmp_path / "o"
     assert run_train("--data", folder, "--out", out, *SMALL, "--steps", 300, *flags)[0] == 0
-    assert set(kinds(read_metrics(out)[1])) <= {"start", "skip"}        # fp16 may overflow
-
-
-CHAOS = """
-import os, signal, time
-from pathlib import Path
-import checkpoint, train
-rank, marks = int(os.environ["RANK"]), Path({marks!r})
-
-def die(moment, who):
-    '''Once.'''
-    if rank == who and not (marks / moment).exists():
-        (marks / moment).touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def before(owner, name, act):
-    plain = getattr(owner, name)
-    setattr(owner, name, lambda *args, **options: (act(*args), plain(*args, **options))[1])
-
-def half_a_file(state, file):
-    if state["step"] >= 20 and not (marks / "in a save").exists():
-        file.write(b"PK" + bytes(5000))
-        file.flush()
-        die("in a save", 0)
-
-before(checkpoint.torch, "save", half_a_file)
-before(checkpoint, "_point_latest", lambda path: path.name > "step_00000030" and
-       die("before latest.pt", 0))
-before(checkpoint, "gather_full_state", lambda *_: (marks / "in a save").exists() and
-       die("in a gather", 1))
-before(train.Run, "evaluate", lambda run: run.step > 20 and die("in an evaluation", 1))
-before(train.Run, "restore", lambda run, *_: hasattr(run, "num_microbatches") and
-       die("before a rollback", 1))
-before(train.Run, "skip_excluded", lambda run: run.monitor.rollbacks and
-       die("after a rollback", 0))
-before(train, "learning_rate", lambda *_: time.sleep({pause}))
-train.main()
-"""
-
-
-def restart_until_done(rng, kills, *flags, **options):
-    """What torchrun does for two ranks, but faster. `kills` times a random one is killed."""
-    statuses = None
-    while statuses != [0, 0]:
-        ranks, end = launch(2, *flags, **options), time.monotonic() + rng.uniform(0.05, 2.5)
-        while all(rank.poll() is None for rank in ranks) and (
-                kills == 0 or time.monotonic() < end):
-            time.sleep(0.01)
-        if kills > 0 and all(rank.poll() is None for rank in ranks):
-            victim, kills = rng.choice(ranks), kills - 1
-            victim.send_signal(signal.SIGKILL)
-            victim.finish()
-        statuses = []
-        for rank in sorted(ranks, key=lambda rank: rank.poll() is None):        # the dead first
-            with suppress(ProcessLookupError):
-                rank.send_signal(signal.SIGTERM if any(statuses) else 0)
-            with suppress(TimeoutError):                # `finish` kills who does not listen
-                statuses.append(rank.finish(5)[0])
-    assert kills == 0
+    assert kinds(read_metrics(out)[1]) == ["start"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps, at_random", [(120, 0), (300, 24)])
-def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path, steps, at_random):
-    """Two replicas under ZeRO 1, at six chosen moments: under torchrun; or at random ones too, from
-    the first line on, and started again at once."""
-    noisy, marks = with_noise(shards, tmp_path / "noisy", range(60, 70), 4, 16), tmp_path / "marks"
-    script, straight, out = (tmp_path / name for name in ("chaos.py", "straight", "out"))
-    flags = ["--data", noisy, *TINY, "--steps", steps, "--save-every", 10, "--eval-every", 20,
+def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path):
+    """Two replicas under ZeRO 1. Rank 0 is killed twice under torchrun, which starts both again
+    once; then one of the two 18 times, at some moment between its start and a later step."""
+    noisy, rng = with_noise(shards, tmp_path / "noisy", range(100, 110), 4, 16), random.Random(0)
+    straight, out = tmp_path / "straight", tmp_path / "out"
+    flags = ["--data", noisy, *TINY, "--steps", 300, "--save-every", 10, "--eval-every", 20,
              "--zero", 1, "--timeout", 60, "--out"]
     assert [rank.finish(300)[0] for rank in launch(2, *flags, straight)] == [0, 0]
-    marks.mkdir()
-    script.write_text(CHAOS.format(marks=str(marks), pause=0.02 if at_random else 0))
-    if at_random:
-        restart_until_done(random.Random(3), at_random, *flags, out, file=script)
-    else:
-        process = torchrun(2, "--max-restarts=20", script, *flags, out)
-        _, error = process.communicate(timeout=400)
-        assert process.returncode == 0, error[-3000:]
+    group = torchrun(2, "--max-restarts=1", ROOT / "train.py", *flags, out)
+    for step in (20, 90):
+        wait_for_step(out, step, group)
+        os.kill(int((out / "lock").read_text().split()[-1]), signal.SIGKILL)
+    group.communicate(timeout=60)
+    for step in sorted(rng.choices(range(90, 220), k=18)):
+        victim, other = rng.sample(launch(2, *flags, out), 2)
+        wait_for_step(out, step, victim)
+        time.sleep(rng.uniform(0, 0.2))
+        victim.process.kill()
+        other.process.terminate()               # as torchrun does
+        other.process.join(10)
+        for rank in (victim, other):
+            rank.process.kill()
+            rank.process.join()
+    assert [rank.finish(300)[0] for rank in launch(2, *flags, out)] == [0, 0]
     healthy, events = (kinds(read_metrics(folder)[1]) for folder in (straight, out))
-    assert healthy[:3] == ["start", "spike", "rollback"]
-    moments = names_in(marks)
-    print(f"\n{at_random + len(moments)} kills: {at_random} at random, and {', '.join(moments)}; "
-          f"{events.count('resume')} resumes")
-    assert len(moments) == 6 and events.count("resume") >= (10 if at_random else 6)
+    print(f"\n20 kills, {events.count('resume')} resumes, {events.count('rollback')} rollbacks")
+    assert healthy[:3] == ["start", "spike", "rollback"] and events.count("resume") >= 10
     states = [checkpoint.load(folder / "latest.pt") for folder in (straight, out)]
-    assert states[0]["step"] == steps and states[0]["monitor"]["rollbacks"]
+    assert states[0]["step"] == 300 and states[0]["monitor"]["rollbacks"]
     assert_same_state(*states)
 
 
@@ -3915,38 +3787,37 @@ def two_machines(folder):
     """Two network namespaces, joined by a link, with host names of their own -> (function that
     starts a shell line on machine 0 or 1, function that takes the link "down" or "up")."""
     (folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 node0\n10.77.0.2 node1\n")
-    names, processes = [f"pid{os.getpid()}n{i}" for i in (0, 1)], []
-
-    def ip(line):
-        subprocess.run(["ip", *line.split()], check=True, capture_output=True)
+    name, processes = f"pid{os.getpid()}n", []
+    setup = f"""
+        for i in 0 1; do ip netns add {name}$i; done
+        ip link add eth7 netns {name}0 type veth peer eth7 netns {name}1
+        for i in 0 1; do
+            ip -n {name}$i addr add 10.77.0.$((i + 1))/24 dev eth7
+            ip -n {name}$i link set lo up
+            ip -n {name}$i link set eth7 up
+        done"""
 
     def start(i, line):
         shell = f"mount --bind {folder}/hosts /etc/hosts && hostname node{i} && {line}"
         processes.append(subprocess.Popen(
-            ["ip", "netns", "exec", names[i], "unshare", "--mount", "--uts", "bash", "-c", shell],
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True))
+            ["ip", "netns", "exec", f"{name}{i}", "unshare", "--mount", "--uts", "bash", "-c",
+             shell], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True))
         return processes[-1]
 
     try:
-        try:
-            for name in names:
-                ip(f"netns add {name}")
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("no network namespaces can be made here (ip netns add)")
-        ip(f"link add eth7 netns {names[0]} type veth peer eth7 netns {names[1]}")
-        for i, name in enumerate(names):
-            ip(f"-n {name} addr add 10.77.0.{i + 1}/24 dev eth7")
-            ip(f"-n {name} link set lo up")
-            ip(f"-n {name} link set eth7 up")
-        yield start, lambda state: ip(f"-n {names[0]} link set eth7 {state}")
+        made = subprocess.run(["bash", "-ec", setup], capture_output=True, text=True)
+        if made.returncode != 0:
+            pytest.skip(f"no network namespaces can be made here: {made.stderr}")
+        yield start, lambda state: subprocess.run(
+            ["ip", "-n", f"{name}0", "link", "set", "eth7", state], check=True)
     finally:
         for process in processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-        for name in names:
-            with suppress(OSError):
-                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        for i in (0, 1):
+            subprocess.run(["bash", "-c", f"ip netns del {name}{i}"], capture_output=True)
 
 
 @pytest.mark.slow
