@@ -3011,7 +3011,7 @@ def test_init_from_refuses_what_does_not_fit(run_train, shards, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     Path("gpt2").mkdir()
     for split in data.SPLITS:
-        write_shard(Path("gpt2", f"{split}.bin"), range(99))
+        Path("gpt2", f"{split}.bin").write_bytes(shard(range(99)))
     run_train("--data", shards, "--out", ".", *TINY)
     Path("half.pt").write_bytes(Path("latest.pt").read_bytes()[:-999])
     expect_mistake(run_train("--data", shards, "--out", "o", "--init-from", "latest.pt", *flags),
