@@ -1267,70 +1267,49 @@ def random_tensor(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def backward(fn, inputs, upstream):
-    """Output, and gradients of the inputs, of fn under the gradient `upstream` of its output; of
-    a token matrix what was added to its main_grad."""
-    inputs = [x.detach().clone().requires_grad_() for x in inputs]
-    sums = [torch.zeros_like(x) for x in inputs]
-    for x, total in zip(inputs, sums):
-        x.main_grad = functools.partial(torch.Tensor.detach, total)
-    y = fn(*inputs)
-    y.backward(upstream)
-    return [y.detach(), *(total if x.grad is None else x.grad for x, total in zip(inputs, sums))]
+def outputs_and_gradient(gpt, tokens, targets, x, dy):
+    """(B, T, C) of the embedding, of a block that sees x, and the loss of the head that sees x; and
+    dx under the upstream gradients dy of the first two."""
+    x = x.clone().requires_grad_()
+    outputs = gpt.embed(tokens), gpt.blocks["0"](x), gpt.head(x, targets)
+    torch.autograd.backward(outputs, [dy, dy, torch.ones_like(outputs[2])])
+    return [*outputs, x.grad]
 
 
-def plain_and_parallel(grid):
-    """{layer: (its plain form, its parallel form: functions of the same tensors; shapes of these;
-    how each of them, and last the output, is cut: along a dimension, or by "T": along the
-    positions with sequence parallelism, else not at all)}"""
-    tokens, targets = tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)
+def parallel_and_plain(rank, world, sequence_parallel):
+    """{what: (this rank's, its part of the plain model's)}"""
+    cfg = replace(CFG, n_layer=1)
+    tokens, targets = tokens_of(cfg, 2), tokens_of(cfg, 2, seed=1)
     targets[:, ::7] = IGNORE_INDEX
-
-    def module(kind, weight, bias=None, **more):
-        return kind(SimpleNamespace(weight=weight, bias=bias, **more), grid)
-    return {
-        "column": (F.linear, lambda x, *both: module(parallel.ColumnParallelLinear, *both)(x),
-                   [(2, 16, 32), (48, 32), (48,)], ["T", 0, 0, 2]),
-        # A bias for each position: its gradient is then whole on every rank.
-        "row": (lambda x, weight, bias: x @ weight.t() + bias,
-                lambda x, *both: module(parallel.RowParallelLinear, *both)(x),
-                [(2, 16, 48), (32, 48), (2, 16, 32)], [2, 1, "T", "T"]),
-        "embedding": (lambda table: F.embedding(tokens, table),
-                      lambda table: module(parallel.VocabParallelEmbedding, table)(tokens),
-                      [(384, 32)], [0, "T"]),
-        "head": (lambda x, weight: F.cross_entropy((x @ weight[:257].t()).mT, targets,
-                                                   ignore_index=IGNORE_INDEX, reduction="sum"),
-                 lambda x, weight: module(parallel.VocabParallelHead, weight, norm=nn.Identity(),
-                                          vocab_size=257)(x, targets),
-                 [(2, 16, 32), (384, 32)], ["T", 0, "T"])}
-
-
-def parallel_layers(rank, world, sequence_parallel):
-    """[(layer, this rank's output and gradients, its parts of the plain layer's)]"""
-    checks = []
+    x, dy = (random_tensor(2, 16, 32, seed=seed) for seed in (1, 2))
+    plain = random_gpt(cfg)
+    expected = outputs_and_gradient(plain, tokens, targets, x, dy)
     with gridded(rank, world, world, 1, sequence_parallel) as grid, \
-            mock.patch.dict(parallel.LOGITS, cpu=7 * 384 // world):    # the last slice is shorter
-        def part(x, dim):
-            dim = (1 if sequence_parallel else None) if dim == "T" else dim
-            return x if dim is None or x.dim() == 0 else x.chunk(world, dim)[rank]
-        for name, (plain, ours, shapes, cuts) in plain_and_parallel(grid).items():
-            inputs = [random_tensor(*shape, seed=i) for i, shape in enumerate(shapes)]
-            y = plain(*inputs)
-            dy = random_tensor(*y.shape, seed=9) if y.dim() else torch.ones_like(y)
-            found = backward(ours, map(part, inputs, cuts), part(dy, cuts[-1]))
-            expected = backward(plain, inputs, dy)
-            checks.append((name, found, list(map(part, expected, [cuts[-1], *cuts]))))
-    return checks
+            mock.patch.dict(parallel.LOGITS, cpu=7 * 384 // world):     # the last chunk is shorter
+        def part(x):                    # of what is the same everywhere: a slice of the positions
+            return x.chunk(world, 1)[rank] if sequence_parallel and x.dim() else x
+        local, flat = staged(cfg, grid, torch.float64)
+        flat.load("master", lambda name, shape: plain.get_parameter(name)[:shape[0]])
+        flat.prepare_grad_sync(True)
+        found = outputs_and_gradient(local, tokens, targets, part(x), part(dy))
+        flat.finish_grad_sync()
+    results = {name: (ours.detach(), part(theirs).detach()) for name, ours, theirs in zip(
+        ("embedding", "block", "loss", "dx"), found, expected)}
+    for bucket in flat.buckets:
+        for spec in bucket.specs:
+            full = plain.get_parameter(spec.name).grad[:spec.shape[0]]
+            results[spec.name] = bucket.view(bucket.grad, spec), spec.shard(full, rank)
+    return results
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_parallel_layers_are_the_plain_ones_under_random_upstream_gradients(pool, tp,
                                                                             sequence_parallel):
-    for rank, checks in enumerate(pool.run(tp, parallel_layers, sequence_parallel)):
-        for name, found, expected in checks:
-            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10,
-                                       msg=lambda m: f"{name}, rank {rank}: {m}")
+    for rank, results in enumerate(pool.run(tp, parallel_and_plain, sequence_parallel)):
+        for name, (ours, theirs) in results.items():
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10,
+                                       msg=lambda told: f"{name}, rank {rank}: {told}")
 
 
 @contextmanager
@@ -1731,8 +1710,9 @@ def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, worl
     layout = (world // config.pp, 1, config.pp)
     ours = comparable(pool.run(world, run_steps, layout, config, CFG)[0][2]["master"])
     assert relative(ours, expected) <= 1e-8
-    start = comparable(dict(GPT(CFG).initialize(config.seed).double().named_parameters()))
-    assert relative(start, expected) > 1e-2
+    name = "blocks.0.mlp.up.weight"
+    start = GPT(CFG).initialize(config.seed).get_parameter(name)
+    assert relative(ours[name], start.detach()) > 1e-2
 
 
 # Dropout.
