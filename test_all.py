@@ -1143,7 +1143,6 @@ def state_now(run):
 
 @pytest.mark.parametrize("dtype, zero", [("fp16", 0), ("fp32", 0), ("fp16", 2)])
 def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, zero):
-    """(Which rank it was: test_a_number_that_is_not_finite_is_traced.)"""
     config = settings(tmp_path, dtype=dtype, steps=9, tp=2, pp=2, zero=zero, rollback="off")
     for steps, seen, _ in pool.run(8, run_steps, (2, 2, 2), config, replace(CFG, n_layer=2),
                                    state_now, None, spoil_a_rank):
@@ -1252,10 +1251,13 @@ def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_vocabulary_that_tp_does_not_divide_is_refused():
-    """(The other layouts that cannot run: test_a_users_mistake_ends_in_one_line_and_exit_2.)"""
-    with pytest.raises(ValueError, match="padded vocabulary 384 is not divisible by tp 5"):
-        parallel.check_layout(replace(CFG, n_head=5, n_embd=40), 5, 5, 1, 8, 1)
+@pytest.mark.parametrize("words, shape, tp, sequence_parallel", [
+    ("padded vocabulary 384 is not divisible by tp 5", dict(n_head=5, n_embd=40), 5, False),
+    ("n_head 8 is not divisible by tp 16", {}, 16, False), ("tp is 1", {}, 1, True)])
+def test_a_layout_that_cannot_run_is_refused_by_its_numbers(words, shape, tp, sequence_parallel):
+    """(Other ones: among the mistakes on train.py's command line.)"""
+    with pytest.raises(ValueError, match=words):
+        parallel.check_layout(replace(CFG, **shape), tp, tp, 1, 8, 1, 0, sequence_parallel)
 
 
 # ---------------------------------------------------------------------------------------------
