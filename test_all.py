@@ -2518,6 +2518,15 @@ def test_a_cpu_that_is_slow_in_16_bits_is_told(run_train, shards, tmp_path, capa
     assert status == 0 and ("multiplies in fp32 much faster" in text) == told
 
 
+@pytest.mark.parametrize("load, threads, told", [(9e9, 2, True), (9e9, 1, False), (0, 2, False)])
+def test_a_busy_machine_is_told_of_threads_that_wait(run_train, shards, tmp_path, load, threads,
+                                                     told):
+    with mock.patch.object(os, "getloadavg", lambda: (load, 0, 0)), \
+            mock.patch.object(torch, "get_num_threads", lambda: threads):
+        status, text, _ = run_train("--data", shards, "--out", tmp_path, *TINY, "--steps", 1)
+    assert status == 0 and ("set OMP_NUM_THREADS=1" in text) == told
+
+
 def test_a_resume_tells_how_another_schedule_changes_the_learning_rate(run_train, shards, tmp_path):
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     assert "warm-up" not in run_train(*flags)[1]

@@ -594,6 +594,10 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
                     + f", learning rate x {factor:.3g}" * (factor != 1))
     if run.boundary.itemsize == 2 and slow_in_16_bits(run.device):
         print_rank0(f"note     this CPU multiplies in fp32 much faster than in {config.dtype}")
+    if run.device.type == "cpu" and torch.get_num_threads() > 1 and (
+            os.getloadavg()[0] > os.cpu_count() / 2):
+        print_rank0("note     this machine is busy: threads that wait for each other may be slow, "
+                    "set OMP_NUM_THREADS=1")
     if config.warmup_steps > config.steps / 2:
         print_rank0(f"note     most of the {config.steps} steps are warm-up")
     if "skip_steps" in given and step_range(config.skip_steps)[1] <= run.step:
