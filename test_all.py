@@ -2356,6 +2356,160 @@ def test_what_is_something_else_or_contradicts_itself_is_no_checkpoint(tmp_path,
 
 
 # ---------------------------------------------------------------------------------------------
+# checkpoint.py: Hugging Face
+# ---------------------------------------------------------------------------------------------
+
+
+def weights_only(path, cfg, tokenizer="bytes"):
+    """A checkpoint of a random model without the optimizer's state -> the model."""
+    plain = random_gpt(cfg).float()
+    rows = checkpoint.parameter_shapes(cfg)
+    parameters = {n: p.detach()[:rows[n][0]].clone() for n, p in plain.named_parameters()}
+    checkpoint.write_file({key: {} for key in checkpoint.KEYS} | dict(
+        format=checkpoint.FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0,
+        model=asdict(cfg), tokenizer=tokenizer, data=None, parameters=parameters),
+        path.with_suffix(".tmp"), path)
+    return plain
+
+
+def convert(capsys, *arguments):
+    """python checkpoint.py with these arguments -> (exit status, stdout, stderr)."""
+    status = 0
+    with mock.patch.object(sys, "argv", ["checkpoint.py", *map(str, arguments)]):
+        try:
+            checkpoint.main()
+        except SystemExit as end:
+            status = end.code
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.filterwarnings("ignore")           # what transformers warns of is not ours
+@pytest.mark.parametrize("activation, saved_as", [
+    ("gelu", "one file"), ("gelu", "many files"), ("relu", "one file"), ("relu", "a pickle")])
+@torch.no_grad()
+def test_a_model_goes_to_transformers_and_comes_back(tmp_path, capsys, activation, saved_as):
+    """Saved by our command, opened and saved again by transformers, read by our command."""
+    transformers = pytest.importorskip("transformers")
+    cfg = replace(CFG, activation=activation)
+    plain, tokens = weights_only(tmp_path / "a.pt", cfg), tokens_of(CFG, 3)
+    assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / "ours")[0] == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(theirs).__name__[:3] == {"gelu": "GPT", "relu": "OPT"}[activation]
+    difference = relative(plain.double()(tokens), theirs.double().eval()(tokens).logits)
+    assert difference < 1e-12
+    theirs.float().save_pretrained(tmp_path / "theirs", max_shard_size=(
+        "20KB" if saved_as == "many files" else "1GB"))
+    if saved_as == "a pickle":
+        (tmp_path / "theirs" / "model.safetensors").unlink()
+        torch.save(theirs.state_dict(), tmp_path / "theirs" / "pytorch_model.bin")
+    assert convert(capsys, "--from-hf", tmp_path / "theirs", tmp_path / "b.pt")[0] == 0
+    one, two = (checkpoint.load(tmp_path / name) for name in ("a.pt", "b.pt"))
+    assert all(full.equal(two["parameters"][name]) for name, full in one["parameters"].items())
+    assert (one["model"], one["tokenizer"]) == (two["model"], two["tokenizer"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    if not (SHARED / "tiktoken_cache").is_dir():
+        pytest.skip("needs the GPT-2 vocabulary in ../shared/tiktoken_cache")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+    weights_only(tmp_path / "a.pt", replace(CFG, vocab_size=50257, n_layer=1), "gpt2")
+    assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / "hf")[0] == 0
+    theirs, ours = (transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),
+                    data.get_tokenizer("gpt2"))
+    text = " ".join(NASTY)
+    assert theirs(text)["input_ids"] == ours.encode(text, allowed_special="all")
+    assert theirs.eos_token_id == ours.eot_token
+
+
+def test_a_block_at_a_time_is_in_memory_for_an_export(tmp_path, capsys):
+    safetensors = pytest.importorskip("safetensors.torch")
+    weights_only(tmp_path / "a.pt", CFG)
+    with mock.patch.object(safetensors, "save_file", wraps=safetensors.save_file) as save_file:
+        assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / "hf")[0] == 0
+    blocks = [{name.split(".")[2] for name in call.args[0] if ".h." in name}
+              for call in save_file.call_args_list]
+    assert sorted(map(len, blocks)) == [0, 0, *[1] * CFG.n_layer]
+
+
+def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(run_train, shards, tmp_path,
+                                                                   capsys, monkeypatch):
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    weights_only(Path("a.pt"), CFG)
+    assert convert(capsys, "a.pt", "--to-hf", "hub/me/tiny/resolve/main")[0] == 0
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory="hub")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{httpd.server_port}")
+        status, text, _ = convert(capsys, "--from-hf", "me/tiny", "b.pt")
+        httpd.shutdown()
+    assert status == 0 and "python train.py --init-from b.pt" in text
+    flags = ["--data", shards, "--out", "o", "--batch-size", 4]
+    status, text, _ = run_train(*flags, "--resume", "b.pt", "--eval-only")
+    assert status == 0 and text.startswith("b.pt, step 0: validation: ")
+    assert run_train(*flags, "--init-from", "b.pt", "--steps", 2)[0] == 0
+    assert saved(Path("o"), 2)["model"]["n_embd"] == CFG.n_embd
+    expect_mistake(run_train("--data", shards, "--out", "p", "--resume", "b.pt"),
+                   "b.pt holds weights alone: begin a run with --init-from b.pt")
+    with mock.patch.object(sys, "argv", ["sample.py", "--ckpt", "b.pt", "--max-tokens", "5"]):
+        sample.main()
+
+
+@pytest.mark.parametrize("break_it, message", [
+    (lambda c, t: c.update(model_type="llama"), "its model_type 'llama' is neither gpt2 nor opt"),
+    (lambda c, t: c.update(model_type="opt", do_layer_norm_before=False), "config.json is refused"),
+    (lambda c, t: c.update(activation_function="gelu"), "its activation_function is 'gelu'"),
+    (lambda c, t: c.update(n_inner=99), "its n_inner is 99, model.py has only None or 128"),
+    (lambda c, t: c.pop("n_embd"), "config.json is refused"),
+    (lambda c, t: t.pop("transformer.h.2.ln_1.bias"), "has no tensor h.2.ln_1.bias"),
+    (lambda c, t: t.update({"transformer.wpe.weight": torch.zeros(3, 32)}),
+     "wpe.weight has shape (3, 32), not (16, 32)"),
+    (lambda c, t: t.clear(), "pytorch_model.bin is refused")])
+def test_a_folder_that_is_no_such_model_is_refused(tmp_path, capsys, break_it, message):
+    pytest.importorskip("safetensors")
+    weights_only(tmp_path / "a.pt", CFG)
+    assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / "hf")[0] == 0
+    folder, tensors = tmp_path / "hf", {}
+    from safetensors.torch import load_file
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    break_it(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save(tensors, folder / "pytorch_model.bin")
+    if not tensors:
+        (folder / "pytorch_model.bin").write_bytes(b"PK no pickle")
+    status, _, error = convert(capsys, "--from-hf", folder, tmp_path / "b.pt")
+    assert status == 2 and message in error and error.count("\n") == 1, error
+    assert names_in(tmp_path) == ["a.pt", "hf"]
+
+
+def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(data.time, "sleep", lambda _: None)     # between tries
+    weights_only(tmp_path / "a.pt", CFG)
+    (tmp_path / "half.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-99])
+    before = names_in(tmp_path)
+    for arguments, status, message in [
+            (["a.pt", "--to-hf", "."], 2, " exists: give a new folder"),
+            (["half.pt", "--to-hf", "new"], 2, "half.pt is damaged"),
+            (["--from-hf", ".", "a.pt"], 2, "a.pt exists: give a new file"),
+            (["--from-hf", ".", "b.pt"], 2, "config.json is refused"),
+            (["--from-hf", "no/such", "b.pt"], 1, "cannot download http://127.0.0.1:9/no/such/")]:
+        monkeypatch.chdir(tmp_path)
+        result = convert(capsys, *arguments)
+        assert result[0] == status and message in result[2] and result[2].count("\n") == 1
+    with mock.patch.dict(sys.modules, {"safetensors": None, "safetensors.torch": None}):
+        assert "pip install safetensors" in convert(capsys, "a.pt", "--to-hf", "new")[2]
+    shutil.rmtree(tmp_path / "b.hf", ignore_errors=True)            # what the download had begun
+    assert names_in(tmp_path) == before
+
+
+# ---------------------------------------------------------------------------------------------
 # train.py: the command line
 # ---------------------------------------------------------------------------------------------
 
@@ -3868,11 +4022,11 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
     assert len(tests) > 10 and tests <= set(globals())
     flags = set(re.findall(r"--[a-z][a-z0-9-]*", README))
     known = {f"--{name.replace('_', '-')}" for name in asdict(train.Config())}
-    for file in ("data.py", "sample.py", "parallel.py"):
+    for file in ("data.py", "sample.py", "parallel.py", "checkpoint.py"):
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((
         "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",
-        "--job", "--cpus", "--max-restarts"))}
+        "--job", "--cpus", "--max-restarts", "--tasks", "--include", "--num"))}
 
 
 def test_the_readmes_layouts_are_not_refused(shards):
@@ -3884,7 +4038,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         given = dict(train.parse_flags(command[at + 1:]), data=str(shards), seq_len=16)
         config, cfg = train.validate(given, None, math.prod(map(int, numbers)))
         assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 7
+    assert len(commands) == 6
 
 
 def print_equality(folder):
@@ -3901,157 +4055,3 @@ def print_equality(folder):
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         print_equality(folder)
-
-
-# ---------------------------------------------------------------------------------------------
-# checkpoint.py: Hugging Face
-# ---------------------------------------------------------------------------------------------
-
-
-def weights_only(path, cfg, tokenizer="bytes"):
-    """A checkpoint of a random model without the optimizer's state -> the model."""
-    plain = random_gpt(cfg).float()
-    rows = checkpoint.parameter_shapes(cfg)
-    parameters = {n: p.detach()[:rows[n][0]].clone() for n, p in plain.named_parameters()}
-    checkpoint.write_file({key: {} for key in checkpoint.KEYS} | dict(
-        format=checkpoint.FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0,
-        model=asdict(cfg), tokenizer=tokenizer, data=None, parameters=parameters),
-        path.with_suffix(".tmp"), path)
-    return plain
-
-
-def convert(capsys, *arguments):
-    """python checkpoint.py with these arguments -> (exit status, stdout, stderr)."""
-    status = 0
-    with mock.patch.object(sys, "argv", ["checkpoint.py", *map(str, arguments)]):
-        try:
-            checkpoint.main()
-        except SystemExit as end:
-            status = end.code
-    return status, *capsys.readouterr()
-
-
-@pytest.mark.filterwarnings("ignore")           # what transformers warns of is not ours
-@pytest.mark.parametrize("activation, saved_as", [
-    ("gelu", "one file"), ("gelu", "many files"), ("relu", "one file"), ("relu", "a pickle")])
-@torch.no_grad()
-def test_a_model_goes_to_transformers_and_comes_back(tmp_path, capsys, activation, saved_as):
-    """Saved by our command, opened and saved again by transformers, read by our command."""
-    transformers = pytest.importorskip("transformers")
-    cfg = replace(CFG, activation=activation)
-    plain, tokens = weights_only(tmp_path / "a.pt", cfg), tokens_of(CFG, 3)
-    assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / "ours")[0] == 0
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert type(theirs).__name__[:3] == {"gelu": "GPT", "relu": "OPT"}[activation]
-    difference = relative(plain.double()(tokens), theirs.double().eval()(tokens).logits)
-    assert difference < 1e-12
-    theirs.float().save_pretrained(tmp_path / "theirs", max_shard_size=(
-        "20KB" if saved_as == "many files" else "1GB"))
-    if saved_as == "a pickle":
-        (tmp_path / "theirs" / "model.safetensors").unlink()
-        torch.save(theirs.state_dict(), tmp_path / "theirs" / "pytorch_model.bin")
-    assert convert(capsys, "--from-hf", tmp_path / "theirs", tmp_path / "b.pt")[0] == 0
-    one, two = (checkpoint.load(tmp_path / name) for name in ("a.pt", "b.pt"))
-    assert all(full.equal(two["parameters"][name]) for name, full in one["parameters"].items())
-    assert (one["model"], one["tokenizer"]) == (two["model"], two["tokenizer"])
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
-    transformers = pytest.importorskip("transformers")
-    if not (SHARED / "tiktoken_cache").is_dir():
-        pytest.skip("needs the GPT-2 vocabulary in ../shared/tiktoken_cache")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
-    weights_only(tmp_path / "a.pt", replace(CFG, vocab_size=50257, n_layer=1), "gpt2")
-    assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / "hf")[0] == 0
-    theirs, ours = (transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),
-                    data.get_tokenizer("gpt2"))
-    text = " ".join(NASTY)
-    assert theirs(text)["input_ids"] == ours.encode(text, allowed_special="all")
-    assert theirs.eos_token_id == ours.eot_token
-
-
-def test_a_block_at_a_time_is_in_memory_for_an_export(tmp_path, capsys):
-    safetensors = pytest.importorskip("safetensors.torch")
-    weights_only(tmp_path / "a.pt", CFG)
-    with mock.patch.object(safetensors, "save_file", wraps=safetensors.save_file) as save_file:
-        assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / "hf")[0] == 0
-    blocks = [{name.split(".")[2] for name in call.args[0] if ".h." in name}
-              for call in save_file.call_args_list]
-    assert sorted(map(len, blocks)) == [0, 0, *[1] * CFG.n_layer]
-
-
-def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(run_train, shards, tmp_path,
-                                                                   capsys, monkeypatch):
-    pytest.importorskip("safetensors")
-    monkeypatch.chdir(tmp_path)
-    weights_only(Path("a.pt"), CFG)
-    assert convert(capsys, "a.pt", "--to-hf", "hub/me/tiny/resolve/main")[0] == 0
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory="hub")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
-        threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{httpd.server_port}")
-        status, text, _ = convert(capsys, "--from-hf", "me/tiny", "b.pt")
-        httpd.shutdown()
-    assert status == 0 and "python train.py --init-from b.pt" in text
-    flags = ["--data", shards, "--out", "o", "--batch-size", 4]
-    status, text, _ = run_train(*flags, "--resume", "b.pt", "--eval-only")
-    assert status == 0 and text.startswith("b.pt, step 0: validation: ")
-    assert run_train(*flags, "--init-from", "b.pt", "--steps", 2)[0] == 0
-    assert saved(Path("o"), 2)["model"]["n_embd"] == CFG.n_embd
-    expect_mistake(run_train("--data", shards, "--out", "p", "--resume", "b.pt"),
-                   "b.pt holds weights alone: begin a run with --init-from b.pt")
-    with mock.patch.object(sys, "argv", ["sample.py", "--ckpt", "b.pt", "--max-tokens", "5"]):
-        sample.main()
-
-
-@pytest.mark.parametrize("break_it, message", [
-    (lambda c, t: c.update(model_type="llama"), "its model_type 'llama' is neither gpt2 nor opt"),
-    (lambda c, t: c.update(model_type="opt", do_layer_norm_before=False), "config.json is refused"),
-    (lambda c, t: c.update(activation_function="gelu"), "its activation_function is 'gelu'"),
-    (lambda c, t: c.update(n_inner=99), "its n_inner is 99, model.py has only None or 128"),
-    (lambda c, t: c.pop("n_embd"), "config.json is refused"),
-    (lambda c, t: t.pop("transformer.h.2.ln_1.bias"), "has no tensor h.2.ln_1.bias"),
-    (lambda c, t: t.update({"transformer.wpe.weight": torch.zeros(3, 32)}),
-     "wpe.weight has shape (3, 32), not (16, 32)"),
-    (lambda c, t: t.clear(), "pytorch_model.bin is refused")])
-def test_a_folder_that_is_no_such_model_is_refused(tmp_path, capsys, break_it, message):
-    pytest.importorskip("safetensors")
-    weights_only(tmp_path / "a.pt", CFG)
-    assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / "hf")[0] == 0
-    folder, tensors = tmp_path / "hf", {}
-    from safetensors.torch import load_file
-    for file in folder.glob("*.safetensors"):
-        tensors |= load_file(file)
-        file.unlink()
-    (folder / "model.safetensors.index.json").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    break_it(config, tensors)
-    (folder / "config.json").write_text(json.dumps(config))
-    torch.save(tensors, folder / "pytorch_model.bin")
-    if not tensors:
-        (folder / "pytorch_model.bin").write_bytes(b"PK no pickle")
-    status, _, error = convert(capsys, "--from-hf", folder, tmp_path / "b.pt")
-    assert status == 2 and message in error and error.count("\n") == 1, error
-    assert names_in(tmp_path) == ["a.pt", "hf"]
-
-
-def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(data.time, "sleep", lambda _: None)     # between tries
-    weights_only(tmp_path / "a.pt", CFG)
-    (tmp_path / "half.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-99])
-    before = names_in(tmp_path)
-    for arguments, status, message in [
-            (["a.pt", "--to-hf", "."], 2, " exists: give a new folder"),
-            (["half.pt", "--to-hf", "new"], 2, "half.pt is damaged"),
-            (["--from-hf", ".", "a.pt"], 2, "a.pt exists: give a new file"),
-            (["--from-hf", ".", "b.pt"], 2, "config.json is refused"),
-            (["--from-hf", "no/such", "b.pt"], 1, "cannot download http://127.0.0.1:9/no/such/")]:
-        monkeypatch.chdir(tmp_path)
-        result = convert(capsys, *arguments)
-        assert result[0] == status and message in result[2] and result[2].count("\n") == 1
-    with mock.patch.dict(sys.modules, {"safetensors": None, "safetensors.torch": None}):
-        assert "pip install safetensors" in convert(capsys, "a.pt", "--to-hf", "new")[2]
-    shutil.rmtree(tmp_path / "b.hf", ignore_errors=True)            # what the download had begun
-    assert names_in(tmp_path) == before
