@@ -1430,7 +1430,7 @@ def compiled_steps(rank, world, layout, config, cfg, backend):
     "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout, flags", [
     ((1, 1, 2), dict(zero=2, pp=2, dtype="bf16")), ((2, 1, 1), dict(zero=3, recompute=True)),
-    ((1, 1, 1), dict(dtype="bf16"))])
+    pytest.param((1, 1, 1), dict(dtype="bf16"), marks=pytest.mark.slow)])
 def test_compiled_blocks_train_as_they_are(compilers, tmp_path, layout, flags, backend):
     """In 16 bits within eps: fused operations round in other places, each time by half of it at
     most and in its own direction, and loss and norm are means of thousands."""
@@ -3531,13 +3531,14 @@ def test_a_damaged_newest_file_never_ends_a_run_that_has_another(run_train, shar
     assert run_train(*flags)[0] == 0
     newest = out / "step_00000004.pt"
     content = newest.read_bytes()
-    whole, older = (run_train(*flags, "--eval-only", "--resume", out / f"step_0000000{step}.pt")[:2]
+    evaluate = [*flags, "--eval-only", "--micro-batch", 128]
+    whole, older = (run_train(*evaluate, "--resume", out / f"step_0000000{step}.pt")[:2]
                     for step in (4, 2))
     assert "step 4: " in whole[1] and "step 2: " in older[1]
     for i, place in enumerate(places_in(content, part, 75, rng)):
         # latest.pt is the same file
         newest.write_bytes(content[:place] if i % 5 == 0 else flipped(content, place, rng))
-        status, text, error = run_train(*flags, "--steps", 3, "--eval-only")
+        status, text, error = run_train(*evaluate, "--steps", 3)
         passed_over = "step_00000004.pt is" in error and error.endswith("; passed over\n")
         assert (status, text) == (older if passed_over else whole), (place, error)
         assert passed_over or error == ""
