@@ -57,6 +57,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import (
+    _setup_privateuseone_for_python_backend as setup_privateuseone_for_python_backend)
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp
@@ -2049,6 +2052,130 @@ def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, layout
 
 
 # ---------------------------------------------------------------------------------------------
+# Every branch for GPUs, on a device made of Python
+# ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def second_device():
+    """A device whose tensors hold one of the CPU, which computes -> (device, crossings: a list of
+    ["arrives" or "leaves", bytes]). As on a GPU, no operation takes tensors of two devices, but
+    copies do. Autograd must not have run in the process before."""
+    setup_privateuseone_for_python_backend("second")
+    device, crossings = torch.device("second", 0), []
+
+    class Second(torch.Tensor):
+        @staticmethod
+        def __new__(cls, held):
+            tensor = torch.Tensor._make_wrapper_subclass(
+                cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
+                dtype=held.dtype, device=device)
+            tensor.held = held
+            return tensor
+
+        @classmethod
+        def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+            name, kwargs = operation.name(), dict(kwargs or {})
+            to = torch.device(kwargs.pop("device", None) or device)
+            if name == "aten::copy_":
+                note(args[1], to=args[0].device, size=args[0].element_size())
+            elif name in ("aten::_to_copy", "aten::_local_scalar_dense"):
+                note(args[0], to if name == "aten::_to_copy" else torch.device("cpu"))
+            else:
+                tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+                assert all(isinstance(x, Second) or x.dim() == 0 for x in tensors), name
+            out = operation(*held_by(args), **held_by(kwargs))
+            for x, argument in zip(args, operation._schema.arguments):
+                if isinstance(out, torch.Tensor) and argument.alias_info is not None and (
+                        argument.alias_info.is_write):
+                    return x                    # in place: the very argument comes back
+            return out if to != device else tree_map_only(torch.Tensor, Second, out)
+
+    def held_by(arguments):
+        return tree_map_only(Second, lambda x: x.held, arguments)
+
+    def note(source, to, size=None):
+        if source.device != to:
+            crossings.append(("arrives" if to == device else "leaves",
+                              source.numel() * (size or source.element_size())))
+
+    def copy_from(source, target, non_blocking=False):
+        note(source, device)
+        target.held.copy_(source)
+        return target
+    library = torch.library.Library("aten", "IMPL")
+    for name, kernel in {
+            "empty.memory_format": lambda size, dtype=None, **_: Second(torch.empty(
+                size, dtype=dtype)),
+            "empty_strided": lambda size, stride, dtype=None, **_: Second(torch.empty_strided(
+                size, stride, dtype=dtype)),
+            "arange.start": lambda start, end, dtype=None, **_: Second(torch.arange(
+                start, end, dtype=dtype)), "_copy_from": copy_from}.items():
+        library.impl(name, kernel, "PrivateUse1")
+    return device, crossings, library           # which unregisters itself when it goes
+
+
+def on_second_device(rank, world, layout, config, cfg):
+    """As run_steps -> (rows, masters, what crosses in a step, elements that this rank keeps). The
+    collectives are gloo's, on the tensors inside."""
+    device, crossings, _ = second_device()
+    dp, tp, pp = layout
+
+    def unwrapped(function):
+        return lambda *args, **kwargs: function(*(getattr(x, "held", x) for x in args), **kwargs)
+
+    def batch(messages):
+        handles = [kind(x, peer, group, tag=tag) for kind, x, peer, group, tag in messages]
+        return [SimpleNamespace(wait=functools.cache(h.wait)) for h in handles]    # gloo's: once
+    names = "all_reduce", "reduce_scatter_single", "all_gather_single", "isend", "irecv"
+    with gridded(rank, world, tp, pp, config.sequence_parallel) as grid, mock.patch.multiple(
+            dist, P2POp=lambda *message: message, batch_isend_irecv=batch,
+            **{name: unwrapped(getattr(dist, name)) for name in names}):
+        run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
+        rows = Rows(run, lambda run: len(crossings))
+        run.train(rows, SimpleNamespace(requested=False))
+        whole = checkpoint.gather_full_state(run.flat, cfg, grid, ["master"])
+    sizes = sum(bucket.shard["master"].numel() for bucket in run.flat.buckets)
+    return rows.steps, whole, crossings[rows.seen[-3]:rows.seen[-2]], sizes
+
+
+@pytest.fixture(scope="module")
+def second_pool():
+    pool = Pool()
+    yield pool
+    pool.stop()
+
+
+@pytest.mark.parametrize("layout, flags", [
+    ((1, 1, 2), dict(pp=2, pp_schedule="1f1b")),
+    *(pytest.param(layout, flags, marks=pytest.mark.slow) for layout, flags in [
+        ((1, 1, 1), dict(dtype="bf16", offload=True)), ((1, 1, 1), dict(dtype="fp16")),
+        ((2, 1, 1), {}), ((2, 1, 1), dict(zero=1)), ((2, 1, 1), dict(zero=2, offload=True)),
+        ((1, 2, 1), dict(tp=2)), ((1, 2, 1), dict(tp=2, sequence_parallel=True)),
+        ((2, 2, 2), dict(tp=2, pp=2, zero=2, sequence_parallel=True, dtype="bf16"))])])
+def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(
+        pool, second_pool, tmp_path, layout, flags):
+    """Not shown: ZeRO 3's freed storage, dropout's generator, recomputation; streams, kernels."""
+    config, world = settings(tmp_path, steps=4, **flags), math.prod(layout)
+    theirs, _, whole = pool.run(world, run_steps, layout, config, CFG)[0]
+    rows, masters, crossings, numel = second_pool.run(world, on_second_device, layout, config,
+                                                      CFG)[0]
+    bound = 1e-6 if config.dtype == "fp32" else 2 * torch.finfo(torch.bfloat16).eps
+    for name in ("loss", "grad_norm"):
+        assert relative(column(rows, name), column(theirs, name)) < bound, name
+    flat = [torch.cat([x.flatten() for x in full.values()]) for full in (
+        masters["master"], whole["master"])]
+    assert relative(*flat) < bound
+    # What all ranks know of a step is read at once; with --offload gradients leave as well.
+    leaves, arrives = ([size for way, size in crossings if way == where]
+                       for where in ("leaves", "arrives"))
+    assert min(leaves) == 5 * 8 and sum(leaves) == 40 + config.offload * 4 * numel
+    batch = 2 * 8 * config.batch_size // layout[0] * CFG.seq_len + 8        # tokens and targets
+    itemsize = 2 if config.dtype == "bf16" else 4
+    assert sum(arrives) == batch + config.offload * itemsize * numel
+
+
+# ---------------------------------------------------------------------------------------------
 # checkpoint.py
 # ---------------------------------------------------------------------------------------------
 
@@ -2408,6 +2535,18 @@ def test_a_model_goes_to_transformers_and_comes_back(tmp_path, capsys, activatio
     assert (one["model"], one["tokenizer"]) == (two["model"], two["tokenizer"])
 
 
+def test_opts_own_tokenizer_is_said_to_be_none_of_ours(tmp_path, capsys):
+    pytest.importorskip("safetensors")
+    weights_only(tmp_path / "a.pt", replace(CFG, activation="relu"))
+    assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / "hf")[0] == 0
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    del config["tokenizer"]                         # others say nothing of it
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    status, text, _ = convert(capsys, "--from-hf", tmp_path / "hf", tmp_path / "b.pt")
+    assert status == 0 and "Its tokenizer is opt's own: sample.py cannot" in text
+    assert checkpoint.load(tmp_path / "b.pt")["tokenizer"] == "opt"
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
     transformers = pytest.importorskip("transformers")
@@ -2459,7 +2598,8 @@ def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(run_train, sh
 
 @pytest.mark.parametrize("break_it, message", [
     (lambda c, t: c.update(model_type="llama"), "its model_type 'llama' is neither gpt2 nor opt"),
-    (lambda c, t: c.update(model_type="opt", do_layer_norm_before=False), "config.json is refused"),
+    (lambda c, t: c.update(model_type="opt", activation_function="relu", hidden_size=32,
+                           do_layer_norm_before=False), "its do_layer_norm_before is False"),
     (lambda c, t: c.update(activation_function="gelu"), "its activation_function is 'gelu'"),
     (lambda c, t: c.update(n_inner=99), "its n_inner is 99, model.py has only None or 128"),
     (lambda c, t: c.pop("n_embd"), "config.json is refused"),
