@@ -20,6 +20,9 @@ The file appears whole or not at all (written aside, fsync, os.replace), and it 
 types and tensors: it is read with weights_only=True, which runs no code from the file. A file is a
 zip, whose members carry CRCs; torch.load does not look at them, `verify` does.
 
+What is converted from Hugging Face's formats (last section) has parameters, model and tokenizer
+alone: `train.py --init-from` begins a run with it.
+
 Training waits only for the copy to rank 0's host memory. A thread there writes it (`Writer`) while
 the next steps run, so for that long the host holds the state twice.
 """
@@ -509,7 +512,8 @@ def model_of_hf_config(config: dict) -> GPTConfig:
     if family not in HF_SHAPE:
         raise ValueError(f"its model_type {family!r} is neither gpt2 nor opt")
     shape = {ours: config[theirs] for ours, theirs in HF_SHAPE[family].items() if theirs in config}
-    C, activation = shape["n_embd"], config.get("activation_function", "gelu_new")
+    usual = {"gpt2": "gelu_new", "opt": "relu"}[family]
+    C, activation = shape["n_embd"], config.get("activation_function", usual)
     for key, fits in dict(
             activation_function=tuple(HF_ACTIVATION), n_inner=(None, 4 * C), ffn_dim=(4 * C,),
             word_embed_proj_dim=(None, C), layer_norm_epsilon=(1e-5,), scale_attn_weights=(True,),
