@@ -37,7 +37,7 @@ import sample
 import train
 from model import GPT, SIZES, GPTConfig
 from test_all import (BIG, FORMULA, LONG, PIPELINES, ROOT, Pool, column, nothing_saved, peak_of,
-                      run_steps, settings, torchrun, write_shard)
+                      run_steps, settings, shard, torchrun)
 
 PAIRS = 3                       # each side's runs, in turn
 SHAPE = dict(n_layer=6, n_head=6, n_embd=384, seq_len=256)
@@ -192,7 +192,7 @@ def random_data(folder, vocab):
     if not path.exists():
         path.mkdir()
         for split, count in (("train", 400_000), ("val", 1025)):
-            write_shard(path / f"{split}_000000.bin", draw.integers(vocab, size=count))
+            (path / f"{split}_000000.bin").write_bytes(shard(draw.integers(vocab, size=count)))
         (path / "meta.json").write_text(json.dumps(dict(
             tokenizer="bytes", vocab_size=vocab, bytes_per_token=1.0, fingerprint="random")))
     return path
