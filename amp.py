@@ -264,6 +264,6 @@ class DivergenceMonitor:
 
     def add_checkpoint(self, step: int, name: str, keep: int) -> None:
         """Note a checkpoint that is about to be written; of those after the start, `keep` stay."""
-        began, *kept = self.checkpoints
+        began, *kept = self.checkpoints or [[step, name]]
         kept = [c for c in kept if c[0] < step] + [[step, name]]
         self.checkpoints = [began, *kept[-keep:]]

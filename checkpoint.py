@@ -285,10 +285,11 @@ def load(path: Path) -> dict:
         if not all(isinstance(state[key], dict) for key in ("config", "scaler", "monitor", *STATE)):
             raise ValueError("its parts are no dicts")
         cfg = GPTConfig(**state["model"])
+        shapes = parameter_shapes(cfg)
         for key in STATE:
-            shapes = {name: tuple(t.shape) for name, t in state[key].items()}
             # What was converted from elsewhere has weights alone.
-            if shapes != parameter_shapes(cfg) and (shapes or key == "parameters"):
+            empty = key != "parameters" and not state["exp_avg"] and not state["exp_avg_sq"]
+            if {name: tuple(t.shape) for name, t in state[key].items()} != shapes and not empty:
                 raise ValueError(f"its {key} are not those of its model")
     return state
 
@@ -501,8 +502,8 @@ def hf_names(name: str, family: str) -> list[str]:
 
 
 def hf_layout(name: str, tensor: torch.Tensor, family: str) -> torch.Tensor:
-    """A tensor in GPT-2's layout, and the same back: its matrices in the blocks act from the
-    right. OPT's are as ours."""
+    """Our tensor in the family's layout, or theirs in ours: GPT-2 stores the matrices of its blocks
+    transposed."""
     return tensor.T if family == "gpt2" and "blocks" in name and tensor.dim() == 2 else tensor
 
 
@@ -511,7 +512,10 @@ def model_of_hf_config(config: dict) -> GPTConfig:
     family = config.get("model_type")
     if family not in HF_SHAPE:
         raise ValueError(f"its model_type {family!r} is neither gpt2 nor opt")
-    shape = {ours: config[theirs] for ours, theirs in HF_SHAPE[family].items() if theirs in config}
+    missing = [theirs for theirs in HF_SHAPE[family].values() if theirs not in config]
+    if missing:
+        raise ValueError(f"it lacks {missing[0]}")
+    shape = {ours: config[theirs] for ours, theirs in HF_SHAPE[family].items()}
     usual = {"gpt2": "gelu_new", "opt": "relu"}[family]
     C, activation = shape["n_embd"], config.get("activation_function", usual)
     for key, fits in dict(
@@ -526,54 +530,88 @@ def model_of_hf_config(config: dict) -> GPTConfig:
     return GPTConfig(activation=HF_ACTIVATION[activation], **shape)
 
 
+def files_of_index(path: Path) -> list[Path]:
+    """The files that an index lists, beside it; a file that is no index stands for itself."""
+    if path.suffix != ".json":
+        return [path]
+    with reading(path, "is refused"):
+        names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"{name} is not a file beside it")
+    return [path.with_name(name) for name in names]
+
+
 def read_hf(folder: Path) -> dict:
     """The tensors of a folder: {name without the model's prefix: function that reads it}."""
     found = next((folder / name for name in HF_WEIGHTS if (folder / name).exists()), None)
     if found is None:
         raise ValueError(f"{folder} has none of {', '.join(HF_WEIGHTS)}")
-    files = [found]
-    if found.suffix == ".json":
-        files = [folder / file
-                 for file in sorted(set(json.loads(found.read_text())["weight_map"].values()))]
-    tensors = {}
+    tensors, files = {}, files_of_index(found)
+    if files[0].suffix != ".bin":
+        from safetensors import safe_open
     for file in files:
+        is_zip = zipfile.is_zipfile(file)           # torch's are, but for old ones
+        if is_zip:
+            verify(file)
         with reading(file, "is refused"):
             if file.suffix == ".bin":
-                whole = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-                names, read = list(whole), whole.__getitem__
+                whole = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
+                readers = {name: partial(whole.__getitem__, name) for name in whole}
             else:
-                from safetensors import safe_open
                 whole = safe_open(file, framework="pt")
-                names, read = whole.keys(), whole.get_tensor
-        for name in names:
-            short = re.sub(r"^(transformer|(model\.)?decoder)\.", "", name)
-            tensors[short] = partial(read, name)
+                readers = {name: partial(whole.get_tensor, name) for name in whole.keys()}
+            for name, reader in readers.items():
+                tensors[re.sub(r"^(transformer|(model\.)?decoder)\.", "", name)] = reader
     return tensors
+
+
+def fetch_hf(source: str, folder: Path, hub: str) -> None:
+    """Download a model from the hub, first its config.json. Raises ValueError if it is not there,
+    ConnectionError if that cannot be known."""
+    address = f"{hub}/{source}/resolve/main/"
+
+    def is_there(name):
+        reply = requests.head(address + name, allow_redirects=True, timeout=30)
+        if not reply.ok and reply.status_code not in (401, 403, 404):
+            raise ConnectionError(f"{address}{name}: {reply.status_code} {reply.reason}")
+        return reply.ok
+    try:
+        if not is_there("config.json"):
+            raise ValueError(f"{source} is neither a folder nor a public model on {hub}")
+        weights = next((name for name in HF_WEIGHTS if is_there(name)), None)
+    except requests.RequestException as error:
+        raise ConnectionError(f"cannot reach {hub}: {error}") from error
+    if weights is None:
+        raise ValueError(f"{address} has none of {', '.join(HF_WEIGHTS)}")
+    download(address + "config.json", folder / "config.json")
+    read_hf_config(folder)                          # before gigabytes come in vain
+    download(address + weights, folder / weights)
+    for file in files_of_index(folder / weights):
+        download(address + file.name, file)
+
+
+def read_hf_config(folder: Path) -> tuple[dict, GPTConfig]:
+    path = folder / "config.json"
+    if not path.exists():
+        raise ValueError(f"{folder} has no config.json")
+    with reading(path, "is refused"):
+        config = json.loads(path.read_text())
+        return config, model_of_hf_config(config)
 
 
 def from_hf(source: str, file: Path, hub: str) -> None:
     """Write a checkpoint of weights alone, from a folder or, if there is none of that name, from
     the hub, whose files come to a folder beside `file`."""
-    folder = Path(source)
     if file.exists():
         raise ValueError(f"{file} exists: give a new file")
+    file.absolute().parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(source)
     if not folder.is_dir():
-        folder, address = file.with_suffix(".hf"), f"{hub}/{source}/resolve/main/"
-        download(address + "config.json", folder / "config.json")
-        weights = next((name for name in HF_WEIGHTS if requests.head(
-            address + name, allow_redirects=True, timeout=30).ok), None)
-        if weights is None:
-            raise ValueError(f"{address} has none of {', '.join(HF_WEIGHTS)}")
-        download(address + weights, folder / weights)
-        if weights.endswith(".json"):
-            parts = json.loads((folder / weights).read_text())["weight_map"]
-            for part in sorted(set(parts.values())):
-                download(address + part, folder / part)
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        cfg, family = model_of_hf_config(config), config["model_type"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f"{folder}/config.json is refused: {error}") from error
+        folder = file.with_name(source.replace("/", "--") + ".hf")
+        fetch_hf(source, folder, hub)
+    config, cfg = read_hf_config(folder)
+    family = config["model_type"]
     tensors, parameters = read_hf(folder), {}
     for name, shape in parameter_shapes(cfg).items():
         theirs = hf_names(name, family)
@@ -585,8 +623,9 @@ def from_hf(source: str, file: Path, hub: str) -> None:
         if tuple(full.shape) != shape:
             raise ValueError(f"{folder}: {theirs[0]} has shape {tuple(full.shape)}, not {shape}")
         parameters[name] = full.contiguous()
-    # OPT numbers GPT-2's pieces otherwise.
-    tokenizer = config.get("tokenizer") or ("gpt2" if cfg.vocab_size == 50257 else family)
+    # OPT numbers GPT-2's pieces otherwise, and others have added some.
+    tokenizer = config.get("tokenizer") or (
+        "gpt2" if (family, cfg.vocab_size) == ("gpt2", 50257) else f"{family}-{cfg.vocab_size}")
     state = {key: {} for key in KEYS} | dict(
         format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
         model=asdict(cfg), tokenizer=tokenizer, parameters=parameters)
@@ -594,12 +633,13 @@ def from_hf(source: str, file: Path, hub: str) -> None:
     print(f"{file}: {parameter_count(cfg):,} parameters. Train on with\n"
           f"python train.py --init-from {file} --data DIR --out out/{file.stem}")
     if tokenizer not in ("gpt2", "bytes"):
-        print(f"Its tokenizer is {tokenizer}'s own: sample.py cannot read or write its tokens, and "
-              f"--data must have been made with it (tokenizer {tokenizer!r} in meta.json)")
+        print(f"Its tokenizer is not ours: sample.py cannot read or write its tokens, and --data "
+              f"must have been made with it (tokenizer {tokenizer!r} in meta.json)")
 
 
 def to_hf(file: Path, folder: Path) -> None:
     """Write a folder that transformers opens; one block at a time is in memory."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     if folder.exists():
         raise ValueError(f"{folder} exists: give a new folder")
@@ -608,14 +648,16 @@ def to_hf(file: Path, folder: Path) -> None:
     cfg = GPTConfig(**state["model"])
     family = "gpt2" if cfg.activation == "gelu" else "opt"
     architecture = {"gpt2": "GPT2LMHeadModel", "opt": "OPTForCausalLM"}[family]
-    end = cfg.vocab_size - 1                        # <|endoftext|>
+    ids = {}
+    if state["tokenizer"] in ("gpt2", "bytes"):     # whose last token is <|endoftext|>
+        ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), cfg.vocab_size - 1)
     config = dict(
         model_type=family, architectures=[architecture], tokenizer=state["tokenizer"],
         activation_function="gelu_new" if family == "gpt2" else "relu", dtype="float32",
-        bos_token_id=end, eos_token_id=end, pad_token_id=end,
-        **{theirs: getattr(cfg, ours) for ours, theirs in HF_SHAPE[family].items()})
+        **ids, **{theirs: getattr(cfg, ours) for ours, theirs in HF_SHAPE[family].items()})
     if family == "opt":
         config |= dict(ffn_dim=4 * cfg.n_embd, word_embed_proj_dim=cfg.n_embd)
+    vocabulary = gpt2_files() if state["tokenizer"] == "gpt2" else {}
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.absolute().parent) as aside:
         aside, files = Path(aside, "folder"), {}
@@ -631,15 +673,18 @@ def to_hf(file: Path, folder: Path) -> None:
                 theirs = hf_names(name, family)
                 for one, tensor in zip(theirs, full.chunk(len(theirs))):
                     tensors[HF_PREFIX[family] + one] = tensor.contiguous()
-            save_file(tensors, aside / part, metadata={"format": "pt"})
+            try:
+                save_file(tensors, aside / part, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(f"{folder} could not be written: {error}") from error
             files |= dict.fromkeys(tensors, part)
         index = dict(metadata={}, weight_map=files)
         (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         (aside / "config.json").write_text(json.dumps(config, indent=1))
-        if state["tokenizer"] == "gpt2":
-            for name, path in gpt2_files().items():
-                shutil.copyfile(path, aside / {"encoder.json": "vocab.json",
-                                               "vocab.bpe": "merges.txt"}[name])
+        for name, path in vocabulary.items():
+            theirs = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}[name]
+            shutil.copyfile(path, aside / theirs)
+        if vocabulary:
             (aside / "tokenizer_config.json").write_text(json.dumps(dict(
                 tokenizer_class="GPT2Tokenizer", model_max_length=cfg.seq_len, bos_token=EOT,
                 eos_token=EOT, unk_token=EOT, pad_token=EOT)))
@@ -663,8 +708,10 @@ def main() -> None:
             from_hf(args.from_hf, args.file, hub)
         else:
             to_hf(args.file, args.to_hf)
-    except ImportError as error:
-        parser.error(f"this needs {error.name}: pip install {error.name}")
+    except ImportError:
+        parser.error("this needs safetensors: pip install safetensors")
+    except KeyboardInterrupt:
+        sys.exit(1)
     except (ValueError, OSError) as error:
         parser.error(str(error), 1 if isinstance(error, ConnectionError) else 2)
 

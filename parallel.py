@@ -78,7 +78,8 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
               timeout: timedelta | None = None, device=torch.device("cpu")) -> Grid:
     """The grid of `world` ranks. For world > 1 torch.distributed must be initialised, and every
     rank must call this, because all ranks create each process group together. `timeout` is how
-    long an operation waits for another rank (None: torch's half an hour)."""
+    long an operation waits for another rank (None: torch's half an hour); `device` is where the
+    groups communicate: on the CPU by gloo, else by NCCL."""
     grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel)
     pipelines = grid.ranks.permute(0, 2, 1).reshape(-1, pp).tolist()
     members = {
@@ -264,6 +265,15 @@ def pick_device(name: str, local_rank: int, local_world: int, visible: str = "")
     device = torch.device("cuda", 0 if own else local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def assert_own_gpu(device: torch.device) -> None:
+    """Every rank raises a RunError if two processes have the same GPU."""
+    if device.type == "cuda":
+        gpus = all_gather_object(str(torch.cuda.get_device_properties(device).uuid))
+        if len(set(gpus)) < len(gpus):
+            raise RunError("two processes share a GPU: lower --nproc_per_node, or give "
+                           "--device cpu", 2)
 
 
 def slow_in_16_bits(device: torch.device) -> bool:
@@ -847,7 +857,7 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, boundary: torch.
     coming += start_messages(receive(0), group)
     for i, (op, m) in enumerate(schedule):
         turns = i + 1 < len(schedule) and schedule[i + 1][0] != op
-        if not turns:                   # what comes next from the same stage, while this op runs
+        if not turns:       # while this op runs (NCCL then sends its result when that has come)
             coming += start_messages(receive(i + 1), group)
         x = None if (grid.is_first if op == "F" else grid.is_last) else coming.pop(0).wait()
         try:

@@ -2549,8 +2549,8 @@ def test_opts_own_tokenizer_is_said_to_be_none_of_ours(tmp_path, capsys):
     del config["tokenizer"]                         # others say nothing of it
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     status, text, _ = convert(capsys, "--from-hf", tmp_path / "hf", tmp_path / "b.pt")
-    assert status == 0 and "Its tokenizer is opt's own: sample.py cannot" in text
-    assert checkpoint.load(tmp_path / "b.pt")["tokenizer"] == "opt"
+    assert status == 0 and "Its tokenizer is not ours: sample.py cannot" in text
+    assert checkpoint.load(tmp_path / "b.pt")["tokenizer"] == "opt-257"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -2589,6 +2589,7 @@ def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(run_train, sh
         threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{httpd.server_port}")
         status, text, _ = convert(capsys, "--from-hf", "me/tiny", "b.pt")
+        assert "neither a folder nor" in convert(capsys, "--from-hf", "me/none", "c.pt")[2]
         httpd.shutdown()
     assert status == 0 and "python train.py --init-from b.pt" in text
     flags = ["--data", shards, "--out", "o", "--batch-size", 4]
@@ -2597,7 +2598,7 @@ def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(run_train, sh
     assert run_train(*flags, "--init-from", "b.pt", "--steps", 2)[0] == 0
     assert saved(Path("o"), 2)["model"]["n_embd"] == CFG.n_embd
     expect_mistake(run_train("--data", shards, "--out", "p", "--resume", "b.pt"),
-                   "b.pt holds weights alone: begin a run with --init-from b.pt")
+                   "b.pt holds weights alone: begin a run with --init-from b.pt and another")
     with mock.patch.object(sys, "argv", ["sample.py", "--ckpt", "b.pt", "--max-tokens", "5"]):
         sample.main()
 
@@ -2605,14 +2606,16 @@ def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(run_train, sh
 @pytest.mark.parametrize("break_it, message", [
     (lambda c, t: c.update(model_type="llama"), "its model_type 'llama' is neither gpt2 nor opt"),
     (lambda c, t: c.update(model_type="opt", activation_function="relu", hidden_size=32,
+                           max_position_embeddings=16, num_hidden_layers=5, num_attention_heads=8,
                            do_layer_norm_before=False), "its do_layer_norm_before is False"),
     (lambda c, t: c.update(activation_function="gelu"), "its activation_function is 'gelu'"),
     (lambda c, t: c.update(n_inner=99), "its n_inner is 99, model.py has only None or 128"),
-    (lambda c, t: c.pop("n_embd"), "config.json is refused"),
+    (lambda c, t: c.pop("n_layer"), "config.json is refused: it lacks n_layer"),
+    (lambda c, t: c.clear(), "config.json is refused: its model_type None"),
     (lambda c, t: t.pop("transformer.h.2.ln_1.bias"), "has no tensor h.2.ln_1.bias"),
     (lambda c, t: t.update({"transformer.wpe.weight": torch.zeros(3, 32)}),
      "wpe.weight has shape (3, 32), not (16, 32)"),
-    (lambda c, t: t.clear(), "pytorch_model.bin is refused")])
+    (lambda c, t: t.clear(), "pytorch_model.bin is damaged")])
 def test_a_folder_that_is_no_such_model_is_refused(tmp_path, capsys, break_it, message):
     pytest.importorskip("safetensors")
     weights_only(tmp_path / "a.pt", CFG)
@@ -2628,30 +2631,38 @@ def test_a_folder_that_is_no_such_model_is_refused(tmp_path, capsys, break_it, m
     (folder / "config.json").write_text(json.dumps(config))
     torch.save(tensors, folder / "pytorch_model.bin")
     if not tensors:
-        (folder / "pytorch_model.bin").write_bytes(b"PK no pickle")
+        torch.save({"wte.weight": torch.zeros(999)}, folder / "pytorch_model.bin")
+        content = (folder / "pytorch_model.bin").read_bytes()
+        (folder / "pytorch_model.bin").write_bytes(content.replace(bytes(99), b"1" * 99, 1))
     status, _, error = convert(capsys, "--from-hf", folder, tmp_path / "b.pt")
     assert status == 2 and message in error and error.count("\n") == 1, error
     assert names_in(tmp_path) == ["a.pt", "hf"]
 
 
 def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("safetensors")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(data.time, "sleep", lambda _: None)     # between tries
     weights_only(tmp_path / "a.pt", CFG)
     (tmp_path / "half.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-99])
+    for folder in ("hf", "evil"):
+        assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / folder)[0] == 0
+    (tmp_path / "evil" / "model.safetensors.index.json").write_text(
+        json.dumps(dict(weight_map=dict(wte="../a.pt"))))
     before = names_in(tmp_path)
     for arguments, status, message in [
             (["a.pt", "--to-hf", "."], 2, " exists: give a new folder"),
             (["half.pt", "--to-hf", "new"], 2, "half.pt is damaged"),
             (["--from-hf", ".", "a.pt"], 2, "a.pt exists: give a new file"),
-            (["--from-hf", ".", "b.pt"], 2, "config.json is refused"),
-            (["--from-hf", "no/such", "b.pt"], 1, "cannot download http://127.0.0.1:9/no/such/")]:
+            (["--from-hf", ".", "b.pt"], 2, ". has no config.json"),
+            (["--from-hf", "evil", "b.pt"], 2, "../a.pt is not a file beside it"),
+            (["--from-hf", "no/such", "b.pt"], 1, "cannot reach http://127.0.0.1:9")]:
         monkeypatch.chdir(tmp_path)
         result = convert(capsys, *arguments)
         assert result[0] == status and message in result[2] and result[2].count("\n") == 1
     with mock.patch.dict(sys.modules, {"safetensors": None, "safetensors.torch": None}):
-        assert "pip install safetensors" in convert(capsys, "a.pt", "--to-hf", "new")[2]
-    shutil.rmtree(tmp_path / "b.hf", ignore_errors=True)            # what the download had begun
+        for arguments in (["a.pt", "--to-hf", "new"], ["--from-hf", "hf", "b.pt"]):
+            assert "pip install safetensors" in convert(capsys, *arguments)[2]
     assert names_in(tmp_path) == before
 
 
@@ -2805,7 +2816,14 @@ def test_on_a_machine_with_fewer_gpus_than_processes_the_way_out_is_named():
         assert parallel.pick_device("cpu", 0, 8).type == "cpu"
         assert parallel.pick_device("auto", 1, 2) == torch.device("cuda", 1)
         with mock.patch.object(torch.cuda, "device_count", lambda: 1):      # as srun may show it
-            assert parallel.pick_device("auto", 1, 2, visible="1") == torch.device("cuda", 0)
+            device = parallel.pick_device("auto", 1, 2, visible="1")
+            assert device == torch.device("cuda", 0)
+    with mock.patch.object(torch.cuda, "get_device_properties"):
+        with mock.patch.object(parallel, "all_gather_object", lambda gpu: [gpu, "another"]):
+            parallel.assert_own_gpu(device)
+        with mock.patch.object(parallel, "all_gather_object", lambda gpu: [gpu, gpu]), \
+                pytest.raises(RunError, match="two processes share a GPU"):
+            parallel.assert_own_gpu(device)
 
 
 @pytest.mark.parametrize("capability, dtype, told", [
@@ -3142,6 +3160,8 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, shard
     flags = ["--data", other, "--out", out, "--init-from", base / "latest.pt", "--warmup-steps", 2,
              "--seq-len", 8, "--batch-size", 8, "--dropout", 0.1, "--save-every", 1, "--steps"]
     status, text, _ = run_train(*flags, 1, "--lr", 0)
+    assert names_in(out) == ["latest.pt", "lock", "metrics.jsonl", "step_00000000.pt",
+                             "step_00000001.pt"]
     assert status == 0 and f"weights  those of {base / 'latest.pt'}" in text
     one, two = saved(base, 4), saved(out, 1)
     for name, full in one["parameters"].items():
@@ -3149,7 +3169,9 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, shard
     assert two["parameters"]["embed.position.weight"].shape == (8, 16)
     assert (two["optimizer_steps"], two["consumed_samples"], two["model"]["dropout"]) == (1, 8, 0.1)
     assert len(two["monitor"]["losses"]) == 1
-    (base / "latest.pt").unlink()               # from now on the run has checkpoints of its own
+    # From now on the run has checkpoints of its own, one to roll back to among them.
+    assert two["monitor"]["checkpoints"][0] == [0, "step_00000000.pt"]
+    (base / "latest.pt").unlink()
     assert run_train(*flags, 2)[0] == 0 and saved(out, 2)["optimizer_steps"] == 2
 
 
@@ -3159,7 +3181,9 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, shard
     (["--data", "gpt2"], "tokenizer is bytes with 257 tokens, but gpt2 has gpt2 with 50257"),
     (["--init-from", "no.pt"], "there is no checkpoint no.pt"),
     (["--init-from", "half.pt"], "half.pt is damaged"),
-    (["--resume", "latest.pt"], "--init-from begins a fresh run, --resume FILE goes on with one")])
+    (["--init-from", ""], "there is no checkpoint "),
+    (["--resume", "latest.pt"], "--init-from begins a fresh run; --resume FILE goes on with one"),
+    (["--eval-only"], "holds no checkpoint"), (["--out", "."], "a run that did not begin with")])
 def test_init_from_refuses_what_does_not_fit(run_train, shards, tmp_path, monkeypatch, flags,
                                              message):
     monkeypatch.chdir(tmp_path)

@@ -44,10 +44,10 @@ from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
                    peak_flops)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
                       activation_bytes, all_gather_object, all_ranks, all_reduce,
-                      assert_equal_across_ranks, build_stage, check_layout, check_memory,
-                      fatal_message, fully_shard, locate_nonfinite, loss_bytes, make_grid, on_rank0,
-                      one_f_one_b, param_specs, pick_device, print_rank0, process_group,
-                      run_schedule, slow_in_16_bits, wrap_blocks)
+                      assert_equal_across_ranks, assert_own_gpu, build_stage, check_layout,
+                      check_memory, fatal_message, fully_shard, locate_nonfinite, loss_bytes,
+                      make_grid, on_rank0, one_f_one_b, param_specs, pick_device, print_rank0,
+                      process_group, run_schedule, slow_in_16_bits, wrap_blocks)
 
 EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over the split
 COUNTERS = ("step", "consumed_samples", "tokens", "optimizer_steps")        # of a run
@@ -117,7 +117,8 @@ class Config:
     skip_steps: str = flag(None, "A:B, leave out the batches of steps A to B, inclusive", str)
 
 
-# Paths, layout and precision belong to one start: they are never taken from a checkpoint.
+# Paths, layout and precision belong to one start: they are never taken from a checkpoint. (But
+# --init-from is remembered: it says how the run began.)
 LOCAL = {"data", "out", "resume", "eval_only", "tp", "pp", "pp_schedule", "device", "compile",
          "timeout", "micro_batch", "zero", "recompute", "sequence_parallel", "offload", "dtype"}
 FREE = {"steps", "save_every", "eval_every", "keep"}        # other values make no other run
@@ -252,8 +253,10 @@ def format_step(run: "Run", row: dict, seconds: float) -> str:
 
 def format_eval(val_loss: float, bytes_per_token: float | None) -> str:
     perplexity = math.exp(val_loss) if val_loss < 700 else math.inf
-    bits = bytes_per_token and f", {val_loss / math.log(2) / bytes_per_token:.4f} bits a byte"
-    return f"validation: {val_loss:.4f} nats a token, perplexity {perplexity:.2f}{bits or ''}"
+    text = f"validation: {val_loss:.4f} nats a token, perplexity {perplexity:.2f}"
+    if bytes_per_token:
+        text += f", {val_loss / math.log(2) / bytes_per_token:.4f} bits a byte"
+    return text
 
 
 def print_summary(run: "Run") -> None:
@@ -317,7 +320,7 @@ class Run:
         self.scaler = make_scaler(self.config.dtype)
         self.monitor = DivergenceMonitor(checkpoints=[[0, None]])
         if state is None:
-            file = self.config.init_from
+            file = self.config.init_from        # None: drawn from the seed
             initial = all_ranks(lambda: file and checkpoint.load(Path(file))["parameters"])
             return self.flat.initialize(self.cfg, self.config.seed, initial)
         checkpoint.restore(state, self.flat)
@@ -539,17 +542,22 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device, res
         "resume", *(name for name in LASTING if name not in FREE)])
     if config.eval_only and path is None:
         raise ValueError(f"--eval-only, but {config.out} holds no checkpoint")
-    if config.init_from and config.resume not in ("auto", "never"):
-        raise ValueError("--init-from begins a fresh run, --resume FILE goes on with one: drop one")
-    state = path and checkpoint.load(path)
+    if "init_from" in given and (config.eval_only or config.resume not in ("auto", "never")):
+        raise ValueError("--init-from begins a fresh run; --resume FILE goes on with one, or with "
+                         "--eval-only evaluates it: drop one")
+    state, initial = path and checkpoint.load(path), None
+    if state is not None and "init_from" in given and (
+            state["config"].get("init_from") != given["init_from"]):
+        raise ValueError(f"{config.out} holds a run that did not begin with {config.init_from}: "
+                         f"give another --out")
     if state is not None and not state["exp_avg"]:
         if not config.eval_only:
-            raise ValueError(f"{path} holds weights alone: begin a run with --init-from {path}")
+            raise ValueError(f"{path} holds weights alone: begin a run with --init-from {path} and "
+                             f"another --out")
         given, path, state = {**given, "init_from": str(path)}, None, None
-    initial = None
-    if path is None and (file := given.get("init_from")):
-        checkpoint.verify(Path(file))
-        initial = checkpoint.load(Path(file))
+    if state is None and "init_from" in given:
+        checkpoint.verify(Path(given["init_from"]))
+        initial = checkpoint.load(Path(given["init_from"]))
     config, cfg = validate(given, state, world, initial)
     grid = Grid(world // (config.tp * config.pp), config.pp, config.tp)
     check_memory(cfg, grid, PRECISIONS[config.dtype], config.zero, config.offload, device,
@@ -574,8 +582,10 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
     print_summary(run)
     if state is None:
         metrics.write(event="start", step=0, config=settings)
-        if config.init_from:
+        if config.init_from:                # FILE is not needed again, not even for a rollback
             print_rank0(f"weights  those of {config.init_from}")
+            run.monitor.checkpoints = []
+            run.save()
     else:
         changed = {name: [state["config"].get(name), settings[name]] for name in LASTING
                    if state["config"].get(name) != settings[name]}
@@ -595,7 +605,7 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
     if run.boundary.itemsize == 2 and slow_in_16_bits(run.device):
         print_rank0(f"note     this CPU multiplies in fp32 much faster than in {config.dtype}")
     if run.device.type == "cpu" and torch.get_num_threads() > 1 and (
-            os.getloadavg()[0] > os.cpu_count() / 2):
+            os.getloadavg()[0] > os.cpu_count()):
         print_rank0("note     this machine is busy: threads that wait for each other may be slow, "
                     "set OMP_NUM_THREADS=1")
     if config.warmup_steps > config.steps / 2:
@@ -607,6 +617,7 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
 
 def launch(prepared, given: dict, device: torch.device, rank: int, world: int) -> None:
     """All ranks, from what rank 0 has prepared to the end of the run."""
+    assert_own_gpu(device)
     with ExitStack() as stack:
         config, cfg, path, events, branch = on_rank0(lambda: prepared)      # broadcast
         state = all_ranks(lambda: path and checkpoint.load(path))
