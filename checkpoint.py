@@ -592,6 +592,7 @@ def fetch_hf(source: str, folder: Path, hub: str) -> None:
 
 
 def read_hf_config(folder: Path) -> tuple[dict, GPTConfig]:
+    """config.json as it is, and what it is for us; raises ValueError."""
     path = folder / "config.json"
     if not path.exists():
         raise ValueError(f"{folder} has no config.json")
@@ -637,6 +638,20 @@ def from_hf(source: str, file: Path, hub: str) -> None:
               f"must have been made with it (tokenizer {tokenizer!r} in meta.json)")
 
 
+def hf_tensors(parameters, family: str) -> dict[str, torch.Tensor]:
+    """The tensors that hold these of our parameters, (name, full tensor) each, by their full names.
+    """
+    tensors = {}
+    for name, full in parameters:
+        full = hf_layout(name, full.float(), family)
+        if family == "opt" and name == "embed.position.weight":
+            full = F.pad(full, (0, 0, 2, 0))
+        theirs = hf_names(name, family)
+        for one, tensor in zip(theirs, full.chunk(len(theirs))):
+            tensors[HF_PREFIX[family] + one] = tensor.contiguous()
+    return tensors
+
+
 def to_hf(file: Path, folder: Path) -> None:
     """Write a folder that transformers opens; one block at a time is in memory."""
     from safetensors import SafetensorError
@@ -665,14 +680,7 @@ def to_hf(file: Path, folder: Path) -> None:
         by_block = groupby(state["parameters"].items(),
                            key=lambda item: re.match(r"blocks\.\d+|", item[0]).group())
         for number, (_, parameters) in enumerate(by_block):
-            tensors, part = {}, f"model-{number:05d}.safetensors"
-            for name, full in parameters:
-                full = hf_layout(name, full.float(), family)
-                if family == "opt" and name == "embed.position.weight":
-                    full = F.pad(full, (0, 0, 2, 0))
-                theirs = hf_names(name, family)
-                for one, tensor in zip(theirs, full.chunk(len(theirs))):
-                    tensors[HF_PREFIX[family] + one] = tensor.contiguous()
+            tensors, part = hf_tensors(parameters, family), f"model-{number:05d}.safetensors"
             try:
                 save_file(tensors, aside / part, metadata={"format": "pt"})
             except SafetensorError as error:

@@ -561,6 +561,11 @@ class PositionEmbedding(TensorParallel):
 LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}       # logits that exist at a time; measured on the CPU
 
 
+def positions_at_once(positions: int, vocab: int, device_type: str) -> int:
+    """Of how many positions the logits of `vocab` tokens exist at a time."""
+    return min(positions, max(1, LOGITS["cpu" if device_type == "cpu" else "gpu"] // vocab))
+
+
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy in nats of the logits z = f(x) W^T, x (B, T, C) and W (V / tp, C),
     against targets (B, T) of the whole vocabulary. `start` is the first row's token; rows from
@@ -582,8 +587,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=x.device)
         dx = None if scale is None else torch.empty_like(x)
-        at_once = LOGITS["cpu" if x.device.type == "cpu" else "gpu"]
-        count = min(len(x), max(1, at_once // weight.shape[0]))
+        count = positions_at_once(len(x), weight.shape[0], x.device.type)
         logits = x.new_empty(count, weight.shape[0])        # one memory for all chunks
         floats = logits if x.dtype == wide else torch.empty_like(logits, dtype=wide)
         for rows in (slice(i, i + count) for i in range(0, len(x), count)):
@@ -857,7 +861,9 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, boundary: torch.
     coming += start_messages(receive(0), group)
     for i, (op, m) in enumerate(schedule):
         turns = i + 1 < len(schedule) and schedule[i + 1][0] != op
-        if not turns:       # while this op runs (NCCL then sends its result when that has come)
+        # The next input from the same stage may come while this op runs. (NCCL keeps the order:
+        # the result of this op then leaves behind it.)
+        if not turns:
             coming += start_messages(receive(i + 1), group)
         x = None if (grid.is_first if op == "F" else grid.is_last) else coming.pop(0).wait()
         try:
@@ -899,8 +905,7 @@ def loss_bytes(cfg: GPTConfig, grid: Grid, micro_batch: int, itemsize: int, devi
     """The memory of the logits in VocabParallelCrossEntropy, on the last stage: a chunk of them in
     the type of the activations, and in 16 bits a second one in fp32."""
     vocab = cfg.padded_vocab // grid.tp
-    at_once = LOGITS["cpu" if device == "cpu" else "gpu"]
-    count = min(micro_batch * cfg.seq_len, max(1, at_once // vocab))
+    count = positions_at_once(micro_batch * cfg.seq_len, vocab, device)
     return count * vocab * (itemsize + 4 * (itemsize == 2)) * grid.is_last
 
 
