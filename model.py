@@ -105,7 +105,7 @@ def seed_dropout(device: torch.device, dropout_seed: int | None, *name) -> None:
     generators of all devices, 0.4 to 2 ms a call beside a GPU.)"""
     if dropout_seed is not None:
         generator = (torch.default_generator if device.type == "cpu" else
-                     torch.cuda.default_generators[device.index])
+                     torch.get_device_module(device).default_generators[device.index])
         generator.manual_seed(derive_seed(dropout_seed, *name))
 
 
@@ -157,14 +157,14 @@ class Attention(nn.Module):
     def forward(self, x, dropout_seed=None, cache=None, start=0):
         qkv = self.qkv(x)                                                   # (B, T, 3 H D)
         B, T, _ = qkv.shape
-        split = qkv.view(B, T, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
-        q, k, v = split                                                     # 3 of (B, H, T, D)
+        split = qkv.view(B, T, 3, -1, self.head_dim).unbind(2)              # 3 of (B, T, H, D)
+        q, k, v = (x.transpose(1, 2) for x in split)                        # 3 of (B, H, T, D)
         p = self.dropout if self.training else 0.0
         if p > 0:
             seed_dropout(x.device, dropout_seed, "attention", self.stream)
         assert start == 0 or T == 1, "a second part of a text would see its own future"
         if cache is not None:
-            cache[:, :, :, start:start + T] = split[1:]
+            cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
             k, v = cache[:, :, :, :start + T]                   # 2 of (B, H, start + T, D)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=start == 0, dropout_p=p)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # (B, H, T, D) -> (B, T, H D)

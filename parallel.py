@@ -89,18 +89,34 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
         "embedding": [[pipe[0], pipe[-1]] for pipe in pipelines] if pp > 1 else [],
         "world": [list(range(world))],
     }
-    on_gpu = device.type != "cpu"
+    backend = "gloo" if device.type == "cpu" else "nccl"
     for name, lists in members.items():
         for group in lists:
             if len(group) > 1:
-                handle = dist.new_group(group, timeout, "nccl" if on_gpu else "gloo")
+                handle = dist.new_group(group, timeout, backend)
                 if rank in group:
                     grid.groups[name] = handle
-                    if on_gpu:
-                        # The first collective of a group makes NCCL's communicator, which waits for
-                        # all its ranks and for the device: here, while nothing else is under way.
-                        all_reduce(torch.zeros(1, device=device), handle).wait()
+    if device.type != "cpu":
+        connect(grid, device)
     return grid
+
+
+def connect(grid: Grid, device: torch.device) -> None:
+    """Make NCCL's connections while nothing else is under way.
+
+    A group's first collective makes a communicator, and the first message to a neighbour in the
+    pipeline a connection. Either waits for the other rank, and for all that the device has started:
+    if that is a receive whose sender waits for this connection in turn, the run hangs. (GPipe on
+    two stages did on an H100, with the group's communicator made, but not its connections.)
+    """
+    one = torch.zeros(1, device=device)
+    for group in grid.groups.values():
+        all_reduce(one, group).wait()
+    messages = [dist.P2POp(kind, torch.zeros_like(one), grid.pipeline_peer(step), grid.group("pp"))
+                for step in (1, -1) if 0 <= grid.stage + step < grid.pp
+                for kind in (dist.isend, dist.irecv)]
+    for work in dist.batch_isend_irecv(messages) if messages else ():
+        work.wait()
 
 
 def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro_batch: int,
@@ -264,6 +280,7 @@ def pick_device(name: str, local_rank: int, local_world: int, visible: str = "")
                          f"lower --nproc_per_node, or give --device cpu")
     device = torch.device("cuda", 0 if own else local_rank)
     torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high")      # fp32 products by TF32: several times as fast
     return device
 
 
@@ -334,6 +351,30 @@ class Work:
             for handle in self.handles:
                 handle.wait()
         return self.finish(self.result)
+
+
+def start_to_host(x: torch.Tensor) -> tuple:
+    """Begin to copy x from its device to the host -> (the copy, in pinned memory; an event that
+    says when it is there)."""
+    host, done = x.to("cpu", non_blocking=True), torch.get_device_module(x.device).Event()
+    done.record()
+    return host, done
+
+
+def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
+    """x on the host, once the device has computed it; PeerError if it has not in `timeout` seconds.
+    A plain copy would wait for ever for a rank that hangs: Python handles no signal meanwhile, and
+    NCCL's own watchdog takes minutes."""
+    if x.device.type == "cpu":
+        return x
+    host, done = start_to_host(x)
+    deadline = time.monotonic() + timeout
+    while not done.query():
+        if time.monotonic() > deadline:
+            raise PeerError(f"the device has not ended its work in {timeout} s: a rank that it "
+                            f"waits for is gone or hangs")
+        time.sleep(1e-4)
+    return host
 
 
 def _exchange(outgoing: list, incoming: list, group) -> list:
@@ -592,23 +633,29 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         floats = logits if x.dtype == wide else torch.empty_like(logits, dtype=wide)
         for rows in (slice(i, i + count) for i in range(0, len(x), count)):
             n = len(x[rows])
-            torch.mm(x[rows], weight.t(), out=logits[:n])                           # (n, V / tp)
-            z = floats[:n].copy_(logits[:n])
-            z[:, valid:] = float("-inf")
-            z -= all_reduce(z.amax(dim=1), group, dist.ReduceOp.MAX).wait().unsqueeze(1)
+            z = torch.mm(x[rows], weight.t(), out=logits[:n])                       # (n, V / tp)
+            z[:, valid:] = torch.finfo(z.dtype).min     # (of -inf alone there is no softmax)
             local = targets[rows] - start
             mine = (local >= 0) & (local < z.shape[1])
-            column = local.where(mine, 0).unsqueeze(1)                              # (n, 1)
-            at_target = z.gather(1, column).squeeze(1).where(mine, 0)
-            z.exp_()
-            total, at_target = all_reduce(torch.stack([z.sum(dim=1), at_target]), group).wait()
+            target = torch.arange(n, device=x.device), local.where(mine, 0)
+            at_target = z[target].to(wide)                                          # (n,)
+            highest = z.amax(dim=1).to(wide)
+            p = floats[:n].copy_(z)
+            torch.softmax(p, 1, out=p)                      # over this rank's columns alone
+            own = highest - p.amax(dim=1).log()             # and the log of their sum of exp(z)
+            most = all_reduce(own.clone(), group, dist.ReduceOp.MAX).wait()
+            share = (own - most).exp()
+            total, at_target = all_reduce(torch.stack(
+                [share, (at_target - most).where(mine, 0)]), group).wait()
             counted = targets[rows] != IGNORE_INDEX
             loss += (total.log() - at_target).where(counted, 0).sum()
             if scale is not None:
                 upstream = counted.to(wide) * scale                                 # (n,)
-                z *= (upstream / total).unsqueeze(1)
-                z.scatter_add_(1, column, -(upstream * mine).unsqueeze(1))
-                dz = logits[:n].copy_(z)
+                factor = upstream * share / total
+                dz_target = p[target] * factor - upstream * mine
+                p *= factor.unsqueeze(1)
+                dz = logits[:n].copy_(p)
+                dz[target] = dz_target.to(dz.dtype)
                 torch.mm(dz, weight, out=dx[rows])
                 add_product(weight.main_grad(), dz, x[rows])
         if scale is not None:
@@ -624,9 +671,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
     """grad (out, in) += dy^T x, of dy (N, out) and x (N, in), by the matrix product itself where
-    the types are equal; else (16 bit -> fp32) in parts that stay in the cache."""
+    the types are equal, or 16 bit and fp32 on CUDA; else in parts that stay in the cache."""
     if grad.dtype == x.dtype:
         grad.addmm_(dy.t(), x)
+    elif grad.device.type == "cuda":
+        torch.addmm(grad, dy.t(), x, out_dtype=grad.dtype, out=grad)
     else:
         for rows, columns in zip(grad.split(2048), dy.split(2048, dim=1)):
             rows += columns.t() @ x
@@ -1140,8 +1189,12 @@ class FlatParameters:
 
     @torch.no_grad()
     def _sync_params(self, bucket: Bucket) -> Work:
-        if bucket.shard["master"] is not bucket.shard["data"]:
-            bucket.shard["data"].copy_(bucket.shard["master"])
+        data, master = bucket.shard["data"], bucket.shard["master"]
+        if master.device != data.device:        # through pinned memory, so that nobody waits
+            pinned = data.device.type == "cuda"
+            master = torch.empty_like(master, dtype=data.dtype, pin_memory=pinned).copy_(master)
+        if master is not data:
+            data.copy_(master, non_blocking=True)
         return all_gather(bucket.data, self.grid.group("dp") if self.zero in (1, 2) else None)
 
     def unshard(self, buckets: list[Bucket], prefetch: list[Bucket] = ()) -> None:
@@ -1243,17 +1296,20 @@ class FlatParameters:
         second is not finite if one of this rank's gradients is not (or if they are so large that
         the squares of a row overflow in fp32).
         """
-        counted = torch.zeros((), dtype=torch.float64, device=self.buckets[0].data.device)
-        everything = counted.clone()
+        norms = {True: [], False: []}           # does it count -> norms of rows
         replica = self.zero == 0 and self.grid.dp_rank > 0
         for bucket in self.buckets:
-            for spec, here, _ in bucket.shard_ranges:
-                square = square_sum(bucket.shard["grad"][here])
-                everything += square
-                replicated = spec.partition_dim is None and self.grid.tp_rank > 0
-                if not replica and not replicated and not spec.is_copy:
-                    counted += square
-        return torch.stack([counted, everything])
+            def counts(entry):
+                replicated = entry[0].partition_dim is None and self.grid.tp_rank > 0
+                return not replica and not replicated and not entry[0].is_copy
+            for counted, run in groupby(bucket.shard_ranges, key=counts):
+                ranges = [here for _, here, _ in run]       # one after the other, zeros in between
+                grads = bucket.shard["grad"][ranges[0].start:ranges[-1].stop]
+                norms[counted].append(row_norms(grads))
+        counted, others = (torch.cat(rows).double().square().sum() if rows else
+                           torch.zeros((), dtype=torch.float64, device=self.buckets[0].data.device)
+                           for rows in (norms[True], norms[False]))
+        return torch.stack([counted, counted + others])
 
     @torch.no_grad()
     def step(self, factor: float, step: int, lr: float, beta1: float, beta2: float,
@@ -1261,10 +1317,15 @@ class FlatParameters:
         """AdamW number `step` (from 1) on what this rank keeps, with the gradients times `factor`;
         then all replicas have the new parameters. Matrices decay, vectors do not (Loshchilov and
         Hutter 2019, algorithm 2)."""
-        syncs = []
+        syncs, grads = [], []
         for bucket in self.buckets:
+            grad = bucket.shard["grad"].mul_(factor)
+            offload = bucket.shard["master"].device != grad.device
+            grads.append(start_to_host(grad) if offload else (grad, None))
+        for bucket, (grad, arrived) in zip(self.buckets, grads):
             master, *moments = (bucket.shard[n] for n in ("master", "exp_avg", "exp_avg_sq"))
-            grad = bucket.shard["grad"].mul_(factor).to(master.device)
+            if arrived is not None:     # the next buckets' gradients come while AdamW runs
+                arrived.synchronize()
             for decay, matrices in ((weight_decay, True), (0.0, False)):
                 ranges = [here for spec, here, _ in bucket.shard_ranges
                           if (len(spec.shape) >= 2) == matrices]
@@ -1356,7 +1417,7 @@ def locate_nonfinite(own_loss: float, flat: FlatParameters) -> dict:
     reaches first. With replicas, the reported rank is not necessarily the source, because gradients
     are summed by then."""
     nonfinite = [spec.name for bucket in flat.buckets for spec, here, _ in bucket.shard_ranges
-                 if not square_sum(bucket.shard["grad"][here]).isfinite()]
+                 if not row_norms(bucket.shard["grad"][here]).isfinite().all()]
     found = all_gather_object([not math.isfinite(own_loss), nonfinite[-1] if nonfinite else None])
     of_loss = [rank for rank, (loss, _) in enumerate(found) if loss]
     of_gradient = [rank for rank, (_, name) in enumerate(found) if name is not None]
@@ -1364,15 +1425,15 @@ def locate_nonfinite(own_loss: float, flat: FlatParameters) -> dict:
                 parameter=found[of_gradient[-1]][1] if of_gradient else None)
 
 
-def square_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of a flat tensor, a float64 scalar.
+def row_norms(x: torch.Tensor) -> torch.Tensor:
+    """The norms of the rows of 4096 of a flat tensor, the last of which may be shorter.
 
-    One fp32 sum over 10M values can be off in its fourth digit: rows of 4096 are summed in fp32,
-    and the rows' sums in float64.
+    Their squares are for the caller to add up in float64: one fp32 sum over 10M values can be off
+    in its fourth digit.
     """
     end = x.numel() // 4096 * 4096
-    rows = torch.linalg.vector_norm(x[:end].view(-1, 4096), dim=1).double()
-    return rows.square().sum() + torch.linalg.vector_norm(x[end:]).double().square()
+    rows = torch.linalg.vector_norm(x[:end].view(-1, 4096), dim=1)
+    return torch.cat([rows, torch.linalg.vector_norm(x[end:]).view(1)])
 
 
 def main() -> None:

@@ -2,12 +2,13 @@
 
     python -m pytest test_all.py                what a change must pass: minutes, on two CPU cores
     python -m pytest test_all.py -m slow        the same claims at a size that takes longer
+    python -m pytest test_all.py -m gpu         on the GPUs of this machine: train.py against the CPU
     python test_all.py                          the README's table of measured differences
 
 Where someone else computes the same thing (torch's GradScaler, AdamW, clipping,
 DistributedDataParallel, a plain model), that is what we compare with. Upstream gradients are
 random: all-ones hide what is transposed. Eight processes are started once and do all the
-distributed work; nothing here needs a network or a GPU.
+distributed work; but for -m gpu nothing here needs a network or a GPU.
 """
 import functools
 import gc
@@ -45,6 +46,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")       # None: all
 os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="1",
                   PYTHONPATH=str(ROOT))
 sys.dont_write_bytecode = True      # the tests leave nothing behind
@@ -1073,7 +1075,8 @@ def test_sums_of_squares_are_accurate():
     for size in (10_000_019, 4096, 5, 0):
         x = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 3
         expected = x.double().square().sum().item()
-        assert parallel.square_sum(x).item() == pytest.approx(expected, rel=2e-6)
+        squares = parallel.row_norms(x).double().square().sum().item()
+        assert squares == pytest.approx(expected, rel=2e-6)
 
 
 def test_clipping_and_unscaling_are_one_factor():
@@ -1199,8 +1202,8 @@ def asked_for(schedule, stages, micro, device):
 
 def ends(asked, in_order, warm):
     """Whether all stages reach their end on NCCL. `in_order`: a device does nothing else until the
-    messages that it has started have met their counterparts. Not `warm`: the first message between
-    two ranks waits on both for a new communicator, which waits for all messages before it."""
+    messages that it has started have met their counterparts. Not `warm`: the first message each way
+    between two ranks waits on both for a connection, which waits for all messages before it."""
     at, started, ready, moved = [0] * len(asked), set(), set(), True
 
     def arrived(messages):
@@ -1226,23 +1229,31 @@ def ends(asked, in_order, warm):
 
 
 def test_1f1b_cannot_hang_on_nccl_where_single_messages_do():
+    """Nor GPipe, which did on an H100 before its connections were made with the grid."""
     for stages, micro in itertools.product((2, 3, 4), (2, 3, 8)):
         asked = asked_for("1f1b", stages, micro, "cpu")         # gets single messages
         assert not ends(asked, in_order=True, warm=True) and not ends(asked, False, warm=False)
+        assert not ends(asked_for("gpipe", stages, micro, "meta"), in_order=False, warm=False)
     for schedule, stages, micro in itertools.product(parallel.SCHEDULES, range(1, 9),
                                                      (1, 2, 3, 8, 16)):
         asked = asked_for(schedule, stages, micro, "meta")      # is no CPU, as a GPU is none
         assert ends(asked, in_order=True, warm=True) and ends(asked, False, warm=True)
 
 
-def test_a_gpus_communicators_are_made_with_the_grid():
-    """A group's first collective makes its communicator; `meta` is no CPU either."""
-    used, handle = [], mock.Mock()
+def test_a_gpus_connections_are_made_with_the_grid():
+    """A group's first collective makes its communicator, the first message each way between two
+    stages a connection; `meta` is no CPU either."""
+    used, asked, handle = [], [], mock.Mock()
     groups = lambda ranks, timeout, backend: (*ranks, backend)
     reduce = lambda x, op, group, async_op: used.append(group) or handle
-    with mock.patch.multiple(parallel.dist, new_group=groups, all_reduce=reduce):
-        grid = make_grid(8, 2, 2, 5, device=torch.device("meta"))
-    assert sorted(used) == sorted(grid.groups.values()) and len(used) == 5
+    with mock.patch.multiple(parallel.dist, new_group=groups, all_reduce=reduce,
+                             P2POp=lambda kind, x, peer, group: (kind, peer, group),
+                             batch_isend_irecv=lambda messages: asked.append(messages) or []):
+        grid = make_grid(12, 2, 3, 3, device=torch.device("meta"))
+    assert sorted(used) == sorted(grid.groups.values()) and len(used) == 4
+    [messages] = asked
+    assert set(messages) == {(kind, peer, (1, 3, 5, "nccl")) for peer in (1, 5)
+                             for kind in (dist.isend, dist.irecv)}
     assert set(group[-1] for group in used) == {"nccl"}
 
 
@@ -2060,11 +2071,20 @@ def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, layout
 
 @functools.cache
 def second_device():
-    """A device whose tensors hold one of the CPU, which computes -> (device, crossings: a list of
-    ["arrives" or "leaves", bytes]). As on a GPU, no operation takes tensors of two devices, but
-    copies do. Autograd must not have run in the process before."""
-    setup_privateuseone_for_python_backend("second")
-    device, crossings = torch.device("second", 0), []
+    """A device whose tensors hold one of the CPU, which computes -> (device, log: a list of what
+    happens on it, in order: [operation], or ["arrives" or "leaves", bytes]). As on a GPU, no
+    operation takes tensors of two devices, but copies do. Autograd must not have run in the process
+    before."""
+    class Module:                               # torch.second
+        default_generators = [torch.default_generator]
+        is_available = is_initialized = lambda module: True
+        current_device, _is_in_bad_fork = lambda module: 0, lambda module: False
+        get_amp_supported_dtype = lambda module: [torch.float32]
+
+        class Event:
+            record = query = synchronize = lambda event: log.append(["event"]) or True
+    setup_privateuseone_for_python_backend("second", Module())
+    device, log = torch.device("second", 0), []
 
     class Second(torch.Tensor):
         @staticmethod
@@ -2075,9 +2095,13 @@ def second_device():
             tensor.held = held
             return tensor
 
+        def untyped_storage(self):              # ZeRO 3 frees it and takes it again
+            return self.held.untyped_storage()
+
         @classmethod
         def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
             name, kwargs = operation.name(), dict(kwargs or {})
+            log.append([name])
             to = torch.device(kwargs.pop("device", None) or device)
             if name == "aten::copy_":
                 note(args[1], to=args[0].device, size=args[0].element_size())
@@ -2098,8 +2122,8 @@ def second_device():
 
     def note(source, to, size=None):
         if source.device != to:
-            crossings.append(("arrives" if to == device else "leaves",
-                              source.numel() * (size or source.element_size())))
+            log.append(["arrives" if to == device else "leaves",
+                        source.numel() * (size or source.element_size())])
 
     def copy_from(source, target, non_blocking=False):
         note(source, device)
@@ -2114,13 +2138,14 @@ def second_device():
             "arange.start": lambda start, end, dtype=None, **_: Second(torch.arange(
                 start, end, dtype=dtype)), "_copy_from": copy_from}.items():
         library.impl(name, kernel, "PrivateUse1")
-    return device, crossings, library           # which unregisters itself when it goes
+    return device, log, library                 # which unregisters itself when it goes
 
 
 def on_second_device(rank, world, layout, config, cfg):
-    """As run_steps -> (rows, masters, what crosses in a step, elements that this rank keeps). The
-    collectives are gloo's, on the tensors inside."""
-    device, crossings, _ = second_device()
+    """As run_steps -> (rows, masters, what happens in a step, elements that this rank keeps, the
+    validation loss after what was trained has been thrown away and restored). The collectives are
+    gloo's, on the tensors inside."""
+    device, log, _ = second_device()
     dp, tp, pp = layout
 
     def unwrapped(function):
@@ -2134,11 +2159,15 @@ def on_second_device(rank, world, layout, config, cfg):
             dist, P2POp=lambda *message: message, batch_isend_irecv=batch,
             **{name: unwrapped(getattr(dist, name)) for name in names}):
         run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
-        rows = Rows(run, lambda run: len(crossings))
+        rows = Rows(run, lambda run: len(log))
         run.train(rows, SimpleNamespace(requested=False))
-        whole = checkpoint.gather_full_state(run.flat, cfg, grid, ["master"])
+        whole = checkpoint.gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
+        full = parallel.all_gather_object(whole)[0]
+        run.flat.initialize(cfg, seed=5)
+        checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
+        restored = run.evaluate()
     sizes = sum(bucket.shard["master"].numel() for bucket in run.flat.buckets)
-    return rows.steps, whole, crossings[rows.seen[-3]:rows.seen[-2]], sizes
+    return rows.steps, whole, log[rows.seen[-3]:rows.seen[-2]], sizes, restored
 
 
 @pytest.fixture(scope="module")
@@ -2150,31 +2179,82 @@ def second_pool():
 
 @pytest.mark.parametrize("layout, flags", [
     ((1, 1, 2), dict(pp=2, pp_schedule="1f1b")),
+    ((2, 1, 1), dict(zero=3, offload=True, recompute=True, dropout=0.1)),
     *(pytest.param(layout, flags, marks=pytest.mark.slow) for layout, flags in [
         ((1, 1, 1), dict(dtype="bf16", offload=True)), ((1, 1, 1), dict(dtype="fp16")),
         ((2, 1, 1), {}), ((2, 1, 1), dict(zero=1)), ((2, 1, 1), dict(zero=2, offload=True)),
-        ((1, 2, 1), dict(tp=2)), ((1, 2, 1), dict(tp=2, sequence_parallel=True)),
+        ((2, 1, 1), dict(zero=3, dtype="bf16")), ((1, 2, 1), dict(tp=2, dropout=0.1)),
+        ((1, 2, 1), dict(tp=2, sequence_parallel=True)),
         ((2, 2, 2), dict(tp=2, pp=2, zero=2, sequence_parallel=True, dtype="bf16"))])])
 def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(
         pool, second_pool, tmp_path, layout, flags):
-    """Not shown: ZeRO 3's freed storage, dropout's generator, recomputation; streams, kernels."""
+    """Not shown: streams, kernels. With --offload the host waits for each bucket too, and the
+    gradients of all have left before AdamW updates the first."""
     config, world = settings(tmp_path, steps=4, **flags), math.prod(layout)
     theirs, _, whole = pool.run(world, run_steps, layout, config, CFG)[0]
-    rows, masters, crossings, numel = second_pool.run(world, on_second_device, layout, config,
-                                                      CFG)[0]
+    rows, masters, log, numel, restored = second_pool.run(world, on_second_device, layout, config,
+                                                          CFG)[0]
     bound = 1e-6 if config.dtype == "fp32" else 2 * torch.finfo(torch.bfloat16).eps
     for name in ("loss", "grad_norm"):
         assert relative(column(rows, name), column(theirs, name)) < bound, name
+    assert relative(rows[-1]["val_loss"], theirs[-1]["val_loss"]) < bound
+    assert restored == rows[-1]["val_loss"]
     flat = [torch.cat([x.flatten() for x in full.values()]) for full in (
         masters["master"], whole["master"])]
     assert relative(*flat) < bound
-    # What all ranks know of a step is read at once; with --offload gradients leave as well.
-    leaves, arrives = ([size for way, size in crossings if way == where]
-                       for where in ("leaves", "arrives"))
-    assert min(leaves) == 5 * 8 and sum(leaves) == 40 + config.offload * 4 * numel
-    batch = 2 * 8 * config.batch_size // layout[0] * CFG.seq_len + 8        # tokens and targets
+    # What all ranks know of a step is read at once, when the next batch is there. With --offload
+    # the gradients of all buckets leave before AdamW updates the first.
+    sizes = {way: [size for name, *size in log if name == way] for way in ("leaves", "arrives")}
+    ways, offload = [name for name, *_ in log if name in ("arrives", "leaves", "event")], []
+    if config.offload:
+        buckets = len(sizes["leaves"]) - 1
+        offload = ["leaves", "event"] * buckets + ["event", "arrives"] * buckets
+    assert sizes["leaves"][0] == [5 * 8]
+    assert ways[ways.index("leaves"):] == ["leaves", "event", "event", *offload]
+    assert sum(sum(sizes["leaves"], [])) == 40 + config.offload * 4 * numel
+    batch = 2 * 8 * config.batch_size // layout[0] * CFG.seq_len            # tokens and targets
     itemsize = 2 if config.dtype == "bf16" else 4
-    assert sum(arrives) == batch + config.offload * itemsize * numel
+    assert sum(sum(sizes["arrives"], [])) == batch + config.offload * itemsize * numel
+
+
+def test_a_device_that_never_ends_its_work_ends_the_run():
+    """A rank that hangs leaves the others' GPUs waiting, and a copy to the host with them."""
+    never = SimpleNamespace(Event=lambda: SimpleNamespace(record=list, query=lambda: False))
+    x = mock.Mock(device=torch.device("cuda"))
+    with mock.patch.object(torch, "get_device_module", lambda device: never):
+        with pytest.raises(parallel.PeerError, match="has not ended its work in 0.05 s"):
+            parallel.to_host(x, timeout=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world, flags", [
+    (1, ""), (1, "--dtype bf16 --offload"), (1, "--dtype fp16 --recompute"), (1, "--compile"),
+    (2, ""), (2, "--zero 1"), (2, "--zero 3 --offload"), (2, "--tp 2 --sequence-parallel"),
+    (2, "--pp 2"), (4, "--pp 4 --pp-schedule 1f1b"), (4, "--tp 2 --pp 2 --pp-schedule 1f1b"),
+    (8, "--tp 2 --pp 2 --zero 2 --dtype bf16")])
+def test_gpus_train_as_the_cpu(run_train, shards, tmp_path, monkeypatch, world, flags):
+    """And a run goes on from its own checkpoint; each process has a GPU of its own. fp32 without
+    TF32."""
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    same = ["--data", shards, *TINY, "--n-layer", 4, "--batch-size", 16, "--micro-batch", 2,
+            "--steps", 8]
+
+    def on_gpus(*more):
+        process = torchrun(world, ROOT / "train.py", *same, "--out", tmp_path / "gpu", "--device",
+                           "cuda", *flags.split(), *more, cwd=ROOT, gpus=GPUS)
+        out, error = process.communicate(timeout=240)
+        if re.search("but . CUDA devices|no CUDA device", error):
+            pytest.skip(f"fewer than {world} GPUs here")
+        assert process.returncode == 0, error
+    on_gpus()
+    on_gpus("--resume", tmp_path / "gpu" / "step_00000004.pt")
+    assert run_train(*same, "--out", tmp_path / "cpu")[0] == 0
+    gpu, cpu = ({row["step"]: row for row in map(json.loads, file.open()) if "loss" in row}
+                for file in (tmp_path / name / "metrics.jsonl" for name in ("gpu", "cpu")))
+    for name in ("loss", "grad_norm"):
+        ours, theirs = ([rows[step][name] for step in range(1, 9)] for rows in (gpu, cpu))
+        assert relative(ours, theirs) < (0.02 if "16" in flags else 1e-5), name
+    assert relative(gpu[8]["val_loss"], cpu[8]["val_loss"]) < (0.02 if "16" in flags else 1e-5)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -2860,9 +2940,10 @@ def test_a_resume_tells_how_another_schedule_changes_the_learning_rate(run_train
     assert "most of the 10 steps are warm-up" in text
 
 
-def torchrun(processes, *arguments, cwd=None, **options):
-    """torchrun on a free port, with the environment of a user's shell."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
+def torchrun(processes, *arguments, cwd=None, gpus="", **options):
+    """torchrun on a free port, with the environment of a user's shell, but only these GPUs."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "CUDA_VIS"))}
+    environment |= {} if gpus is None else dict(CUDA_VISIBLE_DEVICES=gpus)
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d",
          "--rdzv-endpoint=localhost:0", f"--nproc_per_node={processes}", *map(str, arguments)],

@@ -47,7 +47,8 @@ from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, Stop
                       assert_equal_across_ranks, assert_own_gpu, build_stage, check_layout,
                       check_memory, fatal_message, fully_shard, locate_nonfinite, loss_bytes,
                       make_grid, on_rank0, one_f_one_b, param_specs, pick_device, print_rank0,
-                      process_group, run_schedule, slow_in_16_bits, wrap_blocks)
+                      process_group, run_schedule, slow_in_16_bits, to_host,
+                      wrap_blocks)
 
 EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over the split
 COUNTERS = ("step", "consumed_samples", "tokens", "optimizer_steps")        # of a run
@@ -92,7 +93,8 @@ class Config:
     pp_schedule: str = flag("gpipe", "pipeline schedule: gpipe or 1f1b", choices=list(SCHEDULES))
     device: str = flag("auto", "auto: cuda where there is one", choices=["auto", "cpu", "cuda"])
     compile: bool = flag(False, "torch.compile for the blocks (tp 1, dropout 0)")
-    timeout: int = flag(600, "seconds to wait for another rank before giving up", low=1)
+    timeout: int = flag(600, "seconds to wait for another rank before giving up (on GPUs for a "
+                        "whole step)", low=1)
     micro_batch: int = flag(None, "sequences a microbatch (default: 4, 2 or 1, the largest that "
                             "makes a multiple of pp microbatches)", int, low=1, group="memory")
     zero: int = flag(0, "replicas shard: 1 the optimizer's state, 2 gradients too, 3 parameters "
@@ -312,6 +314,7 @@ class Run:
         positions = cfg.seq_len // (grid.tp if grid.sequence_parallel else 1)
         self.boundary = torch.empty(config.micro_batch, positions, cfg.n_embd,
                                     dtype=param_dtype, device=device)
+        self.loaded = None, ()          # `load_batch`'s last answer
 
     def restore(self, state: dict | None) -> None:
         """Be where the checkpoint was; without one, at step 0."""
@@ -336,9 +339,8 @@ class Run:
         while self.step < config.steps:
             # batch
             self.skip_excluded()
-            started, first = time.perf_counter(), self.consumed_samples
-            windows = self.train_data.sample_indices(config.seed, first, config.batch_size)
-            batch = self.load_microbatches(self.train_data, windows, self.step + 1)
+            started = time.perf_counter()
+            windows, batch = self.load_batch(self.step + 1, self.consumed_samples)
             self.consumed_samples += config.batch_size
             self.tokens += self.step_tokens
 
@@ -346,6 +348,7 @@ class Run:
             scale, at_floor = self.scaler.scale, self.scaler.scale <= self.scaler.min_scale
             lr = learning_rate(config, self.step + 1) * self.monitor.lr_factor
             local_loss = self.forward_backward(batch)
+            self.load_batch(self.step + 2, self.consumed_samples)   # while a GPU computes
             stats = self.reduce_stats(local_loss, stop.requested)
             verdict, reason = self.monitor.observe(self.step + 1, stats, at_floor, config)
             if verdict == "update" and not stats.found_inf:     # an overflow skips the update only
@@ -402,6 +405,16 @@ class Run:
             self.metrics.write(event="skip", step=self.step + 1, reason="left out",
                                batches=batches, sequences=[position, self.consumed_samples])
 
+    def load_batch(self, step: int, first: int) -> tuple[np.ndarray, list]:
+        """The windows of step `step`, the first of which is sample `first`, and this replica's
+        microbatches; the last answer is kept, for who asks again."""
+        if self.loaded[0] != (step, first):
+            windows = self.train_data.sample_indices(self.config.seed, first,
+                                                     self.config.batch_size)
+            batch = self.load_microbatches(self.train_data, windows, step)
+            self.loaded = (step, first), (windows, batch)
+        return self.loaded[1]
+
     def load_microbatches(self, dataset: TokenDataset, windows: np.ndarray, step: int) -> list:
         """This replica's microbatches of a batch of windows (B,): (tokens (b, T), targets (b, T),
         dropout seed) each; None inside the pipeline. Window -1 is padding: its targets are ignored.
@@ -414,9 +427,10 @@ class Run:
             rows, x, y = windows[first:first + size], None, None
             if grid.is_first or grid.is_last:
                 tokens = torch.from_numpy(dataset.windows(np.maximum(rows, 0)))     # (b, T + 1)
-                x, y = tokens[:, :-1].to(self.device), tokens[:, 1:].clone()
+                x, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()
                 y[torch.from_numpy(rows < 0)] = IGNORE_INDEX
-                y = y.to(self.device)
+                x, y = (part.pin_memory() if self.device.type == "cuda" else part for part in (x, y))
+                x, y = (part.to(self.device, non_blocking=True) for part in (x, y))
             microbatches.append((x, y, derive_seed(self.config.seed, step, m, *holder)))
         return microbatches
 
@@ -436,9 +450,9 @@ class Run:
         norms_count = grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel)
         norms = self.model.head.norms.double() if norms_count else loss.new_zeros(())
         local = torch.stack([loss * loss_counts / tokens, norms / tokens,
-                             *self.flat.square_sums(), loss.new_tensor(bool(stop_requested))])
-        mean_loss, activation_norm, squares, all_squares, stopping = all_reduce(
-            local, grid.group("world")).wait().cpu().tolist()
+                             *self.flat.square_sums(), loss.new_full((), bool(stop_requested))])
+        mean_loss, activation_norm, squares, all_squares, stopping = self.read(
+            all_reduce(local, grid.group("world")).wait())
         return StepStats(mean_loss, activation_norm, math.sqrt(squares) / self.scaler.scale,
                          found_inf=not (math.isfinite(mean_loss) and math.isfinite(all_squares)),
                          stop_requested=stopping > 0)
@@ -455,9 +469,13 @@ class Run:
         total = run_schedule([("F", m) for m in range(len(batch))], self.model, self.grid, batch,
                              self.boundary)
         total *= self.grid.tp_rank == 0                 # all tp ranks have the same: count one
-        all_reduce(total, self.grid.group("world")).wait()
+        total = self.read(all_reduce(total, self.grid.group("world")).wait())
         self.model.train()
-        return total.item() / (count * self.cfg.seq_len)
+        return total / (count * self.cfg.seq_len)
+
+    def read(self, x: torch.Tensor):
+        """The numbers in x, once the device has computed them; other ranks may take --timeout."""
+        return to_host(x, self.config.timeout if self.grid.world > 1 else math.inf).tolist()
 
     def save(self) -> None:
         """Gather on rank 0, where a thread writes it while training goes on."""
