@@ -681,6 +681,8 @@ def test_a_data_set_stays_until_a_new_one_is_whole(tmp_path):
         with pytest.raises(ValueError, match="meta.json is damaged.*run data.py again"):
             data.TokenDataset(out, "train", 4)
     second = prepare()["fingerprint"]
+    with pytest.raises(ValueError, match="holds tokens of bytes, which --tokenizer gpt2 would rep"):
+        data.prepare([tmp_path / "a.txt"], tmp_path, "gpt2")
     assert first["fingerprint"] != second == data.sha256_of(*sorted(tmp_path.glob("*.bin")))
     assert names_in(tmp_path) == ["a.txt", "meta.json", "new", "train_000000.bin",
                                   "val_000000.bin"]
@@ -732,6 +734,9 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("a.txt --no-such-flag", b"x" * 9, "no-such"), ("a.txt --dataset python", b"", "not allowed"),
     ("--input a.txt", b"x" * 9, "--out"), ("--dataset none", None, "none"),
     ("--out a.txt", b"x" * 9, "cannot write to a.txt"),
+    ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
+    ("--dataset fineweb --shards 104", None, "--shards 1 to 103"),
+    ("--dataset fineweb --tokenizer bytes", None, "GPT-2's tokens"),
     # Shards made by others are neither deleted nor mixed in.
     ("a.txt --out .", b"x" * 9, "fineweb_train_000001.bin"),
 ])
@@ -774,6 +779,7 @@ def server(monkeypatch):
             body, ranged = serve.body, serve.ranges and self.headers["Range"]
             size, start = len(body), int(ranged[6:-1]) if ranged else 0
             serve.starts.append(start)
+            serve.names.append(Path(self.path).name)
             self.send_response(416 if start >= size else 206 if ranged else 200)
             if ranged:
                 span = f"{start}-{size - 1}" if start < size else "*"
@@ -788,7 +794,8 @@ def server(monkeypatch):
             pass
 
     def serve(body, ranges=True, drop=0, length=True):
-        vars(serve).update(body=body, ranges=ranges, drop=drop, length=length, starts=[])
+        vars(serve).update(body=body, ranges=ranges, drop=drop, length=length, starts=[],
+                           names=[])
         return f"http://127.0.0.1:{httpd.server_port}/file", serve.starts
 
     monkeypatch.setattr(data.time, "sleep", lambda _: None)     # between tries
@@ -848,6 +855,71 @@ def test_a_data_set_by_name_is_downloaded_and_read(tmp_path, server, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert data.main(["--dataset", name]) == 0
     assert texts_of(Path("data", name), *data.SPLITS) == documents
+
+
+def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path, server,
+                                                                       monkeypatch, capsys):
+    fetch = functools.partial(run_data, capsys, "--dataset", "fineweb", "--shards", 2)
+    monkeypatch.chdir(tmp_path)
+    for body in (b"<html>", shard(range(99), count=98), shard(range(99), version=2)):
+        url, _ = server(body)
+        monkeypatch.setenv("HF_ENDPOINT", url.removesuffix("/file"))
+        status, out, line = fetch()
+        assert (status, out) == (1, "") and "val_000000.bin.part is no whole shard" in line, line
+        assert names_in(Path("data/fineweb")) == ["fineweb_val_000000.bin.part"]
+    _, starts = server(shard(range(99)))
+    Path("data/fineweb/fineweb_val_000000.bin.part").unlink()
+    Path("data/fineweb/fineweb_train_000001.bin.part").write_bytes(shard(range(99))[:500])
+    for _ in range(2):                              # the second time nothing is asked for
+        status, out, error = fetch()
+        assert (status, error) == (0, "") and "198 tokens to train on, 99 to validate on" in out
+        assert "python train.py --data data/fineweb --out out/fineweb\n" in out
+        assert starts == [0, 500, 0] and server.names == names_in(Path("data/fineweb"))[-1:] + (
+            names_in(Path("data/fineweb"))[:-1])
+    assert data.TokenDataset("data/fineweb", "train", 8).meta["tokenizer"] == "gpt2"
+    with open("data/fineweb/fineweb_train_000002.bin", "r+b") as file:
+        file.truncate(1100)
+    assert fetch()[0] == 0 and starts == [0, 500, 0, 0]                     # in its place
+    Path("data/fineweb/meta.json").touch()
+    assert "meta.json would mix with the new shards" in fetch()[2]
+
+
+@pytest.mark.parametrize("terminal, seconds, told", [
+    (True, 0.25, ["2.0 of 5.0 MB, 4.0 MB/s, 0m01s left   \r", "3.0 of 5.0 MB, 4.0 MB/s, 0m00s left"
+                  "   \r", "5.0 of 5.0 MB, 5.3 MB/s, 0m00s left   \n"]),
+    (True, 0.05, ["5.0 of 5.0 MB, 26.7 MB/s, 0m00s left   \n"]), (False, 10, []),
+    (False, 61, ["2.0 of 5.0 MB, 0.0 MB/s, 3m03s left   \n", "3.0 of 5.0 MB, 0.0 MB/s, 2m02s left"
+                 "   \n", "5.0 of 5.0 MB, 0.0 MB/s, 0m00s left   \n"])])
+def test_progress_has_rate_and_time_left_and_is_silent_but_for_a_terminal(monkeypatch, capsys,
+                                                                          terminal, seconds, told):
+    """Three parts of the last 4 of 5 MB, so many seconds each."""
+    clock = itertools.count(0, seconds)
+    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=clock.__next__))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    note = data.progress("x", 5_000_000, done=1_000_000)
+    for count in (1_000_000, 1_000_000, 2_000_000):
+        note(count)
+    assert capsys.readouterr().err == "".join(f"x: {line}" for line in told)
+
+
+def test_folders_are_read_and_making_tokens_shows_all_their_bytes(tmp_path, monkeypatch, capsys):
+    """All bytes that become tokens: 700 of one.jsonl, and of two.txt, which repeats them, none."""
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "in" / "one.jsonl").write_text(json.dumps(dict(text="x" * 700, n="y" * 78)) + "\n")
+    (tmp_path / "in" / "sub" / "two.txt").write_text("x" * 700)
+    (tmp_path / "in" / "sub" / "three.md").write_text("not read")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    status, out, error = run_data(capsys, "--input", tmp_path / "in", "--tokenizer", "bytes",
+                                  "--out", tmp_path / "out")
+    assert status == 0 and out.startswith("1 documents, 1 duplicates") and (
+        texts_of(tmp_path / "out", *data.SPLITS) == ["x" * 700])
+    assert error.startswith("tokenising: 0.0 of 0.0 MB") and error.count("\n") == 1
+    error = run_data(capsys, "--input", tmp_path / "in" / "sub" / "two.txt", "--tokenizer", "bytes",
+                     "--out", tmp_path / "out")[2]
+    assert re.findall("^[a-z]+", error, re.M) == ["reading", "tokenising"]
+    (tmp_path / "none").mkdir()
+    assert "none: only .txt and .jsonl are read" in run_data(
+        capsys, "--input", tmp_path / "none", "--out", tmp_path / "o")[2]
 
 
 def dataset(directory, shards, meta=True, seq_len=4):
@@ -938,7 +1010,10 @@ def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file,
 
 def test_without_shards_the_message_says_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for directory, command in {"data/python": "`python data.py`", "mine": "--out mine",
+    Path("here").mkdir()
+    for directory, command in {"data/python": "`python data.py`", "mine": "no folder.*--out mine",
+                               "here": "no train shards in here.*--out here",
+                               "data/fineweb": "`python data.py --dataset fineweb --out data/fin",
                                "data/shakespeare": "--dataset shakespeare"}.items():
         with pytest.raises(FileNotFoundError, match=command):
             data.TokenDataset(directory, "train", 4)
