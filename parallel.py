@@ -251,12 +251,17 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
 
 
 def pick_device(name: str, local_rank: int, local_world: int, visible: str = "") -> torch.device:
-    """This process's device; `auto` is CUDA where there is one. `visible`, CUDA_VISIBLE_DEVICES: a
-    launcher may show each process one GPU of its own. Raises ValueError."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch finds no CUDA device here")
+    """This process's device; `auto` is CUDA where there is one, or else MPS (Apple's) for a single
+    process. `visible`, CUDA_VISIBLE_DEVICES: a launcher may show each process one GPU of its own.
+    Raises ValueError."""
+    here = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    if name == "auto":
+        name = next(n for n in here if here[n] and (n != "mps" or local_world == 1))
+    if not here[name]:
+        raise ValueError(f"--device {name}, but torch finds no {name.upper()} device here: leave "
+                         f"the flag out, or give --device cpu")
+    if name != "cuda":
+        return torch.device(name)
     count = torch.cuda.device_count()
     own = count == 1 and bool(visible)
     if local_world > count and not own:
@@ -281,6 +286,11 @@ def slow_in_16_bits(device: torch.device) -> bool:
     fp32."""
     capability = torch.backends.cpu.get_cpu_capability()
     return device.type == "cpu" and capability in ("DEFAULT", "AVX2")
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Of sums that add up many numbers: float64, which MPS does not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class StopSignal:
@@ -807,8 +817,8 @@ def start_messages(messages: list, group) -> list[Work]:
 
 def run_schedule(schedule, model: GPT, grid: Grid, batch: list, boundary: torch.Tensor,
                  flat=None, scale: float = 1.0) -> torch.Tensor:
-    """Carry out this stage's list. Returns the sum of its losses in float64, unscaled (0 on every
-    stage but the last).
+    """Carry out this stage's list. Returns the sum of its losses (`sum_dtype`), unscaled (0 on
+    every stage but the last).
 
     batch       microbatch -> (tokens (B, T), used on the first stage; targets (B, T), used on the
                 last; dropout seed)
@@ -820,7 +830,7 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, boundary: torch.
     PeerError, naming the microbatch, if another rank is gone or hangs.
     """
     live, coming, sending, group = {}, [], {}, grid.group("pp")
-    total = torch.zeros((), dtype=torch.float64, device=boundary.device)
+    total = torch.zeros((), dtype=sum_dtype(boundary.device), device=boundary.device)
     last = [m for op, m in schedule if op == "B"][-1:]
     if grid.is_last:
         model.head.scale, model.head.norms = scale, 0.0
@@ -1235,15 +1245,16 @@ class FlatParameters:
                 torch._foreach_copy_(terms, sums.split([len(x) for x in terms]))
 
     def square_sums(self) -> torch.Tensor:
-        """Sums of squares of this rank's gradients, float64 (2,): [what counts for the global
-        norm, everything].
+        """Sums of squares of this rank's gradients, (2,): [what counts for the global norm,
+        everything].
 
         Summed over the world, the first counts each parameter of the whole model once: replicas,
         what tensor parallelism replicates, and the copy of the tied weight count elsewhere. The
         second is not finite if one of this rank's gradients is not (or if they are so large that
         the squares of a row overflow in fp32).
         """
-        counted = torch.zeros((), dtype=torch.float64, device=self.buckets[0].data.device)
+        device = self.buckets[0].data.device
+        counted = torch.zeros((), dtype=sum_dtype(device), device=device)
         everything = counted.clone()
         replica = self.zero == 0 and self.grid.dp_rank > 0
         for bucket in self.buckets:
@@ -1290,14 +1301,16 @@ def check_memory(cfg: GPTConfig, grid: Grid, dtypes: tuple, zero: int, offload: 
             stages[there.stage] = FlatParameters(specs, there, *dtypes, "meta", zero).memory()
         for kind, size in stages[there.stage].items():
             sizes[kind] = sizes.get(kind, 0) + size
-    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if device.type != "cpu":
+    has = math.inf if not hasattr(os, "sysconf") else (         # as on Windows
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if device.type == "cuda":
         has = torch.cuda.mem_get_info(device)[1]
         sizes["optimizer"] *= not offload
     if sum(sizes.values()) > has:
         parts = ", ".join(f"{kind} {size / 1e9:,.1f} GB" for kind, size in sizes.items())
+        more = "GPUs, give --offload" if device.type == "cuda" else "machines"
         raise ValueError(f"this model would keep {parts} here, but there are {has / 1e9:,.1f} GB: "
-                         f"raise --tp, --pp or --zero on more machines, or take a smaller model")
+                         f"raise --tp, --pp or --zero on more {more}, or take a smaller --model")
 
 
 class _UnshardForBackward(torch.autograd.Function):
@@ -1365,14 +1378,14 @@ def locate_nonfinite(own_loss: float, flat: FlatParameters) -> dict:
 
 
 def square_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of a flat tensor, a float64 scalar.
+    """Sum of squares of a flat tensor, a scalar.
 
     One fp32 sum over 10M values can be off in its fourth digit: rows of 4096 are summed in fp32,
-    and the rows' sums in float64.
+    and the rows' sums in float64 (`sum_dtype`).
     """
-    end = x.numel() // 4096 * 4096
-    rows = torch.linalg.vector_norm(x[:end].view(-1, 4096), dim=1).double()
-    return rows.square().sum() + torch.linalg.vector_norm(x[end:]).double().square()
+    end, dtype = x.numel() // 4096 * 4096, sum_dtype(x.device)
+    rows = torch.linalg.vector_norm(x[:end].view(-1, 4096), dim=1).to(dtype)
+    return rows.square().sum() + torch.linalg.vector_norm(x[end:]).to(dtype).square()
 
 
 def main() -> None:

@@ -2136,14 +2136,15 @@ def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, layout
 @functools.cache
 def second_device():
     """A device whose tensors hold one of the CPU, which computes -> (device, crossings: a list of
-    ["arrives" or "leaves", bytes]). As on a GPU, no operation takes tensors of two devices, but
-    copies do. Autograd must not have run in the process before."""
+    ["arrives" or "leaves", bytes], the set of types that it lacks). As on a GPU, no operation takes
+    tensors of two devices, but copies do. Autograd must not have run in the process before."""
     setup_privateuseone_for_python_backend("second")
-    device, crossings = torch.device("second", 0), []
+    device, crossings, refused = torch.device("second", 0), [], set()
 
     class Second(torch.Tensor):
         @staticmethod
         def __new__(cls, held):
+            assert held.dtype not in refused
             tensor = torch.Tensor._make_wrapper_subclass(
                 cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
                 dtype=held.dtype, device=device)
@@ -2189,13 +2190,14 @@ def second_device():
             "arange.start": lambda start, end, dtype=None, **_: Second(torch.arange(
                 start, end, dtype=dtype)), "_copy_from": copy_from}.items():
         library.impl(name, kernel, "PrivateUse1")
-    return device, crossings, library           # which unregisters itself when it goes
+    return device, crossings, refused, library          # which unregisters itself when it goes
 
 
-def on_second_device(rank, world, layout, config, cfg):
+def on_second_device(rank, world, layout, config, cfg, wide):
     """As run_steps -> (rows, masters, what crosses in a step, elements that this rank keeps). The
     collectives are gloo's, on the tensors inside."""
-    device, crossings, _ = second_device()
+    device, crossings, refused, _ = second_device()
+    refused.update({torch.float64} - {wide})                # as MPS
     dp, tp, pp = layout
 
     def unwrapped(function):
@@ -2205,13 +2207,15 @@ def on_second_device(rank, world, layout, config, cfg):
         handles = [kind(x, peer, group, tag=tag) for kind, x, peer, group, tag in messages]
         return [SimpleNamespace(wait=functools.cache(h.wait)) for h in handles]    # gloo's: once
     names = "all_reduce", "reduce_scatter_single", "all_gather_single", "isend", "irecv"
-    with gridded(rank, world, tp, pp, config.sequence_parallel) as grid, mock.patch.multiple(
+    with gridded(rank, world, tp, pp, config.sequence_parallel) as grid, mock.patch.object(
+            parallel, "sum_dtype", lambda device: wide), mock.patch.multiple(
             dist, P2POp=lambda *message: message, batch_isend_irecv=batch,
             **{name: unwrapped(getattr(dist, name)) for name in names}):
         run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
         rows = Rows(run, lambda run: len(crossings))
         run.train(rows, SimpleNamespace(requested=False))
         whole = checkpoint.gather_full_state(run.flat, cfg, grid, ["master"])
+    refused.clear()
     sizes = sum(bucket.shard["master"].numel() for bucket in run.flat.buckets)
     return rows.steps, whole, crossings[rows.seen[-3]:rows.seen[-2]], sizes
 
@@ -2224,7 +2228,7 @@ def second_pool():
 
 
 @pytest.mark.parametrize("layout, flags", [
-    ((1, 1, 2), dict(pp=2, pp_schedule="1f1b")),
+    ((1, 1, 2), dict(pp=2, pp_schedule="1f1b")), ((1, 1, 1), "no float64"),
     *(pytest.param(layout, flags, marks=pytest.mark.slow) for layout, flags in [
         ((1, 1, 1), dict(dtype="bf16", offload=True)), ((1, 1, 1), dict(dtype="fp16")),
         ((2, 1, 1), {}), ((2, 1, 1), dict(zero=1)), ((2, 1, 1), dict(zero=2, offload=True)),
@@ -2233,10 +2237,11 @@ def second_pool():
 def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(
         pool, second_pool, tmp_path, layout, flags):
     """Not shown: ZeRO 3's freed storage, dropout's generator, recomputation; streams, kernels."""
+    wide, flags = (torch.float32, {}) if flags == "no float64" else (torch.float64, flags)
     config, world = settings(tmp_path, steps=4, **flags), math.prod(layout)
     theirs, _, whole = pool.run(world, run_steps, layout, config, CFG)[0]
     rows, masters, crossings, numel = second_pool.run(world, on_second_device, layout, config,
-                                                      CFG)[0]
+                                                      CFG, wide)[0]
     bound = 1e-6 if config.dtype == "fp32" else 2 * torch.finfo(torch.bfloat16).eps
     for name in ("loss", "grad_norm"):
         assert relative(column(rows, name), column(theirs, name)) < bound, name
@@ -2246,10 +2251,11 @@ def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(
     # What all ranks know of a step is read at once; with --offload gradients leave as well.
     leaves, arrives = ([size for way, size in crossings if way == where]
                        for where in ("leaves", "arrives"))
-    assert min(leaves) == 5 * 8 and sum(leaves) == 40 + config.offload * 4 * numel
-    batch = 2 * 8 * config.batch_size // layout[0] * CFG.seq_len + 8        # tokens and targets
+    stats = 5 * wide.itemsize
+    assert min(leaves) == stats and sum(leaves) == stats + config.offload * 4 * numel
+    batch = 2 * 8 * config.batch_size // layout[0] * CFG.seq_len      # tokens and targets
     itemsize = 2 if config.dtype == "bf16" else 4
-    assert sum(arrives) == batch + config.offload * itemsize * numel
+    assert sum(arrives) == batch + wide.itemsize + config.offload * itemsize * numel
 
 
 # ---------------------------------------------------------------------------------------------
@@ -2894,12 +2900,32 @@ def test_on_a_machine_with_fewer_gpus_than_processes_the_way_out_is_named():
         with mock.patch.object(torch.cuda, "device_count", lambda: 1):      # as srun may show it
             device = parallel.pick_device("auto", 1, 2, visible="1")
             assert device == torch.device("cuda", 0)
+    for cuda, mps, processes, expected in [(True, True, 1, "cuda"), (False, True, 1, "mps"),
+                                           (False, True, 2, "cpu"), (False, False, 1, "cpu")]:
+        with mock.patch.multiple(torch.cuda, is_available=lambda: cuda, device_count=lambda: 1,
+                                 set_device=nothing), \
+                mock.patch.object(torch.backends.mps, "is_available", lambda: mps):
+            assert parallel.pick_device("auto", 0, processes).type == expected
     with mock.patch.object(torch.cuda, "get_device_properties"):
         with mock.patch.object(parallel, "all_gather_object", lambda gpu: [gpu, "another"]):
             parallel.assert_own_gpu(device)
         with mock.patch.object(parallel, "all_gather_object", lambda gpu: [gpu, gpu]), \
                 pytest.raises(RunError, match="two processes share a GPU"):
             parallel.assert_own_gpu(device)
+
+
+def test_mps_is_for_one_process_without_float64(run_train, shards, tmp_path, monkeypatch):
+    """What sums in float64 elsewhere: see the device made of Python."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    for result in (run_train(*flags, "--dtype", "fp64"),
+                   run_train(*flags, "--device", "mps", WORLD_SIZE=2)):
+        expect_mistake(result, "mps is for one process and has no fp64: give --device cpu")
+    mps = torch.device("mps")
+    assert parallel.sum_dtype(mps) == torch.float32
+    with mock.patch.object(torch.mps, "manual_seed") as manual_seed:
+        model.seed_dropout(mps, 1, "embed")
+    manual_seed.assert_called_once_with(model.derive_seed(1, "embed"))
 
 
 @pytest.mark.parametrize("capability, dtype, told", [

@@ -90,7 +90,8 @@ class Config:
     tp: int = flag(1, "tensor-parallel ranks", low=1, group="layout")
     pp: int = flag(1, "pipeline stages", low=1)
     pp_schedule: str = flag("gpipe", "pipeline schedule: gpipe or 1f1b", choices=list(SCHEDULES))
-    device: str = flag("auto", "auto: cuda where there is one", choices=["auto", "cpu", "cuda"])
+    device: str = flag("auto", "auto: cuda or, for one process, mps where there is one",
+                       choices=["auto", "cpu", "cuda", "mps"])
     compile: bool = flag(False, "torch.compile for the blocks (tp 1, dropout 0)")
     timeout: int = flag(600, "seconds to wait for another rank before giving up", low=1)
     micro_batch: int = flag(None, "sequences a microbatch (default: 4, 2 or 1, the largest that "
@@ -434,7 +435,7 @@ class Run:
         # All tp ranks have the same loss, and without sequence parallelism the same activations.
         loss_counts = grid.is_last and grid.tp_rank == 0
         norms_count = grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel)
-        norms = self.model.head.norms.double() if norms_count else loss.new_zeros(())
+        norms = self.model.head.norms.to(loss) if norms_count else loss.new_zeros(())
         local = torch.stack([loss * loss_counts / tokens, norms / tokens,
                              *self.flat.square_sums(), loss.new_tensor(bool(stop_requested))])
         mean_loss, activation_norm, squares, all_squares, stopping = all_reduce(
@@ -654,6 +655,8 @@ def main() -> None:
         config = Config(**given)
         device = pick_device(config.device, local_rank, local_world,
                              os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        if device.type == "mps" and (world > 1 or config.dtype == "fp64"):
+            raise ValueError("mps is for one process and has no fp64: give --device cpu")
         # Rank 0 alone, before any communication: the others wait for it at the rendezvous.
         stack, status = ExitStack(), 0
         prepared = None if rank else prepare(given, world, local_world, device, restarts > 0, stack)
