@@ -2928,6 +2928,32 @@ def test_mps_is_for_one_process_without_float64(run_train, shards, tmp_path, mon
     manual_seed.assert_called_once_with(model.derive_seed(1, "embed"))
 
 
+def test_one_process_needs_no_posix(shards, tmp_path):
+    """Trained and sampled where these are missing, as on Windows; it saves, goes on, and saves."""
+    (tmp_path / "windows.py").write_text(f"""
+import os, runpy, sys, torch
+torch.set_num_threads(2)
+def open_file(path, *arguments, open=os.open, **options):
+    if os.path.isdir(path):
+        raise PermissionError(path)
+    return open(path, *arguments, **options)
+os.open = open_file
+del os.sysconf, os.getloadavg, os.O_DIRECTORY, os.fork
+sys.modules.update(dict.fromkeys(["fcntl", "resource", "termios", "pwd", "grp"]))
+for name in ("model", "data", "amp", "parallel", "checkpoint", "train", "sample"):
+    sys.modules.pop(name, None)
+runpy.run_path({str(ROOT)!r} + "/" + sys.argv.pop(1), run_name="__main__")
+""")
+    def run(*arguments):
+        status, text, error = Command(tmp_path / "windows.py", *arguments, cwd=tmp_path).finish()
+        assert (status, error) == (0, ""), error
+        return text
+
+    for steps in (2, 4):
+        assert "Now sample" in run("train.py", "--data", shards, *TINY, "--steps", steps)
+    assert len(run("sample.py", "--max-tokens", 5)) > 1
+
+
 @pytest.mark.parametrize("capability, dtype, told", [
     ("AVX2", "bf16", True), ("AVX512", "bf16", False), ("AVX2", "fp32", False)])
 def test_a_cpu_that_is_slow_in_16_bits_is_told(run_train, shards, tmp_path, capability, dtype,

@@ -606,7 +606,7 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
     if run.boundary.itemsize == 2 and slow_in_16_bits(run.device):
         print_rank0(f"note     this CPU multiplies in fp32 much faster than in {config.dtype}")
     if run.device.type == "cpu" and torch.get_num_threads() > 1 and (
-            os.getloadavg()[0] > os.cpu_count()):
+            hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count()):    # not on Windows
         print_rank0("note     this machine is busy: threads that wait for each other may be slow, "
                     "set OMP_NUM_THREADS=1")
     if config.warmup_steps > config.steps / 2:
