@@ -247,7 +247,8 @@ def reading(path: Path, problem: str):
     """Any error of the block becomes a CorruptCheckpoint that names the problem: damaged bytes make
     zipfile and torch.load raise whatever they suggest."""
     if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint {path}")
+        instead = f"{path}/latest.pt" if path.is_dir() else "another, or run train.py first"
+        raise FileNotFoundError(f"there is no checkpoint {path}: give {instead}")
     try:
         yield
     except (PermissionError, MemoryError):

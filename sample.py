@@ -12,8 +12,12 @@ Only text goes to standard output, as it is made; it ends at <|endoftext|> or --
 import argparse
 import codecs
 import os
+import signal
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":      # Ctrl-C at any time, also while torch is imported
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 
@@ -122,5 +126,5 @@ if __name__ == "__main__":
             raise
         sys.exit(f"sample.py: out of memory ({str(error).splitlines()[0]}): the model needs "
                  f"more memory than this device has: try --device cpu, or another machine")
-    except (KeyboardInterrupt, BrokenPipeError):            # Ctrl-C, or `| head` has read enough
+    except BrokenPipeError:             # `| head` has read enough
         os._exit(1)

@@ -2811,8 +2811,16 @@ def expect_mistake(result, message):
         ("timeout", 0, "at least 1"), ("skip-steps", "5", "A:B"),
         ("skip-steps", "9:3", "A:B, two steps from 1 on, A not after B"),
         ("skip-steps", "0:3", "A:B, two steps from 1 on")]),
-    ("--nonsense 1", 1, "--nonsense"), ("--device cuda", 1, "no CUDA device"),
-    ("--eval-only", 1, "holds no checkpoint"), ("--resume nowhere.pt", 1, "no checkpoint nowhere."),
+    ("--nonsense 1", 1, "--nonsense: --help lists the flags, README.md what"),
+    *((f"--{theirs} 1", 1, f"did you mean --{ours}?") for ours, others in [
+        *train.OTHER_NAMES.items(), ("batch-size", "batch_sise"), ("n-layer", "n-layers")]
+      for theirs in others.split()),
+    *((f"--device {name}", 1, f"no {name.upper()} device here: leave the flag out, or give --device"
+       " cpu") for name in ("cuda", "mps")),
+    ("--eval-only", 1, "holds no checkpoint"),
+    ("--resume nowhere.pt", 1, "no checkpoint nowhere.pt: give another, or run train.py first"),
+    *((f"--{name} run", 1, "no checkpoint run: give run/latest.pt")
+      for name in ("resume", "init-from")),
     ("--out /proc/nowhere", 1, "/proc/nowhere"), ("--out precious", 1, "--out precious is not a"),
     ("--data nowhere", 1, "python data.py"), ("--seq-len 100000", 1, "too few"),
     ("--n-layer 96 --n-head 96 --n-embd 12288", 1, "would keep parameters 695.9 GB"),
@@ -2952,6 +2960,28 @@ runpy.run_path({str(ROOT)!r} + "/" + sys.argv.pop(1), run_name="__main__")
     for steps in (2, 4):
         assert "Now sample" in run("train.py", "--data", shards, *TINY, "--steps", steps)
     assert len(run("sample.py", "--max-tokens", 5)) > 1
+
+
+@pytest.mark.parametrize("file", ["train.py", "sample.py"])
+def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path, file):
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    end = subprocess.run([sys.executable, ROOT / file], capture_output=True, timeout=50,
+                         env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (end.returncode, end.stdout, end.stderr) == (-signal.SIGINT, b"", b"")
+
+
+def test_a_run_ends_with_the_command_that_samples_from_it(run_train, run_sample, shards, tmp_path,
+                                                          monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = run_train("--data", shards, *TINY, "--out", "my run")[1]
+    python, file, *arguments = shlex.split(text.splitlines()[-1])
+    assert (python, file, arguments) == ("python", "sample.py", ["--ckpt", "my run/latest.pt"])
+    assert run_sample(*arguments, "--max-tokens", 3)[0] == 0
+    shutil.copytree(shards, "theirs")
+    meta = Path("theirs/meta.json")
+    meta.write_text(meta.read_text().replace('"bytes"', '"opt-257"'))
+    assert "sample" not in run_train("--data", "theirs", *TINY, "--out", "o")[1]     # it could not
 
 
 @pytest.mark.parametrize("capability, dtype, told", [
@@ -3218,6 +3248,11 @@ def test_flags_make_the_model_and_a_microbatch_that_suits_the_layout(shards, fla
                                                                      expected):
     config, cfg = train.validate(dict(flags, data=str(shards), seq_len=16), None, world)
     assert {**asdict(config), **asdict(cfg)}.items() >= expected.items()
+
+
+def test_underscores_are_dashes():
+    assert train.parse_flags(["--batch_size=8", "--min_lr_ratio", "0.5", "--init-from", "a_b"]) == (
+        dict(batch_size=8, min_lr_ratio=0.5, init_from="a_b"))
 
 
 def test_help_lists_every_flag_with_its_default(run_train):
@@ -4236,7 +4271,8 @@ def test_a_prompt_longer_than_the_context_is_cropped_with_a_warning(run_sample):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"), ("--temperature -1", "--temperature"),
+    ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"), ("--ckpt .", "give ./latest.pt"),
+    ("--temperature -1", "--temperature"),
     ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"), ("--max-tokens x", "--max-tokens"),
     ("--device cuda", "no CUDA device"), ("--nonsense", "--nonsense"), ("--seed -1", "--seed"),
     ("--seed 99999999999999999999", "--seed"), ("--prompt \udce9", "surrogates not allowed")])

@@ -18,12 +18,18 @@ win over the defaults; layout, precision and paths are never taken from the chec
 
 Exit status: 0 done, or saved on a signal; 1 the run failed; 2 a user's mistake, told in one line.
 """
+import signal
+
+if __name__ == "__main__":      # Ctrl-C ends it at once, until there is something to save
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import dataclasses
+import difflib
 import math
 import os
 import re
-import signal
+import shlex
 import statistics
 import sys
 import time
@@ -79,7 +85,7 @@ class Config:
     batch_size: int = flag(16, "sequences a step, of the whole job", low=1, group="optimisation")
     steps: int = flag(800, "steps of the whole run", low=1)
     lr: float = flag(4e-3, "peak learning rate", low=0)
-    min_lr_ratio: float = flag(0.1, "last learning rate / peak", low=0)
+    min_lr_ratio: float = flag(0.1, "last learning rate / peak; 1: it stays constant", low=0)
     warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
     lr_schedule: str = flag("cosine", "decay: cosine or linear", choices=["cosine", "linear"])
     weight_decay: float = flag(0.1, "AdamW's, on matrices only", low=0)
@@ -126,6 +132,13 @@ FREE = {"steps", "save_every", "eval_every", "keep"}        # other values make 
 SWITCHES = ("recompute", "sequence_parallel", "offload", "compile")
 LASTING = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
+OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README.md has more
+    "steps": "max-iters train-iters", "lr": "learning-rate", "min-lr-ratio": "min-lr",
+    "tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size",
+    "batch-size": "global-batch-size", "micro-batch": "micro-batch-size mbs",
+    "seq-len": "block-size seq-length", "clip": "grad-clip clip-grad", "data": "dataset data-path",
+    "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save", "resume": "load",
+    "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval"}
 
 
 def step_range(text: str) -> tuple[int, int]:
@@ -157,7 +170,16 @@ def parse_flags(arguments) -> dict:
             metavar={int: "N", float: "X", str: "NAME"}[kind])
         group.add_argument("--" + f.name.replace("_", "-"), **how,
                            help=f.metadata["help"] + f" ({', '.join(notes)})" * bool(notes))
-    given = vars(parser.parse_args(arguments))
+    # Underscores, as nanoGPT's flags have, are dashes.
+    given, unknown = parser.parse_known_args([
+        re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), text) for text in arguments])
+    if unknown:
+        name = unknown[0].partition("=")[0].lstrip("-")
+        near = [ours for ours, theirs in OTHER_NAMES.items() if name in theirs.split()] or (
+            difflib.get_close_matches(name, [known.replace("_", "-") for known in ranges], 1))
+        refuse(f"unknown argument {unknown[0]}: " + (f"did you mean --{near[0]}?" if near else
+               "--help lists the flags, README.md what others call them"))
+    given = vars(given)
     for name, value in given.items():
         low, below = ranges[name]
         if low is not None and not low <= value < (below or math.inf):
@@ -614,6 +636,9 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
     if "skip_steps" in given and step_range(config.skip_steps)[1] <= run.step:
         print_rank0(f"skip     the steps {config.skip_steps} lie behind: there is nothing to skip")
     run.train(metrics, StopSignal())
+    if run.step >= config.steps and run.train_data.meta["tokenizer"] in ("gpt2", "bytes"):
+        file = shlex.quote(f"{config.out}/latest.pt")
+        print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
 
 
 def launch(prepared, given: dict, device: torch.device, rank: int, world: int) -> None:
@@ -644,7 +669,6 @@ def launch(prepared, given: dict, device: torch.device, rank: int, world: int) -
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)        # until there is something to save
     rank, world, local_rank, local_world, restarts = (
         int(os.environ.get(name, default)) for name, default in [
             ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1),
