@@ -4355,7 +4355,15 @@ def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, starter)
 def test_the_readme_names_only_tests_and_flags_that_exist():
     tests = set(re.findall(r"`(test_\w+)`", README))
     assert len(tests) > 10 and tests <= set(globals())
-    flags = set(re.findall(r"--[a-z][a-z0-9-]*", README))
+    section = re.search(r"## Flags.*?(?=\n## )", README, re.S)[0]
+    rows = [[re.findall(r"`-*([\w-]+)", cell) for cell in line.split("|")[1:-1]]
+            for line in section.splitlines() if line.startswith("| `")]
+    for ours, theirs in train.OTHER_NAMES.items():      # the columns after ours and its meaning
+        named = " ".join(" ".join(sum(row[2:], [])) for row in rows if ours in row[0])
+        assert set(theirs.split()) <= set(named.replace("_", "-").split()), ours
+    own = re.sub(r"(?m)^(\| `.*?\|.*?\|).*", r"\1", section)
+    flags = set(re.findall(r"--[a-z][a-z0-9-]*", README.replace(section, own)))
+    assert len(rows) <= 20 and {f"--{flag}" for row in rows for flag in row[0]} <= flags
     known = {f"--{name.replace('_', '-')}" for name in asdict(train.Config())}
     for file in ("data.py", "sample.py", "parallel.py", "checkpoint.py"):
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
