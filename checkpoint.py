@@ -27,7 +27,6 @@ Training waits only for the copy to rank 0's host memory. A thread there writes 
 the next steps run, so for that long the host holds the state twice.
 """
 import argparse
-import fcntl
 import json
 import math
 import os
@@ -229,6 +228,8 @@ def _point_latest(path: Path) -> None:
 
 
 def _fsync(path: Path) -> None:
+    if not hasattr(os, "O_DIRECTORY"):              # Windows cannot open a folder to flush it
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -246,7 +247,8 @@ def reading(path: Path, problem: str):
     """Any error of the block becomes a CorruptCheckpoint that names the problem: damaged bytes make
     zipfile and torch.load raise whatever they suggest."""
     if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint {path}")
+        instead = f"{path}/latest.pt" if path.is_dir() else "another, or run train.py first"
+        raise FileNotFoundError(f"there is no checkpoint {path}: give {instead}")
     try:
         yield
     except (PermissionError, MemoryError):
@@ -330,7 +332,10 @@ def lock_output_dir(out: Path):
                       f"give another") from error
     with file:
         try:
+            import fcntl
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:         # Windows: nothing keeps a second run out
+            pass
         except BlockingIOError:
             file.seek(0)
             raise ValueError(f"another run writes to {out} ({file.read()}): stop it first, or give "

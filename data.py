@@ -16,6 +16,7 @@ int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then uint16 
 
     python data.py                           # the standard library's source, bytes, no network
     python data.py --dataset shakespeare     # or tinystories: downloaded once; GPT-2's tokens
+    python data.py --dataset fineweb --shards 2         # others' shards, 100M tokens each
     python data.py --input a.txt b.jsonl --out data/mine
 """
 import argparse
@@ -29,6 +30,7 @@ import sysconfig
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -42,12 +44,14 @@ VAL_ONE_IN = 20             # documents, or bytes of each of few documents
 BLOCK = PIECE = 1 << 18     # characters read, and encoded, at once
 DEFAULT_OUT = Path("data/python")
 EOT = "<|endoftext|>"
+HUB = "https://huggingface.co"
 # name: address, sha256 (None: the length is verified), suffix of the copy: how it is read
 DOWNLOADS = {"shakespeare": (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed", ".txt"), "tinystories": (
-    "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/"
-    "TinyStoriesV2-GPT4-train.txt", None, ".eot")}
+    f"{HUB}/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-train.txt", None,
+    ".eot"), "fineweb": (f"{HUB}/datasets/kjj0/fineweb10B-gpt2/resolve/main/", None, ".bin")}
+FINEWEB_SHARDS = 103        # to train on, 100M tokens each, as is the one to validate on
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
               "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
@@ -62,16 +66,38 @@ def sha256_of(*paths) -> str:
     return digest.hexdigest()
 
 
-def download(url: str, path: Path, sha256: str | None = None, tries: int = 4, wait: float = 0.5):
-    """Downloads url to path, which appears only when whole by its sha256, or else by its length.
-    What has come waits in path.part: the next try or run goes on from there, or, where the server
-    has no more and the file is still not right, starts over. ConnectionError after `tries` tries.
-    """
+def progress(what: str, total: int, done: int = 0):
+    """note(n): n more of `total` bytes are done. It tells how many, the rate and the time left on
+    standard error: a terminal five times a second and at the end, anything else once a minute."""
+    terminal, before, began = sys.stderr.isatty(), done, time.monotonic()
+    told = began
+
+    def note(count: int) -> None:
+        nonlocal done, told
+        done, now = done + count, time.monotonic()
+        if now - told >= (0.2 if terminal else 60) or terminal and done == total:
+            told, rate = now, (done - before) / max(now - began, 1e-9)
+            left = round(max(total - done, 0) / rate)
+            print(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {rate / 1e6:,.1f} MB/s, "
+                  f"{left // 60}m{left % 60:02d}s left   ", file=sys.stderr, flush=True,
+                  end="\r" if terminal and done != total else "\n")
+    return note
+
+
+def download(url: str, path: Path, sha256: str | None = None, tries: int = 4, wait: float = 0.5,
+             check=lambda path: None):
+    """Downloads url to path, which appears only when whole by its sha256, or else by its length and
+    because `check` raises no ValueError. What has come waits in path.part: the next try or run goes
+    on from there, or, where the server has no more and the file is still not right, starts over.
+    ConnectionError after `tries` tries."""
     if path.exists() and sha256 in (None, sha256_of(path)):
-        return
+        with suppress(ValueError):
+            check(path)
+            return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.touch()
+    error = "it is empty"
     for attempt in range(tries):
         time.sleep(attempt and wait * 2 ** attempt)
         ask = {"Range": f"bytes={part.stat().st_size}-", "Accept-Encoding": "identity"}
@@ -79,18 +105,17 @@ def download(url: str, path: Path, sha256: str | None = None, tries: int = 4, wa
             with requests.get(url, headers=ask, stream=True, timeout=(10, 30)) as reply:
                 if reply.status_code in (200, 416):     # all of it instead; or nothing from there
                     os.truncate(part, 0)
+                if reply.status_code == 416:
+                    continue                            # the error is that of the try before
                 reply.raise_for_status()
                 total = int(reply.headers.get("Content-Range", "").rpartition("/")[2]
                             or reply.headers.get("Content-Length", 0))
+                note = progress(path.name, total, part.stat().st_size)
                 with open(part, "ab") as file:
-                    try:
-                        for block in reply.iter_content(BLOCK):
-                            file.write(block)
-                            print(f"\r{path.name}: {file.tell() / 1e6:.1f} of {total / 1e6:.1f} "
-                                  f"MB", end="", file=sys.stderr, flush=True)
-                    finally:
-                        print(file=sys.stderr)          # what follows begins a line
+                    for block in reply.iter_content(BLOCK):
+                        note(file.write(block))
             if sha256_of(part) == sha256 if sha256 else part.stat().st_size == total > 0:
+                check(part)
                 return os.replace(part, path)
             error = f"{part.stat().st_size} of {total} bytes came, or not those expected"
         except (requests.RequestException, ValueError) as problem:
@@ -111,8 +136,8 @@ def gpt2_files() -> dict[str, Path]:
     except OSError as error:
         where = " and ".join(f"{GPT2_URL}{file} as DIR/{path.name}" for file, path in paths.items())
         raise ConnectionError(f"cannot fetch GPT-2's vocabulary into {cache}: put {where} and set "
-                              "TIKTOKEN_CACHE_DIR=DIR; data.py --tokenizer bytes needs "
-                              "neither") from error
+                              "TIKTOKEN_CACHE_DIR=DIR (a model of shards that data.py --tokenizer "
+                              "bytes has made needs neither)") from error
     return paths
 
 
@@ -173,9 +198,9 @@ def read_documents(path: Path):
 
 
 def index_documents(files, seed: int):
-    """Pass 1: counts, and cuts: int64 (documents,): how many bytes of each go to train; the rest
-    goes to val. -1: neither, for it repeats an earlier one or has no text."""
-    table = bytearray()
+    """Pass 1: cuts, int64 (documents,): how many bytes of each go to train; the rest goes to val.
+    -1: neither, for it repeats an earlier one or has no text. The bytes of the others; counts."""
+    table, note = bytearray(), progress("reading", sum(path.stat().st_size for path in files))
     for blocks in (blocks for path in files for blocks in read_documents(path)):
         # Salted with the seed, one hash serves both to find duplicates and to split.
         digest = hashlib.blake2b(digest_size=16, salt=seed.to_bytes(16, "little"))
@@ -183,6 +208,7 @@ def index_documents(files, seed: int):
         for text in blocks:
             raw = text.encode()
             digest.update(raw)
+            note(len(raw))
             size, has_text = size + len(raw), has_text or not text.isspace()
         table += digest.digest() + (size * has_text).to_bytes(8, "little")
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
@@ -198,8 +224,9 @@ def index_documents(files, seed: int):
         val = score < 2**64 // VAL_ONE_IN
         val[score.argmin()], val[score.argmax()] = True, False      # at least one to each split
         cuts[unique] = np.where(val, 0, size[unique])
-    return cuts, dict(documents=len(unique), skipped=int((size == 0).sum()),
-                      duplicates=int((size > 0).sum()) - len(unique))
+    return cuts, int(size[unique].sum()), dict(
+        documents=len(unique), skipped=int((size == 0).sum()),
+        duplicates=int((size > 0).sum()) - len(unique))
 
 
 # Where a text can be cut so that its sides, encoded apart, give the tokens of the whole: before a
@@ -269,6 +296,11 @@ def encode(jobs, encoding: tiktoken.Encoding):
 
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, skipped=0):
     """Makes a data set of the files in `out`, in place of an earlier one, and returns its meta."""
+    before = out / "meta.json"
+    before = before.exists() and re.search(r'"tokenizer": "(.*)"', before.read_text())
+    if before and before[1] != tokenizer:
+        raise ValueError(f"{out} holds tokens of {before[1]}, which --tokenizer {tokenizer} would "
+                         f"replace: choose another --out, or delete {out}/meta.json")
     encoding = get_tokenizer(tokenizer)
     old = [path for split in SPLITS for path in shards_of(out, split)]
     if foreign := [path for path in old if not re.fullmatch(r"(train|val)_\d{6}\.bin", path.name)]:
@@ -279,11 +311,13 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
     except OSError as error:
         raise OSError(f"cannot write to {out} ({error.strerror}): choose another --out") from error
     with aside as folder:
-        cuts, counts = index_documents(files, seed)
+        cuts, size, counts = index_documents(files, seed)
+        note = progress("tokenising", size)
         counts["skipped"] += skipped
         total, text_bytes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
         for split, tokens, size in encode(read_jobs(files, cuts), encoding):
             text_bytes[split] += size
+            note(size)
             while len(tokens):
                 number, have = divmod(total[split], shard_tokens)
                 now, tokens = np.split(tokens, [shard_tokens - have])
@@ -346,8 +380,9 @@ class TokenDataset:
         if not self.files:
             source = f"dataset {directory.name}" if directory.name in DOWNLOADS else "input FILE"
             how = "" if directory == DEFAULT_OUT else f" --{source} --out {directory}"
-            raise FileNotFoundError(f"no {split} shards in {directory}: run `python data.py{how}`")
-        self.shards = [self._open(path) for path in self.files]
+            what = f"no {split} shards in" if directory.is_dir() else "there is no folder"
+            raise FileNotFoundError(f"{what} {directory}: mistyped? Or run `python data.py{how}`")
+        self.shards = [self.open_shard(path) for path in self.files]
         self.meta = self._read_meta(directory)
         self.n_tokens = sum(map(len, self.shards))
         self.ends = np.cumsum([(len(tokens) - 1) // seq_len for tokens in self.shards])
@@ -356,7 +391,8 @@ class TokenDataset:
             raise ValueError(f"{self.files[0]}: {len(self.shards[0])} tokens are too few for a "
                              f"window of {seq_len} + 1: use a shorter --seq-len, or more text")
 
-    def _open(self, path: Path):
+    @staticmethod
+    def open_shard(path: Path) -> np.memmap:
         size, header = path.stat().st_size, np.fromfile(path, "<i4", 3).tolist()
         count = header[-1] if header[:2] == [MAGIC, VERSION] else 0
         if count < 1 or size != HEADER_BYTES + 2 * count:
@@ -412,26 +448,44 @@ class TokenDataset:
         return places
 
 
+def fetch_shards(url: str, out: Path, count: int) -> dict:
+    """The first `count` training shards of FineWeb and its validation shard, with GPT-2's tokens,
+    as llm.c and modded-nanogpt take them -> tokens of each split."""
+    for old in (*out.glob("*.bin"), *out.glob("meta.json")):
+        if not old.name.startswith("fineweb_"):
+            raise ValueError(f"{old} would mix with the new shards: choose another --out")
+    for name in ["val_000000", *(f"train_{i:06d}" for i in range(1, count + 1))]:
+        file = f"fineweb_{name}.bin"
+        download(url + file, out / file, check=TokenDataset.open_shard)
+    return dict(tokens={split: TokenDataset(out, split, 1).n_tokens for split in SPLITS})
+
+
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser("data.py", allow_abbrev=False, description="Makes shards.")
     parser.error = lambda message: parser.exit(2, f"data.py: {message}\n")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--dataset", choices=["python", *DOWNLOADS], default="python",
                         help="python (default) is the standard library's source")
-    source.add_argument("--input", nargs="+", type=Path, metavar="FILE", help=".txt or .jsonl")
+    source.add_argument("--input", nargs="+", type=Path, metavar="FILE",
+                        help=".txt or .jsonl, or folders of such")
     parser.add_argument("--tokenizer", choices=["gpt2", "bytes"], help="gpt2; bytes for python")
     parser.add_argument("--out", type=Path, metavar="DIR", help="data/DATASET; needed with --input")
     parser.add_argument("--seed", type=int, default=0, help="of the split (default: 0)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="(default: 100M)")
+    parser.add_argument("--shards", type=int, metavar="N", help="of fineweb (default: 1)")
     args = parser.parse_args(argv)
     if not 0 <= args.seed < 2**63 or not 1024 <= args.shard_tokens < 2**31:
         parser.error("--seed must be 0 to 2^63 - 1, --shard-tokens 1024 to 2^31 - 1")
     if args.input and not args.out:
         parser.error("--input needs --out DIR, where the shards go")
+    fineweb, shards = args.dataset == "fineweb", 1 if args.shards is None else args.shards
+    if not 1 <= shards <= FINEWEB_SHARDS or (args.tokenizer == "bytes" if fineweb else args.shards):
+        parser.error(f"--dataset fineweb has --shards 1 to {FINEWEB_SHARDS}, of GPT-2's tokens")
     out, usual, skipped = args.out or Path("data", args.dataset), "gpt2", 0
     try:
         if args.input:
-            files = args.input
+            files = [file for path in args.input for file in sorted(
+                f for f in path.rglob("*.*") if f.suffix in (".txt", ".jsonl")) or [path]]
             for path in files:
                 if path.suffix not in (".txt", ".jsonl"):
                     raise ValueError(f"{path}: only .txt and .jsonl are read: convert or rename it")
@@ -441,17 +495,23 @@ def main(argv=None) -> int:
             (files, skipped), usual = standard_library(), "bytes"
         else:
             url, sha256, suffix = DOWNLOADS[args.dataset]
+            url = url.replace(HUB, os.environ.get("HF_ENDPOINT", HUB))
             files = [out / "raw" / (args.dataset + suffix)]
-            download(url, files[0], sha256)
-        meta = prepare(files, out, args.tokenizer or usual, args.seed, args.shard_tokens, skipped)
-    except (ValueError, OSError) as error:
-        print(f"data.py: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ConnectionError) else 2
-    data = "" if out == DEFAULT_OUT else (f" --data {shlex.quote(str(out))}"
+            if not fineweb:
+                download(url, files[0], sha256)
+        meta = fetch_shards(url, out, shards) if fineweb else prepare(
+            files, out, args.tokenizer or usual, args.seed, args.shard_tokens, skipped)
+    except (ValueError, OSError, KeyboardInterrupt) as error:
+        stopped = "stopped: run it again, and a download goes on where it was"
+        print(f"data.py: {str(error) or stopped}", file=sys.stderr)
+        return 1 if isinstance(error, (ConnectionError, KeyboardInterrupt)) else 2
+    data = "" if out == DEFAULT_OUT else (f" --data {shlex.quote(out.as_posix())}"
                                           f" --out {shlex.quote(f'out/{out.name}')}")
-    print("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} without text "
-          "skipped; {tokens[train]:,} tokens to train on, {tokens[val]:,} to validate on.\n"
-          "Now train, in one process or in eight:".format(**meta))
+    if not fineweb:
+        print("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} without "
+              "text skipped".format(**meta), end="; ")
+    print("{train:,} tokens to train on, {val:,} to validate on.\n"
+          "Now train, in one process or in eight:".format(**meta["tokens"]))
     print(f"python train.py{data}\ntorchrun --nproc_per_node=8 train.py{data} --tp 2 --pp 2")
     return 0
 

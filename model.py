@@ -105,6 +105,7 @@ def seed_dropout(device: torch.device, dropout_seed: int | None, *name) -> None:
     generators of all devices, 0.4 to 2 ms a call beside a GPU.)"""
     if dropout_seed is not None:
         generator = (torch.default_generator if device.type == "cpu" else
+                     torch.mps if device.type == "mps" else
                      torch.get_device_module(device).default_generators[device.index])
         generator.manual_seed(derive_seed(dropout_seed, *name))
 

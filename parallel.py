@@ -267,12 +267,17 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
 
 
 def pick_device(name: str, local_rank: int, local_world: int, visible: str = "") -> torch.device:
-    """This process's device; `auto` is CUDA where there is one. `visible`, CUDA_VISIBLE_DEVICES: a
-    launcher may show each process one GPU of its own. Raises ValueError."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch finds no CUDA device here")
+    """This process's device; `auto` is CUDA where there is one, or else MPS (Apple's) for a single
+    process. `visible`, CUDA_VISIBLE_DEVICES: a launcher may show each process one GPU of its own.
+    Raises ValueError."""
+    here = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    if name == "auto":
+        name = next(n for n in here if here[n] and (n != "mps" or local_world == 1))
+    if not here[name]:
+        raise ValueError(f"--device {name}, but torch finds no {name.upper()} device here: leave "
+                         f"the flag out, or give --device cpu")
+    if name != "cuda":
+        return torch.device(name)
     count = torch.cuda.device_count()
     own = count == 1 and bool(visible)
     if local_world > count and not own:
@@ -298,6 +303,11 @@ def slow_in_16_bits(device: torch.device) -> bool:
     fp32."""
     capability = torch.backends.cpu.get_cpu_capability()
     return device.type == "cpu" and capability in ("DEFAULT", "AVX2")
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Of sums that add up many numbers: float64, which MPS does not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class StopSignal:
@@ -856,8 +866,8 @@ def start_messages(messages: list, group) -> list[Work]:
 
 def run_schedule(schedule, model: GPT, grid: Grid, batch: list, boundary: torch.Tensor,
                  flat=None, scale: float = 1.0) -> torch.Tensor:
-    """Carry out this stage's list. Returns the sum of its losses in float64, unscaled (0 on every
-    stage but the last).
+    """Carry out this stage's list. Returns the sum of its losses (`sum_dtype`), unscaled (0 on
+    every stage but the last).
 
     batch       microbatch -> (tokens (B, T), used on the first stage; targets (B, T), used on the
                 last; dropout seed)
@@ -869,7 +879,7 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, boundary: torch.
     PeerError, naming the microbatch, if another rank is gone or hangs.
     """
     live, coming, sending, group = {}, [], {}, grid.group("pp")
-    total = torch.zeros((), dtype=torch.float64, device=boundary.device)
+    total = torch.zeros((), dtype=sum_dtype(boundary.device), device=boundary.device)
     last = [m for op, m in schedule if op == "B"][-1:]
     if grid.is_last:
         model.head.scale, model.head.norms = scale, 0.0
@@ -1288,8 +1298,8 @@ class FlatParameters:
                 torch._foreach_copy_(terms, sums.split([len(x) for x in terms]))
 
     def square_sums(self) -> torch.Tensor:
-        """Sums of squares of this rank's gradients, float64 (2,): [what counts for the global
-        norm, everything].
+        """Sums of squares of this rank's gradients, (2,): [what counts for the global norm,
+        everything].
 
         Summed over the world, the first counts each parameter of the whole model once: replicas,
         what tensor parallelism replicates, and the copy of the tied weight count elsewhere. The
@@ -1306,8 +1316,8 @@ class FlatParameters:
                 ranges = [here for _, here, _ in run]       # one after the other, zeros in between
                 grads = bucket.shard["grad"][ranges[0].start:ranges[-1].stop]
                 norms[counted].append(row_norms(grads))
-        counted, others = (torch.cat(rows).double().square().sum() if rows else
-                           torch.zeros((), dtype=torch.float64, device=self.buckets[0].data.device)
+        none = torch.zeros(0, device=self.buckets[0].data.device)
+        counted, others = (torch.cat([none, *rows]).to(sum_dtype(none.device)).square().sum()
                            for rows in (norms[True], norms[False]))
         return torch.stack([counted, counted + others])
 
@@ -1351,14 +1361,16 @@ def check_memory(cfg: GPTConfig, grid: Grid, dtypes: tuple, zero: int, offload: 
             stages[there.stage] = FlatParameters(specs, there, *dtypes, "meta", zero).memory()
         for kind, size in stages[there.stage].items():
             sizes[kind] = sizes.get(kind, 0) + size
-    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if device.type != "cpu":
+    has = math.inf if not hasattr(os, "sysconf") else (         # as on Windows
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if device.type == "cuda":
         has = torch.cuda.mem_get_info(device)[1]
         sizes["optimizer"] *= not offload
     if sum(sizes.values()) > has:
         parts = ", ".join(f"{kind} {size / 1e9:,.1f} GB" for kind, size in sizes.items())
+        more = "GPUs, give --offload" if device.type == "cuda" else "machines"
         raise ValueError(f"this model would keep {parts} here, but there are {has / 1e9:,.1f} GB: "
-                         f"raise --tp, --pp or --zero on more machines, or take a smaller model")
+                         f"raise --tp, --pp or --zero on more {more}, or take a smaller --model")
 
 
 class _UnshardForBackward(torch.autograd.Function):
@@ -1428,8 +1440,8 @@ def locate_nonfinite(own_loss: float, flat: FlatParameters) -> dict:
 def row_norms(x: torch.Tensor) -> torch.Tensor:
     """The norms of the rows of 4096 of a flat tensor, the last of which may be shorter.
 
-    Their squares are for the caller to add up in float64: one fp32 sum over 10M values can be off
-    in its fourth digit.
+    Their squares are for the caller to add up (`sum_dtype`): one fp32 sum over 10M values can be
+    off in its fourth digit.
     """
     end = x.numel() // 4096 * 4096
     rows = torch.linalg.vector_norm(x[:end].view(-1, 4096), dim=1)

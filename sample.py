@@ -12,14 +12,18 @@ Only text goes to standard output, as it is made; it ends at <|endoftext|> or --
 import argparse
 import codecs
 import os
+import signal
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":      # Ctrl-C at any time, also while torch is imported
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 
 from checkpoint import load_model
 from data import get_tokenizer
-from parallel import out_of_memory
+from parallel import out_of_memory, pick_device
 
 
 def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: float):
@@ -78,8 +82,8 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=0, help="0: all (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="1: all (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"],
-                        help="auto: cuda where there is one")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"],
+                        help="auto: cuda or mps where there is one")
     args = parser.parse_args()
     if args.max_tokens < 0 or args.top_k < 0:
         parser.error("--max-tokens and --top-k must be at least 0")
@@ -87,17 +91,15 @@ def main() -> None:
         parser.error("--seed must be 0 to 2^63 - 1")
     if not 0 <= args.temperature < float("inf") or not 0 < args.top_p <= 1:
         parser.error("--temperature must be at least 0, --top-p above 0 and at most 1")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda, but torch finds no CUDA device here")
     try:
+        device = pick_device(args.device, 0, 1)
         model, state = load_model(Path(args.ckpt))
         tokenizer = get_tokenizer(state["tokenizer"])
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt or ""
         prompt.encode()                             # ValueError: bytes that are not UTF-8
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    cuda = args.device != "cpu" and torch.cuda.is_available()
-    model.to("cuda" if cuda else "cpu")
+    model.to(device)
 
     tokens = tokenizer.encode_ordinary(prompt)
     if len(tokens) > model.cfg.seq_len:
@@ -124,5 +126,5 @@ if __name__ == "__main__":
             raise
         sys.exit(f"sample.py: out of memory ({str(error).splitlines()[0]}): the model needs "
                  f"more memory than this device has: try --device cpu, or another machine")
-    except (KeyboardInterrupt, BrokenPipeError):            # Ctrl-C, or `| head` has read enough
+    except BrokenPipeError:             # `| head` has read enough
         os._exit(1)

@@ -683,6 +683,8 @@ def test_a_data_set_stays_until_a_new_one_is_whole(tmp_path):
         with pytest.raises(ValueError, match="meta.json is damaged.*run data.py again"):
             data.TokenDataset(out, "train", 4)
     second = prepare()["fingerprint"]
+    with pytest.raises(ValueError, match="holds tokens of bytes, which --tokenizer gpt2 would rep"):
+        data.prepare([tmp_path / "a.txt"], tmp_path, "gpt2")
     assert first["fingerprint"] != second == data.sha256_of(*sorted(tmp_path.glob("*.bin")))
     assert names_in(tmp_path) == ["a.txt", "meta.json", "new", "train_000000.bin",
                                   "val_000000.bin"]
@@ -734,6 +736,9 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("a.txt --no-such-flag", b"x" * 9, "no-such"), ("a.txt --dataset python", b"", "not allowed"),
     ("--input a.txt", b"x" * 9, "--out"), ("--dataset none", None, "none"),
     ("--out a.txt", b"x" * 9, "cannot write to a.txt"),
+    ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
+    ("--dataset fineweb --shards 104", None, "--shards 1 to 103"),
+    ("--dataset fineweb --tokenizer bytes", None, "GPT-2's tokens"),
     # Shards made by others are neither deleted nor mixed in.
     ("a.txt --out .", b"x" * 9, "fineweb_train_000001.bin"),
 ])
@@ -776,6 +781,7 @@ def server(monkeypatch):
             body, ranged = serve.body, serve.ranges and self.headers["Range"]
             size, start = len(body), int(ranged[6:-1]) if ranged else 0
             serve.starts.append(start)
+            serve.names.append(Path(self.path).name)
             self.send_response(416 if start >= size else 206 if ranged else 200)
             if ranged:
                 span = f"{start}-{size - 1}" if start < size else "*"
@@ -790,7 +796,8 @@ def server(monkeypatch):
             pass
 
     def serve(body, ranges=True, drop=0, length=True):
-        vars(serve).update(body=body, ranges=ranges, drop=drop, length=length, starts=[])
+        vars(serve).update(body=body, ranges=ranges, drop=drop, length=length, starts=[],
+                           names=[])
         return f"http://127.0.0.1:{httpd.server_port}/file", serve.starts
 
     monkeypatch.setattr(data.time, "sleep", lambda _: None)     # between tries
@@ -850,6 +857,71 @@ def test_a_data_set_by_name_is_downloaded_and_read(tmp_path, server, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert data.main(["--dataset", name]) == 0
     assert texts_of(Path("data", name), *data.SPLITS) == documents
+
+
+def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path, server,
+                                                                       monkeypatch, capsys):
+    fetch = functools.partial(run_data, capsys, "--dataset", "fineweb", "--shards", 2)
+    monkeypatch.chdir(tmp_path)
+    for body in (b"<html>", shard(range(99), count=98), shard(range(99), version=2)):
+        url, _ = server(body)
+        monkeypatch.setenv("HF_ENDPOINT", url.removesuffix("/file"))
+        status, out, line = fetch()
+        assert (status, out) == (1, "") and "val_000000.bin.part is no whole shard" in line, line
+        assert names_in(Path("data/fineweb")) == ["fineweb_val_000000.bin.part"]
+    _, starts = server(shard(range(99)))
+    Path("data/fineweb/fineweb_val_000000.bin.part").unlink()
+    Path("data/fineweb/fineweb_train_000001.bin.part").write_bytes(shard(range(99))[:500])
+    for _ in range(2):                              # the second time nothing is asked for
+        status, out, error = fetch()
+        assert (status, error) == (0, "") and "198 tokens to train on, 99 to validate on" in out
+        assert "python train.py --data data/fineweb --out out/fineweb\n" in out
+        assert starts == [0, 500, 0] and server.names == names_in(Path("data/fineweb"))[-1:] + (
+            names_in(Path("data/fineweb"))[:-1])
+    assert data.TokenDataset("data/fineweb", "train", 8).meta["tokenizer"] == "gpt2"
+    with open("data/fineweb/fineweb_train_000002.bin", "r+b") as file:
+        file.truncate(1100)
+    assert fetch()[0] == 0 and starts == [0, 500, 0, 0]                     # in its place
+    Path("data/fineweb/meta.json").touch()
+    assert "meta.json would mix with the new shards" in fetch()[2]
+
+
+@pytest.mark.parametrize("terminal, seconds, told", [
+    (True, 0.25, ["2.0 of 5.0 MB, 4.0 MB/s, 0m01s left   \r", "3.0 of 5.0 MB, 4.0 MB/s, 0m00s left"
+                  "   \r", "5.0 of 5.0 MB, 5.3 MB/s, 0m00s left   \n"]),
+    (True, 0.05, ["5.0 of 5.0 MB, 26.7 MB/s, 0m00s left   \n"]), (False, 10, []),
+    (False, 61, ["2.0 of 5.0 MB, 0.0 MB/s, 3m03s left   \n", "3.0 of 5.0 MB, 0.0 MB/s, 2m02s left"
+                 "   \n", "5.0 of 5.0 MB, 0.0 MB/s, 0m00s left   \n"])])
+def test_progress_has_rate_and_time_left_and_is_silent_but_for_a_terminal(monkeypatch, capsys,
+                                                                          terminal, seconds, told):
+    """Three parts of the last 4 of 5 MB, so many seconds each."""
+    clock = itertools.count(0, seconds)
+    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=clock.__next__))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    note = data.progress("x", 5_000_000, done=1_000_000)
+    for count in (1_000_000, 1_000_000, 2_000_000):
+        note(count)
+    assert capsys.readouterr().err == "".join(f"x: {line}" for line in told)
+
+
+def test_folders_are_read_and_making_tokens_shows_all_their_bytes(tmp_path, monkeypatch, capsys):
+    """All bytes that become tokens: 700 of one.jsonl, and of two.txt, which repeats them, none."""
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "in" / "one.jsonl").write_text(json.dumps(dict(text="x" * 700, n="y" * 78)) + "\n")
+    (tmp_path / "in" / "sub" / "two.txt").write_text("x" * 700)
+    (tmp_path / "in" / "sub" / "three.md").write_text("not read")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    status, out, error = run_data(capsys, "--input", tmp_path / "in", "--tokenizer", "bytes",
+                                  "--out", tmp_path / "out")
+    assert status == 0 and out.startswith("1 documents, 1 duplicates") and (
+        texts_of(tmp_path / "out", *data.SPLITS) == ["x" * 700])
+    assert error.startswith("tokenising: 0.0 of 0.0 MB") and error.count("\n") == 1
+    error = run_data(capsys, "--input", tmp_path / "in" / "sub" / "two.txt", "--tokenizer", "bytes",
+                     "--out", tmp_path / "out")[2]
+    assert re.findall("^[a-z]+", error, re.M) == ["reading", "tokenising"]
+    (tmp_path / "none").mkdir()
+    assert "none: only .txt and .jsonl are read" in run_data(
+        capsys, "--input", tmp_path / "none", "--out", tmp_path / "o")[2]
 
 
 def dataset(directory, shards, meta=True, seq_len=4):
@@ -940,7 +1012,10 @@ def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file,
 
 def test_without_shards_the_message_says_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for directory, command in {"data/python": "`python data.py`", "mine": "--out mine",
+    Path("here").mkdir()
+    for directory, command in {"data/python": "`python data.py`", "mine": "no folder.*--out mine",
+                               "here": "no train shards in here.*--out here",
+                               "data/fineweb": "`python data.py --dataset fineweb --out data/fin",
                                "data/shakespeare": "--dataset shakespeare"}.items():
         with pytest.raises(FileNotFoundError, match=command):
             data.TokenDataset(directory, "train", 4)
@@ -2072,9 +2147,9 @@ def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, layout
 @functools.cache
 def second_device():
     """A device whose tensors hold one of the CPU, which computes -> (device, log: a list of what
-    happens on it, in order: [operation], or ["arrives" or "leaves", bytes]). As on a GPU, no
-    operation takes tensors of two devices, but copies do. Autograd must not have run in the process
-    before."""
+    happens on it, in order: [operation], or ["arrives" or "leaves", bytes]; the set of types that
+    it lacks). As on a GPU, no operation takes tensors of two devices, but copies do. Autograd must
+    not have run in the process before."""
     class Module:                               # torch.second
         default_generators = [torch.default_generator]
         is_available = is_initialized = lambda module: True
@@ -2084,11 +2159,12 @@ def second_device():
         class Event:
             record = query = synchronize = lambda event: log.append(["event"]) or True
     setup_privateuseone_for_python_backend("second", Module())
-    device, log = torch.device("second", 0), []
+    device, log, refused = torch.device("second", 0), [], set()
 
     class Second(torch.Tensor):
         @staticmethod
         def __new__(cls, held):
+            assert held.dtype not in refused
             tensor = torch.Tensor._make_wrapper_subclass(
                 cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
                 dtype=held.dtype, device=device)
@@ -2138,14 +2214,15 @@ def second_device():
             "arange.start": lambda start, end, dtype=None, **_: Second(torch.arange(
                 start, end, dtype=dtype)), "_copy_from": copy_from}.items():
         library.impl(name, kernel, "PrivateUse1")
-    return device, log, library                 # which unregisters itself when it goes
+    return device, log, refused, library        # which unregisters itself when it goes
 
 
-def on_second_device(rank, world, layout, config, cfg):
+def on_second_device(rank, world, layout, config, cfg, wide):
     """As run_steps -> (rows, masters, what happens in a step, elements that this rank keeps, the
     validation loss after what was trained has been thrown away and restored). The collectives are
     gloo's, on the tensors inside."""
-    device, log, _ = second_device()
+    device, log, refused, _ = second_device()
+    refused.update({torch.float64} - {wide})                # as MPS
     dp, tp, pp = layout
 
     def unwrapped(function):
@@ -2155,7 +2232,8 @@ def on_second_device(rank, world, layout, config, cfg):
         handles = [kind(x, peer, group, tag=tag) for kind, x, peer, group, tag in messages]
         return [SimpleNamespace(wait=functools.cache(h.wait)) for h in handles]    # gloo's: once
     names = "all_reduce", "reduce_scatter_single", "all_gather_single", "isend", "irecv"
-    with gridded(rank, world, tp, pp, config.sequence_parallel) as grid, mock.patch.multiple(
+    with gridded(rank, world, tp, pp, config.sequence_parallel) as grid, mock.patch.object(
+            parallel, "sum_dtype", lambda device: wide), mock.patch.multiple(
             dist, P2POp=lambda *message: message, batch_isend_irecv=batch,
             **{name: unwrapped(getattr(dist, name)) for name in names}):
         run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
@@ -2166,6 +2244,7 @@ def on_second_device(rank, world, layout, config, cfg):
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
         restored = run.evaluate()
+    refused.clear()
     sizes = sum(bucket.shard["master"].numel() for bucket in run.flat.buckets)
     return rows.steps, whole, log[rows.seen[-3]:rows.seen[-2]], sizes, restored
 
@@ -2178,7 +2257,7 @@ def second_pool():
 
 
 @pytest.mark.parametrize("layout, flags", [
-    ((1, 1, 2), dict(pp=2, pp_schedule="1f1b")),
+    ((1, 1, 2), dict(pp=2, pp_schedule="1f1b")), ((1, 1, 1), "no float64"),
     ((2, 1, 1), dict(zero=3, offload=True, recompute=True, dropout=0.1)),
     *(pytest.param(layout, flags, marks=pytest.mark.slow) for layout, flags in [
         ((1, 1, 1), dict(dtype="bf16", offload=True)), ((1, 1, 1), dict(dtype="fp16")),
@@ -2190,10 +2269,11 @@ def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(
         pool, second_pool, tmp_path, layout, flags):
     """Not shown: streams, kernels. With --offload the host waits for each bucket too, and the
     gradients of all have left before AdamW updates the first."""
+    wide, flags = (torch.float32, {}) if flags == "no float64" else (torch.float64, flags)
     config, world = settings(tmp_path, steps=4, **flags), math.prod(layout)
     theirs, _, whole = pool.run(world, run_steps, layout, config, CFG)[0]
     rows, masters, log, numel, restored = second_pool.run(world, on_second_device, layout, config,
-                                                          CFG)[0]
+                                                          CFG, wide)[0]
     bound = 1e-6 if config.dtype == "fp32" else 2 * torch.finfo(torch.bfloat16).eps
     for name in ("loss", "grad_norm"):
         assert relative(column(rows, name), column(theirs, name)) < bound, name
@@ -2209,9 +2289,9 @@ def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(
     if config.offload:
         buckets = len(sizes["leaves"]) - 1
         offload = ["leaves", "event"] * buckets + ["event", "arrives"] * buckets
-    assert sizes["leaves"][0] == [5 * 8]
+    assert sizes["leaves"][0] == [5 * wide.itemsize]
     assert ways[ways.index("leaves"):] == ["leaves", "event", "event", *offload]
-    assert sum(sum(sizes["leaves"], [])) == 40 + config.offload * 4 * numel
+    assert sum(sum(sizes["leaves"], [])) == 5 * wide.itemsize + config.offload * 4 * numel
     batch = 2 * 8 * config.batch_size // layout[0] * CFG.seq_len            # tokens and targets
     itemsize = 2 if config.dtype == "bf16" else 4
     assert sum(sum(sizes["arrives"], [])) == batch + config.offload * itemsize * numel
@@ -2811,8 +2891,16 @@ def expect_mistake(result, message):
         ("timeout", 0, "at least 1"), ("skip-steps", "5", "A:B"),
         ("skip-steps", "9:3", "A:B, two steps from 1 on, A not after B"),
         ("skip-steps", "0:3", "A:B, two steps from 1 on")]),
-    ("--nonsense 1", 1, "--nonsense"), ("--device cuda", 1, "no CUDA device"),
-    ("--eval-only", 1, "holds no checkpoint"), ("--resume nowhere.pt", 1, "no checkpoint nowhere."),
+    ("--nonsense 1", 1, "--nonsense: --help lists the flags, README.md what"),
+    *((f"--{theirs} 1", 1, f"did you mean --{ours}?") for ours, others in [
+        *train.OTHER_NAMES.items(), ("batch-size", "batch_sise"), ("n-layer", "n-layers")]
+      for theirs in others.split()),
+    *((f"--device {name}", 1, f"no {name.upper()} device here: leave the flag out, or give --device"
+       " cpu") for name in ("cuda", "mps")),
+    ("--eval-only", 1, "holds no checkpoint"),
+    ("--resume nowhere.pt", 1, "no checkpoint nowhere.pt: give another, or run train.py first"),
+    *((f"--{name} run", 1, "no checkpoint run: give run/latest.pt")
+      for name in ("resume", "init-from")),
     ("--out /proc/nowhere", 1, "/proc/nowhere"), ("--out precious", 1, "--out precious is not a"),
     ("--data nowhere", 1, "python data.py"), ("--seq-len 100000", 1, "too few"),
     ("--n-layer 96 --n-head 96 --n-embd 12288", 1, "would keep parameters 695.9 GB"),
@@ -2900,12 +2988,80 @@ def test_on_a_machine_with_fewer_gpus_than_processes_the_way_out_is_named():
         with mock.patch.object(torch.cuda, "device_count", lambda: 1):      # as srun may show it
             device = parallel.pick_device("auto", 1, 2, visible="1")
             assert device == torch.device("cuda", 0)
+    for cuda, mps, processes, expected in [(True, True, 1, "cuda"), (False, True, 1, "mps"),
+                                           (False, True, 2, "cpu"), (False, False, 1, "cpu")]:
+        with mock.patch.multiple(torch.cuda, is_available=lambda: cuda, device_count=lambda: 1,
+                                 set_device=nothing), \
+                mock.patch.object(torch.backends.mps, "is_available", lambda: mps):
+            assert parallel.pick_device("auto", 0, processes).type == expected
     with mock.patch.object(torch.cuda, "get_device_properties"):
         with mock.patch.object(parallel, "all_gather_object", lambda gpu: [gpu, "another"]):
             parallel.assert_own_gpu(device)
         with mock.patch.object(parallel, "all_gather_object", lambda gpu: [gpu, gpu]), \
                 pytest.raises(RunError, match="two processes share a GPU"):
             parallel.assert_own_gpu(device)
+
+
+def test_mps_is_for_one_process_without_float64(run_train, shards, tmp_path, monkeypatch):
+    """What sums in float64 elsewhere: see the device made of Python."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    for result in (run_train(*flags, "--dtype", "fp64"),
+                   run_train(*flags, "--device", "mps", WORLD_SIZE=2)):
+        expect_mistake(result, "mps is for one process and has no fp64: give --device cpu")
+    mps = torch.device("mps")
+    assert parallel.sum_dtype(mps) == torch.float32
+    with mock.patch.object(torch.mps, "manual_seed") as manual_seed:
+        model.seed_dropout(mps, 1, "embed")
+    manual_seed.assert_called_once_with(model.derive_seed(1, "embed"))
+
+
+def test_one_process_needs_no_posix(shards, tmp_path):
+    """Trained and sampled where these are missing, as on Windows; it saves, goes on, and saves."""
+    (tmp_path / "windows.py").write_text(f"""
+import os, runpy, sys, torch
+torch.set_num_threads(2)
+def open_file(path, *arguments, open=os.open, **options):
+    if os.path.isdir(path):
+        raise PermissionError(path)
+    return open(path, *arguments, **options)
+os.open = open_file
+del os.sysconf, os.getloadavg, os.O_DIRECTORY, os.fork
+sys.modules.update(dict.fromkeys(["fcntl", "resource", "termios", "pwd", "grp"]))
+for name in ("model", "data", "amp", "parallel", "checkpoint", "train", "sample"):
+    sys.modules.pop(name, None)
+runpy.run_path({str(ROOT)!r} + "/" + sys.argv.pop(1), run_name="__main__")
+""")
+    def run(*arguments):
+        status, text, error = Command(tmp_path / "windows.py", *arguments, cwd=tmp_path).finish()
+        assert (status, error) == (0, ""), error
+        return text
+
+    for steps in (2, 4):
+        assert "Now sample" in run("train.py", "--data", shards, *TINY, "--steps", steps)
+    assert len(run("sample.py", "--max-tokens", 5)) > 1
+
+
+@pytest.mark.parametrize("file", ["train.py", "sample.py"])
+def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path, file):
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    end = subprocess.run([sys.executable, ROOT / file], capture_output=True, timeout=50,
+                         env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (end.returncode, end.stdout, end.stderr) == (-signal.SIGINT, b"", b"")
+
+
+def test_a_run_ends_with_the_command_that_samples_from_it(run_train, run_sample, shards, tmp_path,
+                                                          monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = run_train("--data", shards, *TINY, "--out", "my run")[1]
+    python, file, *arguments = shlex.split(text.splitlines()[-1])
+    assert (python, file, arguments) == ("python", "sample.py", ["--ckpt", "my run/latest.pt"])
+    assert run_sample(*arguments, "--max-tokens", 3)[0] == 0
+    shutil.copytree(shards, "theirs")
+    meta = Path("theirs/meta.json")
+    meta.write_text(meta.read_text().replace('"bytes"', '"opt-257"'))
+    assert "sample" not in run_train("--data", "theirs", *TINY, "--out", "o")[1]     # it could not
 
 
 @pytest.mark.parametrize("capability, dtype, told", [
@@ -3173,6 +3329,11 @@ def test_flags_make_the_model_and_a_microbatch_that_suits_the_layout(shards, fla
                                                                      expected):
     config, cfg = train.validate(dict(flags, data=str(shards), seq_len=16), None, world)
     assert {**asdict(config), **asdict(cfg)}.items() >= expected.items()
+
+
+def test_underscores_are_dashes():
+    assert train.parse_flags(["--batch_size=8", "--min_lr_ratio", "0.5", "--init-from", "a_b"]) == (
+        dict(batch_size=8, min_lr_ratio=0.5, init_from="a_b"))
 
 
 def test_help_lists_every_flag_with_its_default(run_train):
@@ -4191,7 +4352,8 @@ def test_a_prompt_longer_than_the_context_is_cropped_with_a_warning(run_sample):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"), ("--temperature -1", "--temperature"),
+    ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"), ("--ckpt .", "give ./latest.pt"),
+    ("--temperature -1", "--temperature"),
     ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"), ("--max-tokens x", "--max-tokens"),
     ("--device cuda", "no CUDA device"), ("--nonsense", "--nonsense"), ("--seed -1", "--seed"),
     ("--seed 99999999999999999999", "--seed"), ("--prompt \udce9", "surrogates not allowed")])
@@ -4274,7 +4436,15 @@ def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, starter)
 def test_the_readme_names_only_tests_and_flags_that_exist():
     tests = set(re.findall(r"`(test_\w+)`", README))
     assert len(tests) > 10 and tests <= set(globals())
-    flags = set(re.findall(r"--[a-z][a-z0-9-]*", README))
+    section = re.search(r"## Flags.*?(?=\n## )", README, re.S)[0]
+    rows = [[re.findall(r"`-*([\w-]+)", cell) for cell in line.split("|")[1:-1]]
+            for line in section.splitlines() if line.startswith("| `")]
+    for ours, theirs in train.OTHER_NAMES.items():      # the columns after ours and its meaning
+        named = " ".join(" ".join(sum(row[2:], [])) for row in rows if ours in row[0])
+        assert set(theirs.split()) <= set(named.replace("_", "-").split()), ours
+    own = re.sub(r"(?m)^(\| `.*?\|.*?\|).*", r"\1", section)
+    flags = set(re.findall(r"--[a-z][a-z0-9-]*", README.replace(section, own)))
+    assert len(rows) <= 20 and {f"--{flag}" for row in rows for flag in row[0]} <= flags
     known = {f"--{name.replace('_', '-')}" for name in asdict(train.Config())}
     for file in ("data.py", "sample.py", "parallel.py", "checkpoint.py"):
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))

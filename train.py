@@ -18,12 +18,18 @@ win over the defaults; layout, precision and paths are never taken from the chec
 
 Exit status: 0 done, or saved on a signal; 1 the run failed; 2 a user's mistake, told in one line.
 """
+import signal
+
+if __name__ == "__main__":      # Ctrl-C ends it at once, until there is something to save
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import dataclasses
+import difflib
 import math
 import os
 import re
-import signal
+import shlex
 import statistics
 import sys
 import time
@@ -80,7 +86,7 @@ class Config:
     batch_size: int = flag(16, "sequences a step, of the whole job", low=1, group="optimisation")
     steps: int = flag(800, "steps of the whole run", low=1)
     lr: float = flag(4e-3, "peak learning rate", low=0)
-    min_lr_ratio: float = flag(0.1, "last learning rate / peak", low=0)
+    min_lr_ratio: float = flag(0.1, "last learning rate / peak; 1: it stays constant", low=0)
     warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
     lr_schedule: str = flag("cosine", "decay: cosine or linear", choices=["cosine", "linear"])
     weight_decay: float = flag(0.1, "AdamW's, on matrices only", low=0)
@@ -91,7 +97,8 @@ class Config:
     tp: int = flag(1, "tensor-parallel ranks", low=1, group="layout")
     pp: int = flag(1, "pipeline stages", low=1)
     pp_schedule: str = flag("gpipe", "pipeline schedule: gpipe or 1f1b", choices=list(SCHEDULES))
-    device: str = flag("auto", "auto: cuda where there is one", choices=["auto", "cpu", "cuda"])
+    device: str = flag("auto", "auto: cuda or, for one process, mps where there is one",
+                       choices=["auto", "cpu", "cuda", "mps"])
     compile: bool = flag(False, "torch.compile for the blocks (tp 1, dropout 0)")
     timeout: int = flag(600, "seconds to wait for another rank before giving up (on GPUs for a "
                         "whole step)", low=1)
@@ -127,6 +134,13 @@ FREE = {"steps", "save_every", "eval_every", "keep"}        # other values make 
 SWITCHES = ("recompute", "sequence_parallel", "offload", "compile")
 LASTING = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
+OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README.md has more
+    "steps": "max-iters train-iters", "lr": "learning-rate", "min-lr-ratio": "min-lr",
+    "tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size",
+    "batch-size": "global-batch-size", "micro-batch": "micro-batch-size mbs",
+    "seq-len": "block-size seq-length", "clip": "grad-clip clip-grad", "data": "dataset data-path",
+    "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save", "resume": "load",
+    "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval"}
 
 
 def step_range(text: str) -> tuple[int, int]:
@@ -158,7 +172,16 @@ def parse_flags(arguments) -> dict:
             metavar={int: "N", float: "X", str: "NAME"}[kind])
         group.add_argument("--" + f.name.replace("_", "-"), **how,
                            help=f.metadata["help"] + f" ({', '.join(notes)})" * bool(notes))
-    given = vars(parser.parse_args(arguments))
+    # Underscores, as nanoGPT's flags have, are dashes.
+    given, unknown = parser.parse_known_args([
+        re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), text) for text in arguments])
+    if unknown:
+        name = unknown[0].partition("=")[0].lstrip("-")
+        near = [ours for ours, theirs in OTHER_NAMES.items() if name in theirs.split()] or (
+            difflib.get_close_matches(name, [known.replace("_", "-") for known in ranges], 1))
+        refuse(f"unknown argument {unknown[0]}: " + (f"did you mean --{near[0]}?" if near else
+               "--help lists the flags, README.md what others call them"))
+    given = vars(given)
     for name, value in given.items():
         low, below = ranges[name]
         if low is not None and not low <= value < (below or math.inf):
@@ -448,7 +471,7 @@ class Run:
         # All tp ranks have the same loss, and without sequence parallelism the same activations.
         loss_counts = grid.is_last and grid.tp_rank == 0
         norms_count = grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel)
-        norms = self.model.head.norms.double() if norms_count else loss.new_zeros(())
+        norms = self.model.head.norms.to(loss) if norms_count else loss.new_zeros(())
         local = torch.stack([loss * loss_counts / tokens, norms / tokens,
                              *self.flat.square_sums(), loss.new_full((), bool(stop_requested))])
         mean_loss, activation_norm, squares, all_squares, stopping = self.read(
@@ -623,7 +646,7 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
     if run.boundary.itemsize == 2 and slow_in_16_bits(run.device):
         print_rank0(f"note     this CPU multiplies in fp32 much faster than in {config.dtype}")
     if run.device.type == "cpu" and torch.get_num_threads() > 1 and (
-            os.getloadavg()[0] > os.cpu_count()):
+            hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count()):    # not on Windows
         print_rank0("note     this machine is busy: threads that wait for each other may be slow, "
                     "set OMP_NUM_THREADS=1")
     if config.warmup_steps > config.steps / 2:
@@ -631,6 +654,9 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
     if "skip_steps" in given and step_range(config.skip_steps)[1] <= run.step:
         print_rank0(f"skip     the steps {config.skip_steps} lie behind: there is nothing to skip")
     run.train(metrics, StopSignal())
+    if run.step >= config.steps and run.train_data.meta["tokenizer"] in ("gpt2", "bytes"):
+        file = shlex.quote(f"{config.out}/latest.pt")
+        print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
 
 
 def launch(prepared, given: dict, device: torch.device, rank: int, world: int) -> None:
@@ -661,7 +687,6 @@ def launch(prepared, given: dict, device: torch.device, rank: int, world: int) -
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)        # until there is something to save
     rank, world, local_rank, local_world, restarts = (
         int(os.environ.get(name, default)) for name, default in [
             ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1),
@@ -672,6 +697,8 @@ def main() -> None:
         config = Config(**given)
         device = pick_device(config.device, local_rank, local_world,
                              os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        if device.type == "mps" and (world > 1 or config.dtype == "fp64"):
+            raise ValueError("mps is for one process and has no fp64: give --device cpu")
         # Rank 0 alone, before any communication: the others wait for it at the rendezvous.
         stack, status = ExitStack(), 0
         prepared = None if rank else prepare(given, world, local_world, device, restarts > 0, stack)
