@@ -12,7 +12,7 @@ the price is that one host's memory must hold the model with its two moments.
     step        the last step done            consumed_samples  read so far: the data position
     tokens      read so far                   optimizer_steps   updates: steps that were not skipped
     config      train.py's flags              model      GPTConfig as a dict
-    tokenizer   its name                      data       fingerprint of what it was trained on
+    tokenizer   its name                      data       data.TokenDataset's phases
     scaler      its state_dict()              monitor    DivergenceMonitor as a dict
     parameters, exp_avg, exp_avg_sq           {global name: tensor}
 
@@ -49,7 +49,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from data import EOT, download, gpt2_files
+from data import EOT, TokenDataset, download, gpt2_files
 from model import GPT, GPTConfig, parameter_count
 from parallel import (FlatParameters, Grid, RunError, build_stage, comm_errors, make_buckets,
                       param_specs)
@@ -286,6 +286,8 @@ def load(path: Path) -> dict:
             raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")
         if not all(isinstance(state[key], dict) for key in ("config", "scaler", "monitor", *STATE)):
             raise ValueError("its parts are no dicts")
+        if not isinstance(state["data"], list):         # before mixtures: one fingerprint
+            state["data"] = [[0, {state["data"]: 1}]]
         cfg = GPTConfig(**state["model"])
         shapes = parameter_shapes(cfg)
         for key in STATE:
@@ -409,19 +411,19 @@ def find_checkpoint(out: Path, resume: str, restarted: bool, given: dict,
     return Path(resume), [], True
 
 
-def check_data(state: dict, meta: dict, data: str, same: bool) -> None:
+def check_data(state: dict, dataset: TokenDataset, data: str, same: bool) -> None:
     """Raise ValueError unless the data has the checkpoint's tokenizer and, if it must be the `same`
-    data, its fingerprint."""
+    data, every source that it was trained on."""
     theirs, ours = (state["tokenizer"], state["model"]["vocab_size"]), (
-        meta["tokenizer"], meta["vocab_size"])
+        dataset.meta["tokenizer"], dataset.meta["vocab_size"])
     if theirs != ours:
         raise ValueError(f"the checkpoint's tokenizer is {theirs[0]} with {theirs[1]} tokens, but "
                          f"{data} has {ours[0]} with {ours[1]}: use --data of that tokenizer, or "
                          f"another checkpoint")
-    if same and state["data"] != meta["fingerprint"]:
-        raise ValueError(f"{data} is not the data this checkpoint was trained on (its fingerprint "
-                         f"changed): use the run's own --data, or begin a run on this one with "
-                         f"--init-from and another --out")
+    if same and not set(state["data"][-1][1]) <= set(dataset.sources):
+        raise ValueError(f"{data} is not the data this checkpoint was trained on (a fingerprint "
+                         f"is missing): use the run's own --data (DIR=0 leaves out a source), or "
+                         f"begin a run on this one with --init-from and another --out")
 
 
 def start_branch(state: dict, path: Path, own_lr: bool) -> None:

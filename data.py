@@ -3,7 +3,7 @@
     documents --pass 1--> hashes, sizes: which documents are duplicates, which validate
     documents --pass 2--> pieces of text --tiktoken--> tokens --> DIR/train_000000.bin, ...
                                                                   DIR/val_000000.bin, meta.json
-    DIR/*.bin --memmap--> windows of T+1 tokens --permute--> batches (B, T+1)
+    DIR/*.bin --memmap--> windows of T+1 tokens --permute--> batches (B, T+1), of several DIRs mixed
 
 A document is a .txt file, or the field "text" of a line of .jsonl. Each is preceded by the token
 <|endoftext|>, as in llm.c; the same characters inside a text are ordinary text. A shard is llm.c's:
@@ -22,6 +22,7 @@ int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then uint16 
 import argparse
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -33,6 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import requests
@@ -371,25 +373,72 @@ def shards_of(directory: Path, split: str) -> list[Path]:
                   if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name))
 
 
-class TokenDataset:
-    """The windows of one split: T+1 tokens, the last of one the first of the next; T = seq_len."""
+def parse_mixture(text: str) -> dict[Path, int]:
+    """"DIR" -> {DIR: 1}; "A=0.7,B=0.3" -> {A: 7, B: 3}. Raises ValueError."""
+    if not set("=,") & set(text) or Path(text).is_dir():
+        return {Path(text): 1}
+    pairs = [part.rpartition("=")[::2] for part in text.split(",")]
+    try:
+        weights = {Path(folder): round(1e6 * float(weight)) for folder, weight in pairs}
+        divisor = math.gcd(*weights.values())
+    except (ValueError, OverflowError):             # no number, or not finite
+        divisor = 0
+    if (not divisor or min(weights.values()) < 0 or max(weights.values()) > 10 ** 9
+            or len({folder.absolute().name for folder in weights}) < len(pairs)):
+        raise ValueError(f"--data {text} must be DIR, or DIR=WEIGHT,DIR=WEIGHT ... with weights of "
+                         f"0 to 1000, not all 0, and different last parts of the DIRs")
+    return {folder: weight // divisor for folder, weight in weights.items()}
 
-    def __init__(self, directory, split: str, seq_len: int):
-        directory, self.seq_len = Path(directory), seq_len
-        self.files = shards_of(directory, split)
-        if not self.files:
-            source = f"dataset {directory.name}" if directory.name in DOWNLOADS else "input FILE"
-            how = "" if directory == DEFAULT_OUT else f" --{source} --out {directory}"
-            what = f"no {split} shards in" if directory.is_dir() else "there is no folder"
-            raise FileNotFoundError(f"{what} {directory}: mistyped? Or run `python data.py{how}`")
-        self.shards = [self.open_shard(path) for path in self.files]
-        self.meta = self._read_meta(directory)
-        self.n_tokens = sum(map(len, self.shards))
-        self.ends = np.cumsum([(len(tokens) - 1) // seq_len for tokens in self.shards])
-        self.n_windows = int(self.ends[-1])
-        if not self.n_windows:
-            raise ValueError(f"{self.files[0]}: {len(self.shards[0])} tokens are too few for a "
-                             f"window of {seq_len} + 1: use a shorter --seq-len, or more text")
+
+class Source(NamedTuple):
+    """A directory of shards: windows first ... first + n_windows - 1 of a TokenDataset."""
+    name: str
+    weight: int             # of its sequences, relative to those of the other sources
+    first: int
+    n_windows: int
+    meta: dict
+
+
+class TokenDataset:
+    """The windows of one split: T+1 tokens, the last of one the first of the next; T = seq_len.
+
+    `data` is a directory, or a mixture "A=0.7,B=0.3" of sources with one tokenizer. A source gives
+    its share of the sequences, be it less than one epoch or several, as in The Pile (Gao et al.
+    2020, section 2). A resume with other weights begins a phase: each source goes on where it was.
+    """
+
+    def __init__(self, data, split: str, seq_len: int):
+        self.seq_len, self.files, self.shards, self.sources, ends = seq_len, [], [], {}, [0]
+        for directory, weight in parse_mixture(str(data)).items():
+            files, first = shards_of(directory, split), ends[-1]
+            if not files:
+                kind = f"dataset {directory.name}" if directory.name in DOWNLOADS else "input FILE"
+                how = "" if directory == DEFAULT_OUT else f" --{kind} --out {directory}"
+                what = f"no {split} shards in" if directory.is_dir() else "there is no folder"
+                raise FileNotFoundError(f"{what} {directory}: mistyped? Or run `python "
+                                        f"data.py{how}`")
+            for path in files:
+                self.files.append(path)
+                self.shards.append(self.open_shard(path))
+                ends.append(ends[-1] + (len(self.shards[-1]) - 1) // seq_len)
+            if ends[-1] == first:
+                raise ValueError(f"{path}: {len(self.shards[-1])} tokens are too few for a window "
+                                 f"of {seq_len} + 1: use a shorter --seq-len, or more text")
+            meta = self._read_meta(directory)
+            self.sources[meta["fingerprint"]] = Source(
+                directory.absolute().name, weight, first, ends[-1] - first, meta)
+            self.meta = dict(meta)
+        if len({(s.meta["tokenizer"], s.meta["vocab_size"]) for s in self.sources.values()}) > 1:
+            raise ValueError(f"--data {data}: these have different tokenizers or vocabularies: "
+                             f"make them with one --tokenizer of data.py")
+        if sum(source.n_windows for source in self.sources.values()) < ends[-1]:
+            raise ValueError(f"--data {data}: two of these hold the same text: give it once")
+        self.n_tokens, self.n_windows = sum(map(len, self.shards)), ends[-1]
+        self.ends = np.array(ends[1:])
+        self.meta["bytes_per_token"] = self.average(
+            [source.meta["bytes_per_token"] for source in self.sources.values()])
+        # [first sequence, {fingerprint of a source: weight}] each; a checkpoint holds them.
+        self.phases = [[0, {key: source.weight for key, source in self.sources.items()}]]
 
     @staticmethod
     def open_shard(path: Path) -> np.memmap:
@@ -439,13 +488,49 @@ class TokenDataset:
                 self._check(tokens[start:min(start + BLOCK, last)], shard, start)
             first, last = first - len(tokens), last - len(tokens)
 
+    def go_on(self, phases: list, position: int) -> None:
+        """Read on as a run with these phases, whose next sequence is number `position`."""
+        if phases[-1][1] != self.phases[-1][1]:
+            phases = [p for p in phases if p[0] < position] + [[position, self.phases[-1][1]]]
+        self.phases = phases
+
+    def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
+        """{fingerprint: int64 (B,)}: how many of the first n sequences (B,) each source gives. The
+        first takes its share of all, rounded down, the next its share of what is left, and so on:
+        in a phase each is off by less than one sequence for each source."""
+        counts, ends = dict.fromkeys(self.sources, np.zeros_like(n)), [
+            *(first for first, _ in self.phases[1:]), np.iinfo(np.int64).max]
+        for (first, weights), end in zip(self.phases, ends):
+            left, rest = np.clip(n, first, end) - first, sum(weights.values())
+            for key, weight in weights.items():
+                taken = left * weight // max(rest, 1)
+                counts[key], left, rest = counts[key] + taken, left - taken, rest - weight
+        return counts
+
+    def epochs(self, n: int) -> dict[str, float]:
+        """{name of a source: how often the first n sequences read it}."""
+        return {self.sources[key].name: (count / self.sources[key].n_windows).item()
+                for key, count in self.counts(np.array([n])).items()}
+
+    def average(self, values) -> float | None:
+        """The mean by weight of a number of each source; None if one is None."""
+        pairs = [(s.weight, x) for s, x in zip(self.sources.values(), values) if s.weight]
+        if any(x is None for _, x in pairs):
+            return None
+        return sum(weight * x for weight, x in pairs) / sum(weight for weight, _ in pairs)
+
     def sample_indices(self, seed: int, first: int, count: int) -> np.ndarray:
-        """int64 (count,): windows of sequences first, first + 1, ...; an epoch permutes all."""
-        epochs, places = np.divmod(np.arange(first, first + count), self.n_windows)
-        for epoch in np.unique(epochs).tolist():
-            now = epochs == epoch
-            places[now] = permute(places[now], self.n_windows, seed, epoch)
-        return places
+        """int64 (count,): windows of sequences first, first + 1, ...; an epoch permutes all of a
+        source."""
+        windows = np.empty(count, np.int64)
+        for key, read in self.counts(np.arange(first, first + count + 1)).items():
+            source = self.sources[key]
+            epochs, places = np.divmod(np.arange(read[0], read[-1]), source.n_windows)
+            for epoch in np.unique(epochs).tolist():
+                now = epochs == epoch
+                places[now] = permute(places[now], source.n_windows, seed, epoch)
+            windows[np.diff(read) > 0] = source.first + places
+        return windows
 
 
 def fetch_shards(url: str, out: Path, count: int) -> dict:

@@ -233,8 +233,9 @@ class Memory(data.TokenDataset):
             tokens[i] = (3 * tokens[i - 1] + 7) % cfg.vocab_size
         self.seq_len, self.n_windows, self.n_tokens = cfg.seq_len, n_windows, len(tokens)
         self.shards, self.ends = [tokens], [n_windows]
-        self.meta = dict(tokenizer="bytes", vocab_size=cfg.vocab_size, bytes_per_token=1.0,
-                         fingerprint="memory")
+        self.meta = dict(tokenizer="bytes", vocab_size=cfg.vocab_size, bytes_per_token=1.0)
+        self.sources = {"memory": data.Source("memory", 1, 0, n_windows, self.meta)}
+        self.phases = [[0, {"memory": 1}]]
 
     def sample_indices(self, seed, first, count):
         permutation = np.random.default_rng(seed).permutation(self.n_windows)
@@ -942,11 +943,24 @@ def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
     assert windows.windows([1]).dtype == np.int64
 
 
-@pytest.mark.parametrize("n", [*range(1, 40), 255, 256, 257, 4097, 10 ** 6])
+def mixture(sources, phases=None):
+    """A TokenDataset without tokens, of {name: (windows, weight)}."""
+    made, first = data.TokenDataset.__new__(data.TokenDataset), 0
+    made.sources, made.phases = {}, phases or [[0, {name: w for name, (_, w) in sources.items()}]]
+    for name, (n_windows, weight) in sources.items():
+        made.sources[name] = data.Source(name, weight, first, n_windows, {})
+        first += n_windows
+    return made
+
+
+@pytest.mark.parametrize("n", [*range(1, 40), 255, 256, 257, 1000, 4097, 10 ** 6])
 def test_an_epoch_is_a_permutation_and_a_function_of_seed_and_sequence(n):
     def drawn(seed, first, count):
-        return data.TokenDataset.sample_indices(SimpleNamespace(n_windows=n), seed, first, count)
+        return mixture({"d": (n, 1)}).sample_indices(seed, first, count)
 
+    if n == 1000:           # a run that goes on with a later version must read the same data
+        assert drawn(1337, 995, 10).tolist() == [
+            483, 950, 50, 473, 32, 918, 294, 124, 291, 217]
     one, two = epochs = drawn(7, 0, 2 * n).reshape(2, n)
     in_order = np.arange(n)
     assert all(np.array_equal(np.sort(epoch), in_order) for epoch in epochs)    # no replacement
@@ -957,6 +971,76 @@ def test_an_epoch_is_a_permutation_and_a_function_of_seed_and_sequence(n):
             assert (other == one).mean() < 10 / n + 1e-3
         assert abs(np.corrcoef(one, in_order)[0, 1]) < 4 / n ** 0.5     # four deviations
         assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 4 / n ** 0.5
+
+
+def drawn_from(made, n, first=0):
+    """{source: which of its windows sequences first ... n - 1 read of it}, and their sources."""
+    windows = made.sample_indices(7, first, n - first)
+    each = {name: windows[(source.first <= windows) & (windows < source.first + source.n_windows)]
+            - source.first for name, source in made.sources.items()}
+    starts = [source.first for source in made.sources.values()]
+    return each, np.array([*made.sources])[np.searchsorted(starts, windows, side="right") - 1]
+
+
+@pytest.mark.parametrize("sources", [
+    {"a": (50, 7), "b": (300, 3)}, {"a": (1, 1), "b": (2000, 999)}, {"a": (9, 0), "b": (9, 1)},
+    {"a": (40, 5), "b": (70, 1), "c": (11, 3), "d": (400, 20), "e": (30, 0), "f": (90, 5)}])
+def test_a_mixture_is_exact_in_proportion_and_reads_each_source_without_replacement(sources):
+    n, total = 2000, sum(weight for _, weight in sources.values())
+    made = mixture(sources)
+    each, names = drawn_from(made, n)
+    for name, (n_windows, weight) in sources.items():
+        counts = np.cumsum(names == name)               # off by so many at most, wherever one looks
+        assert abs(counts - np.arange(1, n + 1) * weight / total).max() < len(sources)
+        # Its sequences are those that it gives when it is alone.
+        alone = mixture({name: (n_windows, 1)}).sample_indices(7, 0, len(each[name]))
+        assert np.array_equal(each[name], alone)
+        assert made.epochs(n)[name] == len(alone) / n_windows
+    whole = made.sample_indices(7, 0, n)
+    for first, count in [(0, 1), (17, 16), (n - 3, 3), (5, 0)]:         # any order of asking
+        assert np.array_equal(made.sample_indices(7, first, count), whole[first:first + count])
+
+
+def test_a_mixture_of_a_long_run_is_exact_too():
+    n, total = 8 * 10 ** 9, 1000 * 10 ** 6
+    made = mixture({"a": (10 ** 9, total - 1), "b": (10, 1)})
+    assert [count.tolist() for count in made.counts(np.array([n, n + 1])).values()] == [
+        [(n + i) * (total - 1) // total for i in (0, 1)],
+        [n + i - (n + i) * (total - 1) // total for i in (0, 1)]]
+
+
+def test_with_other_weights_each_source_goes_on_where_it_was():
+    sources, n = {"a": (50, 7), "b": (300, 3), "c": (70, 0)}, 600
+    before, same = mixture(sources), mixture({name: sources[name] for name in "bca"})
+    same.go_on(before.phases, 123)                      # the same weights in another order
+    each, names = drawn_from(before, n)
+    again, as_before = drawn_from(same, n)
+    assert as_before.tolist() == names.tolist() and all(
+        np.array_equal(each[name], again[name]) for name in "abc")
+    other = mixture({"a": (50, 1), "b": (300, 1), "c": (70, 2), "d": (9, 4)})
+    other.go_on(same.phases, 100)
+    other.go_on(other.phases, 500)                      # the same again: no other phase
+    assert other.phases == [[0, dict(a=7, b=3, c=0)], [100, dict(a=1, b=1, c=2, d=4)]]
+    each, after = drawn_from(other, n)
+    assert after[:100].tolist() == names[:100].tolist()
+    for name, source in other.sources.items():
+        alone = mixture({name: (source.n_windows, 1)}).sample_indices(7, 0, len(each[name]))
+        assert np.array_equal(each[name], alone)        # nothing twice, nothing left out
+        counts, share = np.cumsum(after[100:] == name), source.weight / 8
+        assert abs(counts - np.arange(1, n - 99) * share).max() < 4
+    # From an older file, of a time before that phase, yet others.
+    before.go_on(other.phases, 60)
+    assert before.phases == [[0, dict(a=7, b=3, c=0)], [60, dict(a=7, b=3, c=0)]]
+
+
+@pytest.mark.parametrize("text, weights", [
+    ("data/a=0.7,b=0.3", {"data/a": 7, "b": 3}), ("a=1,b=2,c=0", {"a": 1, "b": 2, "c": 0}),
+    ("a=.000001,b=1000", {"a": 1, "b": 10 ** 9}), ("k=v=2,b=2", {"k=v": 1, "b": 1}),
+    ("data", {"data": 1}), ("day=1", {"day=1": 1}), ("a=5", {"a": 1})])
+def test_a_directory_or_several_by_weight(tmp_path, monkeypatch, text, weights):
+    monkeypatch.chdir(tmp_path)
+    Path("day=1").mkdir()
+    assert data.parse_mixture(text) == {Path(folder): w for folder, w in weights.items()}
 
 
 def test_a_permutation_of_a_billion_windows_takes_no_memory():
@@ -2243,7 +2327,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         full = parallel.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
-        restored = run.evaluate()
+        restored = run.evaluate_all()["val_loss"]
     refused.clear()
     sizes = sum(bucket.shard["master"].numel() for bucket in run.flat.buckets)
     return rows.steps, whole, log[rows.seen[-3]:rows.seen[-2]], sizes, restored
@@ -2363,8 +2447,8 @@ def small_state(step, fill=0.0):
     cfg = GPTConfig(vocab_size=256, n_layer=1, n_embd=32)           # no padding
     tensors = {name: torch.full(p.shape, fill) for name, p in GPT(cfg).named_parameters()}
     return dict(format=checkpoint.FORMAT, step=step, consumed_samples=1, tokens=1, config={},
-                optimizer_steps=1, model=asdict(cfg), tokenizer="bytes", data="d", scaler={},
-                monitor={}, **{key: tensors for key in checkpoint.STATE})
+                optimizer_steps=1, model=asdict(cfg), tokenizer="bytes", scaler={},
+                data=[[0, {"d": 1}]], monitor={}, **{key: tensors for key in checkpoint.STATE})
 
 
 def names_in(folder):
@@ -2891,6 +2975,13 @@ def expect_mistake(result, message):
         ("timeout", 0, "at least 1"), ("skip-steps", "5", "A:B"),
         ("skip-steps", "9:3", "A:B, two steps from 1 on, A not after B"),
         ("skip-steps", "0:3", "A:B, two steps from 1 on")]),
+    *((f"--data {mixture}", 1, "must be DIR, or DIR=WEIGHT,DIR=WEIGHT ...") for mixture in [
+        "a,b", "a=1,b", "a=x,b=1", "a=nan", "a=inf", "a=-1,b=2", "a=0,b=0", "a=1001,b=1",
+        "a=1,a=2", "one/a=1,two/a=1", ",", "a=1,"]),
+    ("--data other=1,nowhere=1", 1, "--input FILE --out nowhere"),
+    ("--data other=1,toy=0", 1, "different tokenizers or vocabularies"),
+    ("--data torn=1,other=1", 1, "train_000000.bin"), ("--data other=1,beyond=2", 1, "257"),
+    ("--data beyond=1,beyond_val=1", 1, "two of these hold the same text"),
     ("--nonsense 1", 1, "--nonsense: --help lists the flags, README.md what"),
     *((f"--{theirs} 1", 1, f"did you mean --{ours}?") for ours, others in [
         *train.OTHER_NAMES.items(), ("batch-size", "batch_sise"), ("n-layer", "n-layers")]
@@ -2913,7 +3004,8 @@ def expect_mistake(result, message):
     ("--resume patience.pt", 1, "no valid ['patience']"),
     ("--resume whole.pt --n-layer 3", 1, "n_layer 2, not 3"),
     ("--resume whole.pt --model opt-125m", 1, "activation gelu, not relu"),
-    ("--resume whole.pt --data other", 1, "other is not the data this checkpoint was trained on"),
+    *((f"--resume whole.pt --data {folder}", 1, f"{folder} is not the data this checkpoint was")
+      for folder in ("other", "other=1")),
     ("--resume whole.pt --data toy", 1, "tokenizer is bytes with 257 tokens, but toy has bytes"),
 ])
 def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch, flags,
@@ -3346,13 +3438,114 @@ def test_help_lists_every_flag_with_its_default(run_train):
             rf"\((at least [^()]*, )?default {re.escape(str(value))}\)", text), name
 
 
+@pytest.fixture(scope="module")
+def two_sources(tmp_path_factory):
+    """Directories a, of 40 windows of 16 tokens, and b, of about 400."""
+    folder = tmp_path_factory.mktemp("sources")
+    for name, lines in (("a", [f"{i} + {i} = {2 * i}\n" for i in range(50)]),
+                        ("b", [f"line {i}: other words é\n" for i in range(300)])):
+        (folder / f"{name}.txt").write_text("".join(lines))
+        data.prepare([folder / f"{name}.txt"], folder / name, "bytes")
+    return folder
+
+
+def run_on_files(rank, world, layout, config, cfg):
+    """A run on --data -> its rows."""
+    with gridded(rank, world, config.tp, config.pp) as grid:
+        run = train.Run(config, cfg, grid, torch.device("cpu"), *(
+            data.TokenDataset(config.data, split, cfg.seq_len) for split in data.SPLITS), None)
+        rows = Rows(run, nothing)
+        run.train(rows, SimpleNamespace(requested=False))
+    return rows.steps
+
+
+def test_a_mixture_is_the_same_in_every_layout_and_evaluated_by_source(pool, tmp_path, two_sources):
+    """Against a plain model and each source alone, in two steps that change nothing."""
+    a, b = (str(two_sources / name) for name in "ab")
+    config = settings(tmp_path, data=f"{a}=3,{b}=1", dtype="fp64", lr=0.0, steps=2)
+    plain = GPT(CFG).initialize(config.seed).double()
+
+    def loss(windows):
+        return plain(*(torch.from_numpy(w) for w in (windows[:, :-1], windows[:, 1:]))).item()
+
+    alone = {name: {split: data.TokenDataset(folder, split, CFG.seq_len) for split in data.SPLITS}
+             for name, folder in (("a", a), ("b", b))}
+    drawn = {name: alone[name]["train"].windows(alone[name]["train"].sample_indices(
+        config.seed, 0, count)) for name, count in (("a", 12), ("b", 4))}
+    total = (loss(drawn["a"]) + loss(drawn["b"])) / 16 / 16
+    each = {}
+    for name in alone:
+        val = alone[name]["val"]
+        spaced = np.linspace(0, val.n_windows - 1, min(val.n_windows, 128)).astype(int)
+        each[name] = loss(val.windows(spaced)) / len(spaced) / 16
+    for layout in [(1, 1, 1), (2, 1, 2)]:
+        rows = pool.run(math.prod(layout), run_on_files, layout, replace(
+            config, tp=layout[1], pp=layout[2]), CFG)[0]
+        assert np.mean(column(rows, "loss")) == pytest.approx(total, rel=1e-10), layout
+        end = rows[-1]
+        assert {name: end[f"val_loss/{name}"] for name in "ab"} == pytest.approx(each, rel=1e-10)
+        assert end["val_loss"] == pytest.approx(0.75 * each["a"] + 0.25 * each["b"], rel=1e-10)
+        assert [end[f"epochs/{name}"] for name in "ab"] == [
+            count / alone[name]["train"].n_windows for name, count in (("a", 12), ("b", 4))]
+
+
+def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_sources, tmp_path):
+    """From the file of step 4, which has read 32 sequences, one of "a" not yet a whole epoch."""
+    a, b = two_sources / "a", two_sources / "b"
+    base, flags = f"{a}=0.7,{b}=0.3", [*TINY, "--batch-size", 8, "--steps", 10, "--save-every", 4]
+    keys = [data.TokenDataset(folder, "train", 16).meta["fingerprint"] for folder in (a, b)]
+    for name, first in [("mixture", base), ("plain", a)]:
+        assert run_train("--data", first, "--out", tmp_path / name, *flags)[0] == 0
+    assert all(name in column(read_metrics(tmp_path / "mixture")[0], "step") for name in (1, 10))
+    begun = dict(mixture=[[0, {keys[0]: 7, keys[1]: 3}]], plain=[[0, {keys[0]: 1}]])
+    both = dict.fromkeys(keys, 1)
+    for number, (run, mixture, phases) in enumerate([
+            ("mixture", f"{b}=3,{a}=7", begun["mixture"]),              # the same, in another order
+            ("plain", f"{a}=0.5", begun["plain"]), ("plain", a, begun["plain"]),
+            ("mixture", f"{a}=1,{b}=1", [*begun["mixture"], [32, both]]),
+            ("plain", f"{b}=1,{a}=1", [*begun["plain"], [32, both]])]):
+        out = tmp_path / f"{number}"
+        out.mkdir()
+        state = torch.load(tmp_path / run / "step_00000004.pt")
+        if run == "plain":
+            state["data"] = keys[0]                     # as it was before there were mixtures
+        torch.save(state, out / "step_00000004.pt")
+        status, text, _ = run_train("--data", mixture, "--out", out, *flags)
+        rows, (resume,) = read_metrics(out)
+        straight, told = read_metrics(tmp_path / run)[0][4:], f"data {mixture} instead of"
+        changed = len(phases) > 1
+        assert status == 0 and saved(out, 10)["data"] == phases and (told in text) == changed
+        assert resume["changed"] == (dict(data=[state["config"]["data"], mixture])
+                                     if changed else {})
+        assert (column(rows, "loss") != column(straight, "loss")) == changed
+        if not changed:
+            assert_same_state(saved(out, 10), saved(tmp_path / run, 10))
+        assert text.count(" bits a byte") == 3 * (1 if len(phases[-1][1]) == 1 else 3)
+    assert run_train("--data", mixture, "--out", out, *flags, "--steps", 11)[0] == 0
+    assert saved(out, 11)["data"] == phases             # no other phase
+    expect_mistake(run_train("--data", a, "--out", out, *flags), "not the data this checkpoint")
+    assert run_train("--data", f"{a}=1,{b}=0", "--out", out, *flags, "--steps", 12)[0] == 0
+    assert saved(out, 12)["data"] == [*phases, [88, {keys[0]: 1, keys[1]: 0}]]
+
+
+def test_a_mixtures_bytes_a_token_are_its_sources_by_weight(tmp_path):
+    for name, size in (("a", 1.0), ("b", 4.0), ("c", None)):
+        (tmp_path / name).mkdir()
+        dataset(tmp_path / name, {"train": range(9), "val": range(9)})
+        (tmp_path / name / "meta.json").write_text(json.dumps(dict(
+            tokenizer="bytes", vocab_size=257, bytes_per_token=size, fingerprint=name)))
+    for mixture, size in [("a=1,b=3", 3.25), ("a=1,c=0", 1.0), ("a=1,c=1", None)]:
+        mixture = ",".join(f"{tmp_path}/{part}" for part in mixture.split(","))
+        assert data.TokenDataset(mixture, "val", 4).meta["bytes_per_token"] == size
+
+
 @pytest.mark.parametrize("n_windows", [13, 300])
 def test_validation_is_the_mean_loss_of_evenly_spaced_windows(tmp_path, n_windows):
     cfg, val = replace(CFG, dropout=0.5), Memory(CFG, n_windows, seed=1)
     with gridded(0, 1, 1, 1) as grid:
         run = train.Run(settings(tmp_path, dtype="fp64"), cfg, grid, torch.device("cpu"),
                         Memory(cfg), val, None)
-        ours = run.evaluate()
+        ours = run.evaluate_all()["val_loss"]
     spaced = np.linspace(0, n_windows - 1, min(n_windows, 128)).astype(int)
     batch = torch.from_numpy(val.windows(spaced))
     plain = GPT(cfg).initialize(1337).double().eval()
@@ -3370,7 +3563,7 @@ def test_the_console_tells_what_is_left_and_the_loss_in_three_units(tmp_path, ca
         return result
 
     def prepare(run):
-        run.evaluate, run.save = lambda: takes(1000, 2 * math.log(2)), lambda: takes(1000)
+        run.evaluate, run.save = lambda _: takes(1000, 2 * math.log(2)), lambda: takes(1000)
         run.val_data.meta["bytes_per_token"] = 4.0
     with mock.patch.object(time, "perf_counter", lambda: takes(40, now[0])):
         steps, *_ = run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=3, save_every=1,
@@ -3379,7 +3572,7 @@ def test_the_console_tells_what_is_left_and_the_loss_in_three_units(tmp_path, ca
     assert [line.split("left ")[-1] for line in capsys.readouterr().out.splitlines()[:5]] == [
         "1m20s", "0m40s", evaluated, "0m00s", evaluated]
     assert column(steps, "tokens_per_second") == [8 * 16 / 40] * 3      # of training alone
-    assert "perplexity inf" in train.format_eval(1e3, bytes_per_token=1.0)
+    assert "perplexity inf" in train.format_eval(dict(val_loss=1e3), Memory(CFG))
 
 
 @pytest.mark.parametrize("name, dtype, peak", [
@@ -3957,9 +4150,10 @@ def test_a_damaged_newest_file_never_ends_a_run_that_has_another(run_train, shar
         passed_over = "step_00000004.pt is" in error and error.endswith("; passed over\n")
         assert (status, text) == (older if passed_over else whole), (place, error)
         assert passed_over or error == ""
-    fingerprint = saved(out, 2)["data"].encode()            # other data, says the damaged file
+    (fingerprint,) = saved(out, 2)["data"][0][1]            # other data, says the damaged file
+    fingerprint = fingerprint.encode()
     newest.write_bytes(content.replace(fingerprint, b"0" * len(fingerprint)))
-    assert checkpoint.load(newest)["data"].encode() != fingerprint
+    assert checkpoint.load(newest)["data"] == [[0, {"0" * len(fingerprint): 1}]]
     assert "after step 2" in run_train(*flags)[1]
 
 

@@ -45,7 +45,7 @@ import torch
 import checkpoint
 from amp import (MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepStats, clip_factor,
                  make_scaler)
-from data import TokenDataset
+from data import Source, TokenDataset
 from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token, parameter_count,
                    peak_flops)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
@@ -74,7 +74,8 @@ def flag(default, help, kind=None, choices=None, low=None, below=None, group=Non
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    data: str = flag("data/python", "directory of token shards, made by data.py", group="paths")
+    data: str = flag("data/python", "directory of token shards, made by data.py; or several by "
+                     "weight: A=0.7,B=0.3", group="paths")
     out: str = flag("out", "directory for checkpoints and metrics.jsonl")
     model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model")
     n_layer: int = flag(None, "blocks (this and the next four override --model)", int, low=1)
@@ -221,9 +222,9 @@ def validate(given: dict, state: dict | None, world: int,
              initial: dict | None = None) -> tuple[Config, GPTConfig]:
     """Flags and checkpoint -> config and model. Raises ValueError or OSError if they cannot run."""
     config, shape = merge_config(given, state, initial)
-    meta = TokenDataset(config.data, "train", shape["seq_len"]).meta
+    data = TokenDataset(config.data, "train", shape["seq_len"])
     TokenDataset(config.data, "val", shape["seq_len"])
-    cfg = GPTConfig(vocab_size=meta["vocab_size"], dropout=config.dropout, **shape)
+    cfg = GPTConfig(vocab_size=data.meta["vocab_size"], dropout=config.dropout, **shape)
     if config.micro_batch is None:
         replica = config.batch_size * config.tp * config.pp // world        # sequences of each
         config = dataclasses.replace(config, micro_batch=next(
@@ -237,9 +238,9 @@ def validate(given: dict, state: dict | None, world: int,
     check_layout(cfg, world, config.tp, config.pp, config.batch_size, config.micro_batch,
                  config.zero, config.sequence_parallel)
     if initial is not None:
-        checkpoint.check_data(initial, meta, config.data, same=False)
+        checkpoint.check_data(initial, data, config.data, same=False)
     if state is not None:
-        checkpoint.check_data(state, meta, config.data, same=not config.eval_only)
+        checkpoint.check_data(state, data, config.data, same=not config.eval_only)
         LossScaler().load_state_dict(state["scaler"])           # both raise ValueError
         DivergenceMonitor.from_state(state["monitor"])
     return config, cfg
@@ -276,12 +277,18 @@ def format_step(run: "Run", row: dict, seconds: float) -> str:
     return line + "  skipped: loss or gradient not finite" * (row["skipped"] > 0)
 
 
-def format_eval(val_loss: float, bytes_per_token: float | None) -> str:
-    perplexity = math.exp(val_loss) if val_loss < 700 else math.inf
-    text = f"validation: {val_loss:.4f} nats a token, perplexity {perplexity:.2f}"
-    if bytes_per_token:
-        text += f", {val_loss / math.log(2) / bytes_per_token:.4f} bits a byte"
-    return text
+def format_eval(row: dict, dataset: TokenDataset) -> str:
+    """The validation loss in three units: together, then a line for each of several sources."""
+    kinds = [("validation", "val_loss", dataset.meta), *(
+        (f"  {source.name}", f"val_loss/{source.name}", source.meta)
+        for source in dataset.sources.values() if len(dataset.sources) > 1)]
+    lines = []
+    for name, field, meta in kinds:
+        loss, size = row[field], meta["bytes_per_token"]
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        lines.append(f"{name}: {loss:.4f} nats a token, perplexity {perplexity:.2f}"
+                     + (f", {loss / math.log(2) / size:.4f} bits a byte" if size else ""))
+    return "\n".join(lines)
 
 
 def print_summary(run: "Run") -> None:
@@ -294,6 +301,9 @@ def print_summary(run: "Run") -> None:
              "activations about": activation_bytes(cfg, grid, run.schedule, *each,
                                                    config.recompute)}
     memory = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in sizes.items())
+    end = config.steps * config.batch_size
+    epochs = ", ".join(f"{count:.2f} epochs" + f" of {name}" * (len(run.train_data.sources) > 1)
+                       for name, count in run.train_data.epochs(end).items())
     print_rank0(
         f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
         f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
@@ -304,7 +314,7 @@ def print_summary(run: "Run") -> None:
         f"batch    {config.batch_size} sequences = dp {grid.dp} x {run.num_microbatches} "
         f"microbatches x {config.micro_batch} sequences; {run.step_tokens:,} tokens a step\n"
         f"data     {run.train_data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
-        f"{config.steps * config.batch_size / run.train_data.n_windows:.2f} epochs")
+        f"{epochs}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -397,7 +407,7 @@ class Run:
             done = self.step == config.steps
             stopping = stats.stop_requested and not done
             if done or (is_due(config.eval_every) and not stopping):
-                row["val_loss"] = self.evaluate()
+                row |= self.evaluate_all()
             self.log_step(row, recent)
             if at_floor and self.monitor.skipped_steps >= MAX_SKIPPED:
                 self.fail(self.step, f"{MAX_SKIPPED} steps in a row were not finite, at a loss "
@@ -480,14 +490,26 @@ class Run:
                          found_inf=not (math.isfinite(mean_loss) and math.isfinite(all_squares)),
                          stop_requested=stopping > 0)
 
+    def evaluate_all(self) -> dict:
+        """What a row says of an evaluation. `val_loss` is the mean of the sources' by weight; of
+        several sources each has a field, and another for the epochs read of it."""
+        losses = {s.name: self.evaluate(s) for s in self.val_data.sources.values()}
+        row = dict(val_loss=self.val_data.average(losses.values()))
+        if len(losses) > 1:
+            epochs = self.train_data.epochs(self.consumed_samples)
+            row |= {f"val_loss/{name}": loss for name, loss in losses.items()}
+            row |= {f"epochs/{name}": count for name, count in epochs.items()}
+        return row
+
     @torch.no_grad()
-    def evaluate(self) -> float:
+    def evaluate(self, source: Source) -> float:
         """Mean loss in nats on fixed validation windows, the same in every layout."""
         self.model.eval()
-        count = min(self.val_data.n_windows, EVAL_SEQUENCES)
+        count = min(source.n_windows, EVAL_SEQUENCES)
         at_once = self.grid.dp * self.config.micro_batch
         windows = np.full(-(-count // at_once) * at_once, -1)
-        windows[:count] = np.linspace(0, self.val_data.n_windows - 1, count).astype(np.int64)
+        places = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
+        windows[:count] = source.first + places
         batch = self.load_microbatches(self.val_data, windows, step=0)
         total = run_schedule([("F", m) for m in range(len(batch))], self.model, self.grid, batch,
                              self.boundary)
@@ -512,7 +534,7 @@ class Run:
                 format=checkpoint.FORMAT, **{name: getattr(self, name) for name in COUNTERS},
                 config=dataclasses.asdict(self.config), model=dataclasses.asdict(self.cfg),
                 tokenizer=self.train_data.meta["tokenizer"],
-                data=self.train_data.meta["fingerprint"], scaler=self.scaler.state_dict(),
+                data=self.train_data.phases, scaler=self.scaler.state_dict(),
                 monitor=dataclasses.asdict(self.monitor),
                 **{key: full[flat_name] for key, flat_name in checkpoint.STATE.items()}))
 
@@ -545,7 +567,7 @@ class Run:
         self.metrics.write(**row)
         print_rank0(format_step(self, row, statistics.median_low(recent)))
         if "val_loss" in row:
-            print_rank0(format_eval(row["val_loss"], self.val_data.meta["bytes_per_token"]))
+            print_rank0(format_eval(row, self.val_data))
 
     def log_events(self, row: dict, reason: str | None, where: dict | None,
                    windows: np.ndarray) -> None:
@@ -614,7 +636,7 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
     """Evaluate; or tell how the run begins, and train. `state` was loaded from `path`."""
     config, factor, settings = run.config, run.monitor.lr_factor, dataclasses.asdict(run.config)
     if config.eval_only:
-        text = format_eval(run.evaluate(), run.val_data.meta["bytes_per_token"])
+        text = format_eval(run.evaluate_all(), run.val_data)
         return print_rank0(f"{path or config.init_from}, step {run.step}: {text}")
     if run.step >= config.steps:
         return print_rank0(f"{path} is step {run.step} of {config.steps}: nothing left to do; "
@@ -630,6 +652,8 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
     else:
         changed = {name: [state["config"].get(name), settings[name]] for name in LASTING
                    if state["config"].get(name) != settings[name]}
+        if state["data"] != run.train_data.phases:
+            changed["data"] = [state["config"]["data"], config.data]
         for event in [*events, dict(event="resume", path=str(path), given=given, changed=changed,
                                     lr_factor=factor, config=settings)]:
             metrics.write(**event, step=run.step)
@@ -669,9 +693,11 @@ def launch(prepared, given: dict, device: torch.device, rank: int, world: int) -
             checkpoint.start_branch(state, path, "lr" in given)
         datasets = all_ranks(lambda: [TokenDataset(config.data, split, cfg.seq_len)
                                       for split in ("train", "val")])
-        fingerprints = [dataset.meta["fingerprint"] for dataset in datasets]
-        assert_equal_across_ranks(fingerprints, f"{config.data} differs between ranks: copy it")
-        if state is None or state["data"] != fingerprints[0]:       # new to this run
+        sources = list(datasets[0].sources)         # their fingerprints
+        assert_equal_across_ranks(sources, f"{config.data} differs between ranks: copy it")
+        if state is not None and not config.eval_only:
+            datasets[0].go_on(state["data"], state["consumed_samples"])
+        if state is None or not set(sources) <= set(state["data"][-1][1]):      # new to this run
             all_ranks(lambda: [dataset.check(rank, world) for dataset in datasets])
         grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel,
                          timedelta(seconds=config.timeout), device)
