@@ -230,17 +230,18 @@ class DivergenceMonitor:
         others = [c for c in kept if c not in proven and (data or c[0] != self.last_rollback_step)]
         return [*reversed(proven), *others[:1], began]
 
-    def to_exclude(self, step: int, end: int, batch_size: int) -> tuple[list[int], bool]:
+    def to_exclude(self, step: int, end: int, before) -> tuple[list[int], bool]:
         """The samples [first, end) to pass over after a divergence in step `step`, which has read
-        up to `end`; and whether the data is to blame: it diverged right behind excluded samples,
-        and the steps from the checkpoint up to there went well."""
+        up to `end`; `before(end, n)` is the sample n batches before. And whether the data is to
+        blame: it diverged right behind excluded samples, and the steps from the checkpoint up to
+        there went well."""
         bad = self.bad_steps()
-        onset, replayed = end - bad * batch_size, step - bad - self.last_rollback_step
+        onset, replayed = before(end, bad), step - bad - self.last_rollback_step
         if (self.rollbacks > 0 and self.excluded[-1][1] == onset
                 and replayed >= HEALTHY_STEPS - LEAD_IN - 1):
             first, last = self.excluded[-1]
             return [onset, onset + 2 * (last - first)], True
-        return [onset - LEAD_IN * batch_size, end], False
+        return [before(onset, LEAD_IN), end], False
 
     def rolled_back(self, step: int, samples: list, data: bool, then: "DivergenceMonitor") -> None:
         """Record a rollback to `step`, where the monitor was `then`, that excludes these samples:
@@ -255,10 +256,11 @@ class DivergenceMonitor:
         self.last_rollback_step = step
         self.excluded.append(samples)
 
-    def skip_excluded(self, sample: int, batch_size: int) -> int:
-        """The first sample from this one on that begins a batch without excluded samples."""
+    def skip_excluded(self, sample: int, size_at) -> int:
+        """The first sample from this one on that begins a batch without excluded samples;
+        `size_at(sample)` is the size of the batch that begins there."""
         for first, end in sorted(self.excluded):
-            if first < sample + batch_size and sample < end:
+            if first < sample + size_at(sample) and sample < end:
                 sample = end
         return sample
 

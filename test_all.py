@@ -41,6 +41,7 @@ import zipfile
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -1170,7 +1171,7 @@ def test_without_a_loss_scale_small_gradients_vanish_in_fp16(tmp_path):
     in GPT-3 (table 2.1)."""
     def train_with(dtype, scaler):
         def prepare(run):
-            run.step_tokens, run.scaler = 2 ** 22, scaler
+            run.step_tokens, run.set_batch_size, run.scaler = 2 ** 22, nothing, scaler
         config = settings(tmp_path, dtype=dtype, lr=4e-3, clip=0.0)
         steps, gradients, _ = run_steps(0, 1, (1, 1, 1), config, replace(CFG, n_layer=2),
                                         whole_gradient, prepare=prepare)
@@ -1749,6 +1750,34 @@ def test_every_element_is_kept_as_often_as_the_formula_says(zero):
 # Whole runs, as torch's own parts make them.
 
 
+def megatrons_batch_size(config, consumed_samples):
+    """What Megatron-LM computes, step by step as in its num_microbatches_calculator.py."""
+    if config.batch_ramp is None:
+        return config.batch_size
+    start, increment, rampup_samples = map(int, config.batch_ramp.split(":"))
+    num_increments = (config.batch_size - start) // increment
+    if consumed_samples > rampup_samples or num_increments == 0:
+        return config.batch_size
+    samples_per_increment = Fraction(rampup_samples, num_increments)    # there, a float
+    return start + int(consumed_samples / samples_per_increment) * increment
+
+
+@pytest.mark.parametrize("batch_size, ramp", [
+    (16, None), (16, "4:4:100"), (24, "8:2:77"), (9, "1:1:7"), (16, "16:3:50"), (8, "1:7:1"),
+    (64, "1:1:5000"), (1536, "16:16:585937")])
+def test_the_batch_grows_as_megatrons(batch_size, ramp):
+    config, starts = train.Config(batch_size=batch_size, batch_ramp=ramp), [0]
+    while len(starts) < 60 or starts[-1] < 2 * int((ramp or "0").split(":")[-1]):
+        starts.append(starts[-1] + megatrons_batch_size(config, starts[-1]))
+    for at in [0, 1, 2, 5, 30, len(starts) // 2, len(starts) - 1]:
+        assert train.position_after(config, 0, at) == starts[at]
+        assert train.steps_between(config, 0, starts[at]) == at
+        for back in range(min(at, 20)):
+            assert train.position_after(config, starts[at], -back) == starts[at - back]
+    for position in range(0, starts[-1], 1 + starts[-1] // 5000):       # and between the batches
+        assert train.batch_size_at(config, position) == megatrons_batch_size(config, position)
+
+
 def train_theirs(config, model, kind=torch.optim.AdamW, rows=slice(None), backward=None, **more):
     """Run AdamW, or another `kind`, with clip_grad_norm_ on the rows of this rank, on the mean loss
     or what `backward(tokens, targets)` does instead -> (loss, norm) of each step."""
@@ -1760,9 +1789,11 @@ def train_theirs(config, model, kind=torch.optim.AdamW, rows=slice(None), backwa
     groups = [dict(params=[p for p in parameters if (p.dim() > 1) == decays],
                    weight_decay=config.weight_decay * decays) for decays in (True, False)]
     optimizer = kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, **more)
+    first = 0
     for step in range(1, config.steps + 1):
-        windows = tokens.sample_indices(config.seed, (step - 1) * config.batch_size,
-                                        config.batch_size)
+        size = megatrons_batch_size(config, first)
+        windows = tokens.sample_indices(config.seed, first, size)
+        first += size
         batch = torch.from_numpy(tokens.windows(windows))[rows]
         optimizer.zero_grad()
         loss = (backward or backward_of_mean)(batch[:, :-1], batch[:, 1:])
@@ -1781,16 +1812,21 @@ def comparable(whole):
             for name, x in whole.items() if "qkv.bias" not in name}
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)])
-def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout):
-    """clip_grad_norm_ counts each parameter once; so must ranks that share some of them."""
+@pytest.mark.parametrize("layout, flags, sizes", [
+    ((1, 1, 1), {}, [8] * 5), ((2, 2, 2), {}, [8] * 5),
+    ((2, 2, 2), dict(batch_size=16, batch_ramp="4:4:20"), [4, 4, 8, 12, 16])])
+def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout, flags, sizes):
+    """clip_grad_norm_ counts each parameter once; so must ranks that share some of them. Also with
+    batches that grow."""
     dp, tp, pp = layout
-    config = settings(tmp_path, dtype="fp64", steps=5, clip=0.5, lr=1e-2, warmup_steps=2,
-                      tp=tp, pp=pp)
+    config = settings(tmp_path, dtype="fp64", steps=5, clip=0.35, lr=1e-2, warmup_steps=2,
+                      tp=tp, pp=pp, **flags)
     plain = GPT(CFG).initialize(config.seed).double()
     losses, norms = zip(*train_theirs(config, plain))
-    assert min(norms) > 0.5                             # it clips
+    assert min(norms) > config.clip                     # it clips
     steps, _, whole = pool.run(dp * tp * pp, run_steps, layout, config, CFG)[0]
+    assert column(steps, "batch_size") == sizes
+    assert column(steps, "tokens") == [16 * n for n in itertools.accumulate(sizes)]
     assert relative(column(steps, "loss"), losses) <= 1e-10
     assert relative(column(steps, "grad_norm"), norms) <= 1e-10
     expected = comparable(dict(plain.named_parameters()))
@@ -2488,6 +2524,7 @@ def overflow(run):
 @pytest.mark.parametrize("dtype, layout, flags", [
     ("fp32", (1, 1, 1), {}), ("bf16", (1, 1, 1), {}), ("fp16", (1, 1, 1), {}),
     ("fp32", (2, 1, 2), dict(zero=1, pp_schedule="1f1b")), ("fp32", (2, 1, 1), dict(zero=2)),
+    ("fp32", (1, 1, 2), dict(pp_schedule="1f1b", batch_size=16, batch_ramp="4:4:25")),
     ("bf16", (1, 2, 1), dict(sequence_parallel=True)),
     ("fp16", (2, 1, 1), dict(zero=3, recompute=True, offload=True))])
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, dtype, layout, flags):
@@ -2982,6 +3019,13 @@ def expect_mistake(result, message):
     ("--data other=1,toy=0", 1, "different tokenizers or vocabularies"),
     ("--data torn=1,other=1", 1, "train_000000.bin"), ("--data other=1,beyond=2", 1, "257"),
     ("--data beyond=1,beyond_val=1", 1, "two of these hold the same text"),
+    *((f"--batch-ramp {ramp}", 1, f"{ramp} must be START:INCREMENT:SEQUENCES, three numbers from 1")
+      for ramp in ["2", "2:2", "0:2:9", "2:0:9", "2:2:0", "2:2:x", "2:-2:9"]),
+    *((f"--batch-ramp {ramp}", 1, f"{ramp} does not end at --batch-size 4")
+      for ramp in ["1:2:9", "5:1:9"]),
+    ("--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2", 1, "batch size 5 is not divisible"),
+    ("--epochs 2", 1, "--steps and --epochs both say when the run ends"),
+    ("--epochs 0", 1, "--epochs: 0 must be at least 1"),
     ("--nonsense 1", 1, "--nonsense: --help lists the flags, README.md what"),
     *((f"--{theirs} 1", 1, f"did you mean --{ours}?") for ours, others in [
         *train.OTHER_NAMES.items(), ("batch-size", "batch_sise"), ("n-layer", "n-layers")]
@@ -3539,6 +3583,36 @@ def test_a_mixtures_bytes_a_token_are_its_sources_by_weight(tmp_path):
         assert data.TokenDataset(mixture, "val", 4).meta["bytes_per_token"] == size
 
 
+def test_epochs_make_the_steps_that_read_the_data_so_often(run_train, tmp_path):
+    """49 windows, in batches of 4."""
+    dataset(tmp_path, {"train": [i % 256 for i in range(197)], "val": range(9)})
+    flags = ["--data", tmp_path, "--out", tmp_path / "o", "--n-layer", 1, "--n-head", 1, "--n-embd",
+             8, "--seq-len", 4, "--save-every", 10, "--keep", 9]
+    for more, steps in [
+            (["--batch-size", 4, "--epochs", 1], 13), (["--epochs", 2], 25),
+            (["--epochs", 3, "--batch-size", 8], 25 + 6), ([], 31), (["--epochs", 3], 31),
+            (["--steps", 32], 32)]:
+        assert run_train(*flags, *more)[0] == 0
+        assert saved(tmp_path / "o", steps)["config"]["steps"] == steps, more
+        assert checkpoint.load(tmp_path / "o" / "latest.pt")["step"] == steps
+    # Sequences that were left out do not count: the same command ends where it would have.
+    for i, (left_out, more, end) in enumerate([
+            (12, ["--epochs", 2], 25), (0, ["--epochs", 2, "--batch-size", 8], 20 + 3),
+            (0, ["--batch-size", 8], 25)]):
+        out = tmp_path / f"{i}"
+        out.mkdir()
+        state = torch.load(tmp_path / "o" / "step_00000020.pt")
+        state["consumed_samples"] += left_out
+        torch.save(state, out / "latest.pt")
+        assert run_train(*flags, "--out", out, *more)[0] == 0
+        assert checkpoint.load(out / "latest.pt")["step"] == end
+    given = dict(epochs=2, data=str(tmp_path), seq_len=4, batch_size=12, batch_ramp="3:3:50")
+    config, cfg = train.validate(given, None, 1)
+    sizes = [3] * 6 + [6] * 3 + [9] * 2 + [12] * 4              # 3 up to 16 sequences, 6 up to 33
+    assert sum(sizes[:-1]) < 98 <= sum(sizes) and config.steps == len(sizes)
+    assert config.micro_batch == 1
+
+
 @pytest.mark.parametrize("n_windows", [13, 300])
 def test_validation_is_the_mean_loss_of_evenly_spaced_windows(tmp_path, n_windows):
     cfg, val = replace(CFG, dropout=0.5), Memory(CFG, n_windows, seed=1)
@@ -3643,13 +3717,14 @@ def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1), st
     """Train on this rank, with a real metrics.jsonl -> the run, its rows and events (of all runs in
     this --out), and the numbers of the batches it trained on."""
     def record(batch):
-        batches.append(run.consumed_samples * cfg.seq_len // run.step_tokens - 1)
+        count = run.step_tokens // cfg.seq_len
+        reads.append((run.consumed_samples - count, count))         # (first sequence, how many)
         return forward_backward(batch)
     Path(config.out).mkdir(exist_ok=True)
     with gridded(rank, world, config.tp, config.pp, config.sequence_parallel) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
                         Memory(cfg, 13, seed=1), state and checkpoint.load(state))
-        batches, forward_backward, run.forward_backward = [], run.forward_backward, record
+        reads, forward_backward, run.forward_backward = [], run.forward_backward, record
         prepare(run)
         try:
             run.train(checkpoint.Metrics(Path(config.out), rank),
@@ -3657,7 +3732,8 @@ def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1), st
         finally:
             run.writer.wait()
     rows, events = read_metrics(Path(config.out))
-    return SimpleNamespace(run=run, rows=rows, events=events, batches=batches)
+    batches = [first // count for first, count in reads]
+    return SimpleNamespace(run=run, rows=rows, events=events, batches=batches, reads=reads)
 
 
 def after_backward(run, act):
@@ -3768,7 +3844,7 @@ def test_no_batch_reaches_into_what_is_excluded_whatever_the_batch_size():
     monitor = amp.DivergenceMonitor(excluded=[[400, 560], [320, 400]])
     for first, batch_size, expected in [(312, 8, 312), (320, 8, 560), (399, 8, 560),
                                         (559, 8, 560), (560, 8, 560), (312, 9, 560)]:
-        assert monitor.skip_excluded(first, batch_size) == expected, (first, batch_size)
+        assert monitor.skip_excluded(first, lambda _: batch_size) == expected, (first, batch_size)
 
 
 @pytest.mark.parametrize("rollbacks, step, end, samples, data", [
@@ -3783,7 +3859,7 @@ def test_what_diverges_again_right_behind_excluded_samples_doubles_them(rollback
     has read up to sample `end`."""
     monitor = amp.DivergenceMonitor(high=3, rollbacks=rollbacks, last_rollback_step=40,
                                     excluded=[[0, 8], [392, 480]])
-    assert monitor.to_exclude(step, end, batch_size=8) == (samples, data)
+    assert monitor.to_exclude(step, end, lambda end, n: end - 8 * n) == (samples, data)
 
 
 def poison_and_damage(run):
@@ -3833,6 +3909,30 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, prepare, s
     # Killed right after, it goes on with the correction.
     watched(replace(config, out=str(tmp_path / "o")), prepare, checkpoint.step_file(tmp_path, to))
     assert_same_state(saved(tmp_path / "o", 42), saved(tmp_path, 42))
+
+
+def test_a_run_rolls_back_and_skips_while_its_batch_grows(tmp_path):
+    """Before step 6 it leaves out three batches; after step 23 it goes back to step 4 and leaves
+    out those of steps 13 to 23."""
+    config = settings(tmp_path, steps=28, save_every=4, keep=99, batch_size=24, skip_steps="6:8",
+                      batch_ramp="2:2:250", micro_batch=2)
+    seen, batches, position = watched(config, poison), [], 0
+    for _ in range(26):                                 # (first sequence, how many)
+        batches.append((position, megatrons_batch_size(config, position)))
+        position = sum(batches[-1])
+    reads = batches[:5] + batches[8:]                   # of steps 1 to 23
+    again = reads[4:12]
+    while len(again) < 24:                              # of steps 5 to 28
+        again.append((position, megatrons_batch_size(config, position)))
+        position = sum(again[-1])
+    assert seen.reads == reads + again
+    assert column(seen.rows, "batch_size") == [size for _, size in seen.reads]
+    skip, _, rollback, skip_again, skip_more = seen.events
+    assert skip["batches"] == skip_again["batches"] == 3 and skip_more["batches"] == 11
+    assert skip["sequences"] == skip_again["sequences"] == [batches[5][0], batches[8][0]]
+    assert rollback["sequences"] == skip_more["sequences"] == [reads[12][0], sum(reads[22])]
+    watched(replace(config, out=str(tmp_path / "o")), poison, checkpoint.step_file(tmp_path, 4))
+    assert_same_state(saved(tmp_path / "o", 28), saved(tmp_path, 28))
 
 
 def monitor_now(run):

@@ -34,6 +34,7 @@ import statistics
 import sys
 import time
 import traceback
+from bisect import bisect_left
 from collections import deque
 from contextlib import ExitStack
 from datetime import timedelta
@@ -85,7 +86,11 @@ class Config:
     activation: str = flag(None, "gelu or relu", str, choices=["gelu", "relu"])
     dropout: float = flag(0.0, "probability on embeddings, attention and residuals", low=0, below=1)
     batch_size: int = flag(16, "sequences a step, of the whole job", low=1, group="optimisation")
+    batch_ramp: str = flag(None, "START:INCREMENT:SEQUENCES, the batch grows to --batch-size by "
+                           "increments over so many sequences", str)
     steps: int = flag(800, "steps of the whole run", low=1)
+    epochs: int = flag(None, "instead of --steps: read as many sequences as the data has, N times",
+                       int, low=1)
     lr: float = flag(4e-3, "peak learning rate", low=0)
     min_lr_ratio: float = flag(0.1, "last learning rate / peak; 1: it stays constant", low=0)
     warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
@@ -130,7 +135,8 @@ class Config:
 # Paths, layout and precision belong to one start: they are never taken from a checkpoint. (But
 # --init-from is remembered: it says how the run began.)
 LOCAL = {"data", "out", "resume", "eval_only", "tp", "pp", "pp_schedule", "device", "compile",
-         "timeout", "micro_batch", "zero", "recompute", "sequence_parallel", "offload", "dtype"}
+         "timeout", "micro_batch", "zero", "recompute", "sequence_parallel", "offload", "dtype",
+         "epochs"}                  # what remains of it is `steps`
 FREE = {"steps", "save_every", "eval_every", "keep"}        # other values make no other run
 SWITCHES = ("recompute", "sequence_parallel", "offload", "compile")
 LASTING = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
@@ -189,6 +195,11 @@ def parse_flags(arguments) -> dict:
             refuse(f"argument --{name.replace('_', '-')}: {value:g} must be at least {low} and "
                    + (f"below {below}" if below else "finite"))
     step_range(given.get("skip_steps", "1:1"))
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", given.get("batch_ramp", "1:1:1")):
+        refuse(f"argument --batch-ramp: {given['batch_ramp']} must be START:INCREMENT:SEQUENCES, "
+               f"three numbers from 1 on")
+    if {"steps", "epochs"} <= set(given):
+        refuse("--steps and --epochs both say when the run ends: drop one")
     return given
 
 
@@ -225,18 +236,30 @@ def validate(given: dict, state: dict | None, world: int,
     data = TokenDataset(config.data, "train", shape["seq_len"])
     TokenDataset(config.data, "val", shape["seq_len"])
     cfg = GPTConfig(vocab_size=data.meta["vocab_size"], dropout=config.dropout, **shape)
+    sizes, _ = batch_sizes(config)
+    if config.batch_size not in sizes:
+        raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
+                         f"{config.batch_size}: START and INCREMENTs must add up to it")
+    if config.epochs is not None and not (state and all(     # else a rollback could change steps
+            state["config"].get(name) == getattr(config, name)
+            for name in ("epochs", "batch_size", "batch_ramp"))):
+        step, first = (state["step"], state["consumed_samples"]) if state else (0, 0)
+        config = dataclasses.replace(config, steps=step + steps_between(
+            config, first, config.epochs * data.n_windows))
     if config.micro_batch is None:
-        replica = config.batch_size * config.tp * config.pp // world        # sequences of each
+        replica = math.gcd(*sizes) * config.tp * config.pp // world     # sequences of each
         config = dataclasses.replace(config, micro_batch=next(
             (m for m in (4, 2, 1) if replica % (m * config.pp) == 0), 1))
     if config.eval_only:            # its batches are its own
         dp = max(1, world // (config.tp * config.pp))
-        config = dataclasses.replace(config, batch_size=dp * config.micro_batch)
+        sizes = [dp * config.micro_batch]
+        config = dataclasses.replace(config, batch_size=sizes[0])
     if config.compile and (config.tp > 1 or config.dropout > 0):
         raise ValueError(f"--compile goes with tp 1 and dropout 0, not {config.tp} and "
                          f"{config.dropout}: a compiled block cannot communicate or seed its masks")
-    check_layout(cfg, world, config.tp, config.pp, config.batch_size, config.micro_batch,
-                 config.zero, config.sequence_parallel)
+    for size in sizes:
+        check_layout(cfg, world, config.tp, config.pp, size, config.micro_batch, config.zero,
+                     config.sequence_parallel)
     if initial is not None:
         checkpoint.check_data(initial, data, config.data, same=False)
     if state is not None:
@@ -247,7 +270,7 @@ def validate(given: dict, state: dict | None, world: int,
 
 
 # ---------------------------------------------------------------------------------------------
-# Learning rate, logging
+# Learning rate, batch size, logging
 # ---------------------------------------------------------------------------------------------
 
 
@@ -258,6 +281,36 @@ def learning_rate(config: Config, step: int) -> float:
     done = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
     left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done}[config.lr_schedule]
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+def batch_sizes(config: Config) -> tuple[range, int]:
+    """The sizes, in sequences, that the batch grows through, and over how many sequences of data:
+    --batch-ramp is Megatron-LM's --rampup-batch-size (GPT-3: Brown et al. 2020, section 2.3)."""
+    if config.batch_ramp is None:
+        return range(config.batch_size, config.batch_size + 1), 1
+    start, increment, sequences = map(int, config.batch_ramp.split(":"))
+    return range(start, config.batch_size + 1, increment), sequences
+
+
+def batch_size_at(config: Config, position: int) -> int:
+    """The size of the batch that begins at this position in the data."""
+    sizes, sequences = batch_sizes(config)
+    return sizes[min(position, sequences) * (len(sizes) - 1) // sequences]
+
+
+def position_after(config: Config, position: int, steps: int) -> int:
+    """The position in the data so many batches later; earlier if negative."""
+    for _ in range(-steps):
+        position = bisect_left(range(position), position,
+                               key=lambda first: first + batch_size_at(config, first))
+    while steps > 0 and batch_size_at(config, position) < config.batch_size:
+        position, steps = position + batch_size_at(config, position), steps - 1
+    return position + max(steps, 0) * config.batch_size
+
+
+def steps_between(config: Config, position: int, end: int) -> int:
+    """How many batches from this position on read the data up to `end`."""
+    return bisect_left(range(end), end, key=lambda steps: position_after(config, position, steps))
 
 
 def format_step(run: "Run", row: dict, seconds: float) -> str:
@@ -301,7 +354,7 @@ def print_summary(run: "Run") -> None:
              "activations about": activation_bytes(cfg, grid, run.schedule, *each,
                                                    config.recompute)}
     memory = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in sizes.items())
-    end = config.steps * config.batch_size
+    end = position_after(config, run.consumed_samples, config.steps - run.step)
     epochs = ", ".join(f"{count:.2f} epochs" + f" of {name}" * (len(run.train_data.sources) > 1)
                        for name, count in run.train_data.epochs(end).items())
     print_rank0(
@@ -312,7 +365,8 @@ def print_summary(run: "Run") -> None:
         f"{options}\n"
         f"memory   {memory} (rank 0)\n"
         f"batch    {config.batch_size} sequences = dp {grid.dp} x {run.num_microbatches} "
-        f"microbatches x {config.micro_batch} sequences; {run.step_tokens:,} tokens a step\n"
+        f"microbatches x {config.micro_batch} sequences; {run.step_tokens:,} tokens a step"
+        + f", after a ramp {config.batch_ramp}" * (config.batch_ramp is not None) + "\n"
         f"data     {run.train_data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
         f"{epochs}")
 
@@ -340,10 +394,7 @@ class Run:
         if config.zero == 3:
             fully_shard(self.model, self.flat)
         self.restore(state)
-        self.step_tokens = config.batch_size * cfg.seq_len
-        self.num_microbatches = config.batch_size // (grid.dp * config.micro_batch)
-        make_schedule = SCHEDULES[config.pp_schedule] if grid.pp > 1 else one_f_one_b
-        self.schedule = make_schedule(grid.stage, grid.pp, self.num_microbatches)
+        self.set_batch_size(config.batch_size)
         positions = cfg.seq_len // (grid.tp if grid.sequence_parallel else 1)
         self.boundary = torch.empty(config.micro_batch, positions, cfg.n_embd,
                                     dtype=param_dtype, device=device)
@@ -364,6 +415,14 @@ class Run:
         if state["config"]["dtype"] == self.config.dtype:
             self.scaler.load_state_dict(state["scaler"])
 
+    def set_batch_size(self, size: int) -> None:
+        """What follows from the size of a step's batch."""
+        grid, config = self.grid, self.config
+        self.step_tokens = size * self.cfg.seq_len
+        self.num_microbatches = size // (grid.dp * config.micro_batch)
+        make_schedule = SCHEDULES[config.pp_schedule] if grid.pp > 1 else one_f_one_b
+        self.schedule = make_schedule(grid.stage, grid.pp, self.num_microbatches)
+
     def train(self, metrics: checkpoint.Metrics, stop: StopSignal) -> None:
         config, self.metrics = self.config, metrics
         is_due = lambda every: every > 0 and self.step % every == 0
@@ -374,7 +433,8 @@ class Run:
             self.skip_excluded()
             started = time.perf_counter()
             windows, batch = self.load_batch(self.step + 1, self.consumed_samples)
-            self.consumed_samples += config.batch_size
+            self.set_batch_size(len(windows))
+            self.consumed_samples += len(windows)
             self.tokens += self.step_tokens
 
             # forward, backward; agree; observe; unscale, clip, AdamW
@@ -392,7 +452,7 @@ class Run:
             self.scaler.update(stats.found_inf)
             recent.append(time.perf_counter() - started)
             row = dict(step=self.step + 1, tokens=self.tokens, loss=stats.loss, lr=lr,
-                       grad_norm=stats.grad_norm, loss_scale=scale,
+                       batch_size=len(windows), grad_norm=stats.grad_norm, loss_scale=scale,
                        skipped=self.monitor.skipped_steps, activation_norm=stats.activation_norm,
                        tokens_per_second=round(self.step_tokens / recent[-1], 1))
             where = locate_nonfinite(local_loss.item(), self.flat) if stats.found_inf else None
@@ -430,20 +490,21 @@ class Run:
             first, last = step_range(skip)
             if first <= self.step + 1 <= last:
                 monitor.applied_skip = skip
-                end = position + (last - self.step) * self.config.batch_size
+                end = position_after(self.config, position, last - self.step)
                 monitor.excluded.insert(0, [position, end])     # the last is a rollback's
-        self.consumed_samples = monitor.skip_excluded(position, self.config.batch_size)
-        if self.consumed_samples > position:
-            batches = (self.consumed_samples - position) // self.config.batch_size
+        self.consumed_samples = end = monitor.skip_excluded(
+            position, lambda sample: batch_size_at(self.config, sample))
+        if end > position:
             self.metrics.write(event="skip", step=self.step + 1, reason="left out",
-                               batches=batches, sequences=[position, self.consumed_samples])
+                               batches=steps_between(self.config, position, end),
+                               sequences=[position, end])
 
     def load_batch(self, step: int, first: int) -> tuple[np.ndarray, list]:
         """The windows of step `step`, the first of which is sample `first`, and this replica's
         microbatches; the last answer is kept, for who asks again."""
         if self.loaded[0] != (step, first):
             windows = self.train_data.sample_indices(self.config.seed, first,
-                                                     self.config.batch_size)
+                                                     batch_size_at(self.config, first))
             batch = self.load_microbatches(self.train_data, windows, step)
             self.loaded = (step, first), (windows, batch)
         return self.loaded[1]
@@ -544,7 +605,8 @@ class Run:
         config, monitor, diverged_at = self.config, self.monitor, self.step + 1
         if monitor.rollbacks >= config.max_rollbacks:
             self.fail(diverged_at, f"{reason}, and --max-rollbacks {monitor.rollbacks} are spent")
-        samples, data = monitor.to_exclude(diverged_at, self.consumed_samples, config.batch_size)
+        samples, data = monitor.to_exclude(diverged_at, self.consumed_samples, lambda end, batches:
+                                           position_after(config, end, -batches))
         files = [name and Path(config.out, name) for _, name
                  in monitor.candidates(diverged_at - monitor.bad_steps() + 1, data)]
         self.writer.wait()                              # the file being written may be the one
@@ -640,7 +702,7 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
         return print_rank0(f"{path or config.init_from}, step {run.step}: {text}")
     if run.step >= config.steps:
         return print_rank0(f"{path} is step {run.step} of {config.steps}: nothing left to do; "
-                           f"raise --steps to go on, or give another --out")
+                           f"raise --steps or --epochs to go on, or give another --out")
     metrics = all_ranks(lambda: checkpoint.Metrics(Path(config.out), run.grid.rank))
     print_summary(run)
     if state is None:
