@@ -523,7 +523,8 @@ class Run:
                 tokens = torch.from_numpy(dataset.windows(np.maximum(rows, 0)))     # (b, T + 1)
                 x, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()
                 y[torch.from_numpy(rows < 0)] = IGNORE_INDEX
-                x, y = (part.pin_memory() if self.device.type == "cuda" else part for part in (x, y))
+                if self.device.type == "cuda":
+                    x, y = x.pin_memory(), y.pin_memory()
                 x, y = (part.to(self.device, non_blocking=True) for part in (x, y))
             microbatches.append((x, y, derive_seed(self.config.seed, step, m, *holder)))
         return microbatches
