@@ -4303,11 +4303,19 @@ def run_sample(trained, monkeypatch, capsys):
 
 
 def greedy(plain, tokens, count):
-    """The most probable `count` tokens behind `tokens`, each from the whole text before it."""
-    tokens = list(tokens)
+    """The most probable `count` tokens behind `tokens`, each from all of the window before it; the
+    window is cut to its newest half when it is full."""
+    window, drawn = list(tokens)[-CFG.seq_len:], []
     for _ in range(count):
-        tokens.append(plain(torch.tensor([tokens[-CFG.seq_len:]]))[0, -1].argmax().item())
-    return tokens[-count:]
+        window = window if len(window) <= CFG.seq_len else window[-max(1, CFG.seq_len // 2):]
+        drawn.append(plain(torch.tensor([window]))[0, -1].argmax().item())
+        window.append(drawn[-1])
+    return drawn
+
+
+def one_sample(*arguments, **options):
+    """The tokens of sample.generate's only sample."""
+    return [token for drawn in sample.generate(*arguments, **options) for token in drawn.values()]
 
 
 def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(run_sample, trained):
@@ -4332,16 +4340,80 @@ def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token():
     whole, cache = plain(tokens), plain.new_kv_cache(2)
     parts = [plain(tokens[:, :5], cache=cache)]
     parts += [plain(tokens[:, i:i + 1], cache=cache, start=i) for i in range(5, CFG.seq_len)]
-    assert relative(torch.cat(parts, 1), whole) <= 1e-14
+    assert relative(torch.cat(parts, 1), whole[:, 4:]) <= 1e-14
     assert relative(plain(tokens[:, 1:2], cache=cache, start=1), whole[:, 1:2]) <= 1e-14
 
 
-def test_sampling_computes_each_token_once_until_the_window_moves():
-    plain, seen = random_gpt(CFG), []
+@pytest.mark.parametrize("shape", [(1, 8), (1, 1, 8), (2, 8)])
+@pytest.mark.parametrize("rows", [6, 5])
+def test_a_single_row_is_multiplied_as_by_torchs_linear(rows, shape):
+    ours, x = model.Linear(8, rows), torch.randn(shape)
+    torch.testing.assert_close(ours(x), F.linear(x, ours.weight, ours.bias))
+
+
+@pytest.mark.parametrize("seq_len", [1, 5, 16])
+def test_sampling_computes_each_token_once_and_in_half_a_window_one_half_again(seq_len):
+    cfg = replace(CFG, seq_len=seq_len)
+    plain, seen = random_gpt(cfg), []
     plain.embed.register_forward_hook(lambda module, args, x: seen.append(x.shape[1]))
-    tokens = list(sample.generate(plain, [1, 2, 3], 20, 256, temperature=0))
-    assert seen == [3] + 13 * [1] + 6 * [16]
-    assert tokens == greedy(plain, [1, 2, 3], 20)
+    tokens = one_sample(plain, [1, 2, 3], 40, 256, temperature=0)
+    assert seen[:24] == {1: 24 * [1], 5: [3, 1, 1, *5 * [2, 1, 1, 1], 2],
+                         16: [3, *13 * [1], 8, *8 * [1], 8]}[seq_len]
+    with mock.patch.dict(globals(), CFG=cfg):
+        assert tokens == greedy(plain, [1, 2, 3], 40)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_samples_of_a_batch_are_those_drawn_one_by_one_and_each_ends_by_itself(temperature):
+    """Sample i does not depend on how many there are, nor on when others end."""
+    plain, options = random_gpt(CFG), dict(temperature=temperature)
+    drawn_by = lambda seeds: [torch.Generator().manual_seed(seed) for seed in seeds]
+    alone = [one_sample(plain, [1, 2, 3], 40, -1, **options, generators=drawn_by([i]))
+             for i in range(4)]
+    assert len(set(map(tuple, alone))) == (4 if temperature else 1)
+    end = alone[1][20]                                      # where the others go on, or all end
+    together, ended = {i: [] for i in range(4)}, set()
+    for step, drawn in enumerate(sample.generate(plain, [1, 2, 3], 40, end, **options,
+                                                 generators=drawn_by(range(4)), ended=ended)):
+        for i, token in drawn.items():
+            together[i].append(token)
+        ended |= {3} if step == 9 else set()
+    for i, tokens in enumerate(alone):
+        tokens = tokens[:10] if i == 3 else tokens
+        assert together[i] == tokens[:tokens.index(end) if end in tokens else None]
+
+
+def test_samples_end_before_the_stop_text_and_stand_between_lines_of_dashes(run_sample):
+    flags, line = ("--max-tokens", 40, "--temperature", 1), "-" * 40 + "\n"
+    many = run_sample(*flags, "--prompt", "line ", "--num-samples", 40)[1].split(line)
+    assert len(many) == 40 and len(set(many)) > 30
+    assert many[7] == run_sample(*flags, "--prompt", "line ", "--seed", 7)[1]
+    seed, stop = next((i, found[0]) for i, text in enumerate(many)
+                      if (found := re.search("[ -~]{3}", text[7:])))        # of three tokens
+    cut = ["line " + (text[5:].partition(stop)[0] + "\n" if stop in text[5:] else text[5:])
+           for text in many[seed:seed + 3]]
+    assert 6 < len(cut[0]) < len(many[seed])
+    flags = (*flags, "--seed", seed)
+    for count in (1, 3):
+        assert run_sample(*flags, "--prompt", "line ", "--num-samples", count, "--stop", stop) == (
+            0, line.join(cut[:count]), "")
+    # What looks like the beginning of a text that never comes is not lost.
+    never = many[seed].rstrip("\n")[-2:] + "\0"
+    assert run_sample(*flags, "--prompt", "line ", "--stop", never)[1] == many[seed]
+    # Each line of standard input is a prompt.
+    both = [run_sample(*flags, "--prompt", prompt, "--num-samples", 2)[1]
+            for prompt in ("line 1", "", "so")]
+    assert run_sample(*flags, "--prompt", "-", "--num-samples", 2,
+                      stdin="line 1\n\nso\n") == (0, line.join(both), "")
+
+
+@pytest.mark.parametrize("name, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_weights_and_cache_have_the_type_of_the_flag(run_sample, monkeypatch, name, dtype):
+    seen, draw = [], sample.generate
+    monkeypatch.setattr(sample, "generate", lambda model, *arguments: seen.extend(
+        [*model.parameters(), *model.new_kv_cache(1).values()]) or draw(model, *arguments))
+    assert run_sample("--prompt", "line ", "--dtype", name)[0] == 0
+    assert {tensor.dtype for tensor in seen} == {dtype}
 
 
 def test_a_prompt_longer_than_the_context_is_cropped_with_a_warning(run_sample):
@@ -4355,7 +4427,9 @@ def test_a_prompt_longer_than_the_context_is_cropped_with_a_warning(run_sample):
     ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"), ("--ckpt .", "give ./latest.pt"),
     ("--temperature -1", "--temperature"),
     ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"), ("--max-tokens x", "--max-tokens"),
-    ("--device cuda", "no CUDA device"), ("--nonsense", "--nonsense"), ("--seed -1", "--seed"),
+    ("--num-samples 0", "--num-samples"), ("--dtype fp8", "--dtype"),
+    ("--stop \udce9", "surrogates not allowed"), ("--device cuda", "no CUDA device"),
+    ("--nonsense", "--nonsense"), ("--seed -1", "--seed"),
     ("--seed 99999999999999999999", "--seed"), ("--prompt \udce9", "surrogates not allowed")])
 def test_sampling_mistakes_end_in_one_line_and_exit_2(run_sample, flags, message):
     status, out, error = run_sample(*flags.split())
@@ -4371,6 +4445,9 @@ def test_top_k_and_top_p_keep_what_they_should():
         expected[[2, 0, 4, 3, 1][:kept]] = probabilities[[2, 0, 4, 3, 1][:kept]]
         torch.testing.assert_close(sample.filter_logits(logits, 1.0, k, p),
                                    expected / expected.sum())
+        two = torch.stack([logits.flip(0), logits])         # each row for itself
+        torch.testing.assert_close(sample.filter_logits(two, 1.0, k, p), torch.stack(
+            [expected.flip(0), expected]) / expected.sum())
     hot = sample.filter_logits(logits, 2.0, 0, 1.0)
     torch.testing.assert_close(hot, (logits / 2).softmax(0))
     assert sample.filter_logits(logits, 1e-40, 0, 1.0).tolist() == [0, 0, 1, 0, 0]
@@ -4379,16 +4456,16 @@ def test_top_k_and_top_p_keep_what_they_should():
 def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
     cfg = GPTConfig(vocab_size=257, seq_len=8, n_layer=1, n_head=1, n_embd=8)
     plain = GPT(cfg).initialize(0).eval()
-    tokens = list(sample.generate(plain, [1], 2000, end=256, temperature=100.0,
-                                  generator=torch.Generator().manual_seed(0)))
+    tokens = one_sample(plain, [1], 2000, end=256, temperature=100.0,
+                        generators=[torch.Generator().manual_seed(0)])
     assert 0 < len(tokens) < 2000 and max(tokens) < 256     # nearly uniform: 256 comes up soon
 
 
 def test_characters_come_out_whole_and_without_a_prompt_after_an_end_of_text(run_sample,
                                                                              monkeypatch):
     seen, text = [], "é漢🙂!"
-    monkeypatch.setattr(sample, "generate", lambda model, tokens, *_: seen.append(tokens) or iter(
-        text.encode() + b"\xff!" + "é".encode()[:1]))
+    monkeypatch.setattr(sample, "generate", lambda model, tokens, *_: seen.append(tokens) or (
+        {0: token} for token in text.encode() + b"\xff!" + "é".encode()[:1]))
     assert run_sample() == (0, text + "\ufffd!\ufffd\n", "") and seen == [[256]]
 
 
