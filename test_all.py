@@ -3134,8 +3134,9 @@ def test_ranks_that_see_different_data_end_alike(pool):
     assert pool.run(2, differ) == [2, 2]
 
 
-def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys):
+def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys, monkeypatch):
     """A value that is not finite; a line torn at any byte; a disk that is full at any byte."""
+    monkeypatch.setattr(time, "time", lambda: 1795350923.9721)
     metrics, path = checkpoint.Metrics(tmp_path, 0), tmp_path / "metrics.jsonl"
     metrics.write(step=1, loss=math.nan, grad_norm=math.inf)
     one = path.read_bytes()
@@ -3147,7 +3148,169 @@ def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys
             metrics.write(step=1, loss=math.nan, grad_norm=math.inf)
         assert "lacks a line" in capsys.readouterr().err and path.read_bytes() == one
     metrics.write(step=2)
-    assert read_metrics(tmp_path) == ([dict(step=1, loss=None, grad_norm=None), dict(step=2)], [])
+    now = dict(time=1795350923.972)
+    assert read_metrics(tmp_path) == (
+        [dict(step=1, loss=None, grad_norm=None, **now), dict(step=2, **now)], [])
+
+
+def timed(out, lines):
+    """Write out/metrics.jsonl; a line is (time, step, fields)."""
+    out.mkdir()
+    text = "".join(json.dumps(dict(step=step, **fields, time=now)) + "\n"
+                   for now, step, fields in lines)
+    (out / "metrics.jsonl").write_text(text + '{"step": 9, "lo')        # a run is writing
+
+
+def step_at(now, step, loss, **more):
+    return now, step, dict(tokens=100 * step, loss=loss, lr=0.1 / step, tokens_per_second=7e3,
+                           **more)
+
+
+def test_compare_charts_and_lists_runs_without_their_dead_branches(run_train, tmp_path):
+    """A run that was rolled back and resumed, one that only runs, and what is none."""
+    a, b, none = (tmp_path / name for name in "abn")
+    timed(a, [(0, 0, dict(event="start")), step_at(360, 1, 8.0, val_loss=1), step_at(720, 2, 4.0),
+              step_at(1080, 3, 1e6), (1080, 3, dict(event="rollback", to=1)),       # 0.3 hours
+              step_at(1440, 2, 4.0, val_loss=2.5), step_at(1800, 3, 2.0), step_at(1800, 4, None),
+              (90000, 2, dict(event="damaged")), (90000, 2, dict(event="resume")),  # 0.2
+              step_at(90360, 3, 2.0, val_loss=2.25), step_at(90720, 4, 1.0)])       # 0.2
+    timed(b, [(0, 0, dict(event="start")), step_at(3600, 1, 8.0), step_at(7200, 2, 80.0)])
+    none.mkdir()
+    rows, events, hours = checkpoint.read_metrics(a)
+    assert column(rows, "step") == [1, 2, 3, 4] and column(rows, "loss") == [8.0, 4.0, 2.0, 1.0]
+    assert kinds(events) == ["start", "rollback", "damaged", "resume"]
+    assert hours == pytest.approx(0.7)
+    status, text, error = run_train("--compare", b, none, a, tmp_path / "nowhere", COLUMNS=52)
+    assert status == 0 and error.count("\n") == 2 and "n/metrics.jsonl has no step" in error
+    lines = text.splitlines()
+    grid = [line[11:].ljust(40) for line in lines[:16]]
+    assert max(map(len, lines[:20])) <= 52 and lines[0].split()[0] == "8.0000"
+    assert lines[15].split()[0] == "1.0000" and lines[18].split() == ["tokens", "0", "400"]
+    places = {(x, y): mark for y, line in enumerate(grid) for x, mark in enumerate(line)
+              if mark != " "}                   # 8 to 1, by factors of 2: every fifth line
+    x = [int(tokens * 39 / 400) for tokens in (100, 200, 300, 400)]
+    assert places == {(x[0], 0): "a", (x[0], 15): "A", (x[1], 0): "b", (x[1], 5): "a",
+                      (x[1], 8): "A", (x[2], 9): "A", (x[2], 10): "a", (x[3], 15): "a"}
+    assert lines[17].split() == ["a", "|", "<", ">"] and len(lines) == 23
+    assert [lines[17][11 + i] for i in (x[1], x[2])] == ["<", ">"]
+    assert [line.split() for line in lines[-2:]] == [
+        ["a", "1.0000", "1", "2.2500", "4", "400", "0.70", "7,000", "1.00e-01", f"{a},", "1",
+         "rollback,", "1", "damaged,", "1", "resume"],
+        ["b", "nan", "-", "nan", "2", "200", "2.00", "7,000", "1.00e-01", str(b)]]
+    status, _, error = run_train("--compare", none)
+    assert status == 2 and error.splitlines()[-1].startswith("train.py: nothing to compare")
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "tensorboard,wandb"])
+def test_a_log_without_its_package_is_refused_with_the_command_that_installs_it(
+        run_train, shards, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    result = run_train("--data", shards, "--out", tmp_path / "o", *TINY, "--log", name)
+    expect_mistake(result, f"pip install {name.split(',')[0]}")
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("fails_at", ["open", 1, 3])
+def test_a_log_that_fails_costs_one_warning_and_not_the_run(tmp_path, monkeypatch, capsys,
+                                                            fails_at):
+    class Failing:
+        def __init__(self, out):
+            self.seen, _ = [], 1 / (fails_at != "open")
+
+        def write(self, row):
+            self.seen.append(1 / (row["step"] != fails_at))
+
+    monkeypatch.setitem(checkpoint.LOGS, "wandb", Failing)
+    for rank in (0, 1):
+        metrics = checkpoint.Metrics(tmp_path, rank, "wandb")
+        for step in range(1, 6):
+            metrics.write(step=step)
+        error = capsys.readouterr().err
+        assert error.count("\n") == (rank == 0) == error.count("--log wandb is off")
+    assert column(read_metrics(tmp_path)[0], "step") == [1, 2, 3, 4, 5]
+
+
+def write_log(out, name, lines):
+    """In a process of its own: write these rows and events as a run does."""
+    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
+    metrics = checkpoint.Metrics(out, 0, name)
+    for line in lines:
+        metrics.write(**line)
+    if name == "wandb":
+        metrics.logs[name].run.finish()             # as at the end of any other process
+    assert list(metrics.logs) == [name]
+
+
+def tensorboards(out):
+    """What TensorBoard shows of a run -> ({step: {name: value}}, texts)."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.plugin_event_accumulator")
+    make_ndarray = pytest.importorskip("tensorboard.util.tensor_util").make_ndarray
+    steps, texts = {}, []
+    for folder in (out / "tensorboard", out / "tensorboard" / "events"):
+        seen = reader.EventAccumulator(str(folder)).Reload()
+        for name in seen.Tags()["tensors"]:
+            for x in seen.Tensors(name):
+                value = make_ndarray(x.tensor_proto).item()
+                if isinstance(value, bytes):
+                    texts.append(value)
+                else:
+                    assert name not in steps.setdefault(x.step, {})
+                    steps[x.step][name] = value
+    return steps, texts
+
+
+def wandbs(out):
+    """The same of all files of Weights & Biases: blocks of 32 KiB, of records with 7 bytes before
+    each or each part of it."""
+    Record = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
+    steps, texts, ids = {}, [], set()
+    for file in sorted(out.glob("wandb/offline*/*.wandb")):
+        content, at, record = file.read_bytes(), 7, b""
+        while at + 7 <= len(content):
+            if at % 32768 > 32768 - 7:
+                at += -at % 32768
+            size, kind = int.from_bytes(content[at + 4:at + 6], "little"), content[at + 6]
+            record += content[at + 7:at + 7 + size]
+            at += 7 + size
+            if kind in (1, 4):              # whole, or its last part
+                parsed, record = Record.FromString(record), b""
+                ids |= {parsed.run.run_id} - {""}
+                row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                       for item in parsed.history.item}
+                texts += [value for name, value in row.items() if name.startswith("events/")]
+                if "loss" in row:
+                    assert row["_step"] == row["step"] and row["step"] not in steps
+                    steps[row["step"]] = row
+    assert len(ids) == 1
+    return steps, texts
+
+
+@pytest.mark.parametrize("name, read, kept", [
+    ("tensorboard", tensorboards, [1, 2, 3, 13, 14, 15, 16]),
+    pytest.param("wandb", wandbs, [1, 2, 3, 4, 5, 15, 16], marks=pytest.mark.slow)])
+def test_a_log_has_every_step_once_and_every_event_after_a_rollback_and_a_resume(
+        tmp_path, name, read, kept):
+    """TensorBoard hides void steps; Weights & Biases keeps those that it has."""
+    pytest.importorskip(name)
+    rows = lambda more, *steps: [dict(step=step, loss=more + step, lr=0.5, grad_norm=math.nan)
+                                 for step in steps]
+    event = lambda kind, step, **more: dict(event=kind, step=step, **more)
+    sessions = [
+        [event("start", 0, config=dict(lr=0.5, log=None)), *rows(0, 1, 2, 3, 4),
+         event("skip", 5, windows=[7]), event("spike", 5, reason="high"), *rows(0, 5),
+         event("rollback", 5, to=3), event("skip", 4), *rows(5, 4, 5)],
+        [event("damaged", 3), event("resume", 3, config=dict(lr=0.25)), *rows(9, 4, 5, 6, 7)]]
+    for lines in sessions:
+        process = FORKS.Process(target=write_log, args=(tmp_path, name, lines))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+    steps, texts = read(tmp_path)
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6, 7]
+    assert [steps[k]["loss"] for k in sorted(steps)] == kept
+    assert all(row["lr"] == 0.5 and row.get("grad_norm") is None for row in steps.values())
+    wanted = [(x["event"], x["step"]) for x in checkpoint.read_metrics(tmp_path)[1]]
+    assert sorted((x["event"], x["step"]) for x in map(json.loads, texts)) == sorted(wanted)
 
 
 def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_train, shards,
@@ -3181,7 +3344,8 @@ def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_
 def test_layout_precision_and_paths_never_come_from_the_checkpoint():
     stored = train.Config(data="d", out="o", tp=2, pp=2, micro_batch=3, dtype="bf16", device="cpu",
                           recompute=True, eval_only=True, resume="file", steps=7, zero=1, timeout=9,
-                          pp_schedule="1f1b", compile=True, sequence_parallel=True, offload=True)
+                          pp_schedule="1f1b", compile=True, sequence_parallel=True, offload=True,
+                          log="wandb")
     config, _ = train.merge_config({}, dict(config=asdict(stored), model=asdict(CFG)))
     assert config == train.Config(steps=7)
 
@@ -3255,7 +3419,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, nu
         assert (status, error) == (0, "") and others == [(0, "", "")] * (ranks - 1)
     rows, events = read_metrics(out)
     last = rows[-1]["step"]
-    assert events[-1] == dict(event="stop", step=last) and "val_loss" not in rows[-1]
+    assert kinds(events)[-1] == "stop" and events[-1]["step"] == last
+    assert "val_loss" not in rows[-1]
     assert f"saved after step {last}; the same command goes on" in text
     assert checkpoint.load(out / "latest.pt")["step"] == last >= 3
     ends = [process.finish() for process in launch(ranks, *flags, "--steps", last + 1)]
@@ -3693,8 +3858,9 @@ def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
     config = settings(tmp_path, steps=6, skip_steps="3:5", save_every=1, keep=9)
     seen = watched(config)
     assert seen.batches == [0, 1, 5, 6, 7, 8] and column(seen.rows, "step") == [1, 2, 3, 4, 5, 6]
-    assert seen.events == [dict(event="skip", step=3, reason="left out", batches=3,
-                                sequences=[16, 40])]
+    (event,) = seen.events
+    assert event.items() >= dict(event="skip", step=3, reason="left out", batches=3,
+                                 sequences=[16, 40]).items()
     for step, skip, batches in [(2, "3:5", [5, 6, 7, 8]), (3, "3:5", [6, 7, 8]),     # not twice
                                 (4, "2:5", [8, 9]), (4, "2:4", [7, 8])]:    # only what lies ahead
         resumed = watched(replace(config, skip_steps=skip, out=str(tmp_path / "resumed")),
@@ -4532,6 +4698,8 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
 
 def test_the_readmes_layouts_are_not_refused(shards):
     blocks = "".join(README.split("```")[1::2]).replace("\\\n", " ")
+    blocks = re.sub("for lr in (\\S+) .*; do (.*); done",      # its first turn
+                    lambda loop: loop[2].replace("$lr", loop[1]), blocks)
     commands = [shlex.split(line) for line in blocks.splitlines() if " train.py" in line]
     for command in commands:
         at = command.index("train.py")
@@ -4539,7 +4707,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         given = dict(train.parse_flags(command[at + 1:]), data=str(shards), seq_len=16)
         config, cfg = train.validate(given, None, math.prod(map(int, numbers)))
         assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 6
+    assert len(commands) == 8
 
 
 def print_equality(folder):
