@@ -118,6 +118,19 @@ def dropout(x: torch.Tensor, p: float, dropout_seed: int | None, name: str) -> t
     return F.dropout(x, p)
 
 
+class Linear(nn.Linear):
+    """A single row in fp32 on a CPU, as of a token that is sampled, is multiplied with both halves
+    of the matrix as a batch: MKL takes 2 to 3 times as long for a product with one vector."""
+
+    def forward(self, x):
+        if x.numel() > self.in_features or x.device.type != "cpu" or x.dtype != torch.float32 or (
+                self.out_features % 2):
+            return super().forward(x)
+        halves = self.weight.view(2, -1, self.in_features)                  # (2, out / 2, in)
+        y = torch.bmm(halves, x.reshape(1, 1, -1).expand(2, 1, -1).mT)      # (2, out / 2, 1)
+        return y.view(*x.shape[:-1], -1) + self.bias
+
+
 class Embed(nn.Module):
     """tokens (B, T) -> x (B, T, C): the token's row plus the position's row."""
 
@@ -144,14 +157,15 @@ class Attention(nn.Module):
     heads of q, then of k, then of v. Whoever cuts the matrix by heads cuts each third on its own.
 
     cache (2, B, H, positions, D) holds the keys and values before position `start` and takes those
-    of x: all positions at start 0, later one at a time (T = 1), which sees all before it.
+    of x: all positions at start 0, where one row may stand for all of the cache's; later one at a
+    time (T = 1), which sees all before it.
     """
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
         self.head_dim = cfg.n_embd // cfg.n_head
-        self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd)
-        self.proj = nn.Linear(cfg.n_embd, cfg.n_embd)
+        self.qkv = Linear(cfg.n_embd, 3 * cfg.n_embd)
+        self.proj = Linear(cfg.n_embd, cfg.n_embd)
         self.dropout = cfg.dropout
         self.stream = 0         # who holds other heads draws another mask: parallel.py sets it
 
@@ -166,6 +180,7 @@ class Attention(nn.Module):
         assert start == 0 or T == 1, "a second part of a text would see its own future"
         if cache is not None:
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
+        if start > 0:
             k, v = cache[:, :, :, :start + T]                   # 2 of (B, H, start + T, D)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=start == 0, dropout_p=p)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # (B, H, T, D) -> (B, T, H D)
@@ -176,8 +191,8 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.up = nn.Linear(cfg.n_embd, 4 * cfg.n_embd)
-        self.down = nn.Linear(4 * cfg.n_embd, cfg.n_embd)
+        self.up = Linear(cfg.n_embd, 4 * cfg.n_embd)
+        self.down = Linear(4 * cfg.n_embd, cfg.n_embd)
         self.activation = cfg.activation
 
     def forward(self, x):
@@ -247,12 +262,13 @@ class GPT(nn.Module):
         In training mode all dropout masks are a function of `dropout_seed`, an int; without one
         they are torch's own.
         With a cache (`new_kv_cache`) the tokens stand at positions start, start + 1, ...: the whole
-        text at start 0, then one token at a time.
+        text at start 0, then one token at a time; the logits (B, 1, V) are the last position's.
         """
         if self.embed is not None:
             x = self.embed(x, dropout_seed, start)
         for name, block in self.blocks.items():
             x = block(x, dropout_seed, cache and cache[name], start)
+        x = x if cache is None else x[:, -1:]
         return x if self.head is None else self.head(x, targets)
 
     def new_kv_cache(self, batch: int) -> dict:

@@ -7,7 +7,8 @@
     -> the smallest set whose probability reaches p -> one token -> appended, and again
 
 Temperature 0 takes the most probable token. Top-p is nucleus sampling (Holtzman et al. 2020).
-Only text goes to standard output, as it is made; it ends at <|endoftext|> or --max-tokens.
+Only text goes to standard output, as it is made; it ends at <|endoftext|>, before the --stop text,
+or at --max-tokens. A line of dashes stands between samples.
 """
 import argparse
 import codecs
@@ -25,49 +26,63 @@ from checkpoint import load_model
 from data import get_tokenizer
 from parallel import out_of_memory, pick_device
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DASHES = "-" * 40 + "\n"       # the line between samples
+
 
 def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: float):
-    """Logits (V,) -> probabilities (V,): what may not be drawn has probability 0.
+    """Logits (..., V) -> probabilities (..., V): what may not be drawn has probability 0.
 
     top_k 0 and top_p 1 leave everything; the most probable token always stays.
     """
-    logits = (logits.float() - logits.float().max()) / temperature      # at most 0: no overflow
-    if 0 < top_k < logits.numel():
-        logits = logits.where(logits >= logits.topk(top_k).values[-1], -torch.inf)
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature     # at most 0: no overflow
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.where(logits >= logits.topk(top_k).values[..., -1:], -torch.inf)
     probabilities = logits.softmax(dim=-1)
     if top_p < 1:
         ordered, index = probabilities.sort(descending=True)
-        before = ordered.cumsum(0) - ordered                    # probability of all likelier ones
-        probabilities[index[1:][before[1:] >= top_p]] = 0
-    return probabilities / probabilities.sum()
+        before = ordered.cumsum(-1) - ordered                   # probability of all likelier ones
+        dropped = before >= top_p                               # never the first: 0 < top_p
+        probabilities = probabilities.masked_fill(dropped.scatter(-1, index, dropped), 0)
+    return probabilities / probabilities.sum(-1, keepdim=True)
 
 
 @torch.inference_mode()
 def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: float = 1.0,
-             top_k: int = 0, top_p: float = 1.0, generator: torch.Generator | None = None):
-    """Yield up to `max_tokens` token ids that follow `tokens`; `end` stops and is not yielded.
+             top_k: int = 0, top_p: float = 1.0, generators=(None,), ended=()):
+    """Go on from `tokens` once with each of the `generators`, as one batch with one cache. Yield up
+    to `max_tokens` times {number of the sample: token id} for those that go on: `end` ends one and
+    is not yielded, and so does the caller who puts its number into the set `ended`.
 
-    The model sees the last seq_len tokens. As long as they are all there are, keys and values of
-    those before the last are in a cache; from then on each token moves all others to another
-    position, and everything is computed again.
+    The model sees the last seq_len tokens of a prompt. Keys and values of what it has seen are in
+    the cache, and a token costs one position. When all seq_len positions are taken, the newest half
+    of the tokens moves to the first and is computed again, once in seq_len / 2 tokens or more.
     """
-    tokens, seq_len = list(tokens), model.cfg.seq_len
-    cache, seen, device = model.new_kv_cache(1), 0, next(model.parameters()).device
+    seq_len, device = model.cfg.seq_len, next(model.parameters()).device
+    samples, seen = list(range(len(generators))), 0
+    cache = model.new_kv_cache(len(samples))
+    window = torch.tensor([tokens[-seq_len:]], device=device)   # (1, T): the samples share a prompt
     for _ in range(max_tokens):
-        if len(tokens) > seq_len:
-            seen = 0
-        new = torch.tensor([tokens[-seq_len:][seen:]], device=device)           # (1, T)
-        logits = model(new, cache=cache, start=seen)[0, -1]                     # (V,)
-        seen += new.shape[1]
+        if window.shape[1] > seq_len:
+            window, seen = window[:, -max(1, seq_len // 2):], 0
+        logits = model(window[:, seen:], cache=cache, start=seen)[:, -1]
+        logits, seen = logits.expand(len(samples), -1), window.shape[1]             # (samples, V)
         if temperature == 0:
-            token = logits.argmax().item()
+            drawn = logits.argmax(-1).tolist()
         else:
             probabilities = filter_logits(logits, temperature, top_k, top_p).cpu()
-            token = torch.multinomial(probabilities, 1, generator=generator).item()
-        if token == end:
+            drawn = [torch.multinomial(row, 1, generator=generators[i]).item()
+                     for i, row in zip(samples, probabilities)]
+        yield {i: token for i, token in zip(samples, drawn) if token != end}
+        new = torch.tensor(drawn, device=device)[:, None]
+        window = torch.cat([window.expand(len(samples), -1), new], dim=1)
+        going = [row for row, i in enumerate(samples) if drawn[row] != end and i not in ended]
+        if len(going) < len(samples):
+            samples, window = [samples[row] for row in going], window[going]
+            cache = {name: kept[:, going] for name, kept in cache.items()}
+        if not samples:
             return
-        tokens.append(token)
-        yield token
 
 
 def main() -> None:
@@ -76,7 +91,11 @@ def main() -> None:
     parser.add_argument("--ckpt", default="out/latest.pt", help="default: %(default)s")
     parser.add_argument("--prompt", default=None, metavar="TEXT",
                         help="text to go on from; - reads standard input; none: <|endoftext|>")
-    parser.add_argument("--max-tokens", type=int, default=500, help="default: %(default)s")
+    parser.add_argument("--num-samples", type=int, metavar="N", help="samples of a prompt, one by "
+                        "--seed, one by --seed + 1, ...; each line of --prompt - is then a prompt")
+    parser.add_argument("--max-tokens", type=int, default=500, help="of a sample; whenever the "
+                        "model's window is full, it forgets the older half (default: %(default)s)")
+    parser.add_argument("--stop", default="", metavar="TEXT", help="ends a sample before this text")
     parser.add_argument("--temperature", type=float, default=0.8,
                         help="0: greedy (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=0, help="0: all (default: %(default)s)")
@@ -84,7 +103,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"],
                         help="auto: cuda or mps where there is one")
+    parser.add_argument("--dtype", default="fp32", choices=list(DTYPES), help="type of weights and "
+                        "activations; bf16 is faster where the device multiplies 16-bit numbers")
     args = parser.parse_args()
+    if args.num_samples is not None and args.num_samples < 1:
+        parser.error("--num-samples must be at least 1")
     if args.max_tokens < 0 or args.top_k < 0:
         parser.error("--max-tokens and --top-k must be at least 0")
     if not 0 <= args.seed < 2 ** 63:
@@ -95,27 +118,39 @@ def main() -> None:
         device = pick_device(args.device, 0, 1)
         model, state = load_model(Path(args.ckpt))
         tokenizer = get_tokenizer(state["tokenizer"])
-        prompt = sys.stdin.read() if args.prompt == "-" else args.prompt or ""
-        prompt.encode()                             # ValueError: bytes that are not UTF-8
+        prompts = [sys.stdin.read() if args.prompt == "-" else args.prompt or ""]
+        if args.prompt == "-" and args.num_samples is not None:
+            prompts = prompts[0].removesuffix("\n").split("\n")
+        "".join(prompts).encode()                   # ValueError: bytes that are not UTF-8
+        stop = args.stop.encode()
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    model.to(device)
-
-    tokens = tokenizer.encode_ordinary(prompt)
-    if len(tokens) > model.cfg.seq_len:
-        print(f"sample.py: warning: the prompt has {len(tokens)} tokens, the model sees the last "
-              f"{model.cfg.seq_len}", file=sys.stderr)
-    # A token can be a part of a character: the decoder waits for the rest.
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    generator = torch.Generator().manual_seed(args.seed)
+    model.to(device, DTYPES[args.dtype])
     sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character
-    sys.stdout.write(prompt)
-    for token in generate(model, tokens or [tokenizer.eot_token], args.max_tokens,
-                          tokenizer.eot_token, args.temperature, args.top_k, args.top_p,
-                          generator):
-        sys.stdout.write(decoder.decode(tokenizer.decode_single_token_bytes(token)))
-        sys.stdout.flush()
-    sys.stdout.write(decoder.decode(b"", final=True) + "\n")
+    for number, prompt in enumerate(prompts):
+        tokens = tokenizer.encode_ordinary(prompt)
+        if len(tokens) > model.cfg.seq_len:
+            print(f"sample.py: warning: the prompt has {len(tokens)} tokens, the model sees the "
+                  f"last {model.cfg.seq_len}", file=sys.stderr)
+        data, ended, shown = [b""] * (args.num_samples or 1), set(), 0
+        generators = [torch.Generator().manual_seed(args.seed + i) for i in range(len(data))]
+        sys.stdout.write(DASHES * (number > 0) + prompt)
+        for drawn in generate(model, tokens or [tokenizer.eot_token], args.max_tokens,
+                              tokenizer.eot_token, args.temperature, args.top_k, args.top_p,
+                              generators, ended):
+            for i, token in drawn.items():
+                data[i] += tokenizer.decode_single_token_bytes(token)
+                if stop and stop in data[i]:
+                    data[i] = data[i][:data[i].index(stop)]
+                    ended.add(i)
+            # The first is shown as it grows, but for a part of a character, or maybe of `stop`.
+            certain = len(data[0]) - len(stop[1:]) * (0 not in ended)
+            text = codecs.utf_8_decode(data[0][:max(0, certain)], "replace", False)[0]
+            sys.stdout.write(text[shown:])
+            sys.stdout.flush()
+            shown = max(shown, len(text))
+        for i, text in enumerate(part.decode(errors="replace") for part in data):
+            sys.stdout.write((DASHES + prompt) * (i > 0) + text[shown * (i == 0):] + "\n")
 
 
 if __name__ == "__main__":

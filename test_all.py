@@ -3227,8 +3227,9 @@ def test_ranks_that_see_different_data_end_alike(pool):
     assert pool.run(2, differ) == [2, 2]
 
 
-def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys):
+def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys, monkeypatch):
     """A value that is not finite; a line torn at any byte; a disk that is full at any byte."""
+    monkeypatch.setattr(time, "time", lambda: 1795350923.9721)
     metrics, path = checkpoint.Metrics(tmp_path, 0), tmp_path / "metrics.jsonl"
     metrics.write(step=1, loss=math.nan, grad_norm=math.inf)
     one = path.read_bytes()
@@ -3240,7 +3241,169 @@ def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys
             metrics.write(step=1, loss=math.nan, grad_norm=math.inf)
         assert "lacks a line" in capsys.readouterr().err and path.read_bytes() == one
     metrics.write(step=2)
-    assert read_metrics(tmp_path) == ([dict(step=1, loss=None, grad_norm=None), dict(step=2)], [])
+    now = dict(time=1795350923.972)
+    assert read_metrics(tmp_path) == (
+        [dict(step=1, loss=None, grad_norm=None, **now), dict(step=2, **now)], [])
+
+
+def timed(out, lines):
+    """Write out/metrics.jsonl; a line is (time, step, fields)."""
+    out.mkdir()
+    text = "".join(json.dumps(dict(step=step, **fields, time=now)) + "\n"
+                   for now, step, fields in lines)
+    (out / "metrics.jsonl").write_text(text + '{"step": 9, "lo')        # a run is writing
+
+
+def step_at(now, step, loss, **more):
+    return now, step, dict(tokens=100 * step, loss=loss, lr=0.1 / step, tokens_per_second=7e3,
+                           **more)
+
+
+def test_compare_charts_and_lists_runs_without_their_dead_branches(run_train, tmp_path):
+    """A run that was rolled back and resumed, one that only runs, and what is none."""
+    a, b, none = (tmp_path / name for name in "abn")
+    timed(a, [(0, 0, dict(event="start")), step_at(360, 1, 8.0, val_loss=1), step_at(720, 2, 4.0),
+              step_at(1080, 3, 1e6), (1080, 3, dict(event="rollback", to=1)),       # 0.3 hours
+              step_at(1440, 2, 4.0, val_loss=2.5), step_at(1800, 3, 2.0), step_at(1800, 4, None),
+              (90000, 2, dict(event="damaged")), (90000, 2, dict(event="resume")),  # 0.2
+              step_at(90360, 3, 2.0, val_loss=2.25), step_at(90720, 4, 1.0)])       # 0.2
+    timed(b, [(0, 0, dict(event="start")), step_at(3600, 1, 8.0), step_at(7200, 2, 80.0)])
+    none.mkdir()
+    rows, events, hours = checkpoint.read_metrics(a)
+    assert column(rows, "step") == [1, 2, 3, 4] and column(rows, "loss") == [8.0, 4.0, 2.0, 1.0]
+    assert kinds(events) == ["start", "rollback", "damaged", "resume"]
+    assert hours == pytest.approx(0.7)
+    status, text, error = run_train("--compare", b, none, a, tmp_path / "nowhere", COLUMNS=52)
+    assert status == 0 and error.count("\n") == 2 and "n/metrics.jsonl has no step" in error
+    lines = text.splitlines()
+    grid = [line[11:].ljust(40) for line in lines[:16]]
+    assert max(map(len, lines[:20])) <= 52 and lines[0].split()[0] == "8.0000"
+    assert lines[15].split()[0] == "1.0000" and lines[18].split() == ["tokens", "0", "400"]
+    places = {(x, y): mark for y, line in enumerate(grid) for x, mark in enumerate(line)
+              if mark != " "}                   # 8 to 1, by factors of 2: every fifth line
+    x = [int(tokens * 39 / 400) for tokens in (100, 200, 300, 400)]
+    assert places == {(x[0], 0): "a", (x[0], 15): "A", (x[1], 0): "b", (x[1], 5): "a",
+                      (x[1], 8): "A", (x[2], 9): "A", (x[2], 10): "a", (x[3], 15): "a"}
+    assert lines[17].split() == ["a", "|", "<", ">"] and len(lines) == 23
+    assert [lines[17][11 + i] for i in (x[1], x[2])] == ["<", ">"]
+    assert [line.split() for line in lines[-2:]] == [
+        ["a", "1.0000", "1", "2.2500", "4", "400", "0.70", "7,000", "1.00e-01", f"{a},", "1",
+         "rollback,", "1", "damaged,", "1", "resume"],
+        ["b", "nan", "-", "nan", "2", "200", "2.00", "7,000", "1.00e-01", str(b)]]
+    status, _, error = run_train("--compare", none)
+    assert status == 2 and error.splitlines()[-1].startswith("train.py: nothing to compare")
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "tensorboard,wandb"])
+def test_a_log_without_its_package_is_refused_with_the_command_that_installs_it(
+        run_train, shards, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    result = run_train("--data", shards, "--out", tmp_path / "o", *TINY, "--log", name)
+    expect_mistake(result, f"pip install {name.split(',')[0]}")
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("fails_at", ["open", 1, 3])
+def test_a_log_that_fails_costs_one_warning_and_not_the_run(tmp_path, monkeypatch, capsys,
+                                                            fails_at):
+    class Failing:
+        def __init__(self, out):
+            self.seen, _ = [], 1 / (fails_at != "open")
+
+        def write(self, row):
+            self.seen.append(1 / (row["step"] != fails_at))
+
+    monkeypatch.setitem(checkpoint.LOGS, "wandb", Failing)
+    for rank in (0, 1):
+        metrics = checkpoint.Metrics(tmp_path, rank, "wandb")
+        for step in range(1, 6):
+            metrics.write(step=step)
+        error = capsys.readouterr().err
+        assert error.count("\n") == (rank == 0) == error.count("--log wandb is off")
+    assert column(read_metrics(tmp_path)[0], "step") == [1, 2, 3, 4, 5]
+
+
+def write_log(out, name, lines):
+    """In a process of its own: write these rows and events as a run does."""
+    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
+    metrics = checkpoint.Metrics(out, 0, name)
+    for line in lines:
+        metrics.write(**line)
+    if name == "wandb":
+        metrics.logs[name].run.finish()             # as at the end of any other process
+    assert list(metrics.logs) == [name]
+
+
+def tensorboards(out):
+    """What TensorBoard shows of a run -> ({step: {name: value}}, texts)."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.plugin_event_accumulator")
+    make_ndarray = pytest.importorskip("tensorboard.util.tensor_util").make_ndarray
+    steps, texts = {}, []
+    for folder in (out / "tensorboard", out / "tensorboard" / "events"):
+        seen = reader.EventAccumulator(str(folder)).Reload()
+        for name in seen.Tags()["tensors"]:
+            for x in seen.Tensors(name):
+                value = make_ndarray(x.tensor_proto).item()
+                if isinstance(value, bytes):
+                    texts.append(value)
+                else:
+                    assert name not in steps.setdefault(x.step, {})
+                    steps[x.step][name] = value
+    return steps, texts
+
+
+def wandbs(out):
+    """The same of all files of Weights & Biases: blocks of 32 KiB, of records with 7 bytes before
+    each or each part of it."""
+    Record = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
+    steps, texts, ids = {}, [], set()
+    for file in sorted(out.glob("wandb/offline*/*.wandb")):
+        content, at, record = file.read_bytes(), 7, b""
+        while at + 7 <= len(content):
+            if at % 32768 > 32768 - 7:
+                at += -at % 32768
+            size, kind = int.from_bytes(content[at + 4:at + 6], "little"), content[at + 6]
+            record += content[at + 7:at + 7 + size]
+            at += 7 + size
+            if kind in (1, 4):              # whole, or its last part
+                parsed, record = Record.FromString(record), b""
+                ids |= {parsed.run.run_id} - {""}
+                row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                       for item in parsed.history.item}
+                texts += [value for name, value in row.items() if name.startswith("events/")]
+                if "loss" in row:
+                    assert row["_step"] == row["step"] and row["step"] not in steps
+                    steps[row["step"]] = row
+    assert len(ids) == 1
+    return steps, texts
+
+
+@pytest.mark.parametrize("name, read, kept", [
+    ("tensorboard", tensorboards, [1, 2, 3, 13, 14, 15, 16]),
+    pytest.param("wandb", wandbs, [1, 2, 3, 4, 5, 15, 16], marks=pytest.mark.slow)])
+def test_a_log_has_every_step_once_and_every_event_after_a_rollback_and_a_resume(
+        tmp_path, name, read, kept):
+    """TensorBoard hides void steps; Weights & Biases keeps those that it has."""
+    pytest.importorskip(name)
+    rows = lambda more, *steps: [dict(step=step, loss=more + step, lr=0.5, grad_norm=math.nan)
+                                 for step in steps]
+    event = lambda kind, step, **more: dict(event=kind, step=step, **more)
+    sessions = [
+        [event("start", 0, config=dict(lr=0.5, log=None)), *rows(0, 1, 2, 3, 4),
+         event("skip", 5, windows=[7]), event("spike", 5, reason="high"), *rows(0, 5),
+         event("rollback", 5, to=3), event("skip", 4), *rows(5, 4, 5)],
+        [event("damaged", 3), event("resume", 3, config=dict(lr=0.25)), *rows(9, 4, 5, 6, 7)]]
+    for lines in sessions:
+        process = FORKS.Process(target=write_log, args=(tmp_path, name, lines))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+    steps, texts = read(tmp_path)
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6, 7]
+    assert [steps[k]["loss"] for k in sorted(steps)] == kept
+    assert all(row["lr"] == 0.5 and row.get("grad_norm") is None for row in steps.values())
+    wanted = [(x["event"], x["step"]) for x in checkpoint.read_metrics(tmp_path)[1]]
+    assert sorted((x["event"], x["step"]) for x in map(json.loads, texts)) == sorted(wanted)
 
 
 def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_train, shards,
@@ -3274,7 +3437,8 @@ def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_
 def test_layout_precision_and_paths_never_come_from_the_checkpoint():
     stored = train.Config(data="d", out="o", tp=2, pp=2, micro_batch=3, dtype="bf16", device="cpu",
                           recompute=True, eval_only=True, resume="file", steps=7, zero=1, timeout=9,
-                          pp_schedule="1f1b", compile=True, sequence_parallel=True, offload=True)
+                          pp_schedule="1f1b", compile=True, sequence_parallel=True, offload=True,
+                          log="wandb")
     config, _ = train.merge_config({}, dict(config=asdict(stored), model=asdict(CFG)))
     assert config == train.Config(steps=7)
 
@@ -3348,7 +3512,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, nu
         assert (status, error) == (0, "") and others == [(0, "", "")] * (ranks - 1)
     rows, events = read_metrics(out)
     last = rows[-1]["step"]
-    assert events[-1] == dict(event="stop", step=last) and "val_loss" not in rows[-1]
+    assert kinds(events)[-1] == "stop" and events[-1]["step"] == last
+    assert "val_loss" not in rows[-1]
     assert f"saved after step {last}; the same command goes on" in text
     assert checkpoint.load(out / "latest.pt")["step"] == last >= 3
     ends = [process.finish() for process in launch(ranks, *flags, "--steps", last + 1)]
@@ -3944,8 +4109,9 @@ def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
     config = settings(tmp_path, steps=6, skip_steps="3:5", save_every=1, keep=9)
     seen = watched(config)
     assert seen.batches == [0, 1, 5, 6, 7, 8] and column(seen.rows, "step") == [1, 2, 3, 4, 5, 6]
-    assert seen.events == [dict(event="skip", step=3, reason="left out", batches=3,
-                                sequences=[16, 40])]
+    (event,) = seen.events
+    assert event.items() >= dict(event="skip", step=3, reason="left out", batches=3,
+                                 sequences=[16, 40]).items()
     for step, skip, batches in [(2, "3:5", [5, 6, 7, 8]), (3, "3:5", [6, 7, 8]),     # not twice
                                 (4, "2:5", [8, 9]), (4, "2:4", [7, 8])]:    # only what lies ahead
         resumed = watched(replace(config, skip_steps=skip, out=str(tmp_path / "resumed")),
@@ -4555,11 +4721,19 @@ def run_sample(trained, monkeypatch, capsys):
 
 
 def greedy(plain, tokens, count):
-    """The most probable `count` tokens behind `tokens`, each from the whole text before it."""
-    tokens = list(tokens)
+    """The most probable `count` tokens behind `tokens`, each from all of the window before it; the
+    window is cut to its newest half when it is full."""
+    window, drawn = list(tokens)[-CFG.seq_len:], []
     for _ in range(count):
-        tokens.append(plain(torch.tensor([tokens[-CFG.seq_len:]]))[0, -1].argmax().item())
-    return tokens[-count:]
+        window = window if len(window) <= CFG.seq_len else window[-max(1, CFG.seq_len // 2):]
+        drawn.append(plain(torch.tensor([window]))[0, -1].argmax().item())
+        window.append(drawn[-1])
+    return drawn
+
+
+def one_sample(*arguments, **options):
+    """The tokens of sample.generate's only sample."""
+    return [token for drawn in sample.generate(*arguments, **options) for token in drawn.values()]
 
 
 def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(run_sample, trained):
@@ -4584,16 +4758,80 @@ def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token():
     whole, cache = plain(tokens), plain.new_kv_cache(2)
     parts = [plain(tokens[:, :5], cache=cache)]
     parts += [plain(tokens[:, i:i + 1], cache=cache, start=i) for i in range(5, CFG.seq_len)]
-    assert relative(torch.cat(parts, 1), whole) <= 1e-14
+    assert relative(torch.cat(parts, 1), whole[:, 4:]) <= 1e-14
     assert relative(plain(tokens[:, 1:2], cache=cache, start=1), whole[:, 1:2]) <= 1e-14
 
 
-def test_sampling_computes_each_token_once_until_the_window_moves():
-    plain, seen = random_gpt(CFG), []
+@pytest.mark.parametrize("shape", [(1, 8), (1, 1, 8), (2, 8)])
+@pytest.mark.parametrize("rows", [6, 5])
+def test_a_single_row_is_multiplied_as_by_torchs_linear(rows, shape):
+    ours, x = model.Linear(8, rows), torch.randn(shape)
+    torch.testing.assert_close(ours(x), F.linear(x, ours.weight, ours.bias))
+
+
+@pytest.mark.parametrize("seq_len", [1, 5, 16])
+def test_sampling_computes_each_token_once_and_in_half_a_window_one_half_again(seq_len):
+    cfg = replace(CFG, seq_len=seq_len)
+    plain, seen = random_gpt(cfg), []
     plain.embed.register_forward_hook(lambda module, args, x: seen.append(x.shape[1]))
-    tokens = list(sample.generate(plain, [1, 2, 3], 20, 256, temperature=0))
-    assert seen == [3] + 13 * [1] + 6 * [16]
-    assert tokens == greedy(plain, [1, 2, 3], 20)
+    tokens = one_sample(plain, [1, 2, 3], 40, 256, temperature=0)
+    assert seen[:24] == {1: 24 * [1], 5: [3, 1, 1, *5 * [2, 1, 1, 1], 2],
+                         16: [3, *13 * [1], 8, *8 * [1], 8]}[seq_len]
+    with mock.patch.dict(globals(), CFG=cfg):
+        assert tokens == greedy(plain, [1, 2, 3], 40)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_samples_of_a_batch_are_those_drawn_one_by_one_and_each_ends_by_itself(temperature):
+    """Sample i does not depend on how many there are, nor on when others end."""
+    plain, options = random_gpt(CFG), dict(temperature=temperature)
+    drawn_by = lambda seeds: [torch.Generator().manual_seed(seed) for seed in seeds]
+    alone = [one_sample(plain, [1, 2, 3], 40, -1, **options, generators=drawn_by([i]))
+             for i in range(4)]
+    assert len(set(map(tuple, alone))) == (4 if temperature else 1)
+    end = alone[1][20]                                      # where the others go on, or all end
+    together, ended = {i: [] for i in range(4)}, set()
+    for step, drawn in enumerate(sample.generate(plain, [1, 2, 3], 40, end, **options,
+                                                 generators=drawn_by(range(4)), ended=ended)):
+        for i, token in drawn.items():
+            together[i].append(token)
+        ended |= {3} if step == 9 else set()
+    for i, tokens in enumerate(alone):
+        tokens = tokens[:10] if i == 3 else tokens
+        assert together[i] == tokens[:tokens.index(end) if end in tokens else None]
+
+
+def test_samples_end_before_the_stop_text_and_stand_between_lines_of_dashes(run_sample):
+    flags, line = ("--max-tokens", 40, "--temperature", 1), "-" * 40 + "\n"
+    many = run_sample(*flags, "--prompt", "line ", "--num-samples", 40)[1].split(line)
+    assert len(many) == 40 and len(set(many)) > 30
+    assert many[7] == run_sample(*flags, "--prompt", "line ", "--seed", 7)[1]
+    seed, stop = next((i, found[0]) for i, text in enumerate(many)
+                      if (found := re.search("[ -~]{3}", text[7:])))        # of three tokens
+    cut = ["line " + (text[5:].partition(stop)[0] + "\n" if stop in text[5:] else text[5:])
+           for text in many[seed:seed + 3]]
+    assert 6 < len(cut[0]) < len(many[seed])
+    flags = (*flags, "--seed", seed)
+    for count in (1, 3):
+        assert run_sample(*flags, "--prompt", "line ", "--num-samples", count, "--stop", stop) == (
+            0, line.join(cut[:count]), "")
+    # What looks like the beginning of a text that never comes is not lost.
+    never = many[seed].rstrip("\n")[-2:] + "\0"
+    assert run_sample(*flags, "--prompt", "line ", "--stop", never)[1] == many[seed]
+    # Each line of standard input is a prompt.
+    both = [run_sample(*flags, "--prompt", prompt, "--num-samples", 2)[1]
+            for prompt in ("line 1", "", "so")]
+    assert run_sample(*flags, "--prompt", "-", "--num-samples", 2,
+                      stdin="line 1\n\nso\n") == (0, line.join(both), "")
+
+
+@pytest.mark.parametrize("name, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_weights_and_cache_have_the_type_of_the_flag(run_sample, monkeypatch, name, dtype):
+    seen, draw = [], sample.generate
+    monkeypatch.setattr(sample, "generate", lambda model, *arguments: seen.extend(
+        [*model.parameters(), *model.new_kv_cache(1).values()]) or draw(model, *arguments))
+    assert run_sample("--prompt", "line ", "--dtype", name)[0] == 0
+    assert {tensor.dtype for tensor in seen} == {dtype}
 
 
 def test_a_prompt_longer_than_the_context_is_cropped_with_a_warning(run_sample):
@@ -4607,7 +4845,9 @@ def test_a_prompt_longer_than_the_context_is_cropped_with_a_warning(run_sample):
     ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"), ("--ckpt .", "give ./latest.pt"),
     ("--temperature -1", "--temperature"),
     ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"), ("--max-tokens x", "--max-tokens"),
-    ("--device cuda", "no CUDA device"), ("--nonsense", "--nonsense"), ("--seed -1", "--seed"),
+    ("--num-samples 0", "--num-samples"), ("--dtype fp8", "--dtype"),
+    ("--stop \udce9", "surrogates not allowed"), ("--device cuda", "no CUDA device"),
+    ("--nonsense", "--nonsense"), ("--seed -1", "--seed"),
     ("--seed 99999999999999999999", "--seed"), ("--prompt \udce9", "surrogates not allowed")])
 def test_sampling_mistakes_end_in_one_line_and_exit_2(run_sample, flags, message):
     status, out, error = run_sample(*flags.split())
@@ -4623,6 +4863,9 @@ def test_top_k_and_top_p_keep_what_they_should():
         expected[[2, 0, 4, 3, 1][:kept]] = probabilities[[2, 0, 4, 3, 1][:kept]]
         torch.testing.assert_close(sample.filter_logits(logits, 1.0, k, p),
                                    expected / expected.sum())
+        two = torch.stack([logits.flip(0), logits])         # each row for itself
+        torch.testing.assert_close(sample.filter_logits(two, 1.0, k, p), torch.stack(
+            [expected.flip(0), expected]) / expected.sum())
     hot = sample.filter_logits(logits, 2.0, 0, 1.0)
     torch.testing.assert_close(hot, (logits / 2).softmax(0))
     assert sample.filter_logits(logits, 1e-40, 0, 1.0).tolist() == [0, 0, 1, 0, 0]
@@ -4631,16 +4874,16 @@ def test_top_k_and_top_p_keep_what_they_should():
 def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
     cfg = GPTConfig(vocab_size=257, seq_len=8, n_layer=1, n_head=1, n_embd=8)
     plain = GPT(cfg).initialize(0).eval()
-    tokens = list(sample.generate(plain, [1], 2000, end=256, temperature=100.0,
-                                  generator=torch.Generator().manual_seed(0)))
+    tokens = one_sample(plain, [1], 2000, end=256, temperature=100.0,
+                        generators=[torch.Generator().manual_seed(0)])
     assert 0 < len(tokens) < 2000 and max(tokens) < 256     # nearly uniform: 256 comes up soon
 
 
 def test_characters_come_out_whole_and_without_a_prompt_after_an_end_of_text(run_sample,
                                                                              monkeypatch):
     seen, text = [], "é漢🙂!"
-    monkeypatch.setattr(sample, "generate", lambda model, tokens, *_: seen.append(tokens) or iter(
-        text.encode() + b"\xff!" + "é".encode()[:1]))
+    monkeypatch.setattr(sample, "generate", lambda model, tokens, *_: seen.append(tokens) or (
+        {0: token} for token in text.encode() + b"\xff!" + "é".encode()[:1]))
     assert run_sample() == (0, text + "\ufffd!\ufffd\n", "") and seen == [[256]]
 
 
@@ -4707,6 +4950,8 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
 
 def test_the_readmes_layouts_are_not_refused(shards):
     blocks = "".join(README.split("```")[1::2]).replace("\\\n", " ")
+    blocks = re.sub("for lr in (\\S+) .*; do (.*); done",      # its first turn
+                    lambda loop: loop[2].replace("$lr", loop[1]), blocks)
     commands = [shlex.split(line) for line in blocks.splitlines() if " train.py" in line]
     for command in commands:
         at = command.index("train.py")
@@ -4714,7 +4959,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         given = dict(train.parse_flags(command[at + 1:]), data=str(shards), seq_len=16)
         config, cfg = train.validate(given, None, math.prod(map(int, numbers)))
         assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 6
+    assert len(commands) == 8
 
 
 def print_equality(folder):

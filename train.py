@@ -26,16 +26,19 @@ if __name__ == "__main__":      # Ctrl-C ends it at once, until there is somethi
 import argparse
 import dataclasses
 import difflib
+import importlib.util
 import math
 import os
 import re
 import shlex
+import shutil
 import statistics
+import string
 import sys
 import time
 import traceback
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -78,6 +81,10 @@ class Config:
     data: str = flag("data/python", "directory of token shards, made by data.py; or several by "
                      "weight: A=0.7,B=0.3", group="paths")
     out: str = flag("out", "directory for checkpoints and metrics.jsonl")
+    log: str = flag(None, "beside metrics.jsonl: tensorboard (in OUT/tensorboard), wandb (which "
+                    "keeps the steps that a rollback voids), or tensorboard,wandb", str,
+                    choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
+    compare: list = flag(None, "draw and list the runs in these directories, and leave", list)
     model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model")
     n_layer: int = flag(None, "blocks (this and the next four override --model)", int, low=1)
     n_head: int = flag(None, "attention heads", int, low=1)
@@ -134,9 +141,9 @@ class Config:
 
 # Paths, layout and precision belong to one start: they are never taken from a checkpoint. (But
 # --init-from is remembered: it says how the run began.)
-LOCAL = {"data", "out", "resume", "eval_only", "tp", "pp", "pp_schedule", "device", "compile",
-         "timeout", "micro_batch", "zero", "recompute", "sequence_parallel", "offload", "dtype",
-         "epochs"}                  # what remains of it is `steps`
+LOCAL = {"data", "out", "log", "compare", "resume", "eval_only", "tp", "pp", "pp_schedule",
+         "device", "compile", "timeout", "micro_batch", "zero", "recompute", "sequence_parallel",
+         "offload", "dtype", "epochs"}      # what remains of epochs is `steps`
 FREE = {"steps", "save_every", "eval_every", "keep"}        # other values make no other run
 SWITCHES = ("recompute", "sequence_parallel", "offload", "compile")
 LASTING = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
@@ -175,6 +182,7 @@ def parse_flags(arguments) -> dict:
         notes = [f"at least {low}"] * (low is not None) + [f"below {below}"] * bool(below)
         notes += [f"default {f.default}"] * (f.default is not None and kind is not bool)
         how = dict(action="store_true") if kind is bool else dict(
+            nargs="+", metavar="OUT") if kind is list else dict(
             type=kind, choices=f.metadata["choices"],
             metavar={int: "N", float: "X", str: "NAME"}[kind])
         group.add_argument("--" + f.name.replace("_", "-"), **how,
@@ -654,6 +662,74 @@ class Run:
 
 
 # ---------------------------------------------------------------------------------------------
+# A look at runs, also while they train
+# ---------------------------------------------------------------------------------------------
+
+
+def chart(runs: list, width: int, height: int = 16) -> list[str]:
+    """Lines with the losses of runs (letter, rows, events) over tokens, on a logarithmic scale that
+    ends at the first loss; the first run is on top. Capitals are validation losses; below, > is a
+    resume and < a rollback."""
+    most, points, lines = max(rows[-1]["tokens"] for _, rows, _ in runs), {}, []
+    column = lambda row: row["tokens"] * (width - 1) // most
+    top = max(next(row["loss"] for row in rows if row["loss"] is not None) for _, rows, _ in runs)
+    for letter, rows, _ in reversed(runs):
+        for mark, name in (letter, "loss"), (letter.upper(), "val_loss"):
+            for row in rows:
+                if row.get(name) is not None:
+                    loss = min(max(row[name], 1e-9), top)
+                    points.setdefault((mark, column(row)), []).append(loss)
+    levels = {place: math.log(statistics.fmean(losses)) for place, losses in points.items()}
+    low, high = min(levels.values()), max(levels.values())
+    cells = [[" "] * width for _ in range(height)]
+    for (mark, x), level in levels.items():
+        cells[round((high - level) / (high - low or 1) * (height - 1))][x] = mark
+    for y, line in enumerate(cells):
+        lines.append(f"{math.exp(high - y * (high - low) / (height - 1)):9.4f} |{''.join(line)}")
+    lines.append(f"{'+':>11}" + "-" * width)
+    for letter, rows, events in runs:
+        line = [" "] * width
+        for event in events:
+            if event["event"] in ("resume", "rollback"):
+                last = checkpoint.branch_point(event)
+                row = next((row for row in rows if row["step"] > last), rows[-1])
+                line[column(row)] = "<" if event["event"] == "rollback" else ">"
+        lines += [f"{letter:>9} |{''.join(line)}"] * (set(line) != {" "})
+    return [*lines, f"{'tokens':>9}  0{most:>{width - 1},}", ""]
+
+
+def compare(outs: list[str]) -> str:
+    """A chart as wide as the terminal and a table of runs, the best validation loss first. Raises
+    ValueError if none has made a step."""
+    runs, names = [], string.ascii_lowercase + " " * len(outs)
+    for out in dict.fromkeys(outs):
+        rows, events, hours = checkpoint.read_metrics(Path(out))
+        if any(row.get("loss") is not None for row in rows):
+            evals = [row for row in rows if row.get("val_loss") is not None]
+            best = min(evals, key=lambda row: row["val_loss"], default={})
+            runs.append((out, rows, events, hours, best, evals[-1] if evals else {}))
+        else:
+            checkpoint.warn(f"{out}/metrics.jsonl has no step")
+    if not runs:
+        raise ValueError("nothing to compare: give the --out of runs that have made a step")
+    runs.sort(key=lambda run: run[4].get("val_loss", math.inf))
+    width = max(20, shutil.get_terminal_size((100, 24)).columns - 12)
+    lines = chart([(name, run[1], run[2]) for name, run in zip(names, runs)], width)
+    lines.append("   best val  at step  last val     step           tokens   hours    tokens/s   "
+                 "peak lr  run, events")
+    for name, (out, rows, events, hours, best, last) in zip(names, runs):
+        kinds = Counter(event["event"] for event in events if event["event"] != "start")
+        lines.append(
+            f"{name}  {best.get('val_loss', math.nan):8.4f} {best.get('step', '-'):>8} "
+            f"{last.get('val_loss', math.nan):9.4f} {rows[-1]['step']:8} "
+            f"{rows[-1]['tokens']:16,} {hours:7.2f} "
+            f"{statistics.median(row['tokens_per_second'] for row in rows):11,.0f}  "
+            f"{max(row['lr'] for row in rows):.2e}  "
+            + ", ".join([out, *(f"{count} {kind}" for kind, count in kinds.items())]))
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------
 # From the command line to a run
 # ---------------------------------------------------------------------------------------------
 
@@ -663,6 +739,9 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device, res
     """What rank 0 settles alone, without communication: config, model, the checkpoint to go on from
     or None, events of damaged ones; last, the lock of --out on the stack. Errors are for main."""
     config = Config(**given)
+    for name in checkpoint.LOGS:
+        if name in (config.log or "") and importlib.util.find_spec(name) is None:
+            raise ValueError(f"--log {name} needs a package that is missing: pip install {name}")
     out, found = Path(config.out), checkpoint.list_checkpoints(Path(config.out))
     path, events, branch = checkpoint.find_checkpoint(out, config.resume, restarted, given, [
         "resume", *(name for name in LASTING if name not in FREE)])
@@ -704,7 +783,7 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
     if run.step >= config.steps:
         return print_rank0(f"{path} is step {run.step} of {config.steps}: nothing left to do; "
                            f"raise --steps or --epochs to go on, or give another --out")
-    metrics = all_ranks(lambda: checkpoint.Metrics(Path(config.out), run.grid.rank))
+    metrics = all_ranks(lambda: checkpoint.Metrics(Path(config.out), run.grid.rank, config.log))
     print_summary(run)
     if state is None:
         metrics.write(event="start", step=0, config=settings)
@@ -784,6 +863,10 @@ def main() -> None:
     try:
         given = parse_flags(sys.argv[1:])
         config = Config(**given)
+        if config.compare is not None:
+            if rank == 0:
+                print_rank0(compare(config.compare))
+            sys.exit(0)
         device = pick_device(config.device, local_rank, local_world,
                              os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         if device.type == "mps" and (world > 1 or config.dtype == "fp64"):

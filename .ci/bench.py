@@ -6,8 +6,10 @@
 Where PyTorch's own parallel stack or another library does the same work, both sides take turns, and
 medians and their ratio are printed.
 """
+import copy
 import functools
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -16,7 +18,7 @@ import tempfile
 import time
 import warnings
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
@@ -287,31 +289,26 @@ def per_second(work, amount):
 
 
 def sampling(folder):
+    """Beside one sample of Hugging Face generate in fp32, with the same weights."""
+    try:
+        import transformers
+    except ImportError:
+        return print("(Hugging Face: pip install transformers)")
     plain = GPT(GPTConfig(vocab_size=257, **SHAPE)).initialize(0).eval()
-
-    def cached():
-        return list(sample.generate(plain, [1], 255, end=-1, temperature=0))
-
-    @torch.inference_mode()
-    def whole_prefix():
-        tokens = [1]
-        while len(tokens) < 256:
-            tokens.append(plain(torch.tensor([tokens]))[0, -1].argmax().item())
-        return tokens[1:]
+    state = {key: {} for key in checkpoint.KEYS} | dict(
+        format=checkpoint.FORMAT, step=0, model=asdict(plain.cfg), tokenizer="bytes",
+        parameters={name: p.detach()[:shape[0]] for (name, p), shape in zip(
+            plain.named_parameters(), checkpoint.parameter_shapes(plain.cfg).values())})
+    torch.save(state, folder / "plain.pt")
+    checkpoint.to_hf(folder / "plain.pt", folder / "hf")
+    hf = transformers.GPT2LMHeadModel.from_pretrained(folder / "hf").eval()
+    print("\n| tokens sampled a second | ours | Hugging Face | ratio |\n|---|---|---|---|")
     with all_cores():
-        assert cached() == whole_prefix()
-        print("\n| tokens sampled a second | ours | theirs | ratio |\n|---|---|---|---|")
-        race("cache / the whole prefix again", per_second(cached, 255),
-             per_second(whole_prefix, 255))
-        try:
-            import transformers
-        except ImportError:
-            return print("(Hugging Face: pip install transformers)")
-        shape = dict(n_layer=SHAPE["n_layer"], n_head=SHAPE["n_head"], n_embd=SHAPE["n_embd"])
-        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=257, n_positions=SHAPE["seq_len"], **shape)).eval()
-        race("cache / Hugging Face generate", per_second(cached, 255), per_second(
-            lambda: theirs.generate(torch.tensor([[1]]), max_new_tokens=255, min_new_tokens=255,
+        for samples, dtype in itertools.product((1, 8), (torch.float32, torch.bfloat16)):
+            ours, options = copy.deepcopy(plain).to(dtype), dict(generators=[None] * samples)
+            race(f"{samples} at a time, {dtype}", per_second(lambda: list(sample.generate(
+                ours, [1], 255, end=-1, temperature=0, **options)), 255 * samples), per_second(
+                lambda: hf.generate(torch.tensor([[1]]), max_new_tokens=255, min_new_tokens=255,
                                     do_sample=False, use_cache=True, pad_token_id=0), 255))
 
 
