@@ -27,6 +27,7 @@ import argparse
 import dataclasses
 import difflib
 import importlib.util
+import json
 import math
 import os
 import re
@@ -50,15 +51,15 @@ import checkpoint
 from amp import (MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepStats, clip_factor,
                  make_scaler)
 from data import Source, TokenDataset
-from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token, parameter_count,
-                   peak_flops)
+from model import (DEVICES, IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
+                   parameter_count, peak_flops)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
-                      activation_bytes, all_gather_object, all_ranks, all_reduce,
-                      assert_equal_across_ranks, assert_own_gpu, build_stage, check_layout,
-                      check_memory, fatal_message, fully_shard, locate_nonfinite, loss_bytes,
-                      make_grid, on_rank0, one_f_one_b, param_specs, pick_device, print_rank0,
-                      process_group, run_schedule, slow_in_16_bits, to_host,
-                      wrap_blocks)
+                      all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
+                      assert_own_gpu, build_stage, check_layout, check_memory, fatal_message,
+                      fully_shard, locate_nonfinite, make_grid, make_plan, memory_bytes,
+                      microbatches, on_rank0, param_specs, pick_device, print_rank0,
+                      process_group, run_schedule, schedule_of, search_layouts, slow_in_16_bits,
+                      to_host, wrap_blocks)
 
 EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over the split
 COUNTERS = ("step", "consumed_samples", "tokens", "optimizer_steps")        # of a run
@@ -137,13 +138,23 @@ class Config:
     spike_margin: float = flag(6.0, "deviations that a high loss is above the lowest median", low=1)
     spike_steps: int = flag(3, "high losses in a row that make a divergence", low=1)
     skip_steps: str = flag(None, "A:B, leave out the batches of steps A to B, inclusive", str)
+    plan: str = flag(None, "print what this run would need of GPUs, and run nothing: text or json; "
+                     "or search, search-json: the ten fastest layouts that fit", str,
+                     ["text", "json", "search", "search-json"], group="plan")
+    world: int = flag(None, "GPUs", int, low=1)
+    gpu: str = flag(None, "one of " + ", ".join(DEVICES), str, list(DEVICES))
+    gpus_per_node: int = flag(8, "GPUs of a machine", low=1)
+    mtbf_hours: float = flag(5100.0, "between two failures of a machine; OPT-175B: 35 restarts in "
+                             "two months on 124", low=1)
+    vocab_size: int = flag(50257, "tokens of the vocabulary", low=1)
 
 
 # Paths, layout and precision belong to one start: they are never taken from a checkpoint. (But
 # --init-from is remembered: it says how the run began.)
+PLAN = ("world", "gpu", "gpus_per_node", "mtbf_hours", "vocab_size")
 LOCAL = {"data", "out", "log", "compare", "resume", "eval_only", "tp", "pp", "pp_schedule",
          "device", "compile", "timeout", "micro_batch", "zero", "recompute", "sequence_parallel",
-         "offload", "dtype", "epochs"}      # what remains of epochs is `steps`
+         "offload", "dtype", "plan", *PLAN, "epochs"}       # what remains of epochs is `steps`
 FREE = {"steps", "save_every", "eval_every", "keep"}        # other values make no other run
 SWITCHES = ("recompute", "sequence_parallel", "offload", "compile")
 LASTING = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
@@ -208,6 +219,14 @@ def parse_flags(arguments) -> dict:
                f"three numbers from 1 on")
     if {"steps", "epochs"} <= set(given):
         refuse("--steps and --epochs both say when the run ends: drop one")
+    if "plan" in given and not {"world", "gpu"} <= given.keys():
+        refuse("--plan needs --world, the number of GPUs, and --gpu, " + ", ".join(DEVICES))
+    for name in ("epochs", "batch_ramp") if "plan" in given else ():
+        if name in given:
+            refuse(f"argument --{name.replace('_', '-')}: --plan needs --steps, at one batch size")
+    for name in PLAN if "plan" not in given else ():
+        if name in given:
+            refuse(f"argument --{name.replace('_', '-')}: goes with --plan alone")
     return given
 
 
@@ -237,23 +256,14 @@ def merge_config(given: dict, state: dict | None, initial=None) -> tuple[Config,
     return Config(**{**stored, **given}), shape
 
 
-def validate(given: dict, state: dict | None, world: int,
-             initial: dict | None = None) -> tuple[Config, GPTConfig]:
-    """Flags and checkpoint -> config and model. Raises ValueError or OSError if they cannot run."""
-    config, shape = merge_config(given, state, initial)
-    data = TokenDataset(config.data, "train", shape["seq_len"])
-    TokenDataset(config.data, "val", shape["seq_len"])
-    cfg = GPTConfig(vocab_size=data.meta["vocab_size"], dropout=config.dropout, **shape)
+def check_config(config: Config, shape: dict, vocab_size: int,
+                 world: int) -> tuple[Config, GPTConfig]:
+    """The config with a microbatch, and the model. Raises ValueError if they cannot run."""
+    cfg = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
     sizes, _ = batch_sizes(config)
     if config.batch_size not in sizes:
         raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
                          f"{config.batch_size}: START and INCREMENTs must add up to it")
-    if config.epochs is not None and not (state and all(     # else a rollback could change steps
-            state["config"].get(name) == getattr(config, name)
-            for name in ("epochs", "batch_size", "batch_ramp"))):
-        step, first = (state["step"], state["consumed_samples"]) if state else (0, 0)
-        config = dataclasses.replace(config, steps=step + steps_between(
-            config, first, config.epochs * data.n_windows))
     if config.micro_batch is None:
         replica = math.gcd(*sizes) * config.tp * config.pp // world     # sequences of each
         config = dataclasses.replace(config, micro_batch=next(
@@ -268,6 +278,22 @@ def validate(given: dict, state: dict | None, world: int,
     for size in sizes:
         check_layout(cfg, world, config.tp, config.pp, size, config.micro_batch, config.zero,
                      config.sequence_parallel)
+    return config, cfg
+
+
+def validate(given: dict, state: dict | None, world: int,
+             initial: dict | None = None) -> tuple[Config, GPTConfig]:
+    """Flags and checkpoint -> config and model. Raises ValueError or OSError if they cannot run."""
+    config, shape = merge_config(given, state, initial)
+    data = TokenDataset(config.data, "train", shape["seq_len"])
+    TokenDataset(config.data, "val", shape["seq_len"])
+    config, cfg = check_config(config, shape, data.meta["vocab_size"], world)
+    if config.epochs is not None and not config.eval_only and not (state and all(
+            state["config"].get(name) == getattr(config, name)  # else a rollback could change steps
+            for name in ("epochs", "batch_size", "batch_ramp"))):
+        step, first = (state["step"], state["consumed_samples"]) if state else (0, 0)
+        config = dataclasses.replace(config, steps=step + steps_between(
+            config, first, config.epochs * data.n_windows))
     if initial is not None:
         checkpoint.check_data(initial, data, config.data, same=False)
     if state is not None:
@@ -352,31 +378,79 @@ def format_eval(row: dict, dataset: TokenDataset) -> str:
     return "\n".join(lines)
 
 
-def print_summary(run: "Run") -> None:
-    """What is about to run, in a few lines."""
-    config, cfg, grid = run.config, run.cfg, run.grid
+def format_layout(config: Config, cfg: GPTConfig, grid: Grid, device: str, sizes: dict) -> str:
+    """Model, layout, memory and batch, a line each, of a run and of a plan alike."""
     options = ", ".join([f"zero {config.zero}", *[config.pp_schedule] * (grid.pp > 1), *(
         name.replace("_", " ") for name in SWITCHES if getattr(config, name))])
-    each = config.micro_batch, run.boundary.itemsize
-    sizes = {**run.flat.memory(), "logits": loss_bytes(cfg, grid, *each, run.device.type),
-             "activations about": activation_bytes(cfg, grid, run.schedule, *each,
-                                                   config.recompute)}
-    memory = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in sizes.items())
-    end = position_after(config, run.consumed_samples, config.steps - run.step)
-    epochs = ", ".join(f"{count:.2f} epochs" + f" of {name}" * (len(run.train_data.sources) > 1)
-                       for name, count in run.train_data.epochs(end).items())
-    print_rank0(
+    about = "buffers", "logits", "activations"
+    memory = ", ".join(f"{kind.replace('_', ' ')}{' about' * (kind in about)} {size / 1e6:,.1f} MB"
+                       for kind, size in sizes.items())
+    return (
         f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
         f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
         f"{flops_per_token(cfg):.3g} FLOPs a token\n"
-        f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {run.device.type}, {config.dtype}, "
+        f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {device}, {config.dtype}, "
         f"{options}\n"
-        f"memory   {memory} (rank 0)\n"
-        f"batch    {config.batch_size} sequences = dp {grid.dp} x {run.num_microbatches} "
-        f"microbatches x {config.micro_batch} sequences; {run.step_tokens:,} tokens a step"
-        + f", after a ramp {config.batch_ramp}" * (config.batch_ramp is not None) + "\n"
+        f"memory   {memory} (rank {grid.rank})\n"
+        f"batch    {config.batch_size} sequences = dp {grid.dp} x {microbatches(config, grid)} "
+        f"microbatches x {config.micro_batch} sequences; "
+        f"{config.batch_size * cfg.seq_len:,} tokens a step"
+        + f", after a ramp {config.batch_ramp}" * (config.batch_ramp is not None))
+
+
+def print_summary(run: "Run") -> None:
+    """What is about to run, in a few lines."""
+    config, device = run.config, run.device.type
+    end = position_after(config, run.consumed_samples, config.steps - run.step)
+    epochs = ", ".join(f"{count:.2f} epochs" + f" of {name}" * (len(run.train_data.sources) > 1)
+                       for name, count in run.train_data.epochs(end).items())
+    sizes = memory_bytes(run.cfg, run.grid, config, PRECISIONS[config.dtype], device != "cpu")
+    print_rank0(
+        f"{format_layout(config, run.cfg, run.grid, device, sizes)}\n"
         f"data     {run.train_data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
         f"{epochs}")
+
+
+def format_plan(config: Config, cfg: GPTConfig, plan: dict) -> str:
+    """`parallel.make_plan` in lines."""
+    def line(title, names):
+        """What of the plan has one of these names, a regular expression."""
+        return f"{title:8} " + ", ".join(
+            f"{name.replace('_', ' ')} " + (f"{x:,.0f}" if x % 1 == 0 and x < 1e6 else f"{x:.4g}")
+            for name, x in plan.items() if re.fullmatch(names, name))
+    grid = Grid(plan["dp"], config.pp, config.tp, plan["fullest_rank"], config.sequence_parallel)
+    sizes = {name[7:]: x for name, x in plan.items() if re.match("memory_(?!bytes)", name)}
+    return "\n".join([
+        format_layout(config, cfg, grid, config.gpu, sizes),
+        f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
+        f"{DEVICES[config.gpu].memory / 1e9:.0f} GB, of which a tenth is to stay free",
+        line("compute", "steps|tokens(_per_step)?|flops_.*|pf_days"),
+        line("optimal", "compute_optimal_.*|predicted_loss"), line("sends", "bytes_.*"),
+        line("time", "layers_per_stage|seconds_.*|step_seconds|bubble"),
+        line("speed", "tokens_per_second|.*tflops_per_gpu|mfu|days|gpu_hours"),
+        line("failures", "(failure|pause|write|interval)_.*|goodput"),
+        "assumes  backward hides data parallelism, nothing hides tp and pp; no rank is slow",
+        *["note     fp32 is slow: give --dtype bf16"] * (config.dtype == "fp32")])
+
+
+def print_plan(given: dict) -> None:
+    """--plan: what a run would need, without starting one. Raises ValueError."""
+    config, shape = merge_config(given, None)
+    dtypes = PRECISIONS[config.dtype]
+    if config.plan.startswith("search"):
+        cfg = GPTConfig(config.vocab_size, dropout=config.dropout, **shape)
+        result = search_layouts(cfg, config, dtypes, given)
+        columns = ("dp", "pp", "tp", "micro_batch", "zero", "recompute", "sequence_parallel",
+                   "pp_schedule", "memory_bytes", "bubble", "step_seconds", "mfu", "days")
+        rows = [[f"{plan[name]:.4g}" if isinstance(plan[name], float) else str(plan[name])
+                 for name in columns] for plan in result]
+        text = "\n".join("  ".join(x.rjust(max(4, len(name))) for x, name in zip(row, columns))
+                         for row in [columns, *rows])
+    else:
+        config, cfg = check_config(config, shape, config.vocab_size, config.world)
+        result = make_plan(cfg, config, dtypes)
+        text = format_plan(config, cfg, result)
+    print_rank0(json.dumps(result) if "json" in config.plan else text)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -425,11 +499,8 @@ class Run:
 
     def set_batch_size(self, size: int) -> None:
         """What follows from the size of a step's batch."""
-        grid, config = self.grid, self.config
         self.step_tokens = size * self.cfg.seq_len
-        self.num_microbatches = size // (grid.dp * config.micro_batch)
-        make_schedule = SCHEDULES[config.pp_schedule] if grid.pp > 1 else one_f_one_b
-        self.schedule = make_schedule(grid.stage, grid.pp, self.num_microbatches)
+        self.schedule = schedule_of(dataclasses.replace(self.config, batch_size=size), self.grid)
 
     def train(self, metrics: checkpoint.Metrics, stop: StopSignal) -> None:
         config, self.metrics = self.config, metrics
@@ -765,8 +836,7 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device, res
         initial = checkpoint.load(Path(given["init_from"]))
     config, cfg = validate(given, state, world, initial)
     grid = Grid(world // (config.tp * config.pp), config.pp, config.tp)
-    check_memory(cfg, grid, PRECISIONS[config.dtype], config.zero, config.offload, device,
-                 local_world)
+    check_memory(cfg, grid, config, PRECISIONS[config.dtype], device, local_world)
     if not config.eval_only:
         stack.enter_context(checkpoint.lock_output_dir(out))
         if checkpoint.list_checkpoints(out) != found:
@@ -866,6 +936,10 @@ def main() -> None:
         if config.compare is not None:
             if rank == 0:
                 print_rank0(compare(config.compare))
+            sys.exit(0)
+        if config.plan is not None:
+            if rank == 0:
+                print_plan(given)
             sys.exit(0)
         device = pick_device(config.device, local_rank, local_world,
                              os.environ.get("CUDA_VISIBLE_DEVICES", ""))
