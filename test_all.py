@@ -2479,6 +2479,9 @@ def second_device():
         def untyped_storage(self):              # ZeRO 3 frees it and takes it again
             return self.held.untyped_storage()
 
+        def tolist(self):
+            return self.cpu().tolist()
+
         @classmethod
         def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
             name, kwargs = operation.name(), dict(kwargs or {})
@@ -2600,6 +2603,18 @@ def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(
     batch = 2 * 8 * config.batch_size // layout[0] * CFG.seq_len            # tokens and targets
     itemsize = 2 if config.dtype == "bf16" else 4
     assert sum(sum(sizes["arrives"], [])) == batch + config.offload * itemsize * numel
+
+
+def samples_on(rank, world, on_second):
+    """What a model with a cache says, greedily, past its window, on the CPU or the second device."""
+    plain = GPT(CFG).initialize(0).eval()
+    plain.to(second_device()[0] if on_second else "cpu")
+    return list(sample.generate(plain, [1, 2, 3], 2 * CFG.seq_len, -1, 0.0, generators=(None,) * 2))
+
+
+def test_another_device_samples_what_the_cpu_does(pool, second_pool):
+    theirs, ours = pool.run(1, samples_on, False)[0], second_pool.run(1, samples_on, True)[0]
+    assert ours == theirs and len(ours) == 2 * CFG.seq_len
 
 
 def test_a_device_that_never_ends_its_work_ends_the_run():
