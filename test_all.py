@@ -1202,7 +1202,8 @@ def state_now(run):
     return tensors, run.optimizer_steps, run.consumed_samples
 
 
-@pytest.mark.parametrize("dtype, zero", [("fp16", 0), ("fp32", 0), ("fp16", 2)])
+@pytest.mark.parametrize("dtype, zero", [
+    ("fp16", 2), *(pytest.param(dtype, 0, marks=pytest.mark.slow) for dtype in ("fp16", "fp32"))])
 def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, zero):
     config = settings(tmp_path, dtype=dtype, steps=9, tp=2, pp=2, zero=zero, rollback="off")
     for steps, seen, _ in pool.run(8, run_steps, (2, 2, 2), config, replace(CFG, n_layer=2),
@@ -1882,7 +1883,8 @@ def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool, tmp_
 
 @pytest.mark.parametrize("theirs, world, flags", [
     (replicated, 4, dict(zero=1)), (replicated, 2, dict(zero=2)),
-    (fully_sharded, 2, dict(zero=3)), (fully_sharded, 4, dict(zero=3, recompute=True)),
+    (fully_sharded, 2, dict(zero=3)),
+    pytest.param(fully_sharded, 4, dict(zero=3, recompute=True), marks=pytest.mark.slow),
     (pipelined, 2, dict(pp=2, pp_schedule="gpipe", clip=0.0)),
     (pipelined, 2, dict(pp=2, pp_schedule="1f1b", clip=0.0))])
 def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, world, flags):
@@ -1927,11 +1929,12 @@ def test_dropout_masks_are_shared_by_who_shares_the_activation(pool, tmp_path, s
 
 
 @pytest.mark.parametrize("layout, flags, changes", [
-    ((1, 2, 2), dict(dtype="bf16"), dict(recompute=True)),
     ((1, 2, 1), dict(dtype="bf16", sequence_parallel=True), dict(recompute=True)),
     ((1, 2, 1), dict(dtype="fp64", sequence_parallel=True), dict(pp=2, pp_schedule="1f1b")),
-    ((2, 1, 1), dict(dtype="fp64"), dict(zero=2, pp=3, pp_schedule="1f1b")),
-    ((2, 2, 1), dict(dtype="fp64"), dict(zero=3, recompute=True))])
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
+        ((1, 2, 2), dict(dtype="bf16"), dict(recompute=True)),
+        ((2, 1, 1), dict(dtype="fp64"), dict(zero=2, pp=3, pp_schedule="1f1b")),
+        ((2, 2, 1), dict(dtype="fp64"), dict(zero=3, recompute=True))])])
 def test_masks_do_not_depend_on_schedule_stage_or_recomputation(pool, tmp_path, reference, layout,
                                                                 flags, changes):
     """`changes` of the layout leave loss and gradients; recomputation alone leaves each bit."""
@@ -2235,7 +2238,9 @@ def idle(events):
     return 1 - sum(done) / len(done) / max(now)
 
 
-@pytest.mark.parametrize("row", COVER, ids=lambda row: "-".join(map(str, row.values())))
+@pytest.mark.parametrize("row", [
+    pytest.param(row, marks=() if i % 4 == 0 else pytest.mark.slow) for i, row in enumerate(COVER)],
+    ids=lambda row: "-".join(map(str, row.values())))
 def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row):
     """On eight ranks, in layouts that cover all pairs: bytes kept and bytes sent by kind, exactly,
     of every rank; FLOPs, but for those of vectors; and the bubble, within 3%."""
@@ -2565,10 +2570,11 @@ def second_pool():
 
 
 @pytest.mark.parametrize("layout, flags", [
-    ((1, 1, 2), dict(pp=2, pp_schedule="1f1b")), ((1, 1, 1), "no float64"),
+    ((1, 1, 2), dict(pp=2, pp_schedule="1f1b")),
     ((2, 1, 1), dict(zero=3, offload=True, recompute=True, dropout=0.1)),
     *(pytest.param(layout, flags, marks=pytest.mark.slow) for layout, flags in [
-        ((1, 1, 1), dict(dtype="bf16", offload=True)), ((1, 1, 1), dict(dtype="fp16")),
+        ((1, 1, 1), "no float64"), ((1, 1, 1), dict(dtype="bf16", offload=True)),
+        ((1, 1, 1), dict(dtype="fp16")),
         ((2, 1, 1), {}), ((2, 1, 1), dict(zero=1)), ((2, 1, 1), dict(zero=2, offload=True)),
         ((2, 1, 1), dict(zero=3, dtype="bf16")), ((1, 2, 1), dict(tp=2, dropout=0.1)),
         ((1, 2, 1), dict(tp=2, sequence_parallel=True)),
@@ -2834,7 +2840,7 @@ def kill_saves(rank, world, folder, links):
     assert all(killed[:8]) and not killed[14] and all(killed[15:])
 
 
-@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("links", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_of_a_save_costs_nothing_but_the_save(pool, tmp_path, links):
     """With hard links and without. (In a small process: a large one takes long to fork.)"""
     pool.run(1, kill_saves, tmp_path, links)
@@ -4225,7 +4231,7 @@ def test_a_divergence_is_several_high_losses_or_one_that_is_not_finite(losses, f
     assert not told or re.search(words, reasons[told[0]])
 
 
-@pytest.mark.parametrize("rollback", ["on", "off"])
+@pytest.mark.parametrize("rollback", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is(rollback):
     """By four deviations, so that few losses are high: told within a window of 64, and again only
     when the median has risen by two more."""
@@ -4368,7 +4374,8 @@ def monitor_now(run):
     return asdict(run.monitor), run.consumed_samples, list(run.events)
 
 
-@pytest.mark.parametrize("layout, zero", [((2, 2, 2), 1), ((2, 1, 1), 3)])
+@pytest.mark.parametrize("layout, zero", [
+    ((2, 1, 1), 3), pytest.param((2, 2, 2), 1, marks=pytest.mark.slow)])
 def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, zero):
     dp, tp, pp = layout
     cfg, config = replace(CFG, n_layer=2), settings(tmp_path, steps=24, save_every=4, keep=9)
@@ -4660,7 +4667,8 @@ def flipped(content, place, rng):
     return content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1:]
 
 
-@pytest.mark.parametrize("part", ["pickle", "directory", "anywhere"])
+@pytest.mark.parametrize("part", [
+    "pickle", *(pytest.param(part, marks=pytest.mark.slow) for part in ("directory", "anywhere"))])
 def test_a_damaged_newest_file_never_ends_a_run_that_has_another(run_train, shards, tmp_path, part):
     """By one bit, or cut off there: it is told and the file before is taken, or nothing changes.
     Not even what it says of settings, counters and names gets in the way."""
@@ -4763,7 +4771,7 @@ def drawn_layout(rng, config, most):
 
 
 @pytest.mark.parametrize("seed, dtype, layouts, most", [
-    (0, "fp16", "same", 2), (2, "fp64", "others", 4),
+    (0, "fp16", "same", 2), pytest.param(2, "fp64", "others", 4, marks=pytest.mark.slow),
     *[pytest.param(seed, dtype, layouts, 8, marks=pytest.mark.slow) for seed in range(4, 7)
       for dtype, layouts in (("fp32", "same"), ("fp32", "others"), ("fp64", "others"))],
     pytest.param(10, "fp16", "same", 8, marks=pytest.mark.slow)])
