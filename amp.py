@@ -217,6 +217,10 @@ class DivergenceMonitor:
             return ("rollback", reason) if self.high >= config.spike_steps else ("update", None)
         return "update", reason if slow or self.high == config.spike_steps else None
 
+    def forget_losses(self) -> None:
+        """With other data or another schedule a higher loss may be healthy."""
+        self.losses, self.lowest = [], math.inf
+
     def bad_steps(self) -> int:
         """How many of the last steps led to the divergence."""
         return max(self.high, self.skipped_steps)

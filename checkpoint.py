@@ -55,7 +55,7 @@ from model import GPT, GPTConfig, parameter_count
 from parallel import (FlatParameters, Grid, RunError, build_stage, comm_errors, make_buckets,
                       param_specs)
 
-FORMAT = 4
+FORMAT = 5          # 4 is read too: its `data` is one fingerprint
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 KEYS = {"format", "step", "consumed_samples", "tokens", "optimizer_steps", "config", "model",
         "tokenizer", "data", "scaler", "monitor", *STATE}
@@ -280,14 +280,14 @@ def load(path: Path) -> dict:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(state, dict) or not {"format", "step"} <= set(state):
             raise ValueError("it is not a checkpoint of this project")
-        if state["format"] != FORMAT:
+        if state["format"] not in (4, FORMAT):
             raise ValueError(f"it has format {state['format']}, this code reads format {FORMAT}: "
                              f"go on with the code that wrote it")
         if set(state) != KEYS:
             raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")
         if not all(isinstance(state[key], dict) for key in ("config", "scaler", "monitor", *STATE)):
             raise ValueError("its parts are no dicts")
-        if not isinstance(state["data"], list):         # before mixtures: one fingerprint
+        if not isinstance(state["data"], list):
             state["data"] = [[0, {state["data"]: 1}]]
         cfg = GPTConfig(**state["model"])
         shapes = parameter_shapes(cfg)
@@ -383,14 +383,14 @@ def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
                             f"{', '.join(map(str, files))}; move them away to start over")
 
 
-def find_checkpoint(out: Path, resume: str, restarted: bool, given: dict,
-                    defining: list) -> tuple[Path | None, list[dict], bool]:
+def find_checkpoint(out: Path, resume: str, restarted: bool, given: dict, defining: list,
+                    weights: dict | None = None) -> tuple[Path | None, list[dict], bool]:
     """The checkpoint to go on from, None for a fresh run; events of damaged ones; and whether a
     branch begins there, as from an explicit PATH.
 
     The same command again, by hand or because torchrun `restarted` the run or its group changed,
     goes on with what the branch has written since: each file holds its flags, among them PATH and
-    the `defining` ones.
+    the `defining` ones, and the `weights` of the data's sources.
     """
     found = list_checkpoints(out)
     if resume == "never" and found and not restarted:
@@ -402,9 +402,10 @@ def find_checkpoint(out: Path, resume: str, restarted: bool, given: dict,
         base = load(Path(resume))["config"]
     for path in found if not given.get("eval_only") else []:
         with suppress(CorruptCheckpoint):
-            stored = load(path)["config"]
-            wanted = {**stored, **base, **given}
-            own += [path] * all(stored.get(name) == wanted.get(name) for name in defining)
+            state = load(path)
+            stored, wanted = state["config"], {**state["config"], **base, **given}
+            own += [path] * (weights in (None, state["data"][-1][1]) and all(
+                stored.get(name) == wanted.get(name) for name in defining))
     if own:
         path, events = latest_valid([*own, Path(resume)])
         return path, events, path not in own
@@ -514,12 +515,15 @@ class WandB:
         file.write_text(self.run.id)
         self.sent = max((line["step"] for line in lines_of(out) if known and "event" not in line),
                         default=0)
+        self.texts = {}             # (step, event) -> lines: a second one would replace the first
 
     def write(self, row: dict) -> None:
         if "event" in row:
             self.run.config.update(row.get("config", {}), allow_val_change=True)
-            self.run.log({"events/" + row["event"]: json.dumps(row)},
-                         step=max(row["step"], self.sent + 1))
+            at = max(row["step"], self.sent + 1)
+            texts = self.texts.setdefault((at, row["event"]), [])
+            texts.append(json.dumps(row))
+            self.run.log({"events/" + row["event"]: "\n".join(texts)}, step=at)
         elif row["step"] > self.sent:
             self.sent = row["step"]
             self.run.log(row, step=self.sent, commit=True)

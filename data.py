@@ -298,10 +298,11 @@ def encode(jobs, encoding: tiktoken.Encoding):
 
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, skipped=0):
     """Makes a data set of the files in `out`, in place of an earlier one, and returns its meta."""
-    before = out / "meta.json"
-    before = before.exists() and re.search(r'"tokenizer": "(.*)"', before.read_text())
-    if before and before[1] != tokenizer:
-        raise ValueError(f"{out} holds tokens of {before[1]}, which --tokenizer {tokenizer} would "
+    before = tokenizer
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        before = json.loads((out / "meta.json").read_text())["tokenizer"]
+    if before != tokenizer:
+        raise ValueError(f"{out} holds tokens of {before}, which --tokenizer {tokenizer} would "
                          f"replace: choose another --out, or delete {out}/meta.json")
     encoding = get_tokenizer(tokenizer)
     old = [path for split in SPLITS for path in shards_of(out, split)]
@@ -380,13 +381,14 @@ def parse_mixture(text: str) -> dict[Path, int]:
     pairs = [part.rpartition("=")[::2] for part in text.split(",")]
     try:
         weights = {Path(folder): round(1e6 * float(weight)) for folder, weight in pairs}
-        divisor = math.gcd(*weights.values())
+        lost = any(0 < float(weight) < 1e-6 for _, weight in pairs)
+        divisor = 0 if lost else math.gcd(*weights.values())
     except (ValueError, OverflowError):             # no number, or not finite
         divisor = 0
     if (not divisor or min(weights.values()) < 0 or max(weights.values()) > 10 ** 9
             or len({folder.absolute().name for folder in weights}) < len(pairs)):
         raise ValueError(f"--data {text} must be DIR, or DIR=WEIGHT,DIR=WEIGHT ... with weights of "
-                         f"0 to 1000, not all 0, and different last parts of the DIRs")
+                         f"0 or 1e-6 to 1000, not all 0, and different last parts of the DIRs")
     return {folder: weight // divisor for folder, weight in weights.items()}
 
 
@@ -427,7 +429,7 @@ class TokenDataset:
             meta = self._read_meta(directory)
             self.sources[meta["fingerprint"]] = Source(
                 directory.absolute().name, weight, first, ends[-1] - first, meta)
-            self.meta = dict(meta)
+            self.meta = {name: meta[name] for name in ("tokenizer", "vocab_size")}
         if len({(s.meta["tokenizer"], s.meta["vocab_size"]) for s in self.sources.values()}) > 1:
             raise ValueError(f"--data {data}: these have different tokenizers or vocabularies: "
                              f"make them with one --tokenizer of data.py")
@@ -494,6 +496,10 @@ class TokenDataset:
             phases = [p for p in phases if p[0] < position] + [[position, self.phases[-1][1]]]
         self.phases = phases
 
+    def phase_begins(self, first: int, end: int) -> bool:
+        """Whether one after the first does among the sequences first ... end - 1."""
+        return any(first <= begin < end for begin, _ in self.phases[1:])
+
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
         """{fingerprint: int64 (B,)}: how many of the first n sequences (B,) each source gives. The
         first takes its share of all, rounded down, the next its share of what is left, and so on:
@@ -535,7 +541,7 @@ class TokenDataset:
 
 def fetch_shards(url: str, out: Path, count: int) -> dict:
     """The first `count` training shards of FineWeb and its validation shard, with GPT-2's tokens,
-    as llm.c and modded-nanogpt take them -> tokens of each split."""
+    as llm.c and modded-nanogpt take them -> dict(tokens={split: how many in its shards})."""
     for old in (*out.glob("*.bin"), *out.glob("meta.json")):
         if not old.name.startswith("fineweb_"):
             raise ValueError(f"{old} would mix with the new shards: choose another --out")

@@ -270,13 +270,14 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
     raise RuntimeError(f"no answer in {timeout.total_seconds():.0f} s")
 
 
-def pick_device(name: str, local_rank: int, local_world: int, visible: str = "") -> torch.device:
-    """This process's device; `auto` is CUDA where there is one, or else MPS (Apple's) for a single
-    process. `visible`, CUDA_VISIBLE_DEVICES: a launcher may show each process one GPU of its own.
-    Raises ValueError."""
+def pick_device(name: str, local_rank: int, local_world: int, visible: str = "",
+                on_mps: bool = True) -> torch.device:
+    """This process's device; `auto` is CUDA where there is one, or else MPS (Apple's) if the run
+    can be there. `visible`, CUDA_VISIBLE_DEVICES: a launcher may show each process one GPU of its
+    own. Raises ValueError."""
     here = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     if name == "auto":
-        name = next(n for n in here if here[n] and (n != "mps" or local_world == 1))
+        name = next(n for n in here if here[n] and (n != "mps" or on_mps))
     if not here[name]:
         raise ValueError(f"--device {name}, but torch finds no {name.upper()} device here: leave "
                          f"the flag out, or give --device cpu")
@@ -368,8 +369,8 @@ class Work:
 
 
 def start_to_host(x: torch.Tensor) -> tuple:
-    """Begin to copy x from its device to the host -> (the copy, in pinned memory; an event that
-    says when it is there)."""
+    """Begin to copy x from its device to the host -> (the copy, in pinned memory on CUDA; an event
+    that says when it is there)."""
     host, done = x.to("cpu", non_blocking=True), torch.get_device_module(x.device).Event()
     done.record()
     return host, done

@@ -1073,10 +1073,11 @@ def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path, mo
 
 
 def test_ready_made_shards_without_meta_are_gpt2(tmp_path):
-    meta = dataset(tmp_path, {"fineweb_train_000001": range(9)}, meta=False).meta
+    one = dataset(tmp_path, {"fineweb_train_000001": range(9)}, meta=False)
+    meta = one.meta
     assert (meta["tokenizer"], meta["vocab_size"], meta["bytes_per_token"]) == ("gpt2", 50257, None)
-    more = dataset(tmp_path, {"fineweb_train_000001": range(11)}, meta=False).meta
-    assert meta["fingerprint"] != more["fingerprint"]
+    more = dataset(tmp_path, {"fineweb_train_000001": range(11)}, meta=False)
+    assert one.sources.keys() != more.sources.keys()
 
 
 @pytest.mark.parametrize("file, damage, words", [
@@ -3339,7 +3340,8 @@ def test_on_a_machine_with_fewer_gpus_than_processes_the_way_out_is_named():
         with mock.patch.multiple(torch.cuda, is_available=lambda: cuda, device_count=lambda: 1,
                                  set_device=nothing), \
                 mock.patch.object(torch.backends.mps, "is_available", lambda: mps):
-            assert parallel.pick_device("auto", 0, processes).type == expected
+            picked = parallel.pick_device("auto", 0, processes, on_mps=processes == 1)
+            assert picked.type == expected
     with mock.patch.object(torch.cuda, "get_device_properties"):
         with mock.patch.object(parallel, "all_gather_object", lambda gpu: [gpu, "another"]):
             parallel.assert_own_gpu(device)
@@ -3352,9 +3354,10 @@ def test_mps_is_for_one_process_without_float64(run_train, shards, tmp_path, mon
     """What sums in float64 elsewhere: see the device made of Python."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
-    for result in (run_train(*flags, "--dtype", "fp64"),
+    for result in (run_train(*flags, "--device", "mps", "--dtype", "fp64"),
                    run_train(*flags, "--device", "mps", WORLD_SIZE=2)):
         expect_mistake(result, "mps is for one process and has no fp64: give --device cpu")
+    assert run_train(*flags, "--dtype", "fp64")[0] == 0         # by itself on the CPU
     mps = torch.device("mps")
     assert parallel.sum_dtype(mps) == torch.float32
     with mock.patch.object(torch.mps, "manual_seed") as manual_seed:
@@ -3972,10 +3975,9 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
     """From the file of step 4, which has read 32 sequences, one of "a" not yet a whole epoch."""
     a, b = two_sources / "a", two_sources / "b"
     base, flags = f"{a}=0.7,{b}=0.3", [*TINY, "--batch-size", 8, "--steps", 10, "--save-every", 4]
-    keys = [data.TokenDataset(folder, "train", 16).meta["fingerprint"] for folder in (a, b)]
+    keys = [*data.TokenDataset(base, "train", 16).sources]
     for name, first in [("mixture", base), ("plain", a)]:
         assert run_train("--data", first, "--out", tmp_path / name, *flags)[0] == 0
-    assert all(name in column(read_metrics(tmp_path / "mixture")[0], "step") for name in (1, 10))
     begun = dict(mixture=[[0, {keys[0]: 7, keys[1]: 3}]], plain=[[0, {keys[0]: 1}]])
     both = dict.fromkeys(keys, 1)
     for number, (run, mixture, phases) in enumerate([
@@ -3987,7 +3989,7 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
         out.mkdir()
         state = torch.load(tmp_path / run / "step_00000004.pt")
         if run == "plain":
-            state["data"] = keys[0]                     # as it was before there were mixtures
+            state.update(format=4, data=keys[0])        # as it was before there were mixtures
         torch.save(state, out / "step_00000004.pt")
         status, text, _ = run_train("--data", mixture, "--out", out, *flags)
         rows, (resume,) = read_metrics(out)
@@ -3997,6 +3999,8 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
         assert resume["changed"] == (dict(data=[state["config"]["data"], mixture])
                                      if changed else {})
         assert (column(rows, "loss") != column(straight, "loss")) == changed
+        # Other data has other losses: what the monitor knows of the old would be in the way.
+        assert len(saved(out, 10)["monitor"]["losses"]) == (6 if changed else 10)
         if not changed:
             assert_same_state(saved(out, 10), saved(tmp_path / run, 10))
         assert text.count(" bits a byte") == 3 * (1 if len(phases[-1][1]) == 1 else 3)
@@ -4005,6 +4009,9 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
     expect_mistake(run_train("--data", a, "--out", out, *flags), "not the data this checkpoint")
     assert run_train("--data", f"{a}=1,{b}=0", "--out", out, *flags, "--steps", 12)[0] == 0
     assert saved(out, 12)["data"] == [*phases, [88, {keys[0]: 1, keys[1]: 0}]]
+    branch = ["--resume", tmp_path / "mixture" / "step_00000004.pt", "--out", tmp_path / "branch"]
+    for weights, words in [("3", "after step 4"), ("5", "after step 4"), ("5", "nothing left")]:
+        assert words in run_train("--data", f"{a}={weights},{b}=1", *branch, *flags)[1]
 
 
 def test_a_mixtures_bytes_a_token_are_its_sources_by_weight(tmp_path):
@@ -4030,6 +4037,15 @@ def test_epochs_make_the_steps_that_read_the_data_so_often(run_train, tmp_path):
         assert run_train(*flags, *more)[0] == 0
         assert saved(tmp_path / "o", steps)["config"]["steps"] == steps, more
         assert checkpoint.load(tmp_path / "o" / "latest.pt")["step"] == steps
+    # A source of weight 0 is not read; other weights count from where the run is.
+    shutil.copytree(tmp_path, tmp_path / "b", ignore=lambda *_: ["o"])
+    meta = (tmp_path / "b" / "meta.json").read_text().replace('"f"', '"other"')
+    (tmp_path / "b" / "meta.json").write_text(meta)
+    for weights, steps in [("1,{}=0", 13), ("1,{}=1", 25)]:
+        mixture = f"{tmp_path}={weights.format(tmp_path / 'b')}"
+        flags_now = [*flags, "--data", mixture, "--out", tmp_path / "m", "--batch-size", 4]
+        assert run_train(*flags_now, "--epochs", 1)[0] == 0
+        assert checkpoint.load(tmp_path / "m" / "latest.pt")["step"] == steps
     # Sequences that were left out do not count: the same command ends where it would have.
     for i, (left_out, more, end) in enumerate([
             (12, ["--epochs", 2], 25), (0, ["--epochs", 2, "--batch-size", 8], 20 + 3),

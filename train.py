@@ -61,7 +61,7 @@ from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, Stop
                       process_group, run_schedule, schedule_of, search_layouts, slow_in_16_bits,
                       to_host, wrap_blocks)
 
-EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over the split
+EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over those of each source
 COUNTERS = ("step", "consumed_samples", "tokens", "optimizer_steps")        # of a run
 
 
@@ -149,9 +149,9 @@ class Config:
     vocab_size: int = flag(50257, "tokens of the vocabulary", low=1)
 
 
+PLAN = ("world", "gpu", "gpus_per_node", "mtbf_hours", "vocab_size")
 # Paths, layout and precision belong to one start: they are never taken from a checkpoint. (But
 # --init-from is remembered: it says how the run began.)
-PLAN = ("world", "gpu", "gpus_per_node", "mtbf_hours", "vocab_size")
 LOCAL = {"data", "out", "log", "compare", "resume", "eval_only", "tp", "pp", "pp_schedule",
          "device", "compile", "timeout", "micro_batch", "zero", "recompute", "sequence_parallel",
          "offload", "dtype", "plan", *PLAN, "epochs"}       # what remains of epochs is `steps`
@@ -166,6 +166,12 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "seq-len": "block-size seq-length", "clip": "grad-clip clip-grad", "data": "dataset data-path",
     "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save", "resume": "load",
     "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval"}
+
+
+def settings_of(config: Config) -> dict:
+    """What a checkpoint and the log keep of a run's flags."""
+    return {name: value for name, value in dataclasses.asdict(config).items()
+            if name not in ("plan", "compare", *PLAN)}
 
 
 def step_range(text: str) -> tuple[int, int]:
@@ -221,9 +227,9 @@ def parse_flags(arguments) -> dict:
         refuse("--steps and --epochs both say when the run ends: drop one")
     if "plan" in given and not {"world", "gpu"} <= given.keys():
         refuse("--plan needs --world, the number of GPUs, and --gpu, " + ", ".join(DEVICES))
-    for name in ("epochs", "batch_ramp") if "plan" in given else ():
+    for name in ("epochs", "batch_ramp", "eval_only") if "plan" in given else ():
         if name in given:
-            refuse(f"argument --{name.replace('_', '-')}: --plan needs --steps, at one batch size")
+            refuse(f"argument --{name.replace('_', '-')}: does not go with --plan")
     for name in PLAN if "plan" not in given else ():
         if name in given:
             refuse(f"argument --{name.replace('_', '-')}: goes with --plan alone")
@@ -261,11 +267,12 @@ def check_config(config: Config, shape: dict, vocab_size: int,
     """The config with a microbatch, and the model. Raises ValueError if they cannot run."""
     cfg = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
     sizes, _ = batch_sizes(config)
-    if config.batch_size not in sizes:
+    if config.batch_size not in sizes and not config.eval_only:
         raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
                          f"{config.batch_size}: START and INCREMENTs must add up to it")
     if config.micro_batch is None:
-        replica = math.gcd(*sizes) * config.tp * config.pp // world     # sequences of each
+        # Sequences of each replica.
+        replica = max(1, math.gcd(*sizes) * config.tp * config.pp // world)
         config = dataclasses.replace(config, micro_batch=next(
             (m for m in (4, 2, 1) if replica % (m * config.pp) == 0), 1))
     if config.eval_only:            # its batches are its own
@@ -288,12 +295,15 @@ def validate(given: dict, state: dict | None, world: int,
     data = TokenDataset(config.data, "train", shape["seq_len"])
     TokenDataset(config.data, "val", shape["seq_len"])
     config, cfg = check_config(config, shape, data.meta["vocab_size"], world)
-    if config.epochs is not None and not config.eval_only and not (state and all(
-            state["config"].get(name) == getattr(config, name)  # else a rollback could change steps
-            for name in ("epochs", "batch_size", "batch_ramp"))):
+    # (If nothing of it has changed, the stored `steps` stay: a rollback has read other samples.)
+    if config.epochs is not None and not config.eval_only and not (
+            state and state["data"][-1][1] == data.phases[-1][1] and all(
+                state["config"].get(name) == getattr(config, name)
+                for name in ("epochs", "batch_size", "batch_ramp"))):
         step, first = (state["step"], state["consumed_samples"]) if state else (0, 0)
+        epoch = sum(source.n_windows for source in data.sources.values() if source.weight)
         config = dataclasses.replace(config, steps=step + steps_between(
-            config, first, config.epochs * data.n_windows))
+            config, first, config.epochs * epoch))
     if initial is not None:
         checkpoint.check_data(initial, data, config.data, same=False)
     if state is not None:
@@ -430,13 +440,15 @@ def format_plan(config: Config, cfg: GPTConfig, plan: dict) -> str:
         line("speed", "tokens_per_second|.*tflops_per_gpu|mfu|days|gpu_hours"),
         line("failures", "(failure|pause|write|interval)_.*|goodput"),
         "assumes  backward hides data parallelism, nothing hides tp and pp; no rank is slow",
-        *["note     fp32 is slow: give --dtype bf16"] * (config.dtype == "fp32")])
+        *["note     fp32 is slow: give --dtype bf16 (fp16 on a V100)"] * (config.dtype == "fp32")])
 
 
 def print_plan(given: dict) -> None:
     """--plan: what a run would need, without starting one. Raises ValueError."""
     config, shape = merge_config(given, None)
     dtypes = PRECISIONS[config.dtype]
+    if config.dtype == "bf16" and DEVICES[config.gpu].word == "V100":
+        raise ValueError("a V100 has no products in bf16: give --dtype fp16")
     if config.plan.startswith("search"):
         cfg = GPTConfig(config.vocab_size, dropout=config.dropout, **shape)
         result = search_layouts(cfg, config, dtypes, given)
@@ -509,11 +521,13 @@ class Run:
         self.model.train()
         while self.step < config.steps:
             # batch
+            started, position = time.perf_counter(), self.consumed_samples
             self.skip_excluded()
-            started = time.perf_counter()
             windows, batch = self.load_batch(self.step + 1, self.consumed_samples)
             self.set_batch_size(len(windows))
             self.consumed_samples += len(windows)
+            if self.train_data.phase_begins(position, self.consumed_samples):
+                self.monitor.forget_losses()
             self.tokens += self.step_tokens
 
             # forward, backward; agree; observe; unscale, clip, AdamW
@@ -673,7 +687,7 @@ class Run:
         if full is not None:                            # on rank 0
             self.writer.submit(dict(
                 format=checkpoint.FORMAT, **{name: getattr(self, name) for name in COUNTERS},
-                config=dataclasses.asdict(self.config), model=dataclasses.asdict(self.cfg),
+                config=settings_of(self.config), model=dataclasses.asdict(self.cfg),
                 tokenizer=self.train_data.meta["tokenizer"],
                 data=self.train_data.phases, scaler=self.scaler.state_dict(),
                 monitor=dataclasses.asdict(self.monitor),
@@ -814,8 +828,11 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device, res
         if name in (config.log or "") and importlib.util.find_spec(name) is None:
             raise ValueError(f"--log {name} needs a package that is missing: pip install {name}")
     out, found = Path(config.out), checkpoint.list_checkpoints(Path(config.out))
-    path, events, branch = checkpoint.find_checkpoint(out, config.resume, restarted, given, [
-        "resume", *(name for name in LASTING if name not in FREE)])
+    explicit = config.resume not in ("auto", "never") and not config.eval_only
+    path, events, branch = checkpoint.find_checkpoint(
+        out, config.resume, restarted, given,
+        ["resume", *(name for name in LASTING if name not in FREE)],
+        TokenDataset(config.data, "train", 1).phases[0][1] if explicit else None)
     if config.eval_only and path is None:
         raise ValueError(f"--eval-only, but {config.out} holds no checkpoint")
     if "init_from" in given and (config.eval_only or config.resume not in ("auto", "never")):
@@ -846,7 +863,7 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device, res
 
 def start(run: Run, state: dict | None, path: Path | None, events: list, given: dict) -> None:
     """Evaluate; or tell how the run begins, and train. `state` was loaded from `path`."""
-    config, factor, settings = run.config, run.monitor.lr_factor, dataclasses.asdict(run.config)
+    config, factor, settings = run.config, run.monitor.lr_factor, settings_of(run.config)
     if config.eval_only:
         text = format_eval(run.evaluate_all(), run.val_data)
         return print_rank0(f"{path or config.init_from}, step {run.step}: {text}")
@@ -876,7 +893,7 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
         if not 0.8 * old <= new <= 1.25 * old:
             differs += f"; so the next step's learning rate is {new:.2e} instead of {old:.2e}"
             if before.lr == config.lr:      # a longer schedule: the loss may rise, and be healthy
-                run.monitor.losses, run.monitor.lowest = [], math.inf
+                run.monitor.forget_losses()
         print_rank0(f"resume   {path}, after step {run.step}{differs}"
                     + f", learning rate x {factor:.3g}" * (factor != 1))
     if run.boundary.itemsize == 2 and slow_in_16_bits(run.device):
@@ -941,9 +958,10 @@ def main() -> None:
             if rank == 0:
                 print_plan(given)
             sys.exit(0)
+        on_mps = world == 1 and config.dtype != "fp64"
         device = pick_device(config.device, local_rank, local_world,
-                             os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        if device.type == "mps" and (world > 1 or config.dtype == "fp64"):
+                             os.environ.get("CUDA_VISIBLE_DEVICES", ""), on_mps)
+        if device.type == "mps" and not on_mps:
             raise ValueError("mps is for one process and has no fp64: give --device cpu")
         # Rank 0 alone, before any communication: the others wait for it at the rendezvous.
         stack, status = ExitStack(), 0

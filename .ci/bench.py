@@ -296,7 +296,7 @@ def sampling(folder):
         return print("(Hugging Face: pip install transformers)")
     plain = GPT(GPTConfig(vocab_size=257, **SHAPE)).initialize(0).eval()
     state = {key: {} for key in checkpoint.KEYS} | dict(
-        format=checkpoint.FORMAT, step=0, model=asdict(plain.cfg), tokenizer="bytes",
+        format=checkpoint.FORMAT, step=0, model=asdict(plain.cfg), tokenizer="bytes", data=None,
         parameters={name: p.detach()[:shape[0]] for (name, p), shape in zip(
             plain.named_parameters(), checkpoint.parameter_shapes(plain.cfg).values())})
     torch.save(state, folder / "plain.pt")
