@@ -2613,7 +2613,7 @@ def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(
 
 
 def samples_on(rank, world, on_second):
-    """What a model with a cache says, greedily, past its window, on the CPU or the second device."""
+    """What a model with a cache says, greedily, past its window, on either device."""
     plain = GPT(CFG).initialize(0).eval()
     plain.to(second_device()[0] if on_second else "cpu")
     return list(sample.generate(plain, [1, 2, 3], 2 * CFG.seq_len, -1, 0.0, generators=(None,) * 2))
@@ -3694,8 +3694,8 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
     stored = train.Config(data="d", out="o", tp=2, pp=2, micro_batch=3, dtype="bf16", device="cpu",
                           recompute=True, eval_only=True, resume="file", steps=7, zero=1, timeout=9,
                           pp_schedule="1f1b", compile=True, sequence_parallel=True, offload=True,
-                          log="wandb", plan="text", world=8, gpu="h100", gpus_per_node=4, mtbf_hours=9.0,
-                          vocab_size=300)
+                          log="wandb", plan="text", world=8, gpu="h100", gpus_per_node=4,
+                          mtbf_hours=9.0, vocab_size=300)
     config, _ = train.merge_config({}, dict(config=asdict(stored), model=asdict(CFG)))
     assert config == train.Config(steps=7)
 
