@@ -1399,13 +1399,15 @@ def locate_nonfinite(own_loss: float, flat: FlatParameters) -> dict:
     """Where a number is not finite: the first rank whose own loss is not, or else whose gradients,
     and a parameter with such a gradient: the last of the last stage that has one, which backward
     reaches first. With replicas, the reported rank is not necessarily the source, because gradients
-    are summed by then."""
+    are summed by then. If all numbers are finite, it is the squares of several gradients together
+    (`square_sums`) that are not: the "norm", of no rank."""
     nonfinite = [spec.name for bucket in flat.buckets for spec, here, _ in bucket.shard_ranges
                  if not row_norms(bucket.shard["grad"][here]).isfinite().all()]
     found = all_gather_object([not math.isfinite(own_loss), nonfinite[-1] if nonfinite else None])
     of_loss = [rank for rank, (loss, _) in enumerate(found) if loss]
     of_gradient = [rank for rank, (_, name) in enumerate(found) if name is not None]
-    return dict(what="loss" if of_loss else "gradient", rank=(of_loss or of_gradient)[0],
+    return dict(what="loss" if of_loss else "gradient" if of_gradient else "norm",
+                rank=[*of_loss, *of_gradient, None][0],
                 parameter=found[of_gradient[-1]][1] if of_gradient else None)
 
 
@@ -1695,16 +1697,23 @@ def search_layouts(cfg: GPTConfig, config, dtypes: tuple, given: dict) -> list[d
     plans = []
     for values in product(*options.values()):
         one = replace(config, **dict(zip(options, values)))
+        if one.zero > 0 and one.world == one.tp * one.pp:       # no replicas share anything
+            continue
         with suppress(ValueError):
             check_layout(cfg, one.world, one.tp, one.pp, one.batch_size, one.micro_batch, one.zero,
                          one.sequence_parallel)
             plans.append(make_plan(cfg, one, dtypes))
-    plans = [plan for plan in plans if plan["fits"]]
+    # Of the sizes of a microbatch the fastest, or of equal ones the smallest.
+    plans = sorted((plan for plan in plans if plan["fits"]),
+                   key=lambda plan: (plan["step_seconds"], plan["memory_bytes"]))
+    best = {}
+    for plan in plans:
+        best.setdefault(tuple(plan[name] for name in options if name != "micro_batch"), plan)
     if not plans:
         raise ValueError(f"no layout of this model and batch size {config.batch_size} fits "
                          f"{config.world} x {config.gpu}: take more or larger GPUs, --offload, or "
                          f"a batch size that more layouts divide")
-    return sorted(plans, key=lambda plan: (plan["step_seconds"], plan["memory_bytes"]))[:10]
+    return list(best.values())[:10]
 
 
 def main() -> None:

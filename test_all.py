@@ -3543,9 +3543,9 @@ def test_compare_charts_and_lists_runs_without_their_dead_branches(run_train, tm
     assert lines[17].split() == ["a", "|", "<", ">"] and len(lines) == 23
     assert [lines[17][11 + i] for i in (x[1], x[2])] == ["<", ">"]
     assert [line.split() for line in lines[-2:]] == [
-        ["a", "1.0000", "1", "2.2500", "4", "400", "0.70", "7,000", "1.00e-01", f"{a},", "1",
+        ["a", "1.0000", "1", "2.2500", "3", "4", "400", "0.70", "7,000", "1.00e-01", f"{a},", "1",
          "rollback,", "1", "damaged,", "1", "resume"],
-        ["b", "nan", "-", "nan", "2", "200", "2.00", "7,000", "1.00e-01", str(b)]]
+        ["b", "nan", "-", "nan", "-", "2", "200", "2.00", "7,000", "1.00e-01", str(b)]]
     status, _, error = run_train("--compare", none)
     assert status == 2 and error.splitlines()[-1].startswith("train.py: nothing to compare")
 
@@ -4501,6 +4501,16 @@ def spoil_in_turn(run):
             bucket.view(bucket.grad, bucket.specs[-1])[0] = math.inf
         return loss + (math.inf if (run.step, run.grid.rank) == (8, 6) else 0.0)
     forward_backward, run.forward_backward = run.forward_backward, spoil
+
+
+def test_squares_that_overflow_together_are_told_of_no_rank():
+    """Each of two parameters' is finite, and so is each number; a row of both is not."""
+    _, flat = staged(CFG, Grid(1, 1, 1))
+    bucket = flat.buckets[-1]
+    for spec, here, _ in bucket.shard_ranges:
+        bucket.shard["grad"][here] = 3e18 / math.sqrt(spec.numel / 32)      # norm 1.7e19
+    assert not flat.square_sums()[1].isfinite()
+    assert parallel.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
 
 
 def test_a_number_that_is_not_finite_is_traced_to_its_rank_parameter_and_batch(pool, tmp_path):

@@ -85,7 +85,8 @@ class Config:
     log: str = flag(None, "beside metrics.jsonl: tensorboard (in OUT/tensorboard), wandb (which "
                     "keeps the steps that a rollback voids), or tensorboard,wandb", str,
                     choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
-    compare: list = flag(None, "draw and list the runs in these directories, and leave", list)
+    compare: list = flag(None, "draw and list the runs in these directories, and leave; capitals "
+                         "are validation losses, > a resume, < a rollback", list)
     model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model")
     n_layer: int = flag(None, "blocks (this and the next four override --model)", int, low=1)
     n_head: int = flag(None, "attention heads", int, low=1)
@@ -146,7 +147,7 @@ class Config:
     gpus_per_node: int = flag(8, "GPUs of a machine", low=1)
     mtbf_hours: float = flag(5100.0, "between two failures of a machine; OPT-175B: 35 restarts in "
                              "two months on 124", low=1)
-    vocab_size: int = flag(50257, "tokens of the vocabulary", low=1)
+    vocab_size: int = flag(50257, "tokens of the vocabulary; a run has that of its data", low=1)
 
 
 PLAN = ("world", "gpu", "gpus_per_node", "mtbf_hours", "vocab_size")
@@ -210,7 +211,7 @@ def parse_flags(arguments) -> dict:
     if unknown:
         name = unknown[0].partition("=")[0].lstrip("-")
         near = [ours for ours, theirs in OTHER_NAMES.items() if name in theirs.split()] or (
-            difflib.get_close_matches(name, [known.replace("_", "-") for known in ranges], 1))
+            difflib.get_close_matches(name, [known.replace("_", "-") for known in ranges], 1, 0.75))
         refuse(f"unknown argument {unknown[0]}: " + (f"did you mean --{near[0]}?" if near else
                "--help lists the flags, README.md what others call them"))
     given = vars(given)
@@ -440,6 +441,8 @@ def format_plan(config: Config, cfg: GPTConfig, plan: dict) -> str:
         line("speed", "tokens_per_second|.*tflops_per_gpu|mfu|days|gpu_hours"),
         line("failures", "(failure|pause|write|interval)_.*|goodput"),
         "assumes  backward hides data parallelism, nothing hides tp and pp; no rank is slow",
+        *["note     few tokens for this model: give --steps, --batch-size"] * (
+            plan["tokens"] < plan["compute_optimal_tokens"] / 10),
         *["note     fp32 is slow: give --dtype bf16 (fp16 on a V100)"] * (config.dtype == "fp32")])
 
 
@@ -800,14 +803,14 @@ def compare(outs: list[str]) -> str:
     runs.sort(key=lambda run: run[4].get("val_loss", math.inf))
     width = max(20, shutil.get_terminal_size((100, 24)).columns - 12)
     lines = chart([(name, run[1], run[2]) for name, run in zip(names, runs)], width)
-    lines.append("   best val  at step  last val     step           tokens   hours    tokens/s   "
-                 "peak lr  run, events")
+    lines.append("   best val  at step  last val  at step   steps           tokens   hours    "
+                 "tokens/s   peak lr  run, events")
     for name, (out, rows, events, hours, best, last) in zip(names, runs):
         kinds = Counter(event["event"] for event in events if event["event"] != "start")
         lines.append(
             f"{name}  {best.get('val_loss', math.nan):8.4f} {best.get('step', '-'):>8} "
-            f"{last.get('val_loss', math.nan):9.4f} {rows[-1]['step']:8} "
-            f"{rows[-1]['tokens']:16,} {hours:7.2f} "
+            f"{last.get('val_loss', math.nan):9.4f} {last.get('step', '-'):>8} "
+            f"{rows[-1]['step']:7} {rows[-1]['tokens']:16,} {hours:7.2f} "
             f"{statistics.median(row['tokens_per_second'] for row in rows):11,.0f}  "
             f"{max(row['lr'] for row in rows):.2e}  "
             + ", ".join([out, *(f"{count} {kind}" for kind, count in kinds.items())]))
@@ -866,7 +869,7 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
     config, factor, settings = run.config, run.monitor.lr_factor, settings_of(run.config)
     if config.eval_only:
         text = format_eval(run.evaluate_all(), run.val_data)
-        return print_rank0(f"{path or config.init_from}, step {run.step}: {text}")
+        return print_rank0(f"{path or config.init_from}, step {run.step}, on {config.data}: {text}")
     if run.step >= config.steps:
         return print_rank0(f"{path} is step {run.step} of {config.steps}: nothing left to do; "
                            f"raise --steps or --epochs to go on, or give another --out")
@@ -902,6 +905,9 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
             hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count()):    # not on Windows
         print_rank0("note     this machine is busy: threads that wait for each other may be slow, "
                     "set OMP_NUM_THREADS=1")
+    if state is None and "lr" not in given and parameter_count(run.cfg) > 2e7:
+        print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 took 6e-4 for "
+                    f"125M parameters, 2e-4 for 1.3B")
     if config.warmup_steps > config.steps / 2:
         print_rank0(f"note     most of the {config.steps} steps are warm-up")
     if "skip_steps" in given and step_range(config.skip_steps)[1] <= run.step:
