@@ -3084,7 +3084,7 @@ def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(run_train, sh
     assert status == 0 and "python train.py --init-from b.pt" in text
     flags = ["--data", shards, "--out", "o", "--batch-size", 4]
     status, text, _ = run_train(*flags, "--resume", "b.pt", "--eval-only")
-    assert status == 0 and text.startswith("b.pt, step 0: validation: ")
+    assert status == 0 and text.startswith("b.pt, step 0, on ")
     assert run_train(*flags, "--init-from", "b.pt", "--steps", 2)[0] == 0
     assert saved(Path("o"), 2)["model"]["n_embd"] == CFG.n_embd
     expect_mistake(run_train("--data", shards, "--out", "p", "--resume", "b.pt"),
@@ -4644,7 +4644,7 @@ def test_the_same_command_goes_on_with_its_branch_and_another_begins_one(run_tra
             assert told in run_train(*by_hand, *more)[1], more
     assert column(read_metrics(out)[0], "step") == [1, 2, 3, 4, *(3, 3, 4, 5, 5, 6), *[3, 4] * 3]
     # To look at a file is not to go on: it is the one that was named.
-    assert "step_00000002.pt, step 2: " in run_train(*by_hand, "--lr", 0.5, "--eval-only")[1]
+    assert "step_00000002.pt, step 2, on " in run_train(*by_hand, "--lr", 0.5, "--eval-only")[1]
     # Behind a damaged file comes its own branch's beginning, not the step 6 of another.
     (out / "step_00000004.pt").write_bytes(b"torn")
     assert "step_00000002.pt, after step 2" in run_train(*flags)[1]
@@ -4706,7 +4706,7 @@ def test_a_damaged_newest_file_never_ends_a_run_that_has_another(run_train, shar
     evaluate = [*flags, "--eval-only", "--micro-batch", 128]
     whole, older = (run_train(*evaluate, "--resume", out / f"step_0000000{step}.pt")[:2]
                     for step in (4, 2))
-    assert "step 4: " in whole[1] and "step 2: " in older[1]
+    assert "step 4, on " in whole[1] and "step 2, on " in older[1]
     for i, place in enumerate(places_in(content, part, 75, rng)):
         # latest.pt is the same file
         newest.write_bytes(content[:place] if i % 5 == 0 else flipped(content, place, rng))
