@@ -5304,6 +5304,21 @@ def test_the_readmes_layouts_are_not_refused(shards):
     assert len(commands) == 9
 
 
+def test_a_search_lists_each_layout_once_and_one_gpu_shares_nothing(run_train):
+    flags = ["--gpu", "a100-80g", "--model", "gpt2", "--dtype", "bf16", "--batch-size", 64]
+    for world in (1, 8):
+        plans = json.loads(run_train("--plan", "search-json", "--world", world, *flags)[1])
+        layouts = [tuple(plan[name] for name in ("dp", "pp", "tp", "zero", "recompute",
+                                                 "sequence_parallel")) for plan in plans]
+        assert len(set(layouts)) == len(layouts) and all(z == 0 for dp, _, _, z, *_ in layouts
+                                                         if dp == 1)
+    expect_mistake(run_train("--plan", "text", "--world", 1, *flags, "--gpu", "v100-32g"),
+                   "a V100 has no products in bf16: give --dtype fp16")
+    for steps, told in [(800, True), (10 ** 5, False)]:
+        text = run_train("--plan", "text", "--world", 1, *flags, "--steps", steps)[1]
+        assert ("few tokens for this model: give --steps" in text) == told
+
+
 def test_the_readmes_plan_is_what_is_told(run_train):
     section = README.split("## What a run would cost")[1].split("## Flags")[0]
     flags = shlex.split(section.split("```")[1].replace("\\\n", " "))[4:]
