@@ -45,7 +45,6 @@ from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 
-import requests
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -677,6 +676,7 @@ def read_hf(folder: Path) -> dict:
 def fetch_hf(source: str, folder: Path, hub: str) -> None:
     """Download a model from the hub, first its config.json. Raises ValueError if it is not there,
     ConnectionError if that cannot be known."""
+    import requests
     address = f"{hub}/{source}/resolve/main/"
 
     def is_there(name):

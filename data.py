@@ -37,8 +37,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import requests
-import tiktoken
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 SPLITS = ("train", "val")
@@ -92,6 +90,7 @@ def download(url: str, path: Path, sha256: str | None = None, tries: int = 4, wa
     because `check` raises no ValueError. What has come waits in path.part: the next try or run goes
     on from there, or, where the server has no more and the file is still not right, starts over.
     ConnectionError after `tries` tries."""
+    import requests             # here, as other packages: train.py starts without them
     if path.exists() and sha256 in (None, sha256_of(path)):
         with suppress(ValueError):
             check(path)
@@ -143,8 +142,9 @@ def gpt2_files() -> dict[str, Path]:
     return paths
 
 
-def get_tokenizer(name: str) -> tiktoken.Encoding:
+def get_tokenizer(name: str):
     """"gpt2": GPT-2's BPE, 50257 tokens. "bytes": token i is byte i, and 256 is <|endoftext|>."""
+    import tiktoken
     if name == "bytes":         # the pattern is how much is looked at together: nothing is merged
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,256}", special_tokens={EOT: 256},
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
@@ -277,7 +277,7 @@ def read_jobs(files, cuts):
     yield from ((split, job) for split, job in jobs.items() if job)
 
 
-def encode(jobs, encoding: tiktoken.Encoding):
+def encode(jobs, encoding):
     """(split, tokens as uint16, bytes of text) of every job in order, by threads on all cores:
     tiktoken lets go of Python's lock. Only a few jobs are under way, so that memory is bounded."""
     def work(split, job):
