@@ -95,7 +95,7 @@ FORKS.set_forkserver_preload(["test_all"])
 
 
 def work(task):
-    """In one of the pool's processes -> (rank, pickled answer or None, traceback or None)."""
+    """In one of the pool's processes -> (rank, pickled answer)."""
     rank, world, store, seconds, call = task
     try:
         if world > 1:
@@ -106,9 +106,9 @@ def work(task):
         if world > 1:
             dist.barrier()
             dist.destroy_process_group()
-        return rank, answer, None
+        return rank, answer
     except BaseException:
-        return rank, None, traceback.format_exc()
+        raise RuntimeError(f"rank {rank} of {world}:\n{traceback.format_exc()}") from None
 
 
 def enter(environment):
@@ -133,15 +133,12 @@ class Pool:
         """[fn(rank, world, *args) of each rank]. A rank's exception is raised here with its
         traceback; after it, or `seconds` without an answer, the processes are replaced."""
         self.processes = self.processes or self.start()
-        answers, call = {}, pickle.dumps((fn, args))
+        call = pickle.dumps((fn, args))
         try:
             with tempfile.TemporaryDirectory() as folder:
                 running = self.processes.imap_unordered(work, [
                     (rank, world, f"{folder}/store", seconds, call) for rank in range(world)])
-                for _ in range(world):
-                    rank, answers[rank], error = running.next(seconds)
-                    if error:
-                        raise RuntimeError(f"rank {rank} of {world}:\n{error}")
+                answers = dict(running.next(seconds) for _ in range(world))
             return [pickle.loads(answers[rank]) for rank in range(world)]
         except BaseException:
             self.stop()
