@@ -774,6 +774,23 @@ def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path,
     assert "meta.json would mix with the new shards" in fetch()[2]
 
 
+@pytest.mark.parametrize("terminal, seconds, told", [
+    (True, 0.25, ["2.0 of 5.0 MB, 4.0 MB/s, 0m01s left   \r",
+                  "5.0 of 5.0 MB, 8.0 MB/s, 0m00s left   \n"]),
+    (True, 0.05, ["5.0 of 5.0 MB, 40.0 MB/s, 0m00s left   \n"]), (False, 10, []),
+    (False, 61, ["2.0 of 5.0 MB, 0.0 MB/s, 3m03s left   \n",
+                 "5.0 of 5.0 MB, 0.0 MB/s, 0m00s left   \n"])])
+def test_progress_has_rate_and_time_left(monkeypatch, capsys, terminal, seconds, told):
+    """The last 4 of 5 MB in two parts, so many seconds each."""
+    clock = SimpleNamespace(monotonic=itertools.count(0, seconds).__next__)
+    monkeypatch.setattr(data, "time", clock)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    note = data.progress("x", 5_000_000, done=1_000_000)
+    note(1_000_000)
+    note(3_000_000)
+    assert capsys.readouterr().err == "".join(f"x: {line}" for line in told)
+
+
 def dataset(directory, shards, meta=True, seq_len=4):
     for name, tokens in shards.items():
         (directory / f"{name}.bin").write_bytes(shard(tokens))
@@ -862,6 +879,14 @@ def test_other_weights_begin_a_phase_in_place_of_those_of_later_files():
     old, made = [0, dict(a=7, b=3)], mixture(dict(a=50, b=300), [[0, dict(a=1, b=2)]])
     made.go_on([old, [100, dict(a=1, b=1)]], 60)
     assert made.phases == [old, [60, dict(a=1, b=2)]]
+
+
+def test_data_is_a_directory_or_several_by_weight(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("day=1").mkdir()
+    for text, weights in {"day=1": {"day=1": 1}, "data/a=0.7,b=0.3": {"data/a": 7, "b": 3},
+                          "a=.000001,b=1000,k=v=0": {"a": 1, "b": 10 ** 9, "k=v": 0}}.items():
+        assert data.parse_mixture(text) == {Path(folder): w for folder, w in weights.items()}
 
 
 def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path, monkeypatch):
