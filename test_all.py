@@ -54,6 +54,7 @@ sys.dont_write_bytecode = True      # the tests leave nothing behind
 
 import numpy as np
 import pytest
+import requests
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -660,7 +661,7 @@ def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(data.time, "sleep", nothing)
-    monkeypatch.setattr(data.requests, "get", mock.Mock(side_effect=data.requests.ConnectionError))
+    monkeypatch.setattr(requests, "get", mock.Mock(side_effect=requests.ConnectionError))
     Path("fineweb_train_000001.bin").write_bytes(shard([1, 2]))
     if content is not None:
         Path(re.search(r"\w+\.\w+", flags)[0]).write_bytes(content)
