@@ -2985,14 +2985,11 @@ def run_train(capsys):
     def run(*flags, **environment):
         with mock.patch.object(sys, "argv", ["train.py", *map(str, flags)]), \
                 mock.patch.dict(os.environ, {k: str(v) for k, v in environment.items()}), \
-                mock.patch.object(train.time, "sleep"), pytest.raises(SystemExit) as end:
+                mock.patch.object(signal, "signal"), mock.patch.object(train.time, "sleep"), \
+                pytest.raises(SystemExit) as end:
             train.main()
         return end.value.code, *capsys.readouterr()
-
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return run
 
 
 def read_metrics(out):
@@ -3007,91 +3004,19 @@ def expect_mistake(result, message):
     assert message in error and error.startswith("train.py: ") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags, world, message", [
-    ("--tp 2", 3, "3 processes are not divisible by tp 2 x pp 1"),
-    ("--compile --tp 2", 2, "--compile goes with tp 1 and dropout 0, not 2 and 0"),
-    ("--compile --dropout 0.1", 1, "not 1 and 0.1"), ("--zero 3 --pp 2", 2, "zero 3 with pp 2"),
-    ("--sequence-parallel --tp 2 --seq-len 15", 2, "seq_len 15 is not divisible"),
-    ("--batch-size 6 --micro-batch 4", 1, "batch size 6 is not divisible by dp 1 x micro-batch 4"),
-    ("--n-embd 15", 1, "n_embd 15 is not divisible by n_head 2"),
-    *((f"--{name} {value}", 1, value) for name, value in [
-        ("zero", "4"), ("dtype", "fp8"), ("model", "gpt5"), ("batch-size", "many")]),
-    *((f"--{name} {value}", 1, f"argument --{name}: {value} must be {limit}")
-      for name, value, limit in [
-        ("steps", 0, "at least 1 and finite"), ("lr", -1, "at least 0"), ("lr", "nan", "at least"),
-        ("lr", "inf", "at least 0 and finite"), ("dropout", 1, "at least 0 and below 1"),
-        ("beta2", 1.5, "at least 0 and below 1"), ("spike-steps", 0, "at least 1"),
-        ("spike-margin", 0, "at least 1"), ("max-rollbacks", -1, "at least 0"),
-        ("timeout", 0, "at least 1"), ("skip-steps", "5", "A:B"),
-        ("skip-steps", "9:3", "A:B, two steps from 1 on, A not after B"),
-        ("skip-steps", "0:3", "A:B, two steps from 1 on")]),
-    *((f"--data {mixture}", 1, "must be DIR, or DIR=WEIGHT,DIR=WEIGHT ...") for mixture in [
-        "a,b", "a=1,b", "a=x,b=1", "a=nan", "a=inf", "a=-1,b=2", "a=0,b=0", "a=1001,b=1",
-        "a=1,a=2", "one/a=1,two/a=1", ",", "a=1,"]),
-    ("--data other=1,nowhere=1", 1, "--input FILE --out nowhere"),
-    ("--data other=1,toy=0", 1, "different tokenizers or vocabularies"),
-    ("--data torn=1,other=1", 1, "train_000000.bin"), ("--data other=1,beyond=2", 1, "257"),
-    ("--data beyond=1,beyond_val=1", 1, "two of these hold the same text"),
-    *((f"--batch-ramp {ramp}", 1, f"{ramp} must be START:INCREMENT:SEQUENCES, three numbers from 1")
-      for ramp in ["2", "2:2", "0:2:9", "2:0:9", "2:2:0", "2:2:x", "2:-2:9"]),
-    *((f"--batch-ramp {ramp}", 1, f"{ramp} does not end at --batch-size 4")
-      for ramp in ["1:2:9", "5:1:9"]),
-    ("--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2", 1, "batch size 5 is not divisible"),
-    ("--epochs 2", 1, "--steps and --epochs both say when the run ends"),
-    ("--epochs 0", 1, "--epochs: 0 must be at least 1"),
-    ("--nonsense 1", 1, "--nonsense: --help lists the flags, README.md what"),
-    *((f"--{theirs} 1", 1, f"did you mean --{ours}?") for ours, others in [
-        *train.OTHER_NAMES.items(), ("batch-size", "batch_sise"), ("n-layer", "n-layers")]
-      for theirs in others.split()),
-    *((f"--device {name}", 1, f"no {name.upper()} device here: leave the flag out, or give --device"
-       " cpu") for name in ("cuda", "mps")),
-    ("--eval-only", 1, "holds no checkpoint"),
-    ("--resume nowhere.pt", 1, "no checkpoint nowhere.pt: give another, or run train.py first"),
-    *((f"--{name} run", 1, "no checkpoint run: give run/latest.pt")
-      for name in ("resume", "init-from")),
-    ("--out /proc/nowhere", 1, "/proc/nowhere"), ("--out precious", 1, "--out precious is not a"),
-    ("--world 8", 1, "argument --world: goes with --plan alone"),
-    ("--plan text --gpu h100", 1, "--plan needs --world"), ("--plan yes", 1, "'yes'"),
-    ("--plan json --world 3 --tp 2 --gpu h100", 1, "3 processes are not divisible by tp 2 x pp 1"),
-    ("--plan search --world 7 --gpu h100", 1, "no layout of this model and batch size 4 fits 7 x"),
-    ("--data nowhere", 1, "python data.py"), ("--seq-len 100000", 1, "too few"),
-    ("--n-layer 96 --n-head 96 --n-embd 12288", 1, "would keep parameters 695.9 GB"),
-    ("--data torn", 1, "train_000000.bin"), ("--data beyond", 1, "257"),
-    ("--data beyond_val", 1, "257"),
-    ("--resume torn.pt", 1, "torn.pt is damaged, or no checkpoint"),
-    ("--resume empty.pt", 1, "empty.pt is damaged, or no checkpoint"),
-    ("--resume scale.pt", 1, "a loss scaler's state has numbers"),
-    ("--resume losses.pt", 1, "no valid ['losses']"),
-    ("--resume patience.pt", 1, "no valid ['patience']"),
-    ("--resume whole.pt --n-layer 3", 1, "n_layer 2, not 3"),
-    ("--resume whole.pt --model opt-125m", 1, "activation gelu, not relu"),
-    *((f"--resume whole.pt --data {folder}", 1, f"{folder} is not the data this checkpoint was")
-      for folder in ("other", "other=1")),
-    ("--resume whole.pt --data toy", 1, "tokenizer is bytes with 257 tokens, but toy has bytes"),
-])
-def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch, flags,
-                                                     world, message):
-    monkeypatch.chdir(things)
-    before = names_in(things)
-    expect_mistake(run_train("--data", shards, "--out", "o", *TINY, *flags.split(),
-                             WORLD_SIZE=world), message)
-    shutil.rmtree("o", ignore_errors=True)
-    assert names_in(things) == before and Path("precious").read_text() == "a file"
-
-
 @pytest.fixture(scope="session")
 def things(shards, tmp_path_factory):
-    """A folder with things that are wrong, by the names that the mistakes above call them."""
-    folder = tmp_path_factory.mktemp("things")
+    """A folder with things that are wrong, by the names that the mistakes below call them; and a
+    whole checkpoint."""
+    folder, too_large = tmp_path_factory.mktemp("things"), (257).to_bytes(2, "little")
     (folder / "precious").write_text("a file")
-    meta = json.loads((shards / "meta.json").read_text())
-    too_large = (257).to_bytes(2, "little")
     for name, file, change in [
             ("torn", "train_000000.bin", lambda b: b[:-100]),
             ("beyond", "train_000000.bin", lambda b: b[:-2] + too_large),
             ("beyond_val", "val_000000.bin", lambda b: b[:-2] + too_large),
-            ("other", "meta.json", lambda b: json.dumps({**meta, "fingerprint": "x"}).encode()),
-            ("toy", "meta.json", lambda b: json.dumps({**meta, "vocab_size": 300}).encode())]:
+            ("other", "meta.json", lambda b: b.replace(b'fingerprint": "', b'fingerprint": "x')),
+            ("opt", "meta.json", lambda b: b.replace(b'"bytes"', b'"opt-257"')),
+            ("toy", "meta.json", lambda b: b.replace(b'vocab_size": 257', b'vocab_size": 300'))]:
         shutil.copytree(shards, folder / name)
         (folder / name / file).write_bytes(change((shards / file).read_bytes()))
     whole = Command("train.py", "--data", shards, "--out", folder / "run", *TINY).finish()
@@ -3103,68 +3028,126 @@ def things(shards, tmp_path_factory):
         state[key][name] = value
         torch.save(state, folder / f"{name}.pt")
     (folder / "torn.pt").write_bytes((folder / "whole.pt").read_bytes()[:-5000])
-    (folder / "empty.pt").touch()
-    state = torch.load(folder / "whole.pt")         # 640 MB and more that take no room on the disk
-    state["model"]["seq_len"] = 10 ** 7
-    for key in checkpoint.STATE:
-        state[key]["embed.position.weight"] = torch.zeros(()).expand(10 ** 7, 16)
-    torch.save(state, folder / "large.pt")
     return folder
 
 
-@pytest.mark.parametrize("file, flags, advice", [
-    ("train.py", [*TINY, "--n-embd", 1024], "--micro-batch"),
-    ("sample.py", ["--ckpt", "large.pt"], "--device cpu")])
-def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, tmp_path, file,
-                                                               flags, advice):
-    """In a process whose address space may grow by 128 MB."""
-    (tmp_path / "limited.py").write_text(f"""
-import resource, runpy
-now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (now + 2 ** 27,) * 2)
-runpy.run_path({str(ROOT / file)!r}, run_name="__main__")
-""")
-    if file == "train.py":
-        flags = ["--data", shards, "--out", tmp_path / "o", *flags]
-    status, _, error = Command(tmp_path / "limited.py", *flags, cwd=things).finish()
-    assert status == 1 and error.startswith(f"{file}: ") and error.count("\n") == 1, error
-    assert "allocate memory" in error and advice in error
+@pytest.mark.parametrize("flags, message, world", [
+    ("--tp 2", "3 processes are not divisible by tp 2 x pp 1", 3),
+    ("--compile --tp 2", "--compile goes with tp 1 and dropout 0, not 2 and 0", 2),
+    ("--sequence-parallel --tp 2 --seq-len 15", "seq_len 15 is not divisible", 2),
+    ("--zero 3 --pp 2", "zero 3 with pp 2", 2), *((*row, 1) for row in [
+        ("--compile --dropout 0.1", "not 1 and 0.1"), ("--zero 4", "4"), ("--steps many", "many"),
+        ("--batch-size 6 --micro-batch 4", "batch size 6 is not divisible by dp 1 x micro-batch 4"),
+        ("--n-embd 15", "n_embd 15 is not divisible by n_head 2"),
+        *((f"--{name} {value}", f"argument --{name}: {value} must be {limit}")
+          for name, value, limit in [
+            ("steps", 0, "at least 1 and finite"), ("lr", "nan", "at"), ("lr", "inf", "at least 0"),
+            ("dropout", 1, "at least 0 and below 1"), ("skip-steps", "0:3", "A:B, two steps from"),
+            ("skip-steps", "9:3", "A:B, two steps from 1 on, A not after B")]),
+        *((f"--data {mixture}", "must be DIR, or DIR=WEIGHT,DIR=WEIGHT ...") for mixture in [
+            "a,b", "a=1,b", "a=x,b=1", "a=nan", "a=inf", "a=-1,b=2", "a=0,b=0", "a=1001,b=1",
+            "a=1,a=2", "one/a=1,two/a=1", ",", "a=1,"]),
+        *((f"--data {folders}", words) for folders, words in [
+            ("nowhere", "python data.py"), ("other=1,nowhere=1", "--input FILE --out nowhere"),
+            ("other=1,toy=0", "different tokenizers"), ("torn=1,other=1", "train_000000.bin"),
+            ("beyond=1,beyond_val=1", "two of these hold the same text"), ("beyond_val", "257"),
+            ("other=1,beyond=2", "257")]),
+        *((f"--batch-ramp {ramp}", f"{ramp} must be START:INCREMENT:SEQUENCES, three numbers from")
+          for ramp in ["2", "2:2", "0:2:9", "2:0:9", "2:2:0", "2:2:x", "2:-2:9"]),
+        *((f"--batch-ramp {ramp}", f"{ramp} does not end at --batch-size 4")
+          for ramp in ["1:2:9", "5:1:9"]),
+        ("--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2", "batch size 5 is not divisible"),
+        ("--epochs 2", "--steps and --epochs both say when the run ends"),
+        ("--nonsense 1", "--nonsense: --help lists the flags, README.md what"),
+        *((f"--{theirs} 1", f"did you mean --{ours}?") for ours, others in [
+            *train.OTHER_NAMES.items(), ("batch-size", "batch_sise"), ("n-layer", "n-layers")]
+          for theirs in others.split()),
+        *((f"--device {name}", f"no {name.upper()} device here: leave the flag out, or give "
+           "--device cpu") for name in ("cuda", "mps")),
+        ("--log tensorboard,wandb", "pip install tensorboard"), ("--log wandb", "install wandb"),
+        ("--out /proc/nowhere", "/proc/nowhere"), ("--out precious", "--out precious is not a"),
+        ("--n-layer 96 --n-head 96 --n-embd 12288", "would keep parameters 695.9 GB"),
+        ("--seq-len 100000", "too few"), ("--world 8", "argument --world: goes with --plan alone"),
+        ("--plan text --gpu h100", "--plan needs --world"),
+        *((f"--plan {flags}", message) for flags, message in [
+            ("json --world 3 --tp 2 --gpu h100", "3 processes are not divisible by tp 2 x pp 1"),
+            ("search --world 7 --gpu h100", "no layout of this model and batch size 4 fits 7 x"),
+            ("text --world 8 --gpu h100 --eval-only", "--eval-only: does not go with --plan"),
+            ("text --world 1 --gpu v100-32g --dtype bf16", "a V100 has no products in bf16")]),
+        ("--eval-only", "holds no checkpoint"), ("--resume nowhere.pt", "no checkpoint nowhere.pt"),
+        *((f"--{name} {what}", words) for name in ("resume", "init-from") for what, words in [
+            ("run", "no checkpoint run: give run/latest.pt"),
+            ("torn.pt", "torn.pt is damaged, or no checkpoint")]),
+        *((f"--resume {flags}", message) for flags, message in [
+            ("scale.pt", "a loss scaler's state has numbers"), ("losses.pt", "no valid ['losses']"),
+            ("patience.pt", "no valid ['patience']"),
+            ("whole.pt --n-layer 3", "n_layer 2, not 3: drop the flag, or use another --out"),
+            ("whole.pt --model opt-125m", "activation gelu, not relu"),
+            ("whole.pt --data other=1", "other=1 is not the data this checkpoint was"),
+            ("whole.pt --data toy", "is bytes with 257 tokens, but toy has bytes with 300")]),
+        *((f"--init-from whole.pt {flags}", message) for flags, message in [
+            ("--seq-len 32", "seq_len 16, not 32: drop the flag, or use another --init-from"),
+            ("--n-embd 32", "n_embd 16, not 32"), ("--data opt", "but opt has opt-257 with 257"),
+            ("--resume whole.pt", "--init-from begins a fresh run; --resume FILE goes on with one"),
+            ("--out run --eval-only", "--init-from begins a fresh run; --resume FILE goes on with"),
+            ("--out run", "a run that did not begin with")]),
+        ("--init-from=", "there is no checkpoint ")])])
+def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch, flags,
+                                                     message, world):
+    """Where the packages that --log needs are missing."""
+    monkeypatch.chdir(things)
+    for package in checkpoint.LOGS:
+        monkeypatch.setitem(sys.modules, package, None)
+    before = names_in(things)
+    expect_mistake(run_train("--data", shards, "--out", "o", *TINY, *flags.split(),
+                             WORLD_SIZE=world), message)
+    shutil.rmtree("o", ignore_errors=True)
+    assert names_in(things) == before and Path("precious").read_text() == "a file"
 
 
-def test_on_a_machine_with_fewer_gpus_than_processes_the_way_out_is_named():
-    with mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 2,
-                             set_device=nothing):
-        with pytest.raises(ValueError, match="8 processes.*2 CUDA devices.*--device cpu"):
-            parallel.pick_device("auto", 0, 8)
-        assert parallel.pick_device("cpu", 0, 8).type == "cpu"
-        assert parallel.pick_device("auto", 1, 2) == torch.device("cuda", 1)
-        with mock.patch.object(torch.cuda, "device_count", lambda: 1):      # as srun may show it
-            device = parallel.pick_device("auto", 1, 2, visible="1")
-            assert device == torch.device("cuda", 0)
-    for cuda, mps, processes, expected in [(True, True, 1, "cuda"), (False, True, 1, "mps"),
-                                           (False, True, 2, "cpu"), (False, False, 1, "cpu")]:
-        with mock.patch.multiple(torch.cuda, is_available=lambda: cuda, device_count=lambda: 1,
-                                 set_device=nothing), \
-                mock.patch.object(torch.backends.mps, "is_available", lambda: mps):
-            picked = parallel.pick_device("auto", 0, processes, on_mps=processes == 1)
-            assert picked.type == expected
-    with mock.patch.object(torch.cuda, "get_device_properties"):
-        with mock.patch.object(parallel, "all_gather_object", lambda gpu: [gpu, "another"]):
-            parallel.assert_own_gpu(device)
-        with mock.patch.object(parallel, "all_gather_object", lambda gpu: [gpu, gpu]), \
-                pytest.raises(RunError, match="two processes share a GPU"):
-            parallel.assert_own_gpu(device)
+def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, tmp_path):
+    """For an exabyte of activations, or of positions."""
+    state = torch.load(things / "whole.pt")
+    state["model"]["seq_len"] = 2 ** 54
+    for key in checkpoint.STATE:            # on the disk a single number
+        state[key]["embed.position.weight"] = torch.zeros(()).expand(2 ** 54, 16)
+    torch.save(state, tmp_path / "large.pt")
+    most = ["--out", tmp_path, *TINY, "--batch-size", 2 ** 50, "--micro-batch", 2 ** 50]
+    for advice, file, *flags in [("lower --micro-batch", "train.py", "--data", shards, *most),
+                                 ("--device cpu", "sample.py", "--ckpt", tmp_path / "large.pt")]:
+        status, _, error = Command(file, *flags).finish()
+        assert status == 1 and error.startswith(f"{file}: ") and error.count("\n") == 1, error
+        assert "allocate memory" in error and advice in error
+
+
+@pytest.mark.parametrize("gpus, mps, processes, visible, picked", [
+    (2, True, 2, "", "cuda:1"), (1, False, 2, "1", "cuda:0"),       # one each, as srun may show it
+    (1, True, 1, "", "cuda:0"), (0, True, 1, "", "mps"), (0, True, 2, "", "cpu"),
+    (0, False, 1, "", "cpu")])
+def test_each_process_has_a_device_of_its_own(gpus, mps, processes, visible, picked):
+    """The device of the last process; of eight there are too many."""
+    with mock.patch.multiple(torch.cuda, is_available=lambda: gpus > 0, set_device=nothing,
+                             device_count=lambda: gpus, get_device_properties=mock.Mock()), \
+            mock.patch.object(torch.backends.mps, "is_available", lambda: mps):
+        device = parallel.pick_device("auto", processes - 1, processes, visible, processes == 1)
+        assert str(device) == picked and parallel.pick_device("cpu", 0, 8).type == "cpu"
+        with pytest.raises(ValueError, match=f"8 processes.*{gpus} CUDA.*--device cpu" if gpus else
+                           "no CUDA device"):
+            parallel.pick_device("cuda", 0, 8)
+        for other, refused in (("another", False), (None, device.type == "cuda")):
+            with mock.patch.object(parallel, "all_gather_object", lambda x: [x, other or x]), \
+                    pytest.raises(RunError, match="share a GPU") if refused else nullcontext():
+                parallel.assert_own_gpu(device)
 
 
 def test_mps_is_for_one_process_without_float64(run_train, shards, tmp_path, monkeypatch):
     """What sums in float64 elsewhere: see the device made of Python."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
-    for result in (run_train(*flags, "--device", "mps", "--dtype", "fp64"),
-                   run_train(*flags, "--device", "mps", WORLD_SIZE=2)):
-        expect_mistake(result, "mps is for one process and has no fp64: give --device cpu")
+    flags, mps = ["--data", shards, "--out", tmp_path / "o", *TINY], torch.device("mps")
+    for more, world in ((["--dtype", "fp64"], 1), ([], 2)):
+        expect_mistake(run_train(*flags, "--device", "mps", *more, WORLD_SIZE=world),
+                       "mps is for one process and has no fp64: give --device cpu")
     assert run_train(*flags, "--dtype", "fp64")[0] == 0         # by itself on the CPU
-    mps = torch.device("mps")
     assert parallel.sum_dtype(mps) == torch.float32
     with mock.patch.object(torch.mps, "manual_seed") as manual_seed:
         model.seed_dropout(mps, 1, "embed")
@@ -3175,26 +3158,24 @@ def test_one_process_needs_no_posix(shards, tmp_path):
     """Trained and sampled where these are missing, as on Windows; it saves, goes on, and saves."""
     (tmp_path / "windows.py").write_text(f"""
 import os, runpy, sys, torch
-torch.set_num_threads(2)
 def open_file(path, *arguments, open=os.open, **options):
     if os.path.isdir(path):
         raise PermissionError(path)
     return open(path, *arguments, **options)
 os.open = open_file
+torch.set_num_threads(2)
 del os.sysconf, os.getloadavg, os.O_DIRECTORY, os.fork
 sys.modules.update(dict.fromkeys(["fcntl", "resource", "termios", "pwd", "grp"]))
 for name in ("model", "data", "amp", "parallel", "checkpoint", "train", "sample"):
     sys.modules.pop(name, None)
 runpy.run_path({str(ROOT)!r} + "/" + sys.argv.pop(1), run_name="__main__")
 """)
-    def run(*arguments):
-        status, text, error = Command(tmp_path / "windows.py", *arguments, cwd=tmp_path).finish()
-        assert (status, error) == (0, ""), error
-        return text
-
-    for steps in (2, 4):
-        assert "Now sample" in run("train.py", "--data", shards, *TINY, "--steps", steps)
-    assert len(run("sample.py", "--max-tokens", 5)) > 1
+    for steps in (2, 4, None):
+        command = ["train.py", "--data", shards, *TINY, "--steps", steps] if steps else [
+            "sample.py", "--max-tokens", 5]
+        status, text, error = Command(tmp_path / "windows.py", *command, cwd=tmp_path).finish()
+        assert (status, error) == (0, "") and len(text) > 1, error
+        assert steps is None or "Now sample" in text
 
 
 @pytest.mark.parametrize("file", ["train.py", "sample.py"])
@@ -3206,50 +3187,18 @@ def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path, file):
     assert (end.returncode, end.stdout, end.stderr) == (-signal.SIGINT, b"", b"")
 
 
-def test_a_run_ends_with_the_command_that_samples_from_it(run_train, run_sample, shards, tmp_path,
-                                                          monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = run_train("--data", shards, *TINY, "--out", "my run")[1]
-    python, file, *arguments = shlex.split(text.splitlines()[-1])
-    assert (python, file, arguments) == ("python", "sample.py", ["--ckpt", "my run/latest.pt"])
-    assert run_sample(*arguments, "--max-tokens", 3)[0] == 0
-    shutil.copytree(shards, "theirs")
-    meta = Path("theirs/meta.json")
-    meta.write_text(meta.read_text().replace('"bytes"', '"opt-257"'))
-    assert "sample" not in run_train("--data", "theirs", *TINY, "--out", "o")[1]     # it could not
-
-
-@pytest.mark.parametrize("capability, dtype, told", [
-    ("AVX2", "bf16", True), ("AVX512", "bf16", False), ("AVX2", "fp32", False)])
-def test_a_cpu_that_is_slow_in_16_bits_is_told(run_train, shards, tmp_path, capability, dtype,
-                                               told):
-    with mock.patch.object(torch.backends.cpu, "get_cpu_capability", lambda: capability):
-        status, text, _ = run_train("--data", shards, "--out", tmp_path, *TINY, "--steps", 1,
-                                    "--dtype", dtype)
-    assert status == 0 and ("multiplies in fp32 much faster" in text) == told
-
-
-@pytest.mark.parametrize("load, threads, told", [(9e9, 2, True), (9e9, 1, False), (0, 2, False)])
-def test_a_busy_machine_is_told_of_threads_that_wait(run_train, shards, tmp_path, load, threads,
-                                                     told):
-    with mock.patch.object(os, "getloadavg", lambda: (load, 0, 0)), \
+@pytest.mark.parametrize("capability, load, threads, flags, notes", [
+    ("AVX2", 0, 2, "", []), ("AVX512", 0, 2, "--dtype bf16", []), ("AVX2", 9e9, 1, "", []),
+    ("AVX2", 0, 2, "--dtype bf16", ["multiplies in fp32 much faster"]),
+    ("AVX2", 9e9, 2, "--warmup-steps 3", ["set OMP_NUM_THREADS=1", "most of the 4 steps are"])])
+def test_notes_say_what_makes_a_run_slow(run_train, shards, tmp_path, capability, load, threads,
+                                         flags, notes):
+    with mock.patch.object(torch.backends.cpu, "get_cpu_capability", lambda: capability), \
+            mock.patch.object(os, "getloadavg", lambda: (load, 0, 0)), \
             mock.patch.object(torch, "get_num_threads", lambda: threads):
-        status, text, _ = run_train("--data", shards, "--out", tmp_path, *TINY, "--steps", 1)
-    assert status == 0 and ("set OMP_NUM_THREADS=1" in text) == told
-
-
-def test_a_resume_tells_how_another_schedule_changes_the_learning_rate(run_train, shards, tmp_path):
-    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
-    assert "warm-up" not in run_train(*flags)[1]
-    old, new = (train.learning_rate(train.Config(steps=steps, warmup_steps=2), 5)
-                for steps in (4, 8))
-    assert f"learning rate is {new:.2e} instead of {old:.2e}" in run_train(*flags, "--steps", 8)[1]
-    # A longer schedule may raise the loss of a healthy run; a higher --lr is not trusted so far.
-    assert len(saved(tmp_path / "o", 8)["monitor"]["losses"]) == 4
-    run_train(*flags, "--steps", 9, "--lr", 1.0)
-    assert len(saved(tmp_path / "o", 9)["monitor"]["losses"]) >= 4
-    text = run_train(*flags, "--steps", 10, "--warmup-steps", 6)[1]
-    assert "most of the 10 steps are warm-up" in text
+        text = run_train("--data", shards, "--out", tmp_path, *TINY, *flags.split())[1]
+    told = re.findall("^note .*", text, re.M)
+    assert len(told) == len(notes) and all(words in line for words, line in zip(notes, told))
 
 
 def torchrun(processes, *arguments, cwd=None, gpus="", **options):
@@ -3292,90 +3241,62 @@ def test_ranks_that_see_different_data_end_alike(pool):
 def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys, monkeypatch):
     """A value that is not finite; a line torn at any byte; a disk that is full at any byte."""
     monkeypatch.setattr(time, "time", lambda: 1795350923.9721)
-    metrics, path = checkpoint.Metrics(tmp_path, 0), tmp_path / "metrics.jsonl"
-    metrics.write(step=1, loss=math.nan, grad_norm=math.inf)
+    path, row = tmp_path / "metrics.jsonl", dict(step=1, loss=math.nan, grad_norm=math.inf)
+    checkpoint.Metrics(tmp_path, 0).write(**row)
+    written = dict(step=1, loss=None, grad_norm=None, time=1795350923.972)
+    assert read_metrics(tmp_path) == ([written], [])
     one = path.read_bytes()
     for torn in range(len(one)):
         path.write_bytes(one + one[:torn])
-        checkpoint.Metrics(tmp_path, 0)
+        metrics = checkpoint.Metrics(tmp_path, 0)
         assert path.read_bytes() == one
         with no_file_above(len(one) + torn):                    # costs the line, and not the run
-            metrics.write(step=1, loss=math.nan, grad_norm=math.inf)
+            metrics.write(**row)
         assert "lacks a line" in capsys.readouterr().err and path.read_bytes() == one
-    metrics.write(step=2)
-    now = dict(time=1795350923.972)
-    assert read_metrics(tmp_path) == (
-        [dict(step=1, loss=None, grad_norm=None, **now), dict(step=2, **now)], [])
 
 
-def timed(out, lines):
-    """Write out/metrics.jsonl; a line is (time, step, fields)."""
-    out.mkdir()
-    text = "".join(json.dumps(dict(step=step, **fields, time=now)) + "\n"
-                   for now, step, fields in lines)
-    (out / "metrics.jsonl").write_text(text + '{"step": 9, "lo')        # a run is writing
-
-
-def step_at(now, step, loss, **more):
-    return now, step, dict(tokens=100 * step, loss=loss, lr=0.1 / step, tokens_per_second=7e3,
-                           **more)
-
-
-def test_compare_charts_and_lists_runs_without_their_dead_branches(run_train, tmp_path):
-    """A run that was rolled back and resumed, one that only runs, and what is none."""
-    a, b, none = (tmp_path / name for name in "abn")
-    timed(a, [(0, 0, dict(event="start")), step_at(360, 1, 8.0, val_loss=1), step_at(720, 2, 4.0),
-              step_at(1080, 3, 1e6), (1080, 3, dict(event="rollback", to=1)),       # 0.3 hours
-              step_at(1440, 2, 4.0, val_loss=2.5), step_at(1800, 3, 2.0), step_at(1800, 4, None),
-              (90000, 2, dict(event="damaged")), (90000, 2, dict(event="resume")),  # 0.2
-              step_at(90360, 3, 2.0, val_loss=2.25), step_at(90720, 4, 1.0)])       # 0.2
-    timed(b, [(0, 0, dict(event="start")), step_at(3600, 1, 8.0), step_at(7200, 2, 80.0)])
-    none.mkdir()
-    rows, events, hours = checkpoint.read_metrics(a)
-    assert column(rows, "step") == [1, 2, 3, 4] and column(rows, "loss") == [8.0, 4.0, 2.0, 1.0]
-    assert kinds(events) == ["start", "rollback", "damaged", "resume"]
-    assert hours == pytest.approx(0.7)
-    status, text, error = run_train("--compare", b, none, a, tmp_path / "nowhere", COLUMNS=52)
-    assert status == 0 and error.count("\n") == 2 and "n/metrics.jsonl has no step" in error
-    lines = text.splitlines()
-    grid = [line[11:].ljust(40) for line in lines[:16]]
-    assert max(map(len, lines[:20])) <= 52 and lines[0].split()[0] == "8.0000"
-    assert lines[15].split()[0] == "1.0000" and lines[18].split() == ["tokens", "0", "400"]
-    places = {(x, y): mark for y, line in enumerate(grid) for x, mark in enumerate(line)
-              if mark != " "}                   # 8 to 1, by factors of 2: every fifth line
-    x = [int(tokens * 39 / 400) for tokens in (100, 200, 300, 400)]
-    assert places == {(x[0], 0): "a", (x[0], 15): "A", (x[1], 0): "b", (x[1], 5): "a",
-                      (x[1], 8): "A", (x[2], 9): "A", (x[2], 10): "a", (x[3], 15): "a"}
-    assert lines[17].split() == ["a", "|", "<", ">"] and len(lines) == 23
-    assert [lines[17][11 + i] for i in (x[1], x[2])] == ["<", ">"]
-    assert [line.split() for line in lines[-2:]] == [
-        ["a", "1.0000", "1", "2.2500", "3", "4", "400", "0.70", "7,000", "1.00e-01", f"{a},", "1",
-         "rollback,", "1", "damaged,", "1", "resume"],
-        ["b", "nan", "-", "nan", "-", "2", "200", "2.00", "7,000", "1.00e-01", str(b)]]
-    status, _, error = run_train("--compare", none)
+def test_compare_charts_and_lists_runs_without_their_dead_branches(run_train, tmp_path,
+                                                                   monkeypatch):
+    """A run that was rolled back and resumed, one without a validation loss, and what is none. Each
+    line has an hour and a step; another is being written."""
+    monkeypatch.chdir(tmp_path)
+    for name, lines in dict(
+            a=[(0, 0, dict(event="start")), (0.1, 1, dict(loss=8, val_loss=1)),
+               (0.2, 2, dict(loss=4)), (0.3, 3, dict(loss=1e6)),
+               (0.3, 3, dict(event="rollback", to=1)), (0.4, 2, dict(loss=4, val_loss=2.5)),
+               (0.5, 3, dict(loss=2)), (0.5, 4, dict(loss=None)), (25, 2, dict(event="damaged")),
+               (25, 2, dict(event="resume")), (25.1, 3, dict(loss=2, val_loss=1.25)),
+               (25.2, 4, dict(loss=1))],
+            b=[(0, 0, dict(event="start")), (1, 1, dict(loss=8)), (2, 2, dict(loss=80))],
+            none=[]).items():
+        text = [json.dumps(dict(more, time=3600 * hour, step=step, tokens=100 * step,
+                                lr=0.1 - 0.01 * step, tokens_per_second=7e3)) + "\n"
+                for hour, step, more in lines]
+        Path(name).mkdir()
+        Path(name, "metrics.jsonl").write_text("".join(text) + '{"step": 9, "lo')
+    runs = [(name, *checkpoint.read_metrics(Path(name))[:2]) for name in "ab"]
+    assert train.chart(runs, width=9, height=4) == [
+        "   8.0000 |  a b    ",
+        "   4.0000 |    a    ",
+        "   2.0000 |    A a  ",
+        "   1.0000 |  A   A a",
+        "          +---------",
+        "        a |    < >  ",
+        "   tokens  0     400", ""]
+    status, text, error = run_train("--compare", "b", "none", "a", "nowhere", COLUMNS=52)
+    assert status == 0 and error.count("\n") == 2 and "none/metrics.jsonl has no step" in error
+    assert 50 < max(map(len, text.splitlines()[:20])) <= 52
+    assert [line.split() for line in text.splitlines()[-2:]] == [
+        "a 1.0000 1 1.2500 3 4 400 0.70 7,000 9.00e-02 a, 1 rollback, 1 damaged, 1 resume".split(),
+        "b nan - nan - 2 200 2.00 7,000 9.00e-02 b".split()]
+    status, _, error = run_train("--compare", "none")
     assert status == 2 and error.splitlines()[-1].startswith("train.py: nothing to compare")
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "tensorboard,wandb"])
-def test_a_log_without_its_package_is_refused_with_the_command_that_installs_it(
-        run_train, shards, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
-    result = run_train("--data", shards, "--out", tmp_path / "o", *TINY, "--log", name)
-    expect_mistake(result, f"pip install {name.split(',')[0]}")
-    assert not (tmp_path / "o").exists()
-
-
-@pytest.mark.parametrize("fails_at", ["open", 1, 3])
-def test_a_log_that_fails_costs_one_warning_and_not_the_run(tmp_path, monkeypatch, capsys,
-                                                            fails_at):
-    class Failing:
-        def __init__(self, out):
-            self.seen, _ = [], 1 / (fails_at != "open")
-
-        def write(self, row):
-            self.seen.append(1 / (row["step"] != fails_at))
-
-    monkeypatch.setitem(checkpoint.LOGS, "wandb", Failing)
+@pytest.mark.parametrize("log", [mock.Mock(side_effect=OSError), mock.Mock(
+    **{"return_value.write.side_effect": [None, None, OSError]})], ids=["to open", "step 3"])
+def test_a_log_that_fails_costs_one_warning_and_not_the_run(tmp_path, monkeypatch, capsys, log):
+    monkeypatch.setitem(checkpoint.LOGS, "wandb", log)
     for rank in (0, 1):
         metrics = checkpoint.Metrics(tmp_path, rank, "wandb")
         for step in range(1, 6):
@@ -3385,131 +3306,98 @@ def test_a_log_that_fails_costs_one_warning_and_not_the_run(tmp_path, monkeypatc
     assert column(read_metrics(tmp_path)[0], "step") == [1, 2, 3, 4, 5]
 
 
-def write_log(out, name, lines):
-    """In a process of its own: write these rows and events as a run does."""
-    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
-    metrics = checkpoint.Metrics(out, 0, name)
-    for line in lines:
-        metrics.write(**line)
-    if name == "wandb":
-        metrics.logs[name].run.finish()             # as at the end of any other process
-    assert list(metrics.logs) == [name]
-
-
-def tensorboards(out):
-    """What TensorBoard shows of a run -> ({step: {name: value}}, texts)."""
-    reader = pytest.importorskip("tensorboard.backend.event_processing.plugin_event_accumulator")
-    make_ndarray = pytest.importorskip("tensorboard.util.tensor_util").make_ndarray
-    steps, texts = {}, []
-    for folder in (out / "tensorboard", out / "tensorboard" / "events"):
-        seen = reader.EventAccumulator(str(folder)).Reload()
-        for name in seen.Tags()["tensors"]:
-            for x in seen.Tensors(name):
-                value = make_ndarray(x.tensor_proto).item()
-                if isinstance(value, bytes):
-                    texts.append(value)
-                else:
-                    assert name not in steps.setdefault(x.step, {})
-                    steps[x.step][name] = value
-    return steps, texts
-
-
-def wandbs(out):
-    """The same of all files of Weights & Biases: blocks of 32 KiB, of records with 7 bytes before
-    each or each part of it."""
-    Record = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
-    steps, texts, ids = {}, [], set()
-    for file in sorted(out.glob("wandb/offline*/*.wandb")):
-        content, at, record = file.read_bytes(), 7, b""
-        while at + 7 <= len(content):
-            if at % 32768 > 32768 - 7:
-                at += -at % 32768
-            size, kind = int.from_bytes(content[at + 4:at + 6], "little"), content[at + 6]
-            record += content[at + 7:at + 7 + size]
-            at += 7 + size
-            if kind in (1, 4):              # whole, or its last part
-                parsed, record = Record.FromString(record), b""
-                ids |= {parsed.run.run_id} - {""}
-                row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json)
-                       for item in parsed.history.item}
-                texts += [value for name, value in row.items() if name.startswith("events/")]
-                if "loss" in row:
-                    assert row["_step"] == row["step"] and row["step"] not in steps
-                    steps[row["step"]] = row
-    assert len(ids) == 1
-    return steps, texts
-
-
-@pytest.mark.parametrize("name, read, kept", [
-    ("tensorboard", tensorboards, [1, 2, 3, 13, 14, 15, 16]),
-    pytest.param("wandb", wandbs, [1, 2, 3, 4, 5, 15, 16], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name, kept", [("tensorboard", [1, 2, 3, 13, 14, 15, 16]),
+                                        ("wandb", [1, 2, 3, 4, 5, 15, 16])])
 def test_a_log_has_every_step_once_and_every_event_after_a_rollback_and_a_resume(
-        tmp_path, name, read, kept):
-    """TensorBoard hides void steps; Weights & Biases keeps those that it has."""
-    pytest.importorskip(name)
-    rows = lambda more, *steps: [dict(step=step, loss=more + step, lr=0.5, grad_norm=math.nan)
-                                 for step in steps]
-    event = lambda kind, step, **more: dict(event=kind, step=step, **more)
-    sessions = [
-        [event("start", 0, config=dict(lr=0.5, log=None)), *rows(0, 1, 2, 3, 4),
-         event("skip", 5, windows=[7]), event("spike", 5, reason="high"), *rows(0, 5),
-         event("rollback", 5, to=3), event("skip", 4), *rows(5, 4, 5)],
-        [event("damaged", 3), event("resume", 3, config=dict(lr=0.25)), *rows(9, 4, 5, 6, 7)]]
-    for lines in sessions:
-        process = FORKS.Process(target=write_log, args=(tmp_path, name, lines))
-        process.start()
-        process.join(60)
-        assert process.exitcode == 0
-    steps, texts = read(tmp_path)
-    assert sorted(steps) == [1, 2, 3, 4, 5, 6, 7]
-    assert [steps[k]["loss"] for k in sorted(steps)] == kept
-    assert all(row["lr"] == 0.5 and row.get("grad_norm") is None for row in steps.values())
+        tmp_path, monkeypatch, name, kept):
+    """As TensorBoard reads it, which hides void steps. Weights & Biases, here made of Python, takes
+    no step that is behind: it keeps those that it has."""
+    wandb, row = mock.Mock(**{"init.return_value.id": "x"}), dict(grad_norm=math.nan)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    reader = name == "wandb" or pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator")
+    for lines in [
+            [dict(event="start", step=0, config=dict(lr=0.5)),
+             *(dict(row, step=k, loss=k) for k in (1, 2, 3, 4)), dict(event="skip", step=5),
+             dict(event="spike", step=5), dict(row, step=5, loss=5),
+             dict(event="rollback", step=5, to=3), dict(event="skip", step=4),
+             dict(row, step=4, loss=9), dict(row, step=5, loss=10)],
+            [dict(event="damaged", step=3), dict(event="resume", step=3, config=dict(lr=1)),
+             *(dict(row, step=k, loss=9 + k) for k in (4, 5, 6, 7))]]:
+        metrics = checkpoint.Metrics(tmp_path, 0, name)
+        for line in lines:
+            metrics.write(**line)
+        assert list(metrics.logs) == [name]
+    if name == "tensorboard":
+        seen, events = (reader.EventAccumulator(str(folder)).Reload() for folder in (
+            tmp_path / "tensorboard", tmp_path / "tensorboard" / "events"))
+        assert seen.Tags()["scalars"] == ["loss"]
+        losses = [(x.step, x.value) for x in seen.Scalars("loss")]
+        texts = [x.tensor_proto.string_val[0] for kind in events.Tags()["tensors"]
+                 for x in events.Tensors(kind)]
+    else:
+        run, steps = wandb.init.return_value, {}
+        for call in run.log.call_args_list:
+            assert call.kwargs["step"] >= max(steps, default=0)
+            steps.setdefault(call.kwargs["step"], {}).update(call.args[0])
+        losses = [(step, row["loss"]) for step, row in steps.items() if "loss" in row]
+        texts = [text for row in steps.values() for field, lines in row.items()
+                 if field.startswith("events/") for text in lines.split("\n")]
+        assert [call.kwargs["id"] for call in wandb.init.call_args_list] == [None, "x"]
+        assert mock.call(dict(lr=1), allow_val_change=True) in run.config.update.call_args_list
+    assert losses == list(enumerate(kept, 1))
     wanted = [(x["event"], x["step"]) for x in checkpoint.read_metrics(tmp_path)[1]]
     assert sorted((x["event"], x["step"]) for x in map(json.loads, texts)) == sorted(wanted)
 
 
 def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_train, shards,
                                                                             tmp_path):
-    """And metrics.jsonl has a row for every step, and what happened besides."""
-    out = tmp_path / "o"
+    """It tells what that changes. And metrics.jsonl has a row for every step, and what happened
+    besides."""
+    out, losses = tmp_path / "o", []
     flags = ["--data", shards, "--out", out]
-    for more, words in [([*TINY, "--lr", 0.01, "--lr-schedule", "linear", "--beta2", 0.9], "step"),
-                        ([], "nothing left to do"),             # --steps 4 is in the checkpoint
-                        (["--steps", 6], "steps 6 instead of 4"),
-                        (["--steps", 8, "--lr", 0.1, "--batch-size", 2], "lr 0.1 instead of 0.01")]:
+    for more, words in [
+            ([*TINY, "--lr", 0.01, "--lr-schedule", "linear", "--beta2", 0.9], "step"),
+            ([], "nothing left to do"),                         # --steps 4 is in the checkpoint
+            (["--steps", 8], "steps 8 instead of 4; so the next step's learning rate is 5.50e-03 "
+                             "instead of 1.00e-03"),
+            (["--steps", 10, "--lr", 0.1, "--batch-size", 2], "lr 0.1 instead of 0.01")]:
         status, text, _ = run_train(*flags, *more)
         assert status == 0 and words in text
-    rows, (start, resume, again) = read_metrics(out)
-    assert column(rows, "step") == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert column(rows, "tokens") == [64, 128, 192, 256, 320, 384, 416, 448]
-    assert ["val_loss" in row for row in rows] == [False, True] * 4
-    for row in rows:
-        assert 3 < row["loss"] < 7 and row["loss_scale"] == 1.0 and len(repr(row["loss"])) > 8
-        assert row["tokens_per_second"] > 0 and row["grad_norm"] > 0
-    assert [event["event"] for event in (start, resume, again)] == ["start", "resume", "resume"]
-    assert resume["path"].endswith("step_00000004.pt") and resume["config"]["beta2"] == 0.9
-    assert resume["given"] == dict(data=str(shards), out=str(out), steps=6)
-    assert rows[4]["lr"] == pytest.approx(0.01 * (0.1 + 0.9 * (1 - 3 / 4)))
-    assert rows[6]["lr"] == pytest.approx(0.1 * (0.1 + 0.9 * (1 - 5 / 6)))
-    state = saved(out, 8)
-    assert state["consumed_samples"] == 6 * 4 + 2 * 2       # read on where the file of step 6 ended
-    assert {"beta2": 0.9, "lr": 0.1, "steps": 8, "clip": 1.0}.items() <= state["config"].items()
+        losses.append(len(checkpoint.load(out / "latest.pt")["monitor"]["losses"]))
+    rows, events = read_metrics(out)
+    assert column(rows, "step") == [*range(1, 11)]
+    assert column(rows, "tokens") == [*range(64, 513, 64), 544, 576]
+    assert ["val_loss" in row for row in rows] == [False, True] * 5
+    assert all(row["loss_scale"] == 1.0 and len(repr(row["loss"])) > 8 for row in rows)
+    assert kinds(events) == ["start", "resume", "resume"]
+    assert events[1]["path"].endswith("step_00000004.pt") and events[1]["config"]["beta2"] == 0.9
+    assert events[1]["given"] == dict(data=str(shards), out=str(out), steps=8)
+    assert [rows[4]["lr"], rows[8]["lr"]] == pytest.approx([5.5e-3, 0.1 * (0.1 + 0.9 / 8)])
+    # A longer schedule may raise the loss of a healthy run; a higher --lr is not trusted so far.
+    assert losses == [4, 4, 4, 6]
+    state = saved(out, 10)
+    assert state["consumed_samples"] == 8 * 4 + 2 * 2       # read on where the file of step 8 ended
+    assert {"beta2": 0.9, "lr": 0.1, "steps": 10, "clip": 1.0}.items() <= state["config"].items()
 
 
 def test_layout_precision_and_paths_never_come_from_the_checkpoint():
-    stored = train.Config(data="d", out="o", tp=2, pp=2, micro_batch=3, dtype="bf16", device="cpu",
-                          recompute=True, eval_only=True, resume="file", steps=7, zero=1, timeout=9,
-                          pp_schedule="1f1b", compile=True, sequence_parallel=True, offload=True,
-                          log="wandb", plan="text", world=8, gpu="h100", gpus_per_node=4,
-                          mtbf_hours=9.0, vocab_size=300)
-    config, _ = train.merge_config({}, dict(config=asdict(stored), model=asdict(CFG)))
-    assert config == train.Config(steps=7)
+    config, _ = train.merge_config({}, dict(model=asdict(CFG), config=dict.fromkeys(
+        asdict(train.Config()), "the checkpoint's")))
+    assert {name for name, value in asdict(config).items() if value == "the checkpoint's"} == set(
+        """model n_layer n_head n_embd seq_len activation dropout batch_size batch_ramp steps lr
+        min_lr_ratio warmup_steps lr_schedule weight_decay beta1 beta2 clip seed save_every keep
+        init_from eval_every rollback max_rollbacks spike_margin spike_steps skip_steps""".split())
 
 
-def test_resume_auto_never_and_path(run_train, shards, tmp_path):
-    out = tmp_path / "o"
+def test_resume_auto_and_never(run_train, run_sample, shards, things, tmp_path):
+    """The first run ends with the command that samples from it, if sample.py can."""
+    out = tmp_path / "my run"
     flags = ["--data", shards, "--out", out, *TINY]
-    assert run_train(*flags, "--resume", "never")[0] == 0
+    command = shlex.split(run_train(*flags, "--resume", "never")[1].splitlines()[-1])
+    assert command == ["python", "sample.py", "--ckpt", f"{out}/latest.pt"]
+    assert run_sample(*command[2:], "--max-tokens", 3)[0] == 0
+    assert "sample" not in run_train(*flags, "--data", things / "opt", "--out", tmp_path)[1]
     expect_mistake(run_train(*flags, "--resume", "never"), "--resume never")
     status, text, _ = run_train(*flags, "--resume", "never", TORCHELASTIC_RESTART_COUNT=1)
     assert status == 0 and "nothing left" in text               # torchrun restarted the group
@@ -3518,7 +3406,7 @@ def test_resume_auto_never_and_path(run_train, shards, tmp_path):
     assert status == 0 and "step_00000004.pt is damaged" in error and "after step 2" in text
     rows, events = read_metrics(out)
     assert column(rows, "step") == [1, 2, 3, 4, 3, 4] and rows[3]["loss"] == rows[5]["loss"]
-    assert column(events, "event") == ["start", "damaged", "resume"]
+    assert kinds(events) == ["start", "damaged", "resume"]
     for path in out.glob("*.pt"):
         path.write_bytes(b"no checkpoint")
     status, _, error = run_train(*flags)
@@ -3526,20 +3414,16 @@ def test_resume_auto_never_and_path(run_train, shards, tmp_path):
 
 
 def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
-        run_train, shards, tmp_path):
-    out, other = tmp_path / "o", tmp_path / "d"
-    (tmp_path / "other.txt").write_text("another text, of another rhythm. " * 200)
-    data.prepare([tmp_path / "other.txt"], other, "bytes")
-    flags = ["--data", shards, "--out", out, *TINY]
-    run_train(*flags)
-    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.iterdir()}
+        run_train, shards, things, two_sources):
+    out = things / "run"
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.iterdir()}
     middle, end = (f" {row['val_loss']:.4f} nats a" for row in read_metrics(out)[0][1::2])
     for more, words in [(["--resume", out / "step_00000002.pt"], middle), ([], end),
-                        (["--micro-batch", 3], end), (["--data", other], None)]:
-        status, text, _ = run_train(*flags, "--eval-only", *more)
-        assert status == 0 and "bits a byte" in text and (end not in text if words is None else
-                                                          words in text)
-    assert before == {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
+                        (["--micro-batch", 3], end), (["--data", two_sources / "a"], " nats a")]:
+        status, text, _ = run_train("--data", shards, "--out", out, *TINY, "--eval-only", *more)
+        assert status == 0 and words in text and "bits a byte" in text
+    assert end not in text                                      # on other data
+    assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
 
 
 def wait_for_step(out, step, process):
@@ -3560,12 +3444,11 @@ def wait_for_step(out, step, process):
     pytest.param(2, signal.SIGTERM, "torchrun", marks=pytest.mark.slow)])
 def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, number, to):
     """Of a rank that has got one the others hear; torchrun passes its own on to all."""
-    out = tmp_path / "o"
-    flags = ["--data", shards, "--out", out, *TINY, "--steps", 100000, "--save-every", 0,
+    flags = ["--data", shards, "--out", tmp_path, *TINY, "--steps", 100000, "--save-every", 0,
              "--eval-every", 0, "--pp", ranks]
     run = ([torchrun(ranks, ROOT / "train.py", *flags)] if to == "torchrun" else
            launch(ranks, *flags))
-    wait_for_step(out, 3, run[0])
+    wait_for_step(tmp_path, 3, run[0])
     for process in run if to == "all" else run[-1:]:
         process.send_signal(number)
     if to == "torchrun":
@@ -3573,15 +3456,15 @@ def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, nu
     else:
         (status, text, error), *others = [process.finish() for process in run]
         assert (status, error) == (0, "") and others == [(0, "", "")] * (ranks - 1)
-    rows, events = read_metrics(out)
+    rows, events = read_metrics(tmp_path)
     last = rows[-1]["step"]
-    assert kinds(events)[-1] == "stop" and events[-1]["step"] == last
+    assert events[-1].items() >= dict(event="stop", step=last).items()
     assert "val_loss" not in rows[-1]
     assert f"saved after step {last}; the same command goes on" in text
-    assert checkpoint.load(out / "latest.pt")["step"] == last >= 3
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == last >= 3
     ends = [process.finish() for process in launch(ranks, *flags, "--steps", last + 1)]
     assert [status for status, *_ in ends] == [0] * ranks, ends
-    assert column(read_metrics(out)[0], "step") == [*range(1, last + 2)]
+    assert column(read_metrics(tmp_path)[0], "step") == [*range(1, last + 2)]
 
 
 def test_a_stop_says_how_to_go_on_but_in_the_last_step_there_is_nothing_to_stop(
@@ -3589,33 +3472,30 @@ def test_a_stop_says_how_to_go_on_but_in_the_last_step_there_is_nothing_to_stop(
     monkeypatch.setattr(train, "StopSignal", lambda: SimpleNamespace(requested=True))
     for flags, words in [(["--resume", "never"], "go on with --resume auto"),
                          ([], "the same command goes on"), (["--steps", 3], "validation: ")]:
-        text = run_train("--data", shards, "--out", tmp_path / "o", *TINY, *flags)[1]
+        text = run_train("--data", shards, "--out", tmp_path, *TINY, *flags)[1]
         assert words in text and ("stopped" in text) == ("goes" in text or "go on" in text)
-    rows, events = read_metrics(tmp_path / "o")
+    rows, events = read_metrics(tmp_path)
     assert column(rows, "step") == [1, 2, 3] and "val_loss" in rows[2]
-    assert column(events, "event") == ["start", "stop", "resume", "stop", "resume"]
+    assert kinds(events) == ["start", "stop", "resume", "stop", "resume"]
 
 
 def test_a_run_goes_on_when_nobody_reads_its_lines(shards, tmp_path):
-    with subprocess.Popen([sys.executable, ROOT / "train.py", "--data", shards, "--out",
-                           tmp_path / "o", *TINY], text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, ROOT / "train.py", "--data", shards, "--out", tmp_path,
+                           *TINY], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
-        assert process.stderr.read() == "" and process.wait() == 0
-    assert checkpoint.load(tmp_path / "o" / "latest.pt")["step"] == 4
+        assert process.stderr.read() == b"" and process.wait() == 0
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 4
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_no_thread_of_gloo_outlives_a_run_even_if_its_last_save_fails(shards, tmp_path, lost):
+def test_no_thread_of_gloo_outlives_a_run_even_if_its_last_save_fails(shards, tmp_path):
     """Those that do abort the process now and then, after its last line."""
-    (tmp_path / "wrapper.py").write_text(f"""
+    (tmp_path / "wrapper.py").write_text("""
 import glob, checkpoint, train
 def tell_of_threads(*_):
     print(sum("gloo" in open(path).read() for path in glob.glob("/proc/self/task/*/comm")))
 def fail(*_):
     raise OSError("full")
-train.print_summary = tell_of_threads
-checkpoint.save = fail if {lost} else checkpoint.save
+train.print_summary, checkpoint.save = tell_of_threads, fail
 try:
     train.main()
 finally:
@@ -3624,68 +3504,44 @@ finally:
     ranks = launch(2, "--data", shards, "--out", tmp_path, *TINY, file=tmp_path / "wrapper.py")
     for rank, (status, text, error) in enumerate([process.finish() for process in ranks]):
         during, *_, after = text.splitlines()
-        assert int(during) > 0 == int(after)
-        assert status == lost                           # of every rank, but one tells it
-        assert ("train.py: the last checkpoint is lost: full" in error) == (lost and rank == 0)
-
-
-PLAN = ("--world", "64", "--gpu", "a100-40g", "--model", "gpt3-13b", "--dtype", "bf16",
-        "--batch-size", "256", "--steps", "100000")
-LAYOUT = ("tp", "pp", "micro_batch", "zero", "recompute", "sequence_parallel", "pp_schedule")
-
-
-def test_a_plan_is_told_without_data_processes_or_a_device(run_train, tmp_path, monkeypatch):
-    """As text and as one flat object; the lines on the model and the batch are those of a run."""
-    monkeypatch.chdir(tmp_path)
-    with mock.patch.multiple(train, TokenDataset=None, process_group=None, pick_device=None):
-        (status, text, _), (_, line, _) = (
-            run_train("--plan", kind, *PLAN, "--tp", "4", "--zero", "1", "--recompute")
-            for kind in ("text", "json"))
-    plan = json.loads(line)
-    assert status == 0 and not names_in(tmp_path)
-    assert set("""parameters tokens_per_step flops_per_token pf_days memory_bytes fits bubble
-        step_seconds tokens_per_second model_tflops_per_gpu hardware_tflops_per_gpu mfu days
-        gpu_hours compute_optimal_tokens goodput""".split()) <= plan.keys()
-    assert not any(isinstance(value, (dict, list)) for value in plan.values())
-    assert plan["tokens_per_step"] == 256 * 2048 and plan["gpu_hours"] == plan["days"] * 24 * 64
-    assert plan["mfu"] * 312 == pytest.approx(plan["model_tflops_per_gpu"])
-    assert plan["tokens_per_second"] * plan["step_seconds"] == pytest.approx(256 * 2048)
-    assert plan["days"] * 86400 == pytest.approx(1e5 * plan["step_seconds"])
-    assert "batch    256 sequences = dp 16 x 4 microbatches x 4 sequences; 524,288" in text
-    assert f"mfu {plan['mfu']:.4g}, days {plan['days']:.4g}" in text
-    assert f"fits     yes: {plan['memory_bytes'] / 1e9:.1f} of 40 GB" in text
+        assert int(during) > 0 == int(after) and status == 1
+        assert ("train.py: the last checkpoint is lost: full" in error) == (rank == 0)
 
 
 def test_the_search_finds_the_fastest_layouts_that_fit(run_train):
-    """Ten, of which each is what its flags would plan; none of many others is faster. Flags that
-    are given stay."""
-    plans = json.loads(run_train("--plan", "search-json", *PLAN)[1])
-    assert len(plans) == 10 and all(plan["fits"] for plan in plans)
-    assert column(plans, "step_seconds") == sorted(column(plans, "step_seconds"))
-    for plan in (plans[0], plans[9]):
-        flags = [x for name in LAYOUT for x in train_flag(name, plan[name])]
-        assert json.loads(run_train("--plan", "json", *PLAN, *flags)[1]) == plan
-    given = train.parse_flags(["--plan", "json", *PLAN])
-    cfg, rng = GPTConfig(50257, **SIZES["gpt3-13b"]), random.Random(0)
+    """Ten, each once, and what its flags would plan; none of many others is faster. Flags that are
+    given stay. One GPU shares nothing."""
+    flags = ["--gpu", "a100-40g", "--model", "gpt3-13b", "--dtype", "bf16", "--batch-size", "256"]
+    given = train.parse_flags(["--plan", "json", "--world", "64", *flags])
+    choices = dict(tp=(1, 2, 4, 8), pp=(1, 2, 4, 8), micro_batch=(1, 2, 4), zero=range(4),
+                   recompute=(False, True), sequence_parallel=(False, True),
+                   pp_schedule=("gpipe", "1f1b"))
+
+    def planned(chosen):
+        config, cfg = train.check_config(train.Config(**given, **chosen), SIZES["gpt3-13b"], 50257,
+                                         64)
+        return parallel.make_plan(cfg, config, amp.PRECISIONS["bf16"])
+
+    def search(world, *more):
+        plans = json.loads(run_train("--plan", "search-json", "--world", world, *flags, *more)[1])
+        assert len({str([plan[name] for name in choices]) for plan in plans}) == len(plans)
+        assert all(plan["fits"] and (plan["dp"] > 1 or plan["zero"] == 0) for plan in plans)
+        return plans
+    plans, rng = search(64), random.Random(0)
+    seconds = column(plans, "step_seconds")
+    assert len(plans) == 10 and seconds == sorted(seconds)
+    assert plans == [planned({name: plan[name] for name in choices}) for plan in plans]
     for _ in range(300):
-        flags = dict(zip(LAYOUT, map(rng.choice, [
-            (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), range(4), (False, True), (False, True),
-            ("gpipe", "1f1b")])))
+        chosen = {name: rng.choice(values) for name, values in choices.items()}
         with suppress(ValueError):
-            config, _ = train.check_config(train.Config(**given, **flags), SIZES["gpt3-13b"],
-                                           50257, 64)
-            other = parallel.make_plan(cfg, config, amp.PRECISIONS["bf16"])
-            assert other["step_seconds"] >= plans[9]["step_seconds"] or not other["fits"] or any(
-                other["step_seconds"] == plan["step_seconds"] for plan in plans), flags
-    table = run_train("--plan", "search", *PLAN, "--tp", "4", "--zero", "1")[1].splitlines()
-    rows = [dict(zip(table[0].split(), row.split())) for row in table[1:]]
-    assert len(rows) == 10 and {(row["tp"], row["zero"]) for row in rows} == {("4", "1")}
-
-
-def train_flag(name, value):
-    """As it is given on the command line."""
-    flag = f"--{name.replace('_', '-')}"
-    return [flag] * value if isinstance(value, bool) else [flag, value]
+            other = planned(chosen)
+            assert other["step_seconds"] >= seconds[-1] or not other["fits"] or (
+                other["step_seconds"] in seconds), chosen
+    assert search(1, "--model", "gpt2") and search(8, "--model", "gpt2")
+    table = run_train("--plan", "search", "--world", 64, *flags, "--tp", 4, "--zero", 1)[1]
+    head, *rows = map(str.split, table.splitlines())
+    assert [dict(zip(head, row), tp="4", zero="1") for row in rows] == [
+        dict(zip(head, row)) for row in rows] and len(rows) == 10
 
 
 def test_learning_rate_warms_up_then_decays_to_the_ratio():
@@ -3698,28 +3554,22 @@ def test_learning_rate_warms_up_then_decays_to_the_ratio():
 
 
 @pytest.mark.parametrize("flags, world, expected", [
-    ({}, 1, dict(micro_batch=4)), (dict(tp=2, pp=2), 8, dict(micro_batch=4)),
-    ({}, 8, dict(micro_batch=2)), (dict(pp=4, n_layer=4), 8, dict(micro_batch=2)),
-    (dict(pp=2, batch_size=5), 2, dict(micro_batch=1)), (dict(micro_batch=8), 1,
-                                                         dict(micro_batch=8)),
-    (dict(model="opt-125m", n_layer=3, dropout=0.3), 1,
-     asdict(GPTConfig(257, 16, 3, 12, 768, "relu", 0.3))),
-    (dict(model="opt-125m", activation="gelu"), 1, dict(activation="gelu", n_layer=12))])
+    ("", 1, dict(micro_batch=4)), ("--tp 2 --pp 2", 8, dict(micro_batch=4)),
+    ("", 8, dict(micro_batch=2)), ("--pp=4 --n_layer=4", 8, dict(micro_batch=2)),
+    ("--pp 2 --batch-size 5", 2, dict(micro_batch=1)), ("--micro-batch 8", 1, dict(micro_batch=8)),
+    ("--model opt-125m --n_layer 3 --dropout 0.3 --init-from a_b", 1,
+     dict(asdict(GPTConfig(257, 16, 3, 12, 768, "relu", 0.3)), init_from="a_b")),
+    ("--model opt-125m --activation gelu", 1, dict(activation="gelu", n_layer=12))])
 def test_flags_make_the_model_and_a_microbatch_that_suits_the_layout(shards, flags, world,
                                                                      expected):
-    config, cfg = train.validate(dict(flags, data=str(shards), seq_len=16), None, world)
+    """And their underscores are dashes."""
+    given = train.parse_flags(["--data", str(shards), "--seq_len", "16", *flags.split()])
+    config, cfg = train.validate(given, None, world)
     assert {**asdict(config), **asdict(cfg)}.items() >= expected.items()
 
 
-def test_underscores_are_dashes():
-    assert train.parse_flags(["--batch_size=8", "--min_lr_ratio", "0.5", "--init-from", "a_b"]) == (
-        dict(batch_size=8, min_lr_ratio=0.5, init_from="a_b"))
-
-
 def test_help_lists_every_flag_with_its_default(run_train):
-    status, text, _ = run_train("--help")
-    assert status == 0
-    text = " ".join(text.split())
+    text = " ".join(run_train("--help")[1].split())
     for name, value in asdict(train.Config()).items():
         assert f" --{name.replace('_', '-')} " in text
         assert value in (None, False) or re.search(
@@ -3728,161 +3578,107 @@ def test_help_lists_every_flag_with_its_default(run_train):
 
 @pytest.fixture(scope="module")
 def two_sources(tmp_path_factory):
-    """Directories a, of 40 windows of 16 tokens, and b, of about 400."""
+    """Directories a, of 40 windows of 16 tokens and 2 to validate on, and b, of more than 128."""
     folder = tmp_path_factory.mktemp("sources")
     for name, lines in (("a", [f"{i} + {i} = {2 * i}\n" for i in range(50)]),
-                        ("b", [f"line {i}: other words é\n" for i in range(300)])):
+                        ("b", [f"line {i}: other words é\n" for i in range(2200)])):
         (folder / f"{name}.txt").write_text("".join(lines))
         data.prepare([folder / f"{name}.txt"], folder / name, "bytes")
     return folder
 
 
-def run_on_files(rank, world, layout, config, cfg):
-    """A run on --data -> its rows."""
-    with gridded(rank, world, config.tp, config.pp) as grid:
-        run = train.Run(config, cfg, grid, torch.device("cpu"), *(
-            data.TokenDataset(config.data, split, cfg.seq_len) for split in data.SPLITS), None)
-        rows = Rows(run, nothing)
-        run.train(rows, SimpleNamespace(requested=False))
-    return rows.steps
+@pytest.mark.parametrize("ranks, dropout", [(1, 0.0), (2, 0.5)])
+def test_a_mixture_is_evaluated_by_source_on_evenly_spaced_windows(monkeypatch, tmp_path,
+                                                                   two_sources, ranks, dropout):
+    """On 128 of each source at most, without dropout, which is back afterwards; and trained on as
+    drawn. Against a plain model, in two steps that change nothing."""
+    monkeypatch.chdir(two_sources)
+    plain = GPT(GPTConfig(257, 16, 2, 2, 16)).initialize(train.Config.seed).double()
+    both, each = data.TokenDataset("a=3,b=1", "train", 16), []
 
-
-def test_a_mixture_is_the_same_in_every_layout_and_evaluated_by_source(pool, tmp_path, two_sources):
-    """Against a plain model and each source alone, in two steps that change nothing."""
-    a, b = (str(two_sources / name) for name in "ab")
-    config = settings(tmp_path, data=f"{a}=3,{b}=1", dtype="fp64", lr=0.0, steps=2)
-    plain = GPT(CFG).initialize(config.seed).double()
-
-    def loss(windows):
-        return plain(*(torch.from_numpy(w) for w in (windows[:, :-1], windows[:, 1:]))).item()
-
-    alone = {name: {split: data.TokenDataset(folder, split, CFG.seq_len) for split in data.SPLITS}
-             for name, folder in (("a", a), ("b", b))}
-    drawn = {name: alone[name]["train"].windows(alone[name]["train"].sample_indices(
-        config.seed, 0, count)) for name, count in (("a", 12), ("b", 4))}
-    total = (loss(drawn["a"]) + loss(drawn["b"])) / 16 / 16
-    each = {}
-    for name in alone:
-        val = alone[name]["val"]
+    def loss(dataset, windows):
+        tokens = torch.from_numpy(dataset.windows(windows))
+        return plain(tokens[:, :-1], tokens[:, 1:]).item() / tokens[:, 1:].numel()
+    for name in "ab":
+        val = data.TokenDataset(name, "val", 16)
         spaced = np.linspace(0, val.n_windows - 1, min(val.n_windows, 128)).astype(int)
-        each[name] = loss(val.windows(spaced)) / len(spaced) / 16
-    for layout in [(1, 1, 1), (2, 1, 2)]:
-        rows = pool.run(math.prod(layout), run_on_files, layout, replace(
-            config, tp=layout[1], pp=layout[2]), CFG)[0]
-        assert np.mean(column(rows, "loss")) == pytest.approx(total, rel=1e-10), layout
-        end = rows[-1]
-        assert {name: end[f"val_loss/{name}"] for name in "ab"} == pytest.approx(each, rel=1e-10)
-        assert end["val_loss"] == pytest.approx(0.75 * each["a"] + 0.25 * each["b"], rel=1e-10)
-        assert [end[f"epochs/{name}"] for name in "ab"] == [
-            count / alone[name]["train"].n_windows for name, count in (("a", 12), ("b", 4))]
+        each.append(pytest.approx(loss(val, spaced), rel=1e-10))
+    assert val.n_windows > 128
+    ends = [command.finish() for command in launch(
+        ranks, "--data", "a=3,b=1", "--out", tmp_path, *TINY, "--batch-size", 8, "--steps", 2,
+        "--eval-every", 1, "--lr", 0, "--dtype", "fp64", "--dropout", dropout, "--pp", ranks,
+        cwd=two_sources)]
+    assert ends[0][1].count(" bits a byte") == 2 * 3, ends
+    for step, row in enumerate(read_metrics(tmp_path)[0]):
+        assert [row["val_loss/a"], row["val_loss/b"]] == each
+        assert row["val_loss"] == both.average([row["val_loss/a"], row["val_loss/b"]])
+        assert [row["epochs/a"], row["epochs/b"]] == [
+            n * (step + 1) / source.n_windows for n, source in zip((6, 2), both.sources.values())]
+        trained = loss(both, both.sample_indices(train.Config.seed, 8 * step, 8))
+        assert (row["loss"] == pytest.approx(trained, rel=1e-10)) == (dropout == 0)
+    assert both.average([4.0, 1.0]) == 3.25 and both.average([4.0, None]) is None
+    assert data.TokenDataset("a=1,b=0", "val", 16).average([4.0, None]) == 4.0
 
 
-def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_sources, tmp_path):
+def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_sources, tmp_path,
+                                                                 monkeypatch):
     """From the file of step 4, which has read 32 sequences, one of "a" not yet a whole epoch."""
-    a, b = two_sources / "a", two_sources / "b"
-    base, flags = f"{a}=0.7,{b}=0.3", [*TINY, "--batch-size", 8, "--steps", 10, "--save-every", 4]
-    keys = [*data.TokenDataset(base, "train", 16).sources]
-    for name, first in [("mixture", base), ("plain", a)]:
-        assert run_train("--data", first, "--out", tmp_path / name, *flags)[0] == 0
-    begun = dict(mixture=[[0, {keys[0]: 7, keys[1]: 3}]], plain=[[0, {keys[0]: 1}]])
-    both = dict.fromkeys(keys, 1)
-    for number, (run, mixture, phases) in enumerate([
-            ("mixture", f"{b}=3,{a}=7", begun["mixture"]),              # the same, in another order
-            ("plain", f"{a}=0.5", begun["plain"]), ("plain", a, begun["plain"]),
-            ("mixture", f"{a}=1,{b}=1", [*begun["mixture"], [32, both]]),
-            ("plain", f"{b}=1,{a}=1", [*begun["plain"], [32, both]])]):
-        out = tmp_path / f"{number}"
+    monkeypatch.chdir(two_sources)
+    a, b = data.TokenDataset("a=1,b=1", "train", 16).sources
+    flags = [*TINY, "--batch-size", 8, "--steps", 10, "--save-every", 4]
+    for first, then, weights in [
+            ("a=0.7,b=0.3", "b=3,a=7", None), ("a", "a=0.5", None),         # the same
+            ("a=0.7,b=0.3", "a=1,b=1", {a: 1, b: 1}), ("a", "b=3,a=1", {a: 1, b: 3})]:
+        straight, out = tmp_path / first, tmp_path / then
         out.mkdir()
-        state = torch.load(tmp_path / run / "step_00000004.pt")
-        if run == "plain":
-            state.update(format=4, data=keys[0])        # as it was before there were mixtures
+        run_train("--data", first, "--out", straight, *flags)
+        state, whole = torch.load(straight / "step_00000004.pt"), saved(straight, 10)
+        if first == "a":
+            state.update(format=4, data=a)          # as it was before there were mixtures
         torch.save(state, out / "step_00000004.pt")
-        status, text, _ = run_train("--data", mixture, "--out", out, *flags)
-        rows, (resume,) = read_metrics(out)
-        straight, told = read_metrics(tmp_path / run)[0][4:], f"data {mixture} instead of"
-        changed = len(phases) > 1
-        assert status == 0 and saved(out, 10)["data"] == phases and (told in text) == changed
-        assert resume["changed"] == (dict(data=[state["config"]["data"], mixture])
-                                     if changed else {})
-        assert (column(rows, "loss") != column(straight, "loss")) == changed
+        text = run_train("--data", then, "--out", out, *flags)[1]
+        (resume,), end = read_metrics(out)[1], saved(out, 10)
+        assert (f"data {then} instead of" in text) == bool(weights)
+        assert resume["changed"] == (dict(data=[first, then]) if weights else {})
+        assert end["data"] == whole["data"] + [[32, weights]] * bool(weights)
         # Other data has other losses: what the monitor knows of the old would be in the way.
-        assert len(saved(out, 10)["monitor"]["losses"]) == (6 if changed else 10)
-        if not changed:
-            assert_same_state(saved(out, 10), saved(tmp_path / run, 10))
-        assert text.count(" bits a byte") == 3 * (1 if len(phases[-1][1]) == 1 else 3)
-    assert run_train("--data", mixture, "--out", out, *flags, "--steps", 11)[0] == 0
-    assert saved(out, 11)["data"] == phases             # no other phase
-    expect_mistake(run_train("--data", a, "--out", out, *flags), "not the data this checkpoint")
-    assert run_train("--data", f"{a}=1,{b}=0", "--out", out, *flags, "--steps", 12)[0] == 0
-    assert saved(out, 12)["data"] == [*phases, [88, {keys[0]: 1, keys[1]: 0}]]
-    branch = ["--resume", tmp_path / "mixture" / "step_00000004.pt", "--out", tmp_path / "branch"]
-    for weights, words in [("3", "after step 4"), ("5", "after step 4"), ("5", "nothing left")]:
-        assert words in run_train("--data", f"{a}={weights},{b}=1", *branch, *flags)[1]
+        assert len(end["monitor"]["losses"]) == (6 if weights else 10)
+        if not weights:
+            assert_same_state(end, whole)
+    expect_mistake(run_train("--data", "a", "--out", out, *flags), "not the data this checkpoint")
+    assert run_train("--data", "a=1,b=0", "--out", out, *flags, "--steps", 11)[0] == 0
+    assert saved(out, 11)["data"][-1] == [80, {a: 1, b: 0}]
+    branch = ["--resume", straight / "step_00000004.pt", "--out", tmp_path / "branch"]
+    for weight, words in [(3, "after step 4"), (5, "after step 4"), (5, "nothing left")]:
+        assert words in run_train("--data", f"a={weight},b=1", *branch, *flags)[1]
 
 
-def test_a_mixtures_bytes_a_token_are_its_sources_by_weight(tmp_path):
-    for name, size in (("a", 1.0), ("b", 4.0), ("c", None)):
-        (tmp_path / name).mkdir()
-        dataset(tmp_path / name, {"train": range(9), "val": range(9)})
-        (tmp_path / name / "meta.json").write_text(json.dumps(dict(
-            tokenizer="bytes", vocab_size=257, bytes_per_token=size, fingerprint=name)))
-    for mixture, size in [("a=1,b=3", 3.25), ("a=1,c=0", 1.0), ("a=1,c=1", None)]:
-        mixture = ",".join(f"{tmp_path}/{part}" for part in mixture.split(","))
-        assert data.TokenDataset(mixture, "val", 4).meta["bytes_per_token"] == size
-
-
-def test_epochs_make_the_steps_that_read_the_data_so_often(run_train, tmp_path):
-    """49 windows, in batches of 4."""
-    dataset(tmp_path, {"train": [i % 256 for i in range(197)], "val": range(9)})
-    flags = ["--data", tmp_path, "--out", tmp_path / "o", "--n-layer", 1, "--n-head", 1, "--n-embd",
-             8, "--seq-len", 4, "--save-every", 10, "--keep", 9]
-    for more, steps in [
-            (["--batch-size", 4, "--epochs", 1], 13), (["--epochs", 2], 25),
-            (["--epochs", 3, "--batch-size", 8], 25 + 6), ([], 31), (["--epochs", 3], 31),
-            (["--steps", 32], 32)]:
-        assert run_train(*flags, *more)[0] == 0
-        assert saved(tmp_path / "o", steps)["config"]["steps"] == steps, more
-        assert checkpoint.load(tmp_path / "o" / "latest.pt")["step"] == steps
-    # A source of weight 0 is not read; other weights count from where the run is.
-    shutil.copytree(tmp_path, tmp_path / "b", ignore=lambda *_: ["o"])
-    meta = (tmp_path / "b" / "meta.json").read_text().replace('"f"', '"other"')
-    (tmp_path / "b" / "meta.json").write_text(meta)
-    for weights, steps in [("1,{}=0", 13), ("1,{}=1", 25)]:
-        mixture = f"{tmp_path}={weights.format(tmp_path / 'b')}"
-        flags_now = [*flags, "--data", mixture, "--out", tmp_path / "m", "--batch-size", 4]
-        assert run_train(*flags_now, "--epochs", 1)[0] == 0
-        assert checkpoint.load(tmp_path / "m" / "latest.pt")["step"] == steps
-    # Sequences that were left out do not count: the same command ends where it would have.
-    for i, (left_out, more, end) in enumerate([
-            (12, ["--epochs", 2], 25), (0, ["--epochs", 2, "--batch-size", 8], 20 + 3),
-            (0, ["--batch-size", 8], 25)]):
-        out = tmp_path / f"{i}"
-        out.mkdir()
-        state = torch.load(tmp_path / "o" / "step_00000020.pt")
-        state["consumed_samples"] += left_out
-        torch.save(state, out / "latest.pt")
-        assert run_train(*flags, "--out", out, *more)[0] == 0
-        assert checkpoint.load(out / "latest.pt")["step"] == end
-    given = dict(epochs=2, data=str(tmp_path), seq_len=4, batch_size=12, batch_ramp="3:3:50")
-    config, cfg = train.validate(given, None, 1)
+def test_epochs_make_the_steps_that_read_the_data_so_often(run_train, tmp_path, monkeypatch):
+    """49 windows, in batches of 4. Sequences that were left out do not count: the same command ends
+    where it would have. A source of weight 0 is not read; other weights count from where the run
+    is."""
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        Path(name).mkdir()
+        dataset(Path(name), {"train": [i % 256 for i in range(197)], "val": range(9)})
+    meta = Path("b/meta.json")
+    meta.write_text(meta.read_text().replace('"f"', '"other"'))
+    flags = ["--n-layer", 1, "--n-head", 1, "--n-embd", 8, "--seq-len", 4, "--batch-size", 4]
+    run_train("--data", "a", *flags, "--epochs", 2, "--save-every", 20)
+    middle, end = saved(Path("out"), 20), saved(Path("out"), 25)
+    left_out = dict(middle, consumed_samples=92)
+    for state, given, steps in [
+            (None, dict(batch_size=4, epochs=1), 13), (end, {}, 25), (end, dict(epochs=2), 25),
+            (end, dict(steps=32), 32), (end, dict(epochs=3, batch_size=8), 25 + 6),
+            (left_out, dict(epochs=2), 25), (middle, dict(batch_size=8), 25),
+            (middle, dict(epochs=2, batch_size=8), 20 + 3),
+            (middle, dict(epochs=2, data="a=1,b=0"), 25),
+            (middle, dict(epochs=2, data="a=1,b=1"), 20 + 29),
+            (None, dict(epochs=2, batch_size=12, batch_ramp="3:3:50"), 15)]:
+        config, _ = train.validate(dict(dict(data="a", seq_len=4), **given), state, 1)
+        assert config.steps == steps, given
     sizes = [3] * 6 + [6] * 3 + [9] * 2 + [12] * 4              # 3 up to 16 sequences, 6 up to 33
-    assert sum(sizes[:-1]) < 98 <= sum(sizes) and config.steps == len(sizes)
-    assert config.micro_batch == 1
-
-
-@pytest.mark.parametrize("n_windows", [13, 300])
-def test_validation_is_the_mean_loss_of_evenly_spaced_windows(tmp_path, n_windows):
-    cfg, val = replace(CFG, dropout=0.5), Memory(CFG, n_windows, seed=1)
-    with gridded(0, 1, 1, 1) as grid:
-        run = train.Run(settings(tmp_path, dtype="fp64"), cfg, grid, torch.device("cpu"),
-                        Memory(cfg), val, None)
-        ours = run.evaluate_all()["val_loss"]
-    spaced = np.linspace(0, n_windows - 1, min(n_windows, 128)).astype(int)
-    batch = torch.from_numpy(val.windows(spaced))
-    plain = GPT(cfg).initialize(1337).double().eval()
-    loss = plain(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
-    assert ours == pytest.approx(loss.item(), rel=1e-10)
-    assert all(module.training for module in run.model.modules())       # dropout is back
+    assert len(sizes) == steps and sum(sizes[:-1]) < 98 <= sum(sizes)
 
 
 def test_the_console_tells_what_is_left_and_the_loss_in_three_units(tmp_path, capsys):
@@ -3920,18 +3716,14 @@ def test_mfu_is_a_fraction_of_the_peak_of_all_devices_where_it_is_known(monkeypa
     assert expected in line if peak else "MFU" not in line
 
 
-def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, shards, tmp_path):
-    base, other, out = tmp_path / "base", tmp_path / "data", tmp_path / "out"
-    (tmp_path / "other.txt").write_text("".join(f"{i}, {i * i}\n" for i in range(4000)))
-    data.prepare([tmp_path / "other.txt"], other, "bytes")
-    assert run_train("--data", shards, "--out", base, *TINY)[0] == 0
-    flags = ["--data", other, "--out", out, "--init-from", base / "latest.pt", "--warmup-steps", 2,
+def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_sources, things,
+                                                                tmp_path):
+    base, out = tmp_path / "base.pt", tmp_path / "out"
+    one = torch.load(shutil.copy(things / "whole.pt", base))
+    flags = ["--data", two_sources / "b", "--out", out, "--init-from", base, "--warmup-steps", 2,
              "--seq-len", 8, "--batch-size", 8, "--dropout", 0.1, "--save-every", 1, "--steps"]
-    status, text, _ = run_train(*flags, 1, "--lr", 0)
-    assert names_in(out) == ["latest.pt", "lock", "metrics.jsonl", "step_00000000.pt",
-                             "step_00000001.pt"]
-    assert status == 0 and f"weights  those of {base / 'latest.pt'}" in text
-    one, two = saved(base, 4), saved(out, 1)
+    assert f"weights  those of {base}" in run_train(*flags, 1, "--lr", 0)[1]
+    two = saved(out, 1)
     for name, full in one["parameters"].items():
         assert full[:two["parameters"][name].shape[0]].equal(two["parameters"][name]), name
     assert two["parameters"]["embed.position.weight"].shape == (8, 16)
@@ -3939,29 +3731,8 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, shard
     assert len(two["monitor"]["losses"]) == 1
     # From now on the run has checkpoints of its own, one to roll back to among them.
     assert two["monitor"]["checkpoints"][0] == [0, "step_00000000.pt"]
-    (base / "latest.pt").unlink()
+    base.unlink()
     assert run_train(*flags, 2)[0] == 0 and saved(out, 2)["optimizer_steps"] == 2
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--seq-len", 32], "seq_len 16, not 32: drop the flag, or use another --init-from"),
-    (["--n-embd", 32], "n_embd 16, not 32"),
-    (["--data", "gpt2"], "tokenizer is bytes with 257 tokens, but gpt2 has gpt2 with 50257"),
-    (["--init-from", "no.pt"], "there is no checkpoint no.pt"),
-    (["--init-from", "half.pt"], "half.pt is damaged"),
-    (["--init-from", ""], "there is no checkpoint "),
-    (["--resume", "latest.pt"], "--init-from begins a fresh run; --resume FILE goes on with one"),
-    (["--eval-only"], "holds no checkpoint"), (["--out", "."], "a run that did not begin with")])
-def test_init_from_refuses_what_does_not_fit(run_train, shards, tmp_path, monkeypatch, flags,
-                                             message):
-    monkeypatch.chdir(tmp_path)
-    Path("gpt2").mkdir()
-    for split in data.SPLITS:
-        Path("gpt2", f"{split}.bin").write_bytes(shard(range(99)))
-    run_train("--data", shards, "--out", ".", *TINY)
-    Path("half.pt").write_bytes(Path("latest.pt").read_bytes()[:-999])
-    expect_mistake(run_train("--data", shards, "--out", "o", "--init-from", "latest.pt", *flags),
-                   message)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -4870,17 +4641,12 @@ def run_sample(trained, monkeypatch, capsys):
 def greedy(plain, tokens, count):
     """The most probable `count` tokens behind `tokens`, each from all of the window before it; the
     window is cut to its newest half when it is full."""
-    window, drawn = list(tokens)[-CFG.seq_len:], []
+    seq_len, window, drawn = plain.cfg.seq_len, list(tokens), []
     for _ in range(count):
-        window = window if len(window) <= CFG.seq_len else window[-max(1, CFG.seq_len // 2):]
+        window = window if len(window) <= seq_len else window[-max(1, seq_len // 2):]
         drawn.append(plain(torch.tensor([window]))[0, -1].argmax().item())
         window.append(drawn[-1])
     return drawn
-
-
-def one_sample(*arguments, **options):
-    """The tokens of sample.generate's only sample."""
-    return [token for drawn in sample.generate(*arguments, **options) for token in drawn.values()]
 
 
 def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(run_sample, trained):
@@ -4898,147 +4664,124 @@ def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(r
                   "--temperature 9 --top-p 1e-6"):
         assert text(*prompt, *flags.split()) == expected, flags
     assert text("--prompt", "-", "--temperature", 0, stdin="line ") == expected
+    # Of a prompt longer than the context the end is seen, and a warning tells.
+    status, out, error = run_sample("--temperature", 0, "--prompt", "x" * 16 + expected[:16])
+    assert status == 0 and error.count("\n") == 1 and "32 tokens" in error
+    assert run_sample("--temperature", 0, "--prompt", expected[:16]) == (0, out[16:], "")
 
 
 def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token():
-    plain, tokens = random_gpt(CFG), tokens_of(CFG, 2)
-    whole, cache = plain(tokens), plain.new_kv_cache(2)
-    parts = [plain(tokens[:, :5], cache=cache)]
-    parts += [plain(tokens[:, i:i + 1], cache=cache, start=i) for i in range(5, CFG.seq_len)]
-    assert relative(torch.cat(parts, 1), whole[:, 4:]) <= 1e-14
-    assert relative(plain(tokens[:, 1:2], cache=cache, start=1), whole[:, 1:2]) <= 1e-14
+    """In fp32 a single row is multiplied in halves."""
+    for batch, dtype in ((2, torch.float64), (1, torch.float32)):
+        plain, tokens = random_gpt(CFG).to(dtype), tokens_of(CFG, batch)
+        whole, cache = plain(tokens), plain.new_kv_cache(batch)
+        parts = [plain(tokens[:, :5], cache=cache)]
+        parts += [plain(tokens[:, i:i + 1], cache=cache, start=i) for i in range(5, CFG.seq_len)]
+        parts += [plain(tokens[:, 1:2], cache=cache, start=1)]
+        assert relative(torch.cat(parts, 1), whole[:, [*range(4, CFG.seq_len), 1]]) <= (
+            100 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (1, 1, 8), (2, 8)])
-@pytest.mark.parametrize("rows", [6, 5])
-def test_a_single_row_is_multiplied_as_by_torchs_linear(rows, shape):
-    ours, x = model.Linear(8, rows), torch.randn(shape)
-    torch.testing.assert_close(ours(x), F.linear(x, ours.weight, ours.bias))
-
-
-@pytest.mark.parametrize("seq_len", [1, 5, 16])
-def test_sampling_computes_each_token_once_and_in_half_a_window_one_half_again(seq_len):
-    cfg = replace(CFG, seq_len=seq_len)
-    plain, seen = random_gpt(cfg), []
+@pytest.mark.parametrize("seq_len, positions", [
+    (1, 24 * [1]), (5, [3, 1, 1, *5 * [2, 1, 1, 1], 2]), (16, [3, *13 * [1], 8, *8 * [1], 8])])
+def test_sampling_computes_each_token_once_and_in_half_a_window_one_half_again(seq_len, positions):
+    plain, seen = random_gpt(replace(CFG, seq_len=seq_len)), []
     plain.embed.register_forward_hook(lambda module, args, x: seen.append(x.shape[1]))
-    tokens = one_sample(plain, [1, 2, 3], 40, 256, temperature=0)
-    assert seen[:24] == {1: 24 * [1], 5: [3, 1, 1, *5 * [2, 1, 1, 1], 2],
-                         16: [3, *13 * [1], 8, *8 * [1], 8]}[seq_len]
-    with mock.patch.dict(globals(), CFG=cfg):
-        assert tokens == greedy(plain, [1, 2, 3], 40)
+    drawn = [of[0] for of in sample.generate(plain, [1, 2, 3], 40, 256, temperature=0)]
+    assert seen[:24] == positions and drawn == greedy(plain, [1, 2, 3][-seq_len:], 40)
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_samples_of_a_batch_are_those_drawn_one_by_one_and_each_ends_by_itself(temperature):
     """Sample i does not depend on how many there are, nor on when others end."""
-    plain, options = random_gpt(CFG), dict(temperature=temperature)
-    drawn_by = lambda seeds: [torch.Generator().manual_seed(seed) for seed in seeds]
-    alone = [one_sample(plain, [1, 2, 3], 40, -1, **options, generators=drawn_by([i]))
-             for i in range(4)]
+    def drawn(seeds, end, ended=()):
+        """The tokens of each sample; number 3 ends with its tenth, if there is a set `ended`."""
+        generators, tokens = [torch.Generator().manual_seed(i) for i in seeds], [[] for _ in seeds]
+        for step, of in enumerate(sample.generate(random_gpt(CFG), [1, 2, 3], 40, end, temperature,
+                                                  generators=generators, ended=ended)):
+            for i, token in of.items():
+                tokens[i].append(token)
+            if step == 9 and ended != ():
+                ended.add(3)
+        return tokens
+    alone = [drawn([i], end=-1)[0] for i in range(4)]
     assert len(set(map(tuple, alone))) == (4 if temperature else 1)
     end = alone[1][20]                                      # where the others go on, or all end
-    together, ended = {i: [] for i in range(4)}, set()
-    for step, drawn in enumerate(sample.generate(plain, [1, 2, 3], 40, end, **options,
-                                                 generators=drawn_by(range(4)), ended=ended)):
-        for i, token in drawn.items():
-            together[i].append(token)
-        ended |= {3} if step == 9 else set()
-    for i, tokens in enumerate(alone):
-        tokens = tokens[:10] if i == 3 else tokens
-        assert together[i] == tokens[:tokens.index(end) if end in tokens else None]
+    alone[3] = alone[3][:10]
+    assert drawn(range(4), end, set()) == [
+        tokens[:tokens.index(end) if end in tokens else None] for tokens in alone]
 
 
 def test_samples_end_before_the_stop_text_and_stand_between_lines_of_dashes(run_sample):
-    flags, line = ("--max-tokens", 40, "--temperature", 1), "-" * 40 + "\n"
-    many = run_sample(*flags, "--prompt", "line ", "--num-samples", 40)[1].split(line)
+    flags, line = ("--max-tokens", 40, "--temperature", 1, "--prompt"), "-" * 40 + "\n"
+    many = run_sample(*flags, "line ", "--num-samples", 40)[1].split(line)
     assert len(many) == 40 and len(set(many)) > 30
-    assert many[7] == run_sample(*flags, "--prompt", "line ", "--seed", 7)[1]
+    assert many[7] == run_sample(*flags, "line ", "--seed", 7)[1]
     seed, stop = next((i, found[0]) for i, text in enumerate(many)
                       if (found := re.search("[ -~]{3}", text[7:])))        # of three tokens
     cut = ["line " + (text[5:].partition(stop)[0] + "\n" if stop in text[5:] else text[5:])
            for text in many[seed:seed + 3]]
     assert 6 < len(cut[0]) < len(many[seed])
-    flags = (*flags, "--seed", seed)
     for count in (1, 3):
-        assert run_sample(*flags, "--prompt", "line ", "--num-samples", count, "--stop", stop) == (
-            0, line.join(cut[:count]), "")
+        assert run_sample(*flags, "line ", "--seed", seed, "--num-samples", count, "--stop",
+                          stop) == (0, line.join(cut[:count]), "")
     # What looks like the beginning of a text that never comes is not lost.
     never = many[seed].rstrip("\n")[-2:] + "\0"
-    assert run_sample(*flags, "--prompt", "line ", "--stop", never)[1] == many[seed]
+    assert run_sample(*flags, "line ", "--seed", seed, "--stop", never)[1] == many[seed]
     # Each line of standard input is a prompt.
-    both = [run_sample(*flags, "--prompt", prompt, "--num-samples", 2)[1]
-            for prompt in ("line 1", "", "so")]
-    assert run_sample(*flags, "--prompt", "-", "--num-samples", 2,
+    both = [run_sample(*flags, prompt, "--num-samples", 2)[1] for prompt in ("line 1", "", "so")]
+    assert run_sample(*flags, "-", "--num-samples", 2,
                       stdin="line 1\n\nso\n") == (0, line.join(both), "")
-
-
-@pytest.mark.parametrize("name, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_weights_and_cache_have_the_type_of_the_flag(run_sample, monkeypatch, name, dtype):
-    seen, draw = [], sample.generate
-    monkeypatch.setattr(sample, "generate", lambda model, *arguments: seen.extend(
-        [*model.parameters(), *model.new_kv_cache(1).values()]) or draw(model, *arguments))
-    assert run_sample("--prompt", "line ", "--dtype", name)[0] == 0
-    assert {tensor.dtype for tensor in seen} == {dtype}
-
-
-def test_a_prompt_longer_than_the_context_is_cropped_with_a_warning(run_sample):
-    flags = ("--temperature", 0, "--max-tokens", 8, "--prompt")
-    status, out, error = run_sample(*flags, "x" * 10 + "line 12: some wo")
-    assert status == 0 and error.count("\n") == 1 and "26 tokens" in error
-    assert run_sample(*flags, "line 12: some wo") == (0, out.removeprefix("x" * 10), "")
 
 
 @pytest.mark.parametrize("flags, message", [
     ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"), ("--ckpt .", "give ./latest.pt"),
-    ("--temperature -1", "--temperature"),
-    ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"), ("--max-tokens x", "--max-tokens"),
-    ("--num-samples 0", "--num-samples"), ("--dtype fp8", "--dtype"),
-    ("--stop \udce9", "surrogates not allowed"), ("--device cuda", "no CUDA device"),
-    ("--nonsense", "--nonsense"), ("--seed -1", "--seed"),
-    ("--seed 99999999999999999999", "--seed"), ("--prompt \udce9", "surrogates not allowed")])
+    ("--temperature -1", "--temperature"), ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"),
+    ("--max-tokens x", "--max-tokens"), ("--num-samples 0", "--num-samples"),
+    ("--device cuda", "no CUDA device"), ("--nonsense", "--nonsense"), ("--seed -1", "--seed"),
+    ("--seed 99999999999999999999", "--seed"), ("--prompt \udce9", "surrogates not allowed"),
+    ("--stop \udce9", "surrogates not allowed")])
 def test_sampling_mistakes_end_in_one_line_and_exit_2(run_sample, flags, message):
     status, out, error = run_sample(*flags.split())
     assert (status, out) == (2, "") and message in error and error.count("\n") == 1
 
 
 def test_top_k_and_top_p_keep_what_they_should():
-    logits = torch.tensor([2.0, -1.0, 3.0, 0.5, 1.0]).log_softmax(0)
-    probabilities = logits.exp()                    # .238 .012 .647 .053 .088: order 2 0 4 3 1
+    one = torch.tensor([2.0, -1.0, 3.0, 0.5, 1.0])      # probabilities .238 .012 .647 .053 .088
+    logits = torch.stack([one, one.flip(0)])            # each row for itself
     for k, p, kept in ((1, 1.0, 1), (2, 1.0, 2), (3, 1.0, 3), (0, 1.0, 5), (9, 1.0, 5),
                        (0, 0.01, 1), (0, 0.6, 1), (0, 0.7, 2), (0, 0.9, 3)):
-        expected = torch.zeros(5)
-        expected[[2, 0, 4, 3, 1][:kept]] = probabilities[[2, 0, 4, 3, 1][:kept]]
-        torch.testing.assert_close(sample.filter_logits(logits, 1.0, k, p),
-                                   expected / expected.sum())
-        two = torch.stack([logits.flip(0), logits])         # each row for itself
-        torch.testing.assert_close(sample.filter_logits(two, 1.0, k, p), torch.stack(
-            [expected.flip(0), expected]) / expected.sum())
-    hot = sample.filter_logits(logits, 2.0, 0, 1.0)
-    torch.testing.assert_close(hot, (logits / 2).softmax(0))
-    assert sample.filter_logits(logits, 1e-40, 0, 1.0).tolist() == [0, 0, 1, 0, 0]
+        least = one.sort(descending=True).values[kept - 1]
+        expected = logits.where(logits >= least, -math.inf).softmax(-1)
+        torch.testing.assert_close(sample.filter_logits(logits, 1.0, k, p), expected)
+    torch.testing.assert_close(sample.filter_logits(one, 2.0, 0, 1.0), (one / 2).softmax(0))
+    assert sample.filter_logits(one, 1e-40, 0, 1.0).tolist() == [0, 0, 1, 0, 0]
 
 
 def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
-    cfg = GPTConfig(vocab_size=257, seq_len=8, n_layer=1, n_head=1, n_embd=8)
-    plain = GPT(cfg).initialize(0).eval()
-    tokens = one_sample(plain, [1], 2000, end=256, temperature=100.0,
-                        generators=[torch.Generator().manual_seed(0)])
-    assert 0 < len(tokens) < 2000 and max(tokens) < 256     # nearly uniform: 256 comes up soon
+    """Nearly uniform: 256 comes up soon."""
+    drawn = list(sample.generate(random_gpt(CFG), [1], 2000, 256, temperature=1000.0,
+                                 generators=[torch.Generator().manual_seed(0)]))
+    assert 0 < len(drawn) < 2000 and max(of.get(0, 0) for of in drawn) < 256
 
 
 def test_characters_come_out_whole_and_without_a_prompt_after_an_end_of_text(run_sample,
                                                                              monkeypatch):
+    """From weights and a cache of the flag's type. A terminal shows a question mark for a character
+    that it lacks."""
     seen, text = [], "é漢🙂!"
-    monkeypatch.setattr(sample, "generate", lambda model, tokens, *_: seen.append(tokens) or (
-        {0: token} for token in text.encode() + b"\xff!" + "é".encode()[:1]))
-    assert run_sample() == (0, text + "\ufffd!\ufffd\n", "") and seen == [[256]]
 
-
-def test_a_terminal_that_lacks_a_character_shows_a_question_mark(run_sample, monkeypatch):
+    def generate(model, tokens, *_):
+        seen.append([tokens, *{x.dtype for x in (*model.parameters(),
+                                                 *model.new_kv_cache(1).values())}])
+        yield from ({0: token} for token in text.encode() + b"\xff!" + "é".encode()[:1])
+    monkeypatch.setattr(sample, "generate", generate)
+    assert run_sample() == (0, text + "\ufffd!\ufffd\n", "")
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
     monkeypatch.setattr(sys, "stdout", terminal)
-    run_sample("--prompt", "é", "--max-tokens", 0)
-    assert terminal.buffer.getvalue() == b"?\n"
+    run_sample("--dtype", "bf16")
+    assert terminal.buffer.getvalue() == b"???!?!?\n"
+    assert seen == [[[256], torch.float32], [[256], torch.bfloat16]]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -5054,19 +4797,20 @@ def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, starter)
     for file in ROOT.glob("*.py"):
         shutil.copy(file, tmp_path)
     wanted = "python data", "torchrun", "python sample"         # not what installs
-    commands = [shlex.split(line, comments=True) for line in README.split("```")[1].splitlines()
-                if line.startswith(wanted)]
-    assert [c[0] for c in commands] == ["python", "torchrun", "python"]
-    assert commands[1] == ["torchrun", "--nproc_per_node=8", "train.py", "--tp", "2", "--pp", "2"]
-    fewer, outputs = ["--steps", "3", "--eval-every", "0"], []
-    for program, first, *flags in commands:
-        if program == "python":
-            ends = [Command(tmp_path / first, *flags, cwd=tmp_path).finish(200)]
-        elif starter is launch:
-            ends = [c.finish(200) for c in launch(8, *flags[1:], *fewer, cwd=tmp_path)]
-        else:
-            process = torchrun(8, *flags, *fewer, cwd=tmp_path)
+    (_, *make), (_, ranks, *run), (_, *draw) = [
+        shlex.split(line, comments=True) for line in README.split("```")[1].splitlines()
+        if line.startswith(wanted)]
+    assert [ranks, *run] == ["--nproc_per_node=8", "train.py", "--tp", "2", "--pp", "2"]
+    run += ["--steps", "3", "--eval-every", "0"]
+    outputs = []
+    for command in (make, run, draw):
+        if command is run and starter is torchrun:
+            process = torchrun(8, *run, cwd=tmp_path)
             ends = [(process.wait(200), *process.communicate())]
+        else:
+            commands = launch(8, *run[1:], cwd=tmp_path) if command is run else [
+                Command(tmp_path / command[0], *command[1:], cwd=tmp_path)]
+            ends = [one.finish(200) for one in commands]
         for status, _, error in ends:
             assert status == 0 and "warn" not in error.lower(), error
         outputs.append(ends[0][1])
@@ -5086,10 +4830,10 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
         assert set(theirs.split()) <= set(named.replace("_", "-").split()), ours
     own = re.sub(r"(?m)^(\| `.*?\|.*?\|).*", r"\1", section)
     flags = set(re.findall(r"--[a-z][a-z0-9-]*", README.replace(section, own)))
-    assert len(rows) <= 20 and {f"--{flag}" for row in rows for flag in row[0]} <= flags
     known = {f"--{name.replace('_', '-')}" for name in asdict(train.Config())}
     for file in ("data.py", "sample.py", "parallel.py", "checkpoint.py"):
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
+    assert {f"--{flag}" for row in rows for flag in row[0]} <= flags
     assert not {f for f in flags if f not in known and not f.startswith((
         "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",
         "--job", "--cpus", "--max-restarts", "--tasks", "--include", "--num"))}
@@ -5099,40 +4843,26 @@ def test_the_readmes_layouts_are_not_refused(shards):
     blocks = "".join(README.split("```")[1::2]).replace("\\\n", " ")
     blocks = re.sub("for lr in (\\S+) .*; do (.*); done",      # its first turn
                     lambda loop: loop[2].replace("$lr", loop[1]), blocks)
-    commands = [shlex.split(line) for line in blocks.splitlines() if " train.py" in line]
-    for command in commands:
-        at = command.index("train.py")
-        numbers = re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", " ".join(command[:at]))
-        given = dict(train.parse_flags(command[at + 1:]), data=str(shards), seq_len=16)
-        world = given.get("world", math.prod(map(int, numbers)))
-        config, cfg = train.validate(given, None, world)
+    commands = re.findall(r"(.*) train\.py (.*)", blocks)
+    for before, flags in commands:
+        given = dict(train.parse_flags(shlex.split(flags)), data=str(shards), seq_len=16)
+        world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
+        config, cfg = train.validate(given, None, given.get("world", world))
         assert cfg.n_layer == SIZES[config.model]["n_layer"]
     assert len(commands) == 9
 
 
-def test_a_search_lists_each_layout_once_and_one_gpu_shares_nothing(run_train):
-    flags = ["--gpu", "a100-80g", "--model", "gpt2", "--dtype", "bf16", "--batch-size", 64]
-    for world in (1, 8):
-        plans = json.loads(run_train("--plan", "search-json", "--world", world, *flags)[1])
-        layouts = [tuple(plan[name] for name in ("dp", "pp", "tp", "zero", "recompute",
-                                                 "sequence_parallel")) for plan in plans]
-        assert len(set(layouts)) == len(layouts) and all(z == 0 for dp, _, _, z, *_ in layouts
-                                                         if dp == 1)
-    expect_mistake(run_train("--plan", "text", "--world", 1, *flags, "--gpu", "v100-32g"),
-                   "a V100 has no products in bf16: give --dtype fp16")
-    for steps, told in [(800, True), (10 ** 5, False)]:
-        text = run_train("--plan", "text", "--world", 1, *flags, "--steps", steps)[1]
-        assert ("few tokens for this model: give --steps" in text) == told
-
-
-def test_the_readmes_plan_is_what_is_told(run_train):
+def test_the_readmes_plan_is_what_is_told_without_data_processes_or_a_device(run_train):
+    """As text and as one flat object; the lines on the model and the batch are those of a run."""
     section = README.split("## What a run would cost")[1].split("## Flags")[0]
-    flags = shlex.split(section.split("```")[1].replace("\\\n", " "))[4:]
-    plan = json.loads(run_train("--plan", "json", *flags)[1])
-    search = " ".join(flags)
-    for name in ("tp 8", "zero 3", "recompute", "micro-batch 8"):
-        search = search.replace(f"--{name}", "")
-    best = json.loads(run_train("--plan", "search-json", *search.split())[1])[0]
+    flags = section.split("```")[1].replace("\\\n", " ").partition("--plan text")[2]
+    search = re.sub("--(tp 8|zero 3|recompute|micro-batch 8)", "", flags)
+    with mock.patch.multiple(train, TokenDataset=None, process_group=None, pick_device=None):
+        text, plan, (best, *_), more = (
+            run_train("--plan", *words.split())[1] if "text" in words else
+            json.loads(run_train("--plan", *words.split())[1]) for words in (
+                f"text {flags}", f"json {flags}", f"search-json {search}",
+                f"text {flags} --steps 200000"))
     for words in (f"{plan['memory_bytes'] / 1e9:.0f} of 80 GB", f"{plan['days']:.0f} days",
                   f"{plan['hardware_tflops_per_gpu']:.0f} TFLOP/s a GPU (the paper: 147)",
                   f"{plan['goodput']:.0%} goodput", f"tp {best['tp']} and sequence parallelism",
@@ -5140,6 +4870,16 @@ def test_the_readmes_plan_is_what_is_told(run_train):
                   f"ZeRO {best['zero']}"):
         assert words in " ".join(section.split()), words
     assert best["sequence_parallel"] and not best["recompute"]
+    assert not any(isinstance(value, (dict, list)) for value in plan.values())
+    assert plan["tokens_per_step"] == 992 * 2048 and plan["gpu_hours"] == plan["days"] * 24 * 992
+    assert plan["mfu"] * 312 == pytest.approx(plan["model_tflops_per_gpu"])
+    assert plan["tokens_per_second"] * plan["step_seconds"] == pytest.approx(992 * 2048)
+    assert plan["days"] * 86400 == pytest.approx(147660 * plan["step_seconds"])
+    for words in ("batch    992 sequences = dp 124 x 1 microbatches x 8 sequences; 2,031,616",
+                  f"mfu {plan['mfu']:.4g}, days {plan['days']:.4g}",
+                  f"fits     yes: {plan['memory_bytes'] / 1e9:.1f} of 80 GB"):
+        assert words in text, words
+    assert "few tokens for this model: give --steps" in text and "few tokens" not in more
 
 
 def print_equality(folder):
