@@ -3173,15 +3173,6 @@ runpy.run_path({str(ROOT)!r} + "/" + sys.argv.pop(1), run_name="__main__")
         assert steps is None or "Now sample" in text
 
 
-@pytest.mark.parametrize("file", ["train.py", "sample.py"])
-def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path, file):
-    (tmp_path / "torch.py").write_text(
-        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
-    end = subprocess.run([sys.executable, ROOT / file], capture_output=True, timeout=50,
-                         env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert (end.returncode, end.stdout, end.stderr) == (-signal.SIGINT, b"", b"")
-
-
 @pytest.mark.parametrize("capability, load, threads, flags, notes", [
     ("AVX2", 0, 2, "", []), ("AVX512", 0, 2, "--dtype bf16", []), ("AVX2", 9e9, 1, "", []),
     ("AVX2", 0, 2, "--dtype bf16", ["multiplies in fp32 much faster"]),
@@ -3513,7 +3504,7 @@ def test_the_search_finds_the_fastest_layouts_that_fit(run_train):
 
     def search(world, *more):
         plans = json.loads(run_train("--plan", "search-json", "--world", world, *flags, *more)[1])
-        assert len({str([plan[name] for name in choices]) for plan in plans}) == len(plans)
+        assert plans and len({str([x[name] for name in choices]) for x in plans}) == len(plans)
         assert all(plan["fits"] and (plan["dp"] > 1 or plan["zero"] == 0) for plan in plans)
         return plans
     plans, rng = search(64), random.Random(0)
@@ -3526,11 +3517,9 @@ def test_the_search_finds_the_fastest_layouts_that_fit(run_train):
             other = planned(chosen)
             assert other["step_seconds"] >= seconds[-1] or not other["fits"] or (
                 other["step_seconds"] in seconds), chosen
-    assert search(1, "--model", "gpt2") and search(8, "--model", "gpt2")
-    table = run_train("--plan", "search", "--world", 64, *flags, "--tp", 4, "--zero", 1)[1]
-    head, *rows = map(str.split, table.splitlines())
-    assert [dict(zip(head, row), tp="4", zero="1") for row in rows] == [
-        dict(zip(head, row)) for row in rows] and len(rows) == 10
+    assert {plan["tp"] for plan in search(8, "--model", "gpt2", "--tp", 2)} == {2}
+    table = run_train("--plan", "search", "--world", 1, *flags, "--model", "gpt2")[1].splitlines()
+    assert len(table) == len(search(1, "--model", "gpt2")) + 1 and "step_seconds" in table[0]
 
 
 def test_learning_rate_warms_up_then_decays_to_the_ratio():
@@ -4601,19 +4590,12 @@ def test_the_readmes_two_machines_survive_a_link_that_goes_down(shards, tmp_path
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory):
-    """A checkpoint of a model that has learned a little of Memory's text."""
-    out = tmp_path_factory.mktemp("trained")
-    run_steps(0, 1, (1, 1, 1), settings(out, steps=60, lr=0.02), replace(CFG, n_layer=2))
-    return out / "latest.pt"
-
-
 @pytest.fixture
-def run_sample(trained, monkeypatch, capsys):
+def run_sample(things, monkeypatch, capsys):
     """run_sample(*flags) -> (exit status, standard output, standard error) of sample.py."""
     def run(*flags, stdin=""):
-        monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(trained), *map(str, flags)])
+        monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(things / "whole.pt"),
+                                         *map(str, flags)])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         try:
             status = sample.main() or 0
@@ -4634,7 +4616,7 @@ def greedy(plain, tokens, count):
     return drawn
 
 
-def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(run_sample, trained):
+def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(run_sample, things):
     def text(*flags, **options):
         status, out, error = run_sample("--max-tokens", 30, "--seed", 1, *flags, **options)
         assert (status, error) == (0, "") and out.startswith("line ") and out.endswith("\n")
@@ -4642,7 +4624,7 @@ def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(r
 
     prompt = ("--prompt", "line ")
     assert text(*prompt) == text(*prompt) != text(*prompt, "--seed", 2)
-    tokens = greedy(checkpoint.load_model(trained)[0], b"line ", 30)
+    tokens = greedy(checkpoint.load_model(things / "whole.pt")[0], b"line ", 30)
     expected = "line " + bytes(tokens).decode(errors="replace") + "\n"
     assert text(*prompt, "--temperature", 9) != expected
     for flags in ("--temperature 0", "--temperature 1e-6", "--temperature 9 --top-k 1",
@@ -4861,17 +4843,13 @@ def test_the_readmes_plan_is_what_is_told_without_data_processes_or_a_device(run
     assert "few tokens for this model: give --steps" in text and "few tokens" not in more
 
 
-def print_equality(folder):
-    workers = Pool()
-    tables = [equality_table(workers, dtype, folder) for dtype in ("fp32", "fp64")]
-    print("| dp x tp x pp | fp32: loss | gradient | norm | fp64: loss | gradient | norm |")
-    print("|---|---|---|---|---|---|---|")
-    for (layout, fp32), (_, fp64) in zip(*tables):
-        cells = [" x ".join(map(str, layout)), *(f"{x:.0e}" for x in fp32 + fp64)]
-        print("| " + " | ".join(cells) + " |", flush=True)
-    workers.stop()
-
-
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print_equality(folder)
+        workers = Pool()
+        tables = [equality_table(workers, dtype, folder) for dtype in ("fp32", "fp64")]
+        print("| dp x tp x pp | fp32: loss | gradient | norm | fp64: loss | gradient | norm |")
+        print("|---|---|---|---|---|---|---|")
+        for (layout, fp32), (_, fp64) in zip(*tables):
+            cells = [" x ".join(map(str, layout)), *(f"{x:.0e}" for x in fp32 + fp64)]
+            print("| " + " | ".join(cells) + " |", flush=True)
+        workers.stop()
