@@ -11,7 +11,6 @@ random: all-ones hide what is transposed. Eight processes are started once and d
 distributed work; but for -m gpu nothing here needs a network or a GPU.
 """
 import functools
-import gc
 import hashlib
 import http.server
 import io
@@ -1057,9 +1056,22 @@ def test_clipping_and_unscaling_are_one_factor():
 # ---------------------------------------------------------------------------------------------
 
 
-def test_the_grid_counts_tp_fastest_and_dp_slowest():
-    grid = Grid(dp=2, pp=3, tp=2, rank=11)
-    assert (grid.dp_rank, grid.stage, grid.tp_rank) == (1, 2, 1) and grid.pipeline_peer(-1) == 9
+def test_the_grid_counts_tp_fastest_and_makes_a_gpus_connections():
+    """A group's first collective makes its communicator, the first message each way between two
+    stages a connection; `meta` is no CPU, as a GPU is none."""
+    used, asked = [], []
+    with mock.patch.multiple(
+            dist, new_group=lambda ranks, timeout, backend: (*ranks, backend),
+            all_reduce=lambda x, op, group, async_op: used.append(group) or mock.Mock(),
+            P2POp=lambda kind, x, peer, group: (kind, peer, group),
+            batch_isend_irecv=lambda messages: asked.append(set(messages)) or []):
+        grid = make_grid(12, 2, 3, 3, device=torch.device("meta"))
+    assert (grid.dp, grid.dp_rank, grid.stage, grid.tp_rank) == (2, 0, 1, 1)
+    members = dict(tp=(2, 3), dp=(3, 9), pp=(1, 3, 5), world=tuple(range(12)))
+    assert grid.groups == {name: (*ranks, "nccl") for name, ranks in members.items()}
+    assert sorted(used) == sorted(grid.groups.values())
+    assert asked == [{(kind, peer, grid.group("pp")) for peer in (1, 5)
+                      for kind in (dist.isend, dist.irecv)}]
 
 
 def test_stages_share_the_layers_in_order_and_evenly():
@@ -1073,36 +1085,17 @@ def test_stages_share_the_layers_in_order_and_evenly():
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("m", [1, 2, 5, 8, 32])
-def test_schedules_have_the_papers_bubble_and_live_microbatches(name, p, m):
-    schedules = [parallel.SCHEDULES[name](s, p, m) for s in range(p)]
-    timeline = parallel.clock(schedules)
-    assert parallel.bubble(timeline) == pytest.approx((p - 1) / (m + p - 1))
-    ends = {(op, s, i): end for s, row in enumerate(timeline) for op, i, _, end in row}
-    for s, (schedule, row) in enumerate(zip(schedules, timeline)):
-        live = m if name == "gpipe" else min(m, p - s)
-        one, all_ = (parallel.activation_bytes(replace(CFG, n_layer=9), Grid(1, p, 1, s), ops, 2, 4)
-                     for ops in ([("F", 0), ("B", 0)], schedule))
-        assert parallel.live_activations(schedule) == live and all_ == live * one
-        assert sorted(schedule) == sorted((op, i) for op in "FB" for i in range(m))
-        free = 0                                # an op starts when its stage and its input allow
-        for (op, i), (*what, start, end) in zip(schedule, row, strict=True):
-            source = ("F", s - 1, i) if op == "F" else ("B", s + 1, i) if s < p - 1 else ("F", s, i)
-            assert what == [op, i] and start == max(free, ends.get(source, 0))
-            assert end - start == dict(F=1, B=2)[op]
-            free = end
-
-
-def test_a_run_on_one_stage_holds_one_microbatch(tmp_path):
-    live = run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=1), replace(CFG, n_layer=1),
-                     lambda run: (len(run.schedule), parallel.live_activations(run.schedule)))[1]
-    assert live == [(8, 1)]                     # four microbatches, forward and backward
-
-
-def test_a_deadlock_of_schedules_is_told():
-    with pytest.raises(ValueError, match="deadlock"):
-        parallel.clock([[("F", 0), ("F", 1)], [("F", 1), ("B", 1), ("F", 2)]])
+def test_schedules_have_the_papers_bubble_and_live_microbatches(name):
+    for p, m in itertools.product((1, 2, 3, 4, 8), (1, 2, 5, 8, 32)):
+        schedules = [parallel.SCHEDULES[name](s, p, m) for s in range(p)]
+        assert parallel.bubble(parallel.clock(schedules)) == pytest.approx((p - 1) / (m + p - 1))
+        for s, schedule in enumerate(schedules):
+            live = m if name == "gpipe" else min(m, p - s)
+            one, all_ = (parallel.activation_bytes(
+                replace(CFG, n_layer=9), Grid(1, p, 1, s), ops, 2, 4)
+                for ops in ([("F", 0), ("B", 0)], schedule))
+            assert parallel.live_activations(schedule) == live and all_ == live * one
+            assert sorted(schedule) == sorted((op, i) for op in "FB" for i in range(m))
 
 
 def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
@@ -1119,6 +1112,8 @@ def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         output("--pp", "0")
     assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(ValueError, match="deadlock"):
+        parallel.clock([[("F", 0), ("F", 1)], [("F", 1), ("B", 1), ("F", 2)]])
 
 
 @pytest.mark.parametrize("words, shape, tp, sequence_parallel", [
@@ -1130,99 +1125,53 @@ def test_a_layout_that_cannot_run_is_refused_by_its_numbers(words, shape, tp, se
         parallel.check_layout(replace(CFG, **shape), tp, tp, 1, 8, 1, 0, sequence_parallel)
 
 
-class Recorder:
-    """Stands in for torch.distributed and writes down what one rank asks for, in order: lists of
-    messages (is it sent, from, to, which of these) started together, and the numbers of the entries
-    that are waited for."""
-
-    def __init__(self, rank):
-        self.asked, counts = [], {}
-
-        def start(*messages):
-            entry, number = [], len(self.asked)
-            for kind, peer in messages:
-                ends = (rank, peer) if kind is self.isend else (peer, rank)
-                counts[ends] = counts.get(ends, 0) + 1
-                entry.append((kind is self.isend, *ends, counts[ends]))
-            self.asked.append(entry)
-            return SimpleNamespace(wait=lambda: self.asked.append(number))
-        self.isend = lambda x, peer, group, tag: start((self.isend, peer))
-        self.irecv = lambda x, peer, group, tag: start((self.irecv, peer))
-        self.P2POp = lambda kind, x, peer, group, tag: (kind, peer)
-        self.batch_isend_irecv = lambda messages: [start(*messages)]
-
-
-def asked_for(schedule, stages, micro, device):
-    """What each stage's run_schedule asks torch.distributed for."""
-    one = torch.ones((), device=device)
-
-    def stage_of(model, grid):
-        with mock.patch.object(parallel, "dist", Recorder(grid.rank)) as recorder:
-            run_schedule(parallel.SCHEDULES[schedule](grid.stage, stages, micro), model, grid,
-                         [(one, None, 0)] * micro, one, mock.Mock())
-        return recorder.asked
+def messages_of(schedule, stages, micro, device):
+    """What each stage's run_schedule asks torch.distributed for, in order: sets of messages (is it
+    sent, from, to, tag) that are started together."""
+    asked, one = [[] for _ in range(stages)], torch.ones((), device=device)
 
     def model(x, *_):
         return x * torch.ones_like(x, requires_grad=True)
     model.head = SimpleNamespace()
-    return [stage_of(model, Grid(1, stages, 1, rank)) for rank in range(stages)]
+    for rank, entries in enumerate(asked):
+        def start(*messages):
+            entries.append({(sent, *((rank, peer) if sent else (peer, rank)), tag)
+                            for sent, peer, tag in messages})
+            return mock.Mock()
+
+        def send(x, peer, group, tag):
+            return start((True, peer, tag))
+
+        def receive(x, peer, group, tag):
+            return start((False, peer, tag))
+        with mock.patch.multiple(
+                dist, isend=send, irecv=receive, batch_isend_irecv=lambda some: [start(*some)],
+                P2POp=lambda kind, x, peer, group, tag: (kind is send, peer, tag)):
+            run_schedule(parallel.SCHEDULES[schedule](rank, stages, micro), model,
+                         Grid(1, stages, 1, rank), [(one, None, 0)] * micro, one, mock.Mock())
+    return asked
 
 
-def ends(asked, in_order, warm):
-    """Whether all stages reach their end on NCCL. `in_order`: a device does nothing else until the
-    messages that it has started have met their counterparts. Not `warm`: the first message each way
-    between two ranks waits on both for a connection, which waits for all messages before it."""
-    at, started, ready, moved = [0] * len(asked), set(), set(), True
-
-    def arrived(messages):
-        return all((not sent, *rest) in started for sent, *rest in messages)
-
-    def passes(rank, entry, before):
-        if isinstance(entry, int):
-            return arrived(asked[rank][entry])
-        links = [(source, target) for _, source, target, _ in entry]
-        if not warm and all(arrived(messages) for messages in before if isinstance(messages, list)):
-            ready.update((rank, link) for link in links)
-        if not warm and not all((rank, link) in ready for link in links for rank in link):
-            return False
-        started.update(entry)
-        return arrived(entry) or not in_order
-    while moved:
-        moved = False
+def reach_their_end(asked):
+    """Whether all stages do on NCCL, where a device does nothing else until the messages that it
+    has started have met their counterparts."""
+    at, before, started = [0] * len(asked), None, set()
+    while at != before:
+        before = list(at)
         for rank, entries in enumerate(asked):
-            while at[rank] < len(entries) and passes(rank, entries[at[rank]], entries[:at[rank]]):
-                at[rank] += 1
-                moved = True
-    return at == [len(entries) for entries in asked]
+            if at[rank] < len(entries):
+                started |= entries[at[rank]]
+                at[rank] += all((not sent, *rest) in started for sent, *rest in entries[at[rank]])
+    return at == list(map(len, asked))
 
 
 def test_1f1b_cannot_hang_on_nccl_where_single_messages_do():
-    """Nor GPipe, which did on an H100 before its connections were made with the grid."""
-    for stages, micro in itertools.product((2, 3, 4), (2, 3, 8)):
-        asked = asked_for("1f1b", stages, micro, "cpu")         # gets single messages
-        assert not ends(asked, in_order=True, warm=True) and not ends(asked, False, warm=False)
-        assert not ends(asked_for("gpipe", stages, micro, "meta"), in_order=False, warm=False)
+    """Nor can GPipe."""
+    for stages, micro in itertools.product((2, 3, 4), (2, 3, 8)):       # a CPU: single messages
+        assert not reach_their_end(messages_of("1f1b", stages, micro, "cpu"))
     for schedule, stages, micro in itertools.product(parallel.SCHEDULES, range(1, 9),
                                                      (1, 2, 3, 8, 16)):
-        asked = asked_for(schedule, stages, micro, "meta")      # is no CPU, as a GPU is none
-        assert ends(asked, in_order=True, warm=True) and ends(asked, False, warm=True)
-
-
-def test_a_gpus_connections_are_made_with_the_grid():
-    """A group's first collective makes its communicator, the first message each way between two
-    stages a connection; `meta` is no CPU either."""
-    used, asked, handle = [], [], mock.Mock()
-    groups = lambda ranks, timeout, backend: (*ranks, backend)
-    reduce = lambda x, op, group, async_op: used.append(group) or handle
-    with mock.patch.multiple(parallel.dist, new_group=groups, all_reduce=reduce,
-                             P2POp=lambda kind, x, peer, group: (kind, peer, group),
-                             batch_isend_irecv=lambda messages: asked.append(messages) or []):
-        grid = make_grid(12, 2, 3, 3, device=torch.device("meta"))
-    assert sorted(used) == sorted(grid.groups.values()) and len(used) == 4
-    [messages] = asked
-    assert set(messages) == {(kind, peer, (1, 3, 5, "nccl")) for peer in (1, 5)
-                             for kind in (dist.isend, dist.irecv)}
-    assert set(group[-1] for group in used) == {"nccl"}
+        assert reach_their_end(messages_of(schedule, stages, micro, "meta"))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1240,55 +1189,52 @@ def outputs_and_gradient(gpt, tokens, targets, x, dy):
     x = x.clone().requires_grad_()
     outputs = gpt.embed(tokens), gpt.blocks["0"](x), gpt.head(x, targets)
     torch.autograd.backward(outputs, [dy, dy, torch.ones_like(outputs[2])])
-    return [*outputs, x.grad]
+    return dict(zip(("embedding", "block", "loss", "dx"), (*outputs, x.grad)))
 
 
 def parallel_and_plain(rank, world, sequence_parallel):
-    """{what: (this rank's, its part of the plain model's)}"""
+    """{what: how far this rank's is from its part of the plain model's}"""
     cfg = replace(CFG, n_layer=1)
     tokens, targets = tokens_of(cfg, 2), tokens_of(cfg, 2, seed=1)
     targets[:, ::7] = IGNORE_INDEX
     x, dy = (random_tensor(2, 16, 32, seed=seed) for seed in (1, 2))
     plain = random_gpt(cfg)
     expected = outputs_and_gradient(plain, tokens, targets, x, dy)
+
+    def part(x):                        # of what is the same everywhere: a slice of the positions
+        return x.chunk(world, 1)[rank] if sequence_parallel and x.dim() else x
     with gridded(rank, world, world, 1, sequence_parallel) as grid, \
             mock.patch.dict(parallel.LOGITS, cpu=7 * 384 // world):     # the last chunk is shorter
-        def part(x):                    # of what is the same everywhere: a slice of the positions
-            return x.chunk(world, 1)[rank] if sequence_parallel and x.dim() else x
         local, flat = staged(cfg, grid, torch.float64)
         flat.load("master", lambda name, shape: plain.get_parameter(name)[:shape[0]])
         flat.prepare_grad_sync(True)
         found = outputs_and_gradient(local, tokens, targets, part(x), part(dy))
         flat.finish_grad_sync()
-    results = {name: (ours.detach(), part(theirs).detach()) for name, ours, theirs in zip(
-        ("embedding", "block", "loss", "dx"), found, expected)}
+    found = {name: relative(x, part(expected[name])) for name, x in found.items()}
     for bucket in flat.buckets:
         for spec in bucket.specs:
             full = plain.get_parameter(spec.name).grad[:spec.shape[0]]
-            results[spec.name] = bucket.view(bucket.grad, spec), spec.shard(full, rank)
-    return results
+            found[spec.name] = relative(bucket.view(bucket.grad, spec), spec.shard(full, rank))
+    return found
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_parallel_layers_are_the_plain_ones_under_random_upstream_gradients(pool, tp,
                                                                             sequence_parallel):
-    for rank, results in enumerate(pool.run(tp, parallel_and_plain, sequence_parallel)):
-        for name, (ours, theirs) in results.items():
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10,
-                                       msg=lambda told: f"{name}, rank {rank}: {told}")
+    for found in pool.run(tp, parallel_and_plain, sequence_parallel):
+        assert max(found.values()) < 1e-10, found
 
 
 @contextmanager
-def traffic(events):
-    """In the block `events` gets ("all_reduce", "isend" or "irecv", bytes) of what this rank starts
-    in torch.distributed, and ("wait", bytes) when it waits for that."""
+def traffic(note):
+    """In the block note(name, x, *arguments) hears of each "all_reduce", "isend" or "irecv" of x
+    that this rank starts in torch.distributed, and note("wait", x) that it waits for that."""
     def noted(name, start):
         def run(x, *args, **kwargs):
-            events.append((name, x.nbytes))
+            note(name, x, *args, **kwargs)
             work = start(x, *args, **kwargs)
-            return SimpleNamespace(
-                wait=lambda: events.append(("wait", x.nbytes)) or work.wait())
+            return SimpleNamespace(wait=lambda: note("wait", x) or work.wait())
         return run
     with mock.patch.multiple(dist, **{name: noted(name, getattr(dist, name))
                                       for name in ("all_reduce", "isend", "irecv")}):
@@ -1296,33 +1242,22 @@ def traffic(events):
 
 
 def in_turn(events):
-    """The names of the events without repetition; a message starts in either direction."""
-    names = (dict(isend="start", irecv="start", all_reduce="start").get(name, name)
-             for name, *_ in events)
-    return [name for name, _ in itertools.groupby(names)]
-
-
-class Operations(TorchDispatchMode):
-    """Calls seen(operation, output) after each of torch's operations in the block."""
-
-    def __init__(self, seen):
-        super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **kwargs or {})
-        self.seen(function, out)
-        return out
+    """The events without repetition; a message starts in either direction."""
+    events = (dict.fromkeys(("isend", "irecv", "all_reduce"), "start").get(x, x) for x in events)
+    return [event for event, _ in itertools.groupby(events)]
 
 
 def overlapped(rank, world, sequence_parallel):
     """What the backward of a column-parallel matrix does, in order."""
-    events, products = [], (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+    def product(a, b):
+        events.append("product")
+        return torch.matmul(a, b)
+    events = []
     with gridded(rank, world, world, 1, sequence_parallel) as grid:
         layer = parallel.ColumnParallelLinear(nn.Linear(8, 12), grid)
         y = layer(torch.randn(2, 4 // world, 8, requires_grad=True))
-        with traffic(events), Operations(
-                lambda function, _: events.append(("product",)) if function in products else None):
+        with traffic(lambda name, *_, **__: events.append(name)), \
+                mock.patch.object(torch.Tensor, "__matmul__", product):
             y.sum().backward()
     return in_turn(events)
 
@@ -1338,38 +1273,32 @@ def test_the_input_gradient_travels_while_the_weights_is_computed(pool, sequence
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_the_token_matrixs_gradient_is_added_where_it_is_kept(dtype, bound):
-    """Autograd never sees a tensor; what 16-bit products add up to is in fp32. 5000 rows are three
-    parts of such a product."""
-    weight, total = nn.Parameter(torch.zeros(5000, 8, dtype=dtype)), torch.ones(5000, 8)
-    weight.main_grad = lambda: total
-    tokens, dx = torch.tensor([[7, 4999, 7, 0]]), random_tensor(1, 4, 8, seed=4)
-    dy, x = random_tensor(9, 5000, seed=1), random_tensor(9, 8, seed=2)
-    lookup = parallel.VocabParallelEmbedding(SimpleNamespace(weight=weight), Grid(1, 1, 1))
+    """What 16-bit products add up to is in fp32; 5000 rows are three parts of such a product."""
+    total, dy, x = torch.ones(5000, 8), random_tensor(9, 5000, seed=1), random_tensor(9, 8, seed=2)
     for _ in range(2):
-        lookup(tokens).backward(dx.to(dtype))
         parallel.add_product(total, dy.to(dtype), x.to(dtype))
-    expected = 1 + 2 * (dy.t() @ x).index_add(0, tokens[0], dx[0])
-    assert weight.grad is None
-    for ours, theirs in zip(total.split(500), expected.split(500)):
+    for ours, theirs in zip(total.split(500), (1 + 2 * dy.t() @ x).split(500)):
         assert relative(ours, theirs) < bound
 
 
-class Alive(Operations):
+class Alive(TorchDispatchMode):
     """Counts the bytes of the tensors that operations made in the block, while these live."""
 
     def __init__(self):
-        super().__init__(self.note)
+        super().__init__()
         self.made, self.peak = torch.utils.weak.WeakTensorKeyDictionary(), 0
 
     def bytes(self):
         storages = [x.untyped_storage() for x in self.made]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def note(self, function, out):
-        for x in torch.utils._pytree.tree_leaves(out):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
                 self.made[x] = None
         self.peak = max(self.peak, self.bytes())
+        return out
 
 
 def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypatch):
@@ -1389,13 +1318,14 @@ def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypat
     assert many - few < 8 * 768 * 16 * 4 < 768 * 8192 * 4 / 50
 
 
-@pytest.fixture(scope="module")
-def compilers(tmp_path_factory):
-    """Processes of their own: a compiler leaves tensors behind that are none. And a cache of their
-    own: code that was compiled for another set of instructions crashes."""
-    pool = Pool(TORCHINDUCTOR_CACHE_DIR=str(tmp_path_factory.mktemp("inductor")))
-    yield pool
-    pool.stop()
+@contextmanager
+def own_processes(*context, **environment):
+    """A Pool for the block alone."""
+    pool = Pool(*context, **environment)
+    try:
+        yield pool
+    finally:
+        pool.stop()
 
 
 def compiled_steps(rank, world, layout, config, cfg, backend):
@@ -1408,19 +1338,19 @@ def compiled_steps(rank, world, layout, config, cfg, backend):
     return rows
 
 
-@pytest.mark.parametrize("backend", [
-    "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout, flags", [
-    ((2, 1, 1), dict(zero=3, recompute=True)),
-    pytest.param((1, 1, 2), dict(zero=2, pp=2, dtype="bf16"), marks=pytest.mark.slow),
-    pytest.param((1, 1, 1), dict(dtype="bf16"), marks=pytest.mark.slow)])
-def test_compiled_blocks_train_as_they_are(compilers, tmp_path, layout, flags, backend):
+@pytest.mark.parametrize("layout, flags, backend", [
+    ((2, 1, 1), dict(zero=3, recompute=True), "aot_eager"),
+    *(pytest.param(*row, "inductor", marks=pytest.mark.slow) for row in [
+        ((2, 1, 1), dict(zero=3, recompute=True)), ((1, 1, 2), dict(zero=2, pp=2, dtype="bf16"))])])
+def test_compiled_blocks_train_as_they_are(tmp_path, layout, flags, backend):
     """In 16 bits within eps: fused operations round in other places, each time by half of it at
-    most and in its own direction, and loss and norm are means of thousands."""
+    most and in its own direction, and loss and norm are means of thousands. (A compiler leaves
+    tensors behind that are none, and code compiled for other instructions crashes.)"""
     config, cfg = settings(tmp_path, steps=3, **flags), replace(CFG, n_layer=layout[2])
-    plain, compiled = (compilers.run(math.prod(layout), compiled_steps, layout,
+    with own_processes(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) as fresh:
+        plain, compiled = (fresh.run(math.prod(layout), compiled_steps, layout,
                                      replace(config, compile=c), cfg, backend, seconds=400)[0]
-                       for c in (False, True))
+                           for c in (False, True))
     bound = torch.finfo(torch.bfloat16).eps if config.dtype == "bf16" else 1e-5
     for name in ("loss", "grad_norm"):
         assert relative(column(compiled, name), column(plain, name)) <= bound, name
@@ -1440,15 +1370,6 @@ def reference(pool, tmp_path_factory):
                           **{"micro_batch": changes.get("batch_size", 8), **changes})
         return pool.run(math.prod(layout), run_steps, layout, config, cfg, whole_gradient)[0]
     return run
-
-
-def checked_gradient(run):
-    """The whole gradient; the parameters are the masters, in 16 bits rounded."""
-    own = [bucket.shard for bucket in run.flat.buckets]
-    assert all(x["data"].equal(x["master"].to(x["data"].dtype)) for x in own)
-    rounded = any((x["data"] != x["master"]).any() for x in own)
-    assert rounded == (run.config.dtype not in BOUNDS)
-    return whole_gradient(run)
 
 
 BOUNDS = dict(fp32=1e-5, fp64=1e-10)
@@ -1517,7 +1438,7 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
     changes = dict(steps=60, lr=4e-3) if half and long else dict(steps=20 if long else 5)
     microbatch = 2 if row["pp_schedule"] == "1f1b" else 4       # of 1F1B four, of GPipe two
     ours = pool.run(dp * tp * pp, run_steps, (dp, tp, pp), settings(
-        tmp_path, micro_batch=microbatch // dp, **row, **changes), cfg, checked_gradient)[0]
+        tmp_path, micro_batch=microbatch // dp, **row, **changes), cfg, whole_gradient)[0]
     one = reference(cfg, dtype="fp64" if half else dtype, **changes)
     if half and long:
         losses, expected = (np.array(column(steps, "loss")) for steps in (ours[0], one[0]))
@@ -1525,34 +1446,6 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
     else:
         found, bound = differences(ours, one), BOUNDS.get(dtype)
         assert all(map(float.__le__, found, 3 * [bound] if bound else (0.001, 0.05, 0.01))), found
-
-
-@pytest.mark.parametrize("zero", range(4))
-def test_every_element_is_kept_as_often_as_the_formula_says(zero):
-    """Of each layout all ranks, one after the other: by dp replicas without ZeRO and by one with
-    it; by each of tp ranks if it is replicated there; the tied matrix by both ends of a pipeline.
-    The global norm counts it once. A tensor is filled with the numbers of the elements, from 1."""
-    number = lambda name, shape: torch.arange(1.0, math.prod(shape) + 1).view(shape)
-    for dp, tp, pp in [x for x in LAYOUTS if zero < 3 or x[2] == 1]:
-        kept, square, cfg = {}, 0.0, deep_enough((dp, tp, pp))
-        for rank in range(dp * tp * pp):
-            grid = Grid(dp, pp, tp, rank)
-            specs = parallel.param_specs(parallel.build_stage(cfg, grid), cfg, grid)
-            flat = FlatParameters(specs, grid, torch.float32, torch.float32, "cpu", zero)
-            flat.load("grad", number)
-            square += flat.square_sums()[0].item()
-            for bucket in flat.buckets:
-                for spec, here, _ in bucket.shard_ranges:
-                    _, times = kept.setdefault(
-                        spec.name, (spec, torch.zeros(math.prod(spec.shape) + 1)))
-                    times += bucket.shard["grad"][here].long().bincount(minlength=len(times))
-        assert kept.keys() == {name for name, _ in GPT(cfg).named_parameters()}
-        for name, (spec, times) in kept.items():
-            expected = ((1 if zero else dp) * (tp if spec.partition_dim is None else 1)
-                        * (2 if name == "embed.token.weight" and pp > 1 else 1))
-            assert set(times[1:].tolist()) == {expected}, f"{name}, layout {dp, tp, pp}"
-        assert square == pytest.approx(sum(number("", spec.shape).double().square().sum().item()
-                                           for spec, _ in kept.values()), rel=1e-6)
 
 
 # Whole runs, as torch's own parts make them.
@@ -1593,11 +1486,11 @@ def train_theirs(config, model, kind=torch.optim.AdamW, rows=slice(None), backwa
         loss = model(x, y) / y.numel()
         loss.backward()
         return loss.item()
-    tokens, parameters, seen = Memory(CFG), list(model.parameters()), []
-    groups = [dict(params=[p for p in parameters if (p.dim() > 1) == decays],
-                   weight_decay=config.weight_decay * decays) for decays in (True, False)]
-    optimizer = kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, **more)
-    first = 0
+    tokens, parameters, first, seen = Memory(CFG), list(model.parameters()), 0, []
+    optimizer = kind([
+        dict(params=[p for p in parameters if (p.dim() > 1) == decays],
+             weight_decay=config.weight_decay * decays) for decays in (True, False)],
+        lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, **more)
     for step in range(1, config.steps + 1):
         size = megatrons_batch_size(config, first)
         windows = tokens.sample_indices(config.seed, first, size)
@@ -1605,7 +1498,7 @@ def train_theirs(config, model, kind=torch.optim.AdamW, rows=slice(None), backwa
         batch = torch.from_numpy(tokens.windows(windows))[rows]
         optimizer.zero_grad()
         loss = (backward or backward_of_mean)(batch[:, :-1], batch[:, 1:])
-        norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip) if config.clip else None
+        norm = nn.utils.clip_grad_norm_(parameters, config.clip) if config.clip else None
         for group in optimizer.param_groups:
             group["lr"] = train.learning_rate(config, step)
         optimizer.step()
@@ -1684,8 +1577,7 @@ def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool, tmp_
     config = settings(tmp_path, dtype="fp64", steps=1, micro_batch=1, clip=0.0)
     _, (ours,), _ = pool.run(4, run_steps, (4, 1, 1), config, CFG, whole_gradient)[0]
     theirs = pool.run(4, replicated, config, "grad")[0]
-    theirs["embed.token.weight"] = theirs["embed.token.weight"][:257]
-    assert relative(ours, theirs) <= 1e-12
+    assert relative(comparable(ours), comparable(theirs)) <= 1e-12
 
 
 @pytest.mark.parametrize("theirs, world, flags", [
@@ -1702,11 +1594,8 @@ def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, worl
     for parameters in pool.run(world, theirs, config):
         expected |= comparable(parameters)
     layout = (world // config.pp, 1, config.pp)
-    ours = comparable(pool.run(world, run_steps, layout, config, CFG)[0][2]["master"])
-    assert relative(ours, expected) <= 1e-8
-    name = "blocks.0.mlp.up.weight"
-    start = GPT(CFG).initialize(config.seed).get_parameter(name)
-    assert relative(ours[name], start.detach()) > 1e-2
+    ours = pool.run(world, run_steps, layout, config, CFG)[0][2]["master"]
+    assert relative(comparable(ours), expected) <= 1e-8
 
 
 # Dropout.
@@ -1760,31 +1649,27 @@ def test_masks_do_not_depend_on_schedule_stage_or_recomputation(pool, tmp_path, 
 # ---------------------------------------------------------------------------------------------
 
 
-def events_of_a_step(rank, world, layout, zero, sequence_parallel, n_layer):
-    """(what one step of two microbatches of two sequences starts and waits for, in bf16, and each
-    parameter's bucket when its gradient is there; elements of each bucket; the most buckets of
-    blocks that had memory for gradients at once)"""
-    dp, tp, pp = layout
-    cfg, events, held = replace(CFG, n_layer=n_layer), [], []
-    with gridded(rank, world, tp, pp, sequence_parallel) as grid, \
-            mock.patch.object(parallel, "EXCHANGE_BYTES", -1):      # no swaps of two ranks
-        local, flat = staged(cfg, grid, torch.bfloat16, zero=zero)
-        boundary = torch.empty(2, 16 // (tp if sequence_parallel else 1), 32).bfloat16()
+def events_of_a_step(rank, world, zero):
+    """(what one step of two microbatches starts and waits for, and each parameter's bucket when its
+    gradient is there; the most buckets of blocks that had memory for gradients at once)"""
+    events, held, cfg = [], [], replace(CFG, n_layer=2)
+    with gridded(rank, world, 1, 1) as grid:
+        local, flat = staged(cfg, grid, zero=zero)
 
         def note(name, gradient):
-            events.append((name, 0))
+            events.append(name)
             held.append(sum(bucket.grad is not None for bucket in flat.buckets[2:]))
-        halves = (f"{i}.{half}" for i in range(n_layer) for half in ("attn", "mlp"))
-        for name, bucket in zip(("tied", "ends", *halves), flat.buckets):
+        names = ("tied", "ends", "0.attn", "0.mlp", "1.attn", "1.mlp")
+        for name, bucket in zip(names, flat.buckets, strict=True):
             for module, attribute in sum((spec.places for spec in bucket.specs), []):
                 getattr(module, attribute).register_hook(functools.partial(note, name))
-        with traffic(events):
+        with traffic(lambda name, *_, **__: events.append(name)):
             flat.zero_grad()
-            run_schedule(one_f_one_b(grid.stage, pp, 2), local, grid,
-                         [(x, x, 0) for x in tokens_of(cfg, 4).split(2)], boundary, flat)
+            run_schedule(one_f_one_b(0, 1, 2), local, grid,
+                         [(x, x, 0) for x in tokens_of(cfg, 4).split(2)], torch.empty(0), flat)
             flat.finish_grad_sync()
             flat.step(1.0, 1, 1e-3, 0.9, 0.95, 0.1)
-    return events, [bucket.numel for bucket in flat.buckets], max(held, default=0)
+    return in_turn(events), max(held)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
@@ -1799,27 +1684,25 @@ def test_buckets_travel_while_backward_goes_on(pool, zero):
             if microbatch == 1 or zero == 2:
                 expected += ["wait"] * (zero > 0 and "start" in expected) + ["start"]
     expected += ["wait"] + ["start", "wait"] * (zero > 0)       # at last the parameters
-    expected = [name for name, _ in itertools.groupby(expected)]
-    for events, _, held in pool.run(2, events_of_a_step, (2, 1, 1), zero, False, 2):
-        assert in_turn(events) == expected and held == (1 if zero == 2 else 4)
+    for seen in pool.run(2, events_of_a_step, zero):
+        assert seen == (in_turn(expected), 1 if zero == 2 else 4)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_zero_3_holds_two_blocks_the_next_on_its_way(recompute):
     """Which buckets have memory, the two halves of a block each, and + what is on its way: in a
     block's forward, its backward (recomputation sees it in both) and after."""
-    cfg, tokens, seen = replace(CFG, n_layer=3), tokens_of(CFG, 2), []
-    local, flat = staged(cfg, Grid(1, 1, 1), recompute=recompute, zero=3)
-    names = ["tied", "ends", *"001122"]
+    tokens, seen = tokens_of(CFG, 2), []
+    local, flat = staged(replace(CFG, n_layer=3), Grid(1, 1, 1), recompute=recompute, zero=3)
 
     def look(*_):
         seen.append(" ".join(name + "+" * (bucket.unsharding is not None) for name, bucket in zip(
-            names, flat.buckets, strict=True) if bucket.data.untyped_storage().size()))
+            ["tied", "ends", *"001122"], flat.buckets, strict=True)
+            if bucket.data.untyped_storage().size()))
     local.embed.token.register_forward_hook(look)
     for block in local.blocks.values():
         block.norm2.register_forward_hook(look)
         block.norm2.weight.register_post_accumulate_grad_hook(look)
-    look()
     loss = local(tokens, tokens)
     look()                                      # the head has made its gradients already
     flat.prepare_grad_sync(True)
@@ -1830,13 +1713,12 @@ def test_zero_3_holds_two_blocks_the_next_on_its_way(recompute):
     look()
     forward = ["tied ends 0+ 0+", "tied ends 0 0 1+ 1+", "tied ends 1 1 2+ 2+", "tied ends 2 2"]
     backward = ["ends 2 2", "ends 1+ 1+ 2 2", "ends 0+ 0+ 1 1", "ends 0 0"]
-    assert [what for what, _ in itertools.groupby(seen)] == [
-        "", *forward, *backward, "", *forward, ""]
+    assert in_turn(seen) == [*forward, *backward, "", *forward, ""]
 
 
-@pytest.mark.parametrize("schedule, expected", [(gpipe, 8), (one_f_one_b, 1)])
+@pytest.mark.parametrize("schedule, expected", [(gpipe(0, 1, 8), 8), (None, 1)])
 def test_what_a_microbatch_holds_ends_with_its_backward(schedule, expected):
-    """GPipe holds all eight at once and 1F1B, on one stage, one."""
+    """GPipe holds all eight at once; a run on one stage one."""
     local, flat = staged(CFG, Grid(1, 1, 1))
     graphs, live = [], []
 
@@ -1844,43 +1726,9 @@ def test_what_a_microbatch_holds_ends_with_its_backward(schedule, expected):
         graphs.append(weakref.ref(loss))
         live.append(sum(graph() is not None for graph in graphs))
     local.register_forward_hook(count)
-    run_schedule(schedule(0, 1, 8), local, flat.grid,
-                 [(x, x, 0) for x in tokens_of(CFG, 8).split(1)], torch.empty(0), flat)
-    assert max(live) == expected
-
-
-# What a rank holds.
-
-FORMULA = dict(fp32=lambda dp: (16, 8 + 8 / dp, 4 + 12 / dp, 16 / dp),      # bytes a parameter
-               bf16=lambda dp: (18, 6 + 12 / dp, 2 + 16 / dp, 18 / dp))
-
-
-@pytest.mark.parametrize("layout", [(4, 1, 1), (2, 2, 1), (2, 1, 2)])
-@pytest.mark.parametrize("dtype, kinds", [("fp32", (4, 4, 0, 8)), ("bf16", (2, 4, 4, 8))])
-def test_bytes_a_parameter_are_the_formulas(tmp_path, capsys, dtype, kinds, layout):
-    """All that a run holds, and prints, is the parameters (shared out by ZeRO 3), the gradients
-    (from 2 on), masters and moments (from 1 on); besides it what crosses a stage boundary."""
-    cfg, (dp, tp, pp) = replace(CFG, vocab_size=256, n_embd=64, n_layer=4), layout
-    for zero, rank in itertools.product(range(4 if pp == 1 else 3), (0, 3)):
-        config = settings(tmp_path, dtype=dtype, zero=zero, tp=tp, pp=pp, micro_batch=1)
-        grid = Grid(dp, pp, tp, rank)
-        with Alive() as alive:
-            run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
-        numel = sum(bucket.numel for bucket in run.flat.buckets)
-        needed = sum(spec.numel for bucket in run.flat.buckets for spec in bucket.specs)
-        sizes = [size * numel / (dp if zero >= since else 1)
-                 for size, since in zip(kinds, (3, 2, 1, 1))]
-        told = parallel.memory_bytes(cfg, grid, config, amp.PRECISIONS[dtype], on_gpu=False)
-        assert [told[kind] for kind in parallel.KEPT] == sizes
-        assert needed <= numel <= 1.02 * needed
-        assert sum(sizes) == pytest.approx(FORMULA[dtype](dp)[zero] * numel)
-        assert alive.bytes() - run.boundary.nbytes == sum(sizes)
-        sizes += [told["buffers"], parallel.loss_bytes(cfg, grid, 1, kinds[0], "cpu"),
-                  parallel.activation_bytes(cfg, grid, run.schedule, 1, kinds[0])]
-        words = *parallel.KEPT, "buffers about", "logits about", "activations about"
-        told = ", ".join(f"{word} {size / 1e6:,.1f} MB" for word, size in zip(words, sizes))
-        train.print_summary(run)
-        assert f"memory   {told} (rank {rank})\n" in capsys.readouterr().out
+    run_schedule(schedule or parallel.schedule_of(settings("", micro_batch=1), flat.grid), local,
+                 flat.grid, [(x, x, 0) for x in tokens_of(CFG, 8).split(1)], torch.empty(0), flat)
+    assert max(live) == expected and len(live) == 8
 
 
 def saved_for_backward(rank, world, tp, pp, sequence_parallel, recompute, cfg):
@@ -1916,21 +1764,14 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(pool, tp, pp, sequen
         assert kept == pytest.approx(estimate, rel=0.06)
 
 
-def nothing_saved(run):
-    pass
-
-
 # What a process holds at its peak: 101M parameters on four replicas, and a pipeline of four stages
 # with eight layers of width 512, 16 microbatches of two sequences.
 
+FORMULA = dict(fp32=lambda dp: (16, 8 + 8 / dp, 4 + 12 / dp, 16 / dp),      # bytes a parameter
+               bf16=lambda dp: (18, 6 + 12 / dp, 2 + 16 / dp, 18 / dp))
 BIG = GPTConfig(vocab_size=257, seq_len=32, n_layer=8, n_head=8, n_embd=1024)
 LONG = GPTConfig(vocab_size=257, seq_len=512, n_layer=8, n_head=8, n_embd=512)
 PIPELINES = {"gpipe": {}, "1f1b": dict(pp_schedule="1f1b"), "recompute": dict(recompute=True)}
-
-
-def resident(what):
-    """Bytes of this process, now (VmRSS) or at most since the last reset (VmHWM)."""
-    return 1024 * int(re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def peak_memory(rank, world, layout, config, cfg):
@@ -1938,17 +1779,14 @@ def peak_memory(rank, world, layout, config, cfg):
     state, buffers, activations)"""
     dp, tp, pp = layout
 
-    def step(grid, cfg):
+    def peak_with(cfg):
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg, 1), None)
-        run.save = run.evaluate = lambda *row: 0.0
+        run.save = run.evaluate = lambda *_: 0.0
         run.train(Rows(run, nothing), SimpleNamespace(requested=False))
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with gridded(rank, world, tp, pp) as grid:
-        step(grid, replace(CFG, n_layer=pp))            # libraries allocate at their first use
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")   # VmHWM starts over
-        before = resident("VmRSS")
-        step(grid, cfg)
-        peak = resident("VmHWM") - before
+        before = peak_with(replace(CFG, n_layer=pp))    # libraries allocate at their first use
+        peak = peak_with(cfg) - before
     sizes = parallel.memory_bytes(cfg, grid, config, amp.PRECISIONS["fp32"], on_gpu=False)
     return peak, (sum(sizes[kind] for kind in parallel.KEPT), sizes["buffers"],
                   sizes["activations"])
@@ -1957,16 +1795,12 @@ def peak_memory(rank, world, layout, config, cfg):
 def peak_of(layout, cfg, out, **flags):
     """`peak_memory` in fresh processes, whose freed memory goes back to the system at once."""
     config = settings(out, steps=1, pp=layout[2], **flags)
-    with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536"):
-        fresh = Pool(multiprocessing.get_context("spawn"))      # malloc reads it at the start
-        try:
-            return fresh.run(4, peak_memory, layout, config, cfg, seconds=500)
-        finally:
-            fresh.stop()
+    with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536"), \
+            own_processes(multiprocessing.get_context("spawn")) as fresh:   # malloc reads it first
+        return fresh.run(4, peak_memory, layout, config, cfg, seconds=500)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("layout, cfg, flags", [
     *(((4, 1, 1), BIG, dict(zero=zero, micro_batch=1)) for zero in range(4)),
     *(((1, 1, 4), LONG, dict(batch_size=32, **flags)) for flags in PIPELINES.values())])
@@ -1984,93 +1818,79 @@ def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, layout
 
 
 def a_step_of_a_run(rank, world, config, cfg):
-    """What the first step of a run does on this rank: (bytes held all the time, by kind; bytes sent
-    by process group, an all-reduce's in a ring; [(FLOPs so far, "send", "wait" or "end", the other
-    stage's rank, microbatch)])"""
-    sent, events = {}, []
+    """(numbers in this rank's buckets; bytes that a run makes there and keeps; bytes that a step
+    sends by process group, an all-reduce's in a ring; FLOPs of its forwards; of all)"""
+    sent, forwards = {}, []
     flops = FlopCounterMode(display=False, custom_mapping={
         torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]})
 
-    def noted(name, start):
-        def run(x, *arguments, **keywords):
-            group = next(v for v in (*arguments, *keywords.values())
-                         if isinstance(v, dist.ProcessGroup))
-            kind = names[group]
-            if name != "irecv":
-                ring = 2 * (group.size() - 1) / group.size() if name == "all_reduce" else 1
-                sent[kind] = sent.get(kind, 0) + ring * x.nbytes
-            handle = start(x, *arguments, **keywords)
-            if kind == "pp" and name == "isend":
-                events.append((flops.get_total_flops(), "send", arguments[0], keywords["tag"]))
-
-            def wait():
-                handle.wait()
-                if kind == "pp" and name == "irecv":
-                    events.append((flops.get_total_flops(), "wait", arguments[0], keywords["tag"]))
-            return SimpleNamespace(wait=wait)
-        return run
+    def note(name, x, *args, **kwargs):
+        if name in ("isend", "all_reduce"):
+            group = next(v for v in (*args, *kwargs.values()) if isinstance(v, dist.ProcessGroup))
+            ring = 2 * (group.size() - 1) / group.size() if name == "all_reduce" else 1
+            kind = next(kind for kind in grid.groups if grid.groups[kind] is group)
+            sent[kind] = sent.get(kind, 0) + ring * x.nbytes
     with gridded(rank, world, config.tp, config.pp, config.sequence_parallel) as grid:
-        names = {group: kind for kind, group in grid.groups.items()}
-        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg, 1), None)
-        run.save = run.evaluate = lambda *row: 0.0
-        held = {kind: {} for kind in parallel.KEPT}
-        for bucket in run.flat.buckets:
-            for name, kind in zip(OWN, ("parameters", "gradients", "masters", *2 * ["moments"])):
-                storage = bucket.shard[name].untyped_storage()
-                if name != "master" or bucket.shard["master"].dtype != bucket.shard["data"].dtype:
-                    held[kind][storage._cdata] = storage.nbytes()
-        operations = {name: noted(name, getattr(dist, name))
-                      for name in ("isend", "irecv", "all_reduce")}
-        with flops, mock.patch.multiple(dist, **operations), \
-                torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with Alive() as alive:
+            run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
+            held = alive.bytes() - run.boundary.nbytes
+        run.save = run.evaluate = lambda *_: 0.0
+        run.model.register_forward_pre_hook(lambda *_: forwards.append(-flops.get_total_flops()))
+        run.model.register_forward_hook(lambda *_: forwards.append(flops.get_total_flops()))
+        with flops, traffic(note), torch.nn.attention.sdpa_kernel(
+                torch.nn.attention.SDPBackend.MATH):
             run.train(Rows(run, nothing), SimpleNamespace(requested=False))
-    events.append((flops.get_total_flops(), "end", None, None))
-    return {kind: sum(sizes.values()) for kind, sizes in held.items()}, sent, events
+    numel = sum(bucket.numel for bucket in run.flat.buckets)
+    return numel, held, sent, sum(forwards), flops.get_total_flops()
 
 
-def idle(events):
-    """The fraction of the time that ranks are idle which do one FLOP a second, if messages take
-    none; of each the events of `a_step_of_a_run`."""
-    now, done, left, sent = [0] * len(events), [0] * len(events), list(map(list, events)), {}
-    while any(left):
-        before = sum(map(len, left))
-        for rank, mine in enumerate(left):
-            while mine and (mine[0][1] != "wait" or (mine[0][2], rank, mine[0][3]) in sent):
-                flops, what, peer, microbatch = mine.pop(0)
-                now[rank], done[rank] = now[rank] + flops - done[rank], flops
-                if what == "send":
-                    sent[rank, peer, microbatch] = now[rank]
-                now[rank] = max(now[rank], sent.get((peer, rank, microbatch), 0) * (what == "wait"))
-        assert sum(map(len, left)) < before
-    return 1 - sum(done) / len(done) / max(now)
+def time_of(schedules, forward, backward):
+    """When the last stage ends whose ops take so long, if messages take no time."""
+    @functools.cache
+    def end(stage, number):
+        if number < 0:
+            return 0
+        op, m = schedules[stage][number]
+        source = stage - 1 if op == "F" else stage + 1
+        ready = 0 if source in (-1, len(schedules)) else end(
+            source, schedules[source].index((op, m)))
+        return max(ready, end(stage, number - 1)) + (forward if op == "F" else backward)[stage]
+    return max(end(stage, len(schedule) - 1) for stage, schedule in enumerate(schedules))
 
 
 @pytest.mark.parametrize("row", [
     pytest.param(row, marks=() if i % 4 == 0 else pytest.mark.slow) for i, row in enumerate(COVER)],
     ids=lambda row: "-".join(map(str, row.values())))
 def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row):
-    """On eight ranks, in layouts that cover all pairs: bytes kept and bytes sent by kind, exactly,
-    of every rank; FLOPs, but for those of vectors; and the bubble, within 3%."""
+    """On eight ranks, in layouts that cover all pairs: bytes kept, which are ZeRO's formulas, and
+    bytes sent, by kind, exactly, of every rank; FLOPs, but for those of vectors; and the bubble,
+    within 3%."""
     cfg = replace(CFG, vocab_size=384)          # no padding, which does work that does not count
     config = settings(tmp_path, steps=1, world=8, gpu="endless", batch_size=16,
                       micro_batch=1 if row["pp"] > 1 else 2, **row)
-    dtypes, tp, pp = amp.PRECISIONS[config.dtype], config.tp, config.pp
+    dtypes, tp, pp, zero = amp.PRECISIONS[config.dtype], config.tp, config.pp, config.zero
+    (size, wide), dp = (dtype.itemsize for dtype in dtypes), 8 // (tp * pp)
     ranks = pool.run(8, a_step_of_a_run, config, cfg)
-    for rank, (held, sent, _) in enumerate(ranks):
-        grid = Grid(8 // (tp * pp), pp, tp, rank, config.sequence_parallel)
+    for rank, (numel, held, sent, *_) in enumerate(ranks):
+        grid = Grid(dp, pp, tp, rank, config.sequence_parallel)
         sizes = parallel.memory_bytes(cfg, grid, config, dtypes, on_gpu=False)
-        assert held == {kind: sizes[kind] for kind in parallel.KEPT}
+        kept = [each * numel / (dp if zero >= since else 1) for each, since in zip(
+            (size, wide, wide * (size < wide), 2 * wide), (3, 2, 1, 1))]
+        assert [sizes[kind] for kind in parallel.KEPT] == kept and held == sum(kept)
+        assert held == FORMULA["bf16" if size < wide else "fp32"](dp)[zero] * numel * wide / 4
         told = parallel.traffic_bytes(cfg, grid, config, dtypes)
         told["dp"] = told.pop("gradients") + told.pop("parameters")
         assert {kind: size for kind, size in told.items() if size} == pytest.approx(sent, rel=1e-12)
     with mock.patch.dict(parallel.DEVICES, endless=model.Device(
             "A100", 1e12, 1e12, math.inf, math.inf, math.inf, math.inf)):
         plan = parallel.make_plan(cfg, config, dtypes)
+    *_, forward, flops = (np.array(x) for x in zip(*(x[3:] for x in ranks)))
     vectors = 6 * (cfg.n_layer * 13 + 2) * cfg.n_embd * plan["tokens"]
-    flops = sum(events[-1][0] for *_, events in ranks)
-    assert plan["flops_with_recomputation"] - vectors == pytest.approx(flops, rel=1e-9)
-    bubble = idle([events for *_, events in ranks])
-    assert plan["bubble"] == pytest.approx(bubble, rel=0.03, abs=1e-9)
+    assert plan["flops_with_recomputation"] - vectors == pytest.approx(flops.sum(), rel=1e-9)
+    stages, m = slice(0, tp * pp, tp), parallel.microbatches(config, grid)
+    time = time_of([parallel.SCHEDULES[config.pp_schedule](s, pp, m) for s in range(pp)],
+                   forward[stages] / m, (flops - forward)[stages] / m)
+    assert plan["bubble"] == pytest.approx(1 - flops[stages].mean() / time, rel=0.03, abs=1e-9)
 
 
 A100, OLD_A100, H100 = "a100-80g", "a100-40g", "h100"
@@ -2133,14 +1953,14 @@ def predicted_rate(row):
     assert sum(seconds.values()) == pytest.approx(plan["step_seconds"]) and plan["fits"]
     seconds["seconds_fill"] /= row.interleave
     if row.overlap:
-        work, sent = ([seconds.pop(f"seconds_{x}") for x in names] for names in (
-            ("matrices", "passes"), ("tp", "pp", "dp")))
-        work = sum(work) + seconds.pop("seconds_fill") * sum(work) / sum(work + sent[:2])
-        seconds["work"] = work
+        work, sent = (sum(seconds.pop(f"seconds_{x}") for x in names) for names in (
+            ("matrices", "passes"), ("tp", "pp")))
+        seconds.update(work=work, seconds_dp=0, seconds_fill=seconds["seconds_fill"] * work / (
+            work + sent))
     return plan["hardware_tflops_per_gpu"] * plan["step_seconds"] / sum(seconds.values())
 
 
-def test_plans_predict_published_runs(capsys):
+def test_plans_predict_published_runs():
     """Within a tenth on average and a fifth each, without those that the constants were fitted on.
     (-s prints the table.)"""
     errors = {row.name: predicted_rate(row) / row.rate - 1 for row in PUBLISHED_RUNS}
@@ -2149,6 +1969,13 @@ def test_plans_predict_published_runs(capsys):
     held_out = [abs(error) for name, error in errors.items() if name not in FITTED]
     assert len(held_out) == 19 and np.mean(held_out) < 0.1 and max(held_out) < 0.2, errors
     assert max(abs(errors[name]) for name in FITTED) < 0.05
+
+
+def plan_on(cfg, config, **device):
+    """Of a run in fp32 on a GPU that is endless but for what `device` says."""
+    device = replace(model.Device("A100", 1e12, *[math.inf] * 5), **device)
+    with mock.patch.dict(parallel.DEVICES, {config.gpu: device}):
+        return parallel.make_plan(cfg, config, amp.PRECISIONS["fp32"])
 
 
 @pytest.mark.parametrize("layout, gpus_per_node, speeds", [
@@ -2161,10 +1988,7 @@ def test_traffic_takes_the_links_that_its_ranks_have(layout, gpus_per_node, spee
     dp, tp, pp = layout
     config = train.Config(gpu="slow", world=dp * tp * pp, tp=tp, pp=pp, micro_batch=1, zero=1,
                           batch_size=32, gpus_per_node=gpus_per_node)
-    with mock.patch.dict(parallel.DEVICES, slow=model.Device(
-            "A100", math.inf, 1e12, math.inf, 64, 1, math.inf)):
-        plan = parallel.make_plan(replace(CFG, n_head=16, seq_len=2048), config,
-                                  amp.PRECISIONS["fp32"])
+    plan = plan_on(replace(CFG, n_head=16, seq_len=2048), config, fp32=math.inf, link=64, network=1)
     sent = {name.removeprefix("bytes_"): size for name, size in plan.items()}
     tensor, pipeline, data = (parallel.LINK * speed for speed in speeds)
     expected = dict(tp=sent["tp"] / tensor, pp=sent["pp"] / pipeline)
@@ -2174,40 +1998,36 @@ def test_traffic_takes_the_links_that_its_ranks_have(layout, gpus_per_node, spee
     assert {kind: plan[f"seconds_{kind}"] for kind in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("zero", range(4))
-def test_backward_hides_what_it_can_of_data_parallelism(zero, offload):
-    """ZeRO 0, 1: the last microbatch's backward, two thirds of a block's time, hides the gradients;
-    2: each one's; 3: the whole step. Nothing hides the gathered parameters of 1 and 2. A ring of
-    each of 12 buckets has three hops. AdamW goes twelve times through its numbers, in the device's
-    memory or over PCIe."""
+@pytest.mark.parametrize("zero, hidden, offload", [
+    (0, 2 / 3 / 8, True), (1, 2 / 3 / 8, False), (2, 2 / 3, True), (3, 1, False)])
+def test_backward_hides_what_it_can_of_data_parallelism(zero, hidden, offload):
+    """Of a step's work: the last of eight microbatches' backward hides the gradients of ZeRO 0 and
+    1, each one's those of 2; all hides what 3 sends. Nothing hides the gathered parameters of 1 and
+    2. A ring of each of 12 buckets has three hops. AdamW goes twelve times through its numbers, in
+    the device's memory or over PCIe, and --offload leaves no more of them on the device."""
     config = train.Config(gpu="even", world=4, micro_batch=1, zero=zero, batch_size=32,
                           offload=offload)
-    with mock.patch.dict(parallel.DEVICES, even=model.Device(
-            "A100", 1e9, 1e12, 1e9, 1e5, 1, 1e6)):
-        plan = parallel.make_plan(CFG, config, amp.PRECISIONS["fp32"])
-    work = plan["seconds_matrices"] + plan["seconds_passes"]
-    head = 6 * 257 * 32 * 16 * 8 / (1e9 * parallel.MATRIX)
-    backward = (work - head) * 2 / 3
+    none, plan, all_ = (plan_on(replace(CFG, vocab_size=2), config, fp32=peak, link=1e5, host=1e6,
+                                bandwidth=1e15) for peak in (math.inf, 1e9, 1))
     gradients, parameters = (
         plan[f"bytes_{kind}"] / (parallel.LINK * 1e5) + rings * 12 * 3 * parallel.HOP
         for kind, rings in [("gradients", (2, 1, 8, 8)[zero]), ("parameters", (0, 1, 1, 16)[zero])])
-    exposed = [gradients - backward / 8, gradients - backward / 8 + parameters,
-               gradients - backward + parameters, gradients + parameters - work][zero]
-    assert exposed > 0.1 * gradients and plan["seconds_dp"] == pytest.approx(exposed)
-    host, sizes = "host_" * offload, {n[7:]: x for n, x in plan.items() if n[:7] == "memory_"}
-    numbers = sizes[f"{host}moments"] / 2
-    assert plan["seconds_update"] == pytest.approx(12 * numbers / (1e6 if offload else 1e9))
-    assert sizes[f"{host}masters"] == offload * numbers
-    assert sizes.pop("bytes") == sum(sizes.values()) - offload * 3 * numbers
+    assert none["seconds_dp"] == pytest.approx(gradients + parameters)
+    assert none["seconds_dp"] - plan["seconds_dp"] == pytest.approx(
+        hidden * plan["seconds_matrices"], rel=0.01)
+    assert all_["seconds_dp"] == pytest.approx(parameters * (zero in (1, 2)))
+    sizes = {name[7:]: x for name, x in plan.items() if name.startswith("memory_")}
+    own = [sizes.pop(name) for name in sizes.copy() if name.endswith(("masters", "moments"))]
+    assert plan["seconds_update"] == pytest.approx(6 * own[1] / (1e6 if offload else 1e15))
+    assert own[0] == offload * own[1] / 2
+    assert sizes.pop("bytes") == sum(sizes.values()) + (not offload) * sum(own)
 
 
 def test_scaling_laws_and_flops_are_the_papers():
     """Chinchilla: 70B, 1.4T tokens, 5.76e23 FLOPs; its law's optimum is that of `chinchilla_loss`.
-    Gopher: 280B, 300B tokens. GPT-3: 3.14e23 FLOPs, 3640 PF-days, 288 years of a V100 (28% of its
-    peak)."""
+    Gopher: 280B, 300B tokens. GPT-3: 3.14e23 FLOPs, 3640 PF-days."""
     best = model.compute_optimal(5.76e23)
-    assert best["chinchilla"] == pytest.approx(70e9, rel=0.02) and 20 * 70e9 == 1.4e12
+    assert best["chinchilla"] == pytest.approx(70e9, rel=0.02)
     losses = {N: model.chinchilla_loss(N, 5.76e23 / 6 / N) for N in np.geomspace(1e9, 1e12, 5000)}
     assert best["chinchilla_law"] == pytest.approx(min(losses, key=losses.get), rel=0.01)
     assert model.chinchilla_loss(70e9, 1.4e12) == pytest.approx(1.94, abs=0.005)
@@ -2220,39 +2040,27 @@ def test_scaling_laws_and_flops_are_the_papers():
     assert plan["flops_6nd"] == pytest.approx(3.14e23, rel=0.002) and not plan["fits"]
     assert plan["pf_days"] == pytest.approx(3640, rel=0.03)
     assert plan["compute_optimal_tokens"] == 20 * model.parameter_count(cfg)
-    assert plan["flops_6nd"] / 125e12 / 0.28 / 3.156e7 == pytest.approx(288, rel=0.02)
 
 
-def simulated(plan, days, rng):
-    """The fraction of `days` that makes progress, with a node that fails at random."""
+def simulated(plan, gaps):
+    """The fraction of the time that makes progress, with so many seconds between failures."""
     interval, pause, write = (plan[f"{x}_seconds"] for x in ("interval", "pause", "write"))
-    end, now, progress, saved = days * 86400, 0.0, 0.0, []      # saved: (when whole, progress)
-    while now < end:
-        failure = now + rng.exponential(plan["failure_hours"] * 3600)
-        while now + interval + pause <= failure:
-            now, progress = now + interval + pause, progress + interval
-            saved.append((now + write, progress))
-        saved = [(when, done) for when, done in saved if when <= failure][-1:]
-        now, progress = failure, saved[0][1] if saved else 0.0
-        back = now + parallel.RESTART + write
-        while (again := now + rng.exponential(plan["failure_hours"] * 3600)) < back:
-            now, back = again, again + parallel.RESTART + write
-        now = back
-    return progress / now
+    training = gaps - parallel.RESTART - write              # after a checkpoint has been read
+    return interval * np.maximum(0, (training - write) // (interval + pause)).sum() / gaps.sum()
 
 
 @pytest.mark.parametrize("size, mtbf_hours", [("gpt3-175b", 5100), ("gpt3-175b", 20000),
                                               ("opt-30b", 5100), ("gpt3-13b", 1000)])
 def test_goodput_is_that_of_a_simulation_with_random_failures(size, mtbf_hours):
-    """10,000 GPUs for 30 days; and no interval is much better than the one that is told."""
-    N, rng = model.parameter_count(GPTConfig(50257, **SIZES[size])), np.random.default_rng(0)
+    """Of 10,000 GPUs; and no interval is much better than the one that is told."""
+    N = model.parameter_count(GPTConfig(50257, **SIZES[size]))
     told = parallel.goodput(12 * N, 18e9, 1250, mtbf_hours)
-    found = np.mean([simulated(told, 30, rng) for _ in range(200)])
-    assert told["goodput"] == pytest.approx(found, rel=0.05)
+    gaps = np.random.default_rng(0).exponential(told["failure_hours"] * 3600, 1_000_000)
+    assert told["goodput"] == pytest.approx(simulated(told, gaps), rel=0.05)
     for factor in (0.5, 2):
         other = dict(told, interval_seconds=factor * told["interval_seconds"])
-        assert other["interval_seconds"] < told["write_seconds"] or found * 1.01 > np.mean(
-            [simulated(other, 30, rng) for _ in range(200)])
+        assert other["interval_seconds"] < told["write_seconds"] or (
+            simulated(other, gaps) < 1.01 * simulated(told, gaps))
     assert parallel.goodput(1e13, 1e9, 1e6, 1)["goodput"] == 0
 
 
@@ -2338,9 +2146,9 @@ def second_device():
 
 
 def on_second_device(rank, world, layout, config, cfg, wide):
-    """As run_steps -> (rows, masters, what happens in a step, elements that this rank keeps, the
-    validation loss after what was trained has been thrown away and restored). The collectives are
-    gloo's, on the tensors inside."""
+    """As run_steps -> (rows, what happens in a step, elements that this rank keeps, the validation
+    loss after what was trained has been thrown away and restored). The collectives are gloo's, on
+    the tensors inside."""
     device, log, refused, _ = second_device()
     refused.update({torch.float64} - {wide})                # as MPS
     dp, tp, pp = layout
@@ -2366,14 +2174,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         restored = run.evaluate_all()["val_loss"]
     refused.clear()
     sizes = sum(bucket.shard["master"].numel() for bucket in run.flat.buckets)
-    return rows.steps, whole, log[rows.seen[-3]:rows.seen[-2]], sizes, restored
-
-
-@pytest.fixture(scope="module")
-def second_pool():
-    pool = Pool()
-    yield pool
-    pool.stop()
+    return rows.steps, log[rows.seen[-3]:rows.seen[-2]], sizes, restored
 
 
 @pytest.mark.parametrize("layout, flags", [
@@ -2381,41 +2182,34 @@ def second_pool():
     ((2, 1, 1), dict(zero=3, offload=True, recompute=True, dropout=0.1)),
     *(pytest.param(layout, flags, marks=pytest.mark.slow) for layout, flags in [
         ((1, 1, 1), "no float64"), ((1, 1, 1), dict(dtype="bf16", offload=True)),
-        ((1, 1, 1), dict(dtype="fp16")),
-        ((2, 1, 1), {}), ((2, 1, 1), dict(zero=1)), ((2, 1, 1), dict(zero=2, offload=True)),
+        ((1, 1, 1), dict(dtype="fp16")), ((2, 1, 1), dict(zero=1)),
         ((2, 1, 1), dict(zero=3, dtype="bf16")), ((1, 2, 1), dict(tp=2, dropout=0.1)),
-        ((1, 2, 1), dict(tp=2, sequence_parallel=True)),
         ((2, 2, 2), dict(tp=2, pp=2, zero=2, sequence_parallel=True, dtype="bf16"))])])
-def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(
-        pool, second_pool, tmp_path, layout, flags):
-    """Not shown: streams, kernels. With --offload the host waits for each bucket too, and the
-    gradients of all have left before AdamW updates the first."""
+def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(pool, tmp_path, layout,
+                                                                         flags):
+    """Not shown: streams, kernels. What all ranks know of a step is read at once, when the next
+    batch is there. With --offload the host waits for each bucket too, and the gradients of all have
+    left before AdamW updates the first."""
     wide, flags = (torch.float32, {}) if flags == "no float64" else (torch.float64, flags)
     config, world = settings(tmp_path, steps=4, **flags), math.prod(layout)
-    theirs, _, whole = pool.run(world, run_steps, layout, config, CFG)[0]
-    rows, masters, log, numel, restored = second_pool.run(world, on_second_device, layout, config,
-                                                          CFG, wide)[0]
+    theirs = pool.run(world, run_steps, layout, config, CFG)[0][0]
+    with own_processes() as fresh:
+        rows, log, numel, restored = fresh.run(world, on_second_device, layout, config, CFG,
+                                               wide)[0]
     bound = 1e-6 if config.dtype == "fp32" else 2 * torch.finfo(torch.bfloat16).eps
     for name in ("loss", "grad_norm"):
         assert relative(column(rows, name), column(theirs, name)) < bound, name
     assert relative(rows[-1]["val_loss"], theirs[-1]["val_loss"]) < bound
     assert restored == rows[-1]["val_loss"]
-    flat = [torch.cat([x.flatten() for x in full.values()]) for full in (
-        masters["master"], whole["master"])]
-    assert relative(*flat) < bound
-    # What all ranks know of a step is read at once, when the next batch is there. With --offload
-    # the gradients of all buckets leave before AdamW updates the first.
-    sizes = {way: [size for name, *size in log if name == way] for way in ("leaves", "arrives")}
-    ways, offload = [name for name, *_ in log if name in ("arrives", "leaves", "event")], []
-    if config.offload:
-        buckets = len(sizes["leaves"]) - 1
-        offload = ["leaves", "event"] * buckets + ["event", "arrives"] * buckets
-    assert sizes["leaves"][0] == [5 * wide.itemsize]
-    assert ways[ways.index("leaves"):] == ["leaves", "event", "event", *offload]
-    assert sum(sum(sizes["leaves"], [])) == 5 * wide.itemsize + config.offload * 4 * numel
+    leave, arrive = ([size for name, *sizes in log if name == way for size in sizes]
+                     for way in ("leaves", "arrives"))
+    ways, buckets = [name for name, *_ in log if name in ("arrives", "leaves", "event")], (
+        len(leave) - 1)
+    assert ways[ways.index("leaves"):] == ["leaves", "event", "event", *(
+        ["leaves", "event"] * buckets + ["event", "arrives"] * buckets)]
+    assert leave[0] == 5 * wide.itemsize and sum(leave[1:]) == config.offload * 4 * numel
     batch = 2 * 8 * config.batch_size // layout[0] * CFG.seq_len            # tokens and targets
-    itemsize = 2 if config.dtype == "bf16" else 4
-    assert sum(sum(sizes["arrives"], [])) == batch + config.offload * itemsize * numel
+    assert sum(arrive) == batch + config.offload * (2 if config.dtype == "bf16" else 4) * numel
 
 
 def samples_on(rank, world, on_second):
@@ -2425,8 +2219,9 @@ def samples_on(rank, world, on_second):
     return list(sample.generate(plain, [1, 2, 3], 2 * CFG.seq_len, -1, 0.0, generators=(None,) * 2))
 
 
-def test_another_device_samples_what_the_cpu_does(pool, second_pool):
-    theirs, ours = pool.run(1, samples_on, False)[0], second_pool.run(1, samples_on, True)[0]
+def test_another_device_samples_what_the_cpu_does():
+    with own_processes() as fresh:
+        ours, theirs = (fresh.run(1, samples_on, there)[0] for there in (True, False))
     assert ours == theirs and len(ours) == 2 * CFG.seq_len
 
 

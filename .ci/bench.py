@@ -38,7 +38,7 @@ import model
 import sample
 import train
 from model import GPT, SIZES, GPTConfig
-from test_all import (BIG, FORMULA, LONG, PIPELINES, ROOT, Pool, column, nothing_saved, peak_of,
+from test_all import (BIG, FORMULA, LONG, PIPELINES, ROOT, Pool, column, nothing, peak_of,
                       run_steps, settings, shard, torchrun)
 
 PAIRS = 3                       # each side's runs, in turn
@@ -447,7 +447,7 @@ def scaling_of_processes(folder):
 
 
 def speed(rank, world, config, cfg):
-    with mock.patch.object(train.Run, "save", nothing_saved), \
+    with mock.patch.object(train.Run, "save", nothing), \
             mock.patch.object(train.Run, "evaluate", lambda run, source: 0.0):
         steps = run_steps(rank, world, (world, 1, 1), config, cfg)[0]
     return column(steps, "tokens_per_second")[1:]
