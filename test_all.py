@@ -1881,6 +1881,11 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row):
             (size, wide, wide * (size < wide), 2 * wide), (3, 2, 1, 1))]
         assert [sizes[kind] for kind in parallel.KEPT] == kept and held == sum(kept)
         assert held == FORMULA["bf16" if size < wide else "fp32"](dp)[zero] * numel * wide / 4
+        assert sizes["logits"] == parallel.loss_bytes(cfg, grid, config.micro_batch, size, "cpu")
+        line = ", ".join(f"{kind}{' about' * (kind not in parallel.KEPT)} {number / 1e6:,.1f} MB"
+                         for kind, number in sizes.items())
+        assert f"memory   {line} (rank {rank})\n" in train.format_layout(
+            config, cfg, grid, "cpu", sizes)
         told = parallel.traffic_bytes(cfg, grid, config, dtypes)
         told["dp"] = told.pop("gradients") + told.pop("parameters")
         assert {kind: size for kind, size in told.items() if size} == pytest.approx(sent, rel=1e-12)
