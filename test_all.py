@@ -2539,13 +2539,10 @@ def test_what_is_something_else_or_contradicts_itself_is_no_checkpoint(tmp_path,
 
 def weights_only(path, cfg, tokenizer="bytes"):
     """A checkpoint of a random model without the optimizer's state -> the model."""
-    plain = random_gpt(cfg).float()
-    rows = checkpoint.parameter_shapes(cfg)
-    parameters = {n: p.detach()[:rows[n][0]].clone() for n, p in plain.named_parameters()}
-    checkpoint.write_file({key: {} for key in checkpoint.KEYS} | dict(
-        format=checkpoint.FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0,
-        model=asdict(cfg), tokenizer=tokenizer, data=None, parameters=parameters),
-        path.with_suffix(".tmp"), path)
+    plain, shapes = random_gpt(cfg).float(), checkpoint.parameter_shapes(cfg)
+    parameters = {n: p.detach()[:shapes[n][0]].clone() for n, p in plain.named_parameters()}
+    torch.save(small_state(0) | dict(model=asdict(cfg), tokenizer=tokenizer, parameters=parameters,
+                                     exp_avg={}, exp_avg_sq={}), path)
     return plain
 
 
@@ -2567,34 +2564,27 @@ def convert(capsys, *arguments):
 def test_a_model_goes_to_transformers_and_comes_back(tmp_path, capsys, activation, saved_as):
     """Saved by our command, opened and saved again by transformers, read by our command."""
     transformers = pytest.importorskip("transformers")
-    cfg = replace(CFG, activation=activation)
+    cfg, others, tokenizer = replace(CFG, activation=activation), tmp_path / "theirs", "bytes"
     plain, tokens = weights_only(tmp_path / "a.pt", cfg), tokens_of(CFG, 3)
     assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / "ours")[0] == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert type(theirs).__name__[:3] == {"gelu": "GPT", "relu": "OPT"}[activation]
     difference = relative(plain.double()(tokens), theirs.double().eval()(tokens).logits)
     assert difference < 1e-12
-    theirs.float().save_pretrained(tmp_path / "theirs", max_shard_size=(
-        "20KB" if saved_as == "many files" else "1GB"))
+    theirs.float().save_pretrained(
+        others, max_shard_size="20KB" if saved_as == "many files" else "1GB")
     if saved_as == "a pickle":
-        (tmp_path / "theirs" / "model.safetensors").unlink()
-        torch.save(theirs.state_dict(), tmp_path / "theirs" / "pytorch_model.bin")
-    assert convert(capsys, "--from-hf", tmp_path / "theirs", tmp_path / "b.pt")[0] == 0
+        (others / "model.safetensors").unlink()
+        torch.save(theirs.state_dict(), others / "pytorch_model.bin")
+        config = (others / "config.json").read_text()       # others say nothing of the tokenizer
+        (others / "config.json").write_text(config.replace('"tokenizer"', '"nothing"'))
+        tokenizer = "opt-257"
+    status, text, _ = convert(capsys, "--from-hf", others, tmp_path / "b.pt")
+    assert status == 0 and ("tokenizer is not ours: sample.py cannot" in text) == (
+        saved_as == "a pickle")
     one, two = (checkpoint.load(tmp_path / name) for name in ("a.pt", "b.pt"))
     assert all(full.equal(two["parameters"][name]) for name, full in one["parameters"].items())
-    assert (one["model"], one["tokenizer"]) == (two["model"], two["tokenizer"])
-
-
-def test_opts_own_tokenizer_is_said_to_be_none_of_ours(tmp_path, capsys):
-    pytest.importorskip("safetensors")
-    weights_only(tmp_path / "a.pt", replace(CFG, activation="relu"))
-    assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / "hf")[0] == 0
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    del config["tokenizer"]                         # others say nothing of it
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    status, text, _ = convert(capsys, "--from-hf", tmp_path / "hf", tmp_path / "b.pt")
-    assert status == 0 and "Its tokenizer is not ours: sample.py cannot" in text
-    assert checkpoint.load(tmp_path / "b.pt")["tokenizer"] == "opt-257"
+    assert (one["model"], tokenizer) == (two["model"], two["tokenizer"])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -2605,29 +2595,24 @@ def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
     weights_only(tmp_path / "a.pt", replace(CFG, vocab_size=50257, n_layer=1), "gpt2")
     assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / "hf")[0] == 0
-    theirs, ours = (transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),
-                    data.get_tokenizer("gpt2"))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), (
+        data.get_tokenizer("gpt2"))
     text = " ".join(NASTY)
     assert theirs(text)["input_ids"] == ours.encode(text, allowed_special="all")
     assert theirs.eos_token_id == ours.eot_token
 
 
-def test_a_block_at_a_time_is_in_memory_for_an_export(tmp_path, capsys):
-    safetensors = pytest.importorskip("safetensors.torch")
-    weights_only(tmp_path / "a.pt", CFG)
-    with mock.patch.object(safetensors, "save_file", wraps=safetensors.save_file) as save_file:
-        assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / "hf")[0] == 0
-    blocks = [{name.split(".")[2] for name in call.args[0] if ".h." in name}
-              for call in save_file.call_args_list]
-    assert sorted(map(len, blocks)) == [0, 0, *[1] * CFG.n_layer]
-
-
 def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(run_train, shards, tmp_path,
                                                                    capsys, monkeypatch):
+    """From an export whose files hold one block each: all that is in memory at a time."""
     pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
     weights_only(Path("a.pt"), CFG)
-    assert convert(capsys, "a.pt", "--to-hf", "hub/me/tiny/resolve/main")[0] == 0
+    folder = Path("hub/me/tiny/resolve/main")
+    assert convert(capsys, "a.pt", "--to-hf", folder)[0] == 0
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    blocks = {(file, *re.findall(r"\.h\.\d+", name)) for name, file in index.items()}
+    assert len(blocks) == len(set(index.values())) == CFG.n_layer + 2
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory="hub")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
         threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
@@ -2647,63 +2632,53 @@ def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(run_train, sh
         sample.main()
 
 
-@pytest.mark.parametrize("break_it, message", [
-    (lambda c, t: c.update(model_type="llama"), "its model_type 'llama' is neither gpt2 nor opt"),
-    (lambda c, t: c.update(model_type="opt", activation_function="relu", hidden_size=32,
-                           max_position_embeddings=16, num_hidden_layers=5, num_attention_heads=8,
-                           do_layer_norm_before=False), "its do_layer_norm_before is False"),
-    (lambda c, t: c.update(activation_function="gelu"), "its activation_function is 'gelu'"),
-    (lambda c, t: c.update(n_inner=99), "its n_inner is 99, model.py has only None or 128"),
-    (lambda c, t: c.pop("n_layer"), "config.json is refused: it lacks n_layer"),
-    (lambda c, t: c.clear(), "config.json is refused: its model_type None"),
-    (lambda c, t: t.pop("transformer.h.2.ln_1.bias"), "has no tensor h.2.ln_1.bias"),
-    (lambda c, t: t.update({"transformer.wpe.weight": torch.zeros(3, 32)}),
-     "wpe.weight has shape (3, 32), not (16, 32)"),
-    (lambda c, t: t.clear(), "pytorch_model.bin is damaged")])
-def test_a_folder_that_is_no_such_model_is_refused(tmp_path, capsys, break_it, message):
-    pytest.importorskip("safetensors")
-    weights_only(tmp_path / "a.pt", CFG)
-    assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / "hf")[0] == 0
-    folder, tensors = tmp_path / "hf", {}
-    from safetensors.torch import load_file
-    for file in folder.glob("*.safetensors"):
-        tensors |= load_file(file)
-        file.unlink()
-    (folder / "model.safetensors.index.json").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    break_it(config, tensors)
-    (folder / "config.json").write_text(json.dumps(config))
-    torch.save(tensors, folder / "pytorch_model.bin")
-    if not tensors:
-        torch.save({"wte.weight": torch.zeros(999)}, folder / "pytorch_model.bin")
-        content = (folder / "pytorch_model.bin").read_bytes()
-        (folder / "pytorch_model.bin").write_bytes(content.replace(bytes(99), b"1" * 99, 1))
-    status, _, error = convert(capsys, "--from-hf", folder, tmp_path / "b.pt")
-    assert status == 2 and message in error and error.count("\n") == 1, error
-    assert names_in(tmp_path) == ["a.pt", "hf"]
+BROKEN = [      # changes of config.json and of the tensors (None: it is missing), and the answer
+    (dict(model_type="llama"), {}, "its model_type 'llama' is neither gpt2 nor opt"),
+    (dict(model_type="opt", hidden_size=32, max_position_embeddings=16, num_hidden_layers=5,
+          num_attention_heads=8, do_layer_norm_before=False), {}, "its do_layer_norm_before is F"),
+    (dict(activation_function="gelu"), {}, "its activation_function is 'gelu'"),
+    (dict(n_inner=99), {}, "its n_inner is 99, model.py has only None or 128"),
+    (dict(n_layer=None), {}, "config.json is refused: it lacks n_layer"),
+    (dict(model_type=None), {}, "config.json is refused: its model_type None"),
+    ({}, {"transformer.h.2.ln_1.bias": None}, "has no tensor h.2.ln_1.bias"),
+    ({}, {"transformer.wpe.weight": torch.zeros(3, 32)}, "has shape (3, 32), not (16, 32)")]
 
 
 def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, monkeypatch):
     pytest.importorskip("safetensors")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(data.time, "sleep", lambda _: None)     # between tries
-    weights_only(tmp_path / "a.pt", CFG)
-    (tmp_path / "half.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-99])
-    for folder in ("hf", "evil"):
-        assert convert(capsys, tmp_path / "a.pt", "--to-hf", tmp_path / folder)[0] == 0
-    (tmp_path / "evil" / "model.safetensors.index.json").write_text(
-        json.dumps(dict(weight_map=dict(wte="../a.pt"))))
+    monkeypatch.chdir(tmp_path)
+    weights_only(Path("a.pt"), CFG)
+    for folder in ("hf", "evil", "torn"):
+        assert convert(capsys, "a.pt", "--to-hf", folder)[0] == 0
+    Path("evil/model.safetensors.index.json").write_text('{"weight_map": {"wte": "../a.pt"}}')
+    damaged = bytearray(Path("a.pt").read_bytes())
+    Path("half.pt").write_bytes(damaged[:-99])
+    damaged[len(damaged) // 2] ^= 1
+    Path("torn/model.safetensors.index.json").rename("torn/unused")
+    Path("torn/pytorch_model.bin").write_bytes(damaged)
+    whole = (json.loads(Path("hf/config.json").read_text()),
+             checkpoint.hf_tensors(checkpoint.load(Path("a.pt"))["parameters"].items(), "gpt2"))
+    for number, (*changes, _) in enumerate(BROKEN):
+        config, tensors = ({name: x for name, x in (one | change).items() if x is not None}
+                           for one, change in zip(whole, changes))
+        Path(f"{number}").mkdir()
+        Path(f"{number}/config.json").write_text(json.dumps(config))
+        torch.save(tensors, f"{number}/pytorch_model.bin")
     before = names_in(tmp_path)
     for arguments, status, message in [
+            *((["--from-hf", f"{number}", "b.pt"], 2, broken[2])
+              for number, broken in enumerate(BROKEN)),
             (["a.pt", "--to-hf", "."], 2, " exists: give a new folder"),
             (["half.pt", "--to-hf", "new"], 2, "half.pt is damaged"),
             (["--from-hf", ".", "a.pt"], 2, "a.pt exists: give a new file"),
             (["--from-hf", ".", "b.pt"], 2, ". has no config.json"),
             (["--from-hf", "evil", "b.pt"], 2, "../a.pt is not a file beside it"),
+            (["--from-hf", "torn", "b.pt"], 2, "pytorch_model.bin is damaged"),
             (["--from-hf", "no/such", "b.pt"], 1, "cannot reach http://127.0.0.1:9")]:
-        monkeypatch.chdir(tmp_path)
         result = convert(capsys, *arguments)
-        assert result[0] == status and message in result[2] and result[2].count("\n") == 1
+        assert result[0] == status and message in result[2] and result[2].count("\n") == 1, result
     with mock.patch.dict(sys.modules, {"safetensors": None, "safetensors.torch": None}):
         for arguments in (["a.pt", "--to-hf", "new"], ["--from-hf", "hf", "b.pt"]):
             assert "pip install safetensors" in convert(capsys, *arguments)[2]
