@@ -3741,10 +3741,12 @@ def test_a_number_that_is_not_finite_is_traced_to_its_rank_parameter_and_batch(p
     assert parallel.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
 
 
-def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path):
-    cfg, memory, norms = replace(CFG, n_layer=2), Memory(CFG), []
-    config = settings(tmp_path, steps=2, lr=0.0, eval_every=1, tp=2, pp=2, sequence_parallel=True)
-    rows, *_ = pool.run(8, run_steps, (2, 2, 2), config, cfg)[0]
+@pytest.mark.parametrize("layout, flags", [
+    ((2, 2, 2), {}), ((1, 2, 1), dict(sequence_parallel=True))])
+def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, flags):
+    (dp, tp, pp), cfg, memory, norms = layout, replace(CFG, n_layer=2), Memory(CFG), []
+    config = settings(tmp_path, steps=2, lr=0.0, eval_every=1, tp=tp, pp=pp, **flags)
+    rows, *_ = pool.run(dp * tp * pp, run_steps, layout, config, cfg)[0]
     plain = GPT(cfg).initialize(1337)
     plain.head.register_forward_pre_hook(
         lambda module, args: norms.append(args[0].norm(dim=-1).mean().item()))
