@@ -1455,6 +1455,34 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
         assert all(map(float.__le__, found, 3 * [bound] if bound else (0.001, 0.05, 0.01))), found
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_every_element_is_kept_as_often_as_the_formula_says(zero):
+    """Of each layout all ranks, one after the other: by dp replicas without ZeRO and by one with
+    it; by each of tp ranks if it is replicated there; the tied matrix by both ends of a pipeline.
+    The global norm counts it once. A tensor is filled with the numbers of the elements, from 1."""
+    number = lambda name, shape: torch.arange(1.0, math.prod(shape) + 1).view(shape)
+    for dp, tp, pp in [x for x in LAYOUTS if zero < 3 or x[2] == 1]:
+        kept, square, cfg = {}, 0.0, deep_enough((dp, tp, pp))
+        for rank in range(dp * tp * pp):
+            grid = Grid(dp, pp, tp, rank)
+            specs = parallel.param_specs(parallel.build_stage(cfg, grid), cfg, grid)
+            flat = FlatParameters(specs, grid, torch.float32, torch.float32, "cpu", zero)
+            flat.load("grad", number)
+            square += flat.square_sums()[0].item()
+            for bucket in flat.buckets:
+                for spec, here, _ in bucket.shard_ranges:
+                    _, times = kept.setdefault(
+                        spec.name, (spec, torch.zeros(math.prod(spec.shape) + 1)))
+                    times += bucket.shard["grad"][here].long().bincount(minlength=len(times))
+        assert kept.keys() == {name for name, _ in GPT(cfg).named_parameters()}
+        for name, (spec, times) in kept.items():
+            expected = ((1 if zero else dp) * (tp if spec.partition_dim is None else 1)
+                        * (2 if name == "embed.token.weight" and pp > 1 else 1))
+            assert set(times[1:].tolist()) == {expected}, f"{name}, layout {dp, tp, pp}"
+        assert square == pytest.approx(sum(number("", spec.shape).double().square().sum().item()
+                                           for spec, _ in kept.values()), rel=1e-6)
+
+
 # Whole runs, as torch's own parts make them.
 
 
@@ -3977,6 +4005,84 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, li
     checkpoint.save(small_state(2), tmp_path, keep=2)               # when there is room again
     assert names_in(tmp_path) == files
     assert checkpoint.load(tmp_path / "latest.pt")["step"] == 2
+
+
+# ---------------------------------------------------------------------------------------------
+# train.py: chains of stops, layouts and faults, drawn at random
+# ---------------------------------------------------------------------------------------------
+
+
+def train_until(rank, world, config, cfg, file, diverges, at, fate):
+    """Train on from a file. At step `at` one rank gets a signal, or all are killed. On the way
+    another rank finds infinite gradients, or the run diverges after step 20 and rolls back."""
+    def hurt(step):
+        if step in (3, 9) and rank == step % world:
+            run.flat.buckets[-1].shard["grad"][0] = math.inf
+        if step == at and fate != "signal":
+            raise ZeroDivisionError
+        stop.requested = stop.requested or (step == at and rank == step % world)
+    stop = SimpleNamespace(requested=False)
+    Path(config.out).mkdir(exist_ok=True)
+    with gridded(rank, world, config.tp, config.pp, config.sequence_parallel) as grid:
+        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
+                        Memory(cfg, 13, seed=1), file and checkpoint.load(file))
+        if diverges:
+            poison(run)
+        after_backward(run, hurt)
+        with suppress(ZeroDivisionError):
+            run.train(checkpoint.Metrics(Path(config.out), rank), stop)
+        run.writer.wait()
+
+
+def drawn_layout(rng, config, most):
+    """Of at most so many ranks -> (ranks, the config with this layout and flags that suit it)."""
+    dp, tp, pp = rng.choice([layout for layout in LAYOUTS
+                             if math.prod(layout) <= most and layout[2] <= 2])
+    return dp * tp * pp, replace(
+        config, tp=tp, pp=pp, zero=rng.randrange(4 if pp == 1 else 3), recompute=rng.random() < 0.5,
+        micro_batch=rng.choice([m for m in (1, 2, 4, 8) if 8 % (dp * m) == 0]),
+        pp_schedule=rng.choice(list(parallel.SCHEDULES)),
+        sequence_parallel=tp > 1 and rng.random() < 0.5)
+
+
+@pytest.mark.parametrize("seed, dtype, layouts, most", [
+    (0, "fp16", "same", 2), *(pytest.param(*row, marks=pytest.mark.slow) for row in [
+        (2, "fp64", "others", 4), (4, "fp32", "same", 8), (5, "fp32", "same", 8),
+        (6, "fp32", "others", 8), (7, "fp64", "others", 8), (10, "fp16", "same", 8)])])
+def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(pool, tmp_path, seed, dtype,
+                                                                    layouts, most):
+    """The seed of everything drawn (odd: the run diverges; a damaged file would make it go back
+    elsewhere, so there is none); whether each part of the chain has the "same" layout as the
+    straight run (then, with dropout, all is bit-equal) or one of "others"; ranks at most."""
+    rng, chain, file, step = random.Random(seed), [], None, 0
+    straight, chained = tmp_path / "straight", tmp_path / "chained"
+    diverges, cfg = seed % 2 == 1, replace(CFG, n_layer=2, dropout=0.1 * (layouts == "same"))
+    config = settings(straight, steps=25 if diverges else 12, save_every=1, keep=99, dtype=dtype)
+    world, config = drawn_layout(rng, config, most)
+    pool.run(world, train_until, config, cfg, None, diverges, 0, None)
+    while step < config.steps:
+        if layouts == "others":
+            world, config = drawn_layout(rng, config, most)
+        at, fate = step + rng.randint(1, 8), rng.choice(["signal", "kill", "damage"][:3 - diverges])
+        chain.append((world, config, at, fate))
+        pool.run(world, train_until, replace(config, out=str(chained)), cfg, file, diverges, at,
+                 fate)
+        files = checkpoint.list_checkpoints(chained)
+        for path in files[:rng.randint(1, 3) if fate == "damage" and len(files) > 3 else 0]:
+            path.write_bytes(path.read_bytes()[:rng.randrange(path.stat().st_size)])
+        file, _, _ = checkpoint.find_checkpoint(chained, "auto", False, {}, [])
+        step = checkpoint.load(file)["step"] if file else 0
+        assert len(chain) < 60, chain
+    bound = dict(same=0, others=1e-5 if dtype == "fp32" else 1e-10)[layouts]
+    one, two = ({row["step"]: row for row in read_metrics(folder)[0]}         # the last row counts
+                for folder in (straight, chained))
+    for step, name in itertools.product(one, ("loss", "grad_norm", "lr", "skipped")):
+        mine, other = one[step][name], two[step][name]
+        assert one[step]["skipped"] and mine == other or abs(mine - other) <= bound * mine, chain
+    states = [saved(folder, config.steps) for folder in (straight, chained)]
+    assert [state["monitor"]["rollbacks"] for state in states] == 2 * [diverges]
+    if layouts == "same":
+        assert_same_state(*states)
 
 
 # ---------------------------------------------------------------------------------------------
