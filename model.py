@@ -26,10 +26,12 @@ of the model has the names of the whole.
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 VOCAB_MULTIPLE = 128    # the token matrix has rows to a multiple of this: divisible by tp
 IGNORE_INDEX = -1             # a target that counts for nothing
@@ -110,12 +112,37 @@ def seed_dropout(device: torch.device, dropout_seed: int | None, *name) -> None:
         generator.manual_seed(derive_seed(dropout_seed, *name))
 
 
-def dropout(x: torch.Tensor, p: float, dropout_seed: int | None, name: str) -> torch.Tensor:
-    """F.dropout with a mask that is a function of (dropout_seed, name)."""
-    if p == 0:
-        return x
-    seed_dropout(x.device, dropout_seed, name)
-    return F.dropout(x, p)
+class Dropout(nn.Module):
+    """F.dropout in training mode, with a mask that is a function of (dropout_seed, name)."""
+
+    def __init__(self, p: float, *name):
+        super().__init__()
+        self.p, self.name = p, name
+
+    def forward(self, x, dropout_seed=None):
+        if self.p == 0 or not self.training:
+            return x
+        seed_dropout(x.device, dropout_seed, *self.name)
+        return F.dropout(x, self.p)
+
+
+# The types of 16 bits for whose matrix products this CPU has no instructions: PyTorch then takes 4
+# to 27 times as long as in fp32.
+NO_PRODUCTS = [dtype for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
+               if not (torch.backends.mkldnn.is_available()
+                       and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())]
+
+
+def widen(*tensors) -> tuple:
+    """What is to be multiplied: in fp32 instead of a type without products, else as it is."""
+    if tensors[0].device.type != "cpu" or tensors[0].dtype not in NO_PRODUCTS:
+        return tensors
+    return tuple(x if x is None else x.float() for x in tensors)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
+    """F.linear, `widen`ed: only what stays in memory has 16 bits."""
+    return F.linear(*widen(x, weight, bias)).to(x.dtype)
 
 
 class Linear(nn.Linear):
@@ -125,7 +152,7 @@ class Linear(nn.Linear):
     def forward(self, x):
         if x.numel() > self.in_features or x.device.type != "cpu" or x.dtype != torch.float32 or (
                 self.out_features % 2):
-            return super().forward(x)
+            return linear(x, self.weight, self.bias)
         halves = self.weight.view(2, -1, self.in_features)                  # (2, out / 2, in)
         y = torch.bmm(halves, x.reshape(1, 1, -1).expand(2, 1, -1).mT)      # (2, out / 2, 1)
         return y.view(*x.shape[:-1], -1) + self.bias
@@ -141,13 +168,29 @@ class Embed(nn.Module):
             torch.empty(cfg.padded_vocab, cfg.n_embd), freeze=False)
         self.position = nn.Embedding.from_pretrained(
             torch.empty(cfg.seq_len, cfg.n_embd), freeze=False)
-        self.dropout = cfg.dropout
+        self.dropout = Dropout(cfg.dropout, "embed")
 
     def forward(self, tokens, dropout_seed=None, start=0):
         x = self.token(tokens)                                              # (B, T, C)
         positions = torch.arange(start, start + x.shape[1], device=x.device)
-        x = x + self.position(positions)                                    # + (T, C)
-        return dropout(x, self.dropout if self.training else 0.0, dropout_seed, "embed")
+        return self.dropout(x + self.position(positions), dropout_seed)    # (B, T, C) + (T, C)
+
+
+class DotProduct(Dropout):
+    """softmax(q k^T / sqrt(D)) v of q (B, H, T, D), k and v (B, H, positions, D), with dropout on
+    the softmax; causal, or every q sees all positions."""
+    stream = 0          # who holds other heads draws another mask: parallel.py sets it
+
+    def forward(self, q, k, v, causal, dropout_seed=None):
+        p = self.p if self.training else 0.0
+        if p > 0:
+            seed_dropout(q.device, dropout_seed, *self.name, self.stream)
+        attend = partial(F.scaled_dot_product_attention, is_causal=causal, dropout_p=p)
+        if widen(q)[0] is q:
+            return attend(q, k, v)
+        # Autograd would keep all four in fp32.
+        return checkpoint(lambda *qkv: attend(*widen(*qkv)).to(q.dtype), q, k, v,
+                          use_reentrant=False)
 
 
 class Attention(nn.Module):
@@ -161,28 +204,24 @@ class Attention(nn.Module):
     time (T = 1), which sees all before it.
     """
 
-    def __init__(self, cfg: GPTConfig):
+    def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
         self.head_dim = cfg.n_embd // cfg.n_head
         self.qkv = Linear(cfg.n_embd, 3 * cfg.n_embd)
+        self.dot_product = DotProduct(cfg.dropout, "layer", layer, "attention")
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
-        self.dropout = cfg.dropout
-        self.stream = 0         # who holds other heads draws another mask: parallel.py sets it
 
     def forward(self, x, dropout_seed=None, cache=None, start=0):
         qkv = self.qkv(x)                                                   # (B, T, 3 H D)
         B, T, _ = qkv.shape
         split = qkv.view(B, T, 3, -1, self.head_dim).unbind(2)              # 3 of (B, T, H, D)
         q, k, v = (x.transpose(1, 2) for x in split)                        # 3 of (B, H, T, D)
-        p = self.dropout if self.training else 0.0
-        if p > 0:
-            seed_dropout(x.device, dropout_seed, "attention", self.stream)
         assert start == 0 or T == 1, "a second part of a text would see its own future"
         if cache is not None:
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
         if start > 0:
             k, v = cache[:, :, :, :start + T]                   # 2 of (B, H, start + T, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=start == 0, dropout_p=p)
+        y = self.dot_product(q, k, v, start == 0, dropout_seed)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # (B, H, T, D) -> (B, T, H D)
 
 
@@ -206,20 +245,17 @@ class Block(nn.Module):
 
     def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
-        self.layer = layer
         self.norm1 = nn.LayerNorm(cfg.n_embd)
-        self.attn = Attention(cfg)
+        self.attn = Attention(cfg, layer)
+        self.dropout1 = Dropout(cfg.dropout, "layer", layer, "attn")
         self.norm2 = nn.LayerNorm(cfg.n_embd)
         self.mlp = MLP(cfg)
-        self.dropout = cfg.dropout
+        self.dropout2 = Dropout(cfg.dropout, "layer", layer, "mlp")
 
     def forward(self, x, dropout_seed=None, cache=None, start=0):
-        p = self.dropout if self.training else 0.0
-        if p > 0 and dropout_seed is not None:
-            dropout_seed = derive_seed(dropout_seed, "layer", self.layer)
         y = self.attn(self.norm1(x), dropout_seed, cache, start)
-        x = x + dropout(y, p, dropout_seed, "attn")
-        return x + dropout(self.mlp(self.norm2(x)), p, dropout_seed, "mlp")
+        x = x + self.dropout1(y, dropout_seed)
+        return x + self.dropout2(self.mlp(self.norm2(x)), dropout_seed)
 
 
 class Head(nn.Module):
@@ -237,7 +273,7 @@ class Head(nn.Module):
         self.vocab_size = cfg.vocab_size
 
     def forward(self, x, targets=None):
-        logits = F.linear(self.norm(x), self.weight)[..., :self.vocab_size]
+        logits = linear(self.norm(x), self.weight)[..., :self.vocab_size]
         if targets is None:
             return logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

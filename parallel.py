@@ -40,7 +40,7 @@ from torch.optim.adamw import adamw     # the function: the class imports a comp
 from torch.utils.checkpoint import checkpoint
 
 from model import (DEVICES, GPT, IGNORE_INDEX, Device, GPTConfig, chinchilla_loss, compute_optimal,
-                   flops_per_token, initial_value, parameter_count)
+                   flops_per_token, initial_value, linear, parameter_count, widen)
 
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
@@ -77,6 +77,8 @@ class Grid:
     def group(self, name: str):
         return self.groups.get(name)
 
+
+ALONE = Grid(1, 1, 1)
 
 def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
               timeout: timedelta | None = None, device=torch.device("cpu")) -> Grid:
@@ -303,13 +305,6 @@ def assert_own_gpu(device: torch.device) -> None:
                            "--device cpu", 2)
 
 
-def slow_in_16_bits(device: torch.device) -> bool:
-    """An x86 CPU without AVX-512 has no 16-bit products: they take 11 to 27 times as long as in
-    fp32."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return device.type == "cpu" and capability in ("DEFAULT", "AVX2")
-
-
 def sum_dtype(device: torch.device) -> torch.dtype:
     """Of sums that add up many numbers: float64, which MPS does not have."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -528,17 +523,33 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, grid):
         ctx.save_for_backward(x, weight)
-        ctx.grid = grid
-        return F.linear(copy_to(x, grid).wait(), weight, bias)
+        ctx.grid, ctx.has_bias = grid, bias is not None
+        return linear(copy_to(x, grid).wait(), weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         (x, weight), grid = ctx.saved_tensors, ctx.grid
         gathered = copy_to(x, grid)
-        dx = reduce_from(dy @ weight, grid)
+        dx = reduce_from(matmul(dy, weight), grid)
         dy = dy.flatten(0, 1)                                               # (B T, out)
-        dw = dy.t() @ gathered.wait().flatten(0, 1)
-        return dx.wait(), dw, dy.sum(0), None
+        dw = matmul(dy.t(), gathered.wait().flatten(0, 1))
+        return dx.wait(), dw, dy.sum(0) if ctx.has_bias else None, None
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a @ b, `widen`ed, in the type of a."""
+    wide = widen(a, b)
+    if wide[0] is a:
+        return torch.matmul(a, b, out=out)
+    return torch.matmul(*wide).to(a.dtype) if out is None else out.copy_(torch.matmul(*wide))
+
+
+def local_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
+    """model.linear without communication. Of `widen`ed factors autograd would keep those in fp32:
+    _ColumnParallel keeps them in 16 bits."""
+    if widen(x)[0] is x:
+        return F.linear(x, weight, bias)
+    return _ColumnParallel.apply(x, weight, bias, ALONE)
 
 
 class TensorParallel(nn.Module):
@@ -556,8 +567,8 @@ class ColumnParallelLinear(TensorParallel):
     partition_dim = {"weight": 0, "bias": 0}
 
     def forward(self, x):
-        if self.grid.tp == 1:       # plain, so that torch.compile sees through it
-            return F.linear(x, self.weight, self.bias)
+        if self.grid.tp == 1:
+            return local_linear(x, self.weight, self.bias)
         return _ColumnParallel.apply(x, self.weight, self.bias, self.grid)
 
 
@@ -568,8 +579,8 @@ class RowParallelLinear(TensorParallel):
 
     def forward(self, x):
         if self.grid.tp == 1:
-            return F.linear(x, self.weight, self.bias)
-        return _ReduceFrom.apply(F.linear(x, self.weight), self.grid) + self.bias
+            return local_linear(x, self.weight, self.bias)
+        return _ReduceFrom.apply(local_linear(x, self.weight), self.grid) + self.bias
 
 
 # The token matrix is by far the largest parameter, and an embedding reads few of its rows. Its
@@ -648,7 +659,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         floats = logits if x.dtype == wide else torch.empty_like(logits, dtype=wide)
         for rows in (slice(i, i + count) for i in range(0, len(x), count)):
             n = len(x[rows])
-            z = torch.mm(x[rows], weight.t(), out=logits[:n])                       # (n, V / tp)
+            z = matmul(x[rows], weight.t(), out=logits[:n])                         # (n, V / tp)
             z[:, valid:] = torch.finfo(z.dtype).min     # (of -inf alone there is no softmax)
             local = targets[rows] - start
             mine = (local >= 0) & (local < z.shape[1])
@@ -671,7 +682,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
                 p *= factor.unsqueeze(1)
                 dz = logits[:n].copy_(p)
                 dz[target] = dz_target.to(dz.dtype)
-                torch.mm(dz, weight, out=dx[rows])
+                matmul(dz, weight, out=dx[rows])
                 add_product(weight.main_grad(), dz, x[rows])
         if scale is not None:
             dx = reduce_from(dx.view(shape[0], -1, shape[2]), grid).wait()
@@ -687,6 +698,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
     """grad (out, in) += dy^T x, of dy (N, out) and x (N, in), by the matrix product itself where
     the types are equal, or 16 bit and fp32 on CUDA; else in parts that stay in the cache."""
+    dy, x = widen(dy, x)
     if grad.dtype == x.dtype:
         grad.addmm_(dy.t(), x)
     elif grad.device.type == "cuda":
@@ -816,15 +828,26 @@ def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
             if name.endswith(suffix):
                 model.set_submodule(name, parallel_module(module, grid))
     for block in model.blocks.values():
-        block.attn.stream = grid.tp_rank                    # other heads draw other masks
+        block.attn.dot_product.stream = grid.tp_rank        # other heads draw other masks
     return model
 
 
 def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
-    """Compile each block's forward, recompute its activations in backward, or both."""
+    """Compile each block's forward, recompute its activations in backward, or both.
+
+    The compiler goes around what we do by hand: modules that communicate or draw a mask run as they
+    are. What lies between them is compiled once for all blocks.
+    """
+    def by_hand(module):
+        communicates = isinstance(module, TensorParallel) and module.grid.tp > 1
+        return communicates or getattr(module, "p", 0) > 0
+
     for block in model.blocks.values():
         if compile:
-            block.forward = torch.compile(block.forward, fullgraph=True)
+            modules = [module for module in block.modules() if by_hand(module)]
+            for module in modules:
+                module.forward = torch.compiler.disable(module.forward)
+            block.forward = torch.compile(block.forward, fullgraph=not modules)
         if recompute:       # dropout masks come from their seeds, so no generator's state is kept
             block.forward = partial(checkpoint, block.forward, use_reentrant=False,
                                     preserve_rng_state=False)

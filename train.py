@@ -52,14 +52,13 @@ from amp import (MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepSta
                  make_scaler)
 from data import Source, TokenDataset
 from model import (DEVICES, IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
-                   parameter_count, peak_flops)
+                   parameter_count, peak_flops, widen)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
                       assert_own_gpu, build_stage, check_layout, check_memory, fatal_message,
                       fully_shard, locate_nonfinite, make_grid, make_plan, memory_bytes,
                       microbatches, on_rank0, param_specs, pick_device, print_rank0,
-                      process_group, run_schedule, schedule_of, search_layouts, slow_in_16_bits,
-                      to_host, wrap_blocks)
+                      process_group, run_schedule, schedule_of, search_layouts, to_host, wrap_blocks)
 
 EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over those of each source
 COUNTERS = ("step", "consumed_samples", "tokens", "optimizer_steps")        # of a run
@@ -114,7 +113,7 @@ class Config:
     pp_schedule: str = flag("gpipe", "pipeline schedule: gpipe or 1f1b", choices=list(SCHEDULES))
     device: str = flag("auto", "auto: cuda or, for one process, mps where there is one",
                        choices=["auto", "cpu", "cuda", "mps"])
-    compile: bool = flag(False, "torch.compile for the blocks (tp 1, dropout 0)")
+    compile: bool = flag(False, "torch.compile for the blocks, around what communicates or draws masks")
     timeout: int = flag(600, "seconds to wait for another rank before giving up (on GPUs for a "
                         "whole step)", low=1)
     micro_batch: int = flag(None, "sequences a microbatch (default: 4, 2 or 1, the largest that "
@@ -280,9 +279,6 @@ def check_config(config: Config, shape: dict, vocab_size: int,
         dp = max(1, world // (config.tp * config.pp))
         sizes = [dp * config.micro_batch]
         config = dataclasses.replace(config, batch_size=sizes[0])
-    if config.compile and (config.tp > 1 or config.dropout > 0):
-        raise ValueError(f"--compile goes with tp 1 and dropout 0, not {config.tp} and "
-                         f"{config.dropout}: a compiled block cannot communicate or seed its masks")
     for size in sizes:
         check_layout(cfg, world, config.tp, config.pp, size, config.micro_batch, config.zero,
                      config.sequence_parallel)
@@ -412,10 +408,13 @@ def format_layout(config: Config, cfg: GPTConfig, grid: Grid, device: str, sizes
 def print_summary(run: "Run") -> None:
     """What is about to run, in a few lines."""
     config, device = run.config, run.device.type
+    if widen(run.boundary)[0] is not run.boundary:
+        device += f" (multiplies {config.dtype} in fp32)"
     end = position_after(config, run.consumed_samples, config.steps - run.step)
     epochs = ", ".join(f"{count:.2f} epochs" + f" of {name}" * (len(run.train_data.sources) > 1)
                        for name, count in run.train_data.epochs(end).items())
-    sizes = memory_bytes(run.cfg, run.grid, config, PRECISIONS[config.dtype], device != "cpu")
+    sizes = memory_bytes(run.cfg, run.grid, config, PRECISIONS[config.dtype],
+                         run.device.type != "cpu")
     print_rank0(
         f"{format_layout(config, run.cfg, run.grid, device, sizes)}\n"
         f"data     {run.train_data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
@@ -899,8 +898,6 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
                 run.monitor.forget_losses()
         print_rank0(f"resume   {path}, after step {run.step}{differs}"
                     + f", learning rate x {factor:.3g}" * (factor != 1))
-    if run.boundary.itemsize == 2 and slow_in_16_bits(run.device):
-        print_rank0(f"note     this CPU multiplies in fp32 much faster than in {config.dtype}")
     if run.device.type == "cpu" and torch.get_num_threads() > 1 and (
             hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count()):    # not on Windows
         print_rank0("note     this machine is busy: threads that wait for each other may be slow, "
