@@ -57,8 +57,8 @@ from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, Stop
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
                       assert_own_gpu, build_stage, check_layout, check_memory, fatal_message,
                       fully_shard, locate_nonfinite, make_grid, make_plan, memory_bytes,
-                      microbatches, on_rank0, param_specs, pick_device, print_rank0,
-                      process_group, run_schedule, schedule_of, search_layouts, to_host, wrap_blocks)
+                      microbatches, on_rank0, param_specs, pick_device, print_rank0, process_group,
+                      run_schedule, schedule_of, search_layouts, to_host, wrap_blocks)
 
 EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over those of each source
 COUNTERS = ("step", "consumed_samples", "tokens", "optimizer_steps")        # of a run
@@ -113,7 +113,8 @@ class Config:
     pp_schedule: str = flag("gpipe", "pipeline schedule: gpipe or 1f1b", choices=list(SCHEDULES))
     device: str = flag("auto", "auto: cuda or, for one process, mps where there is one",
                        choices=["auto", "cpu", "cuda", "mps"])
-    compile: bool = flag(False, "torch.compile for the blocks, around what communicates or draws masks")
+    compile: bool = flag(False, "torch.compile for the blocks; what communicates or draws masks "
+                         "stays as it is")
     timeout: int = flag(600, "seconds to wait for another rank before giving up (on GPUs for a "
                         "whole step)", low=1)
     micro_batch: int = flag(None, "sequences a microbatch (default: 4, 2 or 1, the largest that "
@@ -966,6 +967,10 @@ def main() -> None:
                              os.environ.get("CUDA_VISIBLE_DEVICES", ""), on_mps)
         if device.type == "mps" and not on_mps:
             raise ValueError("mps is for one process and has no fp64: give --device cpu")
+        if config.compile and device.type == "cpu" and not shutil.which(
+                os.environ.get("CXX", "cl" if os.name == "nt" else "g++")):
+            raise ValueError("--compile on a CPU needs a C++ compiler: install g++, name another "
+                             "in CXX, or leave the flag out")
         # Rank 0 alone, before any communication: the others wait for it at the rendezvous.
         stack, status = ExitStack(), 0
         prepared = None if rank else prepare(given, world, local_world, device, restarts > 0, stack)

@@ -7,7 +7,6 @@ Where PyTorch's own parallel stack or another library does the same work, both s
 medians and their ratio are printed.
 """
 import copy
-import functools
 import io
 import itertools
 import json
@@ -16,8 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
@@ -26,10 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 import amp
 import checkpoint
@@ -38,154 +32,12 @@ import model
 import sample
 import train
 from model import GPT, SIZES, GPTConfig
+from peer import SHAPE
 from test_all import (BIG, FORMULA, LONG, PIPELINES, ROOT, Pool, column, nothing, peak_of,
                       run_steps, settings, shard, torchrun)
 
-PAIRS = 3                       # each side's runs, in turn
-SHAPE = dict(n_layer=6, n_head=6, n_embd=384, seq_len=256)
-WORK = dict(batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3, warmup=2)
-
-
-class PlainBlock(nn.Module):
-    """A block as PyTorch's stack can cut it: q, k and v apart."""
-
-    def __init__(self, C, D):
-        super().__init__()
-        self.head_dim = D
-        self.norm1, self.norm2 = nn.LayerNorm(C), nn.LayerNorm(C)
-        self.q, self.k, self.v, self.proj = (nn.Linear(C, C) for _ in range(4))
-        self.up, self.down = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
-
-    def forward(self, x):
-        h = self.norm1(x)
-        q, k, v = (part(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-                   for part in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class PlainGPT(nn.Module):
-    """What a pipeline's stage holds of it: all blocks and both ends for one process."""
-
-    def __init__(self, vocab, stage=0, stages=1, tied=True):
-        super().__init__()
-        layers, C = SHAPE["n_layer"] // stages, SHAPE["n_embd"]
-        first, last = stage == 0, stage == stages - 1
-        self.token = nn.Embedding(vocab, C) if first else None
-        self.position = nn.Embedding(SHAPE["seq_len"], C) if first else None
-        self.blocks = nn.ModuleList(PlainBlock(C, C // SHAPE["n_head"]) for _ in range(layers))
-        self.norm = nn.LayerNorm(C) if last else None
-        self.head = nn.Linear(C, vocab, bias=False) if last else None
-        for module in self.modules():               # of N(0, 1) many numbers become denormal
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
-        if first and last and tied:
-            self.head.weight = self.token.weight
-
-    def forward(self, x):
-        if self.token is not None:
-            x = self.token(x) + self.position.weight
-        for block in self.blocks:
-            x = block(x)
-        return x if self.head is None else self.head(self.norm(x))
-
-
-def tensor_parallel(plain, mesh):
-    """parallelize_module as its tutorial has it, with the loss on cut logits."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (ColwiseParallel, RowwiseParallel,
-                                                   parallelize_module)
-    layer = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
-    layer |= {name: RowwiseParallel() for name in ("proj", "down")}
-    for block in plain.blocks:
-        parallelize_module(block, mesh, layer)
-    ends = {"token": RowwiseParallel(input_layouts=Replicate()),
-            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
-    parallelize_module(plain, mesh, {n: s for n, s in ends.items() if getattr(plain, n)})
-
-
-def peer(mode, batch_size, micro_batch, vocab, dtype, steps, warmup, schedule="ScheduleGPipe"):
-    """Train a PlainGPT on random tokens by PyTorch's stack; rank 0 prints tokens a second. Where
-    there is tensor parallelism (tp, 3d) or a pipeline the head is not tied and the norm is not
-    global, because the stack has no way to do either."""
-    warnings.simplefilter("ignore")
-    from torch.distributed import pipelining
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.parallel import loss_parallel
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    torch.set_num_threads(os.cpu_count() if world == 1 else 1)
-    tp = {"tp": world, "3d": 2}.get(mode, 1)
-    pp = {"pp": world, "3d": 2}.get(mode, 1)
-    dp, stage = world // (tp * pp), rank // tp % pp
-    first, last = stage == 0, stage == pp - 1
-    torch.manual_seed(0)
-    plain = net = PlainGPT(vocab, stage, pp, tied=tp == 1)
-    if world > 1:
-        dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
-    if tp > 1:
-        tensor_parallel(plain, mesh["tp"])
-    if mode in ("ddp", "zero1"):
-        net = DistributedDataParallel(plain)
-    if mode == "fsdp":
-        for module in [*plain.blocks, plain]:
-            fully_shard(module)
-    parameters = list(plain.parameters())
-    kinds = [[p for p in parameters if isinstance(p, DTensor) == sharded]
-             for sharded in (False, True)]
-    adamw = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    optimizer = (ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-3, fused=True)
-                 if mode == "zero1" else adamw([dict(params=k) for k in kinds if k]))
-
-    def loss_of(logits, y):
-        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
-    cast = (functools.partial(torch.autocast, "cpu", torch.bfloat16) if dtype == "bf16"
-            else nullcontext)
-    count, loss_context = batch_size // dp // micro_batch, loss_parallel if tp > 1 else nullcontext
-    if pp > 1:
-        schedule = getattr(pipelining, schedule)(
-            pipelining.PipelineStage(net, stage, pp, torch.device("cpu"),
-                                     group=mesh["pp"].get_group()), count, loss_fn=loss_of)
-
-    def gradients(x, y):
-        if pp > 1:
-            schedule.step(*([x] if first else []), **(dict(target=y, losses=[]) if last else {}))
-            return
-        for i, (a, b) in enumerate(zip(x.split(micro_batch), y.split(micro_batch))):
-            alone = isinstance(net, DistributedDataParallel) and i < count - 1
-            with net.no_sync() if alone else nullcontext():
-                with cast():
-                    loss = loss_of(net(a), b) / count
-                loss.backward()
-
-    seconds = []
-    for _ in range(warmup + steps):
-        x, y = torch.randint(vocab, (2, batch_size // dp, SHAPE["seq_len"]))
-        if world > 1:
-            dist.barrier()
-        start = time.perf_counter()
-        with loss_context():
-            gradients(x, y)
-        for p in parameters if mode == "3d" else ():        # DDP refuses DTensors
-            whole = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            dist.all_reduce(whole, group=mesh["dp"].get_group())
-            whole /= dp
-        for some in filter(None, kinds):                    # clipping refuses to mix the two kinds
-            torch.nn.utils.clip_grad_norm_(some, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if world > 1:
-            dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    if rank == 0:
-        tokens = batch_size * SHAPE["seq_len"]
-        print(json.dumps(dict(tokens_per_second=tokens / np.median(seconds[warmup:]))))
-    if world > 1:
-        dist.destroy_process_group()
+PAIRS = 5                       # each side's runs, in turn
+PEER = Path(__file__).with_name("peer.py")
 
 
 def random_data(folder, vocab):
@@ -200,14 +52,18 @@ def random_data(folder, vocab):
     return path
 
 
-def finished(processes, *command):
-    """Standard output of a Python script, in one process on all cores, or by torchrun."""
+def started(processes, *command):
+    """A Python script, in one process on all cores, or by torchrun."""
     if processes > 1:
-        process = torchrun(processes, *command)
-    else:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
-        process = subprocess.Popen([sys.executable, *map(str, command)], env=environment, text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return torchrun(processes, *command)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
+    return subprocess.Popen([sys.executable, *map(str, command)], env=environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finished(processes, *command):
+    """Standard output of a Python script."""
+    process = started(processes, *command)
     text, error = process.communicate(timeout=900)
     assert process.returncode == 0, error
     return text
@@ -227,7 +83,7 @@ def speed_of_train_py(folder, processes, *flags, vocab=257, shape=SHAPE, steps=3
 
 
 def speed_of_peer(processes, **work):
-    return json.loads(finished(processes, __file__, "peer", json.dumps(work)))["tokens_per_second"]
+    return json.loads(finished(processes, PEER, json.dumps(work)))["tokens_per_second"]
 
 
 def race(name, ours, theirs):
@@ -257,10 +113,10 @@ RACES = [
 def parallel_stack(folder):
     print("\n| tokens a second | ours | PyTorch's | ratio |\n|---|---|---|---|")
     for name, processes, flags, theirs in RACES:
-        work = {**WORK, **theirs}
-        flags = ["--micro-batch", 2, "--dtype", work["dtype"], *flags.split()]
-        race(name, lambda: speed_of_train_py(folder, processes, *flags, vocab=work["vocab"]),
-             lambda: speed_of_peer(processes, **work))
+        flags = ["--micro-batch", 2, "--dtype", theirs.get("dtype", "fp32"), *flags.split()]
+        race(name, lambda: speed_of_train_py(folder, processes, *flags,
+                                             vocab=theirs.get("vocab", 257)),
+             lambda: speed_of_peer(processes, **theirs))
 
 
 def three_dimensions(folder):
@@ -382,23 +238,24 @@ def dropout_seeds(folder):
 
 
 def first_step(folder):
-    """Beside eight processes that only import torch and start gloo."""
-    least = folder / "least.py"
-    least.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n"
-                     "print('step 1/', flush=True)\ndist.destroy_process_group()\n")
-    flags = ["--data", random_data(folder, 257), "--steps", 2, "--tp", 2, "--pp", 2]
-
-    def seconds(*command):
-        start = time.perf_counter()
-        process = torchrun(8, *command)
-        while not process.stdout.readline().startswith("step 1/"):
+    """Seconds from the command to the end of the first step."""
+    def seconds(processes, start, *command):
+        began = time.perf_counter()
+        process = started(processes, *command)
+        while not process.stdout.readline().startswith(start):
             assert process.poll() is None
-        duration = time.perf_counter() - start
+        duration = time.perf_counter() - began
         process.communicate(timeout=300)
         return duration
-    print("\n| seconds to the first step | ours | the least | ratio |\n|---|---|---|---|")
-    race("8 processes", lambda: seconds(ROOT / "train.py", *flags, "--out", tempfile.mkdtemp(
-        dir=folder)), lambda: seconds(least))
+    print("\n| seconds to the first step | ours | PyTorch's | ratio |\n|---|---|---|---|")
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
+    for processes, mode, flags in [(1, "single", ""), (8, "ddp", "--micro-batch 2"),
+                                   (8, "3d", "--micro-batch 2 --tp 2 --pp 2")]:
+        work = json.dumps(dict(mode=mode, steps=1, warmup=0))
+        race(f"{processes} processes, {mode}", lambda: seconds(
+            processes, "step 1/", ROOT / "train.py", "--data", random_data(folder, 257), *sizes,
+            "--steps", 1, "--out", tempfile.mkdtemp(dir=folder), *flags.split()),
+            lambda: seconds(processes, "{", PEER, work))
 
 
 def rate_of_products(n=2048):
@@ -424,6 +281,23 @@ def scaling_of_work(folder):
                                   max(1, batch // 4), vocab=vocab, shape=shape)
         print(f"| {name} {value} | {speed:,.0f} | {speed * flops / 1e9:,.0f} | "
               f"{speed * flops / rate:.2f} |", flush=True)
+
+
+def scaling_of_layouts(folder):
+    """Two processes of one thread each beside one with two: where does a layout begin to pay?"""
+    layouts = {"one process": (1, ""), "dp 2": (2, ""), "dp 2, zero 3": (2, "--zero 3"),
+               "tp 2": (2, "--tp 2"), "pp 2": (2, "--pp 2")}
+    print("\n| parameters | " + " | ".join(layouts) + " |" + "\n|---" + "|---" * len(layouts) + "|")
+    for n_layer, n_embd in [(4, 128), (4, 256), (6, 384), (10, 512), (14, 768)]:
+        shape = dict(n_layer=n_layer, n_head=n_embd // 64, n_embd=n_embd, seq_len=256)
+        seen = {name: [] for name in layouts}
+        for _ in range(PAIRS):
+            for name, (processes, flags) in layouts.items():
+                seen[name].append(speed_of_train_py(folder, processes, "--micro-batch", 2,
+                                                    *flags.split(), shape=shape, steps=2, warmup=1))
+        count = model.parameter_count(GPTConfig(vocab_size=257, **shape))
+        print(f"| {count / 1e6:.1f}M | " + " | ".join(
+            f"{np.median(speeds):,.0f}" for speeds in seen.values()) + " |", flush=True)
 
 
 def scaling_of_processes(folder):
@@ -488,11 +362,10 @@ def memory(folder):
 TABLES = dict(parallel_stack=parallel_stack, three_dimensions=three_dimensions, memory=memory,
               sampling=sampling, tokenizing=tokenizing, checkpoints=checkpoints,
               first_step=first_step, monitoring=monitoring, dropout_seeds=dropout_seeds,
-              scaling_of_work=scaling_of_work, scaling_of_processes=scaling_of_processes)
+              scaling_of_work=scaling_of_work, scaling_of_layouts=scaling_of_layouts,
+              scaling_of_processes=scaling_of_processes)
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["peer"]:
-        sys.exit(peer(**json.loads(sys.argv[2])))
     unknown = set(sys.argv[1:]) - set(TABLES)
     if unknown:
         sys.exit(f"bench.py: no table {', '.join(unknown)}: there are {', '.join(TABLES)}")
