@@ -254,7 +254,7 @@ def first_step(folder):
         work = json.dumps(dict(mode=mode, steps=1, warmup=0))
         race(f"{processes} processes, {mode}", lambda: seconds(
             processes, "step 1/", ROOT / "train.py", "--data", random_data(folder, 257), *sizes,
-            "--steps", 1, "--out", tempfile.mkdtemp(dir=folder), *flags.split()),
+            "--steps", 2, "--out", tempfile.mkdtemp(dir=folder), *flags.split()),
             lambda: seconds(processes, "{", PEER, work))
 
 
@@ -286,15 +286,15 @@ def scaling_of_work(folder):
 def scaling_of_layouts(folder):
     """Two processes of one thread each beside one with two: where does a layout begin to pay?"""
     layouts = {"one process": (1, ""), "dp 2": (2, ""), "dp 2, zero 3": (2, "--zero 3"),
-               "tp 2": (2, "--tp 2"), "pp 2": (2, "--pp 2")}
+               "tp 2": (2, "--tp 2")}
     print("\n| parameters | " + " | ".join(layouts) + " |" + "\n|---" + "|---" * len(layouts) + "|")
-    for n_layer, n_embd in [(4, 128), (4, 256), (6, 384), (10, 512), (14, 768)]:
+    for n_layer, n_embd in [(4, 128), (6, 384), (10, 512), (14, 768)]:
         shape = dict(n_layer=n_layer, n_head=n_embd // 64, n_embd=n_embd, seq_len=256)
         seen = {name: [] for name in layouts}
         for _ in range(PAIRS):
             for name, (processes, flags) in layouts.items():
                 seen[name].append(speed_of_train_py(folder, processes, "--micro-batch", 2,
-                                                    *flags.split(), shape=shape, steps=2, warmup=1))
+                                                    *flags.split(), shape=shape, steps=1, warmup=1))
         count = model.parameter_count(GPTConfig(vocab_size=257, **shape))
         print(f"| {count / 1e6:.1f}M | " + " | ".join(
             f"{np.median(speeds):,.0f}" for speeds in seen.values()) + " |", flush=True)
