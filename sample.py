@@ -159,7 +159,8 @@ if __name__ == "__main__":
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        sys.exit(f"sample.py: out of memory ({str(error).splitlines()[0]}): the model needs "
+        text = str(error) or type(error).__name__
+        sys.exit(f"sample.py: out of memory ({text.splitlines()[0]}): the model needs "
                  f"more memory than this device has: try --device cpu, or another machine")
     except BrokenPipeError:             # `| head` has read enough
         os._exit(1)

@@ -4425,6 +4425,13 @@ def test_sampling_mistakes_end_in_one_line_and_exit_2(run_sample, flags, message
     assert (status, out) == (2, "") and message in error and error.count("\n") == 1
 
 
+def test_more_samples_than_there_is_memory_for_end_in_one_line(things):
+    flags = ["--ckpt", things / "whole.pt", "--num-samples", 2 ** 60]
+    status, out, error = Command("sample.py", *flags).finish()
+    assert (status, out) == (1, "") and error.startswith("sample.py: out of memory (MemoryError): ")
+    assert error.count("\n") == 1
+
+
 def test_top_k_and_top_p_keep_what_they_should():
     one = torch.tensor([2.0, -1.0, 3.0, 0.5, 1.0])      # probabilities .238 .012 .647 .053 .088
     logits = torch.stack([one, one.flip(0)])            # each row for itself
