@@ -143,7 +143,8 @@ def gpt2_files() -> dict[str, Path]:
 
 
 def get_tokenizer(name: str):
-    """"gpt2": GPT-2's BPE, 50257 tokens. "bytes": token i is byte i, and 256 is <|endoftext|>."""
+    """A tiktoken.Encoding. "gpt2": GPT-2's BPE, 50257 tokens. "bytes": token i is byte i, and 256
+    is <|endoftext|>."""
     import tiktoken
     if name == "bytes":         # the pattern is how much is looked at together: nothing is merged
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,256}", special_tokens={EOT: 256},

@@ -134,14 +134,15 @@ NO_PRODUCTS = [dtype for dtype, name in ((torch.bfloat16, "bf16"), (torch.float1
 
 
 def widen(*tensors) -> tuple:
-    """What is to be multiplied: in fp32 instead of a type without products, else as it is."""
+    """The factors of a product of matrices: in fp32 if they have a type of NO_PRODUCTS and are on
+    the CPU, else as they are. None stays None."""
     if tensors[0].device.type != "cpu" or tensors[0].dtype not in NO_PRODUCTS:
         return tensors
     return tuple(x if x is None else x.float() for x in tensors)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
-    """F.linear, `widen`ed: only what stays in memory has 16 bits."""
+    """F.linear, with the factors `widen`ed and the result in the type of x."""
     return F.linear(*widen(x, weight, bias)).to(x.dtype)
 
 
@@ -188,7 +189,7 @@ class DotProduct(Dropout):
         attend = partial(F.scaled_dot_product_attention, is_causal=causal, dropout_p=p)
         if widen(q)[0] is q:
             return attend(q, k, v)
-        # Autograd would keep all four in fp32.
+        # Autograd would keep q, k, v and the result in fp32: they are computed again in backward.
         return checkpoint(lambda *qkv: attend(*widen(*qkv)).to(q.dtype), q, k, v,
                           use_reentrant=False)
 

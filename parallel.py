@@ -78,7 +78,8 @@ class Grid:
         return self.groups.get(name)
 
 
-ALONE = Grid(1, 1, 1)
+ALONE = Grid(1, 1, 1)           # one rank, without anybody to communicate with
+
 
 def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
               timeout: timedelta | None = None, device=torch.device("cpu")) -> Grid:
@@ -545,8 +546,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) ->
 
 
 def local_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
-    """model.linear without communication. Of `widen`ed factors autograd would keep those in fp32:
-    _ColumnParallel keeps them in 16 bits."""
+    """model.linear without communication. Where that multiplies in fp32, autograd would keep x and
+    the weight in fp32 too: _ColumnParallel keeps them in 16 bits."""
     if widen(x)[0] is x:
         return F.linear(x, weight, bias)
     return _ColumnParallel.apply(x, weight, bias, ALONE)

@@ -81,7 +81,6 @@ torch.set_num_threads(1)
 
 # Neither tp nor pp divides the 257 tokens or the five layers.
 CFG = GPTConfig(vocab_size=257, seq_len=16, n_layer=5, n_head=8, n_embd=32)
-OWN = ("data", "grad", "master", "exp_avg", "exp_avg_sq")       # what a rank keeps of a bucket
 LAYOUTS = [(world // (tp * pp), tp, pp) for world in (1, 2, 4, 8) for tp in (1, 2, 4, 8)
            for pp in (1, 2, 4, 8) if world % (tp * pp) == 0]        # (dp, tp, pp)
 
@@ -1808,13 +1807,16 @@ def test_what_a_microbatch_holds_ends_with_its_backward(schedule, expected):
     assert max(live) == expected and len(live) == 8
 
 
+@pytest.mark.parametrize("missing", [[], [torch.bfloat16]], ids=["bf16", "multiplied in fp32"])
 @pytest.mark.parametrize("tp, pp, sequence_parallel, recompute, activation", [
     (1, 1, False, False, "relu"), (1, 2, False, False, "gelu"), (2, 1, False, True, "gelu"),
     (2, 1, True, False, "gelu"), (2, 1, True, True, "relu")])
-def test_the_estimate_of_activations_is_what_autograd_keeps(tp, pp, sequence_parallel, recompute,
-                                                            activation):
+def test_the_estimate_of_activations_is_what_autograd_keeps(
+        tp, pp, sequence_parallel, recompute, activation, missing, monkeypatch):
     """Of a microbatch, after its forward: with recomputation, without the block that is there
-    besides in backward. Each rank is alone here, and sums nothing."""
+    besides in backward. Each rank is alone here, and sums nothing. A CPU without products in the
+    type of the activations keeps no more."""
+    monkeypatch.setattr(model, "NO_PRODUCTS", missing)
     cfg = GPTConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, activation=activation)
     for rank in range(tp * pp):
         kept, grid = {}, Grid(1, pp, tp, rank, sequence_parallel)
