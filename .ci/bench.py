@@ -284,10 +284,10 @@ def scaling_of_work(folder):
 
 
 def scaling_of_layouts(folder):
-    """Two processes of one thread each beside one with two: where does a layout begin to pay?"""
-    layouts = {"one process": (1, ""), "dp 2": (2, ""), "dp 2, zero 3": (2, "--zero 3"),
-               "tp 2": (2, "--tp 2")}
-    print("\n| parameters | " + " | ".join(layouts) + " |" + "\n|---" + "|---" * len(layouts) + "|")
+    """Two processes of one thread each, relative to one with two: where does a layout pay?"""
+    layouts = {"": (1, ""), "dp 2": (2, ""), "dp 2, zero 3": (2, "--zero 3"), "tp 2": (2, "--tp 2")}
+    print("\n| parameters | one process, tokens a second " + " | ".join(layouts) + " |\n"
+          + "|---" * 5 + "|")
     for n_layer, n_embd in [(4, 128), (6, 384), (10, 512), (14, 768)]:
         shape = dict(n_layer=n_layer, n_head=n_embd // 64, n_embd=n_embd, seq_len=256)
         seen = {name: [] for name in layouts}
@@ -296,8 +296,9 @@ def scaling_of_layouts(folder):
                 seen[name].append(speed_of_train_py(folder, processes, "--micro-batch", 2,
                                                     *flags.split(), shape=shape, steps=1, warmup=1))
         count = model.parameter_count(GPTConfig(vocab_size=257, **shape))
-        print(f"| {count / 1e6:.1f}M | " + " | ".join(
-            f"{np.median(speeds):,.0f}" for speeds in seen.values()) + " |", flush=True)
+        alone, *others = map(np.median, seen.values())
+        print(f"| {count / 1e6:.1f}M | {alone:,.0f} | " + " | ".join(
+            f"{speed / alone:.2f}" for speed in others) + " |", flush=True)
 
 
 def scaling_of_processes(folder):
