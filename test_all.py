@@ -2130,6 +2130,7 @@ def test_scaling_laws_and_flops_are_the_papers():
     plan = parallel.make_plan(cfg, config, amp.PRECISIONS["fp16"])
     assert plan["flops_6nd"] == pytest.approx(3.14e23, rel=0.002) and not plan["fits"]
     assert plan["pf_days"] == pytest.approx(3640, rel=0.03)
+    assert plan["flops_with_attention"] == pytest.approx(plan["pf_days"] * 8.64e19)
     assert plan["compute_optimal_tokens"] == 20 * model.parameter_count(cfg)
 
 
