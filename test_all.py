@@ -1109,9 +1109,10 @@ def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
         "stage  1  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .", "",
         "bubble 25.0% of the time, (p - 1) / (m + p - 1) = 25.0%",
         "live activations, in microbatches: stage 0: 2, stage 1: 1"]
-    with pytest.raises(SystemExit, match="2"):
-        output("--pp", "0")
-    assert capsys.readouterr().err.count("\n") == 1
+    for flag in ("--pp", "--microbatches"):
+        with pytest.raises(SystemExit, match="2"):
+            output(flag, "0")
+        assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(ValueError, match="deadlock"):
         parallel.clock([[("F", 0), ("F", 1)], [("F", 1), ("B", 1), ("F", 2)]])
 
@@ -3683,8 +3684,11 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, fla
                 run.flat.buckets[0].shard["grad"][0] = math.inf
         poison(run, times=fault != "overflow")
         after_backward(run, spoil)
-    config = settings(tmp_path, steps=42, keep=99, **flags)
-    seen = watched(config, prepare)
+    config, judge = settings(tmp_path, steps=42, keep=99, **flags), amp.DivergenceMonitor.observe
+    with mock.patch.object(amp.DivergenceMonitor, "observe", autospec=True,
+                           side_effect=judge) as observed:
+        seen = watched(config, prepare)
+    assert [call.args[1] for call in observed.mock_calls] == column(seen.rows, "step")
     before = batches_from(config, 0, at)
     left_out = [before[first][0], sum(before[-1])]
     again = before[to:first] + batches_from(config, left_out[1], 42 - first)
