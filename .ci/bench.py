@@ -284,10 +284,11 @@ def scaling_of_work(folder):
 
 
 def scaling_of_layouts(folder):
-    """Two processes of one thread each, relative to one with two: where does a layout pay?"""
-    layouts = {"": (1, ""), "dp 2": (2, ""), "dp 2, zero 3": (2, "--zero 3"), "tp 2": (2, "--tp 2")}
-    print("\n| parameters | one process, tokens a second " + " | ".join(layouts) + " |\n"
-          + "|---" * 5 + "|")
+    """Where does a layout pay? Tokens a second of one process with two threads; those of two
+    processes with one each, relative to it."""
+    layouts = {"one process": (1, ""), "dp 2": (2, ""), "dp 2, zero 3": (2, "--zero 3"),
+               "tp 2": (2, "--tp 2")}
+    print("\n| parameters | " + " | ".join(layouts) + " |\n" + "|---" * 5 + "|")
     for n_layer, n_embd in [(4, 128), (6, 384), (10, 512), (14, 768)]:
         shape = dict(n_layer=n_layer, n_head=n_embd // 64, n_embd=n_embd, seq_len=256)
         seen = {name: [] for name in layouts}
