@@ -150,204 +150,6 @@ def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro
             raise ValueError(message)
 
 
-class RunError(Exception):
-    """The run ends: every rank raises it alike, rank 0 prints the message, and all exit with
-    `status` (1: the run failed, 2: a user's mistake)."""
-
-    def __init__(self, message: str, status: int = 1):
-        super().__init__(message)
-        self.status = status
-
-
-class PeerError(RuntimeError):
-    """Another rank is gone, or did not answer within the timeout. The message names the operation
-    and the ranks it waited for; `run_schedule` adds the microbatch."""
-
-
-@contextmanager
-def comm_errors(operation: str, group=None):
-    """Turn the RuntimeErrors of communication into PeerErrors that name `operation` and, if a group
-    is given, its ranks."""
-    try:
-        yield
-    except PeerError:
-        raise                               # named already
-    except RuntimeError as error:
-        if out_of_memory(error):            # not the others' fault
-            raise
-        ranks = "" if group is None else f" with ranks {dist.get_process_group_ranks(group)}"
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", reason)
-        raise PeerError(f"{operation}{ranks}: {reason}") from error
-
-
-def out_of_memory(error: BaseException) -> bool:
-    words = "allocate memory|out of memory|ALLOC_FAILED"        # the CPU's; NCCL's; cuBLAS's
-    return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
-
-
-def fatal_message(error: Exception) -> str | None:
-    """One line for a lost peer or too little memory; None for any other error, which deserves its
-    traceback."""
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if out_of_memory(error):
-        return f"{first}: lower --micro-batch, give --recompute, or raise --zero, --tp or --pp"
-    return first if isinstance(error, PeerError) else None
-
-
-def is_rank0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def print_rank0(line: str) -> None:
-    """Print one line on rank 0. A closed pipe (`| head`) does not stop the run."""
-    if is_rank0():
-        try:
-            print(line, flush=True)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def all_gather_object(value) -> list:
-    """The value of every rank, in the order of the ranks."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    with comm_errors("exchange with all ranks"):
-        dist.all_gather_object(values, value)
-    return values
-
-
-def all_ranks(action: Callable, status: int = 2):
-    """Run action() on every rank and return its result here. If it fails on any rank, every rank
-    raises the same RunError, with the first failing rank's reason; `status` is that of a ValueError
-    or OSError."""
-    result = failure = None
-    try:
-        result = action()
-    except (ValueError, OSError, RunError) as error:
-        failure = str(error), getattr(error, "status", status)
-    for rank, failure in enumerate(all_gather_object(failure)):
-        if failure is not None:
-            raise RunError(f"rank {rank}: " * (rank > 0) + failure[0], failure[1])
-    return result
-
-
-def on_rank0(action: Callable):
-    """Run action() on rank 0 alone and return its result on every rank; errors as `all_ranks`."""
-    return all_gather_object(all_ranks(lambda: action() if is_rank0() else None))[0]
-
-
-def assert_equal_across_ranks(value, message: str) -> None:
-    """Every rank raises a RunError with this message unless all have the same value."""
-    values = all_gather_object(value)
-    if any(v != values[0] for v in values):
-        raise RunError(message, 2)
-
-
-def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
-    """The store through which the ranks of this start find each other.
-
-    torchrun's own store outlives a restart of the group and still holds the addresses of dead
-    processes (pytorch issue 135712), and its count of restarts differs between machines. So each
-    process makes up a name, rank 0 lists the names it sees until every other process confirms that
-    the list has its own, and rank 0's name becomes the prefix of all keys.
-    """
-    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
-    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
-    store.set(f"rank {rank}", own)
-    while time.monotonic() < deadline:
-        if rank == 0:
-            names = [store.get(f"rank {r}").decode() for r in range(world)]
-            store.set("names", json.dumps(names))
-            confirmations = [f"{own} {name}" for name in names[1:]]
-            done = not confirmations or store.check(confirmations)
-        else:
-            names = json.loads(store.get("names"))
-            done = len(names) == world and names[rank] == own
-            if done:
-                store.set(f"{names[0]} {own}", "")
-        if done:
-            return dist.PrefixStore(names[0], store)
-        time.sleep(0.02)
-    raise RuntimeError(f"no answer in {timeout.total_seconds():.0f} s")
-
-
-def pick_device(name: str, local_rank: int, local_world: int, visible: str = "",
-                on_mps: bool = True) -> torch.device:
-    """This process's device; `auto` is CUDA where there is one, or else MPS (Apple's) if the run
-    can be there. `visible`, CUDA_VISIBLE_DEVICES: a launcher may show each process one GPU of its
-    own. Raises ValueError."""
-    here = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    if name == "auto":
-        name = next(n for n in here if here[n] and (n != "mps" or on_mps))
-    if not here[name]:
-        raise ValueError(f"--device {name}, but torch finds no {name.upper()} device here: leave "
-                         f"the flag out, or give --device cpu")
-    if name != "cuda":
-        return torch.device(name)
-    count = torch.cuda.device_count()
-    own = count == 1 and bool(visible)
-    if local_world > count and not own:
-        raise ValueError(f"{local_world} processes on this machine, but {count} CUDA devices: "
-                         f"lower --nproc_per_node, or give --device cpu")
-    device = torch.device("cuda", 0 if own else local_rank)
-    torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("high")      # fp32 products by TF32: several times as fast
-    return device
-
-
-def assert_own_gpu(device: torch.device) -> None:
-    """Every rank raises a RunError if two processes have the same GPU."""
-    if device.type == "cuda":
-        gpus = all_gather_object(str(torch.cuda.get_device_properties(device).uuid))
-        if len(set(gpus)) < len(gpus):
-            raise RunError("two processes share a GPU: lower --nproc_per_node, or give "
-                           "--device cpu", 2)
-
-
-def sum_dtype(device: torch.device) -> torch.dtype:
-    """Of sums that add up many numbers: float64, which MPS does not have."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-class StopSignal:
-    """Ctrl-C and SIGTERM ask to stop after the step; a second one, half a second later or more (a
-    launcher may forward what the terminal has sent already), ends at once. Python handles signals
-    between two of its instructions: a wait for a rank that hangs ends by --timeout or SIGKILL."""
-
-    def __init__(self):
-        self.requested = None           # when the first signal came
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.handle)
-
-    def handle(self, *_) -> None:
-        again = self.requested is not None
-        if again and time.monotonic() - self.requested < 0.5:
-            return
-        self.requested = time.monotonic()
-        if is_rank0():
-            with suppress(OSError):     # a closed pipe; `print` must not be entered twice
-                os.write(1, b"ended without saving\n" if again else b"saving after this step; a "
-                            b"second signal ends at once, without saving\n")
-        if again:
-            os._exit(1)
-
-
-@contextmanager
-def process_group(rank: int, world: int, device: torch.device, timeout: timedelta):
-    """Start torch.distributed for the block, with gloo on the CPU and NCCL on GPUs; one process
-    needs none."""
-    if world > 1:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        with comm_errors("start of the process group"):
-            dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
-                                    world_size=world, timeout=timeout)
-    yield
-    if world > 1:
-        dist.destroy_process_group()
-
-
 @dataclass
 class Work:
     """Communication under way: `wait` ends it and returns finish(result)."""
@@ -362,30 +164,6 @@ class Work:
             for handle in self.handles:
                 handle.wait()
         return self.finish(self.result)
-
-
-def start_to_host(x: torch.Tensor) -> tuple:
-    """Begin to copy x from its device to the host -> (the copy, in pinned memory on CUDA; an event
-    that says when it is there)."""
-    host, done = x.to("cpu", non_blocking=True), torch.get_device_module(x.device).Event()
-    done.record()
-    return host, done
-
-
-def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
-    """x on the host, once the device has computed it; PeerError if it has not in `timeout` seconds.
-    A plain copy would wait for ever for a rank that hangs: Python handles no signal meanwhile, and
-    NCCL's own watchdog takes minutes."""
-    if x.device.type == "cpu":
-        return x
-    host, done = start_to_host(x)
-    deadline = time.monotonic() + timeout
-    while not done.query():
-        if time.monotonic() > deadline:
-            raise PeerError(f"the device has not ended its work in {timeout} s: a rank that it "
-                            f"waits for is gone or hangs")
-        time.sleep(1e-4)
-    return host
 
 
 def _exchange(outgoing: list, incoming: list, group) -> list:
@@ -1044,6 +822,17 @@ def draw(timeline) -> str:
     return "\n".join(lines)
 
 
+def microbatches(config, grid: Grid) -> int:
+    """Of a step, on each replica."""
+    return config.batch_size // (grid.dp * config.micro_batch)
+
+
+def schedule_of(config, grid: Grid) -> list[tuple[str, int]]:
+    """This stage's. Without a pipeline each backward follows its forward."""
+    make_schedule = SCHEDULES[config.pp_schedule] if grid.pp > 1 else one_f_one_b
+    return make_schedule(grid.stage, grid.pp, microbatches(config, grid))
+
+
 # ---------------------------------------------------------------------------------------------
 # 4. Data parallelism in flat buckets (as DDP's, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020)
 #
@@ -1485,17 +1274,6 @@ def stage_buckets(cfg: GPTConfig, grid: Grid, zero: int) -> list[tuple[Bucket, i
     return list(zip(buckets, [1] * (len(buckets) - 2) + [layers] * 2))
 
 
-def microbatches(config, grid: Grid) -> int:
-    """Of a step, on each replica."""
-    return config.batch_size // (grid.dp * config.micro_batch)
-
-
-def schedule_of(config, grid: Grid) -> list[tuple[str, int]]:
-    """This stage's. Without a pipeline each backward follows its forward."""
-    make_schedule = SCHEDULES[config.pp_schedule] if grid.pp > 1 else one_f_one_b
-    return make_schedule(grid.stage, grid.pp, microbatches(config, grid))
-
-
 def memory_bytes(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, on_gpu: bool) -> dict:
     """The most bytes of this rank, by kind ("host_..." with `--offload`); dtypes are those of the
     parameters and the masters. KEPT is exact, the others are estimates: what stays between forward
@@ -1738,6 +1516,233 @@ def search_layouts(cfg: GPTConfig, config, dtypes: tuple, given: dict) -> list[d
                          f"{config.world} x {config.gpu}: take more or larger GPUs, --offload, or "
                          f"a batch size that more layouts divide")
     return list(best.values())[:10]
+
+
+# ---------------------------------------------------------------------------------------------
+# 6. Processes: errors, start, signals and devices
+# ---------------------------------------------------------------------------------------------
+
+
+class RunError(Exception):
+    """The run ends: every rank raises it alike, rank 0 prints the message, and all exit with
+    `status` (1: the run failed, 2: a user's mistake)."""
+
+    def __init__(self, message: str, status: int = 1):
+        super().__init__(message)
+        self.status = status
+
+
+class PeerError(RuntimeError):
+    """Another rank is gone, or did not answer within the timeout. The message names the operation
+    and the ranks it waited for; `run_schedule` adds the microbatch."""
+
+
+@contextmanager
+def comm_errors(operation: str, group=None):
+    """Turn the RuntimeErrors of communication into PeerErrors that name `operation` and, if a group
+    is given, its ranks."""
+    try:
+        yield
+    except PeerError:
+        raise                               # named already
+    except RuntimeError as error:
+        if out_of_memory(error):            # not the others' fault
+            raise
+        ranks = "" if group is None else f" with ranks {dist.get_process_group_ranks(group)}"
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", reason)
+        raise PeerError(f"{operation}{ranks}: {reason}") from error
+
+
+def out_of_memory(error: BaseException) -> bool:
+    words = "allocate memory|out of memory|ALLOC_FAILED"        # the CPU's; NCCL's; cuBLAS's
+    return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
+
+
+def fatal_message(error: Exception) -> str | None:
+    """One line for a lost peer or too little memory; None for any other error, which deserves its
+    traceback."""
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if out_of_memory(error):
+        return f"{first}: lower --micro-batch, give --recompute, or raise --zero, --tp or --pp"
+    return first if isinstance(error, PeerError) else None
+
+
+def is_rank0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def print_rank0(line: str) -> None:
+    """Print one line on rank 0. A closed pipe (`| head`) does not stop the run."""
+    if is_rank0():
+        try:
+            print(line, flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def all_gather_object(value) -> list:
+    """The value of every rank, in the order of the ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    with comm_errors("exchange with all ranks"):
+        dist.all_gather_object(values, value)
+    return values
+
+
+def all_ranks(action: Callable, status: int = 2):
+    """Run action() on every rank and return its result here. If it fails on any rank, every rank
+    raises the same RunError, with the first failing rank's reason; `status` is that of a ValueError
+    or OSError."""
+    result = failure = None
+    try:
+        result = action()
+    except (ValueError, OSError, RunError) as error:
+        failure = str(error), getattr(error, "status", status)
+    for rank, failure in enumerate(all_gather_object(failure)):
+        if failure is not None:
+            raise RunError(f"rank {rank}: " * (rank > 0) + failure[0], failure[1])
+    return result
+
+
+def on_rank0(action: Callable):
+    """Run action() on rank 0 alone and return its result on every rank; errors as `all_ranks`."""
+    return all_gather_object(all_ranks(lambda: action() if is_rank0() else None))[0]
+
+
+def assert_equal_across_ranks(value, message: str) -> None:
+    """Every rank raises a RunError with this message unless all have the same value."""
+    values = all_gather_object(value)
+    if any(v != values[0] for v in values):
+        raise RunError(message, 2)
+
+
+def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """The store through which the ranks of this start find each other.
+
+    torchrun's own store outlives a restart of the group and still holds the addresses of dead
+    processes (pytorch issue 135712), and its count of restarts differs between machines. So each
+    process makes up a name, rank 0 lists the names it sees until every other process confirms that
+    the list has its own, and rank 0's name becomes the prefix of all keys.
+    """
+    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    store.set(f"rank {rank}", own)
+    while time.monotonic() < deadline:
+        if rank == 0:
+            names = [store.get(f"rank {r}").decode() for r in range(world)]
+            store.set("names", json.dumps(names))
+            confirmations = [f"{own} {name}" for name in names[1:]]
+            done = not confirmations or store.check(confirmations)
+        else:
+            names = json.loads(store.get("names"))
+            done = len(names) == world and names[rank] == own
+            if done:
+                store.set(f"{names[0]} {own}", "")
+        if done:
+            return dist.PrefixStore(names[0], store)
+        time.sleep(0.02)
+    raise RuntimeError(f"no answer in {timeout.total_seconds():.0f} s")
+
+
+def pick_device(name: str, local_rank: int, local_world: int, visible: str = "",
+                on_mps: bool = True) -> torch.device:
+    """This process's device; `auto` is CUDA where there is one, or else MPS (Apple's) if the run
+    can be there. `visible`, CUDA_VISIBLE_DEVICES: a launcher may show each process one GPU of its
+    own. Raises ValueError."""
+    here = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    if name == "auto":
+        name = next(n for n in here if here[n] and (n != "mps" or on_mps))
+    if not here[name]:
+        raise ValueError(f"--device {name}, but torch finds no {name.upper()} device here: leave "
+                         f"the flag out, or give --device cpu")
+    if name != "cuda":
+        return torch.device(name)
+    count = torch.cuda.device_count()
+    own = count == 1 and bool(visible)
+    if local_world > count and not own:
+        raise ValueError(f"{local_world} processes on this machine, but {count} CUDA devices: "
+                         f"lower --nproc_per_node, or give --device cpu")
+    device = torch.device("cuda", 0 if own else local_rank)
+    torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high")      # fp32 products by TF32: several times as fast
+    return device
+
+
+def assert_own_gpu(device: torch.device) -> None:
+    """Every rank raises a RunError if two processes have the same GPU."""
+    if device.type == "cuda":
+        gpus = all_gather_object(str(torch.cuda.get_device_properties(device).uuid))
+        if len(set(gpus)) < len(gpus):
+            raise RunError("two processes share a GPU: lower --nproc_per_node, or give "
+                           "--device cpu", 2)
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Of sums that add up many numbers: float64, which MPS does not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM ask to stop after the step; a second one, half a second later or more (a
+    launcher may forward what the terminal has sent already), ends at once. Python handles signals
+    between two of its instructions: a wait for a rank that hangs ends by --timeout or SIGKILL."""
+
+    def __init__(self):
+        self.requested = None           # when the first signal came
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle)
+
+    def handle(self, *_) -> None:
+        again = self.requested is not None
+        if again and time.monotonic() - self.requested < 0.5:
+            return
+        self.requested = time.monotonic()
+        if is_rank0():
+            with suppress(OSError):     # a closed pipe; `print` must not be entered twice
+                os.write(1, b"ended without saving\n" if again else b"saving after this step; a "
+                            b"second signal ends at once, without saving\n")
+        if again:
+            os._exit(1)
+
+
+@contextmanager
+def process_group(rank: int, world: int, device: torch.device, timeout: timedelta):
+    """Start torch.distributed for the block, with gloo on the CPU and NCCL on GPUs; one process
+    needs none."""
+    if world > 1:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        with comm_errors("start of the process group"):
+            dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
+                                    world_size=world, timeout=timeout)
+    yield
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def start_to_host(x: torch.Tensor) -> tuple:
+    """Begin to copy x from its device to the host -> (the copy, in pinned memory on CUDA; an event
+    that says when it is there)."""
+    host, done = x.to("cpu", non_blocking=True), torch.get_device_module(x.device).Event()
+    done.record()
+    return host, done
+
+
+def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
+    """x on the host, once the device has computed it; PeerError if it has not in `timeout` seconds.
+    A plain copy would wait for ever for a rank that hangs: Python handles no signal meanwhile, and
+    NCCL's own watchdog takes minutes."""
+    if x.device.type == "cpu":
+        return x
+    host, done = start_to_host(x)
+    deadline = time.monotonic() + timeout
+    while not done.query():
+        if time.monotonic() > deadline:
+            raise PeerError(f"the device has not ended its work in {timeout} s: a rank that it "
+                            f"waits for is gone or hangs")
+        time.sleep(1e-4)
+    return host
 
 
 def main() -> None:
