@@ -1419,6 +1419,43 @@ def reference(pool, tmp_path_factory):
     return run
 
 
+GOLDEN = GPTConfig(vocab_size=257, seq_len=16, n_layer=3, n_head=4, n_embd=16)
+GOLDEN_LOSSES = [
+    5.55859342554, 5.54993836079, 5.55928922506, 5.57521507225, 5.55341832377, 5.56903443908,
+    5.53138854180, 5.57396297904, 5.55446105077, 5.53090800447, 5.55036172769, 5.53649833564,
+    5.50409286957, 5.52529699706, 5.52753836086, 5.51024847885, 5.48547254518, 5.50549845205,
+    5.45782505804, 5.42085144855, 5.39062347425, 5.39965676384, 5.40952086666, 5.36618765570,
+    5.37158298166, 5.40663422933, 5.39841800383, 5.38075935571, 5.36821849766, 5.34220575404,
+    5.33095501145, 5.31837483140, 5.34466257152, 5.35467174986, 5.30130897040, 5.28853533772,
+    5.32006669590, 5.27005457866, 5.25036845347, 5.24546381000, 5.28323049477, 5.24434663133,
+    5.25224618006, 5.22539766955, 5.26769357355, 5.28794425309, 5.27352202707, 5.24853730414,
+    5.24752749178, 5.22088411553]
+
+
+def write_golden_weights(path):
+    """A file of weights in fp64 that are the same numbers on every machine: integers, scaled by
+    exact divisions. (The normal distribution of torch and NumPy depends on the CPU.)"""
+    draw, parameters = np.random.default_rng(0), {}
+    for name, shape in checkpoint.parameter_shapes(GOLDEN).items():
+        values = torch.from_numpy(draw.integers(-2 ** 20, 2 ** 20, size=shape) / 2 ** 24)
+        parameters[name] = values + 1 if "norm" in name and name.endswith("weight") else values
+    torch.save(small_state(0) | dict(model=asdict(GOLDEN), parameters=parameters, exp_avg={},
+                                     exp_avg_sq={}), path)
+
+
+@pytest.mark.parametrize("layout, flags", [
+    ((1, 1, 1), dict(micro_batch=8)),
+    ((2, 2, 2), dict(micro_batch=2, zero=1, pp_schedule="1f1b", sequence_parallel=True))])
+def test_fifty_losses_are_the_recorded_ones(pool, tmp_path, layout, flags):
+    """Golden curve: on any CPU and in any layout 50 steps in fp64 give the losses in GOLDEN_LOSSES,
+    to 1e-9. A change of the code that moves a number shows here at once."""
+    write_golden_weights(tmp_path / "weights.pt")
+    config = settings(tmp_path, dtype="fp64", steps=50, lr=3e-3, tp=layout[1], pp=layout[2],
+                      init_from=str(tmp_path / "weights.pt"), **flags)
+    rows, _, _ = pool.run(math.prod(layout), run_steps, layout, config, GOLDEN)[0]
+    assert relative(column(rows, "loss"), GOLDEN_LOSSES) <= 1e-9
+
+
 BOUNDS = dict(fp32=1e-5, fp64=1e-10)
 GPT2_TOKENS = GPTConfig(vocab_size=50257, seq_len=8, n_layer=3, n_head=4, n_embd=16)
 
