@@ -129,7 +129,8 @@ class Config:
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
                            group="checkpoints and evaluation")
     keep: int = flag(3, "step files kept", low=1)
-    resume: str = flag("auto", "auto: the newest whole checkpoint of --out; never; or a file")
+    resume: str = flag("auto", "auto: go on with --out; never: refuse an --out in use; FILE: "
+                       "branch from this checkpoint, into another --out")
     init_from: str = flag(None, "checkpoint whose weights a fresh run begins with", str)
     eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
     eval_only: bool = flag(False, "evaluate the checkpoint and leave")
@@ -745,8 +746,9 @@ class Run:
         """The end of a run that has diverged and cannot help itself."""
         self.metrics.write(event="stop", step=step, reason=reason)
         raise RunError(f"step {step}: {reason}; the run has diverged: see the events in "
-                       f"{self.config.out}/metrics.jsonl, and go on from an older checkpoint with "
-                       f"a lower --lr, a tighter --clip or --skip-steps")
+                       f"{self.config.out}/metrics.jsonl, and branch from an older checkpoint "
+                       f"(--resume FILE, another --out) with a lower --lr, a tighter --clip or "
+                       f"--skip-steps")
 
 
 # ---------------------------------------------------------------------------------------------
