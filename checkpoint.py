@@ -46,7 +46,7 @@ import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial, wraps
 from itertools import groupby
 from pathlib import Path
@@ -291,20 +291,16 @@ def retry_transient(read):
     the file, which must not be passed over as damaged."""
     @wraps(read)
     def read_with_retries(path: Path):
-        for seconds in RETRY_SECONDS:
+        for seconds in (*RETRY_SECONDS, None):
             try:
                 return read(path)
             except OSError as error:
                 if error.errno not in TRANSIENT:
                     raise
+                if seconds is None:
+                    raise ReadFailed(f"{path} could not be read ({error.strerror}): start again "
+                                     f"when the file system works") from error
             time.sleep(seconds)
-        try:
-            return read(path)
-        except OSError as error:
-            if error.errno not in TRANSIENT:
-                raise
-            raise ReadFailed(f"{path} could not be read, {len(RETRY_SECONDS) + 1} times: "
-                             f"{error.strerror}: start again when the file system works") from error
     return read_with_retries
 
 
@@ -443,12 +439,12 @@ def list_checkpoints(out: Path) -> list[Path]:
                 files[out / name] = os.stat(out / name)
     latest = files.get(out / "latest.pt")
 
-    def age(path):
+    def recency(path):
         is_latest = latest is not None and files[path].st_ino == latest.st_ino
         return is_latest, files[path].st_mtime_ns, path.name
 
     newest_first = {}                               # {inode: path}
-    for path in sorted(files, key=age, reverse=True):
+    for path in sorted(files, key=recency, reverse=True):
         newest_first.setdefault(files[path].st_ino, path)
     return list(newest_first.values())
 
@@ -495,92 +491,72 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
 
     If FILE is given in case 1, the run in `out` must have begun from it; this compares ids and
     steps, not paths. When torchrun has restarted the group, the first start has compared them, and
-    FILE may be gone. --eval-only with FILE evaluates FILE and does not look at `out`.
+    FILE may be gone. With --eval-only, FILE is evaluated without a look at `out`; there "init-from"
+    means a file with weights alone.
 
     Raises ValueError or OSError for a usage error, also for a damaged FILE; NoValidCheckpoint if
     `out` holds only damaged checkpoints; ReadFailed if the file system fails.
     """
-    kind, file = "seed", None
+    kind = "seed"
+    file = None
     if init_from is not None:
-        kind, file = "init-from", Path(init_from)
+        kind = "init-from"
+        file = Path(init_from)
     elif resume not in ("auto", "never"):
-        kind, file = "resume", Path(resume)
-
-    if eval_only and file is not None:
-        return begin_from(kind, file, eval_only)
-    found = list_checkpoints(out)
-    if eval_only and not found:
-        raise ValueError(f"--eval-only, but {out} holds no checkpoint")
+        kind = "resume"
+        file = Path(resume)
+    found = []
+    if file is None or not eval_only:
+        found = list_checkpoints(out)
     if resume == "never" and found and not restarted:
         raise ValueError(f"--resume never, but {out} holds {found[0].name}: give another --out")
-    if not found:
-        return begin_from(kind, file, eval_only)
 
-    path, events = latest_valid(found)
-    state = load(path)
-    check_not_weights_only(state, path)
-    if file is not None and not restarted:
-        check_origin(out, state["run"], kind, file)
-    return Start("continue", path, state["run"], events, found)
+    if found:
+        path, events = latest_valid(found)
+        state = load(path)
+        if file is not None and not restarted:
+            check_origin(out, state["run"], kind, file)
+        start = Start("continue", path, state["run"], events, found)
+    elif file is not None:
+        verify(file)
+        state = load(file)
+        start = Start(kind, file, new_run(kind, state))
+    elif eval_only:
+        raise ValueError(f"--eval-only, but {out} holds no checkpoint")
+    else:
+        return Start("seed", None, new_run("seed"))
 
-
-def begin_from(kind: str, file: Path | None, eval_only: bool) -> Start:
-    """The start of a new run from a file or the seed, or of an evaluation of a file. Raises
-    ValueError or OSError if the file cannot be used."""
-    if file is None:
-        return Start(kind, None, new_run(kind))
-    verify(file)
-    state = load(file)
-    if kind == "resume":
-        if not state["exp_avg"] and eval_only:
-            kind = "init-from"
-        else:
-            check_not_weights_only(state, file)
-    return Start(kind, file, new_run(kind, state))
+    if not state["exp_avg"] and start.kind != "init-from":
+        if not eval_only:
+            raise ValueError(f"{start.path} holds weights alone: begin a run with --init-from "
+                             f"{start.path} and another --out")
+        start = replace(start, kind="init-from")
+    return start
 
 
 def new_run(kind: str, state: dict | None = None) -> dict:
-    """A new id, and the origin of a run that begins from this state or from the seed."""
-    return dict(id=secrets.token_hex(8), origin=origin_of(kind, state))
-
-
-def origin_of(kind: str, state: dict | None) -> list:
-    """[kind, id, step]: how a run begins, and which step of which run the file holds. A file that
-    no run wrote has no id."""
+    """A new id, and the origin of a run that begins with this state or, without one, from the seed:
+    [kind, id, step] of the file. A file with weights alone has no id."""
     if state is None:
-        return [kind, None, 0]
-    return [kind, state["run"].get("id"), state["step"]]
+        origin = [kind, None, 0]
+    else:
+        origin = [kind, state["run"].get("id"), state["step"]]
+    return dict(id=secrets.token_hex(8), origin=origin)
 
 
 def check_origin(out: Path, run: dict, kind: str, file: Path) -> None:
-    """Raise ValueError or OSError unless the run in `out` began from this file. Only the file's id
-    and step are read, not its tensors."""
+    """Raise ValueError or OSError unless the run in `out` began with --kind FILE. Of the file only
+    the id and the step are read, not the tensors."""
     advice = f"drop --{kind} to go on with that run, or give another --out"
     try:
-        origin = origin_of(kind, load(file))
+        origin = new_run(kind, load(file))["origin"]
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no checkpoint {file}, but {out} holds a run: "
                                 f"{advice}") from None
-    if run["origin"] != origin:
-        raise ValueError(f"{out} holds run {run['id']}, which began from "
-                         f"{describe(run['origin'])}, not from {describe(origin)} ({file}): "
-                         f"{advice}")
-
-
-def describe(origin: list) -> str:
-    """An origin in words."""
-    kind, run_id, step = origin
-    if kind == "seed":
-        return "the seed"
-    if kind == "init-from":
-        return f"the weights of step {step} of run {run_id}"
-    return f"step {step} of run {run_id}"
-
-
-def check_not_weights_only(state: dict, path: Path) -> None:
-    if not state["exp_avg"]:
-        raise ValueError(f"{path} holds weights alone: begin a run with --init-from {path} and "
-                         f"another --out")
+    if run.get("origin") != origin:
+        _, file_id, step = origin
+        raise ValueError(f"{out} holds run {run.get('id')}, which did not begin with --{kind} "
+                         f"{file} (step {step} of run {file_id}): {advice}")
 
 
 def start_branch(state: dict, new_lr: bool) -> None:

@@ -2933,8 +2933,8 @@ def things(shards, tmp_path_factory):
         ("whole.pt --model opt-125m", "activation gelu, not relu"),
         ("whole.pt --data other=1", "other=1 is not the data this checkpoint was"),
         ("whole.pt --data toy", "is bytes with 257 tokens, but toy has bytes with 300"),
-        ("whole.pt --out run", "began from the seed, not from step 4 of run"),
-        ("run/step_00000004.pt --out run", "began from the seed, not from step 4 of run"),
+        ("whole.pt --out run", "did not begin with --resume whole.pt (step 4 of run"),
+        ("run/step_00000002.pt --out run", "did not begin with --resume run/step_00000002.pt ("),
         ("nowhere.pt --out run", "drop --resume to go on with that run, or give another --out"),
         ("torn.pt --out run", "torn.pt is refused")]),
     *((f"--init-from {flags}", message) for flags, message in [
@@ -2944,7 +2944,7 @@ def things(shards, tmp_path_factory):
         ("whole.pt --resume whole.pt", "--init-from begins a fresh run; --resume FILE goes on"),
         ("whole.pt --out run --eval-only", "--init-from begins a fresh run; --resume FILE goes on"),
         ("nowhere.pt --out run", "drop --init-from to go on with that run, or give another --out"),
-        ("whole.pt --out run", "began from the seed, not from the weights of step 4 of run")])])
+        ("whole.pt --out run", "did not begin with --init-from whole.pt (step 4 of run")])])
 def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch, flags,
                                                      message):
     """Of as many processes as tp x pp, where the packages that --log needs are missing."""
@@ -3580,8 +3580,9 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_s
     flags[flags.index("--init-from") + 1] = os.path.relpath(base)
     assert run_train(*flags, 2)[0] == 0 and saved(out, 2)["optimizer_steps"] == 2
     expect_mistake(run_train(*flags, 3, "--init-from", saved_file(out, 2)),
-                   f"from the weights of step 4 of run {one['run']['id']}, not from the weights of "
-                   f"step 2 of run {two['run']['id']}")
+                   f"holds run {two['run']['id']}, which did not begin with --init-from "
+                   f"{saved_file(out, 2)} (step 2 of run {two['run']['id']}): drop --init-from")
+    assert two["run"]["origin"] == ["init-from", one["run"]["id"], 4]
     base.unlink()
     expect_mistake(run_train(*flags, 3), "drop --init-from to go on with that run")
     assert run_train(*flags, 3, TORCHELASTIC_RESTART_COUNT=1)[0] == 0
@@ -4052,7 +4053,7 @@ def test_no_start_touches_another_runs_files(run_train, shards, tmp_path):
         other, own = (saved(tmp_path / name, 4)["run"]["id"] for name in "ab")
         expect_mistake(run_train(*flags, "--out", tmp_path / "b", f"--{kind}",
                                  tmp_path / "a" / "step_00000002.pt"),
-                       f"b holds run {own}, which began from the seed, not from ")
+                       f"b holds run {own}, which did not begin with --{kind} ")
         assert run_train(*flags, "--out", tmp_path / kind, f"--{kind}",
                          tmp_path / "a" / "step_00000002.pt")[0] == 0
         assert saved(tmp_path / kind, 4)["run"]["origin"] == [kind, other, 2]
@@ -4082,7 +4083,7 @@ def test_a_run_is_known_by_its_id_and_not_by_the_path_of_its_beginning(run_train
         assert f"after step {step - 1}" in text, file
     base = saved(Path("old"), 2)["run"]["id"]
     expect_mistake(run_train(*flags, "new", "--resume", "old/step_00000003.pt"),
-                   f"which began from step 2 of run {base}, not from step 4 of run {base}")
+                   f"did not begin with --resume old/step_00000003.pt (step 4 of run {base})")
     shutil.rmtree("old")
     assert names_in(Path("new"))[:3] == ["latest.pt", "lock", "metrics.jsonl"]
     assert names_in(Path("new"))[3:] == ["step_00000002.pt", "step_00000008.pt"]
