@@ -4,45 +4,51 @@
     shards of flat buffers  -->  full tensors by global name   -->  step_00000200.pt  <-+ hard link
     (tp, pp, ZeRO, 16 bit)       (fp32 masters, Adam's moments)     latest.pt  ---------+
 
-One file holds the whole state under global names: layers numbered through, tied weights once, no
-vocabulary padding. So any layout, and sample.py in one process, loads what any other layout wrote;
-the price is that one host's memory must hold the model with its two moments.
+One file holds the whole state under global names: layers are numbered over all stages, tied weights
+are stored once, and the vocabulary has no padding. So any layout can load what any other layout
+wrote, and so can sample.py in one process. The price: the memory of one host must hold the model
+with its two moments.
 
-    format      4: what the keys and the order of the data mean
-    step        the last step done            consumed_samples  read so far: the data position
-    tokens      read so far                   optimizer_steps   updates: steps that were not skipped
+    format      6: the version of these keys and of the order of the data
+    step        the last completed step       consumed_samples  position in the data, in sequences
+    tokens      number of tokens read         optimizer_steps   number of updates
     config      train.py's flags              model      GPTConfig as a dict
     tokenizer   its name                      data       data.TokenDataset's phases
     scaler      its state_dict()              monitor    DivergenceMonitor as a dict
+    run         {"id": the run's random id, "origin": [kind, id, step of the file it began from]}
     parameters, exp_avg, exp_avg_sq           {global name: tensor}
 
-The file appears whole or not at all (written aside, fsync, os.replace), and it holds only plain
-types and tensors: it is read with weights_only=True, which runs no code from the file. A file is a
-zip, whose members carry CRCs; torch.load does not look at them, `verify` does.
+A file either does not exist or is complete: it is written under another name, flushed to the disk,
+then renamed. It holds only plain types and tensors and is read with weights_only=True, which runs
+no code from the file. The file is a zip whose members carry CRCs; torch.load does not check them,
+`verify` does.
 
-What is converted from Hugging Face's formats (last section) has parameters, model and tokenizer
-alone: `train.py --init-from` begins a run with it.
+A file with weights alone (converted from Hugging Face's formats) has only parameters, model and
+tokenizer: `train.py --init-from` begins a run with it.
 
-Training waits only for the copy to rank 0's host memory. A thread there writes it (`Writer`) while
-the next steps run, so for that long the host holds the state twice.
+Training waits only for the copy to rank 0's host memory. A thread there writes the file (`Writer`)
+while the next steps run; until it has finished, the host holds the state twice.
 """
 import argparse
+import errno
 import json
 import math
 import os
 import pickle
 import re
+import secrets
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from functools import partial
-from itertools import groupby, product
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial, wraps
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -51,26 +57,39 @@ import torch.nn.functional as F
 
 from data import EOT, TokenDataset, download, gpt2_files
 from model import GPT, GPTConfig, parameter_count
-from parallel import (FlatParameters, Grid, RunError, build_stage, comm_errors, make_buckets,
-                      param_specs)
+from parallel import (Bucket, FlatParameters, Grid, RunError, build_stage, comm_errors,
+                      make_buckets, param_specs)
 
-FORMAT = 5          # 4 is read too: its `data` is one fingerprint
+FORMAT = 6
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 KEYS = {"format", "step", "consumed_samples", "tokens", "optimizer_steps", "config", "model",
-        "tokenizer", "data", "scaler", "monitor", *STATE}
+        "tokenizer", "data", "scaler", "monitor", "run", *STATE}
 STEP_FILE = re.compile(r"step_(\d{8})\.pt")
+RETRY_SECONDS = (0.2, 1, 3)         # waits between attempts to read from a file system that fails
+# A network file system may report these for a while, although the file is whole.
+TRANSIENT = {getattr(errno, name) for name in (
+    "EIO", "ESTALE", "ETIMEDOUT", "EAGAIN", "EBUSY", "EREMOTEIO", "ENOTCONN", "ECONNRESET",
+    "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH") if hasattr(errno, name)}
 
 
 class CorruptCheckpoint(ValueError):
     """The file is not a whole checkpoint."""
 
 
+class UnknownFormat(ValueError):
+    """The file is a whole checkpoint of another version of this code."""
+
+
 class NoValidCheckpoint(RunError):
-    """Each of a run's checkpoints is damaged."""
+    """All checkpoints of a run are damaged."""
+
+
+class ReadFailed(RunError, OSError):
+    """The file system failed repeatedly; the file itself may be whole."""
 
 
 class SaveFailed(RunError):
-    """A checkpoint that must not be missing was not written."""
+    """The last checkpoint of a run could not be written."""
 
 
 def warn(text: str) -> None:
@@ -85,52 +104,70 @@ def warn(text: str) -> None:
 
 @torch.no_grad()
 def gather_full_state(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -> dict | None:
-    """{name: {global parameter name: full CPU tensor}} for the flat tensors `names` of all ranks,
-    on rank 0; None on the others. Every rank must call it.
+    """Gather the flat tensors `names` of all ranks as full CPU tensors on rank 0.
 
-    Bucket by bucket, the ranks that keep something send it: the first replica's, or with ZeRO those
-    of all replicas, which keep a shard each. Rank 0 knows the layout of each stage, because it is a
-    function of (config, stage).
+    Returns {name: {global parameter name: full tensor}} on rank 0, None on the other ranks. Every
+    rank must call it. Bucket by bucket, each rank of the first replica sends its part; with ZeRO
+    each rank of all replicas sends its shard.
     """
     if grid.rank != 0:
-        for bucket, name in product(flat.buckets, names):
-            if grid.dp_rank < flat.num_shards:
-                with comm_errors("save, send to rank 0"):
-                    dist.send(bucket.shard[name].cpu(), 0)
+        if grid.dp_rank < flat.num_shards:
+            send_shards(flat, names)
         return None
-
-    def collect(bucket, name, source):
-        """The shard of rank `source`."""
-        if source == 0:
-            return bucket.shard[name].cpu()
-        shard = torch.empty(bucket.numel // flat.num_shards,
-                            dtype=flat.buckets[0].shard[name].dtype)
-        with comm_errors(f"save, receive from rank {source}"):
-            dist.recv(shard, source)
-        return shard
-
     full = {name: {} for name in names}
     for stage in range(grid.pp):
-        buckets = flat.buckets
-        if stage > 0:
-            there = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp)
-            buckets = make_buckets(param_specs(build_stage(cfg, there), cfg, there), grid.dp)
-        sources = grid.ranks[:flat.num_shards, stage].T.tolist()        # [tp rank][shard]
-        for bucket, name in product(buckets, names):
-            of_tp_ranks = [torch.cat([collect(bucket, name, source) for source in shards])
-                           for shards in sources]
-            for spec in bucket.specs:
-                if not spec.is_copy:
-                    parts = [bucket.view(part, spec) for part in of_tp_ranks]
-                    # A copy: training goes on, and a view would drag the bucket into the file.
-                    full[name][spec.name] = spec.unshard(parts).clone()
+        senders = grid.ranks[:flat.num_shards, stage].T.tolist()        # [tp rank][shard]
+        for bucket in buckets_of_stage(flat, cfg, grid, stage):
+            for name in names:
+                tp_parts = [torch.cat([collect_shard(flat, bucket, name, rank) for rank in ranks])
+                            for ranks in senders]
+                unshard_bucket(bucket, tp_parts, full[name])
     return full
 
 
+def send_shards(flat: FlatParameters, names) -> None:
+    """Send this rank's shards to rank 0, in the order in which it receives them."""
+    for bucket in flat.buckets:
+        for name in names:
+            with comm_errors("save, send to rank 0"):
+                dist.send(bucket.shard[name].cpu(), 0)
+
+
+def collect_shard(flat: FlatParameters, bucket: Bucket, name: str, rank: int) -> torch.Tensor:
+    """The shard of a bucket that `rank` holds, on rank 0: its own, or received."""
+    if rank == 0:
+        return bucket.shard[name].cpu()
+    # Other stages' buckets have no tensors here; all buckets have the same types.
+    shard = torch.empty(bucket.numel // flat.num_shards, dtype=flat.buckets[0].shard[name].dtype)
+    with comm_errors(f"save, receive from rank {rank}"):
+        dist.recv(shard, rank)
+    return shard
+
+
+def buckets_of_stage(flat: FlatParameters, cfg: GPTConfig, grid: Grid, stage: int) -> list[Bucket]:
+    """The layout of the buckets of a pipeline stage: a function of (config, stage), so rank 0 can
+    compute that of the other stages."""
+    if stage == grid.stage:
+        return flat.buckets
+    stage_grid = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp)
+    specs = param_specs(build_stage(cfg, stage_grid), cfg, stage_grid)
+    return make_buckets(specs, grid.dp)
+
+
+def unshard_bucket(bucket: Bucket, tp_parts: list[torch.Tensor], full: dict) -> None:
+    """Put the bucket's full parameters into `full`, from the flat tensors of all tp ranks."""
+    for spec in bucket.specs:
+        if not spec.is_copy:
+            parts = [bucket.view(part, spec) for part in tp_parts]
+            # Cloned: training goes on, and a view would write the whole bucket to the file.
+            full[spec.name] = spec.unshard(parts).clone()
+
+
 def restore(state: dict, flat: FlatParameters) -> None:
-    """Cut this rank's slices out of a loaded checkpoint's full tensors."""
+    """Load this rank's slices of a checkpoint's full tensors into the flat buffers."""
     for key, flat_name in STATE.items():
-        flat.load(flat_name, lambda name, shape: state[key][name])
+        tensors = state[key]
+        flat.load(flat_name, lambda name, shape: tensors[name])
     flat.sync_params()
 
 
@@ -144,8 +181,8 @@ def step_file(out: Path, step: int) -> Path:
 
 
 def write_file(state: dict, aside: Path, path: Path) -> None:
-    """Write the state aside, over what a kill may have left there; once it is whole and on the disk
-    it becomes `path`. Raises OSError if it cannot be written."""
+    """Write the state to the file `aside` and, once it is whole and on the disk, rename it to
+    `path`. Raises OSError if it cannot be written."""
     try:
         with open(aside, "wb") as file:
             torch.save(state, file)
@@ -155,16 +192,16 @@ def write_file(state: dict, aside: Path, path: Path) -> None:
     except (OSError, RuntimeError) as error:
         aside.unlink(missing_ok=True)
         cause = error
-        while cause.__context__ is not None:        # torch's zip writer hides the disk's own words
+        while cause.__context__ is not None:        # torch's zip writer hides the system's message
             cause = cause.__context__
         raise OSError(f"{path} could not be written: {cause}") from error
 
 
 def save(state: dict, out: Path, keep: int) -> Path:
-    """Write out/step_0000000k.pt, point latest.pt at it, remove all but the newest `keep` and those
-    that its monitor names.
+    """Write out/step_0000000k.pt and let latest.pt point to it. Then remove old checkpoints, except
+    the newest `keep` and those that the state's monitor names.
 
-    Raises OSError if it cannot be written (a full disk); the files before it are then untouched.
+    Raises OSError if the file cannot be written (a full disk); earlier files are then untouched.
     """
     path = step_file(out, state["step"])
     write_file(state, out / "step.pt.tmp", path)
@@ -172,46 +209,52 @@ def save(state: dict, out: Path, keep: int) -> Path:
         _point_latest(path)
     except OSError as error:
         raise OSError(f"latest.pt could not become {path}: {error}") from error
-    # Where this branch began may be among them: its last resort, which may be older.
-    named = {Path(name).name for _, name in state["monitor"].get("checkpoints", []) if name}
-    for old in [p for p in list_checkpoints(out) if STEP_FILE.fullmatch(p.name)][keep:]:
-        if old.name not in named:
-            old.unlink(missing_ok=True)
+    # The monitor names the files that a rollback may go back to, among them the run's first.
+    named = {name for _, name in state["monitor"].get("checkpoints", [])}
+    files = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
+    for file in files[keep:]:
+        if file.name not in named:
+            file.unlink(missing_ok=True)
     return path
 
 
 class Writer:
-    """Writes checkpoints on a thread of its own, one at a time, beside the training."""
+    """Writes checkpoints in a thread while training goes on, one at a time."""
 
     def __init__(self, out: Path, keep: int):
-        self.out, self.keep = out, keep
-        self.thread, self.pending = ThreadPoolExecutor(1), None
+        self.out = out
+        self.keep = keep
+        self.thread = ThreadPoolExecutor(1)
+        self.pending = None         # the Future of the last write
 
     def submit(self, state: dict) -> None:
-        """Begin to write, after the one before."""
+        """Start to write the state, after the previous write has finished."""
         self.wait()
         self.pending = self.thread.submit(self._write, state)
 
     def _write(self, state: dict) -> str | None:
         try:
             save(state, self.out, self.keep)
-        except OSError as error:            # the run goes on: the files before it are whole
+        except OSError as error:            # the run goes on: earlier files are whole
             warn(f"{error}; earlier checkpoints are untouched")
-            return str(error)               # the error itself would keep the state in memory
+            return str(error)               # the exception would keep the state in memory
+        return None
 
     def wait(self) -> str | None:
-        """Until the last file is written; the error if it could not be."""
-        return self.pending.result() if self.pending is not None else None
+        """Wait for the last write; returns its error message, None if it succeeded."""
+        if self.pending is None:
+            return None
+        return self.pending.result()
 
     def finish(self) -> None:
-        """Wait for a file that must not be missing; raises SaveFailed."""
+        """Wait for a checkpoint that must not be missing. Raises SaveFailed."""
         error = self.wait()
         if error is not None:
             raise SaveFailed(f"the last checkpoint is lost: {error}")
 
 
 def _point_latest(path: Path) -> None:
-    """latest.pt becomes another name of `path`; a copy where the file system has no hard links."""
+    """Make latest.pt a hard link to `path`, or a copy where the file system has no hard links."""
     aside = path.with_name("latest.pt.tmp")
     aside.unlink(missing_ok=True)
     try:
@@ -224,7 +267,7 @@ def _point_latest(path: Path) -> None:
             aside.unlink(missing_ok=True)
             raise
     os.replace(aside, path.with_name("latest.pt"))
-    _fsync(path.parent)                             # the names too must survive a power cut
+    _fsync(path.parent)                             # the names too must survive a power failure
 
 
 def _fsync(path: Path) -> None:
@@ -242,71 +285,100 @@ def _fsync(path: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+def retry_transient(read):
+    """Decorator of functions that read the path in their first argument: try again after a
+    transient error of the file system. Raises ReadFailed if the error persists: it says nothing of
+    the file, which must not be passed over as damaged."""
+    @wraps(read)
+    def read_with_retries(path: Path):
+        for seconds in (*RETRY_SECONDS, None):
+            try:
+                return read(path)
+            except OSError as error:
+                if error.errno not in TRANSIENT:
+                    raise
+                if seconds is None:
+                    raise ReadFailed(f"{path} could not be read ({error.strerror}): start again "
+                                     f"when the file system works") from error
+            time.sleep(seconds)
+    return read_with_retries
+
+
 @contextmanager
 def reading(path: Path, problem: str):
-    """Any error of the block becomes a CorruptCheckpoint that names the problem: damaged bytes make
-    zipfile and torch.load raise whatever they suggest."""
-    if not path.is_file():
-        instead = f"{path}/latest.pt" if path.is_dir() else "another, or run train.py first"
-        raise FileNotFoundError(f"there is no checkpoint {path}: give {instead}")
+    """Turn an exception of the block that reads `path` into a CorruptCheckpoint that names the
+    problem: damaged bytes make zipfile and torch.load raise exceptions of many types. Errors of the
+    file system are raised as they are."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise FileNotFoundError
         yield
-    except (PermissionError, MemoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        instead = "another, or run train.py first"
+        if path.is_dir():
+            instead = f"{path}/latest.pt"
+        raise FileNotFoundError(f"there is no checkpoint {path}: give {instead}") from None
+    except (PermissionError, MemoryError, UnknownFormat):
         raise
     except pickle.UnpicklingError:
         raise CorruptCheckpoint(f"{path} {problem}: it holds more than tensors and plain "
                                 f"types") from None
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        # EINVAL or no number: damaged bytes led to an invalid request, such as a seek before 0.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        reason = type(error).__name__
+        if str(error):
+            reason = str(error).splitlines()[0]
         raise CorruptCheckpoint(f"{path} {problem}: {reason}") from error
 
 
+@retry_transient
 def verify(path: Path) -> None:
-    """Read the file once against the zip's CRCs; raises CorruptCheckpoint."""
+    """Read the file once and compare its bytes with the zip's CRCs. Raises CorruptCheckpoint."""
     with reading(path, "is damaged, or no checkpoint"), zipfile.ZipFile(path) as archive:
         bad = archive.testzip()
         if bad is not None:
             raise ValueError(f"the CRC of {bad} does not match")
 
 
+@retry_transient
 def load(path: Path) -> dict:
-    """The state in a file, its tensors mapped from disk, not yet read nor verified.
+    """Load the state in a file. Its tensors are mapped from disk, not yet read nor verified.
 
-    Raises CorruptCheckpoint if it is no checkpoint of this project, contradicts itself, or holds
-    anything but tensors and plain types.
+    Raises CorruptCheckpoint if the file is no checkpoint of this project, contradicts itself, or
+    holds anything but tensors and plain types; UnknownFormat if another version wrote it.
     """
     with reading(path, "is refused"):
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(state, dict) or not {"format", "step"} <= set(state):
             raise ValueError("it is not a checkpoint of this project")
-        if state["format"] not in (4, FORMAT):
-            raise ValueError(f"it has format {state['format']}, this code reads format {FORMAT}: "
-                             f"go on with the code that wrote it")
+        if state["format"] != FORMAT:
+            raise UnknownFormat(f"{path} has format {state['format']}, this code reads format "
+                                f"{FORMAT}: use the version of the code that wrote it")
         if set(state) != KEYS:
             raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")
-        if not all(isinstance(state[key], dict) for key in ("config", "scaler", "monitor", *STATE)):
-            raise ValueError("its parts are no dicts")
-        if not isinstance(state["data"], list):
-            state["data"] = [[0, {state["data"]: 1}]]
-        cfg = GPTConfig(**state["model"])
-        shapes = parameter_shapes(cfg)
+        for key in ("config", "scaler", "monitor", "run", *STATE):
+            if not isinstance(state[key], dict):
+                raise ValueError(f"its {key} is not a dict")
+        weights_only = not state["exp_avg"] and not state["exp_avg_sq"]
+        shapes = parameter_shapes(GPTConfig(**state["model"]))
         for key in STATE:
-            # What was converted from elsewhere has weights alone.
-            empty = key != "parameters" and not state["exp_avg"] and not state["exp_avg_sq"]
-            if {name: tuple(t.shape) for name, t in state[key].items()} != shapes and not empty:
+            found = {name: tuple(tensor.shape) for name, tensor in state[key].items()}
+            if found != shapes and (key == "parameters" or not weights_only):
                 raise ValueError(f"its {key} are not those of its model")
     return state
 
 
 def parameter_shapes(cfg: GPTConfig) -> dict[str, tuple]:
-    """The shapes of the full parameters, without padding, by global name."""
+    """{global name: shape} of the full parameters, without the padding of the vocabulary."""
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in GPT(cfg).named_parameters()}
     return {**shapes, "embed.token.weight": (cfg.vocab_size, cfg.n_embd)}
 
 
 def load_model(path: Path) -> tuple[GPT, dict]:
-    """The full model in one process on the CPU, from any layout's file, and the file's state."""
+    """Load the full model into one process on the CPU. Returns it and the file's state."""
     verify(path)
     state = load(path)
     model = GPT(GPTConfig(**state["model"]))
@@ -318,14 +390,15 @@ def load_model(path: Path) -> tuple[GPT, dict]:
 
 
 # ---------------------------------------------------------------------------------------------
-# The directory of a run: one writer, a list of files, which of them to go on from, metrics
+# The directory of a run: one writer, its checkpoints, where a run begins, metrics
 # ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def lock_output_dir(out: Path):
-    """`out` belongs to this process for the block, by a lock that ends with the process, however
-    that ends. Raises ValueError if another process has it, OSError if it cannot be locked."""
+    """Create the directory `out` and hold its lock during the block; the lock ends with the
+    process, however that ends. Raises ValueError if another process holds it, OSError if `out`
+    cannot be written or locked."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         file = open(out / "lock", "a+")
@@ -336,7 +409,7 @@ def lock_output_dir(out: Path):
         try:
             import fcntl
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:         # Windows: nothing keeps a second run out
+        except ImportError:         # Windows has no flock: there a second run is not refused
             pass
         except BlockingIOError:
             file.seek(0)
@@ -351,29 +424,42 @@ def lock_output_dir(out: Path):
         yield
 
 
+@retry_transient
 def list_checkpoints(out: Path) -> list[Path]:
-    """Checkpoints of a run: latest.pt, then the others, the last written first. A file with two
-    names is listed under its step's."""
-    files = {p: p.stat() for p in out.glob("*.pt")
-             if STEP_FILE.fullmatch(p.name) or p.name == "latest.pt"}
+    """The checkpoints in `out`, newest first: latest.pt, then the others by the time of writing. A
+    file with two names (latest.pt is a hard link) is listed once, under its step's name."""
+    try:
+        names = os.listdir(out)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    files = {}                                      # {path: its os.stat_result}
+    for name in names:
+        if STEP_FILE.fullmatch(name) or name == "latest.pt":
+            with suppress(FileNotFoundError):       # another process has just removed it
+                files[out / name] = os.stat(out / name)
     latest = files.get(out / "latest.pt")
-    order = sorted(files, key=lambda p: (latest is not None and files[p].st_ino == latest.st_ino,
-                                         files[p].st_mtime_ns, p.name), reverse=True)
-    newest = {}
-    for path in order:
-        newest.setdefault(files[path].st_ino, path)
-    return list(newest.values())
+
+    def recency(path):
+        is_latest = latest is not None and files[path].st_ino == latest.st_ino
+        return is_latest, files[path].st_mtime_ns, path.name
+
+    newest_first = {}                               # {inode: path}
+    for path in sorted(files, key=recency, reverse=True):
+        newest_first.setdefault(files[path].st_ino, path)
+    return list(newest_first.values())
 
 
 def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
-    """The first whole checkpoint of a list by its CRCs (None stands for none, and is whole), and an
-    event for each that is damaged or gone. Raises NoValidCheckpoint."""
+    """The first whole checkpoint of a list, and an event for each damaged or missing one before it.
+    None in the list stands for step 0 of a run that began from the seed, which is always whole.
+    Raises NoValidCheckpoint, ReadFailed and UnknownFormat."""
     events = []
     for path in files:
+        if path is None:
+            return None, events
         try:
-            if path is not None:
-                verify(path)
-                load(path)
+            verify(path)
+            load(path)
             return path, events
         except (CorruptCheckpoint, FileNotFoundError) as error:
             events.append(dict(event="damaged", path=str(path), reason=str(error)))
@@ -382,62 +468,121 @@ def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
                             f"{', '.join(map(str, files))}; move them away to start over")
 
 
-def find_checkpoint(out: Path, resume: str, restarted: bool, given: dict, defining: list,
-                    weights: dict | None = None) -> tuple[Path | None, list[dict], bool]:
-    """The checkpoint to go on from, None for a fresh run; events of damaged ones; and whether a
-    branch begins there, as from an explicit PATH.
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins; `find_start` decides it.
 
-    The same command again, by hand or because torchrun `restarted` the run or its group changed,
-    goes on with what the branch has written since: each file holds its flags, among them PATH and
-    the `defining` ones, and the `weights` of the data's sources.
+    kind is "continue" (go on with the run in --out), "resume" (a branch: a new run with the whole
+    state of a file), "init-from" (a new run with the weights of a file) or "seed" (a new run).
     """
-    found = list_checkpoints(out)
+    kind: str
+    path: Path | None               # the checkpoint to load; None for "seed"
+    run: dict                       # the run's id and origin, stored in its checkpoints
+    events: list = field(default_factory=list)      # of damaged checkpoints that were passed over
+    found: list = field(default_factory=list)       # the checkpoints in --out at this time
+
+
+def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
+               restarted: bool) -> Start:
+    """Decide where a run begins. `out` is one run:
+
+    1. If `out` holds checkpoints, the run goes on from the newest whole one.
+    2. If not, it begins from --resume FILE, from --init-from FILE, or from the seed.
+
+    If FILE is given in case 1, the run in `out` must have begun from it; this compares ids and
+    steps, not paths. When torchrun has restarted the group, the first start has compared them, and
+    FILE may be gone. With --eval-only, FILE is evaluated without a look at `out`; there "init-from"
+    means a file with weights alone.
+
+    Raises ValueError or OSError for a usage error, also for a damaged FILE; NoValidCheckpoint if
+    `out` holds only damaged checkpoints; ReadFailed if the file system fails.
+    """
+    kind = "seed"
+    file = None
+    if init_from is not None:
+        kind = "init-from"
+        file = Path(init_from)
+    elif resume not in ("auto", "never"):
+        kind = "resume"
+        file = Path(resume)
+    found = []
+    if file is None or not eval_only:
+        found = list_checkpoints(out)
     if resume == "never" and found and not restarted:
         raise ValueError(f"--resume never, but {out} holds {found[0].name}: give another --out")
-    if resume in ("auto", "never"):
-        return (*latest_valid(found), False) if found else (None, [], False)
-    base, own = {}, []
-    with suppress(CorruptCheckpoint, FileNotFoundError):
-        base = load(Path(resume))["config"]
-    for path in found if not given.get("eval_only") else []:
-        with suppress(CorruptCheckpoint):
-            state = load(path)
-            stored, wanted = state["config"], {**state["config"], **base, **given}
-            own += [path] * (weights in (None, state["data"][-1][1]) and all(
-                stored.get(name) == wanted.get(name) for name in defining))
-    if own:
-        path, events = latest_valid([*own, Path(resume)])
-        return path, events, path not in own
-    verify(Path(resume))                # the user named this file: refuse it if it is damaged
-    return Path(resume), [], True
+
+    if found:
+        path, events = latest_valid(found)
+        state = load(path)
+        if file is not None and not restarted:
+            check_origin(out, state["run"], kind, file)
+        start = Start("continue", path, state["run"], events, found)
+    elif file is not None:
+        verify(file)
+        state = load(file)
+        start = Start(kind, file, new_run(kind, state))
+    elif eval_only:
+        raise ValueError(f"--eval-only, but {out} holds no checkpoint")
+    else:
+        return Start("seed", None, new_run("seed"))
+
+    if not state["exp_avg"] and start.kind != "init-from":
+        if not eval_only:
+            raise ValueError(f"{start.path} holds weights alone: begin a run with --init-from "
+                             f"{start.path} and another --out")
+        start = replace(start, kind="init-from")
+    return start
+
+
+def new_run(kind: str, state: dict | None = None) -> dict:
+    """A new id, and the origin of a run that begins with this state or, without one, from the seed:
+    [kind, id, step] of the file. A file with weights alone has no id."""
+    if state is None:
+        origin = [kind, None, 0]
+    else:
+        origin = [kind, state["run"].get("id"), state["step"]]
+    return dict(id=secrets.token_hex(8), origin=origin)
+
+
+def check_origin(out: Path, run: dict, kind: str, file: Path) -> None:
+    """Raise ValueError or OSError unless the run in `out` began with --kind FILE. Of the file only
+    the id and the step are read, not the tensors."""
+    advice = f"drop --{kind} to go on with that run, or give another --out"
+    try:
+        origin = new_run(kind, load(file))["origin"]
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no checkpoint {file}, but {out} holds a run: "
+                                f"{advice}") from None
+    if run.get("origin") != origin:
+        _, file_id, step = origin
+        raise ValueError(f"{out} holds run {run.get('id')}, which did not begin with --{kind} "
+                         f"{file} (step {step} of run {file_id}): {advice}")
+
+
+def start_branch(state: dict, new_lr: bool) -> None:
+    """Reset the history of rollbacks in a state with which a branch begins and, if the branch has a
+    learning rate of its own (`new_lr`), the corrections of the learning rate."""
+    state["monitor"].update(checkpoints=[], rollbacks=0, last_rollback_step=-1)
+    if new_lr:
+        state["monitor"]["lr_factor"] = 1.0
 
 
 def check_data(state: dict, dataset: TokenDataset, data: str, same: bool) -> None:
     """Raise ValueError unless the data has the checkpoint's tokenizer and, if it must be the `same`
-    data, every source that it was trained on."""
-    theirs, ours = (state["tokenizer"], state["model"]["vocab_size"]), (
-        dataset.meta["tokenizer"], dataset.meta["vocab_size"])
-    if theirs != ours:
-        raise ValueError(f"the checkpoint's tokenizer is {theirs[0]} with {theirs[1]} tokens, but "
-                         f"{data} has {ours[0]} with {ours[1]}: use --data of that tokenizer, or "
-                         f"another checkpoint")
-    if same and not set(state["data"][-1][1]) <= set(dataset.sources):
+    data, all sources that the run was last trained on."""
+    tokenizer, vocab_size = state["tokenizer"], state["model"]["vocab_size"]
+    meta = dataset.meta
+    if (tokenizer, vocab_size) != (meta["tokenizer"], meta["vocab_size"]):
+        raise ValueError(f"the checkpoint's tokenizer is {tokenizer} with {vocab_size} tokens, but "
+                         f"{data} has {meta['tokenizer']} with {meta['vocab_size']}: use --data of "
+                         f"that tokenizer, or another checkpoint")
+    if not same:
+        return
+    _, weights = state["data"][-1]              # {fingerprint of a source: weight}
+    if not set(weights) <= set(dataset.sources):
         raise ValueError(f"{data} is not the data this checkpoint was trained on (a fingerprint "
                          f"is missing): use the run's own --data (DIR=0 leaves out a source), or "
                          f"begin a run on this one with --init-from and another --out")
-
-
-def start_branch(state: dict, path: Path, own_lr: bool) -> None:
-    """An explicit --resume PATH resets the rollback history, and with a learning rate of its own
-    (`own_lr`) the corrections of the learning rate."""
-    lasting = step_file(path.parent, state["step"])             # latest.pt will be another file
-    path = lasting if path.name == "latest.pt" and lasting.exists() else path
-    state["monitor"].update(checkpoints=[[state["step"], str(path.resolve())]], rollbacks=0,
-                            last_rollback_step=-1)
-    if own_lr:
-        state["monitor"]["lr_factor"] = 1.0
-    with suppress(OSError):
-        os.utime(path)          # newer than what the abandoned branch wrote later
 
 
 def lines_of(out: Path) -> list[dict]:

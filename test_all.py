@@ -10,6 +10,7 @@ DistributedDataParallel, a plain model), that is what we compare with. Upstream 
 random: all-ones hide what is transposed. Eight processes are started once and do all the
 distributed work; but for -m gpu nothing here needs a network or a GPU.
 """
+import errno
 import functools
 import gc
 import hashlib
@@ -2412,15 +2413,18 @@ def test_gpus_train_as_the_cpu(run_train, shards, tmp_path, monkeypatch, world, 
     same = ["--data", shards, *TINY, "--n-layer", 4, "--batch-size", 16, "--micro-batch", 2,
             "--steps", 8]
 
-    for more in ([], ["--resume", tmp_path / "gpu" / "step_00000004.pt"]):
-        process = torchrun(world, ROOT / "train.py", *same, "--out", tmp_path / "gpu", "--device",
-                           "cuda", *flags.split(), *more, cwd=ROOT, gpus=GPUS)
+    for more in (["--out", tmp_path / "gpu"], ["--out", tmp_path / "branch", "--resume",
+                                               tmp_path / "gpu" / "step_00000004.pt"]):
+        process = torchrun(world, ROOT / "train.py", *same, "--device", "cuda", *flags.split(),
+                           *more, cwd=ROOT, gpus=GPUS)
         out, error = process.communicate(timeout=240)
         if re.search("but . CUDA devices|no CUDA device", error):
             pytest.skip(f"fewer than {world} GPUs here")
         assert process.returncode == 0, error
     assert run_train(*same, "--out", tmp_path / "cpu")[0] == 0
-    gpu, cpu = (checkpoint.read_metrics(tmp_path / name)[0] for name in ("gpu", "cpu"))
+    gpu, branch, cpu = (checkpoint.read_metrics(tmp_path / name)[0]
+                        for name in ("gpu", "branch", "cpu"))
+    gpu = gpu[:4] + branch
     bound = 0.02 if "16" in flags else 1e-5
     for name in ("loss", "grad_norm"):
         assert relative(column(gpu, name), column(cpu, name)) < bound, name
@@ -2432,11 +2436,15 @@ def test_gpus_train_as_the_cpu(run_train, shards, tmp_path, monkeypatch, world, 
 # ---------------------------------------------------------------------------------------------
 
 
+def saved_file(out, step):
+    return out / f"step_{step:08d}.pt"
+
+
 def saved(out, step):
-    return checkpoint.load(out / f"step_{step:08d}.pt")
+    return checkpoint.load(saved_file(out, step))
 
 
-def assert_same_state(one, two, but=("config",)):
+def assert_same_state(one, two, but=("config", "run")):
     """Bit for bit."""
     assert one.keys() == two.keys()
     for key in one.keys() - set(but):
@@ -2453,7 +2461,8 @@ def small_state(step):
     tensors = {name: torch.full(p.shape, 0.5) for name, p in GPT(cfg).named_parameters()}
     return dict(format=checkpoint.FORMAT, step=step, consumed_samples=1, tokens=1, config={},
                 optimizer_steps=1, model=asdict(cfg), tokenizer="bytes", scaler={},
-                data=[[0, {"d": 1}]], monitor={}, **{key: tensors for key in checkpoint.STATE})
+                data=[[0, {"d": 1}]], monitor={}, run=dict(id="x", origin=["seed", None, 0]),
+                **{key: tensors for key in checkpoint.STATE})
 
 
 def names_in(folder):
@@ -2618,7 +2627,7 @@ def test_the_newest_and_the_first_stay_and_are_on_the_disk_before_they_take_thei
     def spy_move(source, target):
         assert safe.get(Path(source).stat().st_ino) == content(Path(source)), target
         move(source, target)
-    latest, monitor = tmp_path / "latest.pt", dict(checkpoints=[[1, "by hand/step_00000001.pt"]])
+    latest, monitor = tmp_path / "latest.pt", dict(checkpoints=[[1, "step_00000001.pt"]])
     with mock.patch.multiple(os, fsync=spy_sync, replace=spy_move):
         for step in range(1, 6):
             newest = checkpoint.save({**small_state(step), "monitor": monitor}, tmp_path, 2)
@@ -2677,7 +2686,6 @@ def test_a_checkpoints_code_is_not_run(tmp_path):
 
 @pytest.mark.parametrize("content, words", [
     ([1, 2], "not a checkpoint of this project"), ({}, "not a checkpoint of this project"),
-    (dict(format=2), f"format 2, this code reads format {checkpoint.FORMAT}"),
     (dict(new=0), r"differ: \['new'\]"), (dict(tokens=None), r"differ: \['tokens'\]"),
     (dict(model=dict(width=3)), "width"),
     (dict(model=asdict(GPTConfig(n_layer=1, n_embd=64))), "its parameters are not those"),
@@ -2689,6 +2697,45 @@ def test_what_is_something_else_or_contradicts_itself_is_no_checkpoint(tmp_path,
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(checkpoint.CorruptCheckpoint, match=f"x.pt is refused: .*{words}"):
         checkpoint.load(tmp_path / "x.pt")
+
+
+def test_another_format_is_refused_in_one_line_and_never_passed_over(run_train, shards, tmp_path):
+    """Format 5 had no run's id. An older file of this format beside it changes nothing."""
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    run_train(*flags)
+    state = torch.load(tmp_path / "o" / "step_00000004.pt")
+    state["format"] = 5
+    del state["run"]
+    for file in ("o/latest.pt", "other.pt"):
+        torch.save(state, tmp_path / file)
+    for more in ([], ["--eval-only"], ["--init-from", tmp_path / "other.pt", "--out", "new"]):
+        expect_mistake(run_train(*flags, *more), "has format 5, this code reads format 6: use the")
+    assert not Path("new").exists()
+
+
+@pytest.mark.parametrize("failures", [2, 99])
+def test_an_error_of_the_file_system_is_not_damage(run_train, shards, tmp_path, failures):
+    """Two errors are waited out; if they go on, the run ends with exit 1 and the file's name, also
+    for a file that was named: an older one would have taken the place of a whole one."""
+    flags, open_zip = ["--data", shards, "--out", tmp_path / "o", *TINY], zipfile.ZipFile
+    run_train(*flags)
+    errors = [OSError(number, os.strerror(number))
+              for number in itertools.islice(itertools.cycle([errno.ESTALE, errno.EIO]), failures)]
+
+    def fail_at_first(path):
+        if errors:
+            raise errors.pop()
+        return open_zip(path)
+    for more in ([], ["--resume", tmp_path / "o" / "step_00000002.pt", "--out", tmp_path / "new"]):
+        with mock.patch.object(checkpoint.zipfile, "ZipFile", fail_at_first):
+            status, text, error = run_train(*flags, "--steps", 5, *more)
+        if failures == 99:
+            file = f"step_0000000{2 if more else 4}.pt"
+            assert status == 1 and re.fullmatch(rf"train.py: .*{file} could not be read.*\n", error)
+        else:
+            assert (status, error) == (0, "") and f"after step {2 if more else 4}" in text
+    assert "damaged" not in kinds(read_metrics(tmp_path / "o")[1])
+    assert (tmp_path / "new").exists() == (failures == 2)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -2960,14 +3007,19 @@ def things(shards, tmp_path_factory):
         ("whole.pt --n-layer 3", "n_layer 2, not 3: drop the flag, or use another --out"),
         ("whole.pt --model opt-125m", "activation gelu, not relu"),
         ("whole.pt --data other=1", "other=1 is not the data this checkpoint was"),
-        ("whole.pt --data toy", "is bytes with 257 tokens, but toy has bytes with 300")]),
+        ("whole.pt --data toy", "is bytes with 257 tokens, but toy has bytes with 300"),
+        ("whole.pt --out run", "did not begin with --resume whole.pt (step 4 of run"),
+        ("run/step_00000002.pt --out run", "did not begin with --resume run/step_00000002.pt ("),
+        ("nowhere.pt --out run", "drop --resume to go on with that run, or give another --out"),
+        ("torn.pt --out run", "torn.pt is refused")]),
     *((f"--init-from {flags}", message) for flags, message in [
         ("whole.pt --seq-len 32", "seq_len 16, not 32: drop the flag, or use another --init-from"),
         ("whole.pt --n-embd 32", "n_embd 16, not 32"), ("", "there is no checkpoint "),
         ("whole.pt --data opt", "but opt has opt-257 with 257"),
         ("whole.pt --resume whole.pt", "--init-from begins a fresh run; --resume FILE goes on"),
         ("whole.pt --out run --eval-only", "--init-from begins a fresh run; --resume FILE goes on"),
-        ("whole.pt --out run", "a run that did not begin with")])])
+        ("nowhere.pt --out run", "drop --init-from to go on with that run, or give another --out"),
+        ("whole.pt --out run", "did not begin with --init-from whole.pt (step 4 of run")])])
 def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch, flags,
                                                      message):
     """Of as many processes as tp x pp, where the packages that --log needs are missing."""
@@ -3256,7 +3308,7 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
     assert {name for name, value in asdict(config).items() if value == "the checkpoint's"} == set(
         """model n_layer n_head n_embd seq_len activation dropout batch_size batch_ramp steps lr
         min_lr_ratio warmup_steps lr_schedule weight_decay beta1 beta2 clip seed save_every keep
-        init_from eval_every rollback max_rollbacks spike_margin spike_steps skip_steps""".split())
+        eval_every rollback max_rollbacks spike_margin spike_steps skip_steps""".split())
 
 
 def test_resume_auto_and_never(run_train, run_sample, shards, things, tmp_path):
@@ -3292,6 +3344,11 @@ def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
         status, text, _ = run_train("--data", shards, "--out", out, *TINY, "--eval-only", *more)
         assert status == 0 and words in text and "bits a byte" in text
     assert end not in text                                      # on other data
+    assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
+    # A FILE is evaluated whatever --out is.
+    for other in (things / "precious", things / "run" / "nothing"):
+        assert middle in run_train("--data", shards, "--out", other, *TINY, "--eval-only",
+                                   "--resume", out / "step_00000002.pt")[1]
     assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
 
 
@@ -3499,10 +3556,8 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
         straight, out = tmp_path / first, tmp_path / then
         out.mkdir()
         run_train("--data", first, "--out", straight, *flags)
-        state, whole = torch.load(straight / "step_00000004.pt"), saved(straight, 10)
-        if first == "a":
-            state.update(format=4, data=a)          # as it was before there were mixtures
-        torch.save(state, out / "step_00000004.pt")
+        whole = saved(straight, 10)
+        shutil.copy(straight / "step_00000004.pt", out)
         text = run_train("--data", then, "--out", out, *flags)[1]
         (resume,), end = read_metrics(out)[1], saved(out, 10)
         assert (f"data {then} instead of" in text) == bool(weights)
@@ -3516,7 +3571,7 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
     assert run_train("--data", "a=1,b=0", "--out", out, *flags, "--steps", 11)[0] == 0
     assert saved(out, 11)["data"][-1] == [80, {a: 1, b: 0}]
     branch = ["--resume", straight / "step_00000004.pt", "--out", tmp_path / "branch"]
-    for weight, words in [(3, "after step 4"), (5, "after step 4"), (5, "nothing left")]:
+    for weight, words in [(3, "after step 4"), (3, "nothing left"), (5, "nothing left")]:
         assert words in run_train("--data", f"a={weight},b=1", *branch, *flags)[1]
 
 
@@ -3595,8 +3650,19 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_s
     assert len(two["monitor"]["losses"]) == 1
     # From now on the run has checkpoints of its own, one to roll back to among them.
     assert two["monitor"]["checkpoints"][0] == [0, "step_00000000.pt"]
-    base.unlink()
+    # The same command goes on, also with the file under another name, or without it.
+    base = base.rename(tmp_path / "renamed.pt")
+    flags[flags.index("--init-from") + 1] = os.path.relpath(base)
     assert run_train(*flags, 2)[0] == 0 and saved(out, 2)["optimizer_steps"] == 2
+    expect_mistake(run_train(*flags, 3, "--init-from", saved_file(out, 2)),
+                   f"holds run {two['run']['id']}, which did not begin with --init-from "
+                   f"{saved_file(out, 2)} (step 2 of run {two['run']['id']}): drop --init-from")
+    assert two["run"]["origin"] == ["init-from", one["run"]["id"], 4]
+    base.unlink()
+    expect_mistake(run_train(*flags, 3), "drop --init-from to go on with that run")
+    assert run_train(*flags, 3, TORCHELASTIC_RESTART_COUNT=1)[0] == 0
+    without = [flag for flag in flags if flag not in ("--init-from", os.path.relpath(base))]
+    assert run_train(*without, 4)[0] == 0 and saved(out, 4)["run"] == two["run"]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -3846,7 +3912,7 @@ def test_bad_batches_in_a_row_take_three_rollbacks_and_leave_the_learning_rate(t
     assert seen.run.monitor.lr_factor == 1.0
 
 
-def test_a_file_given_by_hand_is_a_new_beginning(run_train, shards, tmp_path):
+def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_path):
     """A correction stays with the run, but not against a learning rate that is given."""
     base, by_hand = tmp_path / "o", tmp_path / "by_hand.pt"
     run_train("--data", shards, "--out", base, *TINY)
@@ -3865,12 +3931,14 @@ def test_a_file_given_by_hand_is_a_new_beginning(run_train, shards, tmp_path):
         assert rows[0]["lr"] == factor * train.learning_rate(train.Config(**resume["config"]), 3)
         assert kinds([resume, *skips]) == ["resume"] + ["skip"] * bool(flags)
         assert (resume["changed"], resume["lr_factor"]) == (changed, factor)
-        assert saved(out, 4)["monitor"].items() >= dict(
-            lr_factor=factor, rollbacks=0, last_rollback_step=-1,
-            checkpoints=[[2, str(by_hand.resolve())], [4, "step_00000004.pt"]]).items()
-    run_train("--data", shards, "--out", base, "--steps", 6, "--resume", base / "latest.pt")
-    assert saved(base, 6)["monitor"]["checkpoints"] == [        # latest.pt will be another file
-        [4, str((base / "step_00000004.pt").resolve())], [6, "step_00000006.pt"]]
+        monitor = saved(out, 4)["monitor"]
+        assert monitor.items() >= dict(lr_factor=factor, rollbacks=0, last_rollback_step=-1).items()
+        assert monitor["checkpoints"][0] == [2, "step_00000002.pt"]
+        assert monitor["checkpoints"][-1] == [4, "step_00000004.pt"]
+        # The branch has a checkpoint of its beginning, and names the step that it began from.
+        assert_same_state(saved(out, 2), state, but=("config", "monitor", "run"))
+        assert saved(out, 2)["run"] == saved(out, 4)["run"]
+        assert saved(out, 4)["run"]["origin"] == ["resume", state["run"]["id"], 2]
 
 
 def spoil_in_turn(run):
@@ -4008,36 +4076,89 @@ def test_a_peer_that_hangs_or_vanishes_is_named(shards, tmp_path, fate):
             process.process.kill()
 
 
-def test_the_same_command_goes_on_with_its_branch_and_another_begins_one(run_train, shards,
-                                                                         tmp_path):
-    """Whoever starts it again, a person or torchrun. More steps make no other run, another learning
-    rate does, also one that is not given."""
-    out, first = tmp_path / "o", tmp_path / "o" / "step_00000002.pt"
-    flags = ["--data", shards, "--out", out, *TINY]
-    assert run_train(*flags)[0] == 0
-    by_hand = [*flags, "--resume", first]
-    for losses, more, told in [
-            ([ZeroDivisionError], ["--lr", 0.5], "killed in step 4"),
-            ([1.0, ZeroDivisionError], ["--lr", 0.5, "--steps", 6], "killed in step 6"),
-            ([1.0], ["--lr", 0.5, "--steps", 6], "step_00000004.pt, after step 4"),
-            ([], ["--lr", 0.5], "nothing left to do"), ([1.0], ["--lr", 0.1], "after step 2"),
-            ([1.0], [], "after step 2"), ([1.0], ["--skip-steps", "1:2"], "1:2 lie behind")]:
+def contents(folder):
+    """{name: (time of writing, bytes)} of a folder's files."""
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
+
+
+def test_the_same_command_goes_on_with_its_branch(run_train, shards, tmp_path):
+    """Given again by a person or by torchrun, after a kill at its start and in the middle. Other
+    flags do not make another run of it, another --out does."""
+    base, out = tmp_path / "base", tmp_path / "branch"
+    flags = ["--data", shards, *TINY]
+    run_train(*flags, "--out", base)
+    before = contents(base)
+    branch = [*flags, "--resume", base / "step_00000002.pt", "--out", out]
+    for losses, more, restarts, told in [
+            ([ZeroDivisionError], ["--lr", 0.5], 0, "base/step_00000002.pt, after step 2"),
+            ([1.0, ZeroDivisionError], ["--lr", 0.5, "--steps", 6], 0, "branch/step_00000002.pt"),
+            ([1.0], ["--lr", 0.5, "--steps", 6], 1, "branch/step_00000004.pt, after step 4"),
+            ([], ["--lr", 0.1], 0, "nothing left to do")]:
         with mock.patch.object(train.Run, "evaluate", side_effect=losses), \
                 suppress(ZeroDivisionError):
-            assert told in run_train(*by_hand, *more)[1], more
-    assert column(read_metrics(out)[0], "step") == [1, 2, 3, 4, *(3, 3, 4, 5, 5, 6), *[3, 4] * 3]
-    # To look at a file is not to go on: it is the one that was named.
-    assert "step_00000002.pt, step 2, on " in run_train(*by_hand, "--lr", 0.5, "--eval-only")[1]
-    # Behind a damaged file comes its own branch's beginning, not the step 6 of another.
-    (out / "step_00000004.pt").write_bytes(b"torn")
-    assert "step_00000002.pt, after step 2" in run_train(*flags)[1]
-    # A rollback to the beginning writes over it, and what it has learned outlives a restart.
-    state = torch.load(first)
-    state["config"].update(resume=str(first), lr=0.25)
-    state["monitor"].update(rollbacks=2)
-    torch.save(state, first)
-    assert "after step 2" in run_train(*by_hand, "--lr", 0.25)[1]
-    assert saved(out, 4)["monitor"]["rollbacks"] == 2
+            text = run_train(*branch, *more, TORCHELASTIC_RESTART_COUNT=restarts)[1]
+            assert told in text, more
+    assert column(read_metrics(out)[0], "step") == [3, 3, 4, 5, 5, 6]
+    assert kinds(read_metrics(out)[1]) == ["resume"] * 3
+    assert before == contents(base)
+    # A restart does not need the file any more.
+    shutil.rmtree(base)
+    expect_mistake(run_train(*branch, "--steps", 7), "drop --resume to go on with that run")
+    assert run_train(*branch, "--steps", 7, TORCHELASTIC_RESTART_COUNT=1)[0] == 0
+    assert run_train(*flags, "--out", out, "--steps", 8)[0] == 0
+    assert len({str(saved(out, step)["run"]) for step in (2, 6, 7, 8)}) == 1
+
+
+def test_no_start_touches_another_runs_files(run_train, shards, tmp_path):
+    """A file that is given beside the --out of another run is refused, and neither its run nor the
+    other has changed, also in the order of their files."""
+    flags = ["--data", shards, *TINY]
+    for name in "ab":
+        run_train(*flags, "--out", tmp_path / name)
+    before = [contents(tmp_path / name) for name in "ab"]
+    for kind in ("resume", "init-from"):
+        other, own = (saved(tmp_path / name, 4)["run"]["id"] for name in "ab")
+        expect_mistake(run_train(*flags, "--out", tmp_path / "b", f"--{kind}",
+                                 tmp_path / "a" / "step_00000002.pt"),
+                       f"b holds run {own}, which did not begin with --{kind} ")
+        assert run_train(*flags, "--out", tmp_path / kind, f"--{kind}",
+                         tmp_path / "a" / "step_00000002.pt")[0] == 0
+        assert saved(tmp_path / kind, 4)["run"]["origin"] == [kind, other, 2]
+    assert before == [contents(tmp_path / name) for name in "ab"]
+
+
+def test_a_run_is_known_by_its_id_and_not_by_the_path_of_its_beginning(run_train, shards, tmp_path,
+                                                                       monkeypatch):
+    """The same file as ./base/FILE, as a link, and in a renamed directory; but not its neighbour.
+    The branch's damaged newest file is told, and the branch falls back on its own first one, also
+    where that is the only other and the base is gone."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--data", shards, *TINY, "--keep", 1, "--save-every", 100, "--out"]
+    run_train("--data", shards, *TINY, "--out", "base")
+    run_train(*flags, "branch", "--resume", "base/step_00000002.pt")
+    Path("link.pt").symlink_to("base/step_00000002.pt")
+    Path("base/step_00000004.pt").rename("base/step_00000003.pt")       # a name says nothing
+    steps = itertools.count(5)
+    for rename, file, out in [(None, "./base/step_00000002.pt", "branch"),
+                              (None, "link.pt", "./branch"),
+                              (("base", "old"), "old/step_00000002.pt", "../" + tmp_path.name +
+                               "/branch"), (("branch", "new"), "old/step_00000002.pt", "new")]:
+        if rename:
+            os.rename(*rename)
+        step = next(steps)
+        text = run_train(*flags, out, "--resume", file, "--steps", step)[1]
+        assert f"after step {step - 1}" in text, file
+    base = saved(Path("old"), 2)["run"]["id"]
+    expect_mistake(run_train(*flags, "new", "--resume", "old/step_00000003.pt"),
+                   f"did not begin with --resume old/step_00000003.pt (step 4 of run {base})")
+    shutil.rmtree("old")
+    assert names_in(Path("new"))[:3] == ["latest.pt", "lock", "metrics.jsonl"]
+    assert names_in(Path("new"))[3:] == ["step_00000002.pt", "step_00000008.pt"]
+    os.truncate("new/step_00000008.pt", 1000)                   # latest.pt is the same file
+    status, text, error = run_train(*flags, "new", "--steps", 9)
+    assert status == 0 and "step_00000008.pt is damaged" in error
+    assert "new/step_00000002.pt, after step 2" in text
+    assert kinds(read_metrics(Path("new"))[1])[-2:] == ["damaged", "resume"]
 
 
 def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(monkeypatch):
@@ -4204,7 +4325,7 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(pool, tmp_p
         files = checkpoint.list_checkpoints(chained)
         for path in files[:rng.randint(1, 3) if fate == "damage" and len(files) > 3 else 0]:
             path.write_bytes(path.read_bytes()[:rng.randrange(path.stat().st_size)])
-        file, _, _ = checkpoint.find_checkpoint(chained, "auto", False, {}, [])
+        file = checkpoint.find_start(chained, "auto", None, False, False).path
         step = checkpoint.load(file)["step"] if file else 0
         assert len(chain) < 60, chain
     bound = dict(same=0, others=1e-5 if dtype == "fp32" else 1e-10)[layouts]

@@ -129,7 +129,8 @@ class Config:
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
                            group="checkpoints and evaluation")
     keep: int = flag(3, "step files kept", low=1)
-    resume: str = flag("auto", "auto: the newest whole checkpoint of --out; never; or a file")
+    resume: str = flag("auto", "auto: go on with --out; never: refuse an --out in use; FILE: "
+                       "branch from this checkpoint, into another --out")
     init_from: str = flag(None, "checkpoint whose weights a fresh run begins with", str)
     eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
     eval_only: bool = flag(False, "evaluate the checkpoint and leave")
@@ -151,12 +152,11 @@ class Config:
 
 
 PLAN = ("world", "gpu", "gpus_per_node", "mtbf_hours", "vocab_size")
-# Paths, layout and precision belong to one start: they are never taken from a checkpoint. (But
-# --init-from is remembered: it says how the run began.)
-LOCAL = {"data", "out", "log", "compare", "resume", "eval_only", "tp", "pp", "pp_schedule",
-         "device", "compile", "timeout", "micro_batch", "zero", "recompute", "sequence_parallel",
-         "offload", "dtype", "plan", *PLAN, "epochs"}       # what remains of epochs is `steps`
-FREE = {"steps", "save_every", "eval_every", "keep"}        # other values make no other run
+# Paths, layout and precision belong to one start: they are never taken from a checkpoint.
+LOCAL = {"data", "out", "log", "compare", "resume", "init_from", "eval_only", "tp", "pp",
+         "pp_schedule", "device", "compile", "timeout", "micro_batch", "zero", "recompute",
+         "sequence_parallel", "offload", "dtype", "plan", *PLAN,
+         "epochs"}                                          # what remains of epochs is `steps`
 SWITCHES = ("recompute", "sequence_parallel", "offload", "compile")
 LASTING = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
@@ -480,6 +480,7 @@ class Run:
     def __init__(self, config: Config, cfg: GPTConfig, grid: Grid, device: torch.device,
                  train_data: TokenDataset, val_data: TokenDataset, state: dict | None):
         self.config, self.cfg, self.grid, self.device = config, cfg, grid, device
+        self.identity = checkpoint.new_run("seed")      # `launch` sets that of a run with files
         self.train_data, self.val_data = train_data, val_data
         self.writer = checkpoint.Writer(Path(config.out), config.keep)
         param_dtype, master_dtype = PRECISIONS[config.dtype]
@@ -692,7 +693,7 @@ class Run:
                 format=checkpoint.FORMAT, **{name: getattr(self, name) for name in COUNTERS},
                 config=settings_of(self.config), model=dataclasses.asdict(self.cfg),
                 tokenizer=self.train_data.meta["tokenizer"],
-                data=self.train_data.phases, scaler=self.scaler.state_dict(),
+                data=self.train_data.phases, scaler=self.scaler.state_dict(), run=self.identity,
                 monitor=dataclasses.asdict(self.monitor),
                 **{key: full[flat_name] for key, flat_name in checkpoint.STATE.items()}))
 
@@ -745,8 +746,9 @@ class Run:
         """The end of a run that has diverged and cannot help itself."""
         self.metrics.write(event="stop", step=step, reason=reason)
         raise RunError(f"step {step}: {reason}; the run has diverged: see the events in "
-                       f"{self.config.out}/metrics.jsonl, and go on from an older checkpoint with "
-                       f"a lower --lr, a tighter --clip or --skip-steps")
+                       f"{self.config.out}/metrics.jsonl, and branch from an older checkpoint "
+                       f"(--resume FILE, another --out) with a lower --lr, a tighter --clip or "
+                       f"--skip-steps")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -824,70 +826,54 @@ def compare(outs: list[str]) -> str:
 
 def prepare(given: dict, world: int, local_world: int, device: torch.device, restarted: bool,
             stack: ExitStack):
-    """What rank 0 settles alone, without communication: config, model, the checkpoint to go on from
-    or None, events of damaged ones; last, the lock of --out on the stack. Errors are for main."""
+    """What rank 0 settles alone, without communication: config, model, and where the run begins;
+    last, the lock of --out on the stack. Errors are for main."""
     config = Config(**given)
     for name in checkpoint.LOGS:
         if name in (config.log or "") and importlib.util.find_spec(name) is None:
             raise ValueError(f"--log {name} needs a package that is missing: pip install {name}")
-    out, found = Path(config.out), checkpoint.list_checkpoints(Path(config.out))
-    explicit = config.resume not in ("auto", "never") and not config.eval_only
-    path, events, branch = checkpoint.find_checkpoint(
-        out, config.resume, restarted, given,
-        ["resume", *(name for name in LASTING if name not in FREE)],
-        TokenDataset(config.data, "train", 1).phases[0][1] if explicit else None)
-    if config.eval_only and path is None:
-        raise ValueError(f"--eval-only, but {config.out} holds no checkpoint")
     if "init_from" in given and (config.eval_only or config.resume not in ("auto", "never")):
         raise ValueError("--init-from begins a fresh run; --resume FILE goes on with one, or with "
                          "--eval-only evaluates it: drop one")
-    state, initial = path and checkpoint.load(path), None
-    if state is not None and "init_from" in given and (
-            state["config"].get("init_from") != given["init_from"]):
-        raise ValueError(f"{config.out} holds a run that did not begin with {config.init_from}: "
-                         f"give another --out")
-    if state is not None and not state["exp_avg"]:
-        if not config.eval_only:
-            raise ValueError(f"{path} holds weights alone: begin a run with --init-from {path} and "
-                             f"another --out")
-        given, path, state = {**given, "init_from": str(path)}, None, None
-    if state is None and "init_from" in given:
-        checkpoint.verify(Path(given["init_from"]))
-        initial = checkpoint.load(Path(given["init_from"]))
+    out, state, initial = Path(config.out), None, None
+    begin = checkpoint.find_start(out, config.resume, config.init_from, config.eval_only, restarted)
+    if begin.kind == "init-from":
+        given = {**given, "init_from": str(begin.path)}
+        initial = checkpoint.load(begin.path)
+    elif begin.kind != "seed":
+        state = checkpoint.load(begin.path)
     config, cfg = validate(given, state, world, initial)
     grid = Grid(world // (config.tp * config.pp), config.pp, config.tp)
     check_memory(cfg, grid, config, PRECISIONS[config.dtype], device, local_world)
     if not config.eval_only:
         stack.enter_context(checkpoint.lock_output_dir(out))
-        if checkpoint.list_checkpoints(out) != found:
+        if checkpoint.list_checkpoints(out) != begin.found:
             raise ValueError(f"another run has just written to {config.out}: start again")
-    return config, cfg, path, events, branch
+    return config, cfg, begin
 
 
-def start(run: Run, state: dict | None, path: Path | None, events: list, given: dict) -> None:
-    """Evaluate; or tell how the run begins, and train. `state` was loaded from `path`."""
+def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict) -> None:
+    """Evaluate; or tell how the run begins, and train. `state` was loaded from `begin.path`."""
     config, factor, settings = run.config, run.monitor.lr_factor, settings_of(run.config)
     if config.eval_only:
         text = format_eval(run.evaluate_all(), run.val_data)
-        return print_rank0(f"{path or config.init_from}, step {run.step}, on {config.data}: {text}")
+        return print_rank0(f"{begin.path}, step {run.step}, on {config.data}: {text}")
     if run.step >= config.steps:
-        return print_rank0(f"{path} is step {run.step} of {config.steps}: nothing left to do; "
-                           f"raise --steps or --epochs to go on, or give another --out")
+        return print_rank0(f"{begin.path} is step {run.step} of {config.steps}: nothing left to "
+                           f"do; raise --steps or --epochs to go on, or give another --out")
     metrics = all_ranks(lambda: checkpoint.Metrics(Path(config.out), run.grid.rank, config.log))
     print_summary(run)
     if state is None:
         metrics.write(event="start", step=0, config=settings)
-        if config.init_from:                # FILE is not needed again, not even for a rollback
+        if begin.kind == "init-from":
             print_rank0(f"weights  those of {config.init_from}")
-            run.monitor.checkpoints = []
-            run.save()
     else:
         changed = {name: [state["config"].get(name), settings[name]] for name in LASTING
                    if state["config"].get(name) != settings[name]}
         if state["data"] != run.train_data.phases:
             changed["data"] = [state["config"]["data"], config.data]
-        for event in [*events, dict(event="resume", path=str(path), given=given, changed=changed,
-                                    lr_factor=factor, config=settings)]:
+        for event in [*begin.events, dict(event="resume", path=str(begin.path), given=given,
+                                          changed=changed, lr_factor=factor, config=settings)]:
             metrics.write(**event, step=run.step)
         differs = "".join(f", {name.replace('_', ' ')} {new} instead of {old}"
                           for name, (old, new) in changed.items())
@@ -897,8 +883,11 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
             differs += f"; so the next step's learning rate is {new:.2e} instead of {old:.2e}"
             if before.lr == config.lr:      # a longer schedule: the loss may rise, and be healthy
                 run.monitor.forget_losses()
-        print_rank0(f"resume   {path}, after step {run.step}{differs}"
+        print_rank0(f"resume   {begin.path}, after step {run.step}{differs}"
                     + f", learning rate x {factor:.3g}" * (factor != 1))
+    if begin.kind in ("init-from", "resume"):   # FILE is not needed again, not for a rollback
+        run.monitor.checkpoints = []
+        run.save()
     if run.device.type == "cpu" and torch.get_num_threads() > 1 and (
             hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count()):    # not on Windows
         print_rank0("note     this machine is busy: threads that wait for each other may be slow, "
@@ -920,10 +909,11 @@ def launch(prepared, given: dict, device: torch.device, rank: int, world: int) -
     """All ranks, from what rank 0 has prepared to the end of the run."""
     assert_own_gpu(device)
     with ExitStack() as stack:
-        config, cfg, path, events, branch = on_rank0(lambda: prepared)      # broadcast
+        config, cfg, begin = on_rank0(lambda: prepared)     # broadcast
+        path = begin.path if begin.kind in ("continue", "resume") else None
         state = all_ranks(lambda: path and checkpoint.load(path))
-        if branch and not config.eval_only:
-            checkpoint.start_branch(state, path, "lr" in given)
+        if begin.kind == "resume" and not config.eval_only:
+            checkpoint.start_branch(state, "lr" in given)
         datasets = all_ranks(lambda: [TokenDataset(config.data, split, cfg.seq_len)
                                       for split in ("train", "val")])
         sources = list(datasets[0].sources)         # their fingerprints
@@ -937,10 +927,11 @@ def launch(prepared, given: dict, device: torch.device, rank: int, world: int) -
         stack.callback(grid.groups.clear)   # gloo's threads, if they outlive main, can abort it
         run = Run(config, cfg, grid, device, *datasets, state)
         stack.callback(run.writer.wait)
+        run.identity = begin.run
         for name in checkpoint.STATE if state else ():
             del state[name]                             # the file is mapped no longer
         try:
-            start(run, state, path, events, given)
+            start(run, state, begin, given)
         except PeerError as error:
             raise PeerError(f"stage {grid.stage}, step {run.step + 1}: {error}") from error
 
