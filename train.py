@@ -1,22 +1,35 @@
-"""The policy of a run: flags, schedules, the loop, logging, when to save and when to stop.
+"""Training entry point: flags, the training loop, evaluation, saving, logging, start-up.
 
     python train.py                                             # one process
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp is what remains: 2
 
-A step has these phases; `Run.train` shows them on one screen:
+`Run.train` is the loop. One step has these phases, a call each:
 
-    batch       the next samples of a seeded order; a rank only decides which rows it reads
-    forward and backward, microbatch by microbatch; full buckets of gradients are reduced meanwhile
-    agree       one small all-reduce tells every rank what it must know of the step (StepStats)
-    observe     the monitor of divergence decides alike on every rank: update or roll back
-    unscale, clip, AdamW on the masters; or skip all three after an overflow
-    evaluate and log, then save
+    next_batch          the next samples of a seeded order that all ranks share; each rank reads
+                        its own rows
+    forward_backward    microbatch by microbatch, through the pipeline's schedule; full buckets of
+                        gradients are summed over the replicas meanwhile
+    reduce_stats        one small all-reduce gives every rank the same statistics of the step
+    observe             the monitor of divergence decides on every rank: go on, or roll back
+    update_parameters   take out the loss scale, clip, AdamW; an overflow skips this phase
+    evaluate, log_step, save
 
-Everything a resumed run needs is in the checkpoint: N steps are bit for bit N/2 steps, a stop and
-N/2 more, in the same layout on the CPU. Flags given at the resume win over the stored ones, which
-win over the defaults; layout, precision and paths are never taken from the checkpoint.
+Where to find what a step is made of:
 
-Exit status: 0 done, or saved on a signal; 1 the run failed; 2 a user's mistake, told in one line.
+    the model, the loss         model.py: GPT, Head; its parallel form, VocabParallelHead, is in
+                                parallel.py, section 2, with tensor parallelism
+    pipeline schedules          parallel.py, section 3: run_schedule
+    all-reduce, ZeRO, AdamW     parallel.py, section 4: FlatParameters
+    data order, mixtures        data.py: TokenDataset
+    loss scaler, divergence     amp.py: LossScaler, DivergenceMonitor
+    checkpoints, metrics.jsonl  checkpoint.py: Writer, Metrics
+    learning rate               learning_rate, below
+
+A checkpoint holds everything that a resumed run needs: on the CPU, in the same layout, an
+interrupted run ends bit-identical to an uninterrupted one. Flags given at a resume win over the
+stored ones, which win over the defaults. Layout, precision and paths never come from a checkpoint.
+
+Exit status: 0 done, or saved after a signal; 1 the run failed; 2 usage error, reported in one line.
 """
 import signal
 
@@ -27,41 +40,47 @@ import argparse
 import dataclasses
 import difflib
 import importlib.util
-import json
 import math
 import os
 import re
 import shlex
 import shutil
 import statistics
-import string
+import subprocess
 import sys
 import time
 import traceback
-from bisect import bisect_left
-from collections import Counter, deque
-from contextlib import ExitStack
+from collections import deque
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 import checkpoint
-from amp import (MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepStats, clip_factor,
-                 make_scaler)
+from amp import (LEAD_IN, MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepStats,
+                 clip_factor, make_scaler)
 from data import Source, TokenDataset
-from model import (DEVICES, IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
-                   parameter_count, peak_flops, widen)
+from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token, parameter_count,
+                   peak_flops)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
                       assert_own_gpu, build_stage, check_layout, check_memory, fatal_message,
-                      fully_shard, locate_nonfinite, make_grid, make_plan, memory_bytes,
-                      microbatches, on_rank0, param_specs, pick_device, print_rank0, process_group,
-                      run_schedule, schedule_of, search_layouts, to_host, wrap_blocks)
+                      fully_shard, make_grid, on_rank0, param_specs, pick_device, print_rank0,
+                      process_group, run_schedule, schedule_of, to_host, wrap_blocks)
 
-EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over those of each source
-COUNTERS = ("step", "consumed_samples", "tokens", "optimizer_steps")        # of a run
+# SHIM
+from model import widen
+from parallel import microbatches, one_f_one_b
+def multiplies_in_fp32(x): return widen(x)[0] is not x
+def make_schedule(name, grid, n):
+    return (SCHEDULES[name] if grid.pp > 1 else one_f_one_b)(grid.stage, grid.pp, n)
+if not hasattr(FlatParameters, "grad_norm_squares"): FlatParameters.grad_norm_squares = FlatParameters.square_sums
+def format_memory(run): return "memory"
+# END SHIM
+
 
 
 # ---------------------------------------------------------------------------------------------
@@ -69,250 +88,493 @@ COUNTERS = ("step", "consumed_samples", "tokens", "optimizer_steps")        # of
 # ---------------------------------------------------------------------------------------------
 
 
-def flag(default, help, kind=None, choices=None, low=None, below=None, group=None):
-    """A field of Config: its default, what --help says, the numbers it takes (low <= x < below),
-    and the heading in --help that begins with it."""
+def flag(default, help, low=None, below=None, choices=None):
+    """A field of Config: its default, the text in --help, the numbers it takes (low <= x < below),
+    or its choices."""
     return dataclasses.field(default=default, metadata=dict(
-        help=help, kind=kind or type(default), choices=choices, low=low, below=below, group=group))
+        help=help, low=low, below=below, choices=choices))
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    data: str = flag("data/python", "directory of token shards, made by data.py; or several by "
-                     "weight: A=0.7,B=0.3", group="paths")
-    out: str = flag("out", "directory for checkpoints and metrics.jsonl")
-    log: str = flag(None, "beside metrics.jsonl: tensorboard (in OUT/tensorboard), wandb (which "
-                    "keeps the steps that a rollback voids), or tensorboard,wandb", str,
-                    choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
-    compare: list = flag(None, "draw and list the runs in these directories, and leave; capitals "
-                         "are validation losses, > a resume, < a rollback", list)
-    model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model")
-    n_layer: int = flag(None, "blocks (this and the next four override --model)", int, low=1)
-    n_head: int = flag(None, "attention heads", int, low=1)
-    n_embd: int = flag(None, "channels", int, low=1)
-    seq_len: int = flag(None, "positions, in tokens", int, low=1)
-    activation: str = flag(None, "gelu or relu", str, choices=["gelu", "relu"])
-    dropout: float = flag(0.0, "probability on embeddings, attention and residuals", low=0, below=1)
-    batch_size: int = flag(16, "sequences a step, of the whole job", low=1, group="optimisation")
-    batch_ramp: str = flag(None, "START:INCREMENT:SEQUENCES, the batch grows to --batch-size by "
-                           "increments over so many sequences", str)
+    """Every flag with its default; the field n_layer is the flag --n-layer."""
+    # paths
+    data: str = flag("data/python", "token shards made by data.py; a mixture: A=0.7,B=0.3")
+    out: str = flag("out", "directory of the run: checkpoints and metrics.jsonl")
+    log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb")
+    # model
+    model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES))
+    n_layer: int = flag(None, "blocks (this and the next four override --model)", low=1)
+    n_head: int = flag(None, "attention heads", low=1)
+    n_embd: int = flag(None, "channels", low=1)
+    seq_len: int = flag(None, "positions, in tokens", low=1)
+    activation: str = flag(None, "of the MLP: gelu or relu", choices=["gelu", "relu"])
+    dropout: float = flag(0.0, "probability on embeddings, attention, residuals", low=0, below=1)
+    # optimization
+    batch_size: int = flag(16, "sequences per step, of the whole job", low=1)
+    batch_ramp: str = flag(None, "START:INCREMENT:SEQUENCES: grow the batch to --batch-size by "
+                           "increments over so many sequences; none: do not")
     steps: int = flag(800, "steps of the whole run", low=1)
-    epochs: int = flag(None, "instead of --steps: read as many sequences as the data has, N times",
-                       int, low=1)
+    epochs: int = flag(None, "train for N epochs, instead of --steps", low=1)
     lr: float = flag(4e-3, "peak learning rate", low=0)
     min_lr_ratio: float = flag(0.1, "last learning rate / peak; 1: it stays constant", low=0)
     warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
     lr_schedule: str = flag("cosine", "decay: cosine or linear", choices=["cosine", "linear"])
-    weight_decay: float = flag(0.1, "AdamW's, on matrices only", low=0)
-    beta1: float = flag(0.9, "AdamW's first", low=0, below=1)
-    beta2: float = flag(0.95, "AdamW's second", low=0, below=1)
-    clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", low=0)
-    seed: int = flag(1337, "of the initial weights, the order of the data, dropout", low=0)
-    tp: int = flag(1, "tensor-parallel ranks", low=1, group="layout")
+    weight_decay: float = flag(0.1, "of AdamW, on matrices only", low=0)
+    beta1: float = flag(0.9, "of AdamW: decay of the mean of gradients", low=0, below=1)
+    beta2: float = flag(0.95, "of AdamW: decay of the mean of squares", low=0, below=1)
+    clip: float = flag(1.0, "maximum global gradient norm; 0: no clipping", low=0)
+    seed: int = flag(1337, "seed of initial weights, data order, dropout", low=0)
+    # layout
+    tp: int = flag(1, "tensor-parallel ranks", low=1)
     pp: int = flag(1, "pipeline stages", low=1)
     pp_schedule: str = flag("gpipe", "pipeline schedule: gpipe or 1f1b", choices=list(SCHEDULES))
-    device: str = flag("auto", "auto: cuda or, for one process, mps where there is one",
+    device: str = flag("auto", "auto: cuda, or mps for one process, where available",
                        choices=["auto", "cpu", "cuda", "mps"])
-    compile: bool = flag(False, "torch.compile for the blocks; what communicates or draws masks "
-                         "stays as it is")
-    timeout: int = flag(600, "seconds to wait for another rank before giving up (on GPUs for a "
-                        "whole step)", low=1)
-    micro_batch: int = flag(None, "sequences a microbatch (default: 4, 2 or 1, the largest that "
-                            "makes a multiple of pp microbatches)", int, low=1, group="memory")
-    zero: int = flag(0, "replicas shard: 1 the optimizer's state, 2 gradients too, 3 parameters "
-                     "too", choices=[0, 1, 2, 3])
-    recompute: bool = flag(False, "compute a block's activations again in backward")
-    sequence_parallel: bool = flag(False, "between the matrices, tp ranks split the positions")
-    offload: bool = flag(False, "keep the optimizer's state in host memory and run it there")
+    compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
+    timeout: int = flag(600, "seconds to wait for another rank (on GPUs for a whole step)", low=1)
+    # memory
+    micro_batch: int = flag(None, "sequences per microbatch (default: the largest of 4, 2, 1 that "
+                            "makes a multiple of pp microbatches)", low=1)
+    zero: int = flag(0, "ZeRO stage: shard optimizer state (1), also gradients (2), also "
+                     "parameters (3)", choices=[0, 1, 2, 3])
+    recompute: bool = flag(False, "recompute the activations of a block in backward")
+    sequence_parallel: bool = flag(False, "shard activations along the sequence outside the "
+                                   "tensor-parallel layers")
+    offload: bool = flag(False, "keep the optimizer state in host memory and update there")
+    # precision
     dtype: str = flag("fp32", "type of parameters and activations: " + ", ".join(PRECISIONS),
-                      choices=list(PRECISIONS), group="precision")
-    save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
-                           group="checkpoints and evaluation")
+                      choices=list(PRECISIONS))
+    # checkpoints, evaluation, logging
+    save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0)
     keep: int = flag(3, "step files kept", low=1)
-    resume: str = flag("auto", "auto: go on with --out; never: refuse an --out in use; FILE: "
-                       "branch from this checkpoint, into another --out")
-    init_from: str = flag(None, "checkpoint whose weights a fresh run begins with", str)
+    resume: str = flag("auto", "auto: the newest whole checkpoint of --out; never; or FILE, from "
+                       "which a new --out branches")
+    init_from: str = flag(None, "checkpoint whose weights a new run begins with")
     eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
-    eval_only: bool = flag(False, "evaluate the checkpoint and leave")
-    rollback: str = flag("on", "after a divergence go back, skip batches, lower the learning rate: "
-                         "on or off", choices=["on", "off"], group="stability")
+    eval_tokens: int = flag(None, "validation tokens per evaluation (default: 128 sequences; all "
+                            "with --eval-only)", low=1)
+    eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
+    log_every: int = flag(1, "steps between lines on the console", low=1)
+    # stability
+    rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning "
+                         "rate: on or off", choices=["on", "off"])
     max_rollbacks: int = flag(5, "rollbacks of the whole run, then it stops", low=0)
-    spike_margin: float = flag(6.0, "deviations that a high loss is above the lowest median", low=1)
-    spike_steps: int = flag(3, "high losses in a row that make a divergence", low=1)
-    skip_steps: str = flag(None, "A:B, leave out the batches of steps A to B, inclusive", str)
-    plan: str = flag(None, "print what this run would need of GPUs, and run nothing: text or json; "
-                     "or search, search-json: the ten fastest layouts that fit", str,
-                     ["text", "json", "search", "search-json"], group="plan")
-    world: int = flag(None, "GPUs", int, low=1)
-    gpu: str = flag(None, "one of " + ", ".join(DEVICES), str, list(DEVICES))
-    gpus_per_node: int = flag(8, "GPUs of a machine", low=1)
-    mtbf_hours: float = flag(5100.0, "between two failures of a machine; OPT-175B: 35 restarts in "
-                             "two months on 124", low=1)
-    vocab_size: int = flag(50257, "tokens of the vocabulary; a run has that of its data", low=1)
+    skip_steps: str = flag(None, "A:B: leave out the batches of steps A to B, inclusive; none")
 
 
-PLAN = ("world", "gpu", "gpus_per_node", "mtbf_hours", "vocab_size")
-# Paths, layout and precision belong to one start: they are never taken from a checkpoint.
-LOCAL = {"data", "out", "log", "compare", "resume", "init_from", "eval_only", "tp", "pp",
-         "pp_schedule", "device", "compile", "timeout", "micro_batch", "zero", "recompute",
-         "sequence_parallel", "offload", "dtype", "plan", *PLAN,
-         "epochs"}                                          # what remains of epochs is `steps`
-SWITCHES = ("recompute", "sequence_parallel", "offload", "compile")
-LASTING = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
+# The headings of --help, and the flag that each begins with.
+HEADINGS = {"data": "paths", "model": "model", "batch_size": "optimization", "tp": "layout",
+            "micro_batch": "memory", "dtype": "precision",
+            "save_every": "checkpoints, evaluation, logging", "rollback": "stability"}
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
-OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README.md has more
-    "steps": "max-iters train-iters", "lr": "learning-rate", "min-lr-ratio": "min-lr",
-    "tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size",
-    "batch-size": "global-batch-size", "micro-batch": "micro-batch-size mbs",
-    "seq-len": "block-size seq-length", "clip": "grad-clip clip-grad", "data": "dataset data-path",
-    "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save", "resume": "load",
-    "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval"}
-
-
-def settings_of(config: Config) -> dict:
-    """What a checkpoint and the log keep of a run's flags."""
-    return {name: value for name, value in dataclasses.asdict(config).items()
-            if name not in ("plan", "compare", *PLAN)}
-
-
-def step_range(text: str) -> tuple[int, int]:
-    """"A:B" -> (A, B); raises ValueError."""
-    numbers = re.fullmatch(r"(\d+):(\d+)", text)
-    first, last = map(int, numbers.groups()) if numbers else (0, 0)
-    if not 1 <= first <= last:
-        raise ValueError(f"argument --skip-steps: {text} must be A:B, two steps from 1 on, A not "
-                         f"after B")
-    return first, last
-
-
-def parse_flags(arguments) -> dict:
-    """The flags that were given, checked one by one; raises ValueError."""
-    parser = argparse.ArgumentParser(description="Train a GPT.", allow_abbrev=False,
-                                     argument_default=argparse.SUPPRESS)
-    def refuse(message):
-        raise ValueError(message)
-    parser.error, ranges = refuse, {}
-    for f in dataclasses.fields(Config):
-        kind, low, below = (f.metadata[name] for name in ("kind", "low", "below"))
-        ranges[f.name] = low, below
-        if f.metadata["group"] is not None:
-            group = parser.add_argument_group(f.metadata["group"])
-        notes = [f"at least {low}"] * (low is not None) + [f"below {below}"] * bool(below)
-        notes += [f"default {f.default}"] * (f.default is not None and kind is not bool)
-        how = dict(action="store_true") if kind is bool else dict(
-            nargs="+", metavar="OUT") if kind is list else dict(
-            type=kind, choices=f.metadata["choices"],
-            metavar={int: "N", float: "X", str: "NAME"}[kind])
-        group.add_argument("--" + f.name.replace("_", "-"), **how,
-                           help=f.metadata["help"] + f" ({', '.join(notes)})" * bool(notes))
-    # Underscores, as nanoGPT's flags have, are dashes.
-    given, unknown = parser.parse_known_args([
-        re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), text) for text in arguments])
-    if unknown:
-        name = unknown[0].partition("=")[0].lstrip("-")
-        near = [ours for ours, theirs in OTHER_NAMES.items() if name in theirs.split()] or (
-            difflib.get_close_matches(name, [known.replace("_", "-") for known in ranges], 1, 0.75))
-        refuse(f"unknown argument {unknown[0]}: " + (f"did you mean --{near[0]}?" if near else
-               "--help lists the flags, README.md what others call them"))
-    given = vars(given)
-    for name, value in given.items():
-        low, below = ranges[name]
-        if low is not None and not low <= value < (below or math.inf):
-            refuse(f"argument --{name.replace('_', '-')}: {value:g} must be at least {low} and "
-                   + (f"below {below}" if below else "finite"))
-    step_range(given.get("skip_steps", "1:1"))
-    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", given.get("batch_ramp", "1:1:1")):
-        refuse(f"argument --batch-ramp: {given['batch_ramp']} must be START:INCREMENT:SEQUENCES, "
-               f"three numbers from 1 on")
-    if {"steps", "epochs"} <= set(given):
-        refuse("--steps and --epochs both say when the run ends: drop one")
-    if "plan" in given and not {"world", "gpu"} <= given.keys():
-        refuse("--plan needs --world, the number of GPUs, and --gpu, " + ", ".join(DEVICES))
-    for name in ("epochs", "batch_ramp", "eval_only") if "plan" in given else ():
-        if name in given:
-            refuse(f"argument --{name.replace('_', '-')}: does not go with --plan")
-    for name in PLAN if "plan" not in given else ():
-        if name in given:
-            refuse(f"argument --{name.replace('_', '-')}: goes with --plan alone")
-    return given
-
-
-def model_shape(flags: dict) -> dict:
-    """What the flags say of the model's shape."""
-    named = SIZES[flags["model"]] if "model" in flags else {}
-    return {**named, **{n: flags[n] for n in SHAPE if flags.get(n) is not None}}
-
-
-def merge_config(given: dict, state: dict | None, initial=None) -> tuple[Config, dict]:
-    """Command line, then checkpoint, then defaults -> the config and the model's shape (without
-    vocabulary and dropout). Of the checkpoint `initial` a fresh run has the shape, or fewer
-    positions. Raises ValueError where the command line wants another model."""
-    source, wanted = state or initial, model_shape(given)
-    if source is None:
-        config = Config(**given)
-        return config, model_shape(vars(config))
-    for name, value in wanted.items():
-        has, shorter = source["model"][name], name == "seq_len" and state is None
-        if value != has and not (shorter and value < has):
-            raise ValueError(f"the checkpoint's model has {name} {has}, not {value}: drop the "
-                             f"flag, or use another {'--out' if state else '--init-from'}")
-    shape = {**{name: source["model"][name] for name in SHAPE}, **wanted}
-    if state is None:
-        return Config(**given), shape
-    stored = {name: state["config"][name] for name in LASTING if name in state["config"]}
-    return Config(**{**stored, **given}), shape
-
-
-def check_config(config: Config, shape: dict, vocab_size: int,
-                 world: int) -> tuple[Config, GPTConfig]:
-    """The config with a microbatch, and the model. Raises ValueError if they cannot run."""
-    cfg = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
-    sizes, _ = batch_sizes(config)
-    if config.batch_size not in sizes and not config.eval_only:
-        raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
-                         f"{config.batch_size}: START and INCREMENTs must add up to it")
-    if config.micro_batch is None:
-        # Sequences of each replica.
-        replica = max(1, math.gcd(*sizes) * config.tp * config.pp // world)
-        config = dataclasses.replace(config, micro_batch=next(
-            (m for m in (4, 2, 1) if replica % (m * config.pp) == 0), 1))
-    if config.eval_only:            # its batches are its own
-        dp = max(1, world // (config.tp * config.pp))
-        sizes = [dp * config.micro_batch]
-        config = dataclasses.replace(config, batch_size=sizes[0])
-    for size in sizes:
-        check_layout(cfg, world, config.tp, config.pp, size, config.micro_batch, config.zero,
-                     config.sequence_parallel)
-    return config, cfg
-
-
-def validate(given: dict, state: dict | None, world: int,
-             initial: dict | None = None) -> tuple[Config, GPTConfig]:
-    """Flags and checkpoint -> config and model. Raises ValueError or OSError if they cannot run."""
-    config, shape = merge_config(given, state, initial)
-    data = TokenDataset(config.data, "train", shape["seq_len"])
-    TokenDataset(config.data, "val", shape["seq_len"])
-    config, cfg = check_config(config, shape, data.meta["vocab_size"], world)
-    # (If nothing of it has changed, the stored `steps` stay: a rollback has read other samples.)
-    if config.epochs is not None and not config.eval_only and not (
-            state and state["data"][-1][1] == data.phases[-1][1] and all(
-                state["config"].get(name) == getattr(config, name)
-                for name in ("epochs", "batch_size", "batch_ramp"))):
-        step, first = (state["step"], state["consumed_samples"]) if state else (0, 0)
-        epoch = sum(source.n_windows for source in data.sources.values() if source.weight)
-        config = dataclasses.replace(config, steps=step + steps_between(
-            config, first, config.epochs * epoch))
-    if initial is not None:
-        checkpoint.check_data(initial, data, config.data, same=False)
-    if state is not None:
-        checkpoint.check_data(state, data, config.data, same=not config.eval_only)
-        LossScaler().load_state_dict(state["scaler"])           # both raise ValueError
-        DivergenceMonitor.from_state(state["monitor"])
-    return config, cfg
+# Paths, layout and precision belong to one start: a checkpoint never sets them. (`steps` is what
+# remains of epochs.) All other flags are stored with the run.
+LOCAL = {"data", "out", "log", "resume", "eval_only", "eval_tokens", "log_every", "tp", "pp",
+         "pp_schedule", "device", "compile", "timeout", "micro_batch", "zero", "recompute",
+         "sequence_parallel", "offload", "dtype", "epochs"}
+STORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 
 
 # ---------------------------------------------------------------------------------------------
-# Learning rate, batch size, logging
+# The run
+# ---------------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """The batch of one step."""
+    step: int
+    first: int              # its first sequence, counted over the whole run
+    windows: np.ndarray     # (B,) the windows of the dataset that it consists of
+    microbatches: list      # those of this replica: (tokens (b, T), targets (b, T), dropout seed)
+
+    @property
+    def size(self) -> int:
+        return len(self.windows)
+
+
+class Run:
+    """A training run on this rank. `self.step` is the last completed step; while a step is in
+    progress, it is step `self.step + 1`."""
+
+    def __init__(self, config: Config, cfg: GPTConfig, grid: Grid, device: torch.device,
+                 train_data: TokenDataset, val_data: TokenDataset, state: dict | None,
+                 identity: dict | None = None):
+        """`state` is a loaded checkpoint, or None for a run that begins at step 0; `identity` is
+        the run's id and origin (checkpoint.new_run)."""
+        self.config, self.cfg, self.grid, self.device = config, cfg, grid, device
+        self.train_data, self.val_data = train_data, val_data
+        self.writer = checkpoint.Writer(Path(config.out), config.keep)
+        self.identity = identity or checkpoint.new_run("seed")
+        self.prefetched = None                  # the batch of the next step
+        self.recent_seconds = deque(maxlen=20)
+
+        param_dtype, master_dtype = PRECISIONS[config.dtype]
+        host = "cpu" if config.offload else device
+        # This stage's blocks, and this rank's slice of each matrix: pp and tp.
+        self.model = build_stage(cfg, grid)
+        # Parameters become views into flat buffers, where dp, ZeRO and AdamW act.
+        self.flat = FlatParameters(param_specs(self.model, cfg, grid), grid, param_dtype,
+                                   master_dtype, device, config.zero, host)
+        wrap_blocks(self.model, config.recompute, config.compile)
+        if config.zero == 3:                    # parameters are gathered block by block
+            fully_shard(self.model, self.flat)
+        # An empty tensor like the activations that one stage sends to the next.
+        positions = cfg.seq_len
+        if grid.sequence_parallel:
+            positions //= grid.tp
+        self.activation_like = torch.empty(config.micro_batch, positions, cfg.n_embd,
+                                           dtype=param_dtype, device=device)
+        self.restore(state)
+
+    def train(self, metrics: checkpoint.Metrics, stop: StopSignal) -> None:
+        """Train up to --steps, or until `stop.requested`."""
+        config, self.metrics = self.config, metrics
+        self.model.train()
+        while self.step < config.steps:
+            started = time.perf_counter()
+            batch = self.next_batch()                       # passes over excluded samples
+            lr = learning_rate(config, self.step + 1) * self.monitor.lr_factor
+
+            loss_sum = self.forward_backward(batch)         # gradients too, summed over replicas
+            self.prefetch()                                 # reads ahead while a GPU computes
+            stats = self.reduce_stats(loss_sum, batch, stop.requested)      # all ranks agree
+
+            divergence = self.monitor.observe(self.step + 1, stats)
+            roll_back = divergence is not None and config.rollback == "on"
+            if not roll_back and not stats.found_inf:       # an overflow skips the update only
+                self.update_parameters(stats, lr)           # takes out the loss scale, clips, AdamW
+            self.scaler.update(stats.found_inf)
+
+            row = self.metrics_row(batch, stats, lr, time.perf_counter() - started)
+            self.report(row, batch, stats, loss_sum, divergence)
+            if roll_back:
+                self.log_step(row)
+                self.rollback(divergence)                   # sets self.step back
+                continue
+
+            self.step += 1
+            done = self.step == config.steps
+            stopping = stats.stop_requested and not done
+            if done or self.is_due(config.eval_every) and not stopping:
+                row |= self.evaluate()
+            self.log_step(row)
+            if self.monitor.skipped_steps >= MAX_SKIPPED:
+                self.fail(self.step, f"{MAX_SKIPPED} steps in a row were not finite")
+            if done or stopping or self.is_due(config.save_every):
+                self.save()
+            if stopping:
+                break
+        self.finish()
+
+    def is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    # ---- the phases of a step
+
+    def next_batch(self) -> Batch:
+        """The batch of the step in progress. Moves the position in the data behind it."""
+        self.skip_excluded()
+        batch = self.prefetched
+        if batch is None or (batch.step, batch.first) != (self.step + 1, self.consumed_samples):
+            batch = self.load_batch(self.step + 1, self.consumed_samples)
+        self.consumed_samples += batch.size
+        self.tokens += batch.size * self.cfg.seq_len
+        if self.train_data.phase_begins(batch.first, self.consumed_samples):
+            self.monitor.forget_losses()                    # another mixture of sources
+        return batch
+
+    def prefetch(self) -> None:
+        """Load the next step's batch, unless this step is the last. (If samples turn out to be
+        excluded, `next_batch` loads another.)"""
+        if self.step + 1 < self.config.steps:
+            self.prefetched = self.load_batch(self.step + 2, self.consumed_samples)
+
+    def load_batch(self, step: int, first: int) -> Batch:
+        """The batch of step `step`, which begins with sequence `first`."""
+        windows = self.train_data.sample_indices(self.config.seed, first,
+                                                 batch_size_at(self.config, first))
+        return Batch(step, first, windows, self.load_microbatches(self.train_data, windows, step))
+
+    def load_microbatches(self, dataset: TokenDataset, windows: np.ndarray, step: int) -> list:
+        """This replica's microbatches of a batch of windows (B,): (tokens (b, T), targets (b, T),
+        dropout seed) each; without tokens and targets inside the pipeline. Window -1 is padding:
+        its targets are ignored."""
+        grid, size = self.grid, self.config.micro_batch
+        # Ranks with other rows, or other positions (sequence parallelism), draw other masks.
+        holder = [grid.dp_rank]
+        if grid.sequence_parallel:
+            holder.append(grid.tp_rank)
+        microbatches = []
+        for m in range(len(windows) // (grid.dp * size)):
+            begin = (m * grid.dp + grid.dp_rank) * size
+            rows = windows[begin:begin + size]
+            x = y = None
+            if grid.is_first or grid.is_last:
+                tokens = torch.from_numpy(dataset.windows(np.maximum(rows, 0)))     # (b, T + 1)
+                x = tokens[:, :-1].clone()                                          # (b, T)
+                y = tokens[:, 1:].clone()
+                y[torch.from_numpy(rows < 0)] = IGNORE_INDEX
+                x, y = self.to_device(x), self.to_device(y)
+            microbatches.append((x, y, derive_seed(self.config.seed, step, m, *holder)))
+        return microbatches
+
+    def to_device(self, x: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cuda":
+            x = x.pin_memory()
+        return x.to(self.device, non_blocking=True)
+
+    def forward_backward(self, batch: Batch) -> torch.Tensor:
+        """Forward and backward of all microbatches. Returns the sum of this rank's losses in nats,
+        which the model's last module computes (`Head`, or `VocabParallelHead`).
+
+        The gradients are those of the mean loss over the batch's tokens, times the loss scale. As
+        they are sums over tokens, microbatches and replicas, each contribution is multiplied by
+        loss scale / tokens of the whole batch.
+        """
+        self.flat.zero_grad()
+        schedule = make_schedule(self.config.pp_schedule, self.grid, len(batch.microbatches))
+        grad_scale = self.scaler.scale / (batch.size * self.cfg.seq_len)
+        loss_sum = run_schedule(schedule, self.model, self.grid, batch.microbatches,
+                                self.activation_like, self.flat, grad_scale)
+        self.flat.finish_grad_sync()
+        return loss_sum
+
+    def reduce_stats(self, loss_sum: torch.Tensor, batch: Batch, stop_requested) -> StepStats:
+        """The one all-reduce after which every rank has the same statistics of the step."""
+        grid, scaler = self.grid, self.scaler
+        local = torch.zeros(3, dtype=loss_sum.dtype, device=loss_sum.device)
+        # All tp ranks have the same loss: count one. Their last activations are the same too,
+        # unless sequence parallelism splits the positions.
+        if grid.is_last and grid.tp_rank == 0:
+            local[0] = loss_sum
+        if grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel):
+            local[1] = self.model.head.norms
+        local /= batch.size * self.cfg.seq_len
+        local[2] = bool(stop_requested)
+        local = torch.cat([local, self.flat.grad_norm_squares()])
+        mean_loss, activation_norm, stopping, squares, all_squares = self.read(
+            all_reduce(local, grid.group("world")).wait())
+        return StepStats(
+            mean_loss, activation_norm, math.sqrt(squares) / scaler.scale,
+            found_inf=not (math.isfinite(mean_loss) and math.isfinite(all_squares)),
+            stop_requested=stopping > 0, loss_scale=scaler.scale,
+            scale_at_floor=self.config.dtype == "fp16" and scaler.scale <= scaler.min_scale)
+
+    def read(self, x: torch.Tensor):
+        """The numbers in x, once the device has computed them. Other ranks may take --timeout."""
+        timeout = self.config.timeout if self.grid.world > 1 else math.inf
+        return to_host(x, timeout).tolist()
+
+    def update_parameters(self, stats: StepStats, lr: float) -> None:
+        """AdamW on what this rank keeps; then all replicas have the new parameters."""
+        config = self.config
+        self.optimizer_steps += 1
+        grad_scale = clip_factor(stats.grad_norm, config.clip, stats.loss_scale)
+        self.flat.step(grad_scale, self.optimizer_steps, lr, config.beta1, config.beta2,
+                       config.weight_decay)
+
+    # ---- evaluation
+
+    def evaluate(self) -> dict:
+        """The fields of an evaluation in a row of metrics.jsonl: `val_loss`, the mean over the
+        sources by weight; of several sources also the loss of each, and how often it was read."""
+        losses = {s.name: self.evaluate_source(s) for s in self.val_data.sources.values()}
+        row = dict(val_loss=self.val_data.average(losses.values()))
+        if len(losses) > 1:
+            epochs = self.train_data.epochs(self.consumed_samples)
+            row |= {f"val_loss/{name}": loss for name, loss in losses.items()}
+            row |= {f"epochs/{name}": count for name, count in epochs.items()}
+        return row
+
+    @torch.no_grad()
+    def evaluate_source(self, source: Source) -> float:
+        """Mean loss in nats on fixed validation windows, the same in every layout."""
+        self.model.eval()
+        count = eval_sequences(self.config, self.cfg, source)
+        at_once = self.grid.dp * self.config.micro_batch
+        windows = np.full(math.ceil(count / at_once) * at_once, -1)
+        evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
+        windows[:count] = source.first + evenly_spaced
+        batch = self.load_microbatches(self.val_data, windows, step=0)
+        forwards = [("F", m) for m in range(len(batch))]
+        loss_sum = run_schedule(forwards, self.model, self.grid, batch, self.activation_like)
+        if self.grid.tp_rank > 0:                           # all tp ranks have the same: count one
+            loss_sum.zero_()
+        loss_sum = self.read(all_reduce(loss_sum, self.grid.group("world")).wait())
+        self.model.train()
+        return loss_sum / (count * self.cfg.seq_len)
+
+    # ---- checkpoints and rollback
+
+    def restore(self, state: dict | None) -> None:
+        """Restore the run from a checkpoint, or initialize it at step 0."""
+        self.scaler = make_scaler(self.config.dtype)
+        if state is None:
+            self.step = self.consumed_samples = self.tokens = self.optimizer_steps = 0
+            self.monitor = DivergenceMonitor(checkpoints=[[0, None]])
+            weights = all_ranks(self.load_initial_weights)
+            self.flat.initialize(self.cfg, self.config.seed, weights)
+            return
+        self.step = state["step"]
+        self.consumed_samples = state["consumed_samples"]
+        self.tokens = state["tokens"]
+        self.optimizer_steps = state["optimizer_steps"]
+        self.monitor = DivergenceMonitor.from_state(state["monitor"])
+        if state["config"]["dtype"] == self.config.dtype:
+            self.scaler.load_state_dict(state["scaler"])
+        checkpoint.restore(state, self.flat)
+
+    def load_initial_weights(self) -> dict | None:
+        """The parameters of --init-from; None: they are drawn from the seed."""
+        if self.config.init_from is None:
+            return None
+        return checkpoint.load(Path(self.config.init_from))["parameters"]
+
+    def save(self) -> None:
+        """Gather the state on rank 0, where a thread writes it while training goes on."""
+        self.writer.wait()                              # else the host would hold a third state
+        file = checkpoint.step_file(Path(), self.step).name
+        self.monitor.add_checkpoint(self.step, file, self.config.keep)  # a checkpoint lists itself
+        full = checkpoint.gather_full_state(self.flat, self.cfg, self.grid,
+                                            checkpoint.STATE.values())
+        if full is None:                                # not rank 0
+            return
+        tensors = {key: full[flat_name] for key, flat_name in checkpoint.STATE.items()}
+        self.writer.submit(dict(
+            format=checkpoint.FORMAT, run=self.identity, step=self.step,
+            consumed_samples=self.consumed_samples, tokens=self.tokens,
+            optimizer_steps=self.optimizer_steps, config=dataclasses.asdict(self.config),
+            model=dataclasses.asdict(self.cfg), tokenizer=self.train_data.meta["tokenizer"],
+            data=self.train_data.phases, scaler=self.scaler.state_dict(),
+            monitor=dataclasses.asdict(self.monitor), **tensors))
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, which must not be missing."""
+        all_ranks(self.writer.finish)
+        if self.step == self.config.steps:
+            self.event("end", step=self.step)
+            return
+        how = "the same command goes on"
+        if self.config.resume == "never":
+            how = "go on with --resume auto"
+        self.event("stop", f"stopped and saved after step {self.step}; {how}", step=self.step)
+
+    def rollback(self, reason: str) -> None:
+        """Return to a healthy checkpoint, pass over the batches that led to the divergence, and
+        save at once: from then on a kill loses nothing."""
+        config, monitor = self.config, self.monitor
+        diverged_at = self.step + 1
+        if monitor.rollbacks >= config.max_rollbacks:
+            self.fail(diverged_at, f"{reason}, and --max-rollbacks {monitor.rollbacks} are spent")
+        onset = position_before(config, self.consumed_samples, monitor.bad_steps())
+        samples, data = monitor.to_exclude(diverged_at, position_before(config, onset, LEAD_IN),
+                                           onset, self.consumed_samples)
+        candidates = monitor.candidates(diverged_at - monitor.bad_steps() + 1, data)
+        files = [None if name is None else Path(config.out, name) for _, name in candidates]
+
+        self.writer.wait()                              # the file being written may be the one
+        path, events = on_rank0(lambda: checkpoint.latest_valid(files))
+        self.restore(all_ranks(lambda: load_state(path), status=1))     # with its own monitor
+        samples[0] = max(samples[0], self.consumed_samples)
+        monitor.rolled_back(self.step, samples, data, then=self.monitor)
+        self.monitor = monitor
+        for event in events:
+            self.metrics.write(**event, step=diverged_at)
+        self.event("rollback", f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: "
+                   f"back to step {self.step}, leaving out sequences {samples[0]} to "
+                   f"{samples[1] - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
+                   reason=reason, to=self.step, sequences=samples, lr_factor=monitor.lr_factor,
+                   rollbacks=monitor.rollbacks, step=diverged_at)
+        self.save()
+        all_ranks(self.writer.finish)
+
+    def skip_excluded(self) -> None:
+        """Pass over the excluded samples that come next in the data: those of --skip-steps and
+        those of rollbacks. No batch may contain any of them."""
+        monitor, skip = self.monitor, self.config.skip_steps
+        begin = position = self.consumed_samples
+        if skip is not None and monitor.applied_skip != skip:
+            first, last = step_range(skip)
+            if first <= self.step + 1 <= last:
+                monitor.applied_skip = skip
+                end = position_after(self.config, position, last - self.step)
+                monitor.excluded.insert(0, [position, end])     # the last is a rollback's
+        for first, end in sorted(monitor.excluded):
+            if first < position + batch_size_at(self.config, position) and position < end:
+                position = end
+        self.consumed_samples = position
+        if position > begin:
+            self.event("skip", step=self.step + 1, reason="left out", sequences=[begin, position],
+                       batches=steps_between(self.config, begin, position))
+
+    def fail(self, step: int, reason: str) -> None:
+        """Stop a run that cannot recover from its divergence."""
+        self.event("stop", step=step, reason=reason)
+        raise RunError(f"step {step}: {reason}; the run has diverged: see the events in "
+                       f"{self.config.out}/metrics.jsonl, and go on from an older checkpoint with "
+                       f"a lower --lr, a tighter --clip or --skip-steps")
+
+    # ---- logging
+
+    def event(self, kind: str, line: str | None = None, **fields) -> None:
+        """Write an event to metrics.jsonl and, if there is one, its line to the console."""
+        self.metrics.write(event=kind, **fields)
+        if line is not None:
+            print_rank0(line)
+
+    def metrics_row(self, batch: Batch, stats: StepStats, lr: float, seconds: float) -> dict:
+        """The row of the step in progress in metrics.jsonl."""
+        self.recent_seconds.append(seconds)
+        return dict(step=self.step + 1, tokens=self.tokens, loss=stats.loss, lr=lr,
+                    batch_size=batch.size, grad_norm=stats.grad_norm, loss_scale=stats.loss_scale,
+                    skipped=self.monitor.skipped_steps, activation_norm=stats.activation_norm,
+                    tokens_per_second=round(batch.size * self.cfg.seq_len / seconds, 1))
+
+    def report(self, row: dict, batch: Batch, stats: StepStats, loss_sum: torch.Tensor,
+               divergence: str | None) -> None:
+        """Events of a step that is not finite, or diverged. TokenDataset.windows makes the same
+        batch again from the windows in the event."""
+        seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
+        if stats.found_inf:
+            where = locate_nonfinite(loss_sum.item(), self.flat)
+            self.event("skip", reason="not finite", **seen, **where, windows=batch.windows.tolist())
+        if divergence is not None:
+            self.event("spike", f"diverged: {divergence}", reason=divergence,
+                       limit=self.monitor.limit(), **seen)
+
+    def log_step(self, row: dict) -> None:
+        """Write the step's row to metrics.jsonl and its line to the console."""
+        self.metrics.write(**row)
+        last = row["step"] == self.config.steps
+        if row["step"] % self.config.log_every == 0 or last or "val_loss" in row:
+            print_rank0(format_step(self, row, statistics.median_low(self.recent_seconds)))
+        if "val_loss" in row:
+            print_rank0(format_eval(row, self))
+
+
+def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
+    """Where a number is not finite: the first rank whose own loss is not, or else the first whose
+    gradients are not, and a parameter with such a gradient: the last of the last stage that has
+    one, which backward reaches first. With replicas the reported rank is not necessarily the
+    source, because gradients are summed by then. If all numbers are finite, only their squares
+    overflow: the "norm", of no rank."""
+    nonfinite = [spec.name for bucket in flat.buckets for spec, shard_slice, _ in bucket.shard_ranges
+                 if not bucket.shard["grad"][shard_slice].isfinite().all()]
+    last = nonfinite[-1] if nonfinite else None
+    found = all_gather_object((math.isfinite(local_loss), last))
+    of_loss = [rank for rank, (finite, _) in enumerate(found) if not finite]
+    of_gradient = [rank for rank, (_, name) in enumerate(found) if name is not None]
+    parameter = found[of_gradient[-1]][1] if of_gradient else None
+    if of_loss:
+        return dict(what="loss", rank=of_loss[0], parameter=parameter)
+    if of_gradient:
+        return dict(what="gradient", rank=of_gradient[0], parameter=parameter)
+    return dict(what="norm", rank=None, parameter=None)
+
+
+# ---------------------------------------------------------------------------------------------
+# Learning rate and batch size
 # ---------------------------------------------------------------------------------------------
 
 
@@ -321,12 +583,15 @@ def learning_rate(config: Config, step: int) -> float:
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     done = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
-    left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done}[config.lr_schedule]
+    if config.lr_schedule == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        left = 1 - done
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
 
 
 def batch_sizes(config: Config) -> tuple[range, int]:
-    """The sizes, in sequences, that the batch grows through, and over how many sequences of data:
+    """The sizes, in sequences, that the batch grows through, and over how many sequences of data.
     --batch-ramp is Megatron-LM's --rampup-batch-size (GPT-3: Brown et al. 2020, section 2.3)."""
     if config.batch_ramp is None:
         return range(config.batch_size, config.batch_size + 1), 1
@@ -341,506 +606,416 @@ def batch_size_at(config: Config, position: int) -> int:
 
 
 def position_after(config: Config, position: int, steps: int) -> int:
-    """The position in the data so many batches later; earlier if negative."""
-    for _ in range(-steps):
-        position = bisect_left(range(position), position,
-                               key=lambda first: first + batch_size_at(config, first))
+    """The position in the data that many batches later."""
     while steps > 0 and batch_size_at(config, position) < config.batch_size:
-        position, steps = position + batch_size_at(config, position), steps - 1
-    return position + max(steps, 0) * config.batch_size
+        position += batch_size_at(config, position)
+        steps -= 1
+    return position + steps * config.batch_size
+
+
+def position_before(config: Config, position: int, steps: int) -> int:
+    """The position in the data that many batches earlier."""
+    for _ in range(steps):
+        for size in batch_sizes(config)[0]:         # the smallest batch that can have begun there
+            first = max(0, position - size)
+            if batch_size_at(config, first) <= size:
+                position = first
+                break
+    return position
 
 
 def steps_between(config: Config, position: int, end: int) -> int:
     """How many batches from this position on read the data up to `end`."""
-    return bisect_left(range(end), end, key=lambda steps: position_after(config, position, steps))
+    steps = 0
+    while position < end and batch_size_at(config, position) < config.batch_size:
+        position += batch_size_at(config, position)
+        steps += 1
+    return steps + math.ceil(max(0, end - position) / config.batch_size)
 
 
-def format_step(run: "Run", row: dict, seconds: float) -> str:
-    """The console's line of a step; `seconds` is what a step takes."""
-    config, left = run.config, round((run.config.steps - row["step"]) * seconds)
+# ---------------------------------------------------------------------------------------------
+# The console
+# ---------------------------------------------------------------------------------------------
+
+
+def eval_sequences(config: Config, cfg: GPTConfig, source: Source) -> int:
+    """Number of validation sequences that an evaluation reads of a source."""
+    if config.eval_tokens is not None:
+        return min(source.n_windows, math.ceil(config.eval_tokens / cfg.seq_len))
+    return source.n_windows if config.eval_only else min(source.n_windows, 128)
+
+
+def format_duration(seconds: float) -> str:
+    """3700 -> 1h01m, 62 -> 1m02s"""
+    seconds = round(seconds)
+    if seconds >= 3600:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    return f"{seconds // 60}m{seconds % 60:02d}s"
+
+
+def format_step(run: Run, row: dict, seconds: float) -> str:
+    """The console's line of a step; `seconds` is the time of a step."""
+    config = run.config
     line = (f"step {row['step']:>{len(str(config.steps))}}/{config.steps}  "
             f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm {row['grad_norm']:.3f}  "
             f"{row['tokens_per_second']:,.0f} tok/s")
+    if config.batch_ramp is not None:
+        line += f"  batch {row['batch_size']}"
     if config.dtype == "fp16":
         line += f"  scale {row['loss_scale']:g}"
     if run.device.type == "cuda" and config.dtype in ("bf16", "fp16"):
         peak = run.grid.world * peak_flops(torch.cuda.get_device_name(run.device))
-        used = row["tokens_per_second"] * flops_per_token(run.cfg)
-        line += f"  MFU {used / peak:.1%}" if peak else ""
-    line += (f"  left {left // 3600}h{left % 3600 // 60:02d}m" if left >= 3600 else
-             f"  left {left // 60}m{left % 60:02d}s")
-    return line + "  skipped: loss or gradient not finite" * (row["skipped"] > 0)
+        if peak > 0:
+            line += f"  MFU {row['tokens_per_second'] * flops_per_token(run.cfg) / peak:.1%}"
+    line += f"  left {format_duration((config.steps - row['step']) * seconds)}"
+    if row["skipped"] > 0:
+        line += "  skipped: loss or gradient not finite"
+    return line
 
 
-def format_eval(row: dict, dataset: TokenDataset) -> str:
-    """The validation loss in three units: together, then a line for each of several sources."""
-    kinds = [("validation", "val_loss", dataset.meta), *(
-        (f"  {source.name}", f"val_loss/{source.name}", source.meta)
-        for source in dataset.sources.values() if len(dataset.sources) > 1)]
-    lines = []
-    for name, field, meta in kinds:
-        loss, size = row[field], meta["bytes_per_token"]
+def format_eval(row: dict, run: Run) -> str:
+    """The validation loss in three units, and a line for each of several sources."""
+    def line(name, loss, bytes_per_token):
         perplexity = math.exp(loss) if loss < 700 else math.inf
-        lines.append(f"{name}: {loss:.4f} nats a token, perplexity {perplexity:.2f}"
-                     + (f", {loss / math.log(2) / size:.4f} bits a byte" if size else ""))
+        text = f"{name}: {loss:.4f} nats a token, perplexity {perplexity:.2f}"
+        if bytes_per_token:
+            text += f", {loss / math.log(2) / bytes_per_token:.4f} bits a byte"
+        return text
+
+    dataset, sources = run.val_data, run.val_data.sources.values()
+    count = sum(eval_sequences(run.config, run.cfg, source) for source in sources)
+    lines = [line("validation", row["val_loss"], dataset.meta["bytes_per_token"])
+             + f" (on {count * run.cfg.seq_len:,} of {dataset.n_tokens:,} tokens)"]
+    if len(sources) > 1:
+        for source in sources:
+            lines.append(line(f"  {source.name}", row[f"val_loss/{source.name}"],
+                              source.meta["bytes_per_token"]))
     return "\n".join(lines)
 
 
-def format_layout(config: Config, cfg: GPTConfig, grid: Grid, device: str, sizes: dict) -> str:
-    """Model, layout, memory and batch, a line each, of a run and of a plan alike."""
-    options = ", ".join([f"zero {config.zero}", *[config.pp_schedule] * (grid.pp > 1), *(
-        name.replace("_", " ") for name in SWITCHES if getattr(config, name))])
-    about = "buffers", "logits", "activations"
-    memory = ", ".join(f"{kind.replace('_', ' ')}{' about' * (kind in about)} {size / 1e6:,.1f} MB"
-                       for kind, size in sizes.items())
+def format_layout(config: Config, cfg: GPTConfig, grid: Grid, device: str, memory: str) -> str:
+    """Model, layout, memory and batch, a line each."""
+    options = [f"zero {config.zero}"]
+    if grid.pp > 1:
+        options.append(config.pp_schedule)
+    for name in ("recompute", "sequence_parallel", "offload", "compile"):
+        if getattr(config, name):
+            options.append(name.replace("_", " "))
+    num_microbatches = config.batch_size // (grid.dp * config.micro_batch)
+    batch = (f"{config.batch_size} sequences = dp {grid.dp} x {num_microbatches} microbatches x "
+             f"{config.micro_batch} sequences; {config.batch_size * cfg.seq_len:,} tokens a step")
+    if config.batch_ramp is not None:
+        batch += f", after a ramp {config.batch_ramp}"
     return (
         f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
         f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
         f"{flops_per_token(cfg):.3g} FLOPs a token\n"
         f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {device}, {config.dtype}, "
-        f"{options}\n"
-        f"memory   {memory} (rank {grid.rank})\n"
-        f"batch    {config.batch_size} sequences = dp {grid.dp} x {microbatches(config, grid)} "
-        f"microbatches x {config.micro_batch} sequences; "
-        f"{config.batch_size * cfg.seq_len:,} tokens a step"
-        + f", after a ramp {config.batch_ramp}" * (config.batch_ramp is not None))
+        f"{', '.join(options)}\n"
+        f"memory   {memory}\n"
+        f"batch    {batch}")
 
 
-def print_summary(run: "Run") -> None:
-    """What is about to run, in a few lines."""
-    config, device = run.config, run.device.type
-    if widen(run.boundary)[0] is not run.boundary:
+def print_summary(run: Run) -> None:
+    """Model, layout, memory, batch and data of the run that begins."""
+    config, data = run.config, run.train_data
+    device = run.device.type
+    if multiplies_in_fp32(run.activation_like):
         device += f" (multiplies {config.dtype} in fp32)"
     end = position_after(config, run.consumed_samples, config.steps - run.step)
-    epochs = ", ".join(f"{count:.2f} epochs" + f" of {name}" * (len(run.train_data.sources) > 1)
-                       for name, count in run.train_data.epochs(end).items())
-    sizes = memory_bytes(run.cfg, run.grid, config, PRECISIONS[config.dtype],
-                         run.device.type != "cpu")
-    print_rank0(
-        f"{format_layout(config, run.cfg, run.grid, device, sizes)}\n"
-        f"data     {run.train_data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
-        f"{epochs}")
+    epochs = []
+    for name, count in data.epochs(end).items():
+        of = f" of {name}" if len(data.sources) > 1 else ""
+        epochs.append(f"{count:.2f} epochs{of}")
+    print_rank0(format_layout(config, run.cfg, run.grid, device, format_memory(run)))
+    print_rank0(f"data     {data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
+                f"{', '.join(epochs)}")
 
 
-def format_plan(config: Config, cfg: GPTConfig, plan: dict) -> str:
-    """`parallel.make_plan` in lines."""
-    def line(title, names):
-        """What of the plan has one of these names, a regular expression."""
-        return f"{title:8} " + ", ".join(
-            f"{name.replace('_', ' ')} " + (f"{x:,.0f}" if x % 1 == 0 and x < 1e6 else f"{x:.4g}")
-            for name, x in plan.items() if re.fullmatch(names, name))
-    grid = Grid(plan["dp"], config.pp, config.tp, plan["fullest_rank"], config.sequence_parallel)
-    sizes = {name[7:]: x for name, x in plan.items() if re.match("memory_(?!bytes)", name)}
-    return "\n".join([
-        format_layout(config, cfg, grid, config.gpu, sizes),
-        f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
-        f"{DEVICES[config.gpu].memory / 1e9:.0f} GB, of which a tenth is to stay free",
-        line("compute", "steps|tokens(_per_step)?|flops_.*|pf_days"),
-        line("optimal", "compute_optimal_.*|predicted_loss"), line("sends", "bytes_.*"),
-        line("time", "layers_per_stage|seconds_.*|step_seconds|bubble"),
-        line("speed", "tokens_per_second|.*tflops_per_gpu|mfu|days|gpu_hours"),
-        line("failures", "(failure|pause|write|interval)_.*|goodput"),
-        "assumes  backward hides data parallelism, nothing hides tp and pp; no rank is slow",
-        *["note     few tokens for this model: give --steps, --batch-size"] * (
-            plan["tokens"] < plan["compute_optimal_tokens"] / 10),
-        *["note     fp32 is slow: give --dtype bf16 (fp16 on a V100)"] * (config.dtype == "fp32")])
-
-
-def print_plan(given: dict) -> None:
-    """--plan: what a run would need, without starting one. Raises ValueError."""
-    config, shape = merge_config(given, None)
-    dtypes = PRECISIONS[config.dtype]
-    if config.dtype == "bf16" and DEVICES[config.gpu].word == "V100":
-        raise ValueError("a V100 has no products in bf16: give --dtype fp16")
-    if config.plan.startswith("search"):
-        cfg = GPTConfig(config.vocab_size, dropout=config.dropout, **shape)
-        result = search_layouts(cfg, config, dtypes, given)
-        columns = ("dp", "pp", "tp", "micro_batch", "zero", "recompute", "sequence_parallel",
-                   "pp_schedule", "memory_bytes", "bubble", "step_seconds", "mfu", "days")
-        rows = [[f"{plan[name]:.4g}" if isinstance(plan[name], float) else str(plan[name])
-                 for name in columns] for plan in result]
-        text = "\n".join("  ".join(x.rjust(max(4, len(name))) for x, name in zip(row, columns))
-                         for row in [columns, *rows])
-    else:
-        config, cfg = check_config(config, shape, config.vocab_size, config.world)
-        result = make_plan(cfg, config, dtypes)
-        text = format_plan(config, cfg, result)
-    print_rank0(json.dumps(result) if "json" in config.plan else text)
+def print_notes(run: Run, given: dict, resumed: bool) -> None:
+    """Hints on settings that are probably not what the user wants."""
+    config = run.config
+    many_threads = run.device.type == "cpu" and torch.get_num_threads() > 1
+    if many_threads and hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count():
+        print_rank0("note     this machine is busy: threads that wait for each other may be slow, "
+                    "set OMP_NUM_THREADS=1")
+    if not resumed and "lr" not in given and parameter_count(run.cfg) > 2e7:
+        print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 took 6e-4 for "
+                    f"125M parameters, 2e-4 for 1.3B")
+    if config.warmup_steps > config.steps / 2:
+        print_rank0(f"note     most of the {config.steps} steps are warm-up")
+    if config.skip_steps is not None and step_range(config.skip_steps)[1] <= run.step:
+        print_rank0(f"skip     the steps {config.skip_steps} are done: there is nothing to skip")
 
 
 # ---------------------------------------------------------------------------------------------
-# The run
+# Dashboards: tools/follow.py sends metrics.jsonl to them, in a process of its own
 # ---------------------------------------------------------------------------------------------
 
-
-class Run:
-    """What a run is made of on this rank, and its verbs: train, evaluate, save, roll back.
-    `self.step` is the last step done; while one is in progress it is step `self.step + 1`."""
-
-    def __init__(self, config: Config, cfg: GPTConfig, grid: Grid, device: torch.device,
-                 train_data: TokenDataset, val_data: TokenDataset, state: dict | None):
-        self.config, self.cfg, self.grid, self.device = config, cfg, grid, device
-        self.identity = checkpoint.new_run("seed")      # `launch` sets that of a run with files
-        self.train_data, self.val_data = train_data, val_data
-        self.writer = checkpoint.Writer(Path(config.out), config.keep)
-        param_dtype, master_dtype = PRECISIONS[config.dtype]
-        self.model = build_stage(cfg, grid)
-        self.flat = FlatParameters(param_specs(self.model, cfg, grid), grid, param_dtype,
-                                   master_dtype, device, config.zero,
-                                   "cpu" if config.offload else device)
-        wrap_blocks(self.model, config.recompute, config.compile)
-        if config.zero == 3:
-            fully_shard(self.model, self.flat)
-        self.restore(state)
-        self.set_batch_size(config.batch_size)
-        positions = cfg.seq_len // (grid.tp if grid.sequence_parallel else 1)
-        self.boundary = torch.empty(config.micro_batch, positions, cfg.n_embd,
-                                    dtype=param_dtype, device=device)
-        self.loaded = None, ()          # `load_batch`'s last answer
-
-    def restore(self, state: dict | None) -> None:
-        """Be where the checkpoint was; without one, at step 0."""
-        for name in COUNTERS:
-            setattr(self, name, 0 if state is None else state[name])
-        self.scaler = make_scaler(self.config.dtype)
-        self.monitor = DivergenceMonitor(checkpoints=[[0, None]])
-        if state is None:
-            file = self.config.init_from        # None: drawn from the seed
-            initial = all_ranks(lambda: file and checkpoint.load(Path(file))["parameters"])
-            return self.flat.initialize(self.cfg, self.config.seed, initial)
-        checkpoint.restore(state, self.flat)
-        self.monitor = DivergenceMonitor.from_state(state["monitor"])
-        if state["config"]["dtype"] == self.config.dtype:
-            self.scaler.load_state_dict(state["scaler"])
-
-    def set_batch_size(self, size: int) -> None:
-        """What follows from the size of a step's batch."""
-        self.step_tokens = size * self.cfg.seq_len
-        self.schedule = schedule_of(dataclasses.replace(self.config, batch_size=size), self.grid)
-
-    def train(self, metrics: checkpoint.Metrics, stop: StopSignal) -> None:
-        config, self.metrics = self.config, metrics
-        is_due = lambda every: every > 0 and self.step % every == 0
-        recent = deque(maxlen=20)       # seconds of a step
-        self.model.train()
-        while self.step < config.steps:
-            # batch
-            started, position = time.perf_counter(), self.consumed_samples
-            self.skip_excluded()
-            windows, batch = self.load_batch(self.step + 1, self.consumed_samples)
-            self.set_batch_size(len(windows))
-            self.consumed_samples += len(windows)
-            if self.train_data.phase_begins(position, self.consumed_samples):
-                self.monitor.forget_losses()
-            self.tokens += self.step_tokens
-
-            # forward, backward; agree; observe; unscale, clip, AdamW
-            scale, at_floor = self.scaler.scale, self.scaler.scale <= self.scaler.min_scale
-            lr = learning_rate(config, self.step + 1) * self.monitor.lr_factor
-            local_loss = self.forward_backward(batch)
-            self.load_batch(self.step + 2, self.consumed_samples)   # while a GPU computes
-            stats = self.reduce_stats(local_loss, stop.requested)
-            verdict, reason = self.monitor.observe(self.step + 1, stats, at_floor, config)
-            if verdict == "update" and not stats.found_inf:     # an overflow skips the update only
-                self.optimizer_steps += 1
-                self.flat.step(clip_factor(stats.grad_norm, config.clip, scale),
-                               self.optimizer_steps, lr, config.beta1, config.beta2,
-                               config.weight_decay)
-            self.scaler.update(stats.found_inf)
-            recent.append(time.perf_counter() - started)
-            row = dict(step=self.step + 1, tokens=self.tokens, loss=stats.loss, lr=lr,
-                       batch_size=len(windows), grad_norm=stats.grad_norm, loss_scale=scale,
-                       skipped=self.monitor.skipped_steps, activation_norm=stats.activation_norm,
-                       tokens_per_second=round(self.step_tokens / recent[-1], 1))
-            where = locate_nonfinite(local_loss.item(), self.flat) if stats.found_inf else None
-            self.log_events(row, reason, where, windows)
-
-            # roll back; or evaluate and log, then save
-            if verdict == "rollback":
-                self.log_step(row, recent)
-                self.rollback(reason)
-                continue
-            self.step += 1
-            done = self.step == config.steps
-            stopping = stats.stop_requested and not done
-            if done or (is_due(config.eval_every) and not stopping):
-                row |= self.evaluate_all()
-            self.log_step(row, recent)
-            if at_floor and self.monitor.skipped_steps >= MAX_SKIPPED:
-                self.fail(self.step, f"{MAX_SKIPPED} steps in a row were not finite, at a loss "
-                                     f"scale of {scale:g} that cannot fall")
-            if done or stopping or is_due(config.save_every):
-                self.save()
-            if stopping:
-                break
-        all_ranks(self.writer.finish)                   # the last checkpoint must not be missing
-        if self.step < config.steps:
-            self.metrics.write(event="stop", step=self.step)
-            print_rank0(f"stopped and saved after step {self.step}; " + (
-                "go on with --resume auto" if config.resume == "never" else
-                "the same command goes on"))
-
-    def skip_excluded(self) -> None:
-        """Move on over the samples that come next in the data but are to be left out."""
-        monitor, position, skip = self.monitor, self.consumed_samples, self.config.skip_steps
-        if skip is not None and monitor.applied_skip != skip:
-            first, last = step_range(skip)
-            if first <= self.step + 1 <= last:
-                monitor.applied_skip = skip
-                end = position_after(self.config, position, last - self.step)
-                monitor.excluded.insert(0, [position, end])     # the last is a rollback's
-        self.consumed_samples = end = monitor.skip_excluded(
-            position, lambda sample: batch_size_at(self.config, sample))
-        if end > position:
-            self.metrics.write(event="skip", step=self.step + 1, reason="left out",
-                               batches=steps_between(self.config, position, end),
-                               sequences=[position, end])
-
-    def load_batch(self, step: int, first: int) -> tuple[np.ndarray, list]:
-        """The windows of step `step`, the first of which is sample `first`, and this replica's
-        microbatches; the last answer is kept, for who asks again."""
-        if self.loaded[0] != (step, first):
-            windows = self.train_data.sample_indices(self.config.seed, first,
-                                                     batch_size_at(self.config, first))
-            batch = self.load_microbatches(self.train_data, windows, step)
-            self.loaded = (step, first), (windows, batch)
-        return self.loaded[1]
-
-    def load_microbatches(self, dataset: TokenDataset, windows: np.ndarray, step: int) -> list:
-        """This replica's microbatches of a batch of windows (B,): (tokens (b, T), targets (b, T),
-        dropout seed) each; None inside the pipeline. Window -1 is padding: its targets are ignored.
-        """
-        grid, size, microbatches = self.grid, self.config.micro_batch, []
-        # Ranks that hold other rows, or other positions (sequence parallelism), draw other masks.
-        holder = [grid.dp_rank, grid.tp_rank] if grid.sequence_parallel else [grid.dp_rank]
-        for m in range(len(windows) // (grid.dp * size)):
-            first = (m * grid.dp + grid.dp_rank) * size
-            rows, x, y = windows[first:first + size], None, None
-            if grid.is_first or grid.is_last:
-                tokens = torch.from_numpy(dataset.windows(np.maximum(rows, 0)))     # (b, T + 1)
-                x, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()
-                y[torch.from_numpy(rows < 0)] = IGNORE_INDEX
-                if self.device.type == "cuda":
-                    x, y = x.pin_memory(), y.pin_memory()
-                x, y = (part.to(self.device, non_blocking=True) for part in (x, y))
-            microbatches.append((x, y, derive_seed(self.config.seed, step, m, *holder)))
-        return microbatches
-
-    def forward_backward(self, batch: list) -> torch.Tensor:
-        """This rank's sum of losses in nats; gradients of the mean loss times the loss scale."""
-        self.flat.zero_grad()
-        loss = run_schedule(self.schedule, self.model, self.grid, batch, self.boundary, self.flat,
-                            self.scaler.scale / self.step_tokens)
-        self.flat.finish_grad_sync()
-        return loss
-
-    def reduce_stats(self, loss: torch.Tensor, stop_requested) -> StepStats:
-        """The one all-reduce by which all ranks agree on a step."""
-        grid, tokens = self.grid, self.step_tokens
-        # All tp ranks have the same loss, and without sequence parallelism the same activations.
-        loss_counts = grid.is_last and grid.tp_rank == 0
-        norms_count = grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel)
-        norms = self.model.head.norms.to(loss) if norms_count else loss.new_zeros(())
-        local = torch.stack([loss * loss_counts / tokens, norms / tokens,
-                             *self.flat.square_sums(), loss.new_full((), bool(stop_requested))])
-        mean_loss, activation_norm, squares, all_squares, stopping = self.read(
-            all_reduce(local, grid.group("world")).wait())
-        return StepStats(mean_loss, activation_norm, math.sqrt(squares) / self.scaler.scale,
-                         found_inf=not (math.isfinite(mean_loss) and math.isfinite(all_squares)),
-                         stop_requested=stopping > 0)
-
-    def evaluate_all(self) -> dict:
-        """What a row says of an evaluation. `val_loss` is the mean of the sources' by weight; of
-        several sources each has a field, and another for the epochs read of it."""
-        losses = {s.name: self.evaluate(s) for s in self.val_data.sources.values()}
-        row = dict(val_loss=self.val_data.average(losses.values()))
-        if len(losses) > 1:
-            epochs = self.train_data.epochs(self.consumed_samples)
-            row |= {f"val_loss/{name}": loss for name, loss in losses.items()}
-            row |= {f"epochs/{name}": count for name, count in epochs.items()}
-        return row
-
-    @torch.no_grad()
-    def evaluate(self, source: Source) -> float:
-        """Mean loss in nats on fixed validation windows, the same in every layout."""
-        self.model.eval()
-        count = min(source.n_windows, EVAL_SEQUENCES)
-        at_once = self.grid.dp * self.config.micro_batch
-        windows = np.full(-(-count // at_once) * at_once, -1)
-        places = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
-        windows[:count] = source.first + places
-        batch = self.load_microbatches(self.val_data, windows, step=0)
-        total = run_schedule([("F", m) for m in range(len(batch))], self.model, self.grid, batch,
-                             self.boundary)
-        total *= self.grid.tp_rank == 0                 # all tp ranks have the same: count one
-        total = self.read(all_reduce(total, self.grid.group("world")).wait())
-        self.model.train()
-        return total / (count * self.cfg.seq_len)
-
-    def read(self, x: torch.Tensor):
-        """The numbers in x, once the device has computed them; other ranks may take --timeout."""
-        return to_host(x, self.config.timeout if self.grid.world > 1 else math.inf).tolist()
-
-    def save(self) -> None:
-        """Gather on rank 0, where a thread writes it while training goes on."""
-        self.writer.wait()                              # else the host would hold a third state
-        file = checkpoint.step_file(Path(), self.step).name
-        self.monitor.add_checkpoint(self.step, file, self.config.keep)  # a checkpoint lists itself
-        full = checkpoint.gather_full_state(self.flat, self.cfg, self.grid,
-                                            checkpoint.STATE.values())
-        if full is not None:                            # on rank 0
-            self.writer.submit(dict(
-                format=checkpoint.FORMAT, **{name: getattr(self, name) for name in COUNTERS},
-                config=settings_of(self.config), model=dataclasses.asdict(self.cfg),
-                tokenizer=self.train_data.meta["tokenizer"],
-                data=self.train_data.phases, scaler=self.scaler.state_dict(), run=self.identity,
-                monitor=dataclasses.asdict(self.monitor),
-                **{key: full[flat_name] for key, flat_name in checkpoint.STATE.items()}))
-
-    def rollback(self, reason: str) -> None:
-        """Go back to a healthy checkpoint, and write down there what is to be different, before
-        anything else happens: from then on a kill loses nothing."""
-        config, monitor, diverged_at = self.config, self.monitor, self.step + 1
-        if monitor.rollbacks >= config.max_rollbacks:
-            self.fail(diverged_at, f"{reason}, and --max-rollbacks {monitor.rollbacks} are spent")
-        samples, data = monitor.to_exclude(diverged_at, self.consumed_samples, lambda end, batches:
-                                           position_after(config, end, -batches))
-        files = [name and Path(config.out, name) for _, name
-                 in monitor.candidates(diverged_at - monitor.bad_steps() + 1, data)]
-        self.writer.wait()                              # the file being written may be the one
-        path, events = on_rank0(lambda: checkpoint.latest_valid(files))
-        self.restore(all_ranks(lambda: path and checkpoint.load(path), status=1))  # new monitor
-        samples[0] = max(samples[0], self.consumed_samples)
-        monitor.rolled_back(self.step, samples, data, then=self.monitor)
-        self.monitor = monitor
-        events += [dict(event="rollback", reason=reason, to=self.step, sequences=samples,
-                        lr_factor=monitor.lr_factor, rollbacks=monitor.rollbacks)]
-        for event in events:
-            self.metrics.write(**event, step=diverged_at)
-        print_rank0(f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: back to step "
-                    f"{self.step}, leaving out sequences {samples[0]} to {samples[1] - 1}, "
-                    f"learning rate x {monitor.lr_factor:.3g} from now on")
-        self.save()
-        all_ranks(self.writer.finish)
-
-    def log_step(self, row: dict, recent: deque) -> None:
-        self.metrics.write(**row)
-        print_rank0(format_step(self, row, statistics.median_low(recent)))
-        if "val_loss" in row:
-            print_rank0(format_eval(row, self.val_data))
-
-    def log_events(self, row: dict, reason: str | None, where: dict | None,
-                   windows: np.ndarray) -> None:
-        """Events of a step that was not as usual. From its windows of the data
-        TokenDataset.windows makes the same batch again."""
-        seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
-        if where is not None:
-            self.metrics.write(event="skip", reason="not finite", **seen, **where,
-                               windows=windows.tolist())
-        if reason is not None:
-            limit = self.monitor.limit(self.config.spike_margin)
-            self.metrics.write(event="spike", reason=reason, limit=limit, **seen)
-            print_rank0(f"diverged: {reason}")
-
-    def fail(self, step: int, reason: str):
-        """The end of a run that has diverged and cannot help itself."""
-        self.metrics.write(event="stop", step=step, reason=reason)
-        raise RunError(f"step {step}: {reason}; the run has diverged: see the events in "
-                       f"{self.config.out}/metrics.jsonl, and branch from an older checkpoint "
-                       f"(--resume FILE, another --out) with a lower --lr, a tighter --clip or "
-                       f"--skip-steps")
+FOLLOWER = Path(__file__).resolve().with_name("tools") / "follow.py"
 
 
-# ---------------------------------------------------------------------------------------------
-# A look at runs, also while they train
-# ---------------------------------------------------------------------------------------------
+def check_follower(log: str) -> None:
+    """Raise a ValueError if something that --log needs is missing."""
+    if not FOLLOWER.exists():
+        raise ValueError(f"--log {log} requires {FOLLOWER}, which is missing: drop the flag")
+    for name in log.split(","):
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"--log {name} needs a package that is missing: pip install {name}")
 
 
-def chart(runs: list, width: int, height: int = 16) -> list[str]:
-    """Lines with the losses of runs (letter, rows, events) over tokens, on a logarithmic scale that
-    ends at the first loss; the first run is on top. Capitals are validation losses; below, > is a
-    resume and < a rollback."""
-    most, points, lines = max(rows[-1]["tokens"] for _, rows, _ in runs), {}, []
-    column = lambda row: row["tokens"] * (width - 1) // most
-    top = max(next(row["loss"] for row in rows if row["loss"] is not None) for _, rows, _ in runs)
-    for letter, rows, _ in reversed(runs):
-        for mark, name in (letter, "loss"), (letter.upper(), "val_loss"):
-            for row in rows:
-                if row.get(name) is not None:
-                    loss = min(max(row[name], 1e-9), top)
-                    points.setdefault((mark, column(row)), []).append(loss)
-    levels = {place: math.log(statistics.fmean(losses)) for place, losses in points.items()}
-    low, high = min(levels.values()), max(levels.values())
-    cells = [[" "] * width for _ in range(height)]
-    for (mark, x), level in levels.items():
-        cells[round((high - level) / (high - low or 1) * (height - 1))][x] = mark
-    for y, line in enumerate(cells):
-        lines.append(f"{math.exp(high - y * (high - low) / (height - 1)):9.4f} |{''.join(line)}")
-    lines.append(f"{'+':>11}" + "-" * width)
-    for letter, rows, events in runs:
-        line = [" "] * width
-        for event in events:
-            if event["event"] in ("resume", "rollback"):
-                last = checkpoint.branch_point(event)
-                row = next((row for row in rows if row["step"] > last), rows[-1])
-                line[column(row)] = "<" if event["event"] == "rollback" else ">"
-        lines += [f"{letter:>9} |{''.join(line)}"] * (set(line) != {" "})
-    return [*lines, f"{'tokens':>9}  0{most:>{width - 1},}", ""]
-
-
-def compare(outs: list[str]) -> str:
-    """A chart as wide as the terminal and a table of runs, the best validation loss first. Raises
-    ValueError if none has made a step."""
-    runs, names = [], string.ascii_lowercase + " " * len(outs)
-    for out in dict.fromkeys(outs):
-        rows, events, hours = checkpoint.read_metrics(Path(out))
-        if any(row.get("loss") is not None for row in rows):
-            evals = [row for row in rows if row.get("val_loss") is not None]
-            best = min(evals, key=lambda row: row["val_loss"], default={})
-            runs.append((out, rows, events, hours, best, evals[-1] if evals else {}))
-        else:
-            checkpoint.warn(f"{out}/metrics.jsonl has no step")
-    if not runs:
-        raise ValueError("nothing to compare: give the --out of runs that have made a step")
-    runs.sort(key=lambda run: run[4].get("val_loss", math.inf))
-    width = max(20, shutil.get_terminal_size((100, 24)).columns - 12)
-    lines = chart([(name, run[1], run[2]) for name, run in zip(names, runs)], width)
-    lines.append("   best val  at step  last val  at step   steps           tokens   hours    "
-                 "tokens/s   peak lr  run, events")
-    for name, (out, rows, events, hours, best, last) in zip(names, runs):
-        kinds = Counter(event["event"] for event in events if event["event"] != "start")
-        lines.append(
-            f"{name}  {best.get('val_loss', math.nan):8.4f} {best.get('step', '-'):>8} "
-            f"{last.get('val_loss', math.nan):9.4f} {last.get('step', '-'):>8} "
-            f"{rows[-1]['step']:7} {rows[-1]['tokens']:16,} {hours:7.2f} "
-            f"{statistics.median(row['tokens_per_second'] for row in rows):11,.0f}  "
-            f"{max(row['lr'] for row in rows):.2e}  "
-            + ", ".join([out, *(f"{count} {kind}" for kind, count in kinds.items())]))
-    return "\n".join(lines)
+@contextmanager
+def follower(config: Config, seconds: float = 10):
+    """Run tools.follow during the block; it can neither slow nor end the run. It has a session of
+    its own, so that it can send the last lines after a Ctrl-C or torchrun's SIGTERM."""
+    command = [sys.executable, "-m", "tools.follow", os.path.abspath(config.out),
+               "--to", config.log, "--parent"]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=FOLLOWER.parent.parent,
+                                   start_new_session=True)
+    except OSError as error:
+        checkpoint.warn(f"--log {config.log} cannot start: {error}")
+        yield
+        return
+    yield
+    process.stdin.close()                           # it sends the rest, then it exits
+    try:
+        if process.wait(seconds) < 0:               # (it prints its own errors)
+            checkpoint.warn(f"--log: tools.follow was ended by signal {-process.returncode}")
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        checkpoint.warn(f"--log: tools.follow did not end in {seconds} s: `python -m tools.follow` "
+                        f"sends the rest")
 
 
 # ---------------------------------------------------------------------------------------------
 # From the command line to a run
 # ---------------------------------------------------------------------------------------------
 
+METAVARS = {"data": "DIR", "out": "DIR", "log": "NAMES", "resume": "auto|never|FILE",
+            "init_from": "FILE", "batch_ramp": "START:INCREMENT:SEQUENCES", "skip_steps": "A:B"}
+OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README.md has more
+    "steps": "max-iters train-iters", "lr": "learning-rate", "min-lr-ratio": "min-lr",
+    "tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size",
+    "batch-size": "global-batch-size", "micro-batch": "micro-batch-size mbs",
+    "seq-len": "block-size seq-length", "clip": "grad-clip clip-grad", "data": "dataset data-path",
+    "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save", "resume": "load",
+    "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval"}
+
+
+def add_flags(parser: argparse.ArgumentParser, names=None) -> None:
+    """Add the fields of Config, or of these `names`, to a parser, in their groups of --help."""
+    groups, heading = {}, None
+    for f in dataclasses.fields(Config):
+        heading = HEADINGS.get(f.name, heading)
+        if names is not None and f.name not in names:
+            continue
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        flag_name = "--" + f.name.replace("_", "-")
+        if f.type is bool:
+            groups[heading].add_argument(flag_name, action="store_true", help=describe_flag(f))
+        else:
+            metavar = METAVARS.get(f.name, {int: "N", float: "X", str: "NAME"}[f.type])
+            groups[heading].add_argument(flag_name, type=f.type, choices=f.metadata["choices"],
+                                         metavar=metavar, help=describe_flag(f))
+
+
+def describe_flag(f: dataclasses.Field) -> str:
+    """The help of a flag with its range and default."""
+    notes = []
+    if f.metadata["low"] is not None:
+        notes.append(f"at least {f.metadata['low']}")
+    if f.metadata["below"] is not None:
+        notes.append(f"below {f.metadata['below']}")
+    if f.default is not None and f.type is not bool:
+        notes.append(f"default {f.default}")
+    if not notes:
+        return f.metadata["help"]
+    return f"{f.metadata['help']} ({', '.join(notes)})"
+
+
+def parse_given(parser: argparse.ArgumentParser, arguments) -> dict:
+    """The flags that were given, each checked by itself. The parser has `add_flags`' flags, and may
+    have others; it must have `argument_default=argparse.SUPPRESS`. Raises ValueError."""
+    def refuse(message):
+        raise ValueError(message)
+    parser.error = refuse
+    # Underscores, as nanoGPT's flags have, are dashes.
+    dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), text)
+              for text in arguments]
+    known, unknown = parser.parse_known_args(dashed)
+    if unknown:
+        refuse(f"unknown argument {unknown[0]}: {suggestion(parser, unknown[0])}")
+    given = vars(known)
+    for f in dataclasses.fields(Config):
+        value, low = given.get(f.name), f.metadata["low"]
+        below = math.inf if f.metadata["below"] is None else f.metadata["below"]
+        if value is not None and low is not None and not low <= value < below:
+            limit = "finite" if below == math.inf else f"below {below}"
+            refuse(f"argument --{f.name.replace('_', '-')}: {value:g} must be at least {low} and "
+                   f"{limit}")
+    return given
+
+
+def suggestion(parser: argparse.ArgumentParser, unknown: str) -> str:
+    """The flag of this parser that was meant: another codebase's word for it, or a misspelling."""
+    name = unknown.partition("=")[0].lstrip("-")
+    flags = re.findall(r"--([a-z0-9-]+)", parser.format_usage())
+    near = [ours for ours, theirs in OTHER_NAMES.items() if ours in flags and name in theirs.split()]
+    near += difflib.get_close_matches(name, flags, 1, 0.75)
+    if near:
+        return f"did you mean --{near[0]}?"
+    return "--help lists the flags, README.md what others call them"
+
+
+def step_range(text: str) -> tuple[int, int]:
+    """"A:B" -> (A, B). Raises ValueError."""
+    numbers = re.fullmatch(r"(\d+):(\d+)", text)
+    if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
+        raise ValueError(f"argument --skip-steps: {text} must be A:B, two steps from 1 on, A not "
+                         f"after B")
+    return int(numbers[1]), int(numbers[2])
+
+
+def parse_flags(arguments) -> dict:
+    """train.py's flags that were given. Raises ValueError where they are wrong by themselves."""
+    parser = argparse.ArgumentParser(description="Train a GPT.", allow_abbrev=False,
+                                     argument_default=argparse.SUPPRESS)
+    add_flags(parser)
+    given = parse_given(parser, arguments)
+    for name in ("batch_ramp", "skip_steps"):       # "none" unsets what a checkpoint has stored
+        if given.get(name) == "none":
+            given[name] = None
+    if given.get("skip_steps") is not None:
+        step_range(given["skip_steps"])
+    ramp = given.get("batch_ramp")
+    if ramp is not None and not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", ramp):
+        raise ValueError(f"argument --batch-ramp: {ramp} must be START:INCREMENT:SEQUENCES, three "
+                         f"numbers from 1 on")
+    if not set(given.get("log", "wandb").split(",")) <= {"tensorboard", "wandb"}:
+        raise ValueError(f"argument --log: {given['log']} must be tensorboard, wandb, or "
+                         f"tensorboard,wandb")
+    if {"steps", "epochs"} <= set(given):
+        raise ValueError("--steps cannot be combined with --epochs: both say when the run ends")
+    explicit = given.get("resume", "auto") not in ("auto", "never")
+    if "init_from" in given and (explicit or "eval_only" in given):
+        raise ValueError("--init-from cannot be combined with --resume FILE or --eval-only: it "
+                         "begins a new run (--eval-only --resume FILE evaluates one)")
+    return given
+
+
+def merge_config(given: dict, state: dict | None, initial=None) -> tuple[Config, dict]:
+    """Command line, then checkpoint, then defaults -> the config and the model's shape (without
+    vocabulary and dropout). A new run has the shape of the checkpoint `initial`, or fewer
+    positions. Raises ValueError where the command line asks for another model."""
+    shape = dict(SIZES[given["model"]]) if "model" in given else {}
+    for name in SHAPE:
+        if given.get(name) is not None:
+            shape[name] = given[name]
+    source = state or initial
+    if source is None:
+        config = Config(**given)
+        return config, SIZES[config.model] | shape
+    for name, value in shape.items():
+        stored = source["model"][name]
+        shorter = name == "seq_len" and state is None and value < stored
+        if value != stored and not shorter:
+            raise ValueError(f"the checkpoint's model has {name} {stored}, not {value}: drop the "
+                             f"flag, or use another {'--out' if state else '--init-from'}")
+    shape = {name: source["model"][name] for name in SHAPE} | shape
+    if state is None:
+        return Config(**given), shape
+    stored = {name: state["config"][name] for name in STORED if name in state["config"]}
+    return Config(**{**stored, **given}), shape
+
+
+def default_micro_batch(sizes: range, replicas: float, pp: int) -> int:
+    """The largest of 4, 2 and 1 sequences that makes a multiple of pp microbatches of every batch
+    size, so that the pipeline is well filled."""
+    replica = max(1, int(math.gcd(*sizes) / replicas))         # sequences of each replica
+    for micro_batch in (4, 2):
+        if replica % (micro_batch * pp) == 0:
+            return micro_batch
+    return 1
+
+
+def check_config(config: Config, shape: dict, vocab_size: int,
+                 world: int) -> tuple[Config, GPTConfig]:
+    """The config with a microbatch, and the model. Raises ValueError if they cannot run."""
+    cfg = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
+    replicas = world / (config.tp * config.pp)
+    sizes, _ = batch_sizes(config)
+    if config.batch_size not in sizes and not config.eval_only:
+        raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
+                         f"{config.batch_size}: START and INCREMENTs must add up to it (none: no "
+                         f"ramp)")
+    if config.micro_batch is None:
+        micro_batch = default_micro_batch(sizes, replicas, config.pp)
+        config = dataclasses.replace(config, micro_batch=micro_batch)
+    if config.eval_only:            # an evaluation has batches of its own
+        sizes = [max(1, int(replicas)) * config.micro_batch]
+        config = dataclasses.replace(config, batch_size=sizes[0])
+    for size in sizes:
+        check_layout(cfg, world, config.tp, config.pp, size, config.micro_batch, config.zero,
+                     config.sequence_parallel)
+    return config, cfg
+
+
+def validate(given: dict, state: dict | None, world: int,
+             initial: dict | None = None) -> tuple[Config, GPTConfig]:
+    """Flags and checkpoint -> config and model. Raises ValueError or OSError if they cannot run."""
+    config, shape = merge_config(given, state, initial)
+    data = TokenDataset(config.data, "train", shape["seq_len"])
+    TokenDataset(config.data, "val", shape["seq_len"])
+    config, cfg = check_config(config, shape, data.meta["vocab_size"], world)
+    if config.epochs is not None and not config.eval_only:
+        config = dataclasses.replace(config, steps=steps_of_epochs(config, data, state))
+    if initial is not None:
+        checkpoint.check_data(initial, data, config.data, same=False)
+    if state is not None:
+        checkpoint.check_data(state, data, config.data, same=not config.eval_only)
+        LossScaler().load_state_dict(state["scaler"])           # both raise ValueError
+        DivergenceMonitor.from_state(state["monitor"])
+    return config, cfg
+
+
+def steps_of_epochs(config: Config, data: TokenDataset, state: dict | None) -> int:
+    """The steps that read the data --epochs times."""
+    step = first = 0
+    if state is not None:
+        # If nothing of it has changed, the stored steps stay: a rollback has read other samples.
+        same = all(state["config"].get(name) == getattr(config, name)
+                   for name in ("epochs", "batch_size", "batch_ramp"))
+        if same and state["data"][-1][1] == data.phases[-1][1]:
+            return config.steps
+        step, first = state["step"], state["consumed_samples"]
+    epoch = sum(source.n_windows for source in data.sources.values() if source.weight)
+    return step + steps_between(config, first, config.epochs * epoch)
+
+
+def load_state(path: Path | None) -> dict | None:
+    """The state in a checkpoint, or None for a run that begins at step 0."""
+    if path is None:
+        return None
+    return checkpoint.load(path)
+
 
 def prepare(given: dict, world: int, local_world: int, device: torch.device, restarted: bool,
-            stack: ExitStack):
-    """What rank 0 settles alone, without communication: config, model, and where the run begins;
-    last, the lock of --out on the stack. Errors are for main."""
+            stack: ExitStack) -> tuple[Config, GPTConfig, checkpoint.Start]:
+    """Resolve configuration and checkpoint on rank 0: config, model, and where the run begins. Last
+    it takes the lock of --out, which `stack` releases. Raises ValueError, OSError or RunError."""
     config = Config(**given)
-    for name in checkpoint.LOGS:
-        if name in (config.log or "") and importlib.util.find_spec(name) is None:
-            raise ValueError(f"--log {name} needs a package that is missing: pip install {name}")
-    if "init_from" in given and (config.eval_only or config.resume not in ("auto", "never")):
-        raise ValueError("--init-from begins a fresh run; --resume FILE goes on with one, or with "
-                         "--eval-only evaluates it: drop one")
-    out, state, initial = Path(config.out), None, None
+    if config.log is not None:
+        check_follower(config.log)
+    out = Path(config.out)
     begin = checkpoint.find_start(out, config.resume, config.init_from, config.eval_only, restarted)
+    state = initial = None
     if begin.kind == "init-from":
         given = {**given, "init_from": str(begin.path)}
         initial = checkpoint.load(begin.path)
-    elif begin.kind != "seed":
+    elif begin.path is not None:
         state = checkpoint.load(begin.path)
     config, cfg = validate(given, state, world, initial)
     grid = Grid(world // (config.tp * config.pp), config.pp, config.tp)
@@ -852,134 +1027,150 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device, res
     return config, cfg, begin
 
 
-def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict) -> None:
-    """Evaluate; or tell how the run begins, and train. `state` was loaded from `begin.path`."""
-    config, factor, settings = run.config, run.monitor.lr_factor, settings_of(run.config)
+def launch(given: dict, device: torch.device, rank: int, world: int, local_world: int,
+           restarted: bool, stack: ExitStack) -> int | None:
+    """Start the run on this rank and train, or evaluate, to its end. Returns the number of the
+    signal that stopped it, or None."""
+    assert_own_gpu(device)
+    config, cfg, begin = on_rank0(
+        lambda: prepare(given, world, local_world, device, restarted, stack))
+    path = begin.path if begin.kind in ("continue", "resume") else None
+    state = all_ranks(lambda: load_state(path))
+    if begin.kind == "resume" and not config.eval_only:
+        checkpoint.start_branch(state, "lr" in given)
+
+    train_data, val_data = all_ranks(lambda: [
+        TokenDataset(config.data, split, cfg.seq_len) for split in ("train", "val")])
+    fingerprints = list(train_data.sources)
+    assert_equal_across_ranks(fingerprints, f"{config.data} differs between ranks: copy it")
+    if state is not None and not config.eval_only:
+        train_data.go_on(state["data"], state["consumed_samples"])
+    if state is None or not set(fingerprints) <= set(state["data"][-1][1]):     # new to this run
+        all_ranks(lambda: [data.check(rank, world) for data in (train_data, val_data)])
+
+    grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel,
+                     timedelta(seconds=config.timeout), device)
+    stack.callback(grid.groups.clear)   # gloo's threads, if they outlive main, can abort it
+    run = Run(config, cfg, grid, device, train_data, val_data, state, begin.run)
+    stack.callback(run.writer.wait)
+    if state is not None:
+        for name in checkpoint.STATE:
+            del state[name]                             # the file is mapped no longer
+    try:
+        return start(run, state, begin, given, stack)
+    except PeerError as error:
+        raise PeerError(f"stage {grid.stage}, step {run.step + 1}: {error}") from error
+
+
+def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
+          stack: ExitStack) -> int | None:
+    """Evaluate; or print how the run begins, and train. `state` is without its tensors."""
+    config = run.config
     if config.eval_only:
-        text = format_eval(run.evaluate_all(), run.val_data)
-        return print_rank0(f"{begin.path}, step {run.step}, on {config.data}: {text}")
+        text = format_eval(run.evaluate(), run)
+        print_rank0(f"{begin.path}, step {run.step}, on {config.data}: {text}")
+        return None
     if run.step >= config.steps:
-        return print_rank0(f"{begin.path} is step {run.step} of {config.steps}: nothing left to "
-                           f"do; raise --steps or --epochs to go on, or give another --out")
-    metrics = all_ranks(lambda: checkpoint.Metrics(Path(config.out), run.grid.rank, config.log))
+        print_rank0(f"{begin.path} is step {run.step} of {config.steps}: nothing left to do; raise "
+                    f"--steps or --epochs to go on, or give another --out")
+        return None
+    run.metrics = all_ranks(lambda: checkpoint.Metrics(Path(config.out), run.grid.rank))
+    if config.log is not None and run.grid.rank == 0:
+        stack.enter_context(follower(config))
     print_summary(run)
     if state is None:
-        metrics.write(event="start", step=0, config=settings)
-        if begin.kind == "init-from":
-            print_rank0(f"weights  those of {config.init_from}")
+        line = f"weights  those of {config.init_from}" if begin.kind == "init-from" else None
+        run.event("start", line, step=0, config=dataclasses.asdict(config))
     else:
-        changed = {name: [state["config"].get(name), settings[name]] for name in LASTING
-                   if state["config"].get(name) != settings[name]}
-        if state["data"] != run.train_data.phases:
-            changed["data"] = [state["config"]["data"], config.data]
-        for event in [*begin.events, dict(event="resume", path=str(begin.path), given=given,
-                                          changed=changed, lr_factor=factor, config=settings)]:
-            metrics.write(**event, step=run.step)
-        differs = "".join(f", {name.replace('_', ' ')} {new} instead of {old}"
-                          for name, (old, new) in changed.items())
-        before = Config(**{n: state["config"][n] for n in LASTING if n in state["config"]})
-        old, new = (learning_rate(c, run.step + 1) for c in (before, config))
-        if not 0.8 * old <= new <= 1.25 * old:
-            differs += f"; so the next step's learning rate is {new:.2e} instead of {old:.2e}"
-            if before.lr == config.lr:      # a longer schedule: the loss may rise, and be healthy
-                run.monitor.forget_losses()
-        print_rank0(f"resume   {begin.path}, after step {run.step}{differs}"
-                    + f", learning rate x {factor:.3g}" * (factor != 1))
-    if begin.kind in ("init-from", "resume"):   # FILE is not needed again, not for a rollback
+        report_resume(run, state, begin, given)
+    if begin.kind in ("init-from", "resume"):   # from here on FILE is not needed any more
         run.monitor.checkpoints = []
         run.save()
-    if run.device.type == "cpu" and torch.get_num_threads() > 1 and (
-            hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count()):    # not on Windows
-        print_rank0("note     this machine is busy: threads that wait for each other may be slow, "
-                    "set OMP_NUM_THREADS=1")
-    if state is None and "lr" not in given and parameter_count(run.cfg) > 2e7:
-        print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 took 6e-4 for "
-                    f"125M parameters, 2e-4 for 1.3B")
-    if config.warmup_steps > config.steps / 2:
-        print_rank0(f"note     most of the {config.steps} steps are warm-up")
-    if "skip_steps" in given and step_range(config.skip_steps)[1] <= run.step:
-        print_rank0(f"skip     the steps {config.skip_steps} lie behind: there is nothing to skip")
-    run.train(metrics, StopSignal())
-    if run.step >= config.steps and run.train_data.meta["tokenizer"] in ("gpt2", "bytes"):
+    print_notes(run, given, resumed=state is not None)
+    stop = StopSignal()
+    run.train(run.metrics, stop)
+    if run.step < config.steps:
+        return stop.number
+    if run.train_data.meta["tokenizer"] in ("gpt2", "bytes"):
         file = shlex.quote(f"{config.out}/latest.pt")
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
+    return None
 
 
-def launch(prepared, given: dict, device: torch.device, rank: int, world: int) -> None:
-    """All ranks, from what rank 0 has prepared to the end of the run."""
-    assert_own_gpu(device)
-    with ExitStack() as stack:
-        config, cfg, begin = on_rank0(lambda: prepared)     # broadcast
-        path = begin.path if begin.kind in ("continue", "resume") else None
-        state = all_ranks(lambda: path and checkpoint.load(path))
-        if begin.kind == "resume" and not config.eval_only:
-            checkpoint.start_branch(state, "lr" in given)
-        datasets = all_ranks(lambda: [TokenDataset(config.data, split, cfg.seq_len)
-                                      for split in ("train", "val")])
-        sources = list(datasets[0].sources)         # their fingerprints
-        assert_equal_across_ranks(sources, f"{config.data} differs between ranks: copy it")
-        if state is not None and not config.eval_only:
-            datasets[0].go_on(state["data"], state["consumed_samples"])
-        if state is None or not set(sources) <= set(state["data"][-1][1]):      # new to this run
-            all_ranks(lambda: [dataset.check(rank, world) for dataset in datasets])
-        grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel,
-                         timedelta(seconds=config.timeout), device)
-        stack.callback(grid.groups.clear)   # gloo's threads, if they outlive main, can abort it
-        run = Run(config, cfg, grid, device, *datasets, state)
-        stack.callback(run.writer.wait)
-        run.identity = begin.run
-        for name in checkpoint.STATE if state else ():
-            del state[name]                             # the file is mapped no longer
-        try:
-            start(run, state, begin, given)
-        except PeerError as error:
-            raise PeerError(f"stage {grid.stage}, step {run.step + 1}: {error}") from error
+def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -> None:
+    """The events of a resume, and its line: which settings differ from the stored ones, and how the
+    next step's learning rate changes."""
+    config, factor = run.config, run.monitor.lr_factor
+    changed = {}
+    for name in STORED:
+        if state["config"].get(name) != getattr(config, name):
+            changed[name] = [state["config"].get(name), getattr(config, name)]
+    if state["data"] != run.train_data.phases:
+        changed["data"] = [state["config"]["data"], config.data]
+    line = f"resume   {begin.path}, after step {run.step}"
+    for name, (old, new) in changed.items():
+        line += f", {name.replace('_', ' ')} {new} instead of {old}"
+
+    stored = Config(**{name: state["config"][name] for name in STORED if name in state["config"]})
+    old, new = learning_rate(stored, run.step + 1), learning_rate(config, run.step + 1)
+    if not 0.8 * old <= new <= 1.25 * old:
+        line += f"; so the next step's learning rate is {new:.2e} instead of {old:.2e}"
+        if stored.lr == config.lr:      # a longer schedule: the loss may rise, and be healthy
+            run.monitor.forget_losses()
+    if factor != 1:
+        line += f", learning rate x {factor:.3g}"
+    for event in begin.events:
+        run.metrics.write(**event, step=run.step)
+    run.event("resume", line, path=str(begin.path), given=given, changed=changed, lr_factor=factor,
+              config=dataclasses.asdict(config), step=run.step)
+
+
+def choose_device(config: Config, world: int, local_rank: int, local_world: int) -> torch.device:
+    """This process's device. Raises ValueError if the flags ask for one that cannot be used."""
+    on_mps = world == 1 and config.dtype != "fp64"
+    device = pick_device(config.device, local_rank, local_world,
+                         os.environ.get("CUDA_VISIBLE_DEVICES", ""), on_mps)
+    if device.type == "mps" and not on_mps:
+        raise ValueError("mps is for one process and has no fp64: give --device cpu")
+    compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
+    if config.compile and device.type == "cpu" and shutil.which(compiler) is None:
+        raise ValueError("--compile on a CPU needs a C++ compiler: install g++, name another in "
+                         "CXX, or leave the flag out")
+    return device
+
+
+def complain(message) -> None:
+    print(f"train.py: {message}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    rank, world, local_rank, local_world, restarts = (
-        int(os.environ.get(name, default)) for name, default in [
-            ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1),
-            ("TORCHELASTIC_RESTART_COUNT", 0)])
-    complain = lambda text: print(f"train.py: {text}", file=sys.stderr, flush=True)
-    try:
+    rank = int(os.environ.get("RANK", 0))                       # torchrun sets these
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    try:                            # every rank refuses by itself what the flags alone say
         given = parse_flags(sys.argv[1:])
         config = Config(**given)
-        if config.compare is not None:
-            if rank == 0:
-                print_rank0(compare(config.compare))
-            sys.exit(0)
-        if config.plan is not None:
-            if rank == 0:
-                print_plan(given)
-            sys.exit(0)
-        on_mps = world == 1 and config.dtype != "fp64"
-        device = pick_device(config.device, local_rank, local_world,
-                             os.environ.get("CUDA_VISIBLE_DEVICES", ""), on_mps)
-        if device.type == "mps" and not on_mps:
-            raise ValueError("mps is for one process and has no fp64: give --device cpu")
-        if config.compile and device.type == "cpu" and not shutil.which(
-                os.environ.get("CXX", "cl" if os.name == "nt" else "g++")):
-            raise ValueError("--compile on a CPU needs a C++ compiler: install g++, name another "
-                             "in CXX, or leave the flag out")
-        # Rank 0 alone, before any communication: the others wait for it at the rendezvous.
-        stack, status = ExitStack(), 0
-        prepared = None if rank else prepare(given, world, local_world, device, restarts > 0, stack)
-    except (ValueError, OSError, RunError) as error:
+        device = choose_device(config, world, local_rank, local_world)
+    except ValueError as error:
         if rank > 0:
             time.sleep(5)           # torchrun ends all ranks when one exits: rank 0 prints first
         if local_rank == 0:
             complain(error)
-        sys.exit(getattr(error, "status", 2))
+        sys.exit(2)
+    status, signal_number = 0, None
     try:
-        with stack, process_group(rank, world, device, timedelta(seconds=config.timeout)):
+        with process_group(rank, world, device, timedelta(seconds=config.timeout)):
             try:
-                launch(prepared, given, device, rank, world)
+                with ExitStack() as stack:
+                    signal_number = launch(given, device, rank, world, local_world, restarted,
+                                           stack)
             except RunError as error:               # raised alike on every rank
                 status = error.status
                 if rank == 0:
                     complain(error)
-                all_gather_object(None)             # nobody leaves before rank 0 has printed
+                all_gather_object(None)             # no rank leaves before rank 0 has printed
     except Exception as error:
         message = fatal_message(error)
         if message is not None:
@@ -989,6 +1180,9 @@ def main() -> None:
         else:
             traceback.print_exc()
         os._exit(1)                 # no orderly end: the others learn that this rank is gone
+    if signal_number is not None and world == 1:
+        signal.signal(signal_number, signal.SIG_DFL)    # Ctrl-C also ends the loop of a shell
+        os.kill(os.getpid(), signal_number)
     sys.exit(status)
 
 
