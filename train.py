@@ -51,14 +51,14 @@ import checkpoint
 from amp import (MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepStats, clip_factor,
                  make_scaler)
 from data import Source, TokenDataset
-from model import (DEVICES, IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
-                   parameter_count, peak_flops, widen)
+from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token, parameter_count,
+                   peak_flops, widen)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
                       assert_own_gpu, build_stage, check_layout, check_memory, fatal_message,
-                      fully_shard, locate_nonfinite, make_grid, make_plan, memory_bytes,
-                      microbatches, on_rank0, param_specs, pick_device, print_rank0, process_group,
-                      run_schedule, schedule_of, search_layouts, to_host, wrap_blocks)
+                      fully_shard, locate_nonfinite, make_grid, microbatches, on_rank0,
+                      param_specs, pick_device, print_rank0, process_group, run_schedule,
+                      schedule_of, state_bytes, to_host, wrap_blocks)
 
 EVAL_SEQUENCES = 128        # fixed validation windows, evenly spaced over those of each source
 COUNTERS = ("step", "consumed_samples", "tokens", "optimizer_steps")        # of a run
@@ -139,23 +139,13 @@ class Config:
     spike_margin: float = flag(6.0, "deviations that a high loss is above the lowest median", low=1)
     spike_steps: int = flag(3, "high losses in a row that make a divergence", low=1)
     skip_steps: str = flag(None, "A:B, leave out the batches of steps A to B, inclusive", str)
-    plan: str = flag(None, "print what this run would need of GPUs, and run nothing: text or json; "
-                     "or search, search-json: the ten fastest layouts that fit", str,
-                     ["text", "json", "search", "search-json"], group="plan")
-    world: int = flag(None, "GPUs", int, low=1)
-    gpu: str = flag(None, "one of " + ", ".join(DEVICES), str, list(DEVICES))
-    gpus_per_node: int = flag(8, "GPUs of a machine", low=1)
-    mtbf_hours: float = flag(5100.0, "between two failures of a machine; OPT-175B: 35 restarts in "
-                             "two months on 124", low=1)
-    vocab_size: int = flag(50257, "tokens of the vocabulary; a run has that of its data", low=1)
 
 
-PLAN = ("world", "gpu", "gpus_per_node", "mtbf_hours", "vocab_size")
 # Paths, layout and precision belong to one start: they are never taken from a checkpoint. (But
 # --init-from is remembered: it says how the run began.)
 LOCAL = {"data", "out", "log", "compare", "resume", "eval_only", "tp", "pp", "pp_schedule",
          "device", "compile", "timeout", "micro_batch", "zero", "recompute", "sequence_parallel",
-         "offload", "dtype", "plan", *PLAN, "epochs"}       # what remains of epochs is `steps`
+         "offload", "dtype", "epochs"}      # what remains of epochs is `steps`
 FREE = {"steps", "save_every", "eval_every", "keep"}        # other values make no other run
 SWITCHES = ("recompute", "sequence_parallel", "offload", "compile")
 LASTING = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
@@ -172,7 +162,7 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
 def settings_of(config: Config) -> dict:
     """What a checkpoint and the log keep of a run's flags."""
     return {name: value for name, value in dataclasses.asdict(config).items()
-            if name not in ("plan", "compare", *PLAN)}
+            if name != "compare"}
 
 
 def step_range(text: str) -> tuple[int, int]:
@@ -185,55 +175,88 @@ def step_range(text: str) -> tuple[int, int]:
     return first, last
 
 
-def parse_flags(arguments) -> dict:
-    """The flags that were given, checked one by one; raises ValueError."""
-    parser = argparse.ArgumentParser(description="Train a GPT.", allow_abbrev=False,
-                                     argument_default=argparse.SUPPRESS)
+def add_flags(parser: argparse.ArgumentParser, names=None) -> None:
+    """Add the fields of Config, or of these `names`, to a parser, in their groups of --help."""
+    groups, heading = {}, None
+    for f in dataclasses.fields(Config):
+        if f.metadata["group"] is not None:     # the fields after it belong to it too
+            heading = f.metadata["group"]
+        if names is not None and f.name not in names:
+            continue
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        flag_name = "--" + f.name.replace("_", "-")
+        kind, help = f.metadata["kind"], describe_flag(f)
+        if kind is bool:
+            groups[heading].add_argument(flag_name, action="store_true", help=help)
+        elif kind is list:
+            groups[heading].add_argument(flag_name, nargs="+", metavar="OUT", help=help)
+        else:
+            groups[heading].add_argument(flag_name, type=kind, choices=f.metadata["choices"],
+                                         metavar={int: "N", float: "X", str: "NAME"}[kind],
+                                         help=help)
+
+
+def describe_flag(f: dataclasses.Field) -> str:
+    """A flag's help with its range and default."""
+    notes = []
+    if f.metadata["low"] is not None:
+        notes.append(f"at least {f.metadata['low']}")
+    if f.metadata["below"] is not None:
+        notes.append(f"below {f.metadata['below']}")
+    if f.default is not None and f.metadata["kind"] is not bool:
+        notes.append(f"default {f.default}")
+    if not notes:
+        return f.metadata["help"]
+    return f"{f.metadata['help']} ({', '.join(notes)})"
+
+
+def parse_given(parser: argparse.ArgumentParser, arguments) -> dict:
+    """The flags that were given, each checked by itself. The parser has `add_flags`' flags, and may
+    have others; it must have `argument_default=argparse.SUPPRESS`. Raises ValueError."""
     def refuse(message):
         raise ValueError(message)
-    parser.error, ranges = refuse, {}
-    for f in dataclasses.fields(Config):
-        kind, low, below = (f.metadata[name] for name in ("kind", "low", "below"))
-        ranges[f.name] = low, below
-        if f.metadata["group"] is not None:
-            group = parser.add_argument_group(f.metadata["group"])
-        notes = [f"at least {low}"] * (low is not None) + [f"below {below}"] * bool(below)
-        notes += [f"default {f.default}"] * (f.default is not None and kind is not bool)
-        how = dict(action="store_true") if kind is bool else dict(
-            nargs="+", metavar="OUT") if kind is list else dict(
-            type=kind, choices=f.metadata["choices"],
-            metavar={int: "N", float: "X", str: "NAME"}[kind])
-        group.add_argument("--" + f.name.replace("_", "-"), **how,
-                           help=f.metadata["help"] + f" ({', '.join(notes)})" * bool(notes))
+    parser.error = refuse
     # Underscores, as nanoGPT's flags have, are dashes.
-    given, unknown = parser.parse_known_args([
-        re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), text) for text in arguments])
+    dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), text)
+              for text in arguments]
+    known, unknown = parser.parse_known_args(dashed)
     if unknown:
-        name = unknown[0].partition("=")[0].lstrip("-")
-        near = [ours for ours, theirs in OTHER_NAMES.items() if name in theirs.split()] or (
-            difflib.get_close_matches(name, [known.replace("_", "-") for known in ranges], 1, 0.75))
-        refuse(f"unknown argument {unknown[0]}: " + (f"did you mean --{near[0]}?" if near else
-               "--help lists the flags, README.md what others call them"))
-    given = vars(given)
-    for name, value in given.items():
-        low, below = ranges[name]
-        if low is not None and not low <= value < (below or math.inf):
-            refuse(f"argument --{name.replace('_', '-')}: {value:g} must be at least {low} and "
-                   + (f"below {below}" if below else "finite"))
+        refuse(f"unknown argument {unknown[0]}: " + suggestion(parser, unknown[0]))
+    given = vars(known)
+    for f in dataclasses.fields(Config):
+        value, low = given.get(f.name), f.metadata["low"]
+        below = math.inf if f.metadata["below"] is None else f.metadata["below"]
+        if value is not None and low is not None and not low <= value < below:
+            limit = "finite" if below == math.inf else f"below {below}"
+            refuse(f"argument --{f.name.replace('_', '-')}: {value:g} must be at least {low} and "
+                   f"{limit}")
+    return given
+
+
+def suggestion(parser: argparse.ArgumentParser, unknown: str) -> str:
+    """The flag of this parser that was meant: another codebase's word for it, or a misspelling."""
+    name = unknown.partition("=")[0].lstrip("-")
+    flags = re.findall(r"--([a-z0-9-]+)", parser.format_usage())
+    near = [ours for ours, theirs in OTHER_NAMES.items() if ours in flags and name in theirs.split()]
+    near += difflib.get_close_matches(name, flags, 1, 0.75)
+    if near:
+        return f"did you mean --{near[0]}?"
+    return "--help lists the flags, README.md what others call them"
+
+
+def parse_flags(arguments) -> dict:
+    """train.py's flags that were given; raises ValueError."""
+    parser = argparse.ArgumentParser(description="Train a GPT.", allow_abbrev=False,
+                                     argument_default=argparse.SUPPRESS)
+    add_flags(parser)
+    given = parse_given(parser, arguments)
     step_range(given.get("skip_steps", "1:1"))
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", given.get("batch_ramp", "1:1:1")):
-        refuse(f"argument --batch-ramp: {given['batch_ramp']} must be START:INCREMENT:SEQUENCES, "
-               f"three numbers from 1 on")
+        raise ValueError(f"argument --batch-ramp: {given['batch_ramp']} must be "
+                         f"START:INCREMENT:SEQUENCES, three numbers from 1 on")
     if {"steps", "epochs"} <= set(given):
-        refuse("--steps and --epochs both say when the run ends: drop one")
-    if "plan" in given and not {"world", "gpu"} <= given.keys():
-        refuse("--plan needs --world, the number of GPUs, and --gpu, " + ", ".join(DEVICES))
-    for name in ("epochs", "batch_ramp", "eval_only") if "plan" in given else ():
-        if name in given:
-            refuse(f"argument --{name.replace('_', '-')}: does not go with --plan")
-    for name in PLAN if "plan" not in given else ():
-        if name in given:
-            refuse(f"argument --{name.replace('_', '-')}: goes with --plan alone")
+        raise ValueError("--steps and --epochs both say when the run ends: drop one")
     return given
 
 
@@ -387,12 +410,10 @@ def format_eval(row: dict, dataset: TokenDataset) -> str:
 
 
 def format_layout(config: Config, cfg: GPTConfig, grid: Grid, device: str, sizes: dict) -> str:
-    """Model, layout, memory and batch, a line each, of a run and of a plan alike."""
+    """Model, layout, memory and batch, a line each."""
     options = ", ".join([f"zero {config.zero}", *[config.pp_schedule] * (grid.pp > 1), *(
         name.replace("_", " ") for name in SWITCHES if getattr(config, name))])
-    about = "buffers", "logits", "activations"
-    memory = ", ".join(f"{kind.replace('_', ' ')}{' about' * (kind in about)} {size / 1e6:,.1f} MB"
-                       for kind, size in sizes.items())
+    memory = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in sizes.items())
     return (
         f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
         f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
@@ -414,58 +435,14 @@ def print_summary(run: "Run") -> None:
     end = position_after(config, run.consumed_samples, config.steps - run.step)
     epochs = ", ".join(f"{count:.2f} epochs" + f" of {name}" * (len(run.train_data.sources) > 1)
                        for name, count in run.train_data.epochs(end).items())
-    sizes = memory_bytes(run.cfg, run.grid, config, PRECISIONS[config.dtype],
-                         run.device.type != "cpu")
+    numel = sum(bucket.numel for bucket in run.flat.buckets)
+    sizes, on_host = state_bytes(numel, run.grid.dp, PRECISIONS[config.dtype], config.zero,
+                                 config.offload and run.device.type != "cpu")
+    sizes |= {f"host {kind}": size for kind, size in on_host.items()}
     print_rank0(
         f"{format_layout(config, run.cfg, run.grid, device, sizes)}\n"
         f"data     {run.train_data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
         f"{epochs}")
-
-
-def format_plan(config: Config, cfg: GPTConfig, plan: dict) -> str:
-    """`parallel.make_plan` in lines."""
-    def line(title, names):
-        """What of the plan has one of these names, a regular expression."""
-        return f"{title:8} " + ", ".join(
-            f"{name.replace('_', ' ')} " + (f"{x:,.0f}" if x % 1 == 0 and x < 1e6 else f"{x:.4g}")
-            for name, x in plan.items() if re.fullmatch(names, name))
-    grid = Grid(plan["dp"], config.pp, config.tp, plan["fullest_rank"], config.sequence_parallel)
-    sizes = {name[7:]: x for name, x in plan.items() if re.match("memory_(?!bytes)", name)}
-    return "\n".join([
-        format_layout(config, cfg, grid, config.gpu, sizes),
-        f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
-        f"{DEVICES[config.gpu].memory / 1e9:.0f} GB, of which a tenth is to stay free",
-        line("compute", "steps|tokens(_per_step)?|flops_.*|pf_days"),
-        line("optimal", "compute_optimal_.*|predicted_loss"), line("sends", "bytes_.*"),
-        line("time", "layers_per_stage|seconds_.*|step_seconds|bubble"),
-        line("speed", "tokens_per_second|.*tflops_per_gpu|mfu|days|gpu_hours"),
-        line("failures", "(failure|pause|write|interval)_.*|goodput"),
-        "assumes  backward hides data parallelism, nothing hides tp and pp; no rank is slow",
-        *["note     few tokens for this model: give --steps, --batch-size"] * (
-            plan["tokens"] < plan["compute_optimal_tokens"] / 10),
-        *["note     fp32 is slow: give --dtype bf16 (fp16 on a V100)"] * (config.dtype == "fp32")])
-
-
-def print_plan(given: dict) -> None:
-    """--plan: what a run would need, without starting one. Raises ValueError."""
-    config, shape = merge_config(given, None)
-    dtypes = PRECISIONS[config.dtype]
-    if config.dtype == "bf16" and DEVICES[config.gpu].word == "V100":
-        raise ValueError("a V100 has no products in bf16: give --dtype fp16")
-    if config.plan.startswith("search"):
-        cfg = GPTConfig(config.vocab_size, dropout=config.dropout, **shape)
-        result = search_layouts(cfg, config, dtypes, given)
-        columns = ("dp", "pp", "tp", "micro_batch", "zero", "recompute", "sequence_parallel",
-                   "pp_schedule", "memory_bytes", "bubble", "step_seconds", "mfu", "days")
-        rows = [[f"{plan[name]:.4g}" if isinstance(plan[name], float) else str(plan[name])
-                 for name in columns] for plan in result]
-        text = "\n".join("  ".join(x.rjust(max(4, len(name))) for x, name in zip(row, columns))
-                         for row in [columns, *rows])
-    else:
-        config, cfg = check_config(config, shape, config.vocab_size, config.world)
-        result = make_plan(cfg, config, dtypes)
-        text = format_plan(config, cfg, result)
-    print_rank0(json.dumps(result) if "json" in config.plan else text)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -957,10 +934,6 @@ def main() -> None:
         if config.compare is not None:
             if rank == 0:
                 print_rank0(compare(config.compare))
-            sys.exit(0)
-        if config.plan is not None:
-            if rank == 0:
-                print_plan(given)
             sys.exit(0)
         on_mps = world == 1 and config.dtype != "fp64"
         device = pick_device(config.device, local_rank, local_world,
