@@ -175,10 +175,11 @@ def step_range(text: str) -> tuple[int, int]:
     return first, last
 
 
-def add_flags(parser: argparse.ArgumentParser, names=None) -> None:
-    """Add the fields of Config, or of these `names`, to a parser, in their groups of --help."""
+def add_flags(parser: argparse.ArgumentParser, names=None, config=None) -> None:
+    """Add the fields of Config or of the class `config`, or those with these `names`, to a parser,
+    in their groups of --help."""
     groups, heading = {}, None
-    for f in dataclasses.fields(Config):
+    for f in dataclasses.fields(config or Config):
         if f.metadata["group"] is not None:     # the fields after it belong to it too
             heading = f.metadata["group"]
         if names is not None and f.name not in names:
@@ -211,9 +212,9 @@ def describe_flag(f: dataclasses.Field) -> str:
     return f"{f.metadata['help']} ({', '.join(notes)})"
 
 
-def parse_given(parser: argparse.ArgumentParser, arguments) -> dict:
-    """The flags that were given, each checked by itself. The parser has `add_flags`' flags, and may
-    have others; it must have `argument_default=argparse.SUPPRESS`. Raises ValueError."""
+def parse_given(parser: argparse.ArgumentParser, arguments, config=None) -> dict:
+    """The flags that were given to a parser with `add_flags`' flags, each checked by itself. The
+    parser needs `argument_default=argparse.SUPPRESS`. Raises ValueError."""
     def refuse(message):
         raise ValueError(message)
     parser.error = refuse
@@ -222,23 +223,25 @@ def parse_given(parser: argparse.ArgumentParser, arguments) -> dict:
               for text in arguments]
     known, unknown = parser.parse_known_args(dashed)
     if unknown:
-        refuse(f"unknown argument {unknown[0]}: " + suggestion(parser, unknown[0]))
+        refuse(f"unknown argument {unknown[0]}: {suggest_flag(parser, unknown[0])}")
     given = vars(known)
-    for f in dataclasses.fields(Config):
-        value, low = given.get(f.name), f.metadata["low"]
-        below = math.inf if f.metadata["below"] is None else f.metadata["below"]
-        if value is not None and low is not None and not low <= value < below:
-            limit = "finite" if below == math.inf else f"below {below}"
-            refuse(f"argument --{f.name.replace('_', '-')}: {value:g} must be at least {low} and "
-                   f"{limit}")
+    for f in dataclasses.fields(config or Config):
+        low, below = f.metadata["low"], f.metadata["below"]
+        if low is None or f.name not in given:
+            continue
+        limits = f"at least {low} and finite"
+        if below is not None:
+            limits = f"at least {low} and below {below}"
+        if not low <= given[f.name] < (below or math.inf):
+            refuse(f"argument --{f.name.replace('_', '-')}: {given[f.name]:g} must be {limits}")
     return given
 
 
-def suggestion(parser: argparse.ArgumentParser, unknown: str) -> str:
-    """The flag of this parser that was meant: another codebase's word for it, or a misspelling."""
+def suggest_flag(parser: argparse.ArgumentParser, unknown: str) -> str:
+    """Name the flag that another codebase's name stands for, or that is spelled alike."""
     name = unknown.partition("=")[0].lstrip("-")
     flags = re.findall(r"--([a-z0-9-]+)", parser.format_usage())
-    near = [ours for ours, theirs in OTHER_NAMES.items() if ours in flags and name in theirs.split()]
+    near = [ours for ours in flags if name in OTHER_NAMES.get(ours, "").split()]
     near += difflib.get_close_matches(name, flags, 1, 0.75)
     if near:
         return f"did you mean --{near[0]}?"

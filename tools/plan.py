@@ -1,43 +1,63 @@
-"""What a run of any size needs, before anything runs."""
+"""What a run needs on GPUs that are not there yet: memory, traffic, time, failures and tokens.
+
+    python -m tools.plan --world 992 --gpu a100-80g --model opt-175b --dtype fp16 --tp 8 --zero 3 \\
+        --recompute --batch-size 992 --micro-batch 8 --steps 147660 --vocab-size 50272
+
+is OPT-175B as it was trained (Zhang et al. 2022: 147 TFLOP/s per GPU), and begins with
+
+    fits     yes: 47.7 of 80 GB on rank 0, the fullest; a tenth should stay free
+    run      147,660 steps in 29.9 days, 711,586 GPU hours; MFU 40.4%, 154 TFLOP/s per GPU
+
+The flags of the model and the layout are train.py's. `--search` prints the ten fastest layouts that
+fit; flags that are given are constraints, so leave out those that may vary. `--json` prints the
+numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read so many tokens.
+
+    step = sum(t) + (m - 1) max(t) + data parallelism + AdamW
+
+           m microbatches, t the time of one on each stage, forward and backward (with GPipe first
+           the one, then the other); of data parallelism what backward does not hide
+    t    = FLOPs / (MATRIX of the peak) + PASSES of x through the memory for the rest of a block
+           + the bytes of tp and pp / (LINK of the link's speed), nothing of them hidden
+
+The tests compare memory and bytes sent with those of real runs of train.py. MATRIX, LINK and PASSES
+are fitted on published runs, and predict 19 others within a fifth (listed in tools/test_tools.py).
+"""
+import argparse
 import json
 import math
-import operator
-import re
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
+import train
 from amp import PRECISIONS
-from model import (PEAK_FLOPS, GPTConfig, flops_per_token, parameter_count)
+from model import PEAK_FLOPS, GPTConfig, flops_per_token, parameter_count
 from parallel import (Bucket, Grid, ParamSpec, build_stage, check_layout, live_activations,
                       make_buckets, microbatches, param_specs, positions_at_once, print_rank0,
-                      schedule_of, stage_layers)
-from train import Config, check_config, format_layout, merge_config
+                      schedule_of, stage_layers, state_bytes)
+from train import flag
 
-
-def chinchilla_loss(parameters: float, tokens: float) -> float:
-    """Loss in nats a token that a good run of this size reaches on text of the web: the law fitted
-    by Hoffmann et al. 2022, equation 10 (their tokenizer, 32000 tokens)."""
-    return 1.69 + 406.4 / parameters ** 0.34 + 410.7 / tokens ** 0.28
-
-
-def compute_optimal(flops: float) -> dict[str, float]:
-    """Parameters N of the model with the lowest loss that 6 N D = `flops` can buy, thrice:
-
-    chinchilla      20 tokens a parameter (Hoffmann et al. 2022, table 3, and Chinchilla itself)
-    chinchilla_law  the minimum of `chinchilla_loss` (equation 4 there, with rounded constants)
-    kaplan          1.3e9 PF-days^0.73 (Kaplan et al. 2020, table 6), without embeddings: too large
-    """
-    return dict(chinchilla=math.sqrt(flops / 6 / 20), kaplan=1.3e9 * (flops / 8.64e19) ** 0.73,
-                chinchilla_law=(0.34 * 406.4 / (0.28 * 410.7) * (flops / 6) ** 0.28) ** (1 / 0.62))
+# Fitted on published runs of up to 18B parameters on A100s and H100s:
+MATRIX = 0.57           # of the device's peak is what matrix products reach
+LINK = 0.73             # of a link's speed is what collectives and messages reach
+PASSES = 260            # how often (B, T, C / tp) numbers cross memory for the rest of a block
+# Assumed:
+HEADROOM = 0.1          # of a device's memory stays for temporaries, NCCL and fragmentation
+HOP = 1e-5              # seconds that each rank of a ring adds (NCCL's tuning: 3 to 14 us)
+DISK = 2e9              # bytes per second of one writer
+RESTART = 300.0         # seconds from a failure until a checkpoint is read
+DAY = 86400
+PF_DAY = 1e15 * DAY     # FLOPs
 
 
 @dataclass(frozen=True)
-class Device:
-    """A GPU in its usual machine: bytes, and bytes a second in one direction."""
-    word: str           # of its name, in PEAK_FLOPS
-    fp32: float         # FLOP/s, by TF32 where there is one; fp64 has about an eighth
+class GPUSpec:
+    """A GPU in its usual machine: bytes, and bytes per second in one direction."""
+    name: str           # in PEAK_FLOPS
+    fp32: float         # FLOP/s, in TF32 where there is one
     memory: float
     bandwidth: float    # of its memory
     link: float         # NVLink, to the machine's other GPUs
@@ -46,161 +66,368 @@ class Device:
 
     def peak(self, itemsize: int) -> float:
         """FLOP/s of matrix products in a type of so many bytes."""
-        return PEAK_FLOPS[self.word] if itemsize == 2 else self.fp32 / (1 if itemsize == 4 else 8)
+        if itemsize == 2:
+            return PEAK_FLOPS[self.name]
+        if itemsize == 4:
+            return self.fp32
+        return self.fp32 / 8        # fp64, roughly
 
 
 # The makers' data sheets of the SXM modules; network and host of DGX-1, A100, H100, H200 and B200.
-DEVICES = {
-    "v100-16g": Device("V100", 15.7e12, 16e9, 900e9, 150e9, 6.25e9, 16e9),
-    "v100-32g": Device("V100", 15.7e12, 32e9, 900e9, 150e9, 6.25e9, 16e9),
-    "a100-40g": Device("A100", 156e12, 40e9, 1555e9, 300e9, 25e9, 32e9),
-    "a100-80g": Device("A100", 156e12, 80e9, 2039e9, 300e9, 25e9, 32e9),
-    "h100": Device("H100", 494e12, 80e9, 3350e9, 450e9, 50e9, 64e9),
-    "h200": Device("H200", 494e12, 141e9, 4800e9, 450e9, 50e9, 64e9),
-    "b200": Device("B200", 1125e12, 180e9, 8000e9, 900e9, 50e9, 64e9),
+GPUS = {
+    "v100-16g": GPUSpec("V100", 15.7e12, 16e9, 900e9, 150e9, 6.25e9, 16e9),
+    "v100-32g": GPUSpec("V100", 15.7e12, 32e9, 900e9, 150e9, 6.25e9, 16e9),
+    "a100-40g": GPUSpec("A100", 156e12, 40e9, 1555e9, 300e9, 25e9, 32e9),
+    "a100-80g": GPUSpec("A100", 156e12, 80e9, 2039e9, 300e9, 25e9, 32e9),
+    "h100": GPUSpec("H100", 494e12, 80e9, 3350e9, 450e9, 50e9, 64e9),
+    "h200": GPUSpec("H200", 494e12, 141e9, 4800e9, 450e9, 50e9, 64e9),
+    "b200": GPUSpec("B200", 1125e12, 180e9, 8000e9, 900e9, 50e9, 64e9),
 }
 
 
-def activation_bytes(cfg: GPTConfig, grid: Grid, schedule, micro_batch: int, itemsize: int,
-                     recompute: bool = False) -> int:
-    """Estimate of the most bytes this rank keeps between forward and backward, in units of
-    B T C numbers (Korthikanti et al. 2022, section 4, for what we save; without dropout):
+@dataclass(frozen=True)
+class PlanConfig(train.Config):
+    """train.py's flags, of which RUN_FLAGS count here, and the plan's own."""
+    world: int = flag(None, "GPUs (required)", int, low=1, group="plan")
+    gpu: str = flag(None, "kind of GPU (required): " + ", ".join(GPUS), str, list(GPUS))
+    gpus_per_node: int = flag(8, "GPUs of a machine", low=1)
+    vocab_size: int = flag(50257, "tokens of the vocabulary; a run takes that of its data", low=1)
+    tokens: float = flag(None, "instead of --steps: train on so many tokens, as 26e9", float, low=1)
+    mtbf_hours: float = flag(5100.0, "hours between two failures of a machine; OPT-175B: 35 "
+                             "restarts in two months on 124 machines", low=1)
+    search: bool = flag(False, "the ten fastest layouts that fit; layout flags that are given are "
+                        "constraints")
+    json: bool = flag(False, "print one object, or with --search a list")
+
+
+RUN_FLAGS = ["model", *train.SHAPE, "batch_size", "steps", "tp", "pp", "pp_schedule", "micro_batch",
+             "zero", "recompute", "sequence_parallel", "offload", "dtype"]
+OWN_FLAGS = ["world", "gpu", "gpus_per_node", "vocab_size", "tokens", "mtbf_hours", "search",
+             "json"]
+
+
+def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
+    """What `config.steps` steps on `config.world` GPUs need, as one flat dict: bytes, seconds and
+    FLOP/s but where a name has another unit. Memory is that of the fullest rank, bytes_... are sent
+    in a step by the rank that sends most."""
+    grids, kinds = kinds_of_stages(cfg, config)
+    gpu = GPUS[config.gpu]
+    layout = ("gpu", "world", "tp", "pp", "micro_batch", "zero", "recompute", "sequence_parallel",
+              "pp_schedule", "steps")
+    plan = {name: getattr(config, name) for name in layout}
+    plan |= dict(dp=grids[0].dp, layers_per_stage=math.ceil(cfg.n_layer / config.pp))
+    plan |= compute_of(cfg, config)
+
+    memory = [memory_bytes(cfg, grid, config) for grid in grids]
+    on_gpu = [sum(size for kind, size in sizes.items() if not kind.startswith("host_"))
+              for sizes in memory]
+    fullest = on_gpu.index(max(on_gpu))
+    plan |= {f"memory_{kind}": size for kind, size in memory[fullest].items()}
+    plan |= dict(memory_bytes=on_gpu[fullest], fullest_rank=grids[fullest].rank,
+                 fits=on_gpu[fullest] <= (1 - HEADROOM) * gpu.memory)
+
+    sent = [traffic_bytes(cfg, grid, config) for grid in grids]
+    busiest = max(sent, key=lambda sizes: sum(sizes.values()))
+    plan |= {f"bytes_{kind}": size for kind, size in busiest.items()}
+
+    seconds, bubble = step_seconds(cfg, config, grids, kinds, sent)
+    step = sum(seconds.values())
+    days = config.steps * step / DAY
+    rate = plan["tokens_per_step"] / step / config.world        # tokens per second and GPU
+    plan |= {f"seconds_{kind}": x for kind, x in seconds.items()}
+    plan |= dict(
+        step_seconds=step, bubble=bubble, tokens_per_second=rate * config.world,
+        model_tflops_per_gpu=rate * plan["flops_per_token"] / 1e12,
+        hardware_tflops_per_gpu=rate * flops_per_token(cfg, config.recompute) / 1e12,
+        mfu=rate * plan["flops_per_token"] / gpu.peak(PRECISIONS[config.dtype][0].itemsize),
+        days=days, gpu_hours=days * 24 * config.world)
+
+    # A checkpoint holds masters and moments; rank 0 gathers them.
+    checkpoint = 3 * PRECISIONS[config.dtype][1].itemsize * plan["parameters"]
+    speed = LINK * (gpu.network if config.world > config.gpus_per_node else gpu.link)
+    nodes = max(1, config.world / config.gpus_per_node)
+    return plan | goodput(checkpoint, speed, nodes, config.mtbf_hours)
+
+
+def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
+    """Parameters, tokens and FLOPs of the run, and what scaling laws say about them."""
+    N = parameter_count(cfg)
+    tokens_per_step = config.batch_size * cfg.seq_len
+    tokens = config.steps * tokens_per_step
+    flops = flops_per_token(cfg)
+    optimal = compute_optimal(6 * N * tokens)
+    return dict(
+        parameters=N, tokens_per_step=tokens_per_step, tokens=tokens, flops_per_token=flops,
+        flops_6nd=6 * N * tokens, flops_with_attention=flops * tokens,
+        flops_with_recomputation=flops_per_token(cfg, config.recompute) * tokens,
+        pf_days=flops * tokens / PF_DAY, compute_optimal_tokens=20 * N,
+        **{f"compute_optimal_parameters_{name}": x for name, x in optimal.items()},
+        predicted_loss=chinchilla_loss(N, tokens))
+
+
+# ---------------------------------------------------------------------------------------------
+# Stages: all blocks are alike, so one block and a count stand for them
+# ---------------------------------------------------------------------------------------------
+
+
+def layers_of(cfg: GPTConfig, grid: Grid) -> int:
+    return len(stage_layers(cfg.n_layer, grid.pp, grid.stage))
+
+
+def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Grid], list[int]]:
+    """(the grid of the first rank of each kind of stage, which kind each stage is)"""
+    dp = config.world // (config.tp * config.pp)
+    stages = [Grid(dp, config.pp, config.tp, stage * config.tp, config.sequence_parallel)
+              for stage in range(config.pp)]
+    kind_of = [(layers_of(cfg, grid), grid.is_first, grid.is_last) for grid in stages]
+    kinds = list(dict.fromkeys(kind_of))
+    firsts = [stages[kind_of.index(kind)] for kind in kinds]
+    return firsts, [kinds.index(kind) for kind in kind_of]
+
+
+@lru_cache
+def stage_specs(cfg: GPTConfig, tp: int, is_first: bool, is_last: bool) -> list[ParamSpec]:
+    """The parameters of such a stage if it has one block."""
+    if is_first and is_last:
+        grid = Grid(1, 1, tp)
+    elif is_first:
+        grid = Grid(1, 2, tp)
+    elif is_last:
+        grid = Grid(1, 2, tp, rank=tp)
+    else:
+        grid = Grid(1, 3, tp, rank=tp)
+    cfg = replace(cfg, n_layer=grid.pp)
+    return param_specs(build_stage(cfg, grid), cfg, grid)
+
+
+def stage_buckets(cfg: GPTConfig, grid: Grid, zero: int) -> list[tuple[Bucket, int]]:
+    """The buckets of this rank's FlatParameters, without tensors: [(bucket, how many like it)]. The
+    last two are a block's attention and MLP."""
+    specs = stage_specs(cfg, grid.tp, grid.is_first, grid.is_last)
+    if zero > 0:
+        buckets = make_buckets(specs, grid.dp, grid.dp, grid.dp_rank)
+    else:
+        buckets = make_buckets(specs, grid.dp)
+    ends = [(bucket, 1) for bucket in buckets[:-2]]
+    return ends + [(bucket, layers_of(cfg, grid)) for bucket in buckets[-2:]]
+
+
+def numel_of(buckets: list[tuple[Bucket, int]]) -> int:
+    return sum(bucket.numel * count for bucket, count in buckets)
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------
+
+
+def memory_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool = True) -> dict:
+    """Peak memory of this rank in bytes, by kind; what --offload keeps on the host has the prefix
+    host_. `state_bytes` is exact; buffers, logits and activations are estimates."""
+    dtypes = PRECISIONS[config.dtype]
+    numel = numel_of(stage_buckets(cfg, grid, config.zero))
+    sizes, on_host = state_bytes(numel, grid.dp, dtypes, config.zero, config.offload and on_gpu)
+    sizes |= {f"host_{kind}": size for kind, size in on_host.items()}
+    return sizes | dict(buffers=buffer_bytes(cfg, grid, config, on_gpu),
+                        logits=logits_bytes(cfg, grid, config, on_gpu),
+                        activations=activation_bytes(cfg, grid, config))
+
+
+def buffer_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool) -> int:
+    """What comes and goes within a step:
+
+        ZeRO 2, 3   gradients of the ends and a block
+        ZeRO 3      parameters of the ends and two blocks, gathered
+        ZeRO 1 - 3  on the CPU, slices of one bucket that arrive from the other replicas
+        pipeline    a message that comes, another that leaves
+    """
+    size, master_size = (dtype.itemsize for dtype in PRECISIONS[config.dtype])
+    once = [bucket.numel for bucket, _ in stage_buckets(cfg, grid, config.zero)]
+    total = 0
+    if config.zero >= 2:
+        total += master_size * sum(once)
+    if config.zero == 3:
+        total += size * sum(once + once[-2:])
+    if config.zero >= 1 and not on_gpu:
+        total += master_size * max(once) * (grid.dp - 1) // grid.dp
+    if grid.pp > 1:
+        message = config.micro_batch * cfg.seq_len * cfg.n_embd * size
+        if grid.sequence_parallel:
+            message //= grid.tp
+        total += 2 * message
+    return total
+
+
+def logits_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool = True) -> int:
+    """The logits that VocabParallelCrossEntropy holds at once, on the last stage: a chunk in the
+    type of the activations, and in 16 bits a second one in fp32."""
+    if not grid.is_last:
+        return 0
+    size = PRECISIONS[config.dtype][0].itemsize
+    if size == 2:
+        size += 4
+    vocab = cfg.padded_vocab // grid.tp
+    device_type = "gpu" if on_gpu else "cpu"
+    return positions_at_once(config.micro_batch * cfg.seq_len, vocab, device_type) * vocab * size
+
+
+def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
+    """The most that this rank keeps between forward and backward, in units of B T C numbers
+    (Korthikanti et al. 2022, section 4, for what we save; without dropout):
 
         block    inputs and outputs of 2 LayerNorms     / tp with sequence parallelism
                  q, k, v, attention's output and the MLP's 4C (before and after GELU)     / tp
         stage    what it sends on; or the head's input and its gradient, computed in forward
     """
-    unit = micro_batch * cfg.seq_len * cfg.n_embd * itemsize
-    thin = unit // (grid.tp if grid.sequence_parallel else 1)
-    block = 4 * thin + (12 if cfg.activation == "gelu" else 8) * unit // grid.tp
+    size = PRECISIONS[config.dtype][0].itemsize
+    unit = config.micro_batch * cfg.seq_len * cfg.n_embd * size
+    thin = unit // grid.tp if grid.sequence_parallel else unit
+    wide = 12 if cfg.activation == "gelu" else 8
+    block = 4 * thin + wide * unit // grid.tp
     end = 2 * thin if grid.is_last else thin
-    layers = len(stage_layers(cfg.n_layer, grid.pp, grid.stage))
-    kept = layers * thin + end if recompute else layers * block + end
-    return live_activations(schedule) * kept + (block if recompute else 0)
-
-
-def loss_bytes(cfg: GPTConfig, grid: Grid, micro_batch: int, itemsize: int, device: str) -> int:
-    """The memory of the logits in VocabParallelCrossEntropy, on the last stage: a chunk of them in
-    the type of the activations, and in 16 bits a second one in fp32."""
-    vocab = cfg.padded_vocab // grid.tp
-    count = positions_at_once(micro_batch * cfg.seq_len, vocab, device)
-    return count * vocab * (itemsize + 4 * (itemsize == 2)) * grid.is_last
+    in_flight = live_activations(schedule_of(config, grid))
+    if config.recompute:        # a block's input; and once, in backward, all of a block
+        return in_flight * (layers_of(cfg, grid) * thin + end) + block
+    return in_flight * (layers_of(cfg, grid) * block + end)
 
 
 # ---------------------------------------------------------------------------------------------
-# 5. What a layout costs, on paper. `config` is train.Config, by attribute names.
-#
-#     step = sum(t) + (m - 1) max(t) + data parallelism + AdamW
-#
-#            m microbatches, t the time of one on each stage, forward and backward (with GPipe first
-#            the one, then the other); of data parallelism what backward does not hide
-#     t    = FLOPs / (MATRIX of the peak) + PASSES of x through the memory for the rest of a block
-#            + the bytes of tp and pp / (LINK of the link's speed), nothing of them hidden
+# Traffic
 # ---------------------------------------------------------------------------------------------
 
-# Fitted on published runs of up to 18B parameters on A100s and H100s (listed in test_all.py):
-MATRIX = 0.57           # of the device's peak is what matrix products reach
-LINK = 0.73             # of a link's speed is what collectives and messages reach
-PASSES = 260            # how often (B, T, C / tp) numbers cross the memory for the rest of a block
-HEADROOM = 0.1          # of a device's memory stays for temporaries, NCCL and fragmentation
-# Assumed: seconds that each rank of a ring adds (NCCL's tuning has 3 to 14 microseconds); bytes/s
-# of one writer; seconds from a failure until a checkpoint is read.
-HOP, DISK, RESTART = 1e-5, 2e9, 300.0
-KEPT = ("parameters", "gradients", "masters", "moments")        # all the time
+
+def ring(ranks: int, nbytes: float) -> float:
+    """Bytes that each rank sends in a reduce-scatter or all-gather; an all-reduce sends twice as
+    many."""
+    return (ranks - 1) * nbytes / ranks
 
 
-@lru_cache
-def stage_specs(cfg: GPTConfig, tp: int, is_first: bool, is_last: bool) -> list[ParamSpec]:
-    """The parameters of such a stage if it has one block: all blocks are alike."""
-    pp, stage = (1, 0) if is_first and is_last else (3, 0 if is_first else 2 if is_last else 1)
-    grid, cfg = Grid(1, pp, tp, stage * tp), replace(cfg, n_layer=pp)
-    return param_specs(build_stage(cfg, grid), cfg, grid)
+def gradient_rings(zero: int, m: int) -> int:
+    """How often a step's gradients go around the ring of replicas."""
+    if zero == 0:
+        return 2            # all-reduce
+    if zero == 1:
+        return 1            # reduce-scatter
+    return m                # reduce-scatter of every microbatch
 
 
-def stage_buckets(cfg: GPTConfig, grid: Grid, zero: int) -> list[tuple[Bucket, int]]:
-    """The buckets of this rank's FlatParameters, without tensors: [(bucket, how many like it)], the
-    last two a block's."""
-    buckets = make_buckets(stage_specs(cfg, grid.tp, grid.is_first, grid.is_last), grid.dp,
-                           *((grid.dp, grid.dp_rank) if zero else ()))
-    layers = len(stage_layers(cfg.n_layer, grid.pp, grid.stage))
-    return list(zip(buckets, [1] * (len(buckets) - 2) + [layers] * 2))
+def traffic_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> dict:
+    """Bytes that this rank sends in a step, by kind:
 
-
-def memory_bytes(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, on_gpu: bool) -> dict:
-    """The most bytes of this rank, by kind ("host_..." with `--offload`); dtypes are those of the
-    parameters and the masters. KEPT is exact, the others are estimates: what stays between forward
-    and backward, and buffers:
-
-        ZeRO 2, 3   gradients of the ends and a block; on the CPU also slices that arrive (from 1)
-        ZeRO 3      parameters of the ends and two blocks, gathered
-        pipeline    a message comes, another leaves
-    """
-    (size, wide), zero, each = (dtype.itemsize for dtype in dtypes), config.zero, config.micro_batch
-    buckets = stage_buckets(cfg, grid, zero)
-    numel = sum(bucket.numel * count for bucket, count in buckets)
-    data, grad, own = (numel // (grid.dp if zero >= since else 1) for since in (3, 2, 1))
-    once = [bucket.numel for bucket, _ in buckets]          # of the ends and one block
-    buffers = wide * sum(once) * (zero >= 2) + size * sum(once + once[-2:]) * (zero == 3)
-    buffers += wide * max(once) * (grid.dp - 1) // grid.dp * (zero > 0 and not on_gpu)
-    buffers += 2 * (grid.pp > 1) * each * cfg.seq_len * cfg.n_embd * size // (
-        grid.tp if grid.sequence_parallel else 1)
-    host, schedule = "host_" if config.offload and on_gpu else "", schedule_of(config, grid)
-    return {"parameters": size * data, "gradients": wide * grad,
-            f"{host}masters": wide * own * (size != wide or host != ""),
-            f"{host}moments": 2 * wide * own, "buffers": buffers,
-            "logits": loss_bytes(cfg, grid, each, size, "gpu" if on_gpu else "cpu"),
-            "activations": activation_bytes(cfg, grid, schedule, each, size, config.recompute)}
-
-
-def traffic_bytes(cfg: GPTConfig, grid: Grid, config, dtypes: tuple) -> dict:
-    """Bytes that this rank sends in a step, by kind. An all-reduce of n ranks counts as a ring's,
-    2 (n - 1) / n of its bytes, a reduce-scatter or all-gather as one half of that. x is (B, T, C).
-
-        tp          4 all-reduces of x a block, 1 of the embedding, 1 of the head; 3 numbers a
-                    position for the loss. Recomputation: 1 more a block. Sequence parallelism:
-                    the input of 2 matrices is gathered again (of 3 with recomputation), and the
-                    gradients of what is replicated are summed
-        pp          x forward, x backward
-        gradients   ZeRO 0: an all-reduce; 1: a reduce-scatter; 2, 3: one for each microbatch
+        tp          see `tensor_parallel_bytes`
+        pp          x (B, T, C) forward, its gradient backward
+        gradients   `gradient_rings`
         parameters  ZeRO 1, 2: an all-gather; 3: for each microbatch one forward and another
                     backward, where the ends and the last block are still there
         embedding   the tied matrix's gradient, between the first stage and the last
         world       five numbers in float64 that all ranks agree on
     """
-    def ring(ranks, nbytes):
-        return (ranks - 1) * nbytes / ranks
-
-    (size, wide), zero, tp = (dtype.itemsize for dtype in dtypes), config.zero, grid.tp
-    m, positions = microbatches(config, grid), config.micro_batch * cfg.seq_len
-    x, split, ends = positions * cfg.n_embd * size, grid.sequence_parallel, (
-        grid.is_first + grid.is_last)
+    size, master_size = (dtype.itemsize for dtype in PRECISIONS[config.dtype])
+    m = microbatches(config, grid)
+    zero = config.zero
     buckets = stage_buckets(cfg, grid, zero)
-    numel = sum(bucket.numel * count for bucket, count in buckets)
-    once, tied = sum(bucket.numel for bucket, _ in buckets), buckets[0][0].numel
-    replicated = sum(count * (here.stop - here.start) for bucket, count in buckets
-                     for spec, here, _ in bucket.shard_ranges if spec.partition_dim is None)
-    halves = 2 * ends + buckets[-1][1] * (8 + 2 * split + config.recompute * (2 + split))
-    gradients = numel * (2, 1, m, m)[zero]
+    numel = numel_of(buckets)
+    tied = buckets[0][0].numel                  # on the stages at the ends
+
+    gradients = gradient_rings(zero, m) * numel
     if zero == 2 and grid.is_last and grid.pp > 1 and config.pp_schedule == "gpipe":
-        gradients -= (m - 1) * tied             # the forwards have added up all of the head's
-    return dict(
-        tp=m * (halves * ring(tp, x) + 2 * grid.is_last * ring(tp, 3 * wide * positions))
-        + 2 * split * ring(tp, wide * replicated),
-        pp=m * (2 - ends) * x / (tp if split else 1),
-        gradients=ring(grid.dp, wide * gradients),
-        parameters=ring(grid.dp, size * (0, numel, numel, m * (2 * numel - once))[zero]),
-        embedding=wide * tied / (grid.dp if zero else 1) * (ends > 0 and grid.pp > 1),
-        world=2 * ring(grid.world, 5 * 8))
+        gradients -= (m - 1) * tied             # GPipe's forwards add up all of the head's
+    parameters = 0
+    if zero in (1, 2):
+        parameters = numel
+    if zero == 3:
+        parameters = m * (2 * numel - sum(bucket.numel for bucket, _ in buckets))
+
+    neighbours = 2 - grid.is_first - grid.is_last
+    message = config.micro_batch * cfg.seq_len * cfg.n_embd * size
+    if grid.sequence_parallel:
+        message /= grid.tp
+    embedding = 0
+    if grid.pp > 1 and (grid.is_first or grid.is_last):
+        embedding = master_size * tied
+        if zero > 0:
+            embedding /= grid.dp
+    return dict(tp=tensor_parallel_bytes(cfg, grid, config, buckets), pp=m * neighbours * message,
+                gradients=ring(grid.dp, master_size * gradients),
+                parameters=ring(grid.dp, size * parameters), embedding=embedding,
+                world=2 * ring(grid.world, 5 * 8))
 
 
-def kinds_of_stages(cfg: GPTConfig, config) -> tuple[list[Grid], list[int]]:
-    """The first rank of each kind of stage, and which kind each stage is of."""
-    tp, pp = config.tp, config.pp
-    stages = [(len(stage_layers(cfg.n_layer, pp, stage)), stage == 0, stage == pp - 1)
-              for stage in range(pp)]
-    kinds = list(dict.fromkeys(stages))
-    return ([Grid(config.world // (tp * pp), pp, tp, stages.index(kind) * tp,
-                  config.sequence_parallel) for kind in kinds], list(map(kinds.index, stages)))
+def tensor_parallel_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, buckets: list) -> float:
+    """4 all-reduces of x (B, T, C) a block, 1 of the embedding, 1 of the head; 3 numbers a position
+    for the loss. Recomputation: 1 more a block. Sequence parallelism: the input of 2 matrices is
+    gathered again (of 3 with recomputation), and the gradients of what is replicated are summed."""
+    size, master_size = (dtype.itemsize for dtype in PRECISIONS[config.dtype])
+    positions = config.micro_batch * cfg.seq_len
+    per_block = 8                               # rings: an all-reduce is two
+    if config.recompute:
+        per_block += 2
+    if grid.sequence_parallel:
+        per_block += 3 if config.recompute else 2
+    rings = per_block * layers_of(cfg, grid) + 2 * grid.is_first + 2 * grid.is_last
+    per_microbatch = rings * ring(grid.tp, positions * cfg.n_embd * size)
+    if grid.is_last:
+        per_microbatch += 2 * ring(grid.tp, 3 * master_size * positions)
+    total = microbatches(config, grid) * per_microbatch
+    if grid.sequence_parallel:
+        replicated = 0
+        for bucket, count in buckets:
+            for spec, shard_slice, _ in bucket.shard_ranges:
+                if spec.partition_dim is None:
+                    replicated += count * (shard_slice.stop - shard_slice.start)
+        total += 2 * ring(grid.tp, master_size * replicated)
+    return total
+
+
+# ---------------------------------------------------------------------------------------------
+# Time
+# ---------------------------------------------------------------------------------------------
+
+
+class Links(NamedTuple):
+    """Bytes per second between the ranks of a group."""
+    tensor: float
+    pipeline: float
+    data: float
+
+
+def link_speeds(config: PlanConfig) -> Links:
+    """NVLink where a group's ranks share a machine. What leaves a machine uses an adapter for each
+    of the group's ranks in it."""
+    gpu, per_node, tp, pp = GPUS[config.gpu], config.gpus_per_node, config.tp, config.pp
+
+    def speed(ranks, stride, adapters):
+        one_machine = per_node % (ranks * stride) == 0 or config.world <= per_node
+        return LINK * (gpu.link if one_machine else min(gpu.link, adapters * gpu.network))
+
+    dp = config.world // (tp * pp)
+    return Links(speed(tp, 1, per_node), speed(pp, tp, 1),
+                 speed(dp, tp * pp, max(1, per_node // (tp * pp))))
+
+
+def microbatch_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid,
+                       sent: dict) -> tuple[dict, float]:
+    """(seconds of a microbatch on this stage, forward and backward, by what they go to; seconds of
+    its forward alone)"""
+    gpu = GPUS[config.gpu]
+    size = PRECISIONS[config.dtype][0].itemsize
+    links = link_speeds(config)
+    m = microbatches(config, grid)
+    layers = layers_of(cfg, grid)
+    positions = config.micro_batch * cfg.seq_len
+    head = 6 * cfg.vocab_size * cfg.n_embd                              # FLOPs per token
+    plain_block = (flops_per_token(cfg) - head) / cfg.n_layer
+    block = (flops_per_token(cfg, config.recompute) - head) / cfg.n_layer
+    if not grid.is_last:
+        head = 0
+    rate = config.tp * MATRIX * gpu.peak(size) / positions
+    one_pass = positions * cfg.n_embd * size / config.tp / gpu.bandwidth
+    seconds = dict(matrices=(layers * block + head) / rate,
+                   passes=layers * PASSES * one_pass * block / plain_block,
+                   tp=sent["tp"] / m / links.tensor, pp=sent["pp"] / m / links.pipeline)
+    # Of a block a third is forward, not counting recomputation; of the head, everything.
+    blocks = sum(seconds.values()) - head / rate
+    return seconds, head / rate + blocks * plain_block / block / 3
 
 
 def pipeline_seconds(schedule: str, forward: list, backward: list, m: int) -> float:
@@ -210,59 +437,66 @@ def pipeline_seconds(schedule: str, forward: list, backward: list, m: int) -> fl
     if the forwards (or backwards) that it has to do meanwhile are shorter."""
     if schedule == "gpipe":
         return sum(sum(times) + (m - 1) * max(times) for times in (forward, backward))
-    both, p = list(map(operator.add, forward, backward)), len(forward)
-    return max(sum(both[:s]) + m * both[s] + sum(
-        max(0.0, sum(both[s + 1:]) - (p - 1 - s) * times[s]) for times in (forward, backward))
-        for s in range(max(0, p - m), p))
+    both = [f + b for f, b in zip(forward, backward)]
+    p = len(forward)
+    ends = []
+    for s in range(max(0, p - m), p):
+        behind = sum(both[s + 1:])
+        waits = sum(max(0.0, behind - (p - 1 - s) * times[s]) for times in (forward, backward))
+        ends.append(sum(both[:s]) + m * both[s] + waits)
+    return max(ends)
 
 
-def step_seconds(cfg: GPTConfig, grids: list, kinds: list, sent: list, config, dtypes: tuple,
-                 device: Device) -> tuple[dict, float]:
+def exposed_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid, sent: dict, microbatch: float,
+                    backward: float) -> float:
+    """Data parallelism that backward does not hide. Of the slowest stage, a microbatch's time and
+    that of its backward: ZeRO 0 and 1 communicate during the last backward, 2 during all, 3 during
+    forward and backward."""
+    links = link_speeds(config)
+    m = microbatches(config, grid)
+    zero = config.zero
+    hops = HOP * (grid.dp - 1) * (2 * layers_of(cfg, grid) + 2)         # once around, all buckets
+    gradients = sent["gradients"] / links.data + hops * gradient_rings(zero, m)
+    embedding = sent["embedding"] / links.pipeline
+    gathers = sent["parameters"] / links.data
+    if zero == 3:
+        gathers += hops * 2 * m
+        return embedding + max(0.0, gradients + gathers - m * microbatch)
+    if zero > 0:
+        gathers += hops
+    hidden = m * backward if zero == 2 else backward
+    return embedding + gathers + max(0.0, gradients - hidden)
+
+
+def step_seconds(cfg: GPTConfig, config: PlanConfig, grids: list, kinds: list,
+                 sent: list) -> tuple[dict, float]:
     """Seconds of a step by what they go to, which add up, and the bubble: the idle fraction of the
     stages until the last backward. `kinds_of_stages`, and the `traffic_bytes` of each kind."""
-    size, zero, tp, pp = dtypes[0].itemsize, config.zero, config.tp, config.pp
-    dp, m = grids[0].dp, microbatches(config, grids[0])
-
-    def speed(ranks, stride, adapters=1):
-        """Of ranks `stride` apart; what leaves a machine does so by as many of its adapters."""
-        inside = config.gpus_per_node % (ranks * stride) == 0 or (
-            config.world <= config.gpus_per_node)
-        return LINK * (device.link if inside else min(device.link, adapters * device.network))
-
-    pipeline, tensor, data = speed(pp, tp), speed(tp, 1, config.gpus_per_node), speed(
-        dp, tp * pp, max(1, config.gpus_per_node // (tp * pp)))
-    positions, head = config.micro_batch * cfg.seq_len, 6 * cfg.vocab_size * cfg.n_embd
-    plain, block = ((flops_per_token(cfg, again) - head) / cfg.n_layer
-                    for again in (False, config.recompute))
-    rate = tp * MATRIX * device.peak(size) / positions
-    x = positions * cfg.n_embd * size / tp / device.bandwidth
-    costs, forward = [], []                     # of a microbatch on each kind of stage
-    for grid, out in zip(grids, sent):
-        layers = len(stage_layers(cfg.n_layer, pp, grid.stage))
-        costs.append(dict(matrices=(layers * block + grid.is_last * head) / rate,
-                          passes=layers * PASSES * x * block / plain,
-                          tp=out["tp"] / m / tensor, pp=out["pp"] / m / pipeline))
-        # A third of a block's work without recomputation is forward, and all of the head's.
-        ahead = grid.is_last * head / rate
-        forward.append(ahead + (sum(costs[-1].values()) - ahead) * plain / block / 3)
+    gpu = GPUS[config.gpu]
+    m = microbatches(config, grids[0])
+    costs, forward = zip(*(microbatch_seconds(cfg, config, grid, out)
+                           for grid, out in zip(grids, sent)))
     both = [sum(cost.values()) for cost in costs]
-    backward, slowest = [t - f for t, f in zip(both, forward)], both.index(max(both))
+    backward = [t - f for t, f in zip(both, forward)]
+    slowest = both.index(max(both))
     span = pipeline_seconds(config.pp_schedule, [forward[k] for k in kinds],
                             [backward[k] for k in kinds], m)
-    exposed, t, last = 0.0, both[slowest], backward[slowest]
-    for grid, out in zip(grids, sent):
-        hops = HOP * (dp - 1) * (2 * len(stage_layers(cfg.n_layer, pp, grid.stage)) + 2)
-        gradients = out["gradients"] / data + hops * (2, 1, m, m)[zero]
-        parameters = out["parameters"] / data + hops * (0, 1, 1, 2 * m)[zero]
-        late = out["embedding"] / pipeline + parameters * (zero < 3)
-        hidden = (last, last, m * last, m * t)[zero]
-        exposed = max(exposed, late + max(0.0, gradients + parameters * (zero == 3) - hidden))
-    # AdamW reads or writes twelve numbers for each parameter, about.
-    numel = sum(bucket.numel * n for bucket, n in stage_buckets(cfg, grids[0], zero))
-    update = 12 * dtypes[1].itemsize * numel / (dp if zero else 1) / (
-        device.host if config.offload else device.bandwidth)
-    return (dict({kind: m * seconds for kind, seconds in costs[slowest].items()}, fill=span - m * t,
-                 dp=exposed, update=update), 1 - m * sum(both[k] for k in kinds) / (pp * span))
+    exposed = max(exposed_seconds(cfg, config, grid, out, both[slowest], backward[slowest])
+                  for grid, out in zip(grids, sent))
+    # AdamW reads or writes about twelve numbers for each parameter.
+    numel = numel_of(stage_buckets(cfg, grids[0], config.zero))
+    if config.zero > 0:
+        numel /= grids[0].dp
+    memory_speed = gpu.host if config.offload else gpu.bandwidth
+    update = 12 * PRECISIONS[config.dtype][1].itemsize * numel / memory_speed
+    seconds = {kind: m * x for kind, x in costs[slowest].items()}
+    seconds |= dict(fill=span - m * both[slowest], dp=exposed, update=update)
+    return seconds, 1 - m * sum(both[k] for k in kinds) / (config.pp * span)
+
+
+# ---------------------------------------------------------------------------------------------
+# Failures, and scaling laws
+# ---------------------------------------------------------------------------------------------
 
 
 def goodput(checkpoint: float, speed: float, nodes: float, mtbf_hours: float) -> dict:
@@ -274,126 +508,196 @@ def goodput(checkpoint: float, speed: float, nodes: float, mtbf_hours: float) ->
     A failure costs the restart, the reading of a checkpoint, and the progress since the last whole
     one, which is a write's time older than the last.
     """
-    M, pause, write = mtbf_hours * 3600 / nodes, checkpoint / speed, checkpoint / DISK
-    root, lost = min(1.0, math.sqrt(pause / (2 * M))), RESTART + 2 * write
+    M = mtbf_hours * 3600 / nodes           # seconds between two failures of the job
+    pause, write = checkpoint / speed, checkpoint / DISK
+    root = min(1.0, math.sqrt(pause / (2 * M)))
     interval = max(write, 2 * M * root * (1 + root / 3 + root ** 2 / 9) - pause)
-    progress = interval / M * math.exp(-(lost + interval + pause) / M) / -math.expm1(
-        -(interval + pause) / M)
+    lost = RESTART + 2 * write
+    progress = (interval / M * math.exp(-(lost + interval + pause) / M)
+                / -math.expm1(-(interval + pause) / M))
     return dict(failure_hours=M / 3600, pause_seconds=pause, write_seconds=write,
                 interval_seconds=interval, goodput=progress)
 
 
-def make_plan(cfg: GPTConfig, config, dtypes: tuple) -> dict:
-    """What `config.steps` steps on `config.world` GPUs need, as one flat dict. Memory is that of
-    the fullest rank, bytes sent are those of the rank that sends most."""
-    device, world, (grids, kinds) = DEVICES[config.gpu], config.world, kinds_of_stages(cfg, config)
-    sizes = [memory_bytes(cfg, grid, config, dtypes, True) for grid in grids]
-    needed = [sum(size for kind, size in each.items() if kind[:4] != "host") for each in sizes]
-    at = needed.index(max(needed))
-    sent = [traffic_bytes(cfg, grid, config, dtypes) for grid in grids]
-    seconds, bubble = step_seconds(cfg, grids, kinds, sent, config, dtypes, device)
-    step, N, tokens = sum(seconds.values()), parameter_count(cfg), config.batch_size * cfg.seq_len
-    D, rate, days = config.steps * tokens, tokens / step / world, config.steps * step / 86400
-    flops, hardware = flops_per_token(cfg), flops_per_token(cfg, config.recompute)
-    gather = LINK * (device.network if world > config.gpus_per_node else device.link)
-    layout = ("gpu", "world", "tp", "pp", "micro_batch", "zero", "recompute", "sequence_parallel",
-              "pp_schedule", "steps")
+def chinchilla_loss(parameters: float, tokens: float) -> float:
+    """Loss in nats per token that a good run of this size reaches on text of the web: the law that
+    Hoffmann et al. 2022 fitted, equation 10 (their tokenizer, 32000 tokens)."""
+    return 1.69 + 406.4 / parameters ** 0.34 + 410.7 / tokens ** 0.28
+
+
+def compute_optimal(flops: float) -> dict[str, float]:
+    """Parameters N of the model with the lowest loss that 6 N D = `flops` can buy, by three laws:
+
+    chinchilla      20 tokens per parameter (Hoffmann et al. 2022, table 3, and Chinchilla itself)
+    chinchilla_law  the minimum of `chinchilla_loss` (equation 4 there, with rounded constants)
+    kaplan          1.3e9 PF-days^0.73 (Kaplan et al. 2020, table 6), without embeddings: too large
+    """
     return dict(
-        {name: getattr(config, name) for name in layout}, dp=grids[0].dp,
-        layers_per_stage=-(-cfg.n_layer // config.pp),
-        parameters=N, tokens_per_step=tokens, tokens=D, flops_per_token=flops, flops_6nd=6 * N * D,
-        flops_with_attention=flops * D, flops_with_recomputation=hardware * D,
-        pf_days=flops * D / 8.64e19, compute_optimal_tokens=20 * N,
-        **{f"compute_optimal_parameters_{name}": x
-           for name, x in compute_optimal(6 * N * D).items()},
-        predicted_loss=chinchilla_loss(N, D),
-        **{f"memory_{kind}": size for kind, size in sizes[at].items()}, memory_bytes=needed[at],
-        fullest_rank=grids[at].rank, fits=needed[at] <= (1 - HEADROOM) * device.memory,
-        **{f"bytes_{kind}": size for kind, size in
-           max(sent, key=lambda sizes: sum(sizes.values())).items()},
-        **{f"seconds_{kind}": x for kind, x in seconds.items()}, step_seconds=step, bubble=bubble,
-        tokens_per_second=rate * world, model_tflops_per_gpu=rate * flops / 1e12,
-        hardware_tflops_per_gpu=rate * hardware / 1e12,
-        mfu=rate * flops / device.peak(dtypes[0].itemsize), days=days, gpu_hours=days * 24 * world,
-        **goodput(3 * dtypes[1].itemsize * N, gather, max(1, world / config.gpus_per_node),
-                  config.mtbf_hours))
+        chinchilla=math.sqrt(flops / 6 / 20), kaplan=1.3e9 * (flops / PF_DAY) ** 0.73,
+        chinchilla_law=(0.34 * 406.4 / (0.28 * 410.7) * (flops / 6) ** 0.28) ** (1 / 0.62))
 
 
-def search_layouts(cfg: GPTConfig, config, dtypes: tuple, given: dict) -> list[dict]:
+# ---------------------------------------------------------------------------------------------
+# Search
+# ---------------------------------------------------------------------------------------------
+
+
+def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict]:
     """The plans of the ten fastest layouts that fit, of those with tp inside a machine and
     microbatches of 1 to 16 sequences, and with 1F1B, which takes less time and memory than GPipe.
-    What `given` names stays as it is in `config`."""
+    What `given` names stays as it is in `config`. Raises ValueError if nothing fits."""
     divisors = [n for n in range(1, config.world + 1) if config.world % n == 0]
     options = dict(tp=[n for n in divisors if config.gpus_per_node % n == 0],
                    pp=[n for n in divisors if n <= cfg.n_layer], pp_schedule=["1f1b"],
                    micro_batch=[1, 2, 4, 8, 16], zero=range(4), recompute=[False, True],
                    sequence_parallel=[False, True])
-    options.update({name: [getattr(config, name)] for name in options.keys() & given.keys()})
+    for name in options.keys() & given.keys():
+        options[name] = [getattr(config, name)]
     plans = []
     for values in product(*options.values()):
         one = replace(config, **dict(zip(options, values)))
-        if one.zero > 0 and one.world == one.tp * one.pp:       # no replicas share anything
+        if one.zero > 0 and one.world == one.tp * one.pp:       # one replica has nothing to shard
             continue
         with suppress(ValueError):
             check_layout(cfg, one.world, one.tp, one.pp, one.batch_size, one.micro_batch, one.zero,
                          one.sequence_parallel)
-            plans.append(make_plan(cfg, one, dtypes))
-    # Of the sizes of a microbatch the fastest, or of equal ones the smallest.
-    plans = sorted((plan for plan in plans if plan["fits"]),
-                   key=lambda plan: (plan["step_seconds"], plan["memory_bytes"]))
-    best = {}
-    for plan in plans:
-        best.setdefault(tuple(plan[name] for name in options if name != "micro_batch"), plan)
+            plan = make_plan(cfg, one)
+            if plan["fits"]:
+                plans.append(plan)
     if not plans:
         raise ValueError(f"no layout of this model and batch size {config.batch_size} fits "
                          f"{config.world} x {config.gpu}: take more or larger GPUs, --offload, or "
                          f"a batch size that more layouts divide")
+    # Of the sizes of a microbatch the fastest, or of equal ones the smallest.
+    plans.sort(key=lambda plan: (plan["step_seconds"], plan["memory_bytes"]))
+    best = {}
+    for plan in plans:
+        layout = tuple(plan[name] for name in options if name != "micro_batch")
+        best.setdefault(layout, plan)
     return list(best.values())[:10]
 
 
-def format_plan(config: Config, cfg: GPTConfig, plan: dict) -> str:
-    """`parallel.make_plan` in lines."""
-    def line(title, names):
-        """What of the plan has one of these names, a regular expression."""
-        return f"{title:8} " + ", ".join(
-            f"{name.replace('_', ' ')} " + (f"{x:,.0f}" if x % 1 == 0 and x < 1e6 else f"{x:.4g}")
-            for name, x in plan.items() if re.fullmatch(names, name))
-    grid = Grid(plan["dp"], config.pp, config.tp, plan["fullest_rank"], config.sequence_parallel)
-    sizes = {name[7:]: x for name, x in plan.items() if re.match("memory_(?!bytes)", name)}
-    return "\n".join([
-        format_layout(config, cfg, grid, config.gpu, sizes),
+# ---------------------------------------------------------------------------------------------
+# Text
+# ---------------------------------------------------------------------------------------------
+
+
+def format_bytes(size: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9)):
+        if size >= scale:
+            return f"{size / scale:,.1f} {unit}"
+    return f"{size / 1e6:,.1f} MB"
+
+
+def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
+    """The numbers of `make_plan` in lines, the most important first."""
+    def parts(prefix, render):
+        return ", ".join(f"{name.removeprefix(prefix).replace('_', ' ')} {render(x)}"
+                         for name, x in plan.items()
+                         if name.startswith(prefix) and name != "memory_bytes")
+    options = [f"zero {config.zero}"]
+    if config.pp > 1:
+        options.append(config.pp_schedule)
+    options += [name.replace("_", " ") for name in ("recompute", "sequence_parallel", "offload")
+                if getattr(config, name)]
+    num_microbatches = config.batch_size // (plan["dp"] * config.micro_batch)
+    lines = [
         f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
-        f"{DEVICES[config.gpu].memory / 1e9:.0f} GB, of which a tenth is to stay free",
-        line("compute", "steps|tokens(_per_step)?|flops_.*|pf_days"),
-        line("optimal", "compute_optimal_.*|predicted_loss"), line("sends", "bytes_.*"),
-        line("time", "layers_per_stage|seconds_.*|step_seconds|bubble"),
-        line("speed", "tokens_per_second|.*tflops_per_gpu|mfu|days|gpu_hours"),
-        line("failures", "(failure|pause|write|interval)_.*|goodput"),
-        "assumes  backward hides data parallelism, nothing hides tp and pp; no rank is slow",
-        *["note     few tokens for this model: give --steps, --batch-size"] * (
-            plan["tokens"] < plan["compute_optimal_tokens"] / 10),
-        *["note     fp32 is slow: give --dtype bf16 (fp16 on a V100)"] * (config.dtype == "fp32")])
+        f"{GPUS[config.gpu].memory / 1e9:.0f} GB on rank {plan['fullest_rank']}, the fullest; "
+        f"a tenth should stay free",
+        f"run      {config.steps:,} steps in {plan['days']:.3g} days, {plan['gpu_hours']:,.0f} GPU "
+        f"hours; MFU {plan['mfu']:.1%}, {plan['hardware_tflops_per_gpu']:.0f} TFLOP/s per GPU",
+        f"model    {plan['parameters']:,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
+        f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}",
+        f"layout   dp {plan['dp']} x pp {config.pp} x tp {config.tp}, {config.gpu}, "
+        f"{config.dtype}, {', '.join(options)}",
+        f"batch    {config.batch_size} sequences = dp {plan['dp']} x {num_microbatches} "
+        f"microbatches x {config.micro_batch} sequences; {plan['tokens_per_step']:,} tokens per "
+        f"step",
+        f"memory   {parts('memory_', format_bytes)} (buffers, logits, activations: estimates)",
+        f"compute  {plan['tokens']:.4g} tokens x {plan['flops_per_token']:.4g} FLOPs = "
+        f"{plan['flops_with_attention']:.4g}, {plan['pf_days']:,.4g} PF-days; with recomputation "
+        f"{plan['flops_with_recomputation']:.4g}",
+        f"optimal  {plan['compute_optimal_tokens']:.4g} tokens for this model; for this compute, "
+        f"in parameters, {parts('compute_optimal_parameters_', '{:.4g}'.format)}; predicted loss "
+        f"{plan['predicted_loss']:.2f}",
+        f"sends    per step: {parts('bytes_', format_bytes)}",
+        f"step     {plan['step_seconds']:.4g} s: {parts('seconds_', '{:,.4g} s'.format)}; bubble "
+        f"{plan['bubble']:.1%}; {plan['tokens_per_second']:,.0f} tokens per second",
+        f"failures every {plan['failure_hours']:,.4g} hours; a checkpoint every "
+        f"{plan['interval_seconds']:,.0f} s pauses {plan['pause_seconds']:,.4g} s and is written "
+        f"in {plan['write_seconds']:,.4g} s; goodput {plan['goodput']:.1%}",
+        "assumes  backward hides data parallelism, nothing hides tp and pp; no rank is slow"]
+    if plan["tokens"] < plan["compute_optimal_tokens"] / 10:
+        lines.append("note     few tokens for this model: give --tokens, or --steps, --batch-size")
+    if config.dtype == "fp32":
+        lines.append("note     fp32 is slow: give --dtype bf16 (fp16 on a V100)")
+    return "\n".join(lines)
 
 
-def print_plan(given: dict) -> None:
-    """--plan: what a run would need, without starting one. Raises ValueError."""
-    config, shape = merge_config(given, None)
-    dtypes = PRECISIONS[config.dtype]
-    if config.dtype == "bf16" and DEVICES[config.gpu].word == "V100":
-        raise ValueError("a V100 has no products in bf16: give --dtype fp16")
-    if config.plan.startswith("search"):
-        cfg = GPTConfig(config.vocab_size, dropout=config.dropout, **shape)
-        result = search_layouts(cfg, config, dtypes, given)
-        columns = ("dp", "pp", "tp", "micro_batch", "zero", "recompute", "sequence_parallel",
-                   "pp_schedule", "memory_bytes", "bubble", "step_seconds", "mfu", "days")
-        rows = [[f"{plan[name]:.4g}" if isinstance(plan[name], float) else str(plan[name])
-                 for name in columns] for plan in result]
-        text = "\n".join("  ".join(x.rjust(max(4, len(name))) for x, name in zip(row, columns))
-                         for row in [columns, *rows])
-    else:
-        config, cfg = check_config(config, shape, config.vocab_size, config.world)
-        result = make_plan(cfg, config, dtypes)
-        text = format_plan(config, cfg, result)
-    print_rank0(json.dumps(result) if "json" in config.plan else text)
+def format_search(plans: list[dict]) -> str:
+    """A row for each layout, the fastest first, and train.py's flags of the first."""
+    rows = [["dp", "pp", "tp", "micro-batch", "zero", "recompute", "sequence-parallel", "memory GB",
+             "bubble %", "step s", "MFU %", "days"]]
+    for plan in plans:
+        rows.append([str(plan[name]) for name in ("dp", "pp", "tp", "micro_batch", "zero")])
+        for switch in ("recompute", "sequence_parallel"):
+            rows[-1].append("yes" if plan[switch] else "no")
+        rows[-1] += [f"{plan['memory_bytes'] / 1e9:.1f}", f"{100 * plan['bubble']:.1f}",
+                     f"{plan['step_seconds']:.4g}", f"{100 * plan['mfu']:.1f}",
+                     f"{plan['days']:.3g}"]
+    lines = []
+    for row in rows:
+        lines.append("  ".join(cell.rjust(max(4, len(name))) for cell, name in zip(row, rows[0])))
+    first = plans[0]
+    flags = [f"--{name.replace('_', '-')} {first[name]}"
+             for name in ("tp", "pp", "pp_schedule", "micro_batch", "zero")]
+    flags += [f"--{name.replace('_', '-')}" for name in ("recompute", "sequence_parallel")
+              if first[name]]
+    lines.append(f"the first, for train.py: {' '.join(flags)}")
+    return "\n".join(lines)
 
 
+# ---------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------
+
+
+def answer(arguments: list[str]) -> str:
+    """What the command prints. Raises ValueError on a usage error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plan", description="Plan a run of train.py on GPUs: memory, traffic, "
+        "time and failures.", allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    train.add_flags(parser, OWN_FLAGS + RUN_FLAGS, PlanConfig)
+    given = train.parse_given(parser, arguments, PlanConfig)
+    if "world" not in given or "gpu" not in given:
+        raise ValueError(f"--world, the number of GPUs, and --gpu, one of {', '.join(GPUS)}, are "
+                         f"required")
+    if "tokens" in given and "steps" in given:
+        raise ValueError("--steps and --tokens both say when the run ends: drop one")
+    config = PlanConfig(**given)
+    if config.dtype == "bf16" and GPUS[config.gpu].name == "V100":
+        raise ValueError("a V100 has no matrix products in bf16: give --dtype fp16")
+    shape = train.model_shape(vars(config))
+    if config.tokens is not None:
+        steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
+        config = replace(config, steps=steps)
+
+    if config.search:
+        plans = search_layouts(GPTConfig(config.vocab_size, **shape), config, given)
+        return json.dumps(plans) if config.json else format_search(plans)
+    config, cfg = train.check_config(config, shape, config.vocab_size, config.world)
+    plan = make_plan(cfg, config)
+    return json.dumps(plan) if config.json else format_plan(cfg, config, plan)
+
+
+def main() -> None:
+    try:
+        print_rank0(answer(sys.argv[1:]))
+    except ValueError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
