@@ -11,7 +11,6 @@ random: all-ones hide what is transposed. Eight processes are started once and d
 distributed work; but for -m gpu nothing here needs a network or a GPU.
 """
 import functools
-import gc
 import hashlib
 import http.server
 import io
@@ -64,7 +63,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend as setup_privateuseone_for_python_backend)
-from torch.utils.flop_counter import FlopCounterMode
 
 import amp
 import checkpoint
@@ -1849,6 +1847,14 @@ def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
             assert sum(on_device.values()) == formula * numel * dtypes[1].itemsize / 4
         # A refusal before the start counts without the padding of buckets.
         assert sum(spec.numel for spec in specs) == pytest.approx(numel, rel=0.05)
+
+
+def test_the_start_prints_the_state_that_a_rank_keeps(run_train, shards, tmp_path):
+    """Of 1,682,432 parameters, with the vocabulary padded to 384, 2, 4, 4 and 8 bytes in bf16."""
+    text = run_train("--data", shards, "--out", tmp_path, *TINY, "--steps", 1, "--n-embd", 256,
+                     "--dtype", "bf16")[1]
+    assert ("\nmemory   parameters 3.4 MB, gradients 6.7 MB, masters 6.7 MB, moments 13.5 MB "
+            "(rank 0)\n") in text
 
 
 @pytest.mark.parametrize("offload, on_gpu, on_machine, message", [
@@ -4197,7 +4203,9 @@ def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, starter)
 
 def test_the_readme_names_only_tests_and_flags_that_exist():
     tests = set(re.findall(r"`(test_\w+)`", README))
-    assert len(tests) > 10 and tests <= set(globals())
+    tools = list(ROOT.glob("tools/*.py"))
+    of_tools = re.findall(r"def (test_\w+)", "".join(file.read_text() for file in tools))
+    assert len(tests) > 10 and tests <= {*globals(), *of_tools}
     section = re.search(r"## Flags.*?(?=\n## )", README, re.S)[0]
     rows = [[re.findall(r"`-*([\w-]+)", cell) for cell in line.split("|")[1:-1]]
             for line in section.splitlines() if line.startswith("| `")]
@@ -4207,7 +4215,7 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
     own = re.sub(r"(?m)^(\| `.*?\|.*?\|).*", r"\1", section)
     flags = set(re.findall(r"--[a-z][a-z0-9-]*", README.replace(section, own)))
     known = {f"--{name.replace('_', '-')}" for name in asdict(train.Config())}
-    for file in ("data.py", "sample.py", "parallel.py", "checkpoint.py", "tools/plan.py"):
+    for file in ("data.py", "sample.py", "parallel.py", "checkpoint.py", *tools):
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((
         "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",

@@ -27,7 +27,6 @@ import argparse
 import dataclasses
 import difflib
 import importlib.util
-import json
 import math
 import os
 import re

@@ -47,7 +47,7 @@ from tools.plan import (GPUS, HOP, LINK, RESTART, GPUSpec, PlanConfig, activatio
 # plan.py
 # ---------------------------------------------------------------------------------------------
 
-KEPT = ("parameters", "gradients", "masters", "moments")        # all the time; the rest comes and goes
+KEPT = ("parameters", "gradients", "masters", "moments")        # from the start to the end
 
 
 def plan_config(**changes):
