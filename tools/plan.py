@@ -1,4 +1,4 @@
-"""What a run needs on GPUs that are not there yet: memory, traffic, time, failures and tokens.
+"""Plan a run before it starts: memory, traffic, time and failures on GPUs of any number.
 
     python -m tools.plan --world 992 --gpu a100-80g --model opt-175b --dtype fp16 --tp 8 --zero 3 \\
         --recompute --batch-size 992 --micro-batch 8 --steps 147660 --vocab-size 50272
@@ -14,10 +14,12 @@ numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read
 
     step = sum(t) + (m - 1) max(t) + data parallelism + AdamW
 
-           m microbatches, t the time of one on each stage, forward and backward (with GPipe first
-           the one, then the other); of data parallelism what backward does not hide
-    t    = FLOPs / (MATRIX of the peak) + PASSES of x through the memory for the rest of a block
-           + the bytes of tp and pp / (LINK of the link's speed), nothing of them hidden
+           for m microbatches, where t is the time of one on each stage, forward and backward
+           (GPipe: the sum for forward plus that for backward); data parallelism counts where
+           backward does not hide it
+
+    t    = FLOPs / (MATRIX * peak) + PASSES * bytes of x / memory bandwidth
+           + bytes of tp and pp / (LINK * link speed), none of them hidden
 
 The tests compare memory and bytes sent with those of real runs of train.py. MATRIX, LINK and PASSES
 are fitted on published runs, and predict 19 others within a fifth (listed in tools/test_tools.py).
@@ -41,11 +43,11 @@ from parallel import (Bucket, Grid, ParamSpec, build_stage, check_layout, live_a
 from train import flag
 
 # Fitted on published runs of up to 18B parameters on A100s and H100s:
-MATRIX = 0.57           # of the device's peak is what matrix products reach
-LINK = 0.73             # of a link's speed is what collectives and messages reach
-PASSES = 260            # how often (B, T, C / tp) numbers cross memory for the rest of a block
+MATRIX = 0.57           # fraction of the device's peak that matrix products reach
+LINK = 0.73             # fraction of a link's speed that collectives and messages reach
+PASSES = 260            # times that (B, T, C / tp) numbers cross memory in the rest of a block
 # Assumed:
-HEADROOM = 0.1          # of a device's memory stays for temporaries, NCCL and fragmentation
+HEADROOM = 0.1          # fraction of memory for temporaries, NCCL and fragmentation
 HOP = 1e-5              # seconds that each rank of a ring adds (NCCL's tuning: 3 to 14 us)
 DISK = 2e9              # bytes per second of one writer
 RESTART = 300.0         # seconds from a failure until a checkpoint is read
@@ -107,9 +109,9 @@ OWN_FLAGS = ["world", "gpu", "gpus_per_node", "vocab_size", "tokens", "mtbf_hour
 
 
 def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
-    """What `config.steps` steps on `config.world` GPUs need, as one flat dict: bytes, seconds and
-    FLOP/s but where a name has another unit. Memory is that of the fullest rank, bytes_... are sent
-    in a step by the rank that sends most."""
+    """Estimate a run of `config.steps` steps on `config.world` GPUs, as one flat dict in bytes and
+    seconds, unless a name has another unit. Memory is that of the fullest rank; bytes_... are what
+    the rank that sends most sends in a step."""
     grids, kinds = kinds_of_stages(cfg, config)
     gpu = GPUS[config.gpu]
     layout = ("gpu", "world", "tp", "pp", "micro_batch", "zero", "recompute", "sequence_parallel",
