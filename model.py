@@ -363,23 +363,6 @@ def flops_per_token(cfg: GPTConfig, recompute: bool = False) -> int:
     return 6 * N + 12 * cfg.n_layer * C * T + again
 
 
-def chinchilla_loss(parameters: float, tokens: float) -> float:
-    """Loss in nats a token that a good run of this size reaches on text of the web: the law fitted
-    by Hoffmann et al. 2022, equation 10 (their tokenizer, 32000 tokens)."""
-    return 1.69 + 406.4 / parameters ** 0.34 + 410.7 / tokens ** 0.28
-
-
-def compute_optimal(flops: float) -> dict[str, float]:
-    """Parameters N of the model with the lowest loss that 6 N D = `flops` can buy, thrice:
-
-    chinchilla      20 tokens a parameter (Hoffmann et al. 2022, table 3, and Chinchilla itself)
-    chinchilla_law  the minimum of `chinchilla_loss` (equation 4 there, with rounded constants)
-    kaplan          1.3e9 PF-days^0.73 (Kaplan et al. 2020, table 6), without embeddings: too large
-    """
-    return dict(chinchilla=math.sqrt(flops / 6 / 20), kaplan=1.3e9 * (flops / 8.64e19) ** 0.73,
-                chinchilla_law=(0.34 * 406.4 / (0.28 * 410.7) * (flops / 6) ** 0.28) ** (1 / 0.62))
-
-
 # Dense 16-bit FLOP/s of a device by a word of its name (the makers' data sheets).
 PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
               "H100": 989e12, "H200": 989e12, "GB200": 2500e12, "B200": 2250e12}
@@ -388,31 +371,3 @@ PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 8
 def peak_flops(device_name: str) -> float:
     """FLOP/s of a device, 0 where they are not known."""
     return next((flops for word, flops in PEAK_FLOPS.items() if word in device_name), 0.0)
-
-
-@dataclass(frozen=True)
-class Device:
-    """A GPU in its usual machine: bytes, and bytes a second in one direction."""
-    word: str           # of its name, in PEAK_FLOPS
-    fp32: float         # FLOP/s, by TF32 where there is one; fp64 has about an eighth
-    memory: float
-    bandwidth: float    # of its memory
-    link: float         # NVLink, to the machine's other GPUs
-    network: float      # InfiniBand, its share of the machine's adapters
-    host: float         # PCIe, to the host's memory
-
-    def peak(self, itemsize: int) -> float:
-        """FLOP/s of matrix products in a type of so many bytes."""
-        return PEAK_FLOPS[self.word] if itemsize == 2 else self.fp32 / (1 if itemsize == 4 else 8)
-
-
-# The makers' data sheets of the SXM modules; network and host of DGX-1, A100, H100, H200 and B200.
-DEVICES = {
-    "v100-16g": Device("V100", 15.7e12, 16e9, 900e9, 150e9, 6.25e9, 16e9),
-    "v100-32g": Device("V100", 15.7e12, 32e9, 900e9, 150e9, 6.25e9, 16e9),
-    "a100-40g": Device("A100", 156e12, 40e9, 1555e9, 300e9, 25e9, 32e9),
-    "a100-80g": Device("A100", 156e12, 80e9, 2039e9, 300e9, 25e9, 32e9),
-    "h100": Device("H100", 494e12, 80e9, 3350e9, 450e9, 50e9, 64e9),
-    "h200": Device("H200", 494e12, 141e9, 4800e9, 450e9, 50e9, 64e9),
-    "b200": Device("B200", 1125e12, 180e9, 8000e9, 900e9, 50e9, 64e9),
-}

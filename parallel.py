@@ -4,7 +4,7 @@
     2. Tensor parallelism       one matrix product on several ranks; sequence parallelism
     3. Pipeline parallelism     one model's layers on several ranks
     4. Data parallelism, ZeRO   one batch on several replicas, which share the memory
-    5. What a layout costs      memory, traffic, time and failures, before anything runs
+    5. Processes                errors, start, signals and devices
 
 The invariant of the first four: the same seed and the same global batch give the same loss,
 gradients and gradient norm as one process, up to the order of additions. Size 1 in a dimension
@@ -17,7 +17,6 @@ Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V v
 import argparse
 import json
 import math
-import operator
 import os
 import re
 import signal
@@ -26,10 +25,10 @@ import time
 import uuid
 from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache, partial
-from itertools import accumulate, groupby, product
+from functools import partial
+from itertools import accumulate, groupby
 from typing import Callable
 
 import torch
@@ -39,8 +38,7 @@ import torch.nn.functional as F
 from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 from torch.utils.checkpoint import checkpoint
 
-from model import (DEVICES, GPT, IGNORE_INDEX, Device, GPTConfig, chinchilla_loss, compute_optimal,
-                   flops_per_token, initial_value, linear, parameter_count, widen)
+from model import GPT, IGNORE_INDEX, GPTConfig, initial_value, linear, widen
 
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
@@ -749,32 +747,6 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, boundary: torch.
     return total
 
 
-def activation_bytes(cfg: GPTConfig, grid: Grid, schedule, micro_batch: int, itemsize: int,
-                     recompute: bool = False) -> int:
-    """Estimate of the most bytes this rank keeps between forward and backward, in units of
-    B T C numbers (Korthikanti et al. 2022, section 4, for what we save; without dropout):
-
-        block    inputs and outputs of 2 LayerNorms     / tp with sequence parallelism
-                 q, k, v, attention's output and the MLP's 4C (before and after GELU)     / tp
-        stage    what it sends on; or the head's input and its gradient, computed in forward
-    """
-    unit = micro_batch * cfg.seq_len * cfg.n_embd * itemsize
-    thin = unit // (grid.tp if grid.sequence_parallel else 1)
-    block = 4 * thin + (12 if cfg.activation == "gelu" else 8) * unit // grid.tp
-    end = 2 * thin if grid.is_last else thin
-    layers = len(stage_layers(cfg.n_layer, grid.pp, grid.stage))
-    kept = layers * thin + end if recompute else layers * block + end
-    return live_activations(schedule) * kept + (block if recompute else 0)
-
-
-def loss_bytes(cfg: GPTConfig, grid: Grid, micro_batch: int, itemsize: int, device: str) -> int:
-    """The memory of the logits in VocabParallelCrossEntropy, on the last stage: a chunk of them in
-    the type of the activations, and in 16 bits a second one in fp32."""
-    vocab = cfg.padded_vocab // grid.tp
-    count = positions_at_once(micro_batch * cfg.seq_len, vocab, device)
-    return count * vocab * (itemsize + 4 * (itemsize == 2)) * grid.is_last
-
-
 def clock(schedules) -> list[list[tuple]]:
     """Simulate the stages' schedules without processes: [(op, microbatch, start, end)] of each
     stage. A forward takes one unit of time, a backward two; an op starts when its stage is free and
@@ -868,6 +840,27 @@ def schedule_of(config, grid: Grid) -> list[tuple[str, int]]:
 #     _sync                        --> its communication starts (one function for each ZeRO stage)
 #     finish_grad_sync             --> bucket.shard["grad"] holds the sum over all replicas
 # ---------------------------------------------------------------------------------------------
+
+
+def state_bytes(numel: int, dp: int, dtypes: tuple, zero: int, offload: bool) -> tuple[dict, dict]:
+    """Bytes of one rank's parameters, gradients, masters and Adam moments, as the table says:
+    {kind: bytes} on its device and, of what `offload` keeps there, on the host.
+
+    numel       numbers in this rank's parameters before ZeRO shards them
+    dtypes      (of the parameters, of the masters)
+    """
+    dtype, master_dtype = dtypes
+    shard = numel // dp
+    weights = dict(
+        parameters=dtype.itemsize * (shard if zero >= 3 else numel),
+        gradients=master_dtype.itemsize * (shard if zero >= 2 else numel))
+    masters = master_dtype.itemsize * (shard if zero >= 1 else numel)
+    states = dict(masters=masters, moments=2 * masters)
+    if offload:
+        return weights, states
+    if dtype == master_dtype:           # a parameter is its own master
+        states["masters"] = 0
+    return weights | states, {}
 
 
 class Bucket:
@@ -1235,291 +1228,40 @@ def row_norms(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows, torch.linalg.vector_norm(x[end:]).view(1)])
 
 
-# ---------------------------------------------------------------------------------------------
-# 5. What a layout costs, on paper. `config` is train.Config, by attribute names.
-#
-#     step = sum(t) + (m - 1) max(t) + data parallelism + AdamW
-#
-#            m microbatches, t the time of one on each stage, forward and backward (with GPipe first
-#            the one, then the other); of data parallelism what backward does not hide
-#     t    = FLOPs / (MATRIX of the peak) + PASSES of x through the memory for the rest of a block
-#            + the bytes of tp and pp / (LINK of the link's speed), nothing of them hidden
-# ---------------------------------------------------------------------------------------------
-
-# Fitted on published runs of up to 18B parameters on A100s and H100s (listed in test_all.py):
-MATRIX = 0.57           # of the device's peak is what matrix products reach
-LINK = 0.73             # of a link's speed is what collectives and messages reach
-PASSES = 260            # how often (B, T, C / tp) numbers cross the memory for the rest of a block
-HEADROOM = 0.1          # of a device's memory stays for temporaries, NCCL and fragmentation
-# Assumed: seconds that each rank of a ring adds (NCCL's tuning has 3 to 14 microseconds); bytes/s
-# of one writer; seconds from a failure until a checkpoint is read.
-HOP, DISK, RESTART = 1e-5, 2e9, 300.0
-KEPT = ("parameters", "gradients", "masters", "moments")        # all the time
-
-
-@lru_cache
-def stage_specs(cfg: GPTConfig, tp: int, is_first: bool, is_last: bool) -> list[ParamSpec]:
-    """The parameters of such a stage if it has one block: all blocks are alike."""
-    pp, stage = (1, 0) if is_first and is_last else (3, 0 if is_first else 2 if is_last else 1)
-    grid, cfg = Grid(1, pp, tp, stage * tp), replace(cfg, n_layer=pp)
-    return param_specs(build_stage(cfg, grid), cfg, grid)
-
-
-def stage_buckets(cfg: GPTConfig, grid: Grid, zero: int) -> list[tuple[Bucket, int]]:
-    """The buckets of this rank's FlatParameters, without tensors: [(bucket, how many like it)], the
-    last two a block's."""
-    buckets = make_buckets(stage_specs(cfg, grid.tp, grid.is_first, grid.is_last), grid.dp,
-                           *((grid.dp, grid.dp_rank) if zero else ()))
-    layers = len(stage_layers(cfg.n_layer, grid.pp, grid.stage))
-    return list(zip(buckets, [1] * (len(buckets) - 2) + [layers] * 2))
-
-
-def memory_bytes(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, on_gpu: bool) -> dict:
-    """The most bytes of this rank, by kind ("host_..." with `--offload`); dtypes are those of the
-    parameters and the masters. KEPT is exact, the others are estimates: what stays between forward
-    and backward, and buffers:
-
-        ZeRO 2, 3   gradients of the ends and a block; on the CPU also slices that arrive (from 1)
-        ZeRO 3      parameters of the ends and two blocks, gathered
-        pipeline    a message comes, another leaves
-    """
-    (size, wide), zero, each = (dtype.itemsize for dtype in dtypes), config.zero, config.micro_batch
-    buckets = stage_buckets(cfg, grid, zero)
-    numel = sum(bucket.numel * count for bucket, count in buckets)
-    data, grad, own = (numel // (grid.dp if zero >= since else 1) for since in (3, 2, 1))
-    once = [bucket.numel for bucket, _ in buckets]          # of the ends and one block
-    buffers = wide * sum(once) * (zero >= 2) + size * sum(once + once[-2:]) * (zero == 3)
-    buffers += wide * max(once) * (grid.dp - 1) // grid.dp * (zero > 0 and not on_gpu)
-    buffers += 2 * (grid.pp > 1) * each * cfg.seq_len * cfg.n_embd * size // (
-        grid.tp if grid.sequence_parallel else 1)
-    host, schedule = "host_" if config.offload and on_gpu else "", schedule_of(config, grid)
-    return {"parameters": size * data, "gradients": wide * grad,
-            f"{host}masters": wide * own * (size != wide or host != ""),
-            f"{host}moments": 2 * wide * own, "buffers": buffers,
-            "logits": loss_bytes(cfg, grid, each, size, "gpu" if on_gpu else "cpu"),
-            "activations": activation_bytes(cfg, grid, schedule, each, size, config.recompute)}
-
-
 def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torch.device,
                  local_world: int) -> None:
-    """Raise a ValueError if what the processes of this machine would keep all the time is more than
-    its memory, or what this rank would keep is more than its GPU's; nothing is allocated."""
-    total, on_gpu = Counter(), device.type != "cpu"
-    for rank in [grid.rank] if on_gpu else range(local_world):
-        sizes = memory_bytes(cfg, Grid(grid.dp, grid.pp, grid.tp, rank), config, dtypes, on_gpu)
-        total.update({kind: sizes.get(kind, 0) for kind in KEPT})
-    has = math.inf if not hasattr(os, "sysconf") else (         # as on Windows
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    """Raise a ValueError if this rank's state (`state_bytes`) is larger than its GPU's memory, or
+    that of the ranks on this machine larger than the machine's; nothing is allocated."""
+    def state_of(rank):
+        place = Grid(grid.dp, grid.pp, grid.tp, rank)
+        numel = sum(spec.numel for spec in param_specs(build_stage(cfg, place), cfg, place))
+        offload = config.offload and device.type != "cpu"
+        return state_bytes(numel, grid.dp, dtypes, config.zero, offload)
+
     if device.type == "cuda":
-        has = torch.cuda.mem_get_info(device)[1]
-    if total.total() > has:
-        parts = ", ".join(f"{kind} {size / 1e9:,.1f} GB" for kind, size in total.items())
-        more = "GPUs, give --offload" if device.type == "cuda" else "machines"
-        raise ValueError(f"this model would keep {parts} here, but there are {has / 1e9:,.1f} GB: "
-                         f"raise --tp, --pp or --zero on more {more}, or take a smaller --model")
+        on_gpu, _ = state_of(grid.rank)
+        _check_fits(on_gpu, torch.cuda.mem_get_info(device)[1], "GPUs, give --offload")
+    on_machine = Counter()
+    for rank in range(local_world):
+        on_device, on_host = state_of(rank)
+        on_machine.update(on_host)
+        if device.type != "cuda":
+            on_machine.update(on_device)
+    if hasattr(os, "sysconf"):          # not on Windows
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        _check_fits(on_machine, memory, "machines")
 
 
-def traffic_bytes(cfg: GPTConfig, grid: Grid, config, dtypes: tuple) -> dict:
-    """Bytes that this rank sends in a step, by kind. An all-reduce of n ranks counts as a ring's,
-    2 (n - 1) / n of its bytes, a reduce-scatter or all-gather as one half of that. x is (B, T, C).
-
-        tp          4 all-reduces of x a block, 1 of the embedding, 1 of the head; 3 numbers a
-                    position for the loss. Recomputation: 1 more a block. Sequence parallelism:
-                    the input of 2 matrices is gathered again (of 3 with recomputation), and the
-                    gradients of what is replicated are summed
-        pp          x forward, x backward
-        gradients   ZeRO 0: an all-reduce; 1: a reduce-scatter; 2, 3: one for each microbatch
-        parameters  ZeRO 1, 2: an all-gather; 3: for each microbatch one forward and another
-                    backward, where the ends and the last block are still there
-        embedding   the tied matrix's gradient, between the first stage and the last
-        world       five numbers in float64 that all ranks agree on
-    """
-    def ring(ranks, nbytes):
-        return (ranks - 1) * nbytes / ranks
-
-    (size, wide), zero, tp = (dtype.itemsize for dtype in dtypes), config.zero, grid.tp
-    m, positions = microbatches(config, grid), config.micro_batch * cfg.seq_len
-    x, split, ends = positions * cfg.n_embd * size, grid.sequence_parallel, (
-        grid.is_first + grid.is_last)
-    buckets = stage_buckets(cfg, grid, zero)
-    numel = sum(bucket.numel * count for bucket, count in buckets)
-    once, tied = sum(bucket.numel for bucket, _ in buckets), buckets[0][0].numel
-    replicated = sum(count * (here.stop - here.start) for bucket, count in buckets
-                     for spec, here, _ in bucket.shard_ranges if spec.partition_dim is None)
-    halves = 2 * ends + buckets[-1][1] * (8 + 2 * split + config.recompute * (2 + split))
-    gradients = numel * (2, 1, m, m)[zero]
-    if zero == 2 and grid.is_last and grid.pp > 1 and config.pp_schedule == "gpipe":
-        gradients -= (m - 1) * tied             # the forwards have added up all of the head's
-    return dict(
-        tp=m * (halves * ring(tp, x) + 2 * grid.is_last * ring(tp, 3 * wide * positions))
-        + 2 * split * ring(tp, wide * replicated),
-        pp=m * (2 - ends) * x / (tp if split else 1),
-        gradients=ring(grid.dp, wide * gradients),
-        parameters=ring(grid.dp, size * (0, numel, numel, m * (2 * numel - once))[zero]),
-        embedding=wide * tied / (grid.dp if zero else 1) * (ends > 0 and grid.pp > 1),
-        world=2 * ring(grid.world, 5 * 8))
-
-
-def kinds_of_stages(cfg: GPTConfig, config) -> tuple[list[Grid], list[int]]:
-    """The first rank of each kind of stage, and which kind each stage is of."""
-    tp, pp = config.tp, config.pp
-    stages = [(len(stage_layers(cfg.n_layer, pp, stage)), stage == 0, stage == pp - 1)
-              for stage in range(pp)]
-    kinds = list(dict.fromkeys(stages))
-    return ([Grid(config.world // (tp * pp), pp, tp, stages.index(kind) * tp,
-                  config.sequence_parallel) for kind in kinds], list(map(kinds.index, stages)))
-
-
-def pipeline_seconds(schedule: str, forward: list, backward: list, m: int) -> float:
-    """The time of m microbatches through stages that take so long for one. GPipe: the slowest stage
-    works, the others add their time once, forward and backward. 1F1B: a stage starts when the first
-    microbatch reaches it, and waits for its first and last backward, from all stages behind it,
-    if the forwards (or backwards) that it has to do meanwhile are shorter."""
-    if schedule == "gpipe":
-        return sum(sum(times) + (m - 1) * max(times) for times in (forward, backward))
-    both, p = list(map(operator.add, forward, backward)), len(forward)
-    return max(sum(both[:s]) + m * both[s] + sum(
-        max(0.0, sum(both[s + 1:]) - (p - 1 - s) * times[s]) for times in (forward, backward))
-        for s in range(max(0, p - m), p))
-
-
-def step_seconds(cfg: GPTConfig, grids: list, kinds: list, sent: list, config, dtypes: tuple,
-                 device: Device) -> tuple[dict, float]:
-    """Seconds of a step by what they go to, which add up, and the bubble: the idle fraction of the
-    stages until the last backward. `kinds_of_stages`, and the `traffic_bytes` of each kind."""
-    size, zero, tp, pp = dtypes[0].itemsize, config.zero, config.tp, config.pp
-    dp, m = grids[0].dp, microbatches(config, grids[0])
-
-    def speed(ranks, stride, adapters=1):
-        """Of ranks `stride` apart; what leaves a machine does so by as many of its adapters."""
-        inside = config.gpus_per_node % (ranks * stride) == 0 or (
-            config.world <= config.gpus_per_node)
-        return LINK * (device.link if inside else min(device.link, adapters * device.network))
-
-    pipeline, tensor, data = speed(pp, tp), speed(tp, 1, config.gpus_per_node), speed(
-        dp, tp * pp, max(1, config.gpus_per_node // (tp * pp)))
-    positions, head = config.micro_batch * cfg.seq_len, 6 * cfg.vocab_size * cfg.n_embd
-    plain, block = ((flops_per_token(cfg, again) - head) / cfg.n_layer
-                    for again in (False, config.recompute))
-    rate = tp * MATRIX * device.peak(size) / positions
-    x = positions * cfg.n_embd * size / tp / device.bandwidth
-    costs, forward = [], []                     # of a microbatch on each kind of stage
-    for grid, out in zip(grids, sent):
-        layers = len(stage_layers(cfg.n_layer, pp, grid.stage))
-        costs.append(dict(matrices=(layers * block + grid.is_last * head) / rate,
-                          passes=layers * PASSES * x * block / plain,
-                          tp=out["tp"] / m / tensor, pp=out["pp"] / m / pipeline))
-        # A third of a block's work without recomputation is forward, and all of the head's.
-        ahead = grid.is_last * head / rate
-        forward.append(ahead + (sum(costs[-1].values()) - ahead) * plain / block / 3)
-    both = [sum(cost.values()) for cost in costs]
-    backward, slowest = [t - f for t, f in zip(both, forward)], both.index(max(both))
-    span = pipeline_seconds(config.pp_schedule, [forward[k] for k in kinds],
-                            [backward[k] for k in kinds], m)
-    exposed, t, last = 0.0, both[slowest], backward[slowest]
-    for grid, out in zip(grids, sent):
-        hops = HOP * (dp - 1) * (2 * len(stage_layers(cfg.n_layer, pp, grid.stage)) + 2)
-        gradients = out["gradients"] / data + hops * (2, 1, m, m)[zero]
-        parameters = out["parameters"] / data + hops * (0, 1, 1, 2 * m)[zero]
-        late = out["embedding"] / pipeline + parameters * (zero < 3)
-        hidden = (last, last, m * last, m * t)[zero]
-        exposed = max(exposed, late + max(0.0, gradients + parameters * (zero == 3) - hidden))
-    # AdamW reads or writes twelve numbers for each parameter, about.
-    numel = sum(bucket.numel * n for bucket, n in stage_buckets(cfg, grids[0], zero))
-    update = 12 * dtypes[1].itemsize * numel / (dp if zero else 1) / (
-        device.host if config.offload else device.bandwidth)
-    return (dict({kind: m * seconds for kind, seconds in costs[slowest].items()}, fill=span - m * t,
-                 dp=exposed, update=update), 1 - m * sum(both[k] for k in kinds) / (pp * span))
-
-
-def goodput(checkpoint: float, speed: float, nodes: float, mtbf_hours: float) -> dict:
-    """The fraction of time that makes progress, where each node fails every `mtbf_hours`, with the
-    best interval between checkpoints of so many bytes (Daly 2006, equations 20 and 37; Young's of
-    1974, sqrt(2 M pause), is its first term).
-
-    Training pauses while rank 0 gathers a checkpoint at `speed` bytes/s; then a thread writes it.
-    A failure costs the restart, the reading of a checkpoint, and the progress since the last whole
-    one, which is a write's time older than the last.
-    """
-    M, pause, write = mtbf_hours * 3600 / nodes, checkpoint / speed, checkpoint / DISK
-    root, lost = min(1.0, math.sqrt(pause / (2 * M))), RESTART + 2 * write
-    interval = max(write, 2 * M * root * (1 + root / 3 + root ** 2 / 9) - pause)
-    progress = interval / M * math.exp(-(lost + interval + pause) / M) / -math.expm1(
-        -(interval + pause) / M)
-    return dict(failure_hours=M / 3600, pause_seconds=pause, write_seconds=write,
-                interval_seconds=interval, goodput=progress)
-
-
-def make_plan(cfg: GPTConfig, config, dtypes: tuple) -> dict:
-    """What `config.steps` steps on `config.world` GPUs need, as one flat dict. Memory is that of
-    the fullest rank, bytes sent are those of the rank that sends most."""
-    device, world, (grids, kinds) = DEVICES[config.gpu], config.world, kinds_of_stages(cfg, config)
-    sizes = [memory_bytes(cfg, grid, config, dtypes, True) for grid in grids]
-    needed = [sum(size for kind, size in each.items() if kind[:4] != "host") for each in sizes]
-    at = needed.index(max(needed))
-    sent = [traffic_bytes(cfg, grid, config, dtypes) for grid in grids]
-    seconds, bubble = step_seconds(cfg, grids, kinds, sent, config, dtypes, device)
-    step, N, tokens = sum(seconds.values()), parameter_count(cfg), config.batch_size * cfg.seq_len
-    D, rate, days = config.steps * tokens, tokens / step / world, config.steps * step / 86400
-    flops, hardware = flops_per_token(cfg), flops_per_token(cfg, config.recompute)
-    gather = LINK * (device.network if world > config.gpus_per_node else device.link)
-    layout = ("gpu", "world", "tp", "pp", "micro_batch", "zero", "recompute", "sequence_parallel",
-              "pp_schedule", "steps")
-    return dict(
-        {name: getattr(config, name) for name in layout}, dp=grids[0].dp,
-        layers_per_stage=-(-cfg.n_layer // config.pp),
-        parameters=N, tokens_per_step=tokens, tokens=D, flops_per_token=flops, flops_6nd=6 * N * D,
-        flops_with_attention=flops * D, flops_with_recomputation=hardware * D,
-        pf_days=flops * D / 8.64e19, compute_optimal_tokens=20 * N,
-        **{f"compute_optimal_parameters_{name}": x
-           for name, x in compute_optimal(6 * N * D).items()},
-        predicted_loss=chinchilla_loss(N, D),
-        **{f"memory_{kind}": size for kind, size in sizes[at].items()}, memory_bytes=needed[at],
-        fullest_rank=grids[at].rank, fits=needed[at] <= (1 - HEADROOM) * device.memory,
-        **{f"bytes_{kind}": size for kind, size in
-           max(sent, key=lambda sizes: sum(sizes.values())).items()},
-        **{f"seconds_{kind}": x for kind, x in seconds.items()}, step_seconds=step, bubble=bubble,
-        tokens_per_second=rate * world, model_tflops_per_gpu=rate * flops / 1e12,
-        hardware_tflops_per_gpu=rate * hardware / 1e12,
-        mfu=rate * flops / device.peak(dtypes[0].itemsize), days=days, gpu_hours=days * 24 * world,
-        **goodput(3 * dtypes[1].itemsize * N, gather, max(1, world / config.gpus_per_node),
-                  config.mtbf_hours))
-
-
-def search_layouts(cfg: GPTConfig, config, dtypes: tuple, given: dict) -> list[dict]:
-    """The plans of the ten fastest layouts that fit, of those with tp inside a machine and
-    microbatches of 1 to 16 sequences, and with 1F1B, which takes less time and memory than GPipe.
-    What `given` names stays as it is in `config`."""
-    divisors = [n for n in range(1, config.world + 1) if config.world % n == 0]
-    options = dict(tp=[n for n in divisors if config.gpus_per_node % n == 0],
-                   pp=[n for n in divisors if n <= cfg.n_layer], pp_schedule=["1f1b"],
-                   micro_batch=[1, 2, 4, 8, 16], zero=range(4), recompute=[False, True],
-                   sequence_parallel=[False, True])
-    options.update({name: [getattr(config, name)] for name in options.keys() & given.keys()})
-    plans = []
-    for values in product(*options.values()):
-        one = replace(config, **dict(zip(options, values)))
-        if one.zero > 0 and one.world == one.tp * one.pp:       # no replicas share anything
-            continue
-        with suppress(ValueError):
-            check_layout(cfg, one.world, one.tp, one.pp, one.batch_size, one.micro_batch, one.zero,
-                         one.sequence_parallel)
-            plans.append(make_plan(cfg, one, dtypes))
-    # Of the sizes of a microbatch the fastest, or of equal ones the smallest.
-    plans = sorted((plan for plan in plans if plan["fits"]),
-                   key=lambda plan: (plan["step_seconds"], plan["memory_bytes"]))
-    best = {}
-    for plan in plans:
-        best.setdefault(tuple(plan[name] for name in options if name != "micro_batch"), plan)
-    if not plans:
-        raise ValueError(f"no layout of this model and batch size {config.batch_size} fits "
-                         f"{config.world} x {config.gpu}: take more or larger GPUs, --offload, or "
-                         f"a batch size that more layouts divide")
-    return list(best.values())[:10]
+def _check_fits(sizes: dict, memory: int, more: str) -> None:
+    if sum(sizes.values()) > memory:
+        parts = ", ".join(f"{kind} {size / 1e9:,.1f} GB" for kind, size in sizes.items())
+        raise ValueError(f"this model would keep {parts} here, but there are {memory / 1e9:,.1f} "
+                         f"GB: raise --tp, --pp or --zero on more {more}, or take a smaller "
+                         f"--model")
 
 
 # ---------------------------------------------------------------------------------------------
-# 6. Processes: errors, start, signals and devices
+# 5. Processes: errors, start, signals and devices
 # ---------------------------------------------------------------------------------------------
 
 

@@ -33,8 +33,9 @@ import sample
 import train
 from model import GPT, SIZES, GPTConfig
 from peer import SHAPE
-from test_all import (BIG, FORMULA, LONG, PIPELINES, ROOT, Pool, column, nothing, peak_of,
-                      run_steps, settings, shard, torchrun)
+from test_all import (FORMULA, ROOT, Pool, column, nothing, run_steps, settings, shard,
+                      torchrun)
+from tools.test_tools import BIG, LONG, PIPELINES, peak_of
 
 PAIRS = 5                       # each side's runs, in turn
 PEER = Path(__file__).with_name("peer.py")

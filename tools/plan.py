@@ -1,0 +1,705 @@
+"""Plan a run before it starts: memory, traffic, time and failures on GPUs of any number.
+
+    python -m tools.plan --world 992 --gpu a100-80g --model opt-175b --dtype fp16 --tp 8 --zero 3 \\
+        --recompute --batch-size 992 --micro-batch 8 --steps 147660 --vocab-size 50272
+
+is OPT-175B as it was trained (Zhang et al. 2022: 147 TFLOP/s per GPU), and begins with
+
+    fits     yes: 47.7 of 80 GB on rank 0, the fullest; a tenth should stay free
+    run      147,660 steps in 29.9 days, 711,586 GPU hours; MFU 40.4%, 154 TFLOP/s per GPU
+
+The flags of the model and the layout are train.py's. `--search` prints the ten fastest layouts that
+fit; flags that are given are constraints, so leave out those that may vary. `--json` prints the
+numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read so many tokens.
+
+    step = sum(t) + (m - 1) max(t) + data parallelism + AdamW
+
+           for m microbatches, where t is the time of one on each stage, forward and backward
+           (GPipe: the sum for forward plus that for backward); data parallelism counts where
+           backward does not hide it
+
+    t    = FLOPs / (MATRIX * peak) + PASSES * bytes of x / memory bandwidth
+           + bytes of tp and pp / (LINK * link speed), none of them hidden
+
+The tests compare memory and bytes sent with those of real runs of train.py. MATRIX, LINK and PASSES
+are fitted on published runs, and predict 19 others within a fifth (listed in tools/test_tools.py).
+"""
+import argparse
+import json
+import math
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+import train
+from amp import PRECISIONS
+from model import PEAK_FLOPS, GPTConfig, flops_per_token, parameter_count
+from parallel import (Bucket, Grid, ParamSpec, build_stage, check_layout, live_activations,
+                      make_buckets, microbatches, param_specs, positions_at_once, print_rank0,
+                      schedule_of, stage_layers, state_bytes)
+from train import flag
+
+# Fitted on published runs of up to 18B parameters on A100s and H100s:
+MATRIX = 0.57           # fraction of the device's peak that matrix products reach
+LINK = 0.73             # fraction of a link's speed that collectives and messages reach
+PASSES = 260            # times that (B, T, C / tp) numbers cross memory in the rest of a block
+# Assumed:
+HEADROOM = 0.1          # fraction of memory for temporaries, NCCL and fragmentation
+HOP = 1e-5              # seconds that each rank of a ring adds (NCCL's tuning: 3 to 14 us)
+DISK = 2e9              # bytes per second of one writer
+RESTART = 300.0         # seconds from a failure until a checkpoint is read
+DAY = 86400
+PF_DAY = 1e15 * DAY     # FLOPs
+
+
+@dataclass(frozen=True)
+class GPUSpec:
+    """A GPU in its usual machine: bytes, and bytes per second in one direction."""
+    name: str           # in PEAK_FLOPS
+    fp32: float         # FLOP/s, in TF32 where there is one
+    memory: float
+    bandwidth: float    # of its memory
+    link: float         # NVLink, to the machine's other GPUs
+    network: float      # InfiniBand, its share of the machine's adapters
+    host: float         # PCIe, to the host's memory
+
+    def peak(self, itemsize: int) -> float:
+        """FLOP/s of matrix products in a type of so many bytes."""
+        if itemsize == 2:
+            return PEAK_FLOPS[self.name]
+        if itemsize == 4:
+            return self.fp32
+        return self.fp32 / 8        # fp64, roughly
+
+
+# The makers' data sheets of the SXM modules; network and host of DGX-1, A100, H100, H200 and B200.
+GPUS = {
+    "v100-16g": GPUSpec("V100", 15.7e12, 16e9, 900e9, 150e9, 6.25e9, 16e9),
+    "v100-32g": GPUSpec("V100", 15.7e12, 32e9, 900e9, 150e9, 6.25e9, 16e9),
+    "a100-40g": GPUSpec("A100", 156e12, 40e9, 1555e9, 300e9, 25e9, 32e9),
+    "a100-80g": GPUSpec("A100", 156e12, 80e9, 2039e9, 300e9, 25e9, 32e9),
+    "h100": GPUSpec("H100", 494e12, 80e9, 3350e9, 450e9, 50e9, 64e9),
+    "h200": GPUSpec("H200", 494e12, 141e9, 4800e9, 450e9, 50e9, 64e9),
+    "b200": GPUSpec("B200", 1125e12, 180e9, 8000e9, 900e9, 50e9, 64e9),
+}
+
+
+@dataclass(frozen=True)
+class PlanConfig(train.Config):
+    """train.py's flags, of which RUN_FLAGS count here, and the plan's own."""
+    world: int = flag(None, "GPUs (required)", int, low=1, group="plan")
+    gpu: str = flag(None, "kind of GPU (required): " + ", ".join(GPUS), str, list(GPUS))
+    gpus_per_node: int = flag(8, "GPUs of a machine", low=1)
+    vocab_size: int = flag(50257, "tokens of the vocabulary; a run takes that of its data", low=1)
+    tokens: float = flag(None, "instead of --steps: train on so many tokens, as 26e9", float, low=1)
+    mtbf_hours: float = flag(5100.0, "hours between two failures of a machine; OPT-175B: 35 "
+                             "restarts in two months on 124 machines", low=1)
+    search: bool = flag(False, "the ten fastest layouts that fit; layout flags that are given are "
+                        "constraints")
+    json: bool = flag(False, "print one object, or with --search a list")
+
+
+RUN_FLAGS = ["model", *train.SHAPE, "batch_size", "steps", "tp", "pp", "pp_schedule", "micro_batch",
+             "zero", "recompute", "sequence_parallel", "offload", "dtype"]
+OWN_FLAGS = ["world", "gpu", "gpus_per_node", "vocab_size", "tokens", "mtbf_hours", "search",
+             "json"]
+
+
+def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
+    """Estimate a run of `config.steps` steps on `config.world` GPUs, as one flat dict in bytes and
+    seconds, unless a name has another unit. Memory is that of the fullest rank; bytes_... are what
+    the rank that sends most sends in a step."""
+    grids, kinds = kinds_of_stages(cfg, config)
+    gpu = GPUS[config.gpu]
+    layout = ("gpu", "world", "tp", "pp", "micro_batch", "zero", "recompute", "sequence_parallel",
+              "pp_schedule", "steps")
+    plan = {name: getattr(config, name) for name in layout}
+    plan |= dict(dp=grids[0].dp, layers_per_stage=math.ceil(cfg.n_layer / config.pp))
+    plan |= compute_of(cfg, config)
+
+    memory = [memory_bytes(cfg, grid, config) for grid in grids]
+    on_gpu = [sum(size for kind, size in sizes.items() if not kind.startswith("host_"))
+              for sizes in memory]
+    fullest = on_gpu.index(max(on_gpu))
+    plan |= {f"memory_{kind}": size for kind, size in memory[fullest].items()}
+    plan |= dict(memory_bytes=on_gpu[fullest], fullest_rank=grids[fullest].rank,
+                 fits=on_gpu[fullest] <= (1 - HEADROOM) * gpu.memory)
+
+    sent = [traffic_bytes(cfg, grid, config) for grid in grids]
+    busiest = max(sent, key=lambda sizes: sum(sizes.values()))
+    plan |= {f"bytes_{kind}": size for kind, size in busiest.items()}
+
+    seconds, bubble = step_seconds(cfg, config, grids, kinds, sent)
+    step = sum(seconds.values())
+    days = config.steps * step / DAY
+    rate = plan["tokens_per_step"] / step / config.world        # tokens per second and GPU
+    plan |= {f"seconds_{kind}": x for kind, x in seconds.items()}
+    plan |= dict(
+        step_seconds=step, bubble=bubble, tokens_per_second=rate * config.world,
+        model_tflops_per_gpu=rate * plan["flops_per_token"] / 1e12,
+        hardware_tflops_per_gpu=rate * flops_per_token(cfg, config.recompute) / 1e12,
+        mfu=rate * plan["flops_per_token"] / gpu.peak(PRECISIONS[config.dtype][0].itemsize),
+        days=days, gpu_hours=days * 24 * config.world)
+
+    # A checkpoint holds masters and moments; rank 0 gathers them.
+    checkpoint = 3 * PRECISIONS[config.dtype][1].itemsize * plan["parameters"]
+    speed = LINK * (gpu.network if config.world > config.gpus_per_node else gpu.link)
+    nodes = max(1, config.world / config.gpus_per_node)
+    return plan | goodput(checkpoint, speed, nodes, config.mtbf_hours)
+
+
+def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
+    """Parameters, tokens and FLOPs of the run, and what scaling laws say about them."""
+    N = parameter_count(cfg)
+    tokens_per_step = config.batch_size * cfg.seq_len
+    tokens = config.steps * tokens_per_step
+    flops = flops_per_token(cfg)
+    optimal = compute_optimal(6 * N * tokens)
+    return dict(
+        parameters=N, tokens_per_step=tokens_per_step, tokens=tokens, flops_per_token=flops,
+        flops_6nd=6 * N * tokens, flops_with_attention=flops * tokens,
+        flops_with_recomputation=flops_per_token(cfg, config.recompute) * tokens,
+        pf_days=flops * tokens / PF_DAY, compute_optimal_tokens=20 * N,
+        **{f"compute_optimal_parameters_{name}": x for name, x in optimal.items()},
+        predicted_loss=chinchilla_loss(N, tokens))
+
+
+# ---------------------------------------------------------------------------------------------
+# Stages: all blocks are alike, so one block and a count stand for them
+# ---------------------------------------------------------------------------------------------
+
+
+def layers_of(cfg: GPTConfig, grid: Grid) -> int:
+    return len(stage_layers(cfg.n_layer, grid.pp, grid.stage))
+
+
+def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Grid], list[int]]:
+    """(the grid of the first rank of each kind of stage, which kind each stage is)"""
+    dp = config.world // (config.tp * config.pp)
+    stages = [Grid(dp, config.pp, config.tp, stage * config.tp, config.sequence_parallel)
+              for stage in range(config.pp)]
+    kind_of = [(layers_of(cfg, grid), grid.is_first, grid.is_last) for grid in stages]
+    kinds = list(dict.fromkeys(kind_of))
+    firsts = [stages[kind_of.index(kind)] for kind in kinds]
+    return firsts, [kinds.index(kind) for kind in kind_of]
+
+
+@lru_cache
+def stage_specs(cfg: GPTConfig, tp: int, is_first: bool, is_last: bool) -> list[ParamSpec]:
+    """The parameters of such a stage if it has one block."""
+    if is_first and is_last:
+        grid = Grid(1, 1, tp)
+    elif is_first:
+        grid = Grid(1, 2, tp)
+    elif is_last:
+        grid = Grid(1, 2, tp, rank=tp)
+    else:
+        grid = Grid(1, 3, tp, rank=tp)
+    cfg = replace(cfg, n_layer=grid.pp)
+    return param_specs(build_stage(cfg, grid), cfg, grid)
+
+
+def stage_buckets(cfg: GPTConfig, grid: Grid, zero: int) -> list[tuple[Bucket, int]]:
+    """The buckets of this rank's FlatParameters, without tensors: [(bucket, how many like it)]. The
+    last two are a block's attention and MLP."""
+    specs = stage_specs(cfg, grid.tp, grid.is_first, grid.is_last)
+    if zero > 0:
+        buckets = make_buckets(specs, grid.dp, grid.dp, grid.dp_rank)
+    else:
+        buckets = make_buckets(specs, grid.dp)
+    ends = [(bucket, 1) for bucket in buckets[:-2]]
+    return ends + [(bucket, layers_of(cfg, grid)) for bucket in buckets[-2:]]
+
+
+def numel_of(buckets: list[tuple[Bucket, int]]) -> int:
+    return sum(bucket.numel * count for bucket, count in buckets)
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------
+
+
+def memory_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool = True) -> dict:
+    """Peak memory of this rank in bytes, by kind; what --offload keeps on the host has the prefix
+    host_. `state_bytes` is exact; buffers, logits and activations are estimates."""
+    dtypes = PRECISIONS[config.dtype]
+    numel = numel_of(stage_buckets(cfg, grid, config.zero))
+    sizes, on_host = state_bytes(numel, grid.dp, dtypes, config.zero, config.offload and on_gpu)
+    sizes |= {f"host_{kind}": size for kind, size in on_host.items()}
+    return sizes | dict(buffers=buffer_bytes(cfg, grid, config, on_gpu),
+                        logits=logits_bytes(cfg, grid, config, on_gpu),
+                        activations=activation_bytes(cfg, grid, config))
+
+
+def buffer_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool) -> int:
+    """What comes and goes within a step:
+
+        ZeRO 2, 3   gradients of the ends and a block
+        ZeRO 3      parameters of the ends and two blocks, gathered
+        ZeRO 1 - 3  on the CPU, slices of one bucket that arrive from the other replicas
+        pipeline    a message that comes, another that leaves
+    """
+    size, master_size = (dtype.itemsize for dtype in PRECISIONS[config.dtype])
+    once = [bucket.numel for bucket, _ in stage_buckets(cfg, grid, config.zero)]
+    total = 0
+    if config.zero >= 2:
+        total += master_size * sum(once)
+    if config.zero == 3:
+        total += size * sum(once + once[-2:])
+    if config.zero >= 1 and not on_gpu:
+        total += master_size * max(once) * (grid.dp - 1) // grid.dp
+    if grid.pp > 1:
+        message = config.micro_batch * cfg.seq_len * cfg.n_embd * size
+        if grid.sequence_parallel:
+            message //= grid.tp
+        total += 2 * message
+    return total
+
+
+def logits_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool = True) -> int:
+    """The logits that VocabParallelCrossEntropy holds at once, on the last stage: a chunk in the
+    type of the activations, and in 16 bits a second one in fp32."""
+    if not grid.is_last:
+        return 0
+    size = PRECISIONS[config.dtype][0].itemsize
+    if size == 2:
+        size += 4
+    vocab = cfg.padded_vocab // grid.tp
+    device_type = "gpu" if on_gpu else "cpu"
+    return positions_at_once(config.micro_batch * cfg.seq_len, vocab, device_type) * vocab * size
+
+
+def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
+    """The most that this rank keeps between forward and backward, in units of B T C numbers
+    (Korthikanti et al. 2022, section 4, for what we save; without dropout):
+
+        block    inputs and outputs of 2 LayerNorms     / tp with sequence parallelism
+                 q, k, v, attention's output and the MLP's 4C (before and after GELU)     / tp
+        stage    what it sends on; or the head's input and its gradient, computed in forward
+    """
+    size = PRECISIONS[config.dtype][0].itemsize
+    unit = config.micro_batch * cfg.seq_len * cfg.n_embd * size
+    thin = unit // grid.tp if grid.sequence_parallel else unit
+    wide = 12 if cfg.activation == "gelu" else 8
+    block = 4 * thin + wide * unit // grid.tp
+    end = 2 * thin if grid.is_last else thin
+    in_flight = live_activations(schedule_of(config, grid))
+    if config.recompute:        # a block's input; and once, in backward, all of a block
+        return in_flight * (layers_of(cfg, grid) * thin + end) + block
+    return in_flight * (layers_of(cfg, grid) * block + end)
+
+
+# ---------------------------------------------------------------------------------------------
+# Traffic
+# ---------------------------------------------------------------------------------------------
+
+
+def ring(ranks: int, nbytes: float) -> float:
+    """Bytes that each rank sends in a reduce-scatter or all-gather; an all-reduce sends twice as
+    many."""
+    return (ranks - 1) * nbytes / ranks
+
+
+def gradient_rings(zero: int, m: int) -> int:
+    """How often a step's gradients go around the ring of replicas."""
+    if zero == 0:
+        return 2            # all-reduce
+    if zero == 1:
+        return 1            # reduce-scatter
+    return m                # reduce-scatter of every microbatch
+
+
+def traffic_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> dict:
+    """Bytes that this rank sends in a step, by kind:
+
+        tp          see `tensor_parallel_bytes`
+        pp          x (B, T, C) forward, its gradient backward
+        gradients   `gradient_rings`
+        parameters  ZeRO 1, 2: an all-gather; 3: for each microbatch one forward and another
+                    backward, where the ends and the last block are still there
+        embedding   the tied matrix's gradient, between the first stage and the last
+        world       five numbers in float64 that all ranks agree on
+    """
+    size, master_size = (dtype.itemsize for dtype in PRECISIONS[config.dtype])
+    m = microbatches(config, grid)
+    zero = config.zero
+    buckets = stage_buckets(cfg, grid, zero)
+    numel = numel_of(buckets)
+    tied = buckets[0][0].numel                  # on the stages at the ends
+
+    gradients = gradient_rings(zero, m) * numel
+    if zero == 2 and grid.is_last and grid.pp > 1 and config.pp_schedule == "gpipe":
+        gradients -= (m - 1) * tied             # GPipe's forwards add up all of the head's
+    parameters = 0
+    if zero in (1, 2):
+        parameters = numel
+    if zero == 3:
+        parameters = m * (2 * numel - sum(bucket.numel for bucket, _ in buckets))
+
+    neighbours = 2 - grid.is_first - grid.is_last
+    message = config.micro_batch * cfg.seq_len * cfg.n_embd * size
+    if grid.sequence_parallel:
+        message /= grid.tp
+    embedding = 0
+    if grid.pp > 1 and (grid.is_first or grid.is_last):
+        embedding = master_size * tied
+        if zero > 0:
+            embedding /= grid.dp
+    return dict(tp=tensor_parallel_bytes(cfg, grid, config, buckets), pp=m * neighbours * message,
+                gradients=ring(grid.dp, master_size * gradients),
+                parameters=ring(grid.dp, size * parameters), embedding=embedding,
+                world=2 * ring(grid.world, 5 * 8))
+
+
+def tensor_parallel_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, buckets: list) -> float:
+    """4 all-reduces of x (B, T, C) a block, 1 of the embedding, 1 of the head; 3 numbers a position
+    for the loss. Recomputation: 1 more a block. Sequence parallelism: the input of 2 matrices is
+    gathered again (of 3 with recomputation), and the gradients of what is replicated are summed."""
+    size, master_size = (dtype.itemsize for dtype in PRECISIONS[config.dtype])
+    positions = config.micro_batch * cfg.seq_len
+    per_block = 8                               # rings: an all-reduce is two
+    if config.recompute:
+        per_block += 2
+    if grid.sequence_parallel:
+        per_block += 3 if config.recompute else 2
+    rings = per_block * layers_of(cfg, grid) + 2 * grid.is_first + 2 * grid.is_last
+    per_microbatch = rings * ring(grid.tp, positions * cfg.n_embd * size)
+    if grid.is_last:
+        per_microbatch += 2 * ring(grid.tp, 3 * master_size * positions)
+    total = microbatches(config, grid) * per_microbatch
+    if grid.sequence_parallel:
+        replicated = 0
+        for bucket, count in buckets:
+            for spec, shard_slice, _ in bucket.shard_ranges:
+                if spec.partition_dim is None:
+                    replicated += count * (shard_slice.stop - shard_slice.start)
+        total += 2 * ring(grid.tp, master_size * replicated)
+    return total
+
+
+# ---------------------------------------------------------------------------------------------
+# Time
+# ---------------------------------------------------------------------------------------------
+
+
+class Links(NamedTuple):
+    """Bytes per second between the ranks of a group."""
+    tensor: float
+    pipeline: float
+    data: float
+
+
+def link_speeds(config: PlanConfig) -> Links:
+    """NVLink where a group's ranks share a machine. What leaves a machine uses an adapter for each
+    of the group's ranks in it."""
+    gpu, per_node, tp, pp = GPUS[config.gpu], config.gpus_per_node, config.tp, config.pp
+
+    def speed(ranks, stride, adapters):
+        one_machine = per_node % (ranks * stride) == 0 or config.world <= per_node
+        return LINK * (gpu.link if one_machine else min(gpu.link, adapters * gpu.network))
+
+    dp = config.world // (tp * pp)
+    return Links(speed(tp, 1, per_node), speed(pp, tp, 1),
+                 speed(dp, tp * pp, max(1, per_node // (tp * pp))))
+
+
+def microbatch_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid,
+                       sent: dict) -> tuple[dict, float]:
+    """(seconds of a microbatch on this stage, forward and backward, by what they go to; seconds of
+    its forward alone)"""
+    gpu = GPUS[config.gpu]
+    size = PRECISIONS[config.dtype][0].itemsize
+    links = link_speeds(config)
+    m = microbatches(config, grid)
+    layers = layers_of(cfg, grid)
+    positions = config.micro_batch * cfg.seq_len
+    head = 6 * cfg.vocab_size * cfg.n_embd                              # FLOPs per token
+    plain_block = (flops_per_token(cfg) - head) / cfg.n_layer
+    block = (flops_per_token(cfg, config.recompute) - head) / cfg.n_layer
+    if not grid.is_last:
+        head = 0
+    rate = config.tp * MATRIX * gpu.peak(size) / positions
+    one_pass = positions * cfg.n_embd * size / config.tp / gpu.bandwidth
+    seconds = dict(matrices=(layers * block + head) / rate,
+                   passes=layers * PASSES * one_pass * block / plain_block,
+                   tp=sent["tp"] / m / links.tensor, pp=sent["pp"] / m / links.pipeline)
+    # Of a block a third is forward, not counting recomputation; of the head, everything.
+    blocks = sum(seconds.values()) - head / rate
+    return seconds, head / rate + blocks * plain_block / block / 3
+
+
+def pipeline_seconds(schedule: str, forward: list, backward: list, m: int) -> float:
+    """The time of m microbatches through stages that take so long for one. GPipe: the slowest stage
+    works, the others add their time once, forward and backward. 1F1B: a stage starts when the first
+    microbatch reaches it, and waits for its first and last backward, from all stages behind it,
+    if the forwards (or backwards) that it has to do meanwhile are shorter."""
+    if schedule == "gpipe":
+        return sum(sum(times) + (m - 1) * max(times) for times in (forward, backward))
+    both = [f + b for f, b in zip(forward, backward)]
+    p = len(forward)
+    ends = []
+    for s in range(max(0, p - m), p):
+        behind = sum(both[s + 1:])
+        waits = sum(max(0.0, behind - (p - 1 - s) * times[s]) for times in (forward, backward))
+        ends.append(sum(both[:s]) + m * both[s] + waits)
+    return max(ends)
+
+
+def exposed_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid, sent: dict, microbatch: float,
+                    backward: float) -> float:
+    """Data parallelism that backward does not hide. Of the slowest stage, a microbatch's time and
+    that of its backward: ZeRO 0 and 1 communicate during the last backward, 2 during all, 3 during
+    forward and backward."""
+    links = link_speeds(config)
+    m = microbatches(config, grid)
+    zero = config.zero
+    hops = HOP * (grid.dp - 1) * (2 * layers_of(cfg, grid) + 2)         # once around, all buckets
+    gradients = sent["gradients"] / links.data + hops * gradient_rings(zero, m)
+    embedding = sent["embedding"] / links.pipeline
+    gathers = sent["parameters"] / links.data
+    if zero == 3:
+        gathers += hops * 2 * m
+        return embedding + max(0.0, gradients + gathers - m * microbatch)
+    if zero > 0:
+        gathers += hops
+    hidden = m * backward if zero == 2 else backward
+    return embedding + gathers + max(0.0, gradients - hidden)
+
+
+def step_seconds(cfg: GPTConfig, config: PlanConfig, grids: list, kinds: list,
+                 sent: list) -> tuple[dict, float]:
+    """Seconds of a step by what they go to, which add up, and the bubble: the idle fraction of the
+    stages until the last backward. `kinds_of_stages`, and the `traffic_bytes` of each kind."""
+    gpu = GPUS[config.gpu]
+    m = microbatches(config, grids[0])
+    costs, forward = zip(*(microbatch_seconds(cfg, config, grid, out)
+                           for grid, out in zip(grids, sent)))
+    both = [sum(cost.values()) for cost in costs]
+    backward = [t - f for t, f in zip(both, forward)]
+    slowest = both.index(max(both))
+    span = pipeline_seconds(config.pp_schedule, [forward[k] for k in kinds],
+                            [backward[k] for k in kinds], m)
+    exposed = max(exposed_seconds(cfg, config, grid, out, both[slowest], backward[slowest])
+                  for grid, out in zip(grids, sent))
+    # AdamW reads or writes about twelve numbers for each parameter.
+    numel = numel_of(stage_buckets(cfg, grids[0], config.zero))
+    if config.zero > 0:
+        numel /= grids[0].dp
+    memory_speed = gpu.host if config.offload else gpu.bandwidth
+    update = 12 * PRECISIONS[config.dtype][1].itemsize * numel / memory_speed
+    seconds = {kind: m * x for kind, x in costs[slowest].items()}
+    seconds |= dict(fill=span - m * both[slowest], dp=exposed, update=update)
+    return seconds, 1 - m * sum(both[k] for k in kinds) / (config.pp * span)
+
+
+# ---------------------------------------------------------------------------------------------
+# Failures, and scaling laws
+# ---------------------------------------------------------------------------------------------
+
+
+def goodput(checkpoint: float, speed: float, nodes: float, mtbf_hours: float) -> dict:
+    """The fraction of time that makes progress, where each node fails every `mtbf_hours`, with the
+    best interval between checkpoints of so many bytes (Daly 2006, equations 20 and 37; Young's of
+    1974, sqrt(2 M pause), is its first term).
+
+    Training pauses while rank 0 gathers a checkpoint at `speed` bytes/s; then a thread writes it.
+    A failure costs the restart, the reading of a checkpoint, and the progress since the last whole
+    one, which is a write's time older than the last.
+    """
+    M = mtbf_hours * 3600 / nodes           # seconds between two failures of the job
+    pause, write = checkpoint / speed, checkpoint / DISK
+    root = min(1.0, math.sqrt(pause / (2 * M)))
+    interval = max(write, 2 * M * root * (1 + root / 3 + root ** 2 / 9) - pause)
+    lost = RESTART + 2 * write
+    progress = (interval / M * math.exp(-(lost + interval + pause) / M)
+                / -math.expm1(-(interval + pause) / M))
+    return dict(failure_hours=M / 3600, pause_seconds=pause, write_seconds=write,
+                interval_seconds=interval, goodput=progress)
+
+
+def chinchilla_loss(parameters: float, tokens: float) -> float:
+    """Loss in nats per token that a good run of this size reaches on text of the web: the law that
+    Hoffmann et al. 2022 fitted, equation 10 (their tokenizer, 32000 tokens)."""
+    return 1.69 + 406.4 / parameters ** 0.34 + 410.7 / tokens ** 0.28
+
+
+def compute_optimal(flops: float) -> dict[str, float]:
+    """Parameters N of the model with the lowest loss that 6 N D = `flops` can buy, by three laws:
+
+    chinchilla      20 tokens per parameter (Hoffmann et al. 2022, table 3, and Chinchilla itself)
+    chinchilla_law  the minimum of `chinchilla_loss` (equation 4 there, with rounded constants)
+    kaplan          1.3e9 PF-days^0.73 (Kaplan et al. 2020, table 6), without embeddings: too large
+    """
+    return dict(
+        chinchilla=math.sqrt(flops / 6 / 20), kaplan=1.3e9 * (flops / PF_DAY) ** 0.73,
+        chinchilla_law=(0.34 * 406.4 / (0.28 * 410.7) * (flops / 6) ** 0.28) ** (1 / 0.62))
+
+
+# ---------------------------------------------------------------------------------------------
+# Search
+# ---------------------------------------------------------------------------------------------
+
+
+def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict]:
+    """The plans of the ten fastest layouts that fit, of those with tp inside a machine and
+    microbatches of 1 to 16 sequences, and with 1F1B, which takes less time and memory than GPipe.
+    What `given` names stays as it is in `config`. Raises ValueError if nothing fits."""
+    divisors = [n for n in range(1, config.world + 1) if config.world % n == 0]
+    options = dict(tp=[n for n in divisors if config.gpus_per_node % n == 0],
+                   pp=[n for n in divisors if n <= cfg.n_layer], pp_schedule=["1f1b"],
+                   micro_batch=[1, 2, 4, 8, 16], zero=range(4), recompute=[False, True],
+                   sequence_parallel=[False, True])
+    for name in options.keys() & given.keys():
+        options[name] = [getattr(config, name)]
+    plans = []
+    for values in product(*options.values()):
+        one = replace(config, **dict(zip(options, values)))
+        if one.zero > 0 and one.world == one.tp * one.pp:       # one replica has nothing to shard
+            continue
+        with suppress(ValueError):
+            check_layout(cfg, one.world, one.tp, one.pp, one.batch_size, one.micro_batch, one.zero,
+                         one.sequence_parallel)
+            plan = make_plan(cfg, one)
+            if plan["fits"]:
+                plans.append(plan)
+    if not plans:
+        raise ValueError(f"no layout of this model and batch size {config.batch_size} fits "
+                         f"{config.world} x {config.gpu}: take more or larger GPUs, --offload, or "
+                         f"a batch size that more layouts divide")
+    # Of the sizes of a microbatch the fastest, or of equal ones the smallest.
+    plans.sort(key=lambda plan: (plan["step_seconds"], plan["memory_bytes"]))
+    best = {}
+    for plan in plans:
+        layout = tuple(plan[name] for name in options if name != "micro_batch")
+        best.setdefault(layout, plan)
+    return list(best.values())[:10]
+
+
+# ---------------------------------------------------------------------------------------------
+# Text
+# ---------------------------------------------------------------------------------------------
+
+
+def format_bytes(size: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9)):
+        if size >= scale:
+            return f"{size / scale:,.1f} {unit}"
+    return f"{size / 1e6:,.1f} MB"
+
+
+def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
+    """The numbers of `make_plan` in lines, the most important first."""
+    def parts(prefix, render):
+        return ", ".join(f"{name.removeprefix(prefix).replace('_', ' ')} {render(x)}"
+                         for name, x in plan.items()
+                         if name.startswith(prefix) and name != "memory_bytes")
+    options = [f"zero {config.zero}"]
+    if config.pp > 1:
+        options.append(config.pp_schedule)
+    options += [name.replace("_", " ") for name in ("recompute", "sequence_parallel", "offload")
+                if getattr(config, name)]
+    num_microbatches = config.batch_size // (plan["dp"] * config.micro_batch)
+    lines = [
+        f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
+        f"{GPUS[config.gpu].memory / 1e9:.0f} GB on rank {plan['fullest_rank']}, the fullest; "
+        f"a tenth should stay free",
+        f"run      {config.steps:,} steps in {plan['days']:.3g} days, {plan['gpu_hours']:,.0f} GPU "
+        f"hours; MFU {plan['mfu']:.1%}, {plan['hardware_tflops_per_gpu']:.0f} TFLOP/s per GPU",
+        f"model    {plan['parameters']:,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
+        f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}",
+        f"layout   dp {plan['dp']} x pp {config.pp} x tp {config.tp}, {config.gpu}, "
+        f"{config.dtype}, {', '.join(options)}",
+        f"batch    {config.batch_size} sequences = dp {plan['dp']} x {num_microbatches} "
+        f"microbatches x {config.micro_batch} sequences; {plan['tokens_per_step']:,} tokens per "
+        f"step",
+        f"memory   {parts('memory_', format_bytes)} (buffers, logits, activations: estimates)",
+        f"compute  {plan['tokens']:.4g} tokens x {plan['flops_per_token']:.4g} FLOPs = "
+        f"{plan['flops_with_attention']:.4g}, {plan['pf_days']:,.4g} PF-days; with recomputation "
+        f"{plan['flops_with_recomputation']:.4g}",
+        f"optimal  {plan['compute_optimal_tokens']:.4g} tokens for this model; for this compute, "
+        f"in parameters, {parts('compute_optimal_parameters_', '{:.4g}'.format)}; predicted loss "
+        f"{plan['predicted_loss']:.2f}",
+        f"sends    per step: {parts('bytes_', format_bytes)}",
+        f"step     {plan['step_seconds']:.4g} s: {parts('seconds_', '{:,.4g} s'.format)}; bubble "
+        f"{plan['bubble']:.1%}; {plan['tokens_per_second']:,.0f} tokens per second",
+        f"failures every {plan['failure_hours']:,.4g} hours; a checkpoint every "
+        f"{plan['interval_seconds']:,.0f} s pauses {plan['pause_seconds']:,.4g} s and is written "
+        f"in {plan['write_seconds']:,.4g} s; goodput {plan['goodput']:.1%}",
+        "assumes  backward hides data parallelism, nothing hides tp and pp; no rank is slow"]
+    if plan["tokens"] < plan["compute_optimal_tokens"] / 10:
+        lines.append("note     few tokens for this model: give --tokens, or --steps, --batch-size")
+    if config.dtype == "fp32":
+        lines.append("note     fp32 is slow: give --dtype bf16 (fp16 on a V100)")
+    return "\n".join(lines)
+
+
+def format_search(plans: list[dict]) -> str:
+    """A row for each layout, the fastest first, and train.py's flags of the first."""
+    rows = [["dp", "pp", "tp", "micro-batch", "zero", "recompute", "sequence-parallel", "memory GB",
+             "bubble %", "step s", "MFU %", "days"]]
+    for plan in plans:
+        rows.append([str(plan[name]) for name in ("dp", "pp", "tp", "micro_batch", "zero")])
+        for switch in ("recompute", "sequence_parallel"):
+            rows[-1].append("yes" if plan[switch] else "no")
+        rows[-1] += [f"{plan['memory_bytes'] / 1e9:.1f}", f"{100 * plan['bubble']:.1f}",
+                     f"{plan['step_seconds']:.4g}", f"{100 * plan['mfu']:.1f}",
+                     f"{plan['days']:.3g}"]
+    lines = []
+    for row in rows:
+        lines.append("  ".join(cell.rjust(max(4, len(name))) for cell, name in zip(row, rows[0])))
+    first = plans[0]
+    flags = [f"--{name.replace('_', '-')} {first[name]}"
+             for name in ("tp", "pp", "pp_schedule", "micro_batch", "zero")]
+    flags += [f"--{name.replace('_', '-')}" for name in ("recompute", "sequence_parallel")
+              if first[name]]
+    lines.append(f"the first, for train.py: {' '.join(flags)}")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------
+
+
+def answer(arguments: list[str]) -> str:
+    """What the command prints. Raises ValueError on a usage error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plan", description="Plan a run of train.py on GPUs: memory, traffic, "
+        "time and failures.", allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    train.add_flags(parser, OWN_FLAGS + RUN_FLAGS, PlanConfig)
+    given = train.parse_given(parser, arguments, PlanConfig)
+    if "world" not in given or "gpu" not in given:
+        raise ValueError(f"--world, the number of GPUs, and --gpu, one of {', '.join(GPUS)}, are "
+                         f"required")
+    if "tokens" in given and "steps" in given:
+        raise ValueError("--steps and --tokens both say when the run ends: drop one")
+    config = PlanConfig(**given)
+    if config.dtype == "bf16" and GPUS[config.gpu].name == "V100":
+        raise ValueError("a V100 has no matrix products in bf16: give --dtype fp16")
+    shape = train.model_shape(vars(config))
+    if config.tokens is not None:
+        steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
+        config = replace(config, steps=steps)
+
+    if config.search:
+        plans = search_layouts(GPTConfig(config.vocab_size, **shape), config, given)
+        return json.dumps(plans) if config.json else format_search(plans)
+    config, cfg = train.check_config(config, shape, config.vocab_size, config.world)
+    plan = make_plan(cfg, config)
+    return json.dumps(plan) if config.json else format_plan(cfg, config, plan)
+
+
+def main() -> None:
+    try:
+        print_rank0(answer(sys.argv[1:]))
+    except ValueError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
