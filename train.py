@@ -34,12 +34,12 @@ import re
 import shlex
 import shutil
 import statistics
-import string
+import subprocess
 import sys
 import time
 import traceback
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -81,11 +81,9 @@ class Config:
     data: str = flag("data/python", "directory of token shards, made by data.py; or several by "
                      "weight: A=0.7,B=0.3", group="paths")
     out: str = flag("out", "directory for checkpoints and metrics.jsonl")
-    log: str = flag(None, "beside metrics.jsonl: tensorboard (in OUT/tensorboard), wandb (which "
-                    "keeps the steps that a rollback voids), or tensorboard,wandb", str,
+    log: str = flag(None, "send metrics.jsonl to tensorboard (in OUT/tensorboard), wandb, or both: "
+                    "tensorboard,wandb; see tools/follow.py", str,
                     choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
-    compare: list = flag(None, "draw and list the runs in these directories, and leave; capitals "
-                         "are validation losses, > a resume, < a rollback", list)
     model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model")
     n_layer: int = flag(None, "blocks (this and the next four override --model)", int, low=1)
     n_head: int = flag(None, "attention heads", int, low=1)
@@ -153,7 +151,7 @@ class Config:
 PLAN = ("world", "gpu", "gpus_per_node", "mtbf_hours", "vocab_size")
 # Paths, layout and precision belong to one start: they are never taken from a checkpoint. (But
 # --init-from is remembered: it says how the run began.)
-LOCAL = {"data", "out", "log", "compare", "resume", "eval_only", "tp", "pp", "pp_schedule",
+LOCAL = {"data", "out", "log", "resume", "eval_only", "tp", "pp", "pp_schedule",
          "device", "compile", "timeout", "micro_batch", "zero", "recompute", "sequence_parallel",
          "offload", "dtype", "plan", *PLAN, "epochs"}       # what remains of epochs is `steps`
 FREE = {"steps", "save_every", "eval_every", "keep"}        # other values make no other run
@@ -172,7 +170,7 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
 def settings_of(config: Config) -> dict:
     """What a checkpoint and the log keep of a run's flags."""
     return {name: value for name, value in dataclasses.asdict(config).items()
-            if name not in ("plan", "compare", *PLAN)}
+            if name not in ("plan", *PLAN)}
 
 
 def step_range(text: str) -> tuple[int, int]:
@@ -200,7 +198,6 @@ def parse_flags(arguments) -> dict:
         notes = [f"at least {low}"] * (low is not None) + [f"below {below}"] * bool(below)
         notes += [f"default {f.default}"] * (f.default is not None and kind is not bool)
         how = dict(action="store_true") if kind is bool else dict(
-            nargs="+", metavar="OUT") if kind is list else dict(
             type=kind, choices=f.metadata["choices"],
             metavar={int: "N", float: "X", str: "NAME"}[kind])
         group.add_argument("--" + f.name.replace("_", "-"), **how,
@@ -573,7 +570,9 @@ class Run:
             if stopping:
                 break
         all_ranks(self.writer.finish)                   # the last checkpoint must not be missing
-        if self.step < config.steps:
+        if self.step == config.steps:
+            self.metrics.write(event="end", step=self.step)
+        else:
             self.metrics.write(event="stop", step=self.step)
             print_rank0(f"stopped and saved after step {self.step}; " + (
                 "go on with --resume auto" if config.resume == "never" else
@@ -750,71 +749,45 @@ class Run:
 
 
 # ---------------------------------------------------------------------------------------------
-# A look at runs, also while they train
+# Dashboards: tools/follow.py sends metrics.jsonl to them, in a process of its own
 # ---------------------------------------------------------------------------------------------
 
-
-def chart(runs: list, width: int, height: int = 16) -> list[str]:
-    """Lines with the losses of runs (letter, rows, events) over tokens, on a logarithmic scale that
-    ends at the first loss; the first run is on top. Capitals are validation losses; below, > is a
-    resume and < a rollback."""
-    most, points, lines = max(rows[-1]["tokens"] for _, rows, _ in runs), {}, []
-    column = lambda row: row["tokens"] * (width - 1) // most
-    top = max(next(row["loss"] for row in rows if row["loss"] is not None) for _, rows, _ in runs)
-    for letter, rows, _ in reversed(runs):
-        for mark, name in (letter, "loss"), (letter.upper(), "val_loss"):
-            for row in rows:
-                if row.get(name) is not None:
-                    loss = min(max(row[name], 1e-9), top)
-                    points.setdefault((mark, column(row)), []).append(loss)
-    levels = {place: math.log(statistics.fmean(losses)) for place, losses in points.items()}
-    low, high = min(levels.values()), max(levels.values())
-    cells = [[" "] * width for _ in range(height)]
-    for (mark, x), level in levels.items():
-        cells[round((high - level) / (high - low or 1) * (height - 1))][x] = mark
-    for y, line in enumerate(cells):
-        lines.append(f"{math.exp(high - y * (high - low) / (height - 1)):9.4f} |{''.join(line)}")
-    lines.append(f"{'+':>11}" + "-" * width)
-    for letter, rows, events in runs:
-        line = [" "] * width
-        for event in events:
-            if event["event"] in ("resume", "rollback"):
-                last = checkpoint.branch_point(event)
-                row = next((row for row in rows if row["step"] > last), rows[-1])
-                line[column(row)] = "<" if event["event"] == "rollback" else ">"
-        lines += [f"{letter:>9} |{''.join(line)}"] * (set(line) != {" "})
-    return [*lines, f"{'tokens':>9}  0{most:>{width - 1},}", ""]
+FOLLOWER = Path(__file__).resolve().with_name("tools") / "follow.py"
 
 
-def compare(outs: list[str]) -> str:
-    """A chart as wide as the terminal and a table of runs, the best validation loss first. Raises
-    ValueError if none has made a step."""
-    runs, names = [], string.ascii_lowercase + " " * len(outs)
-    for out in dict.fromkeys(outs):
-        rows, events, hours = checkpoint.read_metrics(Path(out))
-        if any(row.get("loss") is not None for row in rows):
-            evals = [row for row in rows if row.get("val_loss") is not None]
-            best = min(evals, key=lambda row: row["val_loss"], default={})
-            runs.append((out, rows, events, hours, best, evals[-1] if evals else {}))
-        else:
-            checkpoint.warn(f"{out}/metrics.jsonl has no step")
-    if not runs:
-        raise ValueError("nothing to compare: give the --out of runs that have made a step")
-    runs.sort(key=lambda run: run[4].get("val_loss", math.inf))
-    width = max(20, shutil.get_terminal_size((100, 24)).columns - 12)
-    lines = chart([(name, run[1], run[2]) for name, run in zip(names, runs)], width)
-    lines.append("   best val  at step  last val  at step   steps           tokens   hours    "
-                 "tokens/s   peak lr  run, events")
-    for name, (out, rows, events, hours, best, last) in zip(names, runs):
-        kinds = Counter(event["event"] for event in events if event["event"] != "start")
-        lines.append(
-            f"{name}  {best.get('val_loss', math.nan):8.4f} {best.get('step', '-'):>8} "
-            f"{last.get('val_loss', math.nan):9.4f} {last.get('step', '-'):>8} "
-            f"{rows[-1]['step']:7} {rows[-1]['tokens']:16,} {hours:7.2f} "
-            f"{statistics.median(row['tokens_per_second'] for row in rows):11,.0f}  "
-            f"{max(row['lr'] for row in rows):.2e}  "
-            + ", ".join([out, *(f"{count} {kind}" for kind, count in kinds.items())]))
-    return "\n".join(lines)
+def check_follower(log: str) -> None:
+    """Raises ValueError if what --log needs is missing."""
+    for name in log.split(","):
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"--log {name} needs a package that is missing: pip install {name}")
+    if not FOLLOWER.exists():
+        raise ValueError(f"--log {log} needs {FOLLOWER}, which is missing: leave the flag out")
+
+
+def start_follower(config: Config) -> subprocess.Popen | None:
+    """Start the process, on rank 0. It can neither slow nor end the run. It has a session of its
+    own because it must send the last lines after a Ctrl-C or torchrun's SIGTERM."""
+    command = [sys.executable, "-m", "tools.follow", os.path.abspath(config.out),
+               "--to", config.log, "--parent"]
+    try:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, cwd=FOLLOWER.parent.parent,
+                                start_new_session=True)
+    except OSError as error:
+        checkpoint.warn(f"--log {config.log} cannot start: {error}")
+        return None
+
+
+def stop_follower(follower: subprocess.Popen, seconds: float = 10) -> None:
+    """Let it send the last lines. (It prints its own errors.)"""
+    follower.stdin.close()
+    try:
+        if follower.wait(seconds) < 0:
+            checkpoint.warn(f"--log: tools.follow was ended by signal {-follower.returncode}")
+    except subprocess.TimeoutExpired:
+        follower.kill()
+        follower.wait()
+        checkpoint.warn(f"--log: tools.follow did not end in {seconds} seconds: "
+                        f"`python -m tools.follow` sends the rest")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -827,9 +800,8 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device, res
     """What rank 0 settles alone, without communication: config, model, the checkpoint to go on from
     or None, events of damaged ones; last, the lock of --out on the stack. Errors are for main."""
     config = Config(**given)
-    for name in checkpoint.LOGS:
-        if name in (config.log or "") and importlib.util.find_spec(name) is None:
-            raise ValueError(f"--log {name} needs a package that is missing: pip install {name}")
+    if config.log is not None:
+        check_follower(config.log)
     out, found = Path(config.out), checkpoint.list_checkpoints(Path(config.out))
     explicit = config.resume not in ("auto", "never") and not config.eval_only
     path, events, branch = checkpoint.find_checkpoint(
@@ -864,8 +836,10 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device, res
     return config, cfg, path, events, branch
 
 
-def start(run: Run, state: dict | None, path: Path | None, events: list, given: dict) -> None:
-    """Evaluate; or tell how the run begins, and train. `state` was loaded from `path`."""
+def start(run: Run, state: dict | None, path: Path | None, events: list, given: dict,
+          at_exit: ExitStack) -> None:
+    """Evaluate; or tell how the run begins, and train. `state` was loaded from `path`; `at_exit`
+    is closed after the process group."""
     config, factor, settings = run.config, run.monitor.lr_factor, settings_of(run.config)
     if config.eval_only:
         text = format_eval(run.evaluate_all(), run.val_data)
@@ -873,7 +847,11 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
     if run.step >= config.steps:
         return print_rank0(f"{path} is step {run.step} of {config.steps}: nothing left to do; "
                            f"raise --steps or --epochs to go on, or give another --out")
-    metrics = all_ranks(lambda: checkpoint.Metrics(Path(config.out), run.grid.rank, config.log))
+    metrics = all_ranks(lambda: checkpoint.Metrics(Path(config.out), run.grid.rank))
+    if config.log is not None and run.grid.rank == 0:
+        follower = start_follower(config)
+        if follower is not None:
+            at_exit.callback(stop_follower, follower)
     print_summary(run)
     if state is None:
         metrics.write(event="start", step=0, config=settings)
@@ -916,7 +894,8 @@ def start(run: Run, state: dict | None, path: Path | None, events: list, given: 
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
 
 
-def launch(prepared, given: dict, device: torch.device, rank: int, world: int) -> None:
+def launch(prepared, given: dict, device: torch.device, rank: int, world: int,
+           at_exit: ExitStack) -> None:
     """All ranks, from what rank 0 has prepared to the end of the run."""
     assert_own_gpu(device)
     with ExitStack() as stack:
@@ -940,7 +919,7 @@ def launch(prepared, given: dict, device: torch.device, rank: int, world: int) -
         for name in checkpoint.STATE if state else ():
             del state[name]                             # the file is mapped no longer
         try:
-            start(run, state, path, events, given)
+            start(run, state, path, events, given, at_exit)
         except PeerError as error:
             raise PeerError(f"stage {grid.stage}, step {run.step + 1}: {error}") from error
 
@@ -954,10 +933,6 @@ def main() -> None:
     try:
         given = parse_flags(sys.argv[1:])
         config = Config(**given)
-        if config.compare is not None:
-            if rank == 0:
-                print_rank0(compare(config.compare))
-            sys.exit(0)
         if config.plan is not None:
             if rank == 0:
                 print_plan(given)
@@ -983,7 +958,7 @@ def main() -> None:
     try:
         with stack, process_group(rank, world, device, timedelta(seconds=config.timeout)):
             try:
-                launch(prepared, given, device, rank, world)
+                launch(prepared, given, device, rank, world, stack)
             except RunError as error:               # raised alike on every rank
                 status = error.status
                 if rank == 0:
