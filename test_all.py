@@ -214,12 +214,13 @@ def pool():
 
 @pytest.fixture(scope="session", autouse=True)
 def leave_nothing_behind():
-    """pytest compiles this file before its first line has run."""
+    """pytest compiles the files of tests before their first line has run."""
     yield
-    for file in (ROOT / "__pycache__").glob("test_all.*"):
-        file.unlink()
-    with suppress(OSError):
-        (ROOT / "__pycache__").rmdir()
+    for folder in (ROOT / "__pycache__", ROOT / "tools" / "__pycache__"):
+        for file in [*folder.glob("test_*"), *folder.glob("__init__.*")]:
+            file.unlink()
+        with suppress(OSError):
+            folder.rmdir()
 
 
 class Memory(data.TokenDataset):
