@@ -585,104 +585,14 @@ def check_data(state: dict, dataset: TokenDataset, data: str, same: bool) -> Non
                          f"begin a run on this one with --init-from and another --out")
 
 
-def lines_of(out: Path) -> list[dict]:
-    """What out/metrics.jsonl holds, if it is there; a run may be writing its last line."""
-    lines, path = [], out / "metrics.jsonl"
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            lines.append(json.loads(line))
-    return [line for line in lines if isinstance(line, dict) and "step" in line]
-
-
-def branch_point(line: dict) -> int | None:
-    """The step from which a run goes on by this event, which voids rows beyond it; else None."""
-    return {"start": 0, "resume": line["step"], "rollback": line.get("to")}.get(line.get("event"))
-
-
-def read_metrics(out: Path) -> tuple[list[dict], list[dict], float]:
-    """(rows of steps, without void ones; events; hours at work) of out/metrics.jsonl."""
-    rows, events, seconds, before = [], [], 0.0, None
-    for line in lines_of(out):
-        now, event = line.get("time"), line.get("event")
-        last = branch_point(line) if event else line["step"] - 1
-        while last is not None and rows and rows[-1]["step"] > last:
-            rows.pop()
-        (events if event else rows).append(line)
-        if None not in (now, before) and event not in ("start", "damaged", "resume"):
-            seconds += now - before
-        before = now
-    return rows, events, seconds / 3600
-
-
-class TensorBoard:
-    """Event files in out/tensorboard; what happened is text, in its folder `events`. Not by torch's
-    SummaryWriter: of a full disk its thread tells in tracebacks."""
-
-    def __init__(self, out: Path):
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
-        self.Event, self.RecordWriter = Event, RecordWriter
-        self.rows = out / "tensorboard" / f"events.out.tfevents.{time.time_ns()}"
-        self.texts = self.rows.parent / "events" / self.rows.name
-        self.texts.parent.mkdir(parents=True, exist_ok=True)
-        for file in (self.rows, self.texts):
-            self.append(file, file_version="brain.Event:2")
-
-    def append(self, file: Path, **event) -> None:
-        with open(file, "ab") as stream:
-            self.RecordWriter(stream).write(self.Event(**event).SerializeToString())
-
-    def write(self, row: dict) -> None:
-        at, last = dict(step=row["step"], wall_time=row["time"]), branch_point(row)
-        if last is not None:                            # hides what came before of these steps
-            self.append(self.rows, **at | dict(step=last + 1), session_log=dict(status="START"))
-        if "event" in row:
-            text = dict(dtype="DT_STRING", string_val=[json.dumps(row).encode()])
-            self.append(self.texts, **at, summary=dict(value=[dict(
-                tag=row["event"], tensor=text,
-                metadata=dict(plugin_data=dict(plugin_name="text")))]))
-        else:
-            self.append(self.rows, **at, summary=dict(value=[
-                dict(tag=name, simple_value=value) for name, value in row.items()
-                if name not in ("step", "time") and value is not None]))
-
-
-class WandB:
-    """A run of Weights & Biases, its id in out/wandb_id. It takes no step twice: steps that it has
-    are not sent again after a resume or rollback, and void ones stay."""
-
-    def __init__(self, out: Path):
-        import wandb
-        file = out / "wandb_id"
-        known = file.read_text() if file.exists() else None
-        self.run = wandb.init(id=known, resume="allow", name=str(out), dir=out)
-        file.write_text(self.run.id)
-        self.sent = max((line["step"] for line in lines_of(out) if known and "event" not in line),
-                        default=0)
-        self.texts = {}             # (step, event) -> lines: a second one would replace the first
-
-    def write(self, row: dict) -> None:
-        if "event" in row:
-            self.run.config.update(row.get("config", {}), allow_val_change=True)
-            at = max(row["step"], self.sent + 1)
-            texts = self.texts.setdefault((at, row["event"]), [])
-            texts.append(json.dumps(row))
-            self.run.log({"events/" + row["event"]: "\n".join(texts)}, step=at)
-        elif row["step"] > self.sent:
-            self.sent = row["step"]
-            self.run.log(row, step=self.sent, commit=True)
-
-
-LOGS = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 class Metrics:
-    """out/metrics.jsonl, append-only: one object a step, and one with `event` for what happened
-    besides; and the same in the `log`, names of LOGS. Only rank 0 writes."""
+    """OUT/metrics.jsonl, append-only: one object per step, and one with `event` for anything else.
+    Only rank 0 writes."""
 
-    def __init__(self, out: Path, rank: int, log: str | None = None):
-        self.out, self.path = out, out / "metrics.jsonl" if rank == 0 else None
-        self.logs = {name: None for name in LOGS if name in (log or "")}
+    def __init__(self, out: Path, rank: int):
+        self.path = out / "metrics.jsonl" if rank == 0 else None
         if rank == 0:
             with open(self.path, "a+b") as file:
                 file.seek(0)
@@ -702,13 +612,6 @@ class Metrics:
                     raise OSError("the disk is full")
         except OSError as error:                        # costs this line, not the run
             warn(f"metrics.jsonl lacks a line: {error}")
-        for name in list(self.logs):
-            try:
-                self.logs[name] = self.logs[name] or LOGS[name](self.out)
-                self.logs[name].write(row)
-            except Exception as error:                  # costs this log, not the run
-                del self.logs[name]
-                warn(f"--log {name} is off from here on: {type(error).__name__}: {error}")
 
 
 # ---------------------------------------------------------------------------------------------

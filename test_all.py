@@ -10,6 +10,7 @@ DistributedDataParallel, a plain model), that is what we compare with. Upstream 
 random: all-ones hide what is transposed. Eight processes are started once and do all the
 distributed work; but for -m gpu nothing here needs a network or a GPU.
 """
+import ast
 import errno
 import functools
 import hashlib
@@ -212,12 +213,13 @@ def pool():
 
 @pytest.fixture(scope="session", autouse=True)
 def leave_nothing_behind():
-    """pytest compiles this file before its first line has run."""
+    """pytest compiles the files of tests before their first line has run."""
     yield
-    for file in (ROOT / "__pycache__").glob("test_all.*"):
-        file.unlink()
-    with suppress(OSError):
-        (ROOT / "__pycache__").rmdir()
+    for folder in (ROOT / "__pycache__", ROOT / "tools" / "__pycache__"):
+        for file in [*folder.glob("test_*"), *folder.glob("__init__.*")]:
+            file.unlink()
+        with suppress(OSError):
+            folder.rmdir()
 
 
 class Memory(data.TokenDataset):
@@ -247,6 +249,8 @@ class Rows:
         run.events = []
 
     def write(self, **row):
+        if row.get("event") == "end":       # every run of a test that is not stopped has it
+            return
         if "event" in row:
             self.run.events.append(row)
         else:
@@ -2144,8 +2148,7 @@ def test_gpus_train_as_the_cpu(run_train, shards, tmp_path, monkeypatch, world, 
             pytest.skip(f"fewer than {world} GPUs here")
         assert process.returncode == 0, error
     assert run_train(*same, "--out", tmp_path / "cpu")[0] == 0
-    gpu, branch, cpu = (checkpoint.read_metrics(tmp_path / name)[0]
-                        for name in ("gpu", "branch", "cpu"))
+    gpu, branch, cpu = (read_metrics(tmp_path / name)[0] for name in ("gpu", "branch", "cpu"))
     gpu = gpu[:4] + branch
     bound = 0.02 if "16" in flags else 1e-5
     for name in ("loss", "grad_norm"):
@@ -2740,7 +2743,7 @@ def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, 
                                                      message):
     """Of as many processes as tp x pp, where the packages that --log needs are missing."""
     monkeypatch.chdir(things)
-    for package in checkpoint.LOGS:
+    for package in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, package, None)
     before, world = names_in(things), math.prod(map(int, re.findall(r"--[tp]p (\d+)", flags)))
     expect_mistake(run_train("--data", shards, "--out", "o", *TINY, *flags.split(" "),
@@ -2896,98 +2899,6 @@ def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys
         assert "lacks a line" in capsys.readouterr().err and path.read_bytes() == one
 
 
-def test_compare_charts_and_lists_runs_without_their_dead_branches(run_train, tmp_path,
-                                                                   monkeypatch):
-    """A run that was rolled back and resumed, one without a validation loss, and what is none. Each
-    line has an hour and a step; another is being written."""
-    monkeypatch.chdir(tmp_path)
-    for name, lines in dict(
-            a=[(0, 0, dict(event="start")), (0.1, 1, dict(loss=8, val_loss=1)),
-               (0.2, 2, dict(loss=1)), (0.3, 3, dict(loss=1e6)),
-               (0.3, 3, dict(event="rollback", to=1)), (0.4, 2, dict(loss=4, val_loss=2.5)),
-               (0.5, 3, dict(loss=2)), (0.5, 4, dict(loss=None)), (25, 2, dict(event="damaged")),
-               (25, 2, dict(event="resume")), (25.1, 3, dict(loss=2, val_loss=1.25)),
-               (25.2, 4, dict(loss=1))],
-            b=[(0, 0, dict(event="start")), (1, 1, dict(loss=8)), (2, 2, dict(loss=80))],
-            none=[]).items():
-        text = [json.dumps(dict(more, time=3600 * hour, step=step, tokens=100 * step,
-                                lr=0.1 - 0.01 * step, tokens_per_second=7e3)) + "\n"
-                for hour, step, more in lines]
-        Path(name).mkdir()
-        Path(name, "metrics.jsonl").write_text("".join(text) + '{"step": 9, "lo')
-    runs = [(name, *checkpoint.read_metrics(Path(name))[:2]) for name in "ab"]
-    assert train.chart(runs, width=9, height=4) == [
-        "   8.0000 |  a b    ",
-        "   4.0000 |    a    ",
-        "   2.0000 |    A a  ",
-        "   1.0000 |  A   A a",
-        "          +---------",
-        "        a |    < >  ",
-        "   tokens  0     400", ""]
-    status, text, error = run_train("--compare", "b", "none", "a", "nowhere", COLUMNS=52)
-    assert status == 0 and error.count("\n") == 2 and "none/metrics.jsonl has no step" in error
-    assert 50 < max(map(len, text.splitlines()[:20])) <= 52
-    assert [line.split() for line in text.splitlines()[-2:]] == [
-        "a 1.0000 1 1.2500 3 4 400 0.70 7,000 9.00e-02 a, 1 rollback, 1 damaged, 1 resume".split(),
-        "b nan - nan - 2 200 2.00 7,000 9.00e-02 b".split()]
-    status, _, error = run_train("--compare", "none")
-    assert status == 2 and error.splitlines()[-1].startswith("train.py: nothing to compare")
-
-
-@pytest.mark.parametrize("log", [mock.Mock(side_effect=OSError), mock.Mock(
-    **{"return_value.write.side_effect": [None, None, OSError]})], ids=["to open", "step 3"])
-def test_a_log_that_fails_costs_one_warning_and_not_the_run(tmp_path, monkeypatch, capsys, log):
-    monkeypatch.setitem(checkpoint.LOGS, "wandb", log)
-    for rank in (0, 1):
-        metrics = checkpoint.Metrics(tmp_path, rank, "wandb")
-        for step in range(1, 6):
-            metrics.write(step=step)
-        error = capsys.readouterr().err
-        assert error.count("\n") == (rank == 0) == error.count("--log wandb is off")
-    assert column(read_metrics(tmp_path)[0], "step") == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("name, kept", [("tensorboard", [1, 2, 3, 22, 23, 24, 25]),
-                                        ("wandb", [1, 2, 3, 4, 7, 24, 25])])
-def test_a_log_has_every_step_once_and_every_event_after_a_rollback_and_a_resume(
-        tmp_path, monkeypatch, name, kept):
-    """As TensorBoard reads it, which hides void steps. Weights & Biases, here made of Python, takes
-    no step that is behind: it keeps those that it has. A word is a step or an event, its number
-    the loss."""
-    wandb = mock.Mock(**{"init.return_value.id": "x"})
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    reader = name == "wandb" or pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator")
-    for first, words in [(0, "start:0 1 2 3 4 skip:5 spike:5 5 rollback:5 skip:4 skip:4 4 5"),
-                         (20, "damaged:3 resume:3 4 5 6 7")]:
-        metrics = checkpoint.Metrics(tmp_path, 0, name)
-        for number, word in enumerate(words.split(), first):
-            event, _, step = word.rpartition(":")
-            metrics.write(step=int(step), **(dict(event=event, to=3, config=dict(lr=first)) if event
-                                             else dict(loss=number, grad_norm=math.nan)))
-        assert list(metrics.logs) == [name]
-    if name == "tensorboard":
-        seen, events = (reader.EventAccumulator(str(folder)).Reload() for folder in (
-            tmp_path / "tensorboard", tmp_path / "tensorboard" / "events"))
-        assert seen.Tags()["scalars"] == ["loss"]
-        losses = [(x.step, x.value) for x in seen.Scalars("loss")]
-        texts = [x.tensor_proto.string_val[0] for kind in events.Tags()["tensors"]
-                 for x in events.Tensors(kind)]
-    else:
-        run, steps = wandb.init.return_value, {}
-        for call in run.log.call_args_list:
-            assert call.kwargs["step"] >= max(steps, default=0)
-            steps.setdefault(call.kwargs["step"], {}).update(call.args[0])
-        losses = [(step, row["loss"]) for step, row in steps.items() if "loss" in row]
-        texts = [text for row in steps.values() for field, lines in row.items()
-                 if field.startswith("events/") for text in lines.split("\n")]
-        assert [call.kwargs["id"] for call in wandb.init.call_args_list] == [None, "x"]
-        assert mock.call(dict(lr=20), allow_val_change=True) in run.config.update.call_args_list
-    assert losses == list(enumerate(kept, 1))
-    wanted = [(x["event"], x["step"]) for x in checkpoint.read_metrics(tmp_path)[1]]
-    assert sorted((x["event"], x["step"]) for x in map(json.loads, texts)) == sorted(wanted)
-
-
 def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_train, shards,
                                                                             tmp_path):
     """It tells what that changes. And metrics.jsonl has a row for every step, and what happened
@@ -3118,7 +3029,7 @@ def test_a_stop_says_how_to_go_on_but_in_the_last_step_there_is_nothing_to_stop(
         assert words in text and ("stopped" in text) == ("goes" in text or "go on" in text)
     rows, events = read_metrics(tmp_path)
     assert column(rows, "step") == [1, 2, 3] and "val_loss" in rows[2]
-    assert kinds(events) == ["start", "stop", "resume", "stop", "resume"]
+    assert kinds(events) == ["start", "stop", "resume", "stop", "resume", "end"]
 
 
 def test_a_run_goes_on_when_nobody_reads_its_lines(shards, tmp_path):
@@ -3241,7 +3152,7 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
         whole = saved(straight, 10)
         shutil.copy(straight / "step_00000004.pt", out)
         text = run_train("--data", then, "--out", out, *flags)[1]
-        (resume,), end = read_metrics(out)[1], saved(out, 10)
+        (resume, _), end = read_metrics(out)[1], saved(out, 10)
         assert (f"data {then} instead of" in text) == bool(weights)
         assert resume["changed"] == (dict(data=[first, then]) if weights else {})
         assert end["data"] == whole["data"] + [[32, weights]] * bool(weights)
@@ -3608,7 +3519,7 @@ def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_p
         out = tmp_path / f"factor {factor}"
         text = run_train("--data", shards, "--out", out, "--resume", os.path.relpath(by_hand),
                          *flags.split())[1]
-        rows, (resume, *skips) = read_metrics(out)
+        rows, (resume, *skips, _) = read_metrics(out)
         assert told in text and column(rows, "step") == [3, 4]
         assert rows[0]["lr"] == factor * train.learning_rate(train.Config(**resume["config"]), 3)
         assert kinds([resume, *skips]) == ["resume"] + ["skip"] * bool(flags)
@@ -4104,7 +4015,7 @@ def test_healthy_runs_never_roll_back(run_train, shards, library, tmp_path, kind
         run_train("--data", shards, "--out", tmp_path / "base", *SMALL, "--steps", 100)
         flags = [*flags, tmp_path / "base" / "latest.pt"]
     assert run_train("--data", folder, "--out", out, *SMALL, "--steps", 300, *flags)[0] == 0
-    assert kinds(read_metrics(out)[1]) == ["start"]
+    assert kinds(read_metrics(out)[1]) == ["start", "end"]
 
 
 @pytest.mark.slow
@@ -4403,11 +4314,32 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
     own = re.sub(r"(?m)^(\| `.*?\|.*?\|).*", r"\1", section)
     flags = set(re.findall(r"--[a-z][a-z0-9-]*", README.replace(section, own)))
     known = {f"--{name.replace('_', '-')}" for name in asdict(train.Config())}
-    for file in ("data.py", "sample.py", "parallel.py", "checkpoint.py", *tools):
+    tools = [f"tools/{file.name}" for file in ROOT.glob("tools/[!t]*.py")]      # not their tests
+    for file in ["data.py", "sample.py", "parallel.py", "checkpoint.py", *tools]:
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((
         "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",
         "--job", "--cpus", "--max-restarts", "--tasks", "--include", "--num"))}
+
+
+IMPORTS = {     # of our files: those that each may import
+    "model": [], "data": [], "amp": [], "parallel": ["model"],
+    "checkpoint": ["model", "data", "parallel"],
+    "train": ["model", "data", "amp", "parallel", "checkpoint"],
+    "sample": ["model", "data", "checkpoint", "parallel"]}
+
+
+def test_imports_run_one_way_and_no_file_imports_a_tool():
+    """With tools/ deleted the core still works."""
+    ours = {*IMPORTS, "tools", "test_all", *(file.stem for file in ROOT.glob("tools/*.py"))}
+    for file, allowed in IMPORTS.items():
+        found = set()
+        for node in ast.walk(ast.parse((ROOT / f"{file}.py").read_text())):
+            if isinstance(node, ast.Import):
+                found |= {name.name.split(".")[0] for name in node.names}
+            if isinstance(node, ast.ImportFrom):
+                found.add(node.module.split(".")[0])
+        assert found & ours <= set(allowed), file
 
 
 def test_the_readmes_layouts_are_not_refused(shards):

@@ -12,8 +12,11 @@ import multiprocessing
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,10 +24,10 @@ from types import SimpleNamespace
 from unittest import mock
 
 # test_all.py sets the environment that torch reads at its import: before the imports of torch.
-from test_all import (CFG, COVER, FORMULA, README, ROOT, Alive, Memory, Rows, column, gridded,
-                      nothing, own_processes, settings, staged, tokens_of, traffic)
 # Fixtures are found by their names in this module.
-from test_all import leave_nothing_behind, pool
+from test_all import (CFG, COVER, FORMULA, README, ROOT, TINY, Alive, Memory, Rows, column,
+                      expect_mistake, gridded, launch, leave_nothing_behind, nothing, own_processes,
+                      pool, run_train, settings, shards, staged, tokens_of, traffic)
 
 import numpy as np
 import pytest
@@ -32,12 +35,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
+import checkpoint
 import model
 import parallel
 import tools.plan
 import train
 from model import SIZES, GPTConfig
 from parallel import Grid
+from tools import compare, follow
 from tools.plan import (GPUS, HOP, LINK, RESTART, GPUSpec, PlanConfig, activation_bytes,
                         chinchilla_loss, compute_optimal, goodput, logits_bytes, make_plan,
                         memory_bytes, traffic_bytes)
@@ -545,6 +550,343 @@ def test_the_plan_is_a_command_with_help():
 # ---------------------------------------------------------------------------------------------
 
 
+def tool(name, *arguments, **environment):
+    """`python -m tools.NAME` -> (exit status, standard output, standard error)."""
+    ran = subprocess.run([sys.executable, "-m", f"tools.{name}", *map(str, arguments)], text=True,
+                         capture_output=True, timeout=120, stdin=subprocess.DEVNULL,
+                         env={**os.environ, **environment})
+    return ran.returncode, ran.stdout, ran.stderr
+
+
+def write_lines(out, lines):
+    """A metrics.jsonl of (hour, step, fields)."""
+    out.mkdir()
+    text = [json.dumps(dict(more, time=3600 * hour, step=step, tokens=100 * step,
+                            lr=0.1 - 0.01 * step, tokens_per_second=7e3)) + "\n"
+            for hour, step, more in lines]
+    (out / "metrics.jsonl").write_text("".join(text))
+
+
+def test_compare_plots_and_tabulates_runs_without_their_void_rows(tmp_path, monkeypatch):
+    """A run that was rolled back and resumed, one without a validation loss, and a directory
+    without a step. Each line of the first has an hour and a step; its last is being written."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    flags = dict(out="a", lr=4e-3, seed=1, skip_steps=None)
+    write_lines(Path("a"), [
+        (0, 0, dict(event="start", config=flags)), (0.1, 1, dict(loss=8, val_loss=1)),
+        (0.2, 2, dict(loss=1)), (0.3, 3, dict(loss=1e6)), (0.3, 3, dict(event="rollback", to=1)),
+        (0.4, 2, dict(loss=4, val_loss=2.5)), (0.5, 3, dict(loss=2)), (0.5, 4, dict(loss=None)),
+        (25, 2, dict(event="damaged")), (25, 2, dict(event="resume", config=flags)),
+        (25.1, 3, dict(loss=2, val_loss=1.25)), (25.2, 4, dict(loss=1)), (25.2, 4, dict(
+            event="end"))])
+    write_lines(Path("b"), [
+        (0, 0, dict(event="start", config=dict(flags, out="b", lr=1e-3, skip_steps="2:3"))),
+        (1, 1, dict(loss=8)), (2, 2, dict(loss=80))])
+    write_lines(Path("none"), [])
+    with open("a/metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "lo')
+    runs = [(name, compare.read_metrics(Path(name))) for name in "ab"]
+    assert compare.chart(runs, width=9, height=4) == [
+        "   8.0000 |  a b    ",
+        "   4.0000 |    a    ",
+        "   2.0000 |    A a  ",
+        "   1.0000 |  A   A a",
+        "          +---------",
+        "        a |    < >  ",
+        "   tokens  0     400", ""]
+    status, text, error = tool("compare", "b", "none", "a", "nowhere", COLUMNS="52")
+    assert status == 0 and error.count("\n") == 2 and "none/metrics.jsonl has no step" in error
+    assert 50 < max(map(len, text.splitlines()[:20])) <= 52
+    assert [line.split() for line in text.splitlines()[-2:]] == [
+        "a 1.0000 1 1.2500 3 4 400 0h42m 7,000 9.00e-02 a, lr 0.004, 1 rollback, 1 damaged, "
+        "1 resume".split(),
+        "b - - - - 2 200 2h00m 7,000 9.00e-02 b, lr 0.001, skip-steps 2:3".split()]
+    status, text, error = tool("compare", "none")
+    assert (status, text) == (2, "") and error.splitlines()[-1].startswith(
+        "compare.py: nothing to compare")
+    status, _, error = tool("compare")
+    assert status == 2 and error.count("\n") == 1 and "OUT" in error
+    many = [f"c{i}" for i in range(30)]             # more runs than letters
+    for name in many:
+        write_lines(Path(name), [(0, 1, dict(loss=8))])
+    status, text, error = tool("compare", *many)
+    assert (status, error) == (0, "") and len(text.splitlines()) == 20 + 30
+
+
 # ---------------------------------------------------------------------------------------------
 # follow.py
 # ---------------------------------------------------------------------------------------------
+
+
+class FakeWandB:
+    """Weights & Biases as far as the follower uses it: what a server keeps over several sessions.
+    It refuses a step that is behind, as the service does."""
+
+    def __init__(self):
+        self.steps, self.ids, self.configs, self.finished = {}, [], [], 0
+        self.id = "x"
+        self.config = mock.Mock(update=self.update_config)
+
+    def init(self, id, **_):
+        self.ids.append(id)
+        self.closed = max(self.steps, default=-1)
+        return self
+
+    def update_config(self, values, allow_val_change):
+        self.configs.append(values)
+
+    def log(self, values, step):
+        assert step >= max(self.steps, default=0) and step > self.closed
+        self.steps.setdefault(step, {}).update(values)
+
+    def finish(self):
+        self.finished += 1
+
+    def losses(self):
+        return [(step, row["loss"]) for step, row in self.steps.items() if "loss" in row]
+
+    def texts(self):
+        return [text for row in self.steps.values() for field, lines in row.items()
+                if field.startswith("events/") for text in lines.split("\n")]
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+class ReadByTensorBoard:
+    """The losses and events in OUT/tensorboard, as TensorBoard reads them."""
+
+    def __init__(self, out):
+        reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        self.rows, self.events = (reader.EventAccumulator(str(folder)).Reload() for folder in (
+            out / "tensorboard", out / "tensorboard" / "events"))
+
+    def losses(self):
+        assert self.rows.Tags()["scalars"] == ["loss"]
+        return [(x.step, x.value) for x in self.rows.Scalars("loss")]
+
+    def texts(self):
+        return [x.tensor_proto.string_val[0] for kind in self.events.Tags()["tensors"]
+                for x in self.events.Tensors(kind)]
+
+
+def log_words(out, words, number=0):
+    """Write lines as a run does: a word is a step, whose loss is the word's number, or an event and
+    its step."""
+    metrics = checkpoint.Metrics(out, 0)
+    for number, word in enumerate(words.split(), number):
+        event, _, step = word.rpartition(":")
+        if event:
+            metrics.write(step=int(step), event=event, to=3, config=dict(lr=number))
+        else:
+            metrics.write(step=int(step), loss=number, grad_norm=math.nan)
+
+
+def assert_events_arrived(out, texts):
+    wanted = [(event["event"], event["step"]) for event in compare.read_metrics(out).events]
+    assert sorted((x["event"], x["step"]) for x in map(json.loads, texts)) == sorted(wanted)
+
+
+def send(out, *names):
+    """What the follower does each second."""
+    destinations = [follow.DESTINATIONS[name](out) for name in names]
+    for destination in destinations:
+        follow.send_new_lines(out / "metrics.jsonl", destination)
+        if destination.is_open:
+            destination.close()
+
+
+FIRST, THEN = "start:0 1 2 3 4 skip:5 spike:5 5 rollback:5 skip:4 skip:4 4 5", (
+    "damaged:3 resume:3 4 5 6 7 end:7")
+
+
+@pytest.mark.parametrize("name, kept", [("tensorboard", [1, 2, 3, 22, 23, 24, 25]),
+                                        ("wandb", [1, 2, 3, 4, 7, 24, 25])])
+@pytest.mark.parametrize("restarts", ["at the resume", "later", "after each second line"])
+def test_a_log_has_every_step_once_and_every_event_after_a_rollback_and_a_resume(
+        tmp_path, wandb, name, kept, restarts):
+    """In order, wherever the follower is started again: TensorBoard hides void steps; Weights &
+    Biases keeps those that it has."""
+    log_words(tmp_path, FIRST)
+    if restarts == "at the resume":
+        send(tmp_path, name)
+    log_words(tmp_path, THEN, 20)
+    if restarts == "after each second line":
+        path = tmp_path / "metrics.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True)
+        for count in range(0, len(lines), 2):
+            path.write_bytes(b"".join(lines[:count]))
+            send(tmp_path, name)
+        path.write_bytes(b"".join(lines))
+    for _ in range(2):                      # the second time there is nothing to send
+        send(tmp_path, name)
+    seen = ReadByTensorBoard(tmp_path) if name == "tensorboard" else wandb
+    assert seen.losses() == list(enumerate(kept, 1))
+    assert_events_arrived(tmp_path, seen.texts())
+    if name == "wandb":
+        assert wandb.ids[0] is None and set(wandb.ids[1:]) <= {"x"}
+        assert wandb.finished == len(wandb.ids) and dict(lr=21) in wandb.configs
+
+
+def test_lines_arrive_whole_also_if_the_file_shrinks(tmp_path, wandb):
+    """A line is torn at some byte; later the last three lines are lost, as after a crash of the
+    machine, and the run goes on from step 1."""
+    log_words(tmp_path, "start:0 1 2 3 4")
+    path = tmp_path / "metrics.jsonl"
+    content = path.read_bytes()
+    destinations = [follow.DESTINATIONS[name](tmp_path) for name in ("tensorboard", "wandb")]
+
+    def update():
+        for destination in destinations:
+            follow.send_new_lines(path, destination)
+
+    for size in range(0, len(content) + 1, 7):
+        path.write_bytes(content[:size])
+        update()
+    path.write_bytes(content)
+    update()
+    path.write_bytes(b"".join(content.splitlines(keepends=True)[:2]))
+    update()
+    log_words(tmp_path, "resume:1 2 3 4 5", 10)
+    update()
+    assert ReadByTensorBoard(tmp_path).losses() == [(1, 1), (2, 11), (3, 12), (4, 13), (5, 14)]
+    assert wandb.losses() == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 14)]
+
+
+def test_steps_logged_without_a_log_are_sent_later(tmp_path, wandb):
+    """Also those from before the folder was removed; and each goes on from where it came itself."""
+    log_words(tmp_path, "start:0 1 2")
+    send(tmp_path, "wandb")
+    log_words(tmp_path, "resume:2 3 4", 10)                 # a run without --log
+    log_words(tmp_path, "resume:4 5", 20)
+    send(tmp_path, "wandb", "tensorboard")
+    losses = [(1, 1), (2, 2), (3, 11), (4, 12), (5, 21)]
+    assert wandb.losses() == losses == ReadByTensorBoard(tmp_path).losses()
+    for file in (tmp_path / "tensorboard").glob("*.json"):
+        file.unlink()
+    send(tmp_path, "tensorboard")
+    assert losses == ReadByTensorBoard(tmp_path).losses()
+
+
+def test_a_log_that_fails_costs_one_warning_and_goes_on_from_there_later(tmp_path, wandb, capsys):
+    """Weights & Biases fails at its fifth line; TensorBoard goes on."""
+    pytest.importorskip("tensorboard")
+    log_words(tmp_path, "start:0 1 2 3 4 5 end:5")
+    with mock.patch.object(wandb, "log", side_effect=[None] * 4 + [OSError("lost\nfor now")]):
+        assert not follow.follow(tmp_path, ["wandb", "tensorboard"], parent=False)
+    error = capsys.readouterr().err
+    assert error == "follow.py: warning: wandb is off from here on: OSError: lost for now\n"
+    assert len(ReadByTensorBoard(tmp_path).losses()) == 5
+    assert follow.follow(tmp_path, ["wandb", "tensorboard"], parent=False)
+    assert wandb.losses() == [(4, 4), (5, 5)] and capsys.readouterr().err == ""
+    with mock.patch.object(wandb, "finish", side_effect=OSError):
+        log_words(tmp_path, "resume:5 6 end:6")
+        assert not follow.follow(tmp_path, ["wandb"], parent=False)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_follower_waits_for_more_until_the_run_is_complete(tmp_path, monkeypatch):
+    """An `end` that other lines follow, as after a resume with more --steps, is not the end."""
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.01)
+    log_words(tmp_path, "start:0 1 end:1 resume:1 2")
+    follower = threading.Thread(target=follow.follow, args=(tmp_path, ["tensorboard"], False))
+    follower.start()
+    state = tmp_path / "tensorboard" / "follow.json"
+    for words, complete in [("3", False), ("stop:3", False), ("resume:3 4", False)]:
+        log_words(tmp_path, words)
+        size = (tmp_path / "metrics.jsonl").stat().st_size
+        while not state.exists() or json.loads(state.read_text())["position"] < size:
+            time.sleep(0.01)
+        assert json.loads(state.read_text())["complete"] == complete and follower.is_alive()
+    log_words(tmp_path, "end:4")
+    follower.join(30)
+    assert not follower.is_alive()
+    assert [step for step, _ in ReadByTensorBoard(tmp_path).losses()] == [1, 2, 3, 4]
+
+
+def test_follow_refuses_mistakes_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "wandb.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for arguments, words in [
+            (["o", "--to", "wandb"], "o has no metrics.jsonl: give the --out of a run"),
+            (["o", "--to", "wandb,comet"], "'comet' is not one of tensorboard, wandb"),
+            (["o"], "--to"), (["--to", "wandb"], "OUT"), (["o", "--to", "wandb", "--x"], "--x")]:
+        status, text, error = tool("follow", *arguments)
+        assert (status, text) == (2, "") and error.count("\n") == 1 and words in error, error
+        assert error.startswith("follow.py: ")
+    with mock.patch.dict(sys.modules, wandb=None), pytest.raises(ValueError,
+                                                                 match="pip install wandb"):
+        follow.parse_names("wandb")
+
+
+def test_train_py_sends_every_step_through_a_process_of_its_own(shards, tmp_path):
+    """Also what a resume with more steps adds; and the run says that it is complete, once."""
+    pytest.importorskip("tensorboard")
+    flags = ["--data", shards, "--out", "o", *TINY, "--log", "tensorboard"]
+    for steps in (4, 6):
+        ranks = launch(2, *flags, "--steps", steps, cwd=tmp_path)
+        for status, _, error in [rank.finish(200) for rank in ranks]:
+            assert (status, error) == (0, "")
+    run = compare.read_metrics(tmp_path / "o")
+    assert [event["event"] for event in run.events] == ["start", "end", "resume", "end"]
+    seen = ReadByTensorBoard(tmp_path / "o")
+    assert [(x.step, x.value) for x in seen.rows.Scalars("loss")] == [
+        (row["step"], pytest.approx(row["loss"])) for row in run.rows]
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5, 6]
+    assert_events_arrived(tmp_path / "o", seen.texts())
+
+
+def test_a_run_without_tools_refuses_log_in_one_line(run_train, shards, tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(train, "FOLLOWER", tmp_path / "tools" / "follow.py")
+    expect_mistake(run_train("--data", shards, "--out", tmp_path, *TINY, "--log", "tensorboard"),
+                   "needs " + str(train.FOLLOWER))
+
+
+def test_a_signal_that_ends_the_run_is_sent_and_does_not_end_the_follower(shards, tmp_path):
+    """The follower gets the Ctrl-C too, as in a terminal; it ends when standard input closes."""
+    pytest.importorskip("tensorboard")
+    command = [sys.executable, "-m", "tools.follow", tmp_path, "--to", "tensorboard", "--parent"]
+    log_words(tmp_path, "start:0 1 end:1 resume:1 2")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as follower:
+        state = tmp_path / "tensorboard" / "follow.json"
+        while not state.exists() and follower.poll() is None:
+            time.sleep(0.01)
+        follower.send_signal(signal.SIGINT)
+        log_words(tmp_path, "stop:2")
+        follower.stdin.close()
+        assert (follower.wait(30), follower.stderr.read()) == (0, b"")
+    seen = ReadByTensorBoard(tmp_path)
+    assert len(seen.losses()) == 2
+    assert_events_arrived(tmp_path, seen.texts())
+
+
+@pytest.mark.parametrize("code, words", [
+    ("import sys, time; sys.stdin.read(); time.sleep(60)", "did not end in 0.5 seconds"),
+    ("import os; os.kill(os.getpid(), 9)", "was ended by signal 9"), ("exit(1)", None),
+    ("import sys; sys.stdin.read()", None)])
+def test_a_follower_that_hangs_or_dies_costs_one_warning_and_not_the_run(
+        shards, tmp_path, run_train, monkeypatch, code, words):
+    """(A follower that fails by itself has printed the reason.)"""
+    pytest.importorskip("tensorboard")
+    started, Popen = [], subprocess.Popen
+
+    def start(command, **options):
+        started.append(Popen([sys.executable, "-c", code], **options))
+        return started[-1]
+    monkeypatch.setattr(train.subprocess, "Popen", start)
+    monkeypatch.setattr(train.stop_follower, "__defaults__", (0.5,))
+    status, text, error = run_train("--data", shards, "--out", tmp_path, *TINY, "--steps", 2,
+                                    "--log", "tensorboard")
+    assert status == 0 and "step 2/2" in text and started[0].poll() is not None
+    if words is None:
+        assert error == ""
+    else:
+        assert error.count("\n") == 1 and words in error

@@ -1,13 +1,16 @@
-"""What PyTorch's own parallel stack does on the same work: the other side of bench.py's races.
+"""Train the same model with PyTorch's own parallel stack: the other side of bench.py's races.
 
-    python .ci/peer.py '{"mode": "single"}'         # by torchrun: ddp, zero1, fsdp, tp, pp, 3d
+    python -m tools.peer '{"mode": "single"}'
+    torchrun --nproc_per_node=2 tools/peer.py '{"mode": "ddp"}'     # or zero1, fsdp, tp, pp, 3d
 
-It prints the median of tokens a second over the steps after the warm-up, of the whole job.
+The argument is a JSON object of arguments of `train_plain`. Prints tokens per second of the whole
+job, the median over the steps after the warm-up.
 """
+import argparse
 import functools
+import inspect
 import json
 import os
-import sys
 import time
 import warnings
 from contextlib import nullcontext
@@ -20,6 +23,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 SHAPE = dict(n_layer=6, n_head=6, n_embd=384, seq_len=256)
+MODES = ("single", "ddp", "zero1", "fsdp", "tp", "pp", "3d")
 
 
 class PlainBlock(nn.Module):
@@ -81,8 +85,8 @@ def tensor_parallel(plain, mesh):
     parallelize_module(plain, mesh, {n: s for n, s in ends.items() if getattr(plain, n)})
 
 
-def main(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3, warmup=2,
-         schedule="ScheduleGPipe"):
+def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3, warmup=2,
+                schedule="ScheduleGPipe"):
     """Train a PlainGPT on random tokens by PyTorch's stack; rank 0 prints tokens a second. Where
     there is tensor parallelism (tp, 3d) or a pipeline the head is not tied and the norm is not
     global, because the stack has no way to do either."""
@@ -165,5 +169,22 @@ def main(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3, w
         dist.destroy_process_group()
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.peer", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: parser.exit(2, f"peer.py: {message}\n")
+    parser.add_argument("work", metavar="JSON", help="arguments of train_plain, by name: "
+                        + ", ".join(inspect.signature(train_plain).parameters))
+    text = parser.parse_args().work
+    try:
+        work = json.loads(text)
+        inspect.signature(train_plain).bind(**work)
+        if work["mode"] not in MODES:
+            raise ValueError(f"mode is not one of {', '.join(MODES)}")
+    except (TypeError, ValueError) as error:
+        parser.error(f"{text}: {error}")
+    train_plain(**work)
+
+
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    main()

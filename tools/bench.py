@@ -1,11 +1,12 @@
-"""How fast things are, and what they hold: the README's tables. Nothing is asserted.
+"""Measure speed and memory: the README's tables. Nothing is asserted.
 
-    python .ci/bench.py                     # all of them: an hour on a quiet machine
-    python .ci/bench.py parallel_stack      # one or more, by name
+    python -m tools.bench                       # all tables: an hour on a quiet machine
+    python -m tools.bench parallel_stack        # one or more, by name
 
-Where PyTorch's own parallel stack or another library does the same work, both sides take turns, and
-medians and their ratio are printed.
+Where PyTorch's own parallel stack (tools/peer.py) or another library does the same work, both sides
+take turns, and their medians and the ratio are printed.
 """
+import argparse
 import copy
 import io
 import itertools
@@ -20,8 +21,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import numpy as np
 import torch
 
@@ -32,9 +31,9 @@ import model
 import sample
 import train
 from model import GPT, SIZES, GPTConfig
-from peer import SHAPE
 from test_all import (FORMULA, ROOT, Pool, column, nothing, run_steps, settings, shard,
                       torchrun)
+from tools.peer import SHAPE
 from tools.test_tools import BIG, LONG, PIPELINES, peak_of
 
 PAIRS = 5                       # each side's runs, in turn
@@ -368,10 +367,21 @@ TABLES = dict(parallel_stack=parallel_stack, three_dimensions=three_dimensions, 
               scaling_of_work=scaling_of_work, scaling_of_layouts=scaling_of_layouts,
               scaling_of_processes=scaling_of_processes)
 
-if __name__ == "__main__":
-    unknown = set(sys.argv[1:]) - set(TABLES)
-    if unknown:
-        sys.exit(f"bench.py: no table {', '.join(unknown)}: there are {', '.join(TABLES)}")
-    for name in sys.argv[1:] or TABLES:
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: parser.exit(2, f"bench.py: {message}\n")
+    parser.add_argument("names", nargs="*", metavar="NAME",
+                        help=", ".join(TABLES) + " (default: all)")
+    names = parser.parse_args().names or list(TABLES)
+    for name in names:
+        if name not in TABLES:
+            parser.error(f"there is no table {name!r}: there are {', '.join(TABLES)}")
+    for name in names:
         with tempfile.TemporaryDirectory() as folder:
             TABLES[name](Path(folder))
+
+
+if __name__ == "__main__":
+    main()
