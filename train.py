@@ -88,32 +88,30 @@ def format_memory(run): return "memory"
 # ---------------------------------------------------------------------------------------------
 
 
-def flag(default, help, low=None, below=None, choices=None):
-    """A field of Config: its default, the text in --help, the numbers it takes (low <= x < below),
-    or its choices."""
+def flag(default, help, low=None, below=None, choices=None, group=None, form=None):
+    """A field of Config: its default, the text in --help, the numbers it takes (low <= x < below)
+    or its choices, the heading in --help that begins with it, and how its value is written."""
     return dataclasses.field(default=default, metadata=dict(
-        help=help, low=low, below=below, choices=choices))
+        help=help, low=low, below=below, choices=choices, group=group, form=form))
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Every flag with its default; the field n_layer is the flag --n-layer."""
-    # paths
-    data: str = flag("data/python", "token shards made by data.py; a mixture: A=0.7,B=0.3")
-    out: str = flag("out", "directory of the run: checkpoints and metrics.jsonl")
+    data: str = flag("data/python", "directory of token shards, or a mixture by weight: A=0.7,B=0.3",
+                     group="paths", form="DIR")
+    out: str = flag("out", "directory of the run: checkpoints and metrics.jsonl", form="DIR")
     log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb")
-    # model
-    model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES))
+    model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model")
     n_layer: int = flag(None, "blocks (this and the next four override --model)", low=1)
     n_head: int = flag(None, "attention heads", low=1)
     n_embd: int = flag(None, "channels", low=1)
     seq_len: int = flag(None, "positions, in tokens", low=1)
     activation: str = flag(None, "of the MLP: gelu or relu", choices=["gelu", "relu"])
     dropout: float = flag(0.0, "probability on embeddings, attention, residuals", low=0, below=1)
-    # optimization
-    batch_size: int = flag(16, "sequences per step, of the whole job", low=1)
-    batch_ramp: str = flag(None, "START:INCREMENT:SEQUENCES: grow the batch to --batch-size by "
-                           "increments over so many sequences; none: do not")
+    batch_size: int = flag(16, "sequences per step, of the whole job", low=1, group="optimization")
+    batch_ramp: str = flag(None, "grow the batch to --batch-size by increments over that many "
+                           "sequences; none: do not", form="START:INCREMENT:SEQUENCES")
     steps: int = flag(800, "steps of the whole run", low=1)
     epochs: int = flag(None, "train for N epochs, instead of --steps", low=1)
     lr: float = flag(4e-3, "peak learning rate", low=0)
@@ -121,52 +119,45 @@ class Config:
     warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
     lr_schedule: str = flag("cosine", "decay: cosine or linear", choices=["cosine", "linear"])
     weight_decay: float = flag(0.1, "of AdamW, on matrices only", low=0)
-    beta1: float = flag(0.9, "of AdamW: decay of the mean of gradients", low=0, below=1)
-    beta2: float = flag(0.95, "of AdamW: decay of the mean of squares", low=0, below=1)
+    beta1: float = flag(0.9, "of AdamW, for the mean of the gradients", low=0, below=1)
+    beta2: float = flag(0.95, "of AdamW, for the mean of their squares", low=0, below=1)
     clip: float = flag(1.0, "maximum global gradient norm; 0: no clipping", low=0)
-    seed: int = flag(1337, "seed of initial weights, data order, dropout", low=0)
-    # layout
-    tp: int = flag(1, "tensor-parallel ranks", low=1)
+    seed: int = flag(1337, "of the initial weights, the order of the data, dropout", low=0)
+    tp: int = flag(1, "tensor-parallel ranks", low=1, group="layout")
     pp: int = flag(1, "pipeline stages", low=1)
     pp_schedule: str = flag("gpipe", "pipeline schedule: gpipe or 1f1b", choices=list(SCHEDULES))
     device: str = flag("auto", "auto: cuda, or mps for one process, where available",
                        choices=["auto", "cpu", "cuda", "mps"])
     compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
     timeout: int = flag(600, "seconds to wait for another rank (on GPUs for a whole step)", low=1)
-    # memory
     micro_batch: int = flag(None, "sequences per microbatch (default: the largest of 4, 2, 1 that "
-                            "makes a multiple of pp microbatches)", low=1)
+                            "makes a multiple of pp microbatches)", low=1, group="memory")
     zero: int = flag(0, "ZeRO stage: shard optimizer state (1), also gradients (2), also "
                      "parameters (3)", choices=[0, 1, 2, 3])
     recompute: bool = flag(False, "recompute the activations of a block in backward")
     sequence_parallel: bool = flag(False, "shard activations along the sequence outside the "
                                    "tensor-parallel layers")
     offload: bool = flag(False, "keep the optimizer state in host memory and update there")
-    # precision
     dtype: str = flag("fp32", "type of parameters and activations: " + ", ".join(PRECISIONS),
-                      choices=list(PRECISIONS))
-    # checkpoints, evaluation, logging
-    save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0)
+                      choices=list(PRECISIONS), group="precision")
+    save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
+                           group="checkpoints, evaluation, logging")
     keep: int = flag(3, "step files kept", low=1)
-    resume: str = flag("auto", "auto: the newest whole checkpoint of --out; never; or FILE, from "
-                       "which a new --out branches")
-    init_from: str = flag(None, "checkpoint whose weights a new run begins with")
+    resume: str = flag("auto", "go on from: auto, the newest whole checkpoint of --out; or FILE, "
+                       "the start of a branch in a new --out", form="{auto,never,FILE}")
+    init_from: str = flag(None, "checkpoint whose weights a new run begins with", form="FILE")
     eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
-    eval_tokens: int = flag(None, "validation tokens per evaluation (default: 128 sequences; all "
-                            "with --eval-only)", low=1)
+    eval_tokens: int = flag(None, "validation tokens per evaluation (default: 128 sequences of each "
+                            "source; all with --eval-only)", low=1)
     eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
     log_every: int = flag(1, "steps between lines on the console", low=1)
-    # stability
-    rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning "
-                         "rate: on or off", choices=["on", "off"])
+    rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning rate",
+                         choices=["on", "off"], group="stability", form="{on,off}")
     max_rollbacks: int = flag(5, "rollbacks of the whole run, then it stops", low=0)
-    skip_steps: str = flag(None, "A:B: leave out the batches of steps A to B, inclusive; none")
+    skip_steps: str = flag(None, "leave out the batches of steps A to B, inclusive; none: of no "
+                           "steps", form="A:B")
 
 
-# The headings of --help, and the flag that each begins with.
-HEADINGS = {"data": "paths", "model": "model", "batch_size": "optimization", "tp": "layout",
-            "micro_batch": "memory", "dtype": "precision",
-            "save_every": "checkpoints, evaluation, logging", "rollback": "stability"}
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
 # Paths, layout and precision belong to one start: a checkpoint never sets them. (`steps` is what
 # remains of epochs.) All other flags are stored with the run.
@@ -793,8 +784,6 @@ def follower(config: Config, seconds: float = 10):
 # From the command line to a run
 # ---------------------------------------------------------------------------------------------
 
-METAVARS = {"data": "DIR", "out": "DIR", "log": "NAMES", "resume": "auto|never|FILE",
-            "init_from": "FILE", "batch_ramp": "START:INCREMENT:SEQUENCES", "skip_steps": "A:B"}
 OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README.md has more
     "steps": "max-iters train-iters", "lr": "learning-rate", "min-lr-ratio": "min-lr",
     "tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size",
@@ -804,22 +793,22 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval"}
 
 
-def add_flags(parser: argparse.ArgumentParser, names=None) -> None:
+def add_flags(parser: argparse.ArgumentParser, names=None, kind=Config) -> None:
     """Add the fields of Config, or of these `names`, to a parser, in their groups of --help."""
     groups, heading = {}, None
-    for f in dataclasses.fields(Config):
-        heading = HEADINGS.get(f.name, heading)
+    for f in dataclasses.fields(kind):
+        heading = f.metadata["group"] or heading    # that of the fields after it, too
         if names is not None and f.name not in names:
             continue
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
-        flag_name = "--" + f.name.replace("_", "-")
+        how = dict(help=describe_flag(f), dest=f.name)
         if f.type is bool:
-            groups[heading].add_argument(flag_name, action="store_true", help=describe_flag(f))
+            how.update(action="store_true")
         else:
-            metavar = METAVARS.get(f.name, {int: "N", float: "X", str: "NAME"}[f.type])
-            groups[heading].add_argument(flag_name, type=f.type, choices=f.metadata["choices"],
-                                         metavar=metavar, help=describe_flag(f))
+            metavar = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
+            how.update(type=f.type, choices=f.metadata["choices"], metavar=metavar)
+        groups[heading].add_argument("--" + f.name.replace("_", "-"), **how)
 
 
 def describe_flag(f: dataclasses.Field) -> str:
@@ -836,7 +825,7 @@ def describe_flag(f: dataclasses.Field) -> str:
     return f"{f.metadata['help']} ({', '.join(notes)})"
 
 
-def parse_given(parser: argparse.ArgumentParser, arguments) -> dict:
+def parse_given(parser: argparse.ArgumentParser, arguments, kind=Config) -> dict:
     """The flags that were given, each checked by itself. The parser has `add_flags`' flags, and may
     have others; it must have `argument_default=argparse.SUPPRESS`. Raises ValueError."""
     def refuse(message):
@@ -849,7 +838,7 @@ def parse_given(parser: argparse.ArgumentParser, arguments) -> dict:
     if unknown:
         refuse(f"unknown argument {unknown[0]}: {suggestion(parser, unknown[0])}")
     given = vars(known)
-    for f in dataclasses.fields(Config):
+    for f in dataclasses.fields(kind):
         value, low = given.get(f.name), f.metadata["low"]
         below = math.inf if f.metadata["below"] is None else f.metadata["below"]
         if value is not None and low is not None and not low <= value < below:
@@ -906,14 +895,20 @@ def parse_flags(arguments) -> dict:
     return given
 
 
+def model_shape(flags: dict) -> dict:
+    """The shape of the model as far as these flags say it."""
+    shape = dict(SIZES[flags["model"]]) if "model" in flags else {}
+    for name in SHAPE:
+        if flags.get(name) is not None:
+            shape[name] = flags[name]
+    return shape
+
+
 def merge_config(given: dict, state: dict | None, initial=None) -> tuple[Config, dict]:
     """Command line, then checkpoint, then defaults -> the config and the model's shape (without
     vocabulary and dropout). A new run has the shape of the checkpoint `initial`, or fewer
     positions. Raises ValueError where the command line asks for another model."""
-    shape = dict(SIZES[given["model"]]) if "model" in given else {}
-    for name in SHAPE:
-        if given.get(name) is not None:
-            shape[name] = given[name]
+    shape = model_shape(given)
     source = state or initial
     if source is None:
         config = Config(**given)

@@ -90,11 +90,11 @@ GPUS = {
 @dataclass(frozen=True)
 class PlanConfig(train.Config):
     """train.py's flags, of which RUN_FLAGS count here, and the plan's own."""
-    world: int = flag(None, "GPUs (required)", int, low=1, group="plan")
-    gpu: str = flag(None, "kind of GPU (required): " + ", ".join(GPUS), str, list(GPUS))
+    world: int = flag(None, "GPUs (required)", low=1, group="plan")
+    gpu: str = flag(None, "kind of GPU (required): " + ", ".join(GPUS), choices=list(GPUS))
     gpus_per_node: int = flag(8, "GPUs of a machine", low=1)
     vocab_size: int = flag(50257, "tokens of the vocabulary; a run takes that of its data", low=1)
-    tokens: float = flag(None, "instead of --steps: train on so many tokens, as 26e9", float, low=1)
+    tokens: float = flag(None, "instead of --steps: train on so many tokens, as 26e9", low=1)
     mtbf_hours: float = flag(5100.0, "hours between two failures of a machine; OPT-175B: 35 "
                              "restarts in two months on 124 machines", low=1)
     search: bool = flag(False, "the ten fastest layouts that fit; layout flags that are given are "
