@@ -2461,6 +2461,10 @@ def test_an_error_of_the_file_system_is_not_damage(run_train, shards, tmp_path, 
             assert (status, error) == (0, "") and f"after step {2 if more else 4}" in text
     assert "damaged" not in kinds(read_metrics(tmp_path / "o")[1])
     assert (tmp_path / "new").exists() == (failures == 2)
+    # Nor does a directory that cannot be listed look like a new one.
+    with mock.patch.object(os, "listdir", side_effect=OSError(errno.EIO, "I/O error")):
+        status, _, error = run_train(*flags)
+    assert status == 1 and f"{tmp_path / 'o'} could not be read" in error
 
 
 # ---------------------------------------------------------------------------------------------
