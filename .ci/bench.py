@@ -35,6 +35,7 @@ from model import GPT, SIZES, GPTConfig
 from peer import SHAPE
 from test_all import (BIG, FORMULA, LONG, PIPELINES, ROOT, Pool, column, nothing, peak_of,
                       run_steps, settings, shard, torchrun)
+from tools import huggingface
 
 PAIRS = 5                       # each side's runs, in turn
 PEER = Path(__file__).with_name("peer.py")
@@ -156,7 +157,7 @@ def sampling(folder):
         parameters={name: p.detach()[:shape[0]] for (name, p), shape in zip(
             plain.named_parameters(), checkpoint.parameter_shapes(plain.cfg).values())})
     torch.save(state, folder / "plain.pt")
-    checkpoint.to_hf(folder / "plain.pt", folder / "hf")
+    huggingface.to_hf(folder / "plain.pt", folder / "hf")
     hf = transformers.GPT2LMHeadModel.from_pretrained(folder / "hf").eval()
     print("\n| tokens sampled a second | ours | Hugging Face | ratio |\n|---|---|---|---|")
     with all_cores():
