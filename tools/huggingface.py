@@ -1,10 +1,18 @@
-"""Weights from other tools and for them: Hugging Face's GPT-2 (with GELU) and OPT (with ReLU).
+"""Convert weights from and to Hugging Face's formats: GPT-2 (with GELU) and OPT (with ReLU).
 
     python -m tools.huggingface import gpt2 gpt2.pt         # a name on the hub, or a folder
     python -m tools.huggingface export out/latest.pt folder
 
-A folder has config.json; the tensors in model.safetensors, pytorch_model.bin, or the files that
-one of the two with .index.json lists; and GPT-2's tokenizer in vocab.json and merges.txt.
+A folder contains config.json and the tensors: in model.safetensors, in pytorch_model.bin, or in the
+files listed by one of the two with .index.json. An exported GPT-2 has its tokenizer too, in
+vocab.json and merges.txt.
+
+GPT-2 (Radford et al. 2019) and OPT (Zhang et al. 2022) compute what model.py computes. They differ
+in the names of their tensors and in three details of the layout, which `to_ours` and `to_theirs`
+convert:
+- GPT-2 stores the matrices of its blocks transposed, as (in, out).
+- OPT stores query, key and value as three tensors; we and GPT-2 stack them in one.
+- OPT's table of positions begins with two rows that are never looked up.
 """
 import argparse
 import json
@@ -16,8 +24,8 @@ import tempfile
 import zipfile
 from dataclasses import asdict
 from functools import partial
-from itertools import groupby
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,106 +34,183 @@ from checkpoint import FORMAT, KEYS, load, parameter_shapes, reading, verify, wr
 from data import EOT, download, gpt2_files
 from model import GPTConfig, parameter_count
 
-# Our module: GPT-2's, OPT's; {} is the number of the block.
-HF_NAMES = {
-    "embed.token": ("wte", "embed_tokens"),
-    "embed.position": ("wpe", "embed_positions"),
-    "blocks.{}.norm1": ("h.{}.ln_1", "layers.{}.self_attn_layer_norm"),
-    "blocks.{}.attn.qkv": ("h.{}.attn.c_attn", "layers.{}.self_attn.qkv_proj"),
-    "blocks.{}.attn.proj": ("h.{}.attn.c_proj", "layers.{}.self_attn.out_proj"),
-    "blocks.{}.norm2": ("h.{}.ln_2", "layers.{}.final_layer_norm"),
-    "blocks.{}.mlp.up": ("h.{}.mlp.c_fc", "layers.{}.fc1"),
-    "blocks.{}.mlp.down": ("h.{}.mlp.c_proj", "layers.{}.fc2"),
-    "head.norm": ("ln_f", "final_layer_norm"),
+SHARD_BYTES = 2_000_000_000         # of tensors in one exported file: what is in memory at a time
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+           "pytorch_model.bin.index.json")
+ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}     # theirs: ours
+
+# What model.py has only one form of: the key in config.json, and its value where it is missing.
+FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True,
+         "scale_attn_by_inverse_layer_idx": False, "do_layer_norm_before": True,
+         "_remove_final_layer_norm": False, "enable_bias": True,
+         "layer_norm_elementwise_affine": True}
+
+
+class Family(NamedTuple):
+    """How one of the two architectures is written down."""
+    architecture: str                   # the class in transformers
+    activation: str                     # activation_function in config.json
+    shape: dict[str, str]               # field of GPTConfig: key in config.json
+    prefix: str                         # of each tensor's name
+    ends: dict[str, str]                # our module outside of the blocks: theirs
+    blocks: str                         # their list of blocks
+    block: dict[str, list[str]]         # our module in a block: theirs, stacked in this order
+    transposed: bool                    # matrices in blocks are (in, out)
+    unused_positions: int               # rows before the first position
+
+
+FAMILIES = {
+    "gpt2": Family(
+        architecture="GPT2LMHeadModel",
+        activation="gelu_new",
+        shape={"vocab_size": "vocab_size", "seq_len": "n_positions", "n_layer": "n_layer",
+               "n_head": "n_head", "n_embd": "n_embd"},
+        prefix="transformer.",
+        ends={"embed.token": "wte", "embed.position": "wpe", "head.norm": "ln_f"},
+        blocks="h",
+        block={"norm1": ["ln_1"], "attn.qkv": ["attn.c_attn"], "attn.proj": ["attn.c_proj"],
+               "norm2": ["ln_2"], "mlp.up": ["mlp.c_fc"], "mlp.down": ["mlp.c_proj"]},
+        transposed=True,
+        unused_positions=0),
+    "opt": Family(
+        architecture="OPTForCausalLM",
+        activation="relu",
+        shape={"vocab_size": "vocab_size", "seq_len": "max_position_embeddings",
+               "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+               "n_embd": "hidden_size"},
+        prefix="model.decoder.",
+        ends={"embed.token": "embed_tokens", "embed.position": "embed_positions",
+              "head.norm": "final_layer_norm"},
+        blocks="layers",
+        block={"norm1": ["self_attn_layer_norm"],
+               "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+               "attn.proj": ["self_attn.out_proj"], "norm2": ["final_layer_norm"],
+               "mlp.up": ["fc1"], "mlp.down": ["fc2"]},
+        transposed=False,
+        unused_positions=2),
 }
-HF_PREFIX = {"gpt2": "transformer.", "opt": "model.decoder."}
-HF_SHAPE = {        # field of GPTConfig: its name in config.json
-    "gpt2": dict(vocab_size="vocab_size", seq_len="n_positions", n_layer="n_layer",
-                 n_head="n_head", n_embd="n_embd"),
-    "opt": dict(vocab_size="vocab_size", seq_len="max_position_embeddings",
-                n_layer="num_hidden_layers", n_head="num_attention_heads",
-                n_embd="hidden_size")}
-HF_ACTIVATION = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
-HF_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-              "pytorch_model.bin.index.json")
 
 
-def hf_names(name: str, family: str) -> list[str]:
-    """The tensors that hold our parameter `name`: OPT has q, k and v apart."""
-    module, kind = name.rsplit(".", 1)
-    block = re.search(r"(?<=\.)\d+|$", module).group()
-    theirs = HF_NAMES[re.sub(r"(?<=\.)\d+", "{}", module)][family == "opt"].format(block)
-    return [f"{theirs.replace('qkv', x)}.{kind}" for x in ("qkv" if "qkv" in theirs else "q")]
+# ---------------------------------------------------------------------------------------------
+# One parameter
+# ---------------------------------------------------------------------------------------------
 
 
-def hf_layout(name: str, tensor: torch.Tensor, family: str) -> torch.Tensor:
-    """Our tensor in the family's layout, or theirs in ours: GPT-2 stores the matrices of its blocks
-    transposed."""
-    return tensor.T if family == "gpt2" and "blocks" in name and tensor.dim() == 2 else tensor
+def their_names(name: str, family: Family) -> list[str]:
+    """Names, without the family's prefix, of the tensors that hold our parameter `name`."""
+    module, kind = name.rsplit(".", 1)                      # kind: weight or bias
+    if not module.startswith("blocks."):
+        return [f"{family.ends[module]}.{kind}"]
+    _, layer, module = module.split(".", 2)
+    return [f"{family.blocks}.{layer}.{theirs}.{kind}" for theirs in family.block[module]]
 
 
-def model_of_hf_config(config: dict) -> GPTConfig:
-    """config.json -> GPTConfig; raises ValueError for another architecture than model.py's."""
-    family = config.get("model_type")
-    if family not in HF_SHAPE:
-        raise ValueError(f"its model_type {family!r} is neither gpt2 nor opt")
-    missing = [theirs for theirs in HF_SHAPE[family].values() if theirs not in config]
-    if missing:
-        raise ValueError(f"it lacks {missing[0]}")
-    shape = {ours: config[theirs] for ours, theirs in HF_SHAPE[family].items()}
-    usual = {"gpt2": "gelu_new", "opt": "relu"}[family]
-    C, activation = shape["n_embd"], config.get("activation_function", usual)
-    for key, fits in dict(
-            activation_function=tuple(HF_ACTIVATION), n_inner=(None, 4 * C), ffn_dim=(4 * C,),
-            word_embed_proj_dim=(None, C), layer_norm_epsilon=(1e-5,), scale_attn_weights=(True,),
-            scale_attn_by_inverse_layer_idx=(False,), tie_word_embeddings=(True,),
-            do_layer_norm_before=(True,), _remove_final_layer_norm=(False,), enable_bias=(True,),
-            layer_norm_elementwise_affine=(True,)).items():
-        if config.get(key, fits[0]) not in fits:
-            raise ValueError(f"its {key} is {config[key]!r}, model.py has only "
-                             f"{' or '.join(map(repr, fits))}")
-    return GPTConfig(activation=HF_ACTIVATION[activation], **shape)
+def is_transposed(name: str, tensor: torch.Tensor, family: Family) -> bool:
+    return family.transposed and name.startswith("blocks.") and tensor.dim() == 2
 
 
-def files_of_index(path: Path) -> list[Path]:
-    """The files that an index lists, beside it; a file that is no index stands for itself."""
-    if path.suffix != ".json":
-        return [path]
+def to_ours(name: str, tensors: list[torch.Tensor], family: Family) -> torch.Tensor:
+    """Our parameter `name` in fp32, from the family's tensors in the order of `their_names`."""
+    tensors = [t.T if is_transposed(name, t, family) else t for t in tensors]
+    full = torch.cat([t.float() for t in tensors])
+    if name == "embed.position.weight":
+        full = full[family.unused_positions:]
+    return full.contiguous()
+
+
+def to_theirs(name: str, full: torch.Tensor, family: Family) -> dict[str, torch.Tensor]:
+    """The inverse of `to_ours`: {full name: tensor in fp32}."""
+    full = full.float()
+    if name == "embed.position.weight":
+        full = F.pad(full, (0, 0, family.unused_positions, 0))
+    names = their_names(name, family)
+    tensors = [t.T if is_transposed(name, t, family) else t for t in full.chunk(len(names))]
+    return {family.prefix + theirs: t.contiguous() for theirs, t in zip(names, tensors)}
+
+
+# ---------------------------------------------------------------------------------------------
+# Import
+# ---------------------------------------------------------------------------------------------
+
+
+def model_config(config: dict) -> GPTConfig:
+    """config.json -> GPTConfig; raises ValueError for an architecture that model.py does not have.
+    """
+    config = {key: value for key, value in config.items() if value is not None}     # null: default
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"its model_type {model_type!r} is neither gpt2 nor opt")
+    family = FAMILIES[model_type]
+    for theirs in family.shape.values():
+        if theirs not in config:
+            raise ValueError(f"it lacks {theirs}")
+    shape = {ours: config[theirs] for ours, theirs in family.shape.items()}
+
+    activation = config.get("activation_function", family.activation)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"its activation_function is {activation!r}, model.py has only "
+                         f"{', '.join(ACTIVATIONS)}")
+    width = shape["n_embd"]
+    supported = {**FIXED, "n_inner": 4 * width, "ffn_dim": 4 * width, "word_embed_proj_dim": width}
+    for key, value in supported.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"its {key} is {config[key]!r}, model.py has only {value!r}")
+    return GPTConfig(activation=ACTIVATIONS[activation], **shape)
+
+
+def read_config(folder: Path) -> tuple[dict, GPTConfig]:
+    """config.json, and the GPTConfig that it describes; raises ValueError."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise ValueError(f"{folder} has no config.json")
     with reading(path, "is refused"):
-        names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        config = json.loads(path.read_text())
+        return config, model_config(config)
+
+
+def files_of_index(index: Path) -> list[Path]:
+    """The files that an index lists, which stand beside it."""
+    with reading(index, "is refused"):
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         for name in names:
             if Path(name).name != name:
                 raise ValueError(f"{name} is not a file beside it")
-    return [path.with_name(name) for name in names]
+    return [index.with_name(name) for name in names]
 
 
-def read_hf(folder: Path) -> dict:
-    """The tensors of a folder: {name without the model's prefix: function that reads it}."""
-    found = next((folder / name for name in HF_WEIGHTS if (folder / name).exists()), None)
-    if found is None:
-        raise ValueError(f"{folder} has none of {', '.join(HF_WEIGHTS)}")
-    tensors, files = {}, files_of_index(found)
-    if files[0].suffix != ".bin":
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder's tensors; if it has several formats, those of the first in WEIGHTS."""
+    for name in WEIGHTS:
+        path = folder / name
+        if path.exists():
+            return files_of_index(path) if path.suffix == ".json" else [path]
+    raise ValueError(f"{folder} has none of {', '.join(WEIGHTS)}")
+
+
+def tensor_readers(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
+    """{name without the family's prefix: function that reads the tensor}, so that a model is never
+    in memory twice. Raises ValueError."""
+    if not file.exists():
+        raise ValueError(f"{file.parent} lacks {file.name}")
+    if file.suffix == ".safetensors":
         from safetensors import safe_open
-    for file in files:
-        is_zip = zipfile.is_zipfile(file)           # torch's are, but for old ones
+        with reading(file, "is refused"):
+            tensors = safe_open(file, framework="pt")
+            readers = {name: partial(tensors.get_tensor, name) for name in tensors.keys()}
+    else:
+        is_zip = zipfile.is_zipfile(file)           # since PyTorch 1.6
         if is_zip:
             verify(file)
         with reading(file, "is refused"):
-            if file.suffix == ".bin":
-                whole = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
-                readers = {name: partial(whole.__getitem__, name) for name in whole}
-            else:
-                whole = safe_open(file, framework="pt")
-                readers = {name: partial(whole.get_tensor, name) for name in whole.keys()}
-            for name, reader in readers.items():
-                tensors[re.sub(r"^(transformer|(model\.)?decoder)\.", "", name)] = reader
-    return tensors
+            tensors = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
+            readers = {name: partial(tensors.get, name) for name in tensors}
+    return {re.sub(r"^(transformer|(model\.)?decoder)\.", "", name): reader
+            for name, reader in readers.items()}
 
 
-def fetch_hf(source: str, folder: Path, hub: str) -> None:
-    """Download a model from the hub, first its config.json. Raises ValueError if it is not there,
-    ConnectionError if that cannot be known."""
+def fetch(source: str, folder: Path, hub: str) -> None:
+    """Download a model from the hub, config.json first. Raises ValueError if the hub does not have
+    it, ConnectionError if the hub cannot be reached."""
     import requests
     address = f"{hub}/{source}/resolve/main/"
 
@@ -134,57 +219,48 @@ def fetch_hf(source: str, folder: Path, hub: str) -> None:
         if not reply.ok and reply.status_code not in (401, 403, 404):
             raise ConnectionError(f"{address}{name}: {reply.status_code} {reply.reason}")
         return reply.ok
+
     try:
         if not is_there("config.json"):
             raise ValueError(f"{source} is neither a folder nor a public model on {hub}")
-        weights = next((name for name in HF_WEIGHTS if is_there(name)), None)
+        weights = next(filter(is_there, WEIGHTS), None)
     except requests.RequestException as error:
         raise ConnectionError(f"cannot reach {hub}: {error}") from error
     if weights is None:
-        raise ValueError(f"{address} has none of {', '.join(HF_WEIGHTS)}")
+        raise ValueError(f"{address} has none of {', '.join(WEIGHTS)}")
     download(address + "config.json", folder / "config.json")
-    read_hf_config(folder)                          # before gigabytes come in vain
+    read_config(folder)                     # refuses a wrong architecture before gigabytes come
     download(address + weights, folder / weights)
-    for file in files_of_index(folder / weights):
+    for file in weight_files(folder):
         download(address + file.name, file)
 
 
-def read_hf_config(folder: Path) -> tuple[dict, GPTConfig]:
-    """config.json as it is, and what it is for us; raises ValueError."""
-    path = folder / "config.json"
-    if not path.exists():
-        raise ValueError(f"{folder} has no config.json")
-    with reading(path, "is refused"):
-        config = json.loads(path.read_text())
-        return config, model_of_hf_config(config)
-
-
-def from_hf(source: str, file: Path, hub: str) -> None:
-    """Write a checkpoint of weights alone, from a folder or, if there is none of that name, from
-    the hub, whose files come to a folder beside `file`."""
+def import_model(source: str, file: Path, hub: str) -> None:
+    """Write a checkpoint of weights alone. `source` is a folder or, if there is none of that name,
+    a model on the hub, which is downloaded to a folder beside `file`."""
     if file.exists():
         raise ValueError(f"{file} exists: give a new file")
     file.absolute().parent.mkdir(parents=True, exist_ok=True)
     folder = Path(source)
     if not folder.is_dir():
         folder = file.with_name(source.replace("/", "--") + ".hf")
-        fetch_hf(source, folder, hub)
-    config, cfg = read_hf_config(folder)
-    family = config["model_type"]
-    tensors, parameters = read_hf(folder), {}
+        fetch(source, folder, hub)
+    config, cfg = read_config(folder)
+    family = FAMILIES[config["model_type"]]
+    readers = {}
+    for part in weight_files(folder):
+        readers |= tensor_readers(part)
+    parameters = {}
     for name, shape in parameter_shapes(cfg).items():
-        theirs = hf_names(name, family)
-        if missing := [one for one in theirs if one not in tensors]:
-            raise ValueError(f"{folder} has no tensor {missing[0]}")
-        full = torch.cat([hf_layout(name, tensors[one]().float(), family) for one in theirs])
-        if family == "opt" and name == "embed.position.weight":
-            full = full[2:]                         # OPT's first two rows are never looked up
+        theirs = their_names(name, family)
+        for one in theirs:
+            if one not in readers:
+                raise ValueError(f"{folder} has no tensor {one}")
+        full = to_ours(name, [readers[one]() for one in theirs], family)
         if tuple(full.shape) != shape:
             raise ValueError(f"{folder}: {theirs[0]} has shape {tuple(full.shape)}, not {shape}")
-        parameters[name] = full.contiguous()
-    # OPT numbers GPT-2's pieces otherwise, and others have added some.
-    tokenizer = config.get("tokenizer") or (
-        "gpt2" if (family, cfg.vocab_size) == ("gpt2", 50257) else f"{family}-{cfg.vocab_size}")
+        parameters[name] = full
+    tokenizer = tokenizer_name(config)
     state = {key: {} for key in KEYS} | dict(
         format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
         model=asdict(cfg), tokenizer=tokenizer, parameters=parameters)
@@ -196,67 +272,115 @@ def from_hf(source: str, file: Path, hub: str) -> None:
               f"must have been made with it (tokenizer {tokenizer!r} in meta.json)")
 
 
-def hf_tensors(parameters, family: str) -> dict[str, torch.Tensor]:
-    """The tensors that hold these of our parameters, (name, full tensor) each, by their full names.
-    """
-    tensors = {}
-    for name, full in parameters:
-        full = hf_layout(name, full.float(), family)
-        if family == "opt" and name == "embed.position.weight":
-            full = F.pad(full, (0, 0, 2, 0))
-        theirs = hf_names(name, family)
-        for one, tensor in zip(theirs, full.chunk(len(theirs))):
-            tensors[HF_PREFIX[family] + one] = tensor.contiguous()
-    return tensors
+def tokenizer_name(config: dict) -> str:
+    """Our exports name it. OPT numbers GPT-2's tokens differently, and other models of GPT-2's
+    architecture have added some: theirs get a name that no other tokenizer has."""
+    if "tokenizer" in config:
+        return config["tokenizer"]
+    if config["model_type"] == "gpt2" and config["vocab_size"] == 50257:
+        return "gpt2"
+    return f"{config['model_type']}-{config['vocab_size']}"
 
 
-def to_hf(file: Path, folder: Path) -> None:
-    """Write a folder that transformers opens; one block at a time is in memory."""
+# ---------------------------------------------------------------------------------------------
+# Export
+# ---------------------------------------------------------------------------------------------
+
+
+def config_json(cfg: GPTConfig, tokenizer: str) -> dict:
+    """The inverse of `model_config`. `tokenizer` is our own key."""
+    model_type = "gpt2" if cfg.activation == "gelu" else "opt"
+    family = FAMILIES[model_type]
+    config = dict(model_type=model_type, architectures=[family.architecture], tokenizer=tokenizer,
+                  activation_function=family.activation, dtype="float32")
+    for ours, theirs in family.shape.items():
+        config[theirs] = getattr(cfg, ours)
+    if model_type == "opt":
+        config |= dict(ffn_dim=4 * cfg.n_embd, word_embed_proj_dim=cfg.n_embd)
+    if tokenizer in ("gpt2", "bytes"):              # their last token is <|endoftext|>
+        config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"),
+                                cfg.vocab_size - 1)
+    return config
+
+
+def split_into_shards(parameters: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Consecutive parameters whose fp32 tensors take up to SHARD_BYTES; a larger one is alone."""
+    shards, size = [{}], 0
+    for name, full in parameters.items():
+        nbytes = 4 * full.numel()
+        if shards[-1] and size + nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = full
+        size += nbytes
+    return shards
+
+
+def write_tensors(parameters: dict[str, torch.Tensor], family: Family, folder: Path) -> None:
+    """model.safetensors or, if one shard does not hold the model, several files and their index.
+    One shard at a time is in memory: `parameters` are mapped from a checkpoint."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
+    shards = split_into_shards(parameters)
+    file_of = {}                                    # for the index
+    for number, shard in enumerate(shards, 1):
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {}
+        for name, full in shard.items():
+            tensors |= to_theirs(name, full, family)
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{file} could not be written: {error}") from error
+        shutil.copymode(folder / "config.json", folder / file)      # save_file's is 600
+        file_of |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        index = dict(metadata={}, weight_map=file_of)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def write_tokenizer(files: dict[str, Path], cfg: GPTConfig, folder: Path) -> None:
+    shutil.copyfile(files["encoder.json"], folder / "vocab.json")
+    shutil.copyfile(files["vocab.bpe"], folder / "merges.txt")
+    config = dict(tokenizer_class="GPT2Tokenizer", model_max_length=cfg.seq_len, bos_token=EOT,
+                  eos_token=EOT, unk_token=EOT, pad_token=EOT)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def export_model(file: Path, folder: Path) -> None:
+    """Write a folder that transformers opens; it appears only when it is complete."""
     if folder.exists():
         raise ValueError(f"{folder} exists: give a new folder")
     verify(file)
     state = load(file)
     cfg = GPTConfig(**state["model"])
-    family = "gpt2" if cfg.activation == "gelu" else "opt"
-    architecture = {"gpt2": "GPT2LMHeadModel", "opt": "OPTForCausalLM"}[family]
-    ids = {}
-    if state["tokenizer"] in ("gpt2", "bytes"):     # whose last token is <|endoftext|>
-        ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), cfg.vocab_size - 1)
-    config = dict(
-        model_type=family, architectures=[architecture], tokenizer=state["tokenizer"],
-        activation_function="gelu_new" if family == "gpt2" else "relu", dtype="float32",
-        **ids, **{theirs: getattr(cfg, ours) for ours, theirs in HF_SHAPE[family].items()})
-    if family == "opt":
-        config |= dict(ffn_dim=4 * cfg.n_embd, word_embed_proj_dim=cfg.n_embd)
-    vocabulary = gpt2_files() if state["tokenizer"] == "gpt2" else {}
-    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.absolute().parent) as aside:
-        aside, files = Path(aside, "folder"), {}
+    tokenizer = state["tokenizer"]
+    config = config_json(cfg, tokenizer)
+    family = FAMILIES[config["model_type"]]
+    vocabulary = gpt2_files() if tokenizer == "gpt2" else None
+    parent = folder.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=parent) as temporary:
+        aside = Path(temporary, "folder")           # its mode is the usual one, temporary's is 700
         aside.mkdir()
-        by_block = groupby(state["parameters"].items(),
-                           key=lambda item: re.match(r"blocks\.\d+|", item[0]).group())
-        for number, (_, parameters) in enumerate(by_block):
-            tensors, part = hf_tensors(parameters, family), f"model-{number:05d}.safetensors"
-            try:
-                save_file(tensors, aside / part, metadata={"format": "pt"})
-            except SafetensorError as error:
-                raise OSError(f"{folder} could not be written: {error}") from error
-            files |= dict.fromkeys(tensors, part)
-        index = dict(metadata={}, weight_map=files)
-        (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         (aside / "config.json").write_text(json.dumps(config, indent=1))
-        for name, path in vocabulary.items():
-            theirs = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}[name]
-            shutil.copyfile(path, aside / theirs)
-        if vocabulary:
-            (aside / "tokenizer_config.json").write_text(json.dumps(dict(
-                tokenizer_class="GPT2Tokenizer", model_max_length=cfg.seq_len, bos_token=EOT,
-                eos_token=EOT, unk_token=EOT, pad_token=EOT)))
+        write_tensors(state["parameters"], family, aside)
+        if vocabulary is not None:
+            write_tokenizer(vocabulary, cfg, aside)
         os.rename(aside, folder)
-    print(f"{folder}: {parameter_count(cfg):,} parameters as {architecture}"
-          + ", without a tokenizer" * (state["tokenizer"] != "gpt2"))
+    text = f"{folder}: {parameter_count(cfg):,} parameters as {family.architecture}"
+    if tokenizer == "bytes":
+        text += f", without a tokenizer: token ids 0 to 255 are bytes, 256 is {EOT}"
+    elif tokenizer != "gpt2":
+        text += f", without a tokenizer: {tokenizer!r} is not ours"
+    print(text)
+
+
+# ---------------------------------------------------------------------------------------------
+# The command line
+# ---------------------------------------------------------------------------------------------
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -281,9 +405,9 @@ def main() -> None:
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         if args.command == "import":
-            from_hf(args.source, args.file, hub)
+            import_model(args.source, args.file, hub)
         else:
-            to_hf(args.file, args.folder)
+            export_model(args.file, args.folder)
     except ImportError:
         parser.error("this needs safetensors: pip install safetensors")
     except KeyboardInterrupt:

@@ -6,7 +6,6 @@
 import functools
 import http.server
 import json
-import re
 import sys
 import threading
 from dataclasses import asdict, replace
@@ -65,7 +64,8 @@ def test_a_model_goes_to_transformers_and_comes_back(tmp_path, capsys, activatio
     transformers = pytest.importorskip("transformers")
     cfg, others, tokenizer = replace(CFG, activation=activation), tmp_path / "theirs", "bytes"
     plain, tokens = weights_only(tmp_path / "a.pt", cfg), tokens_of(CFG, 3)
-    assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "ours")[0] == 0
+    status, text, _ = convert(capsys, "export", tmp_path / "a.pt", tmp_path / "ours")
+    assert status == 0 and "without a tokenizer: token ids 0 to 255 are bytes" in text
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert type(theirs).__name__[:3] == {"gelu": "GPT", "relu": "OPT"}[activation]
     difference = relative(plain.double()(tokens), theirs.double().eval()(tokens).logits)
@@ -101,17 +101,39 @@ def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
     assert theirs.eos_token_id == ours.eot_token
 
 
+def test_an_export_is_one_file_or_shards_of_limited_size(tmp_path, capsys):
+    """Each file holds tensors of at most SHARD_BYTES, or a single larger one, and has the mode of
+    any new file; the index lists every tensor once."""
+    safetensors = pytest.importorskip("safetensors")
+    weights_only(tmp_path / "a.pt", CFG)
+    (tmp_path / "new").touch()
+    assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "one")[0] == 0
+    assert names_in(tmp_path / "one") == ["config.json", "model.safetensors"]
+    with mock.patch.object(huggingface, "SHARD_BYTES", 20_000):
+        assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "many")[0] == 0
+    sizes, listed = [], {}
+    for file in sorted((tmp_path / "many").glob("*.safetensors")):
+        with safetensors.safe_open(file, "pt") as tensors:
+            nbytes = [tensors.get_tensor(name).nbytes for name in tensors.keys()]
+            listed |= dict.fromkeys(tensors.keys(), file.name)
+        assert sum(nbytes) <= 20_000 or len(nbytes) == 1
+        sizes.append(sum(nbytes))
+    # The table of tokens is larger than the limit; no two neighbours fit one file.
+    assert max(sizes) == 257 * 32 * 4 and all(a + b > 20_000 for a, b in zip(sizes, sizes[1:]))
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    assert index["weight_map"] == listed and len(set(listed.values())) == len(sizes)
+    for file in [*(tmp_path / "one").iterdir(), *(tmp_path / "many").iterdir()]:
+        assert file.stat().st_mode == (tmp_path / "new").stat().st_mode
+
+
 def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(run_train, shards, tmp_path,
                                                                    capsys, monkeypatch):
-    """From an export whose files hold one block each: all that is in memory at a time."""
+    """Several files and their index are downloaded from a server on this machine."""
     pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
     weights_only(Path("a.pt"), CFG)
-    folder = Path("hub/me/tiny/resolve/main")
-    assert convert(capsys, "export", "a.pt", folder)[0] == 0
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    blocks = {(file, *re.findall(r"\.h\.\d+", name)) for name, file in index.items()}
-    assert len(blocks) == len(set(index.values())) == CFG.n_layer + 2
+    with mock.patch.object(huggingface, "SHARD_BYTES", 100_000):
+        assert convert(capsys, "export", "a.pt", "hub/me/tiny/resolve/main")[0] == 0
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory="hub")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
         threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
@@ -136,7 +158,7 @@ BROKEN = [      # changes of config.json and of the tensors (None: it is missing
     (dict(model_type="opt", hidden_size=32, max_position_embeddings=16, num_hidden_layers=5,
           num_attention_heads=8, do_layer_norm_before=False), {}, "its do_layer_norm_before is F"),
     (dict(activation_function="gelu"), {}, "its activation_function is 'gelu'"),
-    (dict(n_inner=99), {}, "its n_inner is 99, model.py has only None or 128"),
+    (dict(n_inner=99), {}, "its n_inner is 99, model.py has only 128"),
     (dict(n_layer=None), {}, "config.json is refused: it lacks n_layer"),
     (dict(model_type=None), {}, "config.json is refused: its model_type None"),
     ({}, {"transformer.h.2.ln_1.bias": None}, "has no tensor h.2.ln_1.bias"),
@@ -149,16 +171,19 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
     monkeypatch.setattr(data.time, "sleep", lambda _: None)     # between tries
     monkeypatch.chdir(tmp_path)
     weights_only(Path("a.pt"), CFG)
-    for folder in ("hf", "evil", "torn"):
+    for folder in ("hf", "evil", "gap", "torn"):
         assert convert(capsys, "export", "a.pt", folder)[0] == 0
+    for folder in ("evil", "gap", "torn"):
+        Path(folder, "model.safetensors").unlink()
     Path("evil/model.safetensors.index.json").write_text('{"weight_map": {"wte": "../a.pt"}}')
+    Path("gap/model.safetensors.index.json").write_text('{"weight_map": {"wte": "one"}}')
     damaged = bytearray(Path("a.pt").read_bytes())
     Path("half.pt").write_bytes(damaged[:-99])
     damaged[len(damaged) // 2] ^= 1
-    Path("torn/model.safetensors.index.json").rename("torn/unused")
     Path("torn/pytorch_model.bin").write_bytes(damaged)
-    whole = (json.loads(Path("hf/config.json").read_text()),
-             huggingface.hf_tensors(checkpoint.load(Path("a.pt"))["parameters"].items(), "gpt2"))
+    whole = json.loads(Path("hf/config.json").read_text()), {}
+    for name, full in checkpoint.load(Path("a.pt"))["parameters"].items():
+        whole[1].update(huggingface.to_theirs(name, full, huggingface.FAMILIES["gpt2"]))
     for number, (*changes, _) in enumerate(BROKEN):
         config, tensors = ({name: x for name, x in (one | change).items() if x is not None}
                            for one, change in zip(whole, changes))
@@ -174,10 +199,16 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
             (["import", ".", "a.pt"], 2, "a.pt exists: give a new file"),
             (["import", ".", "b.pt"], 2, ". has no config.json"),
             (["import", "evil", "b.pt"], 2, "../a.pt is not a file beside it"),
+            (["import", "gap", "b.pt"], 2, "gap lacks one"),
+            ([], 2, "required: import|export"), (["import", "hf"], 2, "required: FILE.pt"),
+            (["convert", "a.pt", "b"], 2, "invalid choice: 'convert'"),
             (["import", "torn", "b.pt"], 2, "pytorch_model.bin is damaged"),
             (["import", "no/such", "b.pt"], 1, "cannot reach http://127.0.0.1:9")]:
         result = convert(capsys, *arguments)
-        assert result[0] == status and message in result[2] and result[2].count("\n") == 1, result
+        assert result[0] == status and message in result[2], result
+        assert result[2].startswith("tools.huggingface: ") and result[2].count("\n") == 1, result
+    with mock.patch.object(huggingface, "verify", side_effect=KeyboardInterrupt):
+        assert convert(capsys, "export", "a.pt", "new") == (1, "", "")
     with mock.patch.dict(sys.modules, {"safetensors": None, "safetensors.torch": None}):
         for arguments in (["export", "a.pt", "new"], ["import", "hf", "b.pt"]):
             assert "pip install safetensors" in convert(capsys, *arguments)[2]
