@@ -243,6 +243,9 @@ def reading(path: Path, problem: str):
     zipfile and torch.load raise whatever they suggest."""
     if not path.is_file():
         instead = f"{path}/latest.pt" if path.is_dir() else "another, or run train.py first"
+        if path.suffix != ".pt" and not path.is_dir():
+            instead += (f"; a model from Hugging Face must be imported first: "
+                        f"python -m tools.huggingface import {path} {path.name}.pt")
         raise FileNotFoundError(f"there is no checkpoint {path}: give {instead}")
     try:
         yield

@@ -153,6 +153,17 @@ def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(run_train, sh
         sample.main()
 
 
+@pytest.mark.parametrize("flag", ["--init-from", "--resume"])
+@pytest.mark.parametrize("name, command", [
+    ("gpt2", "import gpt2 gpt2.pt"), ("facebook/opt-1.3b", "import facebook/opt-1.3b opt-1.3b.pt")])
+def test_train_py_names_the_import_for_a_model_of_the_hub(run_train, shards, tmp_path, monkeypatch,
+                                                          flag, name, command):
+    monkeypatch.chdir(tmp_path)
+    expect_mistake(run_train("--data", shards, flag, name),
+                   f"no checkpoint {name}: give another, or run train.py first; a model from "
+                   f"Hugging Face must be imported first: python -m tools.huggingface {command}")
+
+
 BROKEN = [      # changes of config.json and of the tensors (None: it is missing), and the answer
     (dict(model_type="llama"), {}, "its model_type 'llama' is neither gpt2 nor opt"),
     (dict(model_type="opt", hidden_size=32, max_position_embeddings=16, num_hidden_layers=5,
