@@ -33,6 +33,7 @@ import train
 from model import GPT, SIZES, GPTConfig
 from test_all import (FORMULA, ROOT, Pool, column, nothing, run_steps, settings, shard,
                       torchrun)
+from tools import huggingface
 from tools.peer import SHAPE
 from tools.test_tools import BIG, LONG, PIPELINES, peak_of
 
@@ -156,7 +157,7 @@ def sampling(folder):
         parameters={name: p.detach()[:shape[0]] for (name, p), shape in zip(
             plain.named_parameters(), checkpoint.parameter_shapes(plain.cfg).values())})
     torch.save(state, folder / "plain.pt")
-    checkpoint.to_hf(folder / "plain.pt", folder / "hf")
+    huggingface.export_model(folder / "plain.pt", folder / "hf")
     hf = transformers.GPT2LMHeadModel.from_pretrained(folder / "hf").eval()
     print("\n| tokens sampled a second | ours | Hugging Face | ratio |\n|---|---|---|---|")
     with all_cores():

@@ -1,0 +1,422 @@
+"""Convert weights from and to Hugging Face's formats: GPT-2 (with GELU) and OPT (with ReLU).
+
+    python -m tools.huggingface import gpt2 gpt2.pt         # a name on the hub, or a folder
+    python -m tools.huggingface export out/latest.pt folder
+
+A folder contains config.json and the tensors: in model.safetensors, in pytorch_model.bin, or in the
+files listed by one of the two with .index.json. An exported GPT-2 has its tokenizer too, in
+vocab.json and merges.txt.
+
+GPT-2 (Radford et al. 2019) and OPT (Zhang et al. 2022) compute what model.py computes. They differ
+in the names of their tensors and in three details of the layout, which `to_ours` and `to_theirs`
+convert:
+- GPT-2 stores the matrices of its blocks transposed, as (in, out).
+- OPT stores query, key and value as three tensors; we and GPT-2 stack them in one.
+- OPT's table of positions begins with two rows that are never looked up.
+"""
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import zipfile
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from checkpoint import FORMAT, KEYS, load, parameter_shapes, reading, verify, write_file
+from data import EOT, download, gpt2_files
+from model import GPTConfig, parameter_count
+
+SHARD_BYTES = 2_000_000_000         # of tensors in one exported file: what is in memory at a time
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+           "pytorch_model.bin.index.json")
+ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}     # theirs: ours
+
+# What model.py has only one form of: the key in config.json, and its value where it is missing.
+FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True,
+         "scale_attn_by_inverse_layer_idx": False, "do_layer_norm_before": True,
+         "_remove_final_layer_norm": False, "enable_bias": True,
+         "layer_norm_elementwise_affine": True}
+
+
+class Family(NamedTuple):
+    """How one of the two architectures is written down."""
+    architecture: str                   # the class in transformers
+    activation: str                     # activation_function in config.json
+    shape: dict[str, str]               # field of GPTConfig: key in config.json
+    prefix: str                         # of each tensor's name
+    ends: dict[str, str]                # our module outside of the blocks: theirs
+    blocks: str                         # their list of blocks
+    block: dict[str, list[str]]         # our module in a block: theirs, stacked in this order
+    transposed: bool                    # matrices in blocks are (in, out)
+    unused_positions: int               # rows before the first position
+
+
+FAMILIES = {
+    "gpt2": Family(
+        architecture="GPT2LMHeadModel",
+        activation="gelu_new",
+        shape={"vocab_size": "vocab_size", "seq_len": "n_positions", "n_layer": "n_layer",
+               "n_head": "n_head", "n_embd": "n_embd"},
+        prefix="transformer.",
+        ends={"embed.token": "wte", "embed.position": "wpe", "head.norm": "ln_f"},
+        blocks="h",
+        block={"norm1": ["ln_1"], "attn.qkv": ["attn.c_attn"], "attn.proj": ["attn.c_proj"],
+               "norm2": ["ln_2"], "mlp.up": ["mlp.c_fc"], "mlp.down": ["mlp.c_proj"]},
+        transposed=True,
+        unused_positions=0),
+    "opt": Family(
+        architecture="OPTForCausalLM",
+        activation="relu",
+        shape={"vocab_size": "vocab_size", "seq_len": "max_position_embeddings",
+               "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+               "n_embd": "hidden_size"},
+        prefix="model.decoder.",
+        ends={"embed.token": "embed_tokens", "embed.position": "embed_positions",
+              "head.norm": "final_layer_norm"},
+        blocks="layers",
+        block={"norm1": ["self_attn_layer_norm"],
+               "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+               "attn.proj": ["self_attn.out_proj"], "norm2": ["final_layer_norm"],
+               "mlp.up": ["fc1"], "mlp.down": ["fc2"]},
+        transposed=False,
+        unused_positions=2),
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# One parameter
+# ---------------------------------------------------------------------------------------------
+
+
+def their_names(name: str, family: Family) -> list[str]:
+    """Names, without the family's prefix, of the tensors that hold our parameter `name`."""
+    module, kind = name.rsplit(".", 1)                      # kind: weight or bias
+    if not module.startswith("blocks."):
+        return [f"{family.ends[module]}.{kind}"]
+    _, layer, module = module.split(".", 2)
+    return [f"{family.blocks}.{layer}.{theirs}.{kind}" for theirs in family.block[module]]
+
+
+def is_transposed(name: str, tensor: torch.Tensor, family: Family) -> bool:
+    return family.transposed and name.startswith("blocks.") and tensor.dim() == 2
+
+
+def to_ours(name: str, tensors: list[torch.Tensor], family: Family) -> torch.Tensor:
+    """Our parameter `name` in fp32, from the family's tensors in the order of `their_names`."""
+    tensors = [t.T if is_transposed(name, t, family) else t for t in tensors]
+    full = torch.cat([t.float() for t in tensors])
+    if name == "embed.position.weight":
+        full = full[family.unused_positions:]
+    return full.contiguous()
+
+
+def to_theirs(name: str, full: torch.Tensor, family: Family) -> dict[str, torch.Tensor]:
+    """The inverse of `to_ours`: {full name: tensor in fp32}."""
+    full = full.float()
+    if name == "embed.position.weight":
+        full = F.pad(full, (0, 0, family.unused_positions, 0))
+    names = their_names(name, family)
+    tensors = [t.T if is_transposed(name, t, family) else t for t in full.chunk(len(names))]
+    return {family.prefix + theirs: t.contiguous() for theirs, t in zip(names, tensors)}
+
+
+# ---------------------------------------------------------------------------------------------
+# Import
+# ---------------------------------------------------------------------------------------------
+
+
+def model_config(config: dict) -> GPTConfig:
+    """config.json -> GPTConfig; raises ValueError for an architecture that model.py does not have.
+    """
+    config = {key: value for key, value in config.items() if value is not None}     # null: default
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"its model_type {model_type!r} is neither gpt2 nor opt")
+    family = FAMILIES[model_type]
+    for theirs in family.shape.values():
+        if theirs not in config:
+            raise ValueError(f"it lacks {theirs}")
+    shape = {ours: config[theirs] for ours, theirs in family.shape.items()}
+
+    activation = config.get("activation_function", family.activation)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"its activation_function is {activation!r}, model.py has only "
+                         f"{', '.join(ACTIVATIONS)}")
+    width = shape["n_embd"]
+    supported = {**FIXED, "n_inner": 4 * width, "ffn_dim": 4 * width, "word_embed_proj_dim": width}
+    for key, value in supported.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"its {key} is {config[key]!r}, model.py has only {value!r}")
+    return GPTConfig(activation=ACTIVATIONS[activation], **shape)
+
+
+def read_config(folder: Path) -> tuple[dict, GPTConfig]:
+    """config.json, and the GPTConfig that it describes; raises ValueError."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise ValueError(f"{folder} has no config.json")
+    with reading(path, "is refused"):
+        config = json.loads(path.read_text())
+        return config, model_config(config)
+
+
+def files_of_index(index: Path) -> list[Path]:
+    """The files that an index lists, which stand beside it."""
+    with reading(index, "is refused"):
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"{name} is not a file beside it")
+    return [index.with_name(name) for name in names]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder's tensors; if it has several formats, those of the first in WEIGHTS."""
+    for name in WEIGHTS:
+        path = folder / name
+        if path.exists():
+            return files_of_index(path) if path.suffix == ".json" else [path]
+    raise ValueError(f"{folder} has none of {', '.join(WEIGHTS)}")
+
+
+def tensor_readers(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
+    """{name without the family's prefix: function that reads the tensor}, so that a model is never
+    in memory twice. Raises ValueError."""
+    if not file.exists():
+        raise ValueError(f"{file.parent} lacks {file.name}")
+    if file.suffix == ".safetensors":
+        from safetensors import safe_open
+        with reading(file, "is refused"):
+            tensors = safe_open(file, framework="pt")
+            readers = {name: partial(tensors.get_tensor, name) for name in tensors.keys()}
+    else:
+        is_zip = zipfile.is_zipfile(file)           # since PyTorch 1.6
+        if is_zip:
+            verify(file)
+        with reading(file, "is refused"):
+            tensors = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
+            readers = {name: partial(tensors.get, name) for name in tensors}
+    return {re.sub(r"^(transformer|(model\.)?decoder)\.", "", name): reader
+            for name, reader in readers.items()}
+
+
+def fetch(source: str, folder: Path, hub: str) -> None:
+    """Download a model from the hub, config.json first. Raises ValueError if the hub does not have
+    it, ConnectionError if the hub cannot be reached."""
+    import requests
+    address = f"{hub}/{source}/resolve/main/"
+
+    def is_there(name):
+        reply = requests.head(address + name, allow_redirects=True, timeout=30)
+        if not reply.ok and reply.status_code not in (401, 403, 404):
+            raise ConnectionError(f"{address}{name}: {reply.status_code} {reply.reason}")
+        return reply.ok
+
+    try:
+        if not is_there("config.json"):
+            raise ValueError(f"{source} is neither a folder nor a public model on {hub}")
+        weights = next(filter(is_there, WEIGHTS), None)
+    except requests.RequestException as error:
+        raise ConnectionError(f"cannot reach {hub}: {error}") from error
+    if weights is None:
+        raise ValueError(f"{address} has none of {', '.join(WEIGHTS)}")
+    download(address + "config.json", folder / "config.json")
+    read_config(folder)                     # refuses a wrong architecture before gigabytes come
+    download(address + weights, folder / weights)
+    for file in weight_files(folder):
+        download(address + file.name, file)
+
+
+def import_model(source: str, file: Path, hub: str) -> None:
+    """Write a checkpoint of weights alone. `source` is a folder or, if there is none of that name,
+    a model on the hub, which is downloaded to a folder beside `file`."""
+    if file.exists():
+        raise ValueError(f"{file} exists: give a new file")
+    file.absolute().parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = file.with_name(source.replace("/", "--") + ".hf")
+        fetch(source, folder, hub)
+    config, cfg = read_config(folder)
+    family = FAMILIES[config["model_type"]]
+    readers = {}
+    for part in weight_files(folder):
+        readers |= tensor_readers(part)
+    parameters = {}
+    for name, shape in parameter_shapes(cfg).items():
+        theirs = their_names(name, family)
+        for one in theirs:
+            if one not in readers:
+                raise ValueError(f"{folder} has no tensor {one}")
+        full = to_ours(name, [readers[one]() for one in theirs], family)
+        if tuple(full.shape) != shape:
+            raise ValueError(f"{folder}: {theirs[0]} has shape {tuple(full.shape)}, not {shape}")
+        parameters[name] = full
+    tokenizer = tokenizer_name(config)
+    state = {key: {} for key in KEYS} | dict(
+        format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
+        run=new_run("import"), model=asdict(cfg), tokenizer=tokenizer, parameters=parameters)
+    write_file(state, file.with_name(file.name + ".tmp"), file)
+    print(f"{file}: {parameter_count(cfg):,} parameters. Train on with\n"
+          f"python train.py --init-from {file} --data DIR --out out/{file.stem}")
+    if tokenizer not in ("gpt2", "bytes"):
+        print(f"Its tokenizer is not ours: sample.py cannot read or write its tokens, and --data "
+              f"must have been made with it (tokenizer {tokenizer!r} in meta.json)")
+
+
+def tokenizer_name(config: dict) -> str:
+    """Our exports name it. OPT numbers GPT-2's tokens differently, and other models of GPT-2's
+    architecture have added some: theirs get a name that no other tokenizer has."""
+    if "tokenizer" in config:
+        return config["tokenizer"]
+    if config["model_type"] == "gpt2" and config["vocab_size"] == 50257:
+        return "gpt2"
+    return f"{config['model_type']}-{config['vocab_size']}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Export
+# ---------------------------------------------------------------------------------------------
+
+
+def config_json(cfg: GPTConfig, tokenizer: str) -> dict:
+    """The inverse of `model_config`. `tokenizer` is our own key."""
+    model_type = "gpt2" if cfg.activation == "gelu" else "opt"
+    family = FAMILIES[model_type]
+    config = dict(model_type=model_type, architectures=[family.architecture], tokenizer=tokenizer,
+                  activation_function=family.activation, dtype="float32")
+    for ours, theirs in family.shape.items():
+        config[theirs] = getattr(cfg, ours)
+    if model_type == "opt":
+        config |= dict(ffn_dim=4 * cfg.n_embd, word_embed_proj_dim=cfg.n_embd)
+    if tokenizer in ("gpt2", "bytes"):              # their last token is <|endoftext|>
+        config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"),
+                                cfg.vocab_size - 1)
+    return config
+
+
+def split_into_shards(parameters: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Consecutive parameters whose fp32 tensors take up to SHARD_BYTES; a larger one is alone."""
+    shards, size = [{}], 0
+    for name, full in parameters.items():
+        nbytes = 4 * full.numel()
+        if shards[-1] and size + nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = full
+        size += nbytes
+    return shards
+
+
+def write_tensors(parameters: dict[str, torch.Tensor], family: Family, folder: Path) -> None:
+    """model.safetensors or, if one shard does not hold the model, several files and their index.
+    One shard at a time is in memory: `parameters` are mapped from a checkpoint."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+    shards = split_into_shards(parameters)
+    file_of = {}                                    # for the index
+    for number, shard in enumerate(shards, 1):
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {}
+        for name, full in shard.items():
+            tensors |= to_theirs(name, full, family)
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{file} could not be written: {error}") from error
+        shutil.copymode(folder / "config.json", folder / file)      # save_file's is 600
+        file_of |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        index = dict(metadata={}, weight_map=file_of)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def write_tokenizer(files: dict[str, Path], cfg: GPTConfig, folder: Path) -> None:
+    shutil.copyfile(files["encoder.json"], folder / "vocab.json")
+    shutil.copyfile(files["vocab.bpe"], folder / "merges.txt")
+    config = dict(tokenizer_class="GPT2Tokenizer", model_max_length=cfg.seq_len, bos_token=EOT,
+                  eos_token=EOT, unk_token=EOT, pad_token=EOT)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def export_model(file: Path, folder: Path) -> None:
+    """Write a folder that transformers opens; it appears only when it is complete."""
+    if folder.exists():
+        raise ValueError(f"{folder} exists: give a new folder")
+    verify(file)
+    state = load(file)
+    cfg = GPTConfig(**state["model"])
+    tokenizer = state["tokenizer"]
+    config = config_json(cfg, tokenizer)
+    family = FAMILIES[config["model_type"]]
+    vocabulary = gpt2_files() if tokenizer == "gpt2" else None
+    parent = folder.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=parent) as temporary:
+        aside = Path(temporary, "folder")           # its mode is the usual one, temporary's is 700
+        aside.mkdir()
+        (aside / "config.json").write_text(json.dumps(config, indent=1))
+        write_tensors(state["parameters"], family, aside)
+        if vocabulary is not None:
+            write_tokenizer(vocabulary, cfg, aside)
+        os.rename(aside, folder)
+    text = f"{folder}: {parameter_count(cfg):,} parameters as {family.architecture}"
+    if tokenizer == "bytes":
+        text += f", without a tokenizer: token ids 0 to 255 are bytes, 256 is {EOT}"
+    elif tokenizer != "gpt2":
+        text += f", without a tokenizer: {tokenizer!r} is not ours"
+    print(text)
+
+
+# ---------------------------------------------------------------------------------------------
+# The command line
+# ---------------------------------------------------------------------------------------------
+
+
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str, status: int = 2):     # argparse's own prints the usage too
+        self.exit(status, f"tools.huggingface: {message}\n")
+
+
+def main() -> None:
+    parser = OneLineParser(prog="python -m tools.huggingface",
+                           description="Convert weights from and to Hugging Face.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="import|export")
+    command = commands.add_parser("import", help="write a checkpoint of weights alone, for "
+                                  "train.py --init-from and sample.py")
+    command.add_argument("source", metavar="NAME_OR_DIR",
+                         help="a GPT-2 or OPT model: its name on the hub, or a folder")
+    command.add_argument("file", type=Path, metavar="FILE.pt", help="the checkpoint to write")
+    command = commands.add_parser("export", help="write a folder that transformers opens: a model "
+                                  "with GELU as GPT-2, with ReLU as OPT")
+    command.add_argument("file", type=Path, metavar="FILE.pt", help="a checkpoint of this project")
+    command.add_argument("folder", type=Path, metavar="DIR", help="the folder to write")
+    args = parser.parse_args()
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        if args.command == "import":
+            import_model(args.source, args.file, hub)
+        else:
+            export_model(args.file, args.folder)
+    except ImportError:
+        parser.error("this needs safetensors: pip install safetensors")
+    except KeyboardInterrupt:
+        sys.exit(1)
+    except ConnectionError as error:
+        parser.error(str(error), status=1)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
