@@ -30,7 +30,8 @@ from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from checkpoint import FORMAT, KEYS, load, parameter_shapes, reading, verify, write_file
+from checkpoint import (FORMAT, KEYS, load, new_run, parameter_shapes, reading, verify,
+                        write_file)
 from data import EOT, download, gpt2_files
 from model import GPTConfig, parameter_count
 
