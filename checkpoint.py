@@ -120,7 +120,7 @@ def gather_full_state(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -
             of_tp_ranks = [torch.cat([collect(bucket, name, source) for source in shards])
                            for shards in sources]
             for spec in bucket.specs:
-                if not spec.is_copy:
+                if not spec.is_tied_copy:
                     parts = [bucket.view(part, spec) for part in of_tp_ranks]
                     # A copy: training goes on, and a view would drag the bucket into the file.
                     full[name][spec.name] = spec.unshard(parts).clone()

@@ -1510,7 +1510,7 @@ def test_every_element_is_kept_as_often_as_the_formula_says(zero):
             specs = parallel.param_specs(parallel.build_stage(cfg, grid), cfg, grid)
             flat = FlatParameters(specs, grid, torch.float32, torch.float32, "cpu", zero)
             flat.load("grad", number)
-            square += flat.square_sums()[0].item()
+            square += flat.grad_norm_squares()[0].item()
             for bucket in flat.buckets:
                 for spec, here, _ in bucket.shard_ranges:
                     _, times = kept.setdefault(
@@ -1738,7 +1738,7 @@ def events_of_a_step(rank, world, zero):
             held.append(sum(bucket.grad is not None for bucket in flat.buckets[2:]))
         names = ("tied", "ends", "0.attn", "0.mlp", "1.attn", "1.mlp")
         for name, bucket in zip(names, flat.buckets, strict=True):
-            for module, attribute in sum((spec.places for spec in bucket.specs), []):
+            for module, attribute in sum((spec.owners for spec in bucket.specs), []):
                 getattr(module, attribute).register_hook(functools.partial(note, name))
         with traffic(lambda name, *_, **__: events.append(name)):
             flat.zero_grad()
@@ -3832,8 +3832,8 @@ def test_a_number_that_is_not_finite_is_traced_to_its_rank_parameter_and_batch(p
     _, flat = staged(CFG, Grid(1, 1, 1))
     for spec, here, _ in flat.buckets[-1].shard_ranges:
         flat.buckets[-1].shard["grad"][here] = 3e18 / math.sqrt(spec.numel / 32)    # norm 1.7e19
-    assert not flat.square_sums()[1].isfinite()
-    assert parallel.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
+    assert not flat.grad_norm_squares()[1].isfinite()
+    assert train.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
 
 
 @pytest.mark.parametrize("layout, flags", [

@@ -56,7 +56,7 @@ from model import (DEVICES, IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_p
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
                       assert_own_gpu, build_stage, check_layout, check_memory, fatal_message,
-                      fully_shard, locate_nonfinite, make_grid, make_plan, memory_bytes,
+                      fully_shard, make_grid, make_plan, memory_bytes,
                       microbatches, on_rank0, param_specs, pick_device, print_rank0, process_group,
                       run_schedule, schedule_of, search_layouts, to_host, wrap_blocks)
 
@@ -641,7 +641,7 @@ class Run:
         norms_count = grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel)
         norms = self.model.head.norms.to(loss) if norms_count else loss.new_zeros(())
         local = torch.stack([loss * loss_counts / tokens, norms / tokens,
-                             *self.flat.square_sums(), loss.new_full((), bool(stop_requested))])
+                             *self.flat.grad_norm_squares(), loss.new_full((), bool(stop_requested))])
         mean_loss, activation_norm, squares, all_squares, stopping = self.read(
             all_reduce(local, grid.group("world")).wait())
         return StepStats(mean_loss, activation_norm, math.sqrt(squares) / self.scaler.scale,
@@ -747,6 +747,28 @@ class Run:
         raise RunError(f"step {step}: {reason}; the run has diverged: see the events in "
                        f"{self.config.out}/metrics.jsonl, and go on from an older checkpoint with "
                        f"a lower --lr, a tighter --clip or --skip-steps")
+
+
+def locate_nonfinite(own_loss: float, flat: FlatParameters) -> dict:
+    """Which number is not finite, and on which rank: the first rank's whose own loss is not, or
+    else the first rank's that has such a gradient. Names a parameter with such a gradient: the last
+    of the last stage that has one, which backward reaches first. Gradients are summed over the
+    replicas by then, so the reported rank is not necessarily the source. If every number is finite
+    but their squares overflow (`grad_norm_squares`), "what" is the norm, and the rank is None."""
+    own_parameter = None
+    for bucket in flat.buckets:
+        for spec, shard_slice, _ in bucket.shard_ranges:
+            if not bucket.shard["grad"][shard_slice].isfinite().all():
+                own_parameter = spec.name
+    found = all_gather_object((math.isfinite(own_loss), own_parameter))
+    of_loss = [rank for rank, (is_finite, _) in enumerate(found) if not is_finite]
+    of_gradient = [rank for rank, (_, parameter) in enumerate(found) if parameter is not None]
+    parameter = found[of_gradient[-1]][1] if of_gradient else None
+    if of_loss:
+        return dict(what="loss", rank=of_loss[0], parameter=parameter)
+    if of_gradient:
+        return dict(what="gradient", rank=of_gradient[0], parameter=parameter)
+    return dict(what="norm", rank=None, parameter=None)
 
 
 # ---------------------------------------------------------------------------------------------
