@@ -852,16 +852,16 @@ def plain_step(model, optimizer, tokens, targets):
     optimizer.step()                                                # on every rank the same
 
 
-# What follows departs from it, one number at a time; the code's comments carry the numbers. (m
-# microbatches; counts are for GPT-2 124M.)
+# What follows departs from it, one number at a time; the code's comments carry the numbers. There
+# are m microbatches; the counts are those of GPT-2 124M, the bytes those of 16 bits (table below).
 #
 #   1  microbatches add up, one sync a step         1/m of the traffic            prepare_grad_sync
 #   2  parameters are views into flat buckets       26 messages, not 148                     Bucket
 #   3  gradients add up in the masters' type        bf16 sums stall at 256 terms        _grad_ready
-#   4  a hook starts a full bucket's all-reduce     24 of 26 travel in backward    _start_grad_sync
+#   4  a hook starts a full bucket's all-reduce     24 of 26 overlap backward      _start_grad_sync
 #   5  all of them are awaited at the end           no hook blocks                 finish_grad_sync
 #   6  the tied matrix has a bucket of its own      it holds up no other               make_buckets
-#   7  ZeRO 1: a replica updates one shard          12 of 18 bytes / dp (below)    _start_grad_sync
+#   7  ZeRO 1: a replica updates one shard          12 of 18 bytes / dp            _start_grad_sync
 #   8  ZeRO 2: and keeps one shard of gradients     4 more bytes / dp              _start_grad_sync
 #   9  ZeRO 3: and of parameters                    2 more bytes / dp                   fully_shard
 #  10  one AdamW on the slices of all buckets       2 calls, not 52                      adamw_step
@@ -874,16 +874,16 @@ def plain_step(model, optimizer, tokens, targets):
 #     data    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |     parameters are views
 #     grad    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |     gradients add up here
 #
-# ZeRO (Rajbhandari et al. 2020) cuts each bucket into dp shards, and replica r keeps shard r. The
-# stage of ZeRO, which has nothing to do with stages of a pipeline, says of which tensors. A rank
+# ZeRO (Rajbhandari et al. 2020) cuts each bucket into dp shards, and replica r keeps shard r. Its
+# stage, a number unrelated to the stages of a pipeline, determines which tensors are sharded. A rank
 # sends (dp - 1) / dp of the bytes in the last column.
 #
-#                                          bytes a parameter                         sent a step
-#     ZeRO    masters, moments    grad     data      16 bits      fp32 (own master)  16 bits
-#       0     full                full     full      18           16                 8
-#       1     shard               full     full      6 + 12/dp    8 + 8/dp           4 + 2
-#       2     shard               shard    full      2 + 16/dp    4 + 12/dp          4m + 2
-#       3     shard               shard    shard     18/dp        16/dp              4m + 4m
+#                                                  bytes a parameter                  sent a step,
+#     ZeRO    masters, moments    grad     data     16 bits      fp32 (its own master)   16 bits
+#       0     full                full     full     18           16                      8
+#       1     shard               full     full     6 + 12/dp    8 + 8/dp                4 + 2
+#       2     shard               shard    full     2 + 16/dp    4 + 12/dp               4m + 2
+#       3     shard               shard    shard    18/dp        16/dp                   4m + 4m
 #
 #     1   the all-reduce becomes a reduce-scatter; AdamW updates the shard; an all-gather follows.
 #         AdamW is elementwise, so a shard may begin and end inside a matrix
@@ -966,8 +966,9 @@ def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
 
 def make_buckets(specs: list[ParamSpec], dp: int, num_shards: int = 1,
                  shard_rank: int = 0) -> list[Bucket]:
-    """Departure 6: the tied matrix alone; then the other parameters of the ends; then each block's
-    attention and MLP, with the LayerNorm before it."""
+    """The tied matrix; the other parameters of the ends; then each block's attention and MLP, with
+    the LayerNorm before it. Departure 6: the tied matrix is alone, because its gradient is complete
+    only at the end of backward, and where the ends are two stages their gradients are summed."""
     tied, ends, blocks = [], [], {}
     for spec in specs:
         if spec.name in TIED.values():
@@ -1085,7 +1086,7 @@ class FlatParameters:
     @torch.no_grad()
     def _start_params_sync(self, bucket: Bucket) -> Work:
         data, master = bucket.shard["data"], bucket.shard["master"]
-        if master.device != data.device:        # departure 11: pinned memory, for a copy in the background
+        if master.device != data.device:        # departure 11; pinned, to copy in the background
             pinned = data.device.type == "cuda"
             master = torch.empty_like(master, dtype=data.dtype, pin_memory=pinned).copy_(master)
         if master is not data:
@@ -1105,7 +1106,8 @@ class FlatParameters:
 
     def prepare_grad_sync(self, last: bool) -> None:
         """Before each backward. Departure 1: only the `last` of a step communicates; from ZeRO 2 on
-        each one does, because a microbatch's gradients are not kept."""
+        each one does, because a microbatch's gradients are not kept. Everything is a sum: before a
+        backward, `run_schedule` divides the loss by the tokens of the whole batch (`scale`)."""
         self.buckets_to_sync = []
         if last or self.zero >= 2:
             self.buckets_to_sync = list(self.buckets)
@@ -1241,7 +1243,9 @@ class FlatParameters:
                 bucket.unsharding = None
 
     def reshard(self, *buckets: Bucket) -> None:
-        """Free the gathered parameters; the shard stays."""
+        """Free the gathered parameters; the shard stays. A view refers to its storage, not to an
+        address: the parameters are valid again once `unshard` has resized and filled the storage.
+        """
         for bucket in buckets:
             assert bucket.unsharding is None, "a gather would write into freed memory"
             bucket.data.untyped_storage().resize_(0)

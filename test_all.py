@@ -1797,8 +1797,10 @@ def events_of_a_step(rank, world, zero):
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_buckets_travel_while_backward_goes_on(pool, zero):
-    """Each as soon as it is full, the tied matrix last; without ZeRO all at once, with it one at a
-    time. ZeRO 2 reduces every microbatch, and holds one block's half beside the one on its way."""
+    """Mechanism (that backward hides communication, and that ZeRO 2 needs its memory): each bucket
+    starts as soon as it is full, the tied matrix last; without ZeRO all at once, with it one at a
+    time on a CPU. ZeRO 2 reduces every microbatch, and holds one block's half beside the one on its
+    way."""
     expected = []
     for microbatch in range(2):
         expected += ["tied", "ends"]            # of the head: these two are not full yet
@@ -1813,8 +1815,9 @@ def test_buckets_travel_while_backward_goes_on(pool, zero):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_zero_3_holds_two_blocks_the_next_on_its_way(recompute):
-    """Which buckets have memory, the two halves of a block each, and + what is on its way: in a
-    block's forward, its backward (recomputation sees it in both) and after."""
+    """Mechanism (of ZeRO 3's memory and overlap): which buckets have memory, the two halves of a
+    block each, and + what is on its way: in a block's forward, its backward (recomputation sees it
+    in both) and after."""
     tokens, seen = tokens_of(CFG, 2), []
     local, flat = staged(replace(CFG, n_layer=3), Grid(1, 1, 1), recompute=recompute, zero=3)
 

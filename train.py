@@ -641,7 +641,8 @@ class Run:
         norms_count = grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel)
         norms = self.model.head.norms.to(loss) if norms_count else loss.new_zeros(())
         local = torch.stack([loss * loss_counts / tokens, norms / tokens,
-                             *self.flat.grad_norm_squares(), loss.new_full((), bool(stop_requested))])
+                             *self.flat.grad_norm_squares(),
+                             loss.new_full((), bool(stop_requested))])
         mean_loss, activation_norm, squares, all_squares, stopping = self.read(
             all_reduce(local, grid.group("world")).wait())
         return StepStats(mean_loss, activation_norm, math.sqrt(squares) / self.scaler.scale,
