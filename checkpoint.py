@@ -153,7 +153,7 @@ def buckets_of_stage(flat: FlatParameters, cfg: GPTConfig, grid: Grid, stage: in
 def unshard_bucket(bucket: Bucket, tp_parts: list[torch.Tensor], full: dict) -> None:
     """Put the bucket's full parameters into `full`, from the flat tensors of all tp ranks."""
     for spec in bucket.specs:
-        if not spec.is_copy:
+        if not spec.is_tied_copy:
             parts = [bucket.view(part, spec) for part in tp_parts]
             # Cloned: training goes on, and a view would write the whole bucket to the file.
             full[spec.name] = spec.unshard(parts).clone()

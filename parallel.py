@@ -529,8 +529,8 @@ class ParamSpec:
     partition_dim: int | None   # the dimension that is cut; None: every rank has all of it
     stride: int                 # how many matrices are stacked in that dimension
     tp: int
-    places: list                # (module, attribute) that hold it: two for a weight tied in a stage
-    is_copy: bool               # the last stage's copy of a weight tied across stages
+    owners: list                # (module, attribute) that hold it: two for a weight tied in a stage
+    is_tied_copy: bool          # the last stage's copy of a weight tied across stages
 
     @property
     def local_shape(self) -> list[int]:
@@ -806,40 +806,66 @@ def schedule_of(config, grid: Grid) -> list[tuple[str, int]]:
 
 
 # ---------------------------------------------------------------------------------------------
-# 4. Data parallelism in flat buckets (as DDP's, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020)
+# 4. Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020)
+#
+# Every replica trains on its share of the batch. The gradients are summed over the replicas, so all
+# of them make the same update and stay equal. This is its plainest form, which a test runs:
+# ---------------------------------------------------------------------------------------------
+
+
+def plain_step(model, optimizer, tokens, targets):
+    """tokens, targets (B, T): the whole batch. Each rank trains on its share of the rows."""
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    optimizer.zero_grad()
+    loss = model(tokens.chunk(dp)[rank], targets.chunk(dp)[rank])   # a sum over this rank's tokens
+    (loss / targets.numel()).backward()                             # the mean over all tokens ...
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)                             # ... once these are summed
+    optimizer.step()                                                # on every rank the same
+
+
+# What follows departs from it, one number at a time; the code's comments carry the numbers. There
+# are m microbatches; the counts are those of GPT-2 124M, the bytes those of 16 bits (table below).
+#
+#   1  microbatches add up, one sync a step         1/m of the traffic            prepare_grad_sync
+#   2  parameters are views into flat buckets       26 messages, not 148                     Bucket
+#   3  gradients add up in the masters' type        bf16 sums stall at 256 terms        _grad_ready
+#   4  a hook starts a full bucket's all-reduce     24 of 26 overlap backward      _start_grad_sync
+#   5  all of them are awaited at the end           no hook blocks                 finish_grad_sync
+#   6  the tied matrix has a bucket of its own      it holds up no other               make_buckets
+#   7  ZeRO 1: a replica updates one shard          12 of 18 bytes / dp            _start_grad_sync
+#   8  ZeRO 2: and keeps one shard of gradients     4 more bytes / dp              _start_grad_sync
+#   9  ZeRO 3: and of parameters                    2 more bytes / dp                   fully_shard
+#  10  one AdamW on the slices of all buckets       2 calls, not 52                      adamw_step
+#  11  masters, moments and AdamW on the host       6 of 18 bytes on the GPU                   step
+#  12  the norm counts shared parameters once       clips as one process does    grad_norm_squares
+#
+# The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
+# for each block. Backward fills `grad` from the right; every rank communicates in that order.
 #
 #     data    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |     parameters are views
 #     grad    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |     gradients add up here
 #
-# A bucket is one flat tensor: half a block's parameters; the tied token matrix, whose gradient
-# comes from both ends of the model and is added up between them where these are two stages; what
-# else the ends have. Backward fills `grad` from the right. Once the last microbatch's gradients of
-# a bucket are in, its all-reduce starts, while backward goes on to the left; the order is the same
-# on every rank.
+# ZeRO (Rajbhandari et al. 2020) cuts each bucket into dp shards, and replica r keeps shard r. Its
+# stage, a number unrelated to the stages of a pipeline, says which tensors are sharded. A rank sends
+# (dp - 1) / dp of the bytes in the last column.
 #
-# All replicas would then do the same update on the same numbers. ZeRO cuts each bucket into dp
-# shards, and replica r keeps shard r. One number (ZeRO's "stage", no stage of a pipeline) says of
-# which tensors:
+#                                                  bytes a parameter                  sent a step,
+#     ZeRO    masters, moments    grad     data     16 bits      fp32 (its own master)   16 bits
+#       0     full                full     full     18           16                      8
+#       1     shard               full     full     6 + 12/dp    8 + 8/dp                4 + 2
+#       2     shard               shard    full     2 + 16/dp    4 + 12/dp               4m + 2
+#       3     shard               shard    shard    18/dp        16/dp                   4m + 4m
 #
-#                                                    bytes a parameter
-#     ZeRO    masters, moments    grad     data      16 bits      fp32 (its own master)
-#       0     full                full     full      18           16
-#       1     shard               full     full      6 + 12/dp    8 + 8/dp
-#       2     shard               shard    full      2 + 16/dp    4 + 12/dp
-#       3     shard               shard    shard     18/dp        16/dp
-#
-#     1   the all-reduce becomes a reduce-scatter; AdamW updates the shard; an all-gather follows
+#     1   the all-reduce becomes a reduce-scatter; AdamW updates the shard; an all-gather follows.
+#         AdamW is elementwise, so a shard may begin and end inside a matrix
 #     2   every microbatch's bucket is reduce-scattered, added to the shard, and freed
 #     3   a block's parameters are gathered before use, forward and backward, and freed after; the
-#         next block's are on their way meanwhile (FSDP, Zhao et al. 2023)
-#
-# The path of a gradient:
-#
-#     autograd or a Function above --> parameter.main_grad(), a view of bucket.grad
-#     hook after each parameter    --> bucket.missing - 1; at 0 the bucket is full:
-#     _sync                        --> its communication starts (one function for each ZeRO stage)
-#     finish_grad_sync             --> bucket.shard["grad"] holds the sum over all replicas
-# ---------------------------------------------------------------------------------------------
+#         next block's travel meanwhile (FSDP, Zhao et al. 2023)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return (n + multiple - 1) // multiple * multiple
 
 
 def state_bytes(numel: int, dp: int, dtypes: tuple, zero: int, offload: bool) -> tuple[dict, dict]:
@@ -864,32 +890,46 @@ def state_bytes(numel: int, dp: int, dtypes: tuple, zero: int, offload: bool) ->
 
 
 class Bucket:
-    """Parameters that are communicated as one, laid out flat and padded to dp equal shards.
+    """Departure 2: parameters that are communicated together, laid out flat, and padded so that dp
+    equal shards make up the bucket.
 
-    data          (numel,) the parameters are views into it; with ZeRO 3 its memory comes and goes
-    grad          (numel,) their gradients; from ZeRO 2 on those of one microbatch, None in between
-    shard         what this rank updates, (numel,) or with ZeRO (numel / dp,), a view of data and
-                  grad or, as the table says, all there is: data, grad, master, exp_avg, exp_avg_sq
-    shard_ranges  what of each parameter is in it: [(spec, range in the shard, in the parameter)]
+    data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
+    grad            (numel,) their gradients; from ZeRO 2 on those of one microbatch, otherwise None
+    shard           {name: tensor} of what this rank updates, for data, grad, master, exp_avg and
+                    exp_avg_sq. Each has numel / num_shards elements. "data" and "grad" are views
+                    of the above where the table of ZeRO stages says "full".
+    shard_ranges    the parts of parameters in the shard: [(spec, shard_slice, param_slice)], where
+                    shard[name][shard_slice] belongs to parameter.flatten()[param_slice]
+    pending_grads   number of gradients that this backward has not computed yet
+    unsharding      ZeRO 3: the all-gather of `data` under way, or None
     """
 
     def __init__(self, specs: list[ParamSpec], dp: int, num_shards: int = 1, shard_rank: int = 0):
-        self.specs, self.shard = specs, {}
-        self.data = self.grad = self.unsharding = None
-        self.missing = 0                # gradients of this microbatch that are not in yet
-        self.offsets, end = {}, 0
+        self.specs = specs
+        self.data = None
+        self.grad = None
+        self.shard = {}
+        self.pending_grads = 0
+        self.unsharding = None
+
+        self.offsets = {}
+        end = 0
         for spec in specs:
             self.offsets[spec.name] = end
-            end += -(-spec.numel // 32) * 32            # up to a multiple of 64 bytes in 16 bits
-        self.numel = -(-end // (32 * dp)) * 32 * dp
+            end += round_up(spec.numel, 32)             # aligned to 64 bytes, in 16 bits too
+        self.numel = round_up(end, 32 * dp)
+
         length = self.numel // num_shards
-        first, self.shard_ranges = shard_rank * length, []
+        first = shard_rank * length
+        self.shard_ranges = []
         for spec in specs:
             offset = self.offsets[spec.name]
-            low, high = max(offset, first), min(offset + spec.numel, first + length)
+            low = max(offset, first)
+            high = min(offset + spec.numel, first + length)
             if low < high:
-                self.shard_ranges.append((spec, slice(low - first, high - first),
-                                          slice(low - offset, high - offset)))
+                shard_slice = slice(low - first, high - first)
+                param_slice = slice(low - offset, high - offset)
+                self.shard_ranges.append((spec, shard_slice, param_slice))
 
     def view(self, flat: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
         """The part of a full bucket that belongs to a parameter, in the parameter's shape."""
@@ -898,8 +938,8 @@ class Bucket:
 
 
 def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
-    """The parameters of a stage. They depend on the stage alone, so any rank can know the layout of
-    another one (`checkpoint.gather_full_state`)."""
+    """The parameters of a stage. They depend on the stage alone, so any rank can compute the layout
+    of another one (`checkpoint.gather_full_state`)."""
     specs = {}
     for module_name, module in model.named_modules():
         stride = next((n for suffix, n in STACKED.items() if module_name.endswith(suffix)), 1)
@@ -907,88 +947,124 @@ def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
             local_name = f"{module_name}.{attribute}"
             name = TIED.get(local_name, local_name)
             if name in specs:
-                specs[name].places.append((module, attribute))
+                specs[name].owners.append((module, attribute))
                 continue
             rows = cfg.vocab_size if name == "embed.token.weight" else parameter.shape[0]
             specs[name] = ParamSpec(
                 name, (rows, *parameter.shape[1:]), parameter.shape[0],
                 getattr(module, "partition_dim", {}).get(attribute), stride, grid.tp,
-                [(module, attribute)], is_copy=local_name in TIED and not grid.is_first)
+                [(module, attribute)], is_tied_copy=local_name in TIED and not grid.is_first)
     return list(specs.values())
 
 
-def make_buckets(specs: list[ParamSpec], *sharding) -> list[Bucket]:
-    """The tied matrix alone; what else the ends have; then each block's attention and MLP, with the
-    LayerNorm before it."""
-    def bucket_of(spec):
+def make_buckets(specs: list[ParamSpec], dp: int, num_shards: int = 1,
+                 shard_rank: int = 0) -> list[Bucket]:
+    """The tied matrix; the other parameters of the ends; then each block's attention and MLP, with
+    the LayerNorm before it. Departure 6: the tied matrix is alone, because its gradient is complete
+    only at the end of backward, and where the ends are two stages their gradients are summed."""
+    tied, ends, blocks = [], [], {}
+    for spec in specs:
         if spec.name in TIED.values():
-            return -2, ""
-        if not spec.name.startswith("blocks."):
-            return -1, ""
-        _, block, module, *_ = spec.name.split(".")
-        return int(block), "mlp" if module in ("norm2", "mlp") else "attn"
-    return [Bucket(list(group), *sharding)
-            for _, group in groupby(sorted(specs, key=bucket_of), key=bucket_of)]
+            tied.append(spec)
+        elif not spec.name.startswith("blocks."):
+            ends.append(spec)
+        else:
+            _, block, module, *_ = spec.name.split(".")
+            half = "mlp" if module in ("norm2", "mlp") else "attn"
+            blocks.setdefault((int(block), half), []).append(spec)
+    groups = [tied, ends]
+    groups += [blocks[key] for key in sorted(blocks)]           # "attn" sorts before "mlp"
+    return [Bucket(group, dp, num_shards, shard_rank) for group in groups if group]
 
 
 class FlatParameters:
     """This rank's parameters, gradients, masters and Adam moments, in buckets.
 
     dtype           of the parameters
-    master_dtype    of gradients, masters and moments; where it is dtype, a parameter is its own
+    master_dtype    of gradients, masters and moments; where it equals dtype, a parameter is its own
                     master
-    zero            ZeRO's stage, 0 to 3
-    host            the device of masters and moments, where AdamW runs (ZeRO-Offload, Ren et al.
-                    2021): gradients go over and parameters come back, bucket by bucket
+    zero            stage of ZeRO, 0 to 3
+    host            departure 11: the device of masters and moments, where AdamW runs; by default
+                    the parameters' device
     """
 
     def __init__(self, specs: list[ParamSpec], grid: Grid, dtype, master_dtype, device,
                  zero: int = 0, host=None):
+        device = torch.device(device)
+        host = device if host is None else torch.device(host)
         self.grid, self.zero = grid, zero
-        device, host = torch.device(device), torch.device(device if host is None else host)
-        self.num_shards, rank = (grid.dp, grid.dp_rank) if zero else (1, 0)
-        self.buckets = make_buckets(specs, grid.dp, self.num_shards, rank)
-        self.unsynced = []      # buckets to be communicated in this backward, the next one last
-        self.in_flight = []     # [(bucket, Work)]
-        self._sync = (self._all_reduce, self._reduce_scatter, self._reduce_scatter_and_free,
-                      self._reduce_scatter_and_reshard)[zero]
+        self.num_shards = 1
+        self.shard_rank = 0
+        if zero > 0:
+            self.num_shards = grid.dp
+            self.shard_rank = grid.dp_rank
+        self.buckets = make_buckets(specs, grid.dp, self.num_shards, self.shard_rank)
+        self.buckets_to_sync = []       # those that this backward communicates, the next one last
+        self.in_flight = []             # [(bucket, Work)] of gradients
         for bucket in self.buckets:
-            shard, new = bucket.shard, partial(torch.zeros, bucket.numel // self.num_shards)
-            bucket.data = torch.zeros(bucket.numel, dtype=dtype, device=device)
-            shard["data"] = (bucket.data.chunk(self.num_shards)[rank] if zero < 3 else
-                             new(dtype=dtype, device=device))
-            if zero < 2:
-                bucket.grad = torch.zeros(bucket.numel, dtype=master_dtype, device=device)
-            shard["grad"] = (bucket.grad.chunk(self.num_shards)[rank] if zero < 2 else
-                             new(dtype=master_dtype, device=device))
-            shard["master"] = (shard["data"] if (dtype, device) == (master_dtype, host) else
-                               new(dtype=master_dtype, device=host))
-            for moment in ("exp_avg", "exp_avg_sq"):
-                shard[moment] = new(dtype=master_dtype, device=host)
-            # The tied matrix is two parameters on the same memory: as one, its first gradient would
-            # stay with autograd until the second came, at the end of backward.
-            for spec, place in [(spec, place) for spec in bucket.specs for place in spec.places]:
-                # `.data` keeps gathers from bumping autograd's version counter.
-                parameter = nn.Parameter(bucket.view(bucket.data, spec).data)
-                setattr(*place, parameter)
-                parameter.main_grad = partial(self._main_grad, bucket, spec)
-                parameter.register_post_accumulate_grad_hook(partial(self._grad_ready, bucket))
+            self._allocate(bucket, dtype, master_dtype, device, host)
+            self._attach(bucket)
             if zero == 3:
                 self.reshard(bucket)
+
+    def _allocate(self, bucket: Bucket, dtype, master_dtype, device, host) -> None:
+        """Create the bucket's tensors, all zero, of the sizes in the table of ZeRO stages."""
+        length = bucket.numel // self.num_shards
+        shard = bucket.shard
+        bucket.data = torch.zeros(bucket.numel, dtype=dtype, device=device)
+        if self.zero < 3:
+            shard["data"] = bucket.data.chunk(self.num_shards)[self.shard_rank]
+        else:
+            shard["data"] = torch.zeros(length, dtype=dtype, device=device)
+        if self.zero < 2:
+            bucket.grad = torch.zeros(bucket.numel, dtype=master_dtype, device=device)
+            shard["grad"] = bucket.grad.chunk(self.num_shards)[self.shard_rank]
+        else:
+            shard["grad"] = torch.zeros(length, dtype=master_dtype, device=device)
+        if dtype == master_dtype and device == host:
+            shard["master"] = shard["data"]
+        else:
+            shard["master"] = torch.zeros(length, dtype=master_dtype, device=host)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            shard[moment] = torch.zeros(length, dtype=master_dtype, device=host)
+
+    def _attach(self, bucket: Bucket) -> None:
+        """Replace the modules' parameters by views into the bucket, and give each two things:
+
+        main_grad    a function that returns the view of bucket.grad where this parameter's gradient
+                     adds up (the name is Megatron-LM's). It is a function because from ZeRO 2 on
+                     that memory exists only between a backward's first gradient and its sync.
+        a hook       `_grad_ready`, which autograd calls when the gradient is complete.
+        """
+        for spec in bucket.specs:
+            # A tied matrix has two owners and becomes two parameters on the same memory. With one,
+            # autograd would hold its first gradient until the second came, at backward's end.
+            for module, attribute in spec.owners:
+                # `.data` has a version counter of its own: ZeRO 3 gathers into this memory between
+                # forward and backward, and autograd must not take that for a modified weight.
+                parameter = nn.Parameter(bucket.view(bucket.data, spec).data)
+                setattr(module, attribute, parameter)
+                parameter.main_grad = partial(self._main_grad, bucket, spec)
+                parameter.register_post_accumulate_grad_hook(partial(self._grad_ready, bucket))
+
+    # At step 0, or from a checkpoint.
 
     @torch.no_grad()
     def load(self, name: str, full) -> None:
         """Fill this rank's tensors `name` from full parameters: full(name, shape) -> tensor."""
         for bucket in self.buckets:
-            for spec, here, there in bucket.shard_ranges:
+            for spec, shard_slice, param_slice in bucket.shard_ranges:
                 value = spec.shard(full(spec.name, spec.shape), self.grid.tp_rank)
-                bucket.shard[name][here].copy_(value.flatten()[there])
+                bucket.shard[name][shard_slice].copy_(value.flatten()[param_slice])
 
     def initialize(self, cfg: GPTConfig, seed: int, parameters: dict | None = None) -> None:
-        """Everything at step 0, one full parameter in memory at a time; the weights are those of
-        `parameters` {name: full tensor}, whose positions may be more, or drawn from the seed."""
-        self.load("master", lambda name, shape: initial_value(cfg, name, shape, seed)
-                  if parameters is None else parameters[name][:shape[0]])
+        """The state at step 0, with one full parameter in memory at a time. The weights come from
+        `parameters` {name: full tensor}, which may have more positions, or from the seed."""
+        def initial(name, shape):
+            if parameters is None:
+                return initial_value(cfg, name, shape, seed)
+            return parameters[name][:shape[0]]
+        self.load("master", initial)
         for bucket in self.buckets:
             bucket.shard["exp_avg"].zero_()
             bucket.shard["exp_avg_sq"].zero_()
@@ -996,85 +1072,83 @@ class FlatParameters:
 
     def sync_params(self) -> None:
         """masters -> parameters, rounded to the parameters' type, on all replicas."""
-        for work in [self._sync_params(bucket) for bucket in self.buckets]:
+        works = [self._start_params_sync(bucket) for bucket in self.buckets]
+        for work in works:
             work.wait()
 
     @torch.no_grad()
-    def _sync_params(self, bucket: Bucket) -> Work:
+    def _start_params_sync(self, bucket: Bucket) -> Work:
         data, master = bucket.shard["data"], bucket.shard["master"]
-        if master.device != data.device:        # through pinned memory, so that nobody waits
+        if master.device != data.device:        # departure 11; pinned, to copy in the background
             pinned = data.device.type == "cuda"
             master = torch.empty_like(master, dtype=data.dtype, pin_memory=pinned).copy_(master)
         if master is not data:
             data.copy_(master, non_blocking=True)
-        return all_gather(bucket.data, self.grid.group("dp") if self.zero in (1, 2) else None)
+        if self.zero in (1, 2):                 # departures 7 and 8; ZeRO 3 gathers before use
+            return all_gather(bucket.data, self.grid.group("dp"))
+        return Work(bucket.data)
 
-    def unshard(self, buckets: list[Bucket], prefetch: list[Bucket] = ()) -> None:
-        """ZeRO 3: gather the buckets' parameters; start on those of the ones to `prefetch`."""
-        for bucket in (*buckets, *prefetch):
-            if bucket.data.untyped_storage().size() == 0:
-                bucket.data.untyped_storage().resize_(bucket.data.nbytes)
-                bucket.data.chunk(self.num_shards)[self.grid.dp_rank].copy_(bucket.shard["data"])
-                bucket.unsharding = all_gather(bucket.data, self.grid.group("dp"))
-        for bucket in buckets:
-            if bucket.unsharding is not None:
-                bucket.unsharding.wait()
-                bucket.unsharding = None
-
-    def reshard(self, *buckets: Bucket) -> None:
-        """Free the gathered parameters; the shard stays."""
-        for bucket in buckets:
-            bucket.data.untyped_storage().resize_(0)
+    # A step: zero_grad, prepare_grad_sync before each backward, finish_grad_sync, the norm, step.
 
     def zero_grad(self) -> None:
         for bucket in self.buckets:
-            (bucket.grad if self.zero < 2 else bucket.shard["grad"]).zero_()
+            if self.zero < 2:
+                bucket.grad.zero_()
+            else:
+                bucket.shard["grad"].zero_()
 
     def prepare_grad_sync(self, last: bool) -> None:
-        """Before each backward. If it is the step's last, or from ZeRO 2 on in every one, each
-        bucket is communicated as soon as it is full, from the last bucket to the first."""
-        self.unsynced = list(self.buckets) if last or self.zero >= 2 else []
+        """Before each backward. Departure 1: only the `last` of a step communicates; from ZeRO 2 on
+        each one does, because a microbatch's gradients are not kept. Everything is a sum: before a
+        backward, `run_schedule` divides the loss by the tokens of the whole batch (`scale`)."""
+        self.buckets_to_sync = []
+        if last or self.zero >= 2:
+            self.buckets_to_sync = list(self.buckets)
         for bucket in self.buckets:
-            bucket.missing = sum(len(spec.places) for spec in bucket.specs)
+            bucket.pending_grads = sum(len(spec.owners) for spec in bucket.specs)
 
     def _main_grad(self, bucket: Bucket, spec: ParamSpec) -> torch.Tensor:
-        """Where a parameter's gradient adds up, in its shape."""
+        """Where a parameter's gradient adds up, in its shape (see `_attach`)."""
         if bucket.grad is None:
             bucket.grad = torch.zeros(bucket.numel, dtype=bucket.shard["grad"].dtype,
                                       device=bucket.data.device)
         return bucket.view(bucket.grad, spec)
 
     def _grad_ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """Autograd's hook after a parameter. A gradient of None has been added already."""
+        """Departures 3 and 4: autograd calls this hook once per parameter and backward, when the
+        gradient is complete.
+
+        parameter.grad is None if a Function of section 2 has added the gradient to main_grad itself
+        and returned None: autograd calls the hook all the same. Hooks run on the thread and stream
+        of the backward, which is the device's default stream. Communication that they start is thus
+        ordered after the kernels that computed the gradients; another stream would need events.
+        """
         if parameter.grad is not None:
             parameter.main_grad().add_(parameter.grad)
             parameter.grad = None
-        bucket.missing -= 1
-        while self.unsynced and not self.unsynced[-1].missing:
-            self._sync(self.unsynced.pop())
+        bucket.pending_grads -= 1
+        # Buckets may fill in another order. All ranks must communicate in the same one.
+        while self.buckets_to_sync and self.buckets_to_sync[-1].pending_grads == 0:
+            self._start_grad_sync(self.buckets_to_sync.pop())
 
-    def _all_reduce(self, bucket: Bucket) -> None:
-        """ZeRO 0: every replica gets the full sum."""
-        self.in_flight.append((bucket, all_reduce(bucket.grad, self.grid.group("dp"))))
-
-    def _reduce_scatter(self, bucket: Bucket) -> None:
-        """ZeRO 1: the shard becomes the sum. One bucket at a time is on its way, because each needs
-        memory for the shards that arrive."""
-        self._wait_grad_sync()
-        self.in_flight.append((bucket, reduce_scatter(bucket.grad, self.grid.group("dp"))))
-
-    def _reduce_scatter_and_free(self, bucket: Bucket) -> None:
-        """ZeRO 2: the sum will be added to the shard; the bucket's memory is free for the next. (It
-        is None if this microbatch added nothing: GPipe's forwards have added all of the head's.)
-        """
+    def _start_grad_sync(self, bucket: Bucket) -> None:
+        """Departures 4 and 7 to 9: start the communication of a full bucket."""
+        group = self.grid.group("dp")
+        if self.zero == 0:
+            self.in_flight.append((bucket, all_reduce(bucket.grad, group)))
+            return
+        # From ZeRO 2 on a bucket's gradients are None if this microbatch added nothing: the head's
+        # come in forward, and GPipe runs all of the forwards before the first backward.
         if bucket.grad is not None:
-            self._reduce_scatter(bucket)
+            # One at a time where it takes memory: on a CPU, buffers for the shards that arrive;
+            # from ZeRO 2 on, the bucket itself, which lives until its communication ends.
+            if self.zero >= 2 or bucket.grad.device.type == "cpu":
+                self._wait_grad_sync()
+            self.in_flight.append((bucket, reduce_scatter(bucket.grad, group)))
+        if self.zero >= 2:
             bucket.grad = None
-
-    def _reduce_scatter_and_reshard(self, bucket: Bucket) -> None:
-        """ZeRO 3: its parameters are not needed again in this backward."""
-        self._reduce_scatter_and_free(bucket)
-        self.reshard(bucket)
+        if self.zero == 3:
+            self.reshard(bucket)                # this backward does not need it again
 
     @torch.no_grad()
     def _wait_grad_sync(self) -> None:
@@ -1086,146 +1160,159 @@ class FlatParameters:
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
-        """Wait for the buckets, then add up what else is a sum: the two ends' gradients of the tied
-        weight, and with sequence parallelism those of what tensor parallelism replicates."""
-        assert not self.unsynced, "a parameter got no gradient"
+        """Departure 5: wait for all buckets. Then add up two kinds of gradients of which other
+        ranks have a part: the tied matrix's between the two ends of a pipeline (departure 6), and,
+        with sequence parallelism, those of parameters that tensor parallelism replicates."""
+        assert not self.buckets_to_sync, "a parameter got no gradient"
         self._wait_grad_sync()
         if self.buckets[0].specs[0].name in TIED.values():
             all_reduce(self.buckets[0].shard["grad"], self.grid.group("embedding")).wait()
         if self.grid.sequence_parallel:
-            terms = [bucket.shard["grad"][here] for bucket in self.buckets
-                     for spec, here, _ in bucket.shard_ranges if spec.partition_dim is None]
-            if terms:
-                sums = all_reduce(torch.cat(terms), self.grid.group("tp")).wait()
-                torch._foreach_copy_(terms, sums.split([len(x) for x in terms]))
+            replicated = [bucket.shard["grad"][shard_slice] for bucket in self.buckets
+                          for spec, shard_slice, _ in bucket.shard_ranges
+                          if spec.partition_dim is None]
+            if replicated:
+                sums = all_reduce(torch.cat(replicated), self.grid.group("tp")).wait()
+                torch._foreach_copy_(replicated, sums.split([len(x) for x in replicated]))
 
-    def square_sums(self) -> torch.Tensor:
-        """Sums of squares of this rank's gradients, (2,): [what counts for the global norm,
-        everything].
+    def grad_norm_squares(self) -> torch.Tensor:
+        """Departure 12: sums of squares of this rank's gradients, (2,) of `sum_dtype`: [those that
+        count for the global norm, all of them].
 
         Summed over the world, the first counts each parameter of the whole model once: replicas,
-        what tensor parallelism replicates, and the copy of the tied weight count elsewhere. The
-        second is not finite if one of this rank's gradients is not (or if they are so large that
-        the squares of a row overflow in fp32).
+        parameters that tensor parallelism replicates, and the tied matrix's copy are counted on
+        another rank. The second is not finite if a gradient of this rank is not.
         """
-        norms = {True: [], False: []}           # does it count -> norms of rows
-        replica = self.zero == 0 and self.grid.dp_rank > 0
+        counted, others = [], []
+        is_replica = self.zero == 0 and self.grid.dp_rank > 0
         for bucket in self.buckets:
-            def counts(entry):
-                replicated = entry[0].partition_dim is None and self.grid.tp_rank > 0
-                return not replica and not replicated and not entry[0].is_copy
-            for counted, run in groupby(bucket.shard_ranges, key=counts):
-                ranges = [here for _, here, _ in run]       # one after the other, zeros in between
-                grads = bucket.shard["grad"][ranges[0].start:ranges[-1].stop]
-                norms[counted].append(row_norms(grads))
-        none = torch.zeros(0, device=self.buckets[0].data.device)
-        counted, others = (torch.cat([none, *rows]).to(sum_dtype(none.device)).square().sum()
-                           for rows in (norms[True], norms[False]))
-        return torch.stack([counted, counted + others])
+            for spec, shard_slice, _ in bucket.shard_ranges:
+                is_replicated = spec.partition_dim is None and self.grid.tp_rank > 0
+                pieces = bucket.shard["grad"][shard_slice].split(NORM_PIECE)
+                if is_replica or is_replicated or spec.is_tied_copy:
+                    others += pieces
+                else:
+                    counted += pieces
+        device = self.buckets[0].data.device
+        counted_squares = sum_of_squares(counted, device)
+        return torch.stack([counted_squares, counted_squares + sum_of_squares(others, device)])
 
     @torch.no_grad()
-    def step(self, factor: float, step: int, lr: float, beta1: float, beta2: float,
+    def step(self, grad_scale: float, step: int, lr: float, beta1: float, beta2: float,
              weight_decay: float) -> None:
-        """AdamW number `step` (from 1) on what this rank keeps, with the gradients times `factor`;
-        then all replicas have the new parameters. Matrices decay, vectors do not (Loshchilov and
-        Hutter 2019, algorithm 2)."""
-        syncs, grads = [], []
-        for bucket in self.buckets:
-            grad = bucket.shard["grad"].mul_(factor)
-            offload = bucket.shard["master"].device != grad.device
-            grads.append(start_to_host(grad) if offload else (grad, None))
-        for bucket, (grad, arrived) in zip(self.buckets, grads):
-            master, *moments = (bucket.shard[n] for n in ("master", "exp_avg", "exp_avg_sq"))
-            if arrived is not None:     # the next buckets' gradients come while AdamW runs
-                arrived.synchronize()
-            for decay, matrices in ((weight_decay, True), (0.0, False)):
-                ranges = [here for spec, here, _ in bucket.shard_ranges
-                          if (len(spec.shape) >= 2) == matrices]
-                if ranges:
-                    lists = [[x[here] for here in ranges] for x in (master, grad, *moments)]
-                    steps = torch.full((len(ranges),), step - 1.0, device=master.device).unbind()
-                    adamw(*lists, [], list(steps), fused=True, amsgrad=False, maximize=False,
-                          lr=lr, beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
-            syncs.append(self._sync_params(bucket))         # while the next bucket is updated
+        """AdamW update number `step` (from 1) of this rank's shards, with the gradients times
+        `grad_scale`; afterwards all replicas have the new parameters. Matrices decay, vectors do
+        not (Loshchilov and Hutter 2019, algorithm 2)."""
+        settings = dict(step=step, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+        grads = [bucket.shard["grad"] for bucket in self.buckets]
+        torch._foreach_mul_(grads, grad_scale)
+        if self.buckets[0].shard["master"].device == grads[0].device:
+            adamw_step(self.buckets, grads, **settings)                     # departure 10
+            self.sync_params()
+            return
+        # Departure 11: the next buckets' gradients arrive, and the last one's parameters leave,
+        # while AdamW updates a bucket.
+        copies = [start_to_host(grad) for grad in grads]
+        syncs = []
+        for bucket, (grad, arrived) in zip(self.buckets, copies):
+            arrived.synchronize()
+            adamw_step([bucket], [grad], **settings)
+            syncs.append(self._start_params_sync(bucket))
         for work in syncs:
             work.wait()
 
+    # Departure 9: ZeRO 3 frees and restores the memory of `bucket.data`.
 
-class _UnshardForBackward(torch.autograd.Function):
-    """The end of a block: in backward its parameters must be there again."""
+    def unshard(self, buckets: list[Bucket], prefetch: list[Bucket] = ()) -> None:
+        """Gather the buckets' parameters; begin to gather those of the buckets to `prefetch`."""
+        for bucket in (*buckets, *prefetch):
+            if bucket.data.untyped_storage().size() == 0:
+                bucket.data.untyped_storage().resize_(bucket.data.nbytes)
+                bucket.data.chunk(self.num_shards)[self.shard_rank].copy_(bucket.shard["data"])
+                bucket.unsharding = all_gather(bucket.data, self.grid.group("dp"))
+        for bucket in buckets:
+            if bucket.unsharding is not None:
+                bucket.unsharding.wait()
+                bucket.unsharding = None
 
-    @staticmethod
-    def forward(ctx, y, *arguments):
-        ctx.arguments = arguments
-        return y.view_as(y)
+    def reshard(self, *buckets: Bucket) -> None:
+        """Free the gathered parameters; the shard stays. A view refers to its storage, not to an
+        address: the parameters are valid again once `unshard` has resized and filled the storage.
+        """
+        for bucket in buckets:
+            assert bucket.unsharding is None, "a gather would write into freed memory"
+            bucket.data.untyped_storage().resize_(0)
 
-    @staticmethod
-    def backward(ctx, dy):
-        flat, here, before = ctx.arguments
-        flat.unshard(here, prefetch=before)
-        return dy, None, None, None
+
+NORM_PIECE = 2 ** 20        # elements: a CPU converts each piece to float64 before it adds
+
+
+def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Scalar of `sum_dtype`. One fp32 sum over 10M values can be off in its fourth digit."""
+    dtype = sum_dtype(device)
+    if not tensors:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
+
+
+def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: float,
+               beta1: float, beta2: float, weight_decay: float) -> None:
+    """torch's fused AdamW on the parameters' slices of these shards, whose gradients are `grads`:
+    one call for matrices, one for vectors."""
+    for is_matrix, decay in ((True, weight_decay), (False, 0.0)):
+        params, param_grads, exp_avgs, exp_avg_sqs = [], [], [], []
+        for bucket, grad in zip(buckets, grads):
+            for spec, shard_slice, _ in bucket.shard_ranges:
+                if (len(spec.shape) >= 2) == is_matrix:
+                    params.append(bucket.shard["master"][shard_slice])
+                    param_grads.append(grad[shard_slice])
+                    exp_avgs.append(bucket.shard["exp_avg"][shard_slice])
+                    exp_avg_sqs.append(bucket.shard["exp_avg_sq"][shard_slice])
+        if params:
+            steps = torch.full((len(params),), step - 1.0, device=params[0].device).unbind()
+            adamw(params, param_grads, exp_avgs, exp_avg_sqs, [], list(steps), fused=True,
+                  amsgrad=False, maximize=False, lr=lr, beta1=beta1, beta2=beta2, eps=1e-8,
+                  weight_decay=decay)
 
 
 def fully_shard(model: GPT, flat: FlatParameters) -> None:
-    """ZeRO 3: wrap the forward of each part of the model (on one stage) in unshard and reshard.
+    """Departure 9: wrap the forward of each part of the model (on one stage) in unshard and
+    reshard.
 
         forward    unshard block i, prefetch i + 1, run, reshard
-        backward   unshard block i, prefetch i - 1, run; `_sync` reduces its gradients and reshards
+        backward   unshard block i, prefetch i - 1, run; _start_grad_sync reduces and reshards
 
     The tied matrix stays unsharded from the embedding to the head, whose gradients are computed in
     forward. The other parameters of the two, and the last block, stay unsharded until backward.
     """
-    ends, halves = flat.buckets[:2], flat.buckets[2:]
+    tied, ends, *halves = flat.buckets
     blocks = list(zip(halves[::2], halves[1::2]))
 
     def run_embed(forward, *args):
-        flat.unshard(ends, prefetch=blocks[0])
+        flat.unshard([tied, ends], prefetch=blocks[0])
         return forward(*args)
 
-    def run_block(forward, here, before, after, *args):
-        flat.unshard(here, prefetch=after)
-        y = _UnshardForBackward.apply(forward(*args), flat, here, before)
-        if after or not torch.is_grad_enabled():
-            flat.reshard(*here)
+    def run_block(forward, current, previous, following, *args):
+        flat.unshard(current, prefetch=following)
+        y = forward(*args)
+        if y.requires_grad:         # the hook runs when y's gradient is there, before the block's
+            y.register_hook(lambda dy: flat.unshard(current, prefetch=previous))
+        if following or not y.requires_grad:
+            flat.reshard(*current)
         return y
 
     def run_head(forward, *args):
         y = forward(*args)
-        flat.reshard(*ends[:1] if torch.is_grad_enabled() else ends)
+        flat.reshard(tied)
+        if not torch.is_grad_enabled():
+            flat.reshard(ends)
         return y
 
     model.embed.forward = partial(run_embed, model.embed.forward)
     model.head.forward = partial(run_head, model.head.forward)
-    for block, here, before, after in zip(model.blocks.values(), blocks, [(), *blocks],
-                                          [*blocks[1:], ()]):
-        block.forward = partial(run_block, block.forward, here, before, after)
-
-
-def locate_nonfinite(own_loss: float, flat: FlatParameters) -> dict:
-    """Where a number is not finite: the first rank whose own loss is not, or else whose gradients,
-    and a parameter with such a gradient: the last of the last stage that has one, which backward
-    reaches first. With replicas, the reported rank is not necessarily the source, because gradients
-    are summed by then. If all numbers are finite, it is the squares of several gradients together
-    (`square_sums`) that are not: the "norm", of no rank."""
-    nonfinite = [spec.name for bucket in flat.buckets for spec, here, _ in bucket.shard_ranges
-                 if not row_norms(bucket.shard["grad"][here]).isfinite().all()]
-    found = all_gather_object([not math.isfinite(own_loss), nonfinite[-1] if nonfinite else None])
-    of_loss = [rank for rank, (loss, _) in enumerate(found) if loss]
-    of_gradient = [rank for rank, (_, name) in enumerate(found) if name is not None]
-    return dict(what="loss" if of_loss else "gradient" if of_gradient else "norm",
-                rank=[*of_loss, *of_gradient, None][0],
-                parameter=found[of_gradient[-1]][1] if of_gradient else None)
-
-
-def row_norms(x: torch.Tensor) -> torch.Tensor:
-    """The norms of the rows of 4096 of a flat tensor, the last of which may be shorter.
-
-    Their squares are for the caller to add up (`sum_dtype`): one fp32 sum over 10M values can be
-    off in its fourth digit.
-    """
-    end = x.numel() // 4096 * 4096
-    rows = torch.linalg.vector_norm(x[:end].view(-1, 4096), dim=1)
-    return torch.cat([rows, torch.linalg.vector_norm(x[end:]).view(1)])
+    for block, current, previous, following in zip(
+            model.blocks.values(), blocks, [(), *blocks], [*blocks[1:], ()]):
+        block.forward = partial(run_block, block.forward, current, previous, following)
 
 
 def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torch.device,

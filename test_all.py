@@ -1079,12 +1079,18 @@ def test_a_run_that_always_overflows_ends_with_a_clear_message(tmp_path):
     assert stop.value.status == 1
 
 
-def test_sums_of_squares_are_accurate():
-    for size in (10_000_019, 4096, 5, 0):
-        x = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 3
-        expected = x.double().square().sum().item()
-        squares = parallel.row_norms(x).double().square().sum().item()
-        assert squares == pytest.approx(expected, rel=2e-6)
+def test_the_gradient_norm_is_exact_over_many_elements():
+    """Of 25M fp32 gradients, as their sum of squares in fp64, to 1e-10; one fp32 sum over 10M is
+    off by 7e-4."""
+    cfg = GPTConfig(vocab_size=50257, seq_len=16, n_layer=1, n_head=1, n_embd=384)
+    _, flat = staged(cfg, Grid(1, 1, 1))
+    generator, expected = torch.Generator().manual_seed(0), 0.0
+    for bucket in flat.buckets:
+        for spec in bucket.specs:
+            gradient = bucket.view(bucket.grad, spec).normal_(0, 3, generator=generator)
+            expected += gradient.double().square().sum().item()
+    counted, everything = flat.grad_norm_squares().tolist()
+    assert counted == everything == pytest.approx(expected, rel=1e-10)
 
 
 def test_clipping_and_unscaling_are_one_factor():
@@ -1573,9 +1579,10 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
 
 @pytest.mark.parametrize("zero", range(4))
 def test_every_element_is_kept_as_often_as_the_formula_says(zero):
-    """Of each layout all ranks, one after the other: by dp replicas without ZeRO and by one with
-    it; by each of tp ranks if it is replicated there; the tied matrix by both ends of a pipeline.
-    The global norm counts it once. A tensor is filled with the numbers of the elements, from 1."""
+    """Mechanism (of the memory that ZeRO's table promises, and of the global norm): over all ranks
+    of a layout an element is held by dp replicas without ZeRO and by one with it; by each of tp
+    ranks if it is replicated there; the tied matrix by both ends of a pipeline. The global norm
+    counts it once. Each tensor is filled with the numbers of its elements, from 1."""
     number = lambda name, shape: torch.arange(1.0, math.prod(shape) + 1).view(shape)
     for dp, tp, pp in [x for x in LAYOUTS if zero < 3 or x[2] == 1]:
         kept, square, cfg = {}, 0.0, deep_enough((dp, tp, pp))
@@ -1584,12 +1591,13 @@ def test_every_element_is_kept_as_often_as_the_formula_says(zero):
             specs = parallel.param_specs(parallel.build_stage(cfg, grid), cfg, grid)
             flat = FlatParameters(specs, grid, torch.float32, torch.float32, "cpu", zero)
             flat.load("grad", number)
-            square += flat.square_sums()[0].item()
+            square += flat.grad_norm_squares()[0].item()
             for bucket in flat.buckets:
-                for spec, here, _ in bucket.shard_ranges:
+                for spec, shard_slice, _ in bucket.shard_ranges:
                     _, times = kept.setdefault(
                         spec.name, (spec, torch.zeros(math.prod(spec.shape) + 1)))
-                    times += bucket.shard["grad"][here].long().bincount(minlength=len(times))
+                    held = bucket.shard["grad"][shard_slice].long()
+                    times += held.bincount(minlength=len(times))
         assert kept.keys() == {name for name, _ in GPT(cfg).named_parameters()}
         for name, (spec, times) in kept.items():
             expected = ((1 if zero else dp) * (tp if spec.partition_dim is None else 1)
@@ -1724,6 +1732,44 @@ def pipelined(rank, world, config):
     return {("embed.token.weight" if p is tied else n): p for n, p in stage.named_parameters()}
 
 
+def plain_and_flat(rank, world):
+    """Five AdamW steps of a batch of 4 on two replicas -> (parameters by the plain form's loop of
+    all-reduces, parameters by FlatParameters)."""
+    tokens, targets = tokens_of(CFG, 4), tokens_of(CFG, 4, seed=1)
+    plain = GPT(CFG).initialize(0).double()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
+    with gridded(rank, world, 1, 1) as grid:
+        local, flat = staged(CFG, grid, torch.float64)
+        batch = [(tokens.chunk(world)[rank], targets.chunk(world)[rank], 0)]
+        for step in range(1, 6):
+            parallel.plain_step(plain, optimizer, tokens, targets)
+            flat.zero_grad()
+            run_schedule(gpipe(0, 1, 1), local, grid, batch, torch.empty(0), flat,
+                         1 / targets.numel())
+            flat.finish_grad_sync()
+            flat.step(1.0, step, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0)
+        whole = checkpoint.gather_full_state(flat, CFG, grid, ["master"])
+    return {name: p.detach() for name, p in plain.named_parameters()}, whole and whole["master"]
+
+
+def test_the_plain_form_of_data_parallelism_trains_as_one_process_and_as_flat_parameters(pool):
+    """Five steps on two ranks end at the parameters of one process and of FlatParameters, to 1e-12
+    in fp64."""
+    (plain, flat), (other, _) = pool.run(2, plain_and_flat)
+    one, (tokens, targets) = GPT(CFG).initialize(0).double(), (tokens_of(CFG, 4, s) for s in (0, 1))
+    initial = {name: p.detach().clone() for name, p in one.named_parameters()}
+    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
+    for _ in range(5):
+        optimizer.zero_grad()
+        (one(tokens, targets) / targets.numel()).backward()
+        optimizer.step()
+    expected = comparable(dict(one.named_parameters()))
+    assert relative(comparable(initial), expected) > 0.01           # it trains
+    assert all(plain[name].equal(other[name]) for name in plain)    # replicas stay equal
+    assert relative(comparable(plain), expected) <= 1e-12
+    assert relative(comparable(flat), expected) <= 1e-12
+
+
 def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool, tmp_path):
     config = settings(tmp_path, dtype="fp64", steps=1, micro_batch=1, clip=0.0)
     _, (ours,), _ = pool.run(4, run_steps, (4, 1, 1), config, CFG, whole_gradient)[0]
@@ -1812,7 +1858,7 @@ def events_of_a_step(rank, world, zero):
             held.append(sum(bucket.grad is not None for bucket in flat.buckets[2:]))
         names = ("tied", "ends", "0.attn", "0.mlp", "1.attn", "1.mlp")
         for name, bucket in zip(names, flat.buckets, strict=True):
-            for module, attribute in sum((spec.places for spec in bucket.specs), []):
+            for module, attribute in sum((spec.owners for spec in bucket.specs), []):
                 getattr(module, attribute).register_hook(functools.partial(note, name))
         with traffic(lambda name, *_, **__: events.append(name)):
             flat.zero_grad()
@@ -1825,8 +1871,10 @@ def events_of_a_step(rank, world, zero):
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_buckets_travel_while_backward_goes_on(pool, zero):
-    """Each as soon as it is full, the tied matrix last; without ZeRO all at once, with it one at a
-    time. ZeRO 2 reduces every microbatch, and holds one block's half beside the one on its way."""
+    """Mechanism (that backward hides communication, and that ZeRO 2 needs its memory): each bucket
+    starts as soon as it is full, the tied matrix last; without ZeRO all at once, with it one at a
+    time on a CPU. ZeRO 2 reduces every microbatch, and holds one block's half beside the one on its
+    way."""
     expected = []
     for microbatch in range(2):
         expected += ["tied", "ends"]            # of the head: these two are not full yet
@@ -1841,8 +1889,9 @@ def test_buckets_travel_while_backward_goes_on(pool, zero):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_zero_3_holds_two_blocks_the_next_on_its_way(recompute):
-    """Which buckets have memory, the two halves of a block each, and + what is on its way: in a
-    block's forward, its backward (recomputation sees it in both) and after."""
+    """Mechanism (of ZeRO 3's memory and overlap): which buckets have memory, the two halves of a
+    block each, and + what is on its way: in a block's forward, its backward (recomputation sees it
+    in both) and after."""
     tokens, seen = tokens_of(CFG, 2), []
     local, flat = staged(replace(CFG, n_layer=3), Grid(1, 1, 1), recompute=recompute, zero=3)
 
@@ -3407,12 +3456,11 @@ def test_a_number_that_is_not_finite_is_traced_to_its_rank_parameter_and_batch(p
         assert of_loss or event["parameter"].startswith(f"blocks.{stage}.mlp")
         windows = Memory(CFG).sample_indices(1337, 8 * event["step"] - 8, 8)
         assert event["windows"] == windows.tolist() and event["loss_scale"] == 1.0
-    # To no rank if each number is finite, and each parameter's squares, but not their sum.
-    _, flat = staged(CFG, Grid(1, 1, 1))
-    for spec, here, _ in flat.buckets[-1].shard_ranges:
-        flat.buckets[-1].shard["grad"][here] = 3e18 / math.sqrt(spec.numel / 32)    # norm 1.7e19
-    assert not flat.square_sums()[1].isfinite()
-    assert parallel.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
+    # No rank is named if every number is finite, but the sum of squares is beyond float64.
+    _, flat = staged(CFG, Grid(1, 1, 1), torch.float64)
+    flat.buckets[-1].grad.fill_(1e160)
+    assert not flat.grad_norm_squares()[1].isfinite()
+    assert train.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
 
 
 @pytest.mark.parametrize("layout, flags", [
