@@ -584,54 +584,6 @@ class ParamSpec:
 # ---------------------------------------------------------------------------------------------
 
 
-def stage_layers(n_layer: int, pp: int, stage: int) -> range:
-    """The blocks of a stage: their numbers differ by one at most, and the last stage, which has the
-    head too, is never one of those with more."""
-    return range(-(-stage * n_layer // pp), -(-(stage + 1) * n_layer // pp))
-
-
-def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
-    """This rank's part of the GPT, on the meta device: its stage's blocks, parallel modules."""
-    with torch.device("meta"):
-        model = GPT(cfg)
-    layers = stage_layers(cfg.n_layer, grid.pp, grid.stage)
-    for name in list(model.blocks):
-        if int(name) not in layers:
-            del model.blocks[name]
-    if not grid.is_first:
-        model.embed = None
-    if not grid.is_last:
-        model.head = None
-    for name, module in list(model.named_modules()):
-        for suffix, parallel_module in TP_PLAN.items():
-            if name.endswith(suffix):
-                model.set_submodule(name, parallel_module(module, grid))
-    for block in model.blocks.values():
-        block.attn.dot_product.stream = grid.tp_rank        # other heads draw other masks
-    return model
-
-
-def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
-    """Compile each block's forward, recompute its activations in backward, or both.
-
-    The compiler goes around what we do by hand: modules that communicate or draw a mask run as they
-    are. What lies between them is compiled once for all blocks.
-    """
-    def by_hand(module):
-        communicates = isinstance(module, TensorParallel) and module.grid.tp > 1
-        return communicates or getattr(module, "p", 0) > 0
-
-    for block in model.blocks.values():
-        if compile:
-            modules = [module for module in block.modules() if by_hand(module)]
-            for module in modules:
-                module.forward = torch.compiler.disable(module.forward)
-            block.forward = torch.compile(block.forward, fullgraph=not modules)
-        if recompute:       # dropout masks come from their seeds, so no generator's state is kept
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False,
-                                    preserve_rng_state=False)
-
-
 def gpipe(stage: int, stages: int, micro: int) -> list[tuple[str, int]]:
     """All forwards, then all backwards in reverse; every stage does the same. O(micro) live."""
     return [("F", m) for m in range(micro)] + [("B", m) for m in reversed(range(micro))]
@@ -747,6 +699,54 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, boundary: torch.
     for work in sending.values():
         work.wait()
     return total
+
+
+def stage_layers(n_layer: int, pp: int, stage: int) -> range:
+    """The blocks of a stage: their numbers differ by one at most, and the last stage, which has the
+    head too, is never one of those with more."""
+    return range(-(-stage * n_layer // pp), -(-(stage + 1) * n_layer // pp))
+
+
+def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
+    """This rank's part of the GPT, on the meta device: its stage's blocks, parallel modules."""
+    with torch.device("meta"):
+        model = GPT(cfg)
+    layers = stage_layers(cfg.n_layer, grid.pp, grid.stage)
+    for name in list(model.blocks):
+        if int(name) not in layers:
+            del model.blocks[name]
+    if not grid.is_first:
+        model.embed = None
+    if not grid.is_last:
+        model.head = None
+    for name, module in list(model.named_modules()):
+        for suffix, parallel_module in TP_PLAN.items():
+            if name.endswith(suffix):
+                model.set_submodule(name, parallel_module(module, grid))
+    for block in model.blocks.values():
+        block.attn.dot_product.stream = grid.tp_rank        # other heads draw other masks
+    return model
+
+
+def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
+    """Compile each block's forward, recompute its activations in backward, or both.
+
+    The compiler goes around what we do by hand: modules that communicate or draw a mask run as they
+    are. What lies between them is compiled once for all blocks.
+    """
+    def by_hand(module):
+        communicates = isinstance(module, TensorParallel) and module.grid.tp > 1
+        return communicates or getattr(module, "p", 0) > 0
+
+    for block in model.blocks.values():
+        if compile:
+            modules = [module for module in block.modules() if by_hand(module)]
+            for module in modules:
+                module.forward = torch.compiler.disable(module.forward)
+            block.forward = torch.compile(block.forward, fullgraph=not modules)
+        if recompute:       # dropout masks come from their seeds, so no generator's state is kept
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False,
+                                    preserve_rng_state=False)
 
 
 def activation_bytes(cfg: GPTConfig, grid: Grid, schedule, micro_batch: int, itemsize: int,
