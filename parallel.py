@@ -78,6 +78,11 @@ class Grid:
         return self.groups.get(name)
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 ALONE = Grid(1, 1, 1)           # one rank, without anybody to communicate with
 
 
@@ -568,147 +573,242 @@ class ParamSpec:
 # ---------------------------------------------------------------------------------------------
 # 3. Pipeline parallelism (GPipe, Huang et al. 2019)
 #
-#     The layers are cut into stages and the batch into microbatches, which follow each other:
-#
-#     stage 0   F0 F1 F2 F3 .  .  .  .  B3 B2 B1 B0        m microbatches, p stages: of the
-#     stage 1   .  F0 F1 F2 F3 .  .  B3 B2 B1 B0 .         m + p - 1 slots of each direction
-#     stage 2   .  .  F0 F1 F2 F3 B3 B2 B1 B0 .  .         p - 1 are idle, the bubble
-#
-# 1F1B has the same bubble, but starts on a backward as soon as there is one: what a stage keeps is
-# bounded by the number of stages, not of microbatches.
-#
-# A schedule is data: a list of ("F" | "B", microbatch) for each stage. `run_schedule` carries one
-# out; `clock` runs all of them without processes, to count and to draw. With --recompute the
-# activations inside a block are dropped after forward and computed again in backward (GPipe,
-# section 2.3, with blocks for its partitions, as in Chen et al. 2016): a block's input remains.
+# The layers are cut into p stages, one for each rank, and the batch into m microbatches, which
+# follow each other through the stages. `plain_pipeline` is the whole technique for two stages:
 # ---------------------------------------------------------------------------------------------
 
 
-def gpipe(stage: int, stages: int, micro: int) -> list[tuple[str, int]]:
-    """All forwards, then all backwards in reverse; every stage does the same. O(micro) live."""
-    return [("F", m) for m in range(micro)] + [("B", m) for m in reversed(range(micro))]
+def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, total: int) -> None:
+    """The two ranks of the default group accumulate the gradients of the mean loss over `total`
+    tokens. `batch` is a list of microbatches (tokens (B, T), targets (B, T)). The stage on rank 0
+    maps tokens to activations (B, T, C), like `activation_like`; the one on rank 1 maps these and
+    the targets to the sum of the losses. Only a test calls it."""
+    rank = dist.get_rank()
+    kept = []
+    for tokens, targets in batch:                       # all forwards
+        if rank == 0:
+            x, y = tokens, stage(tokens)
+            dist.send(y.detach(), dst=1)
+        else:
+            x = torch.empty_like(activation_like)
+            dist.recv(x, src=0)
+            y = stage(x.requires_grad_(), targets)
+        kept.append((x, y))
+
+    for x, y in reversed(kept):                         # then all backwards, in reverse
+        if rank == 0:
+            dy = torch.empty_like(y)
+            dist.recv(dy, src=1)
+            y.backward(dy)
+        else:
+            (y / total).backward()
+            dist.send(x.grad, dst=0)
 
 
-def one_f_one_b(stage: int, stages: int, micro: int) -> list[tuple[str, int]]:
-    """As few forwards as fill the stages behind this one, then forward and backward in turn
-    (PipeDream-flush, Narayanan et al. 2021): GPipe's bubble, `stages - stage` microbatches live.
-    On one stage each backward follows its forward."""
-    warmup = min(micro, stages - stage - 1)
-    return ([("F", m) for m in range(warmup)]
-            + [op for m in range(micro - warmup) for op in (("F", m + warmup), ("B", m))]
-            + [("B", m) for m in range(micro - warmup, micro)])
+# The code below departs from it in eleven ways. Its comments have these numbers.
+#
+#    1  a list of ops for each stage           one executor runs any order     run_schedule
+#       in place of the two loops              on any number of stages
+#    2  1F1B: a backward as soon as possible   activations of p microbatches,  one_f_one_b
+#                                              not of m
+#    3  the next input is requested early      it travels while an op runs:    run_schedule
+#                                              GPipe 3 to 10% faster on CPUs
+#    4  a send is awaited late                 it travels while an op runs     run_schedule
+#    5  where the direction changes, send      NCCL keeps the order: if two    start_messages,
+#       and receive start together, over       stages sent to each other       connect
+#       connections made before                first, both would wait forever
+#    6  a message's tag is its microbatch      no message passes for another   start_messages
+#                                              (gloo; NCCL ignores tags)
+#    7  a rank has its own stage's layers      parameters / p                  build_stage
+#    8  replicas reduce gradients in the       1 / m of the traffic            StageRunner.backward,
+#       last backward only                     (not with ZeRO 2 and 3)         section 4
+#    9  both end stages have a copy of the     each end updates it alike       section 4
+#       tied matrix and sum its gradients
+#   10  backward recomputes a block's          1 number kept for a position    wrap_blocks
+#       activations from its input             and channel, not 16; a third
+#                                              more FLOPs
+#   11  errors name the microbatch and stage                                   stage_message
+#
+# GPipe and 1F1B on three stages. F2 is the forward of microbatch 2, a backward takes two units of
+# time, and a dot is idle time. Both idle for (p - 1) / (m + p - 1) of the time, the bubble; the
+# last column is the number of microbatches whose activations a stage keeps:
+#
+#     GPipe    F0 F1 F2 F3 F4 .  .  .  .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0      5
+#              .  F0 F1 F2 F3 F4 .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .       5
+#              .  .  F0 F1 F2 F3 F4 B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .  .  .       5
+#
+#     1F1B     F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 .  B3 B3 .  B4 B4      3
+#              .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .       2
+#              .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .       1
+
+
+def gpipe(stage: int, stages: int, num_microbatches: int) -> list[tuple[str, int]]:
+    """This stage's ops, ("F" or "B", microbatch), in order: all forwards, then all backwards in
+    reverse. Every stage has the same list."""
+    forwards = [("F", m) for m in range(num_microbatches)]
+    backwards = [("B", m) for m in reversed(range(num_microbatches))]
+    return forwards + backwards
+
+
+def one_f_one_b(stage: int, stages: int, num_microbatches: int) -> list[tuple[str, int]]:
+    """One forward for each later stage, then one forward and one backward in turn (departure 2:
+    PipeDream-flush, Narayanan et al. 2021, section 2.2). At most `stages - stage` microbatches are
+    in flight. On one stage each forward is followed by its backward."""
+    warmup = min(num_microbatches, stages - stage - 1)
+    ops = [("F", m) for m in range(warmup)]
+    for m in range(num_microbatches - warmup):
+        ops += [("F", m + warmup), ("B", m)]
+    return ops + [("B", m) for m in range(num_microbatches - warmup, num_microbatches)]
 
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
-OPS = {"F": "forward", "B": "backward"}
+OP_NAMES = {"F": "forward", "B": "backward"}
+NEIGHBOUR = {       # an op's input and result come from and go to the stage this many further on
+    ("F", "receive from"): -1,
+    ("F", "send to"): 1,
+    ("B", "receive from"): 1,
+    ("B", "send to"): -1,
+}
 
 
-def start_messages(messages: list, group) -> list[Work]:
-    """Start to send to or receive from other stages, all at once; a message is (dist.isend or
-    dist.irecv, tensor, rank, tag, what it is). Returns a Work for each.
-
-    On gloo messages of different tags pass each other. NCCL ignores tags and does in order what it
-    is asked for: two stages that send to each other before they receive wait for ever. There all
-    messages become one operation, as in Megatron-LM.
-    """
-    works = []
-    if messages and messages[0][1].device.type != "cpu":
-        with comm_errors(", ".join(what for *_, what in messages)):
-            handles = dist.batch_isend_irecv([dist.P2POp(kind, x, peer, group, tag)
-                                              for kind, x, peer, tag, _ in messages])
-        return [Work(x, handles, what) for _, x, _, _, what in messages]
-    for kind, x, peer, tag, what in messages:
-        with comm_errors(what):
-            works.append(Work(x, [kind(x, peer, group, tag=tag)], what))
-    return works
+@dataclass
+class Message:
+    """One microbatch's activations, or their gradient, on the way between neighbouring stages."""
+    direction: str          # "send to" or "receive from"
+    tensor: torch.Tensor
+    peer: int               # the other rank
+    tag: int                # departure 6: the microbatch
+    description: str        # departure 11: for errors
 
 
-def run_schedule(schedule, model: GPT, grid: Grid, batch: list, boundary: torch.Tensor,
-                 flat=None, scale: float = 1.0) -> torch.Tensor:
-    """Carry out this stage's list. Returns the sum of its losses (`sum_dtype`), unscaled (0 on
-    every stage but the last).
+def stage_message(grid: Grid, op: str, m: int, direction: str, x: torch.Tensor) -> list[Message]:
+    """[the Message with the input or the result of an op]; [] at the ends of the pipeline."""
+    step = NEIGHBOUR[op, direction]
+    if not 0 <= grid.stage + step < grid.pp:
+        return []
+    peer = grid.pipeline_peer(step)
+    description = (f"{OP_NAMES[op]} of microbatch {m}: {direction} rank {peer} "
+                   f"(stage {grid.stage + step})")
+    return [Message(direction, x.detach().contiguous(), peer, m, description)]
 
-    batch       microbatch -> (tokens (B, T), used on the first stage; targets (B, T), used on the
-                last; dropout seed)
-    boundary    an empty tensor like what crosses a stage boundary, (B, T, C) or (B, T / tp, C)
-    flat        the FlatParameters that collect gradients; None for a schedule without backward
-    scale       factor on the gradients of the summed loss
 
-    Between two ops the result of the one leaves, and the input of the next is asked for. Raises
-    PeerError, naming the microbatch, if another rank is gone or hangs.
-    """
-    live, coming, sending, group = {}, [], {}, grid.group("pp")
-    total = torch.zeros((), dtype=sum_dtype(boundary.device), device=boundary.device)
-    last = [m for op, m in schedule if op == "B"][-1:]
-    if grid.is_last:
-        model.head.scale, model.head.norms = scale, 0.0
+def start_messages(messages: list[Message], group) -> list[Work]:
+    """Start all messages together; returns a Work for each (departures 5 and 6). On NCCL they are
+    one operation; on gloo `batch_isend_irecv` is a loop of isend and irecv with tags."""
+    if not messages:
+        return []
+    with comm_errors(", ".join(message.description for message in messages)):
+        operations = []
+        for message in messages:
+            kind = dist.isend if message.direction == "send to" else dist.irecv
+            operations.append(dist.P2POp(kind, message.tensor, message.peer, group, message.tag))
+        handles = dist.batch_isend_irecv(operations)
+    if len(handles) == 1:           # NCCL has one handle for all messages
+        handles = handles * len(messages)
+    return [Work(message.tensor, [handle], message.description)
+            for message, handle in zip(messages, handles, strict=True)]
 
-    def message(kind, i, x):
-        """[what op number i sends or receives]; [] at the ends of the pipeline and the schedule."""
-        op, m = schedule[i] if i < len(schedule) else (None, None)
-        step = 1 if (op == "F") == (kind is dist.isend) else -1
-        if op is None or not 0 <= grid.stage + step < grid.pp:
-            return []
-        peer, verb = grid.pipeline_peer(step), {dist.isend: "send to", dist.irecv: "receive from"}
-        return [(kind, x.detach().contiguous(), peer, m, f"{OPS[op]} of microbatch {m}: "
-                 f"{verb[kind]} rank {peer} (stage {grid.stage + step})")]
 
-    def receive(i):
-        return message(dist.irecv, i, torch.empty_like(boundary))
+class StageRunner:
+    """Forward and backward of single microbatches through this rank's stage, without the
+    communication between stages. Arguments as in `run_schedule`."""
 
-    def forward(m, x):
-        tokens, targets, dropout_seed = batch[m]
-        x = tokens if grid.is_first else x.requires_grad_()
-        y = model(x, targets, dropout_seed)
+    def __init__(self, model: GPT, grid: Grid, batch: list, flat, scale: float, device):
+        self.model, self.grid, self.batch, self.flat = model, grid, batch, flat
+        self.in_flight = {}         # microbatch -> (input, output), from its forward to its backward
+        self.loss = torch.zeros((), dtype=sum_dtype(device), device=device)
         if grid.is_last:
-            total.add_(y.detach())
+            model.head.scale = scale
+            model.head.norms = 0.0
+
+    def forward(self, m: int, x: torch.Tensor | None) -> torch.Tensor:
+        """Activations from the stage before, or None on the first -> activations or the loss."""
+        tokens, targets, dropout_seed = self.batch[m]
+        x = tokens if self.grid.is_first else x.requires_grad_()
+        y = self.model(x, targets, dropout_seed)
+        if self.grid.is_last:
+            self.loss += y.detach()
         if torch.is_grad_enabled():
-            live[m] = x, y
+            self.in_flight[m] = x, y
         return y
 
-    def backward(m, dy):
-        x, y = live.pop(m)
-        if not grid.is_last:
+    def backward(self, m: int, dy: torch.Tensor | None, is_last: bool) -> torch.Tensor | None:
+        """The gradient of the output, or None on the last stage -> the gradient of the input."""
+        x, y = self.in_flight.pop(m)
+        if not self.grid.is_last:
             # A scalar whose gradient with respect to y is dy. torch.autograd.backward(y, dy) would
             # import a compiler's 487 modules at the first step: 0.5 s in each process.
             y = (y * dy).sum()
-        flat.prepare_grad_sync([m] == last)
+        self.flat.prepare_grad_sync(is_last)            # departure 8
         y.backward()
         return x.grad
 
-    coming += start_messages(receive(0), group)
+
+def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like: torch.Tensor,
+                 flat=None, scale: float = 1.0) -> torch.Tensor:
+    """Run this stage's list of ops. Returns the sum of the losses on the last stage, not scaled, in
+    `sum_dtype`; 0 on the other stages. Raises PeerError if another rank is gone or hangs.
+
+    batch            microbatch -> (tokens (B, T), used on the first stage; targets (B, T), used on
+                     the last; dropout seed)
+    activation_like  a tensor like the activations between stages, (B, T, C) or (B, T / tp, C)
+    flat             the FlatParameters that collect the gradients; None if there is no backward
+    scale            factor on the gradients of the summed loss
+    """
+    group = grid.group("pp")
+    runner = StageRunner(model, grid, batch, flat, scale, activation_like.device)
+    last_backward = max((i for i, (op, _) in enumerate(schedule) if op == "B"), default=None)
+
+    def receive(i: int) -> list[Message]:
+        """[the Message with the input of op number i]; [] if it has none."""
+        if i == len(schedule):
+            return []
+        op, m = schedule[i]
+        return stage_message(grid, op, m, "receive from", torch.empty_like(activation_like))
+
+    pending_sends = {}              # op -> its last send: at most one in each direction
+    pending_recvs = start_messages(receive(0), group)           # the next op's input, or []
     for i, (op, m) in enumerate(schedule):
-        turns = i + 1 < len(schedule) and schedule[i + 1][0] != op
-        # The next input from the same stage may come while this op runs. (NCCL keeps the order:
-        # the result of this op then leaves behind it.)
-        if not turns:
-            coming += start_messages(receive(i + 1), group)
-        x = None if (grid.is_first if op == "F" else grid.is_last) else coming.pop(0).wait()
+        x = pending_recvs[0].wait() if pending_recvs else None
+        direction_changes = i + 1 < len(schedule) and schedule[i + 1][0] != op
+        if not direction_changes:
+            pending_recvs = start_messages(receive(i + 1), group)               # departure 3
+
         try:
-            y = forward(m, x) if op == "F" else backward(m, x)
+            if op == "F":
+                y = runner.forward(m, x)
+            else:
+                y = runner.backward(m, x, is_last=i == last_backward)
         except PeerError as error:
-            raise PeerError(f"{OPS[op]} of microbatch {m}: {error}") from error
-        outgoing = message(dist.isend, i, y)
-        if outgoing and op in sending:              # one on its way in each direction
-            sending.pop(op).wait()
-        # Where a forward follows a backward, or the reverse, both are with the same stage.
-        works = start_messages(outgoing + (receive(i + 1) if turns else []), group)
+            raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
+
+        outgoing = stage_message(grid, op, m, "send to", y)
+        if outgoing and op in pending_sends:
+            pending_sends.pop(op).wait()                                        # departure 4
+        incoming = []
+        if direction_changes:
+            incoming = receive(i + 1)
+        works = start_messages(outgoing + incoming, group)                      # departure 5
         if outgoing:
-            sending[op] = works.pop(0)
-        coming += works
-    for work in sending.values():
+            pending_sends[op] = works[0]
+        if direction_changes:
+            pending_recvs = works[len(outgoing):]
+
+    for work in pending_sends.values():
         work.wait()
-    return total
+    return runner.loss
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
-    """The blocks of a stage: their numbers differ by one at most, and the last stage, which has the
-    head too, is never one of those with more."""
-    return range(-(-stage * n_layer // pp), -(-(stage + 1) * n_layer // pp))
+    """The numbers of a stage's blocks (departure 7). Stages differ by one block at most. The last
+    stage, which also has the head, never has more blocks than another."""
+    return range(ceil_div(stage * n_layer, pp), ceil_div((stage + 1) * n_layer, pp))
 
 
 def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
-    """This rank's part of the GPT, on the meta device: its stage's blocks, parallel modules."""
+    """This rank's part of the GPT on the meta device, without memory: the blocks of its stage
+    (departure 7), with the modules of section 2. The first stage has `embed`, the last has `head`.
+    """
     with torch.device("meta"):
         model = GPT(cfg)
     layers = stage_layers(cfg.n_layer, grid.pp, grid.stage)
@@ -731,20 +831,20 @@ def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
 def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
     """Compile each block's forward, recompute its activations in backward, or both.
 
-    The compiler goes around what we do by hand: modules that communicate or draw a mask run as they
-    are. What lies between them is compiled once for all blocks.
+    Communication and dropout run eagerly; the rest is compiled once for all blocks. Recomputation
+    (departure 10; GPipe, section 2.3, by blocks as in Chen et al. 2016) keeps a block's input only.
     """
-    def by_hand(module):
+    def runs_eagerly(module):
         communicates = isinstance(module, TensorParallel) and module.grid.tp > 1
         return communicates or getattr(module, "p", 0) > 0
 
     for block in model.blocks.values():
         if compile:
-            modules = [module for module in block.modules() if by_hand(module)]
-            for module in modules:
+            eager = [module for module in block.modules() if runs_eagerly(module)]
+            for module in eager:
                 module.forward = torch.compiler.disable(module.forward)
-            block.forward = torch.compile(block.forward, fullgraph=not modules)
-        if recompute:       # dropout masks come from their seeds, so no generator's state is kept
+            block.forward = torch.compile(block.forward, fullgraph=not eager)
+        if recompute:       # dropout masks depend on seeds alone: no generator's state to restore
             block.forward = partial(checkpoint, block.forward, use_reentrant=False,
                                     preserve_rng_state=False)
 
@@ -775,42 +875,54 @@ def loss_bytes(cfg: GPTConfig, grid: Grid, micro_batch: int, itemsize: int, devi
     return count * vocab * (itemsize + 4 * (itemsize == 2)) * grid.is_last
 
 
+def input_of(op: str, m: int, stage: int, stages: int) -> tuple | None:
+    """The (op, microbatch, stage) whose result an op needs; None for a forward on stage 0."""
+    if op == "F":
+        return None if stage == 0 else ("F", m, stage - 1)
+    if stage == stages - 1:
+        return "F", m, stage                    # the loss
+    return "B", m, stage + 1
+
+
 def clock(schedules) -> list[list[tuple]]:
     """Simulate the stages' schedules without processes: [(op, microbatch, start, end)] of each
     stage. A forward takes one unit of time, a backward two; an op starts when its stage is free and
     its input is there. Raises ValueError on a deadlock."""
-    end, out = {}, [[] for _ in schedules]
-    while any(len(o) < len(s) for o, s in zip(out, schedules)):
-        before = len(end)
-        for s, schedule in enumerate(schedules):
-            for op, m in schedule[len(out[s]):]:
-                last = s == len(schedules) - 1
-                source = (("F", s - 1, m) if op == "F" and s > 0 else
-                          None if op == "F" else ("F", s, m) if last else ("B", s + 1, m))
-                if source is not None and source not in end:
-                    break
-                start = max(end.get(source, 0), out[s][-1][3] if out[s] else 0)
-                end[op, s, m] = start + (1 if op == "F" else 2)
-                out[s].append((op, m, start, end[op, s, m]))
-        if len(end) == before:
+    ended = {}                                  # (op, microbatch, stage) -> when
+    timeline = [[] for _ in schedules]
+    while any(len(row) < len(schedule) for row, schedule in zip(timeline, schedules)):
+        ops_before = len(ended)
+        for stage, (row, schedule) in enumerate(zip(timeline, schedules)):
+            for op, m in schedule[len(row):]:
+                start = row[-1][3] if row else 0
+                needed = input_of(op, m, stage, len(schedules))
+                if needed is not None:
+                    if needed not in ended:
+                        break                   # another stage has to go first
+                    start = max(start, ended[needed])
+                end = start + (1 if op == "F" else 2)
+                ended[op, m, stage] = end
+                row.append((op, m, start, end))
+        if len(ended) == ops_before:
             raise ValueError("the schedules wait for each other: deadlock")
-    return out
+    return timeline
 
 
 def bubble(timeline) -> float:
-    """Idle fraction of all stages' time."""
+    """The fraction of all stages' time that is idle."""
     span = max(row[-1][3] for row in timeline)
     busy = sum(end - start for row in timeline for _, _, start, end in row)
     return 1 - busy / (span * len(timeline))
 
 
 def live_activations(schedule) -> int:
-    """The most microbatches a stage holds between their forward and their backward."""
+    """The largest number of microbatches between their forward and their backward."""
     return max(accumulate(1 if op == "F" else -1 for op, _ in schedule))
 
 
 def draw(timeline) -> str:
-    """One line a stage, a column a unit of time: F3 is the forward of microbatch 3, . is idle."""
+    """A line for each stage, a column for each unit of time: F3 is the forward of microbatch 3, a
+    dot is idle time."""
     span = max(row[-1][3] for row in timeline)
     width = max(len(str(m)) for row in timeline for _, m, _, _ in row) + 2
     lines = []
@@ -823,12 +935,12 @@ def draw(timeline) -> str:
 
 
 def microbatches(config, grid: Grid) -> int:
-    """Of a step, on each replica."""
+    """The number of microbatches of a step on each replica."""
     return config.batch_size // (grid.dp * config.micro_batch)
 
 
 def schedule_of(config, grid: Grid) -> list[tuple[str, int]]:
-    """This stage's. Without a pipeline each backward follows its forward."""
+    """This stage's ops. Without a pipeline each forward is followed by its backward."""
     make_schedule = SCHEDULES[config.pp_schedule] if grid.pp > 1 else one_f_one_b
     return make_schedule(grid.stage, grid.pp, microbatches(config, grid))
 
