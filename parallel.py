@@ -1,18 +1,21 @@
-"""Many ranks, one GPT, in five sections, each built on the one before.
+"""Rank layout and process groups; tensor, pipeline and data parallelism; ZeRO.
 
-    1. Ranks                    who they are, how they meet, talk and fail together
-    2. Tensor parallelism       one matrix product on several ranks; sequence parallelism
-    3. Pipeline parallelism     one model's layers on several ranks
-    4. Data parallelism, ZeRO   one batch on several replicas, which share the memory
-    5. What a layout costs      memory, traffic, time and failures, before anything runs
+    1. Ranks                    their grid, its process groups, and the collectives
+    2. Tensor parallelism       each matrix is split over ranks; sequence parallelism
+    3. Pipeline parallelism     the layers are split over ranks; schedules that draw themselves
+    4. Data parallelism, ZeRO   the batch is split over replicas, which may share the memory
+    5. Processes                errors, start, signals and devices
 
-The invariant of the first four: the same seed and the same global batch give the same loss,
-gradients and gradient norm as one process, up to the order of additions. Size 1 in a dimension
-needs no second implementation: collectives over one rank are no-ops.
+Sections 2 to 4 begin with the plain form of their technique, which a test runs, and then number
+what the code does otherwise, and why.
+
+Invariant: the same seed and the same global batch give the same loss, gradients and gradient norm
+in every layout, up to the order of additions. One process is the layout 1 x 1 x 1: a collective
+over a single rank does nothing.
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V vocabulary.
 
-    python parallel.py --pp 4 --microbatches 8      # draw a pipeline, count bubble and memory
+    python parallel.py --pp 4 --microbatches 8      # draw a schedule; count bubble and activations
 """
 import argparse
 import json
@@ -45,122 +48,140 @@ from model import (DEVICES, GPT, IGNORE_INDEX, Device, GPTConfig, chinchilla_los
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
 #
-# Ranks stand in an array [dp, pp, tp], the last dimension fastest. With dp 2, pp 2, tp 2:
+# The ranks form an array (dp, pp, tp) whose last dimension is the fastest. For dp 2, pp 2, tp 2:
 #
 #                     stage 0     stage 1
 #       replica 0     0   1       2   3          tensor parallel    (0 1) (2 3) (4 5) (6 7)
 #       replica 1     4   5       6   7          pipelines          (0 2) (1 3) (4 6) (5 7)
 #                                                data parallel      (0 4) (1 5) (2 6) (3 7)
 #
-# Tensor parallelism communicates most (four times a block) and gets adjacent ranks, which share a
-# machine; data parallelism reduces gradients once a step (ZeRO 2 and 3: once a microbatch) and may
+# Tensor parallelism communicates most (four times a block), so its ranks are adjacent and share a
+# machine. Data parallelism reduces gradients once a step (ZeRO 2 and 3: once a microbatch) and may
 # cross the network (Megatron-LM, Narayanan et al. 2021, section 3).
 # ---------------------------------------------------------------------------------------------
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return (a + b - 1) // b
+
+
+GROUPS = ("tp", "dp", "pp", "embedding", "world")       # `make_grid` says which ranks they have
+
+
 class Grid:
-    """Sizes, this rank's coordinates and its process groups; a group of one rank is None. With
-    `sequence_parallel` a rank holds T / tp positions between its matrices."""
+    """The sizes of the layout, this rank's place in it, and its process groups. With
+    `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers."""
 
     def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, sequence_parallel: bool = False):
         self.dp, self.pp, self.tp, self.rank = dp, pp, tp, rank
         self.world = dp * pp * tp
         self.ranks = torch.arange(self.world).view(dp, pp, tp)
         self.dp_rank, self.stage, self.tp_rank = (self.ranks == rank).nonzero()[0].tolist()
-        self.is_first, self.is_last = self.stage == 0, self.stage == pp - 1
-        self.sequence_parallel, self.groups = sequence_parallel, {}
+        self.is_first = self.stage == 0
+        self.is_last = self.stage == pp - 1
+        self.sequence_parallel = sequence_parallel
+        self.groups = {}            # without groups of a single rank
 
     def pipeline_peer(self, step: int) -> int:
         """The rank `step` stages further on in this rank's pipeline."""
         return self.rank + step * self.tp
 
     def group(self, name: str):
+        """This rank's process group of that name in GROUPS; None if it is the only rank in it."""
+        if name not in GROUPS:
+            raise KeyError(name)
         return self.groups.get(name)
 
 
-def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
-ALONE = Grid(1, 1, 1)           # one rank, without anybody to communicate with
+SINGLE_RANK = Grid(1, 1, 1)         # every collective does nothing
 
 
 def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
               timeout: timedelta | None = None, device=torch.device("cpu")) -> Grid:
-    """The grid of `world` ranks. For world > 1 torch.distributed must be initialised, and every
-    rank must call this, because all ranks create each process group together. `timeout` is how
-    long an operation waits for another rank (None: torch's half an hour); `device` is where the
-    groups communicate: on the CPU by gloo, else by NCCL."""
+    """The grid of `world` ranks, with process groups. All ranks create every group together, so
+    every rank must call this, after torch.distributed has been initialized if world > 1. `timeout`
+    is how long an operation waits for another rank (None: 30 minutes). The groups communicate by
+    gloo if `device` is the CPU, else by NCCL."""
     grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel)
     pipelines = grid.ranks.permute(0, 2, 1).reshape(-1, pp).tolist()
+    ends = []
+    if pp > 1:
+        ends = [[pipeline[0], pipeline[-1]] for pipeline in pipelines]
     members = {
-        "tp": grid.ranks.reshape(-1, tp).tolist(),
-        "dp": grid.ranks.permute(1, 2, 0).reshape(-1, grid.dp).tolist(),
-        "pp": pipelines,
-        "embedding": [[pipe[0], pipe[-1]] for pipe in pipelines] if pp > 1 else [],
+        "tp": grid.ranks.reshape(-1, tp).tolist(),                          # share each matrix
+        "dp": grid.ranks.permute(1, 2, 0).reshape(-1, grid.dp).tolist(),    # hold the same weights
+        "pp": pipelines,                                                    # share the layers
+        "embedding": ends,          # first and last stage: both hold the tied token matrix
         "world": [list(range(world))],
     }
     backend = "gloo" if device.type == "cpu" else "nccl"
-    for name, lists in members.items():
-        for group in lists:
-            if len(group) > 1:
-                handle = dist.new_group(group, timeout, backend)
-                if rank in group:
-                    grid.groups[name] = handle
+    for name in GROUPS:
+        for ranks in members[name]:
+            if len(ranks) > 1:
+                group = dist.new_group(ranks, timeout=timeout, backend=backend)
+                if rank in ranks:
+                    grid.groups[name] = group
     if device.type != "cpu":
         connect(grid, device)
     return grid
 
 
 def connect(grid: Grid, device: torch.device) -> None:
-    """Make NCCL's connections while nothing else is under way.
+    """Make NCCL's connections before anything else communicates.
 
-    A group's first collective makes a communicator, and the first message to a neighbour in the
-    pipeline a connection. Either waits for the other rank, and for all that the device has started:
-    if that is a receive whose sender waits for this connection in turn, the run hangs. (GPipe on
-    two stages did on an H100, with the group's communicator made, but not its connections.)
+    A group's first collective creates a communicator, and the first message between two stages a
+    connection. Both wait for the other rank and for all work that the device has started. If that
+    work is a receive, and its sender waits for this connection, both hang. (GPipe on two stages
+    hung on an H100 when only the communicator existed.)
     """
     one = torch.zeros(1, device=device)
     for group in grid.groups.values():
         all_reduce(one, group).wait()
-    messages = [dist.P2POp(kind, torch.zeros_like(one), grid.pipeline_peer(step), grid.group("pp"))
-                for step in (1, -1) if 0 <= grid.stage + step < grid.pp
-                for kind in (dist.isend, dist.irecv)]
-    for work in dist.batch_isend_irecv(messages) if messages else ():
-        work.wait()
+    messages = []
+    for step in (1, -1):
+        if 0 <= grid.stage + step < grid.pp:
+            for kind in (dist.isend, dist.irecv):
+                messages.append(dist.P2POp(kind, torch.zeros_like(one), grid.pipeline_peer(step),
+                                           grid.group("pp")))
+    if messages:
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
 
 
 def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro_batch: int,
                  zero: int = 0, sequence_parallel: bool = False) -> None:
     """Raise a ValueError that names the numbers if this job cannot run; no communication."""
-    dp, size = world // (tp * pp), tp * pp
-    for impossible, message in [
-        (zero == 3 and pp > 1, f"zero 3 with pp {pp} would gather every block again for each "
-         f"microbatch of the pipeline: use zero 2, or pp 1"),
-        (sequence_parallel and tp == 1, "sequence parallelism splits the positions over "
-         "tensor-parallel ranks, but tp is 1: give --tp 2 or more"),
-        (sequence_parallel and cfg.seq_len % tp,
-         f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by tp {tp}"),
-        (world % size, f"{world} processes are not divisible by tp {tp} x pp {pp} = {size}; start "
-         f"a multiple of {size} (torchrun --nproc_per_node)"),
-        (cfg.n_head % tp, f"n_head {cfg.n_head} is not divisible by tp {tp}"),
-        (cfg.padded_vocab % tp,
-         f"the padded vocabulary {cfg.padded_vocab} is not divisible by tp {tp}"),
-        (cfg.n_layer < pp, f"n_layer {cfg.n_layer} is less than pp {pp}: a stage would be empty"),
-        (batch % max(1, dp * micro_batch), f"batch size {batch} is not divisible by dp {dp} x "
-         f"micro-batch {micro_batch} = {dp * micro_batch}"),
-    ]:
-        if impossible:
-            raise ValueError(message)
+    size = tp * pp
+    dp = world // size
+    if zero == 3 and pp > 1:
+        raise ValueError(f"zero 3 with pp {pp} would gather every block again for each microbatch "
+                         f"of the pipeline: use zero 2, or pp 1")
+    if sequence_parallel and tp == 1:
+        raise ValueError("sequence parallelism splits the positions over tensor-parallel ranks, "
+                         "but tp is 1: give --tp 2 or more")
+    if sequence_parallel and cfg.seq_len % tp:
+        raise ValueError(f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by tp {tp}")
+    if world % size:
+        raise ValueError(f"{world} processes are not divisible by tp {tp} x pp {pp} = {size}; "
+                         f"start a multiple of {size} (torchrun --nproc_per_node)")
+    if cfg.n_head % tp:
+        raise ValueError(f"n_head {cfg.n_head} is not divisible by tp {tp}")
+    if cfg.padded_vocab % tp:
+        raise ValueError(f"the padded vocabulary {cfg.padded_vocab} is not divisible by tp {tp}")
+    if cfg.n_layer < pp:
+        raise ValueError(f"n_layer {cfg.n_layer} is less than pp {pp}: a stage would be empty")
+    if batch % (dp * micro_batch):
+        raise ValueError(f"batch size {batch} is not divisible by dp {dp} x micro-batch "
+                         f"{micro_batch} = {dp * micro_batch}")
 
 
 @dataclass
 class Work:
-    """Communication under way: `wait` ends it and returns finish(result)."""
+    """Communication under way. `wait` waits for it and returns finish(result)."""
     result: torch.Tensor
-    handles: list = ()
-    operation: str = ""
+    handles: list = ()              # torch's, or other Works
+    operation: str = ""             # for errors, with the ranks of the group
     group: object = None
     finish: Callable = lambda result: result
 
@@ -172,40 +193,46 @@ class Work:
 
 
 def _exchange(outgoing: list, incoming: list, group) -> list:
-    """Handles of messages to and from each other rank of the group, by rank. All ranks start their
-    exchanges in the same order, and gloo matches messages between two ranks in order."""
+    """Send outgoing[r] to every other rank r of the group and receive incoming[r] from it; returns
+    the handles. gloo matches the messages between two ranks in order, and all ranks start their
+    exchanges in the same order."""
     others = [r for r in range(group.size()) if r != group.rank()]
-    return [*(dist.isend(outgoing[r], group=group, group_dst=r) for r in others),
-            *(dist.irecv(incoming[r], group=group, group_src=r) for r in others)]
+    sends = [dist.isend(outgoing[r], group=group, group_dst=r) for r in others]
+    receives = [dist.irecv(incoming[r], group=group, group_src=r) for r in others]
+    return sends + receives
 
 
-EXCHANGE_BYTES = 2 ** 20        # two ranks exchange tensors up to this size and add them
+EXCHANGE_BYTES = 2 ** 20        # two ranks sum tensors up to this size by exchanging them
 
 
 def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
-    """Sum (or `op`) over the group, in place. Two ranks on the CPU exchange a small x by messages,
-    which takes gloo half as long: without it `nano` on 2 x 2 x 2 ranks is a tenth slower."""
+    """Sum x (or apply `op`) over the group, in place.
+
+    Two ranks on the CPU exchange a small x by messages, in half the time of gloo's all-reduce:
+    without it `nano` on 2 x 2 x 2 ranks is a tenth slower.
+    """
     if group is None:
         return Work(x)
     small = x.device.type == "cpu" and x.nbytes <= EXCHANGE_BYTES
     with comm_errors("all-reduce", group):
-        if not small or group.size() > 2 or op != dist.ReduceOp.SUM:
-            return Work(x, [dist.all_reduce(x, op, group, async_op=True)], "all-reduce", group)
-        theirs = torch.empty_like(x)
-        return Work(x, _exchange([x, x], [theirs, theirs], group), "all-reduce", group,
-                    lambda x: x.add_(theirs))
+        if small and group.size() == 2 and op == dist.ReduceOp.SUM:
+            theirs = torch.empty_like(x)
+            handles = _exchange([x, x], [theirs, theirs], group)
+            return Work(x, handles, "all-reduce", group, lambda x: x.add_(theirs))
+        return Work(x, [dist.all_reduce(x, op, group, async_op=True)], "all-reduce", group)
 
 
 def reduce_scatter(x: torch.Tensor, group) -> Work:
-    """Cut x along dimension 0 into a slice for each rank and sum the ranks' x: this rank's slice
-    becomes the sum, in place; the other slices keep what they had.
+    """Cut x along dimension 0 into one slice for each rank. This rank's slice becomes the sum over
+    the ranks, in place; the other slices keep their values.
 
-    On the CPU every rank sends each other rank its slice. gloo's own copies x, all-reduces the copy
-    and throws most of it away, which takes twice the traffic and the memory.
+    On the CPU each rank sends every other rank its slice. gloo implements reduce-scatter as an
+    all-reduce of a copy, with twice the traffic and memory.
     """
     if group is None:
         return Work(x)
-    slices, rank = x.chunk(group.size()), group.rank()
+    slices = x.chunk(group.size())
+    rank = group.rank()
     with comm_errors("reduce-scatter", group):
         if x.device.type != "cpu":
             handles = [dist.reduce_scatter_single(slices[rank], x, group=group, async_op=True)]
@@ -222,11 +249,12 @@ def reduce_scatter(x: torch.Tensor, group) -> Work:
 
 
 def all_gather(x: torch.Tensor, group) -> Work:
-    """The counterpart: send this rank's slice of x to all ranks and receive theirs, in place. On
-    the CPU by messages again, because gloo's own gathers into a copy first."""
+    """The reverse: each rank's slice of x is copied to all ranks, in place. On the CPU by messages
+    too, because gloo gathers into a copy."""
     if group is None:
         return Work(x)
-    slices, rank = x.chunk(group.size()), group.rank()
+    slices = x.chunk(group.size())
+    rank = group.rank()
     with comm_errors("all-gather", group):
         if x.device.type != "cpu":
             handles = [dist.all_gather_single(x, slices[rank], group=group, async_op=True)]
@@ -333,7 +361,7 @@ def local_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     the weight in fp32 too: _ColumnParallel keeps them in 16 bits."""
     if widen(x)[0] is x:
         return F.linear(x, weight, bias)
-    return _ColumnParallel.apply(x, weight, bias, ALONE)
+    return _ColumnParallel.apply(x, weight, bias, SINGLE_RANK)
 
 
 class TensorParallel(nn.Module):
@@ -587,7 +615,8 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
     kept = []
     for tokens, targets in batch:                       # all forwards
         if rank == 0:
-            x, y = tokens, stage(tokens)
+            x = tokens
+            y = stage(tokens)
             dist.send(y.detach(), dst=1)
         else:
             x = torch.empty_like(activation_like)
@@ -715,7 +744,7 @@ class StageRunner:
 
     def __init__(self, model: GPT, grid: Grid, batch: list, flat, scale: float, device):
         self.model, self.grid, self.batch, self.flat = model, grid, batch, flat
-        self.in_flight = {}         # microbatch -> (input, output), from its forward to its backward
+        self.in_flight = {}         # microbatch -> (input, output), from forward to backward
         self.loss = torch.zeros((), dtype=sum_dtype(device), device=device)
         if grid.is_last:
             model.head.scale = scale
@@ -1252,7 +1281,7 @@ class FlatParameters:
         for bucket in self.buckets:
             grad = bucket.shard["grad"].mul_(factor)
             offload = bucket.shard["master"].device != grad.device
-            grads.append(start_to_host(grad) if offload else (grad, None))
+            grads.append(copy_to_host_async(grad) if offload else (grad, None))
         for bucket, (grad, arrived) in zip(self.buckets, grads):
             master, *moments = (bucket.shard[n] for n in ("master", "exp_avg", "exp_avg_sq"))
             if arrived is not None:     # the next buckets' gradients come while AdamW runs
@@ -1631,13 +1660,13 @@ def search_layouts(cfg: GPTConfig, config, dtypes: tuple, given: dict) -> list[d
 
 
 # ---------------------------------------------------------------------------------------------
-# 6. Processes: errors, start, signals and devices
+# 5. Processes: errors, start, signals and devices
 # ---------------------------------------------------------------------------------------------
 
 
 class RunError(Exception):
-    """The run ends: every rank raises it alike, rank 0 prints the message, and all exit with
-    `status` (1: the run failed, 2: a user's mistake)."""
+    """Ends the run: every rank raises it with the same message, rank 0 prints it, and all exit with
+    `status` (1: the run failed, 2: usage error)."""
 
     def __init__(self, message: str, status: int = 1):
         super().__init__(message)
@@ -1645,39 +1674,50 @@ class RunError(Exception):
 
 
 class PeerError(RuntimeError):
-    """Another rank is gone, or did not answer within the timeout. The message names the operation
-    and the ranks it waited for; `run_schedule` adds the microbatch."""
+    """Another rank is gone or did not answer within the timeout. The message names the operation
+    and the ranks that take part; `run_schedule` adds the microbatch."""
 
 
 @contextmanager
 def comm_errors(operation: str, group=None):
-    """Turn the RuntimeErrors of communication into PeerErrors that name `operation` and, if a group
-    is given, its ranks."""
+    """Turn a RuntimeError of torch.distributed into a PeerError that names `operation` and, if a
+    group is given, its ranks."""
     try:
         yield
     except PeerError:
-        raise                               # named already
+        raise                               # an operation inside this one has named it
     except RuntimeError as error:
-        if out_of_memory(error):            # not the others' fault
+        if out_of_memory(error):            # a local error
             raise
-        ranks = "" if group is None else f" with ranks {dist.get_process_group_ranks(group)}"
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", reason)
-        raise PeerError(f"{operation}{ranks}: {reason}") from error
+        where = operation
+        if group is not None:
+            where += f" with ranks {dist.get_process_group_ranks(group)}"
+        reason = first_line(error)
+        reason = re.sub(r"^\[\S+\] ", "", reason)                   # gloo's source file
+        reason = re.sub(r"\. This is typically.*", "", reason)       # its advice
+        raise PeerError(f"{where}: {reason}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type's name if it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def out_of_memory(error: BaseException) -> bool:
-    words = "allocate memory|out of memory|ALLOC_FAILED"        # the CPU's; NCCL's; cuBLAS's
+    """Whether a CPU or a GPU has too little memory."""
+    words = "allocate memory|out of memory|ALLOC_FAILED"        # of the CPU, NCCL, cuBLAS
     return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
 
 
 def fatal_message(error: Exception) -> str | None:
-    """One line for a lost peer or too little memory; None for any other error, which deserves its
-    traceback."""
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    """One line for a lost peer or too little memory. None for any other error, which is printed
+    with its traceback."""
     if out_of_memory(error):
-        return f"{first}: lower --micro-batch, give --recompute, or raise --zero, --tp or --pp"
-    return first if isinstance(error, PeerError) else None
+        return (f"{first_line(error)}: lower --micro-batch, give --recompute, or raise --zero, "
+                f"--tp or --pp")
+    if isinstance(error, PeerError):
+        return first_line(error)
+    return None
 
 
 def is_rank0() -> bool:
@@ -1704,42 +1744,50 @@ def all_gather_object(value) -> list:
 
 
 def all_ranks(action: Callable, status: int = 2):
-    """Run action() on every rank and return its result here. If it fails on any rank, every rank
-    raises the same RunError, with the first failing rank's reason; `status` is that of a ValueError
-    or OSError."""
-    result = failure = None
+    """Run action() on every rank and return its result here. If it raises a ValueError, OSError or
+    RunError on any rank, every rank raises the same RunError, with the message of the first such
+    rank and its status (`status` for a ValueError or OSError)."""
+    result = None
+    failure = None
     try:
         result = action()
     except (ValueError, OSError, RunError) as error:
         failure = str(error), getattr(error, "status", status)
     for rank, failure in enumerate(all_gather_object(failure)):
         if failure is not None:
-            raise RunError(f"rank {rank}: " * (rank > 0) + failure[0], failure[1])
+            message, status = failure
+            if rank > 0:
+                message = f"rank {rank}: {message}"
+            raise RunError(message, status)
     return result
 
 
 def on_rank0(action: Callable):
-    """Run action() on rank 0 alone and return its result on every rank; errors as `all_ranks`."""
-    return all_gather_object(all_ranks(lambda: action() if is_rank0() else None))[0]
+    """Run action() on rank 0 and return its result on every rank; errors as in `all_ranks`."""
+    def on_this_rank():
+        if is_rank0():
+            return action()
+    return all_gather_object(all_ranks(on_this_rank))[0]
 
 
 def assert_equal_across_ranks(value, message: str) -> None:
-    """Every rank raises a RunError with this message unless all have the same value."""
+    """Every rank raises a RunError with this message unless all ranks have the same value."""
     values = all_gather_object(value)
-    if any(v != values[0] for v in values):
+    if any(other != values[0] for other in values):
         raise RunError(message, 2)
 
 
 def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
-    """The store through which the ranks of this start find each other.
+    """The key-value store through which the ranks of this start find each other.
 
-    torchrun's own store outlives a restart of the group and still holds the addresses of dead
-    processes (pytorch issue 135712), and its count of restarts differs between machines. So each
-    process makes up a name, rank 0 lists the names it sees until every other process confirms that
-    the list has its own, and rank 0's name becomes the prefix of all keys.
+    torchrun's store outlives a restart of the group, so it still holds the addresses of dead
+    processes (pytorch issue 135712), and the count of restarts differs between machines. Therefore
+    each process draws a name. Rank 0 publishes the list of names it sees, until every other process
+    has confirmed that its own name is in the list. Rank 0's name becomes the prefix of all keys.
     """
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
-    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds()
+    own = uuid.uuid4().hex
     store.set(f"rank {rank}", own)
     while time.monotonic() < deadline:
         if rank == 0:
@@ -1760,23 +1808,29 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
 
 def pick_device(name: str, local_rank: int, local_world: int, visible: str = "",
                 on_mps: bool = True) -> torch.device:
-    """This process's device; `auto` is CUDA where there is one, or else MPS (Apple's) if the run
-    can be there. `visible`, CUDA_VISIBLE_DEVICES: a launcher may show each process one GPU of its
-    own. Raises ValueError."""
-    here = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    """The device of this process. `auto` is CUDA if available, else MPS (Apple's GPU) if available
+    and `on_mps`, else the CPU. `visible` is CUDA_VISIBLE_DEVICES: a launcher may show each process
+    a single GPU of its own. Raises ValueError."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
+                 "cpu": True}
     if name == "auto":
-        name = next(n for n in here if here[n] and (n != "mps" or on_mps))
-    if not here[name]:
+        if available["cuda"]:
+            name = "cuda"
+        elif available["mps"] and on_mps:
+            name = "mps"
+        else:
+            name = "cpu"
+    if not available[name]:
         raise ValueError(f"--device {name}, but torch finds no {name.upper()} device here: leave "
                          f"the flag out, or give --device cpu")
     if name != "cuda":
         return torch.device(name)
     count = torch.cuda.device_count()
-    own = count == 1 and bool(visible)
-    if local_world > count and not own:
+    has_its_own = count == 1 and visible != ""
+    if local_world > count and not has_its_own:
         raise ValueError(f"{local_world} processes on this machine, but {count} CUDA devices: "
                          f"lower --nproc_per_node, or give --device cpu")
-    device = torch.device("cuda", 0 if own else local_rank)
+    device = torch.device("cuda", 0 if has_its_own else local_rank)
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")      # fp32 products by TF32: several times as fast
     return device
@@ -1792,37 +1846,41 @@ def assert_own_gpu(device: torch.device) -> None:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Of sums that add up many numbers: float64, which MPS does not have."""
+    """The type for sums of many numbers: float64, but on MPS, which has none, float32."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 class StopSignal:
-    """Ctrl-C and SIGTERM ask to stop after the step; a second one, half a second later or more (a
-    launcher may forward what the terminal has sent already), ends at once. Python handles signals
-    between two of its instructions: a wait for a rank that hangs ends by --timeout or SIGKILL."""
+    """Ctrl-C and SIGTERM request a stop after the current step. A second signal exits at once,
+    unless it comes within half a second: a launcher may forward a signal that the terminal has
+    already sent. Python runs handlers between two of its instructions only: a wait for a rank that
+    hangs ends by --timeout or SIGKILL."""
 
     def __init__(self):
-        self.requested = None           # when the first signal came
+        self.requested = None           # time of the first signal, in seconds
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle)
 
     def handle(self, *_) -> None:
-        again = self.requested is not None
-        if again and time.monotonic() - self.requested < 0.5:
-            return
-        self.requested = time.monotonic()
-        if is_rank0():
-            with suppress(OSError):     # a closed pipe; `print` must not be entered twice
-                os.write(1, b"ended without saving\n" if again else b"saving after this step; a "
-                            b"second signal ends at once, without saving\n")
-        if again:
+        now = time.monotonic()
+        if self.requested is None:
+            self.requested = now
+            self.write("saving after this step; a second signal ends at once, without saving")
+        elif now - self.requested >= 0.5:
+            self.write("ended without saving")
             os._exit(1)
+
+    def write(self, line: str) -> None:
+        """Print on rank 0. (A handler that interrupts `print` must not call it again.)"""
+        if is_rank0():
+            with suppress(OSError):     # a closed pipe
+                os.write(1, f"{line}\n".encode())
 
 
 @contextmanager
 def process_group(rank: int, world: int, device: torch.device, timeout: timedelta):
-    """Start torch.distributed for the block, with gloo on the CPU and NCCL on GPUs; one process
-    needs none."""
+    """Initialize torch.distributed for the block, with gloo on the CPU and NCCL on GPUs; nothing to
+    do for one process."""
     if world > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with comm_errors("start of the process group"):
@@ -1833,23 +1891,24 @@ def process_group(rank: int, world: int, device: torch.device, timeout: timedelt
         dist.destroy_process_group()
 
 
-def start_to_host(x: torch.Tensor) -> tuple:
-    """Begin to copy x from its device to the host -> (the copy, in pinned memory on CUDA; an event
-    that says when it is there)."""
-    host, done = x.to("cpu", non_blocking=True), torch.get_device_module(x.device).Event()
-    done.record()
-    return host, done
+def copy_to_host_async(x: torch.Tensor) -> tuple:
+    """Start to copy x from its device to the host -> (the copy, in pinned memory on CUDA; an event,
+    after which it is complete)."""
+    host = x.to("cpu", non_blocking=True)
+    event = torch.get_device_module(x.device).Event()
+    event.record()
+    return host, event
 
 
 def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
-    """x on the host, once the device has computed it; PeerError if it has not in `timeout` seconds.
-    A plain copy would wait for ever for a rank that hangs: Python handles no signal meanwhile, and
-    NCCL's own watchdog takes minutes."""
+    """x on the host, when the device has computed it; PeerError if that takes more than `timeout`
+    seconds. (A plain copy would block forever if a rank hangs: Python handles no signal meanwhile,
+    and NCCL's own watchdog takes minutes.)"""
     if x.device.type == "cpu":
         return x
-    host, done = start_to_host(x)
+    host, event = copy_to_host_async(x)
     deadline = time.monotonic() + timeout
-    while not done.query():
+    while not event.query():
         if time.monotonic() > deadline:
             raise PeerError(f"the device has not ended its work in {timeout} s: a rank that it "
                             f"waits for is gone or hangs")
@@ -1858,22 +1917,26 @@ def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw a pipeline schedule, count what it costs.")
+    parser = argparse.ArgumentParser(
+        description="Draw a pipeline schedule; count its bubble and activations.")
     parser.add_argument("--pp", type=int, default=4, help="stages")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--pp-schedule", default="gpipe", choices=list(SCHEDULES))
     parser.error = lambda message: parser.exit(2, f"parallel.py: {message}\n")
     args = parser.parse_args()
-    if args.pp < 1 or args.microbatches < 1:
-        parser.error("--pp and --microbatches must be at least 1")
     p, m = args.pp, args.microbatches
-    schedules = [SCHEDULES[args.pp_schedule](s, p, m) for s in range(p)]
+    if p < 1 or m < 1:
+        parser.error("--pp and --microbatches must be at least 1")
+
+    schedules = [SCHEDULES[args.pp_schedule](stage, p, m) for stage in range(p)]
     timeline = clock(schedules)
+    counts = [f"stage {stage}: {live_activations(schedule)}"
+              for stage, schedule in enumerate(schedules)]
     print(f"{args.pp_schedule}, {p} stages, {m} microbatches; a backward takes two units of time")
-    print(f"\n{draw(timeline)}\n\nbubble {bubble(timeline):.1%} of the time, "
+    print(f"\n{draw(timeline)}\n")
+    print(f"bubble {bubble(timeline):.1%} of the time, "
           f"(p - 1) / (m + p - 1) = {(p - 1) / (m + p - 1):.1%}")
-    print("live activations, in microbatches: "
-          + ", ".join(f"stage {s}: {live_activations(x)}" for s, x in enumerate(schedules)))
+    print(f"live activations, in microbatches: {', '.join(counts)}")
 
 
 if __name__ == "__main__":

@@ -1056,22 +1056,55 @@ def test_clipping_and_unscaling_are_one_factor():
 # ---------------------------------------------------------------------------------------------
 
 
-def test_the_grid_counts_tp_fastest_and_makes_a_gpus_connections():
-    """A group's first collective makes its communicator, the first message each way between two
-    stages a connection; `meta` is no CPU, as a GPU is none."""
-    used, asked = [], []
-    with mock.patch.multiple(
-            dist, new_group=lambda ranks, timeout, backend: (*ranks, backend),
-            all_reduce=lambda x, op, group, async_op: used.append(group) or mock.Mock(),
-            P2POp=lambda kind, x, peer, group: (kind, peer, group),
-            batch_isend_irecv=lambda messages: asked.append(set(messages)) or []):
-        grid = make_grid(18, 2, 3, 3, device=torch.device("meta"))
-    assert (grid.dp, grid.dp_rank, grid.stage, grid.tp_rank) == (3, 0, 1, 1)
-    members = dict(tp=(2, 3), dp=(3, 9, 15), pp=(1, 3, 5), world=tuple(range(18)))
-    assert grid.groups == {name: (*ranks, "nccl") for name, ranks in members.items()}
-    assert sorted(used) == sorted(grid.groups.values())
-    assert asked == [{(kind, peer, grid.group("pp")) for peer in (1, 5)
-                      for kind in (dist.isend, dist.irecv)}]
+def grid_of_eight(rank, world):
+    """(The ranks of each of this rank's groups; the backends asked for and the grids connected, on
+    a device that is no CPU; whom this rank has sent to and received from after `connect`.)"""
+    new_group, backends, used = dist.new_group, set(), set()
+
+    def on_gloo(ranks, backend, **options):
+        backends.add(backend)
+        return new_group(ranks, backend="gloo", **options)
+
+    def note(kind, x, *args, **kwargs):
+        if kind != "wait":
+            group = next(v for v in (*args, *kwargs.values()) if isinstance(v, dist.ProcessGroup))
+            peer = kwargs.get("group_dst", kwargs.get("group_src"))
+            used.add((names[group], kind, peer))
+    with mock.patch.object(dist, "new_group", on_gloo), \
+            mock.patch.object(parallel, "connect") as connected:
+        grid = make_grid(world, 2, 4, rank, device=torch.device("meta"))
+    names = {group: name for name, group in grid.groups.items()}
+    with traffic(note):
+        parallel.connect(grid, torch.device("cpu"))
+    ranks = {name: dist.get_process_group_ranks(group) for name, group in grid.groups.items()}
+    assert grid.group("dp") is None             # this rank is alone in it
+    with pytest.raises(KeyError):
+        grid.group("embeddings")
+    grid.groups.clear()
+    return ranks, backends, connected.call_count, used
+
+
+def test_the_grid_counts_tp_fastest_and_makes_a_gpus_connections(pool):
+    """Four stages, tp 2. A group's first collective makes its communicator, the first message each
+    way between two stages a connection: `connect` has both."""
+    answers = pool.run(8, grid_of_eight)
+    world = list(range(8))
+    assert [ranks for ranks, *_ in answers] == [
+        dict(tp=[0, 1], pp=[0, 2, 4, 6], embedding=[0, 6], world=world),
+        dict(tp=[0, 1], pp=[1, 3, 5, 7], embedding=[1, 7], world=world),
+        dict(tp=[2, 3], pp=[0, 2, 4, 6], world=world),
+        dict(tp=[2, 3], pp=[1, 3, 5, 7], world=world),
+        dict(tp=[4, 5], pp=[0, 2, 4, 6], world=world),
+        dict(tp=[4, 5], pp=[1, 3, 5, 7], world=world),
+        dict(tp=[6, 7], pp=[0, 2, 4, 6], embedding=[0, 6], world=world),
+        dict(tp=[6, 7], pp=[1, 3, 5, 7], embedding=[1, 7], world=world)]
+    for rank, (ranks, backends, connected, used) in enumerate(answers):
+        assert backends == {"nccl"} and connected == 1
+        assert {name for name, *_ in used} == set(ranks)
+        stage = rank // 2
+        neighbours = {s for s in (stage - 1, stage + 1) if 0 <= s < 4}
+        assert {(kind, peer) for name, kind, peer in used if name == "pp" and peer is not None} == {
+            (kind, peer) for kind in ("isend", "irecv") for peer in neighbours}
 
 
 def test_stages_share_the_layers_in_order_and_evenly():
