@@ -1,18 +1,21 @@
-"""Many ranks, one GPT, in five sections, each built on the one before.
+"""Rank layout and process groups; tensor, pipeline and data parallelism; ZeRO.
 
-    1. Ranks                    who they are, how they meet, talk and fail together
-    2. Tensor parallelism       one matrix product on several ranks; sequence parallelism
-    3. Pipeline parallelism     one model's layers on several ranks
-    4. Data parallelism, ZeRO   one batch on several replicas, which share the memory
+    1. Ranks                    their grid, its process groups, and the collectives
+    2. Tensor parallelism       each matrix is split over ranks; sequence parallelism
+    3. Pipeline parallelism     the layers are split over ranks; schedules that draw themselves
+    4. Data parallelism, ZeRO   the batch is split over replicas, which may share the memory
     5. Processes                errors, start, signals and devices
 
-The invariant of the first four: the same seed and the same global batch give the same loss,
-gradients and gradient norm as one process, up to the order of additions. Size 1 in a dimension
-needs no second implementation: collectives over one rank are no-ops.
+Sections 2 to 4 begin with the plain form of their technique, which a test runs, and then number
+what the code does otherwise, and why.
+
+Invariant: the same seed and the same global batch give the same loss, gradients and gradient norm
+in every layout, up to the order of additions. One process is the layout 1 x 1 x 1: a collective
+over a single rank does nothing.
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V vocabulary.
 
-    python parallel.py --pp 4 --microbatches 8      # draw a pipeline, count bubble and memory
+    python parallel.py --pp 4 --microbatches 8      # draw a schedule; count bubble and activations
 """
 import argparse
 import json
@@ -43,117 +46,140 @@ from model import GPT, IGNORE_INDEX, GPTConfig, initial_value, linear, widen
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
 #
-# Ranks stand in an array [dp, pp, tp], the last dimension fastest. With dp 2, pp 2, tp 2:
+# The ranks form an array (dp, pp, tp) whose last dimension is the fastest. For dp 2, pp 2, tp 2:
 #
 #                     stage 0     stage 1
 #       replica 0     0   1       2   3          tensor parallel    (0 1) (2 3) (4 5) (6 7)
 #       replica 1     4   5       6   7          pipelines          (0 2) (1 3) (4 6) (5 7)
 #                                                data parallel      (0 4) (1 5) (2 6) (3 7)
 #
-# Tensor parallelism communicates most (four times a block) and gets adjacent ranks, which share a
-# machine; data parallelism reduces gradients once a step (ZeRO 2 and 3: once a microbatch) and may
+# Tensor parallelism communicates most (four times a block), so its ranks are adjacent and share a
+# machine. Data parallelism reduces gradients once a step (ZeRO 2 and 3: once a microbatch) and may
 # cross the network (Megatron-LM, Narayanan et al. 2021, section 3).
 # ---------------------------------------------------------------------------------------------
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return (a + b - 1) // b
+
+
+GROUPS = ("tp", "dp", "pp", "embedding", "world")       # `make_grid` says which ranks they have
+
+
 class Grid:
-    """Sizes, this rank's coordinates and its process groups; a group of one rank is None. With
-    `sequence_parallel` a rank holds T / tp positions between its matrices."""
+    """The sizes of the layout, this rank's place in it, and its process groups. With
+    `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers."""
 
     def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, sequence_parallel: bool = False):
         self.dp, self.pp, self.tp, self.rank = dp, pp, tp, rank
         self.world = dp * pp * tp
         self.ranks = torch.arange(self.world).view(dp, pp, tp)
         self.dp_rank, self.stage, self.tp_rank = (self.ranks == rank).nonzero()[0].tolist()
-        self.is_first, self.is_last = self.stage == 0, self.stage == pp - 1
-        self.sequence_parallel, self.groups = sequence_parallel, {}
+        self.is_first = self.stage == 0
+        self.is_last = self.stage == pp - 1
+        self.sequence_parallel = sequence_parallel
+        self.groups = {}            # without groups of a single rank
 
     def pipeline_peer(self, step: int) -> int:
         """The rank `step` stages further on in this rank's pipeline."""
         return self.rank + step * self.tp
 
     def group(self, name: str):
+        """This rank's process group of that name in GROUPS; None if it is the only rank in it."""
+        if name not in GROUPS:
+            raise KeyError(name)
         return self.groups.get(name)
 
 
-ALONE = Grid(1, 1, 1)           # one rank, without anybody to communicate with
+SINGLE_RANK = Grid(1, 1, 1)         # every collective does nothing
 
 
 def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
               timeout: timedelta | None = None, device=torch.device("cpu")) -> Grid:
-    """The grid of `world` ranks. For world > 1 torch.distributed must be initialised, and every
-    rank must call this, because all ranks create each process group together. `timeout` is how
-    long an operation waits for another rank (None: torch's half an hour); `device` is where the
-    groups communicate: on the CPU by gloo, else by NCCL."""
+    """The grid of `world` ranks, with process groups. All ranks create every group together, so
+    every rank must call this, after torch.distributed has been initialized if world > 1. `timeout`
+    is how long an operation waits for another rank (None: 30 minutes). The groups communicate by
+    gloo if `device` is the CPU, else by NCCL."""
     grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel)
     pipelines = grid.ranks.permute(0, 2, 1).reshape(-1, pp).tolist()
+    ends = []
+    if pp > 1:
+        ends = [[pipeline[0], pipeline[-1]] for pipeline in pipelines]
     members = {
-        "tp": grid.ranks.reshape(-1, tp).tolist(),
-        "dp": grid.ranks.permute(1, 2, 0).reshape(-1, grid.dp).tolist(),
-        "pp": pipelines,
-        "embedding": [[pipe[0], pipe[-1]] for pipe in pipelines] if pp > 1 else [],
+        "tp": grid.ranks.reshape(-1, tp).tolist(),                          # share each matrix
+        "dp": grid.ranks.permute(1, 2, 0).reshape(-1, grid.dp).tolist(),    # hold the same weights
+        "pp": pipelines,                                                    # share the layers
+        "embedding": ends,          # first and last stage: both hold the tied token matrix
         "world": [list(range(world))],
     }
     backend = "gloo" if device.type == "cpu" else "nccl"
-    for name, lists in members.items():
-        for group in lists:
-            if len(group) > 1:
-                handle = dist.new_group(group, timeout, backend)
-                if rank in group:
-                    grid.groups[name] = handle
+    for name in GROUPS:
+        for ranks in members[name]:
+            if len(ranks) > 1:
+                group = dist.new_group(ranks, timeout=timeout, backend=backend)
+                if rank in ranks:
+                    grid.groups[name] = group
     if device.type != "cpu":
         connect(grid, device)
     return grid
 
 
 def connect(grid: Grid, device: torch.device) -> None:
-    """Make NCCL's connections while nothing else is under way.
+    """Make NCCL's connections before anything else communicates.
 
-    A group's first collective makes a communicator, and the first message to a neighbour in the
-    pipeline a connection. Either waits for the other rank, and for all that the device has started:
-    if that is a receive whose sender waits for this connection in turn, the run hangs. (GPipe on
-    two stages did on an H100, with the group's communicator made, but not its connections.)
+    A group's first collective creates a communicator, and the first message between two stages a
+    connection. Both wait for the other rank and for all work that the device has started. If that
+    work is a receive, and its sender waits for this connection, both hang. (GPipe on two stages
+    hung on an H100 when only the communicator existed.)
     """
     one = torch.zeros(1, device=device)
     for group in grid.groups.values():
         all_reduce(one, group).wait()
-    messages = [dist.P2POp(kind, torch.zeros_like(one), grid.pipeline_peer(step), grid.group("pp"))
-                for step in (1, -1) if 0 <= grid.stage + step < grid.pp
-                for kind in (dist.isend, dist.irecv)]
-    for work in dist.batch_isend_irecv(messages) if messages else ():
-        work.wait()
+    messages = []
+    for step in (1, -1):
+        if 0 <= grid.stage + step < grid.pp:
+            for kind in (dist.isend, dist.irecv):
+                messages.append(dist.P2POp(kind, torch.zeros_like(one), grid.pipeline_peer(step),
+                                           grid.group("pp")))
+    if messages:
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
 
 
 def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro_batch: int,
                  zero: int = 0, sequence_parallel: bool = False) -> None:
     """Raise a ValueError that names the numbers if this job cannot run; no communication."""
-    dp, size = world // (tp * pp), tp * pp
-    for impossible, message in [
-        (zero == 3 and pp > 1, f"zero 3 with pp {pp} would gather every block again for each "
-         f"microbatch of the pipeline: use zero 2, or pp 1"),
-        (sequence_parallel and tp == 1, "sequence parallelism splits the positions over "
-         "tensor-parallel ranks, but tp is 1: give --tp 2 or more"),
-        (sequence_parallel and cfg.seq_len % tp,
-         f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by tp {tp}"),
-        (world % size, f"{world} processes are not divisible by tp {tp} x pp {pp} = {size}; start "
-         f"a multiple of {size} (torchrun --nproc_per_node)"),
-        (cfg.n_head % tp, f"n_head {cfg.n_head} is not divisible by tp {tp}"),
-        (cfg.padded_vocab % tp,
-         f"the padded vocabulary {cfg.padded_vocab} is not divisible by tp {tp}"),
-        (cfg.n_layer < pp, f"n_layer {cfg.n_layer} is less than pp {pp}: a stage would be empty"),
-        (batch % max(1, dp * micro_batch), f"batch size {batch} is not divisible by dp {dp} x "
-         f"micro-batch {micro_batch} = {dp * micro_batch}"),
-    ]:
-        if impossible:
-            raise ValueError(message)
+    size = tp * pp
+    dp = world // size
+    if zero == 3 and pp > 1:
+        raise ValueError(f"zero 3 with pp {pp} would gather every block again for each microbatch "
+                         f"of the pipeline: use zero 2, or pp 1")
+    if sequence_parallel and tp == 1:
+        raise ValueError("sequence parallelism splits the positions over tensor-parallel ranks, "
+                         "but tp is 1: give --tp 2 or more")
+    if sequence_parallel and cfg.seq_len % tp:
+        raise ValueError(f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by tp {tp}")
+    if world % size:
+        raise ValueError(f"{world} processes are not divisible by tp {tp} x pp {pp} = {size}; "
+                         f"start a multiple of {size} (torchrun --nproc_per_node)")
+    if cfg.n_head % tp:
+        raise ValueError(f"n_head {cfg.n_head} is not divisible by tp {tp}")
+    if cfg.padded_vocab % tp:
+        raise ValueError(f"the padded vocabulary {cfg.padded_vocab} is not divisible by tp {tp}")
+    if cfg.n_layer < pp:
+        raise ValueError(f"n_layer {cfg.n_layer} is less than pp {pp}: a stage would be empty")
+    if batch % (dp * micro_batch):
+        raise ValueError(f"batch size {batch} is not divisible by dp {dp} x micro-batch "
+                         f"{micro_batch} = {dp * micro_batch}")
 
 
 @dataclass
 class Work:
-    """Communication under way: `wait` ends it and returns finish(result)."""
+    """Communication under way. `wait` waits for it and returns finish(result)."""
     result: torch.Tensor
-    handles: list = ()
-    operation: str = ""
+    handles: list = ()              # torch's, or other Works
+    operation: str = ""             # for errors, with the ranks of the group
     group: object = None
     finish: Callable = lambda result: result
 
@@ -165,40 +191,46 @@ class Work:
 
 
 def _exchange(outgoing: list, incoming: list, group) -> list:
-    """Handles of messages to and from each other rank of the group, by rank. All ranks start their
-    exchanges in the same order, and gloo matches messages between two ranks in order."""
+    """Send outgoing[r] to every other rank r of the group and receive incoming[r] from it; returns
+    the handles. gloo matches the messages between two ranks in order, and all ranks start their
+    exchanges in the same order."""
     others = [r for r in range(group.size()) if r != group.rank()]
-    return [*(dist.isend(outgoing[r], group=group, group_dst=r) for r in others),
-            *(dist.irecv(incoming[r], group=group, group_src=r) for r in others)]
+    sends = [dist.isend(outgoing[r], group=group, group_dst=r) for r in others]
+    receives = [dist.irecv(incoming[r], group=group, group_src=r) for r in others]
+    return sends + receives
 
 
-EXCHANGE_BYTES = 2 ** 20        # two ranks exchange tensors up to this size and add them
+EXCHANGE_BYTES = 2 ** 20        # two ranks sum tensors up to this size by exchanging them
 
 
 def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
-    """Sum (or `op`) over the group, in place. Two ranks on the CPU exchange a small x by messages,
-    which takes gloo half as long: without it `nano` on 2 x 2 x 2 ranks is a tenth slower."""
+    """Sum x (or apply `op`) over the group, in place.
+
+    Two ranks on the CPU exchange a small x by messages, in half the time of gloo's all-reduce:
+    without it `nano` on 2 x 2 x 2 ranks is a tenth slower.
+    """
     if group is None:
         return Work(x)
     small = x.device.type == "cpu" and x.nbytes <= EXCHANGE_BYTES
     with comm_errors("all-reduce", group):
-        if not small or group.size() > 2 or op != dist.ReduceOp.SUM:
-            return Work(x, [dist.all_reduce(x, op, group, async_op=True)], "all-reduce", group)
-        theirs = torch.empty_like(x)
-        return Work(x, _exchange([x, x], [theirs, theirs], group), "all-reduce", group,
-                    lambda x: x.add_(theirs))
+        if small and group.size() == 2 and op == dist.ReduceOp.SUM:
+            theirs = torch.empty_like(x)
+            handles = _exchange([x, x], [theirs, theirs], group)
+            return Work(x, handles, "all-reduce", group, lambda x: x.add_(theirs))
+        return Work(x, [dist.all_reduce(x, op, group, async_op=True)], "all-reduce", group)
 
 
 def reduce_scatter(x: torch.Tensor, group) -> Work:
-    """Cut x along dimension 0 into a slice for each rank and sum the ranks' x: this rank's slice
-    becomes the sum, in place; the other slices keep what they had.
+    """Cut x along dimension 0 into one slice for each rank. This rank's slice becomes the sum over
+    the ranks, in place; the other slices keep their values.
 
-    On the CPU every rank sends each other rank its slice. gloo's own copies x, all-reduces the copy
-    and throws most of it away, which takes twice the traffic and the memory.
+    On the CPU each rank sends every other rank its slice. gloo implements reduce-scatter as an
+    all-reduce of a copy, with twice the traffic and memory.
     """
     if group is None:
         return Work(x)
-    slices, rank = x.chunk(group.size()), group.rank()
+    slices = x.chunk(group.size())
+    rank = group.rank()
     with comm_errors("reduce-scatter", group):
         if x.device.type != "cpu":
             handles = [dist.reduce_scatter_single(slices[rank], x, group=group, async_op=True)]
@@ -215,11 +247,12 @@ def reduce_scatter(x: torch.Tensor, group) -> Work:
 
 
 def all_gather(x: torch.Tensor, group) -> Work:
-    """The counterpart: send this rank's slice of x to all ranks and receive theirs, in place. On
-    the CPU by messages again, because gloo's own gathers into a copy first."""
+    """The reverse: each rank's slice of x is copied to all ranks, in place. On the CPU by messages
+    too, because gloo gathers into a copy."""
     if group is None:
         return Work(x)
-    slices, rank = x.chunk(group.size()), group.rank()
+    slices = x.chunk(group.size())
+    rank = group.rank()
     with comm_errors("all-gather", group):
         if x.device.type != "cpu":
             handles = [dist.all_gather_single(x, slices[rank], group=group, async_op=True)]
@@ -326,7 +359,7 @@ def local_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     the weight in fp32 too: _ColumnParallel keeps them in 16 bits."""
     if widen(x)[0] is x:
         return F.linear(x, weight, bias)
-    return _ColumnParallel.apply(x, weight, bias, ALONE)
+    return _ColumnParallel.apply(x, weight, bias, SINGLE_RANK)
 
 
 class TensorParallel(nn.Module):
@@ -566,30 +599,243 @@ class ParamSpec:
 # ---------------------------------------------------------------------------------------------
 # 3. Pipeline parallelism (GPipe, Huang et al. 2019)
 #
-#     The layers are cut into stages and the batch into microbatches, which follow each other:
-#
-#     stage 0   F0 F1 F2 F3 .  .  .  .  B3 B2 B1 B0        m microbatches, p stages: of the
-#     stage 1   .  F0 F1 F2 F3 .  .  B3 B2 B1 B0 .         m + p - 1 slots of each direction
-#     stage 2   .  .  F0 F1 F2 F3 B3 B2 B1 B0 .  .         p - 1 are idle, the bubble
-#
-# 1F1B has the same bubble, but starts on a backward as soon as there is one: what a stage keeps is
-# bounded by the number of stages, not of microbatches.
-#
-# A schedule is data: a list of ("F" | "B", microbatch) for each stage. `run_schedule` carries one
-# out; `clock` runs all of them without processes, to count and to draw. With --recompute the
-# activations inside a block are dropped after forward and computed again in backward (GPipe,
-# section 2.3, with blocks for its partitions, as in Chen et al. 2016): a block's input remains.
+# The layers are cut into p stages, one for each rank, and the batch into m microbatches, which
+# follow each other through the stages. `plain_pipeline` is the whole technique for two stages:
 # ---------------------------------------------------------------------------------------------
 
 
+def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, total: int) -> None:
+    """The two ranks of the default group accumulate the gradients of the mean loss over `total`
+    tokens. `batch` is a list of microbatches (tokens (B, T), targets (B, T)). The stage on rank 0
+    maps tokens to activations (B, T, C), like `activation_like`; the one on rank 1 maps these and
+    the targets to the sum of the losses. Only a test calls it."""
+    rank = dist.get_rank()
+    kept = []
+    for tokens, targets in batch:                       # all forwards
+        if rank == 0:
+            x = tokens
+            y = stage(tokens)
+            dist.send(y.detach(), dst=1)
+        else:
+            x = torch.empty_like(activation_like)
+            dist.recv(x, src=0)
+            y = stage(x.requires_grad_(), targets)
+        kept.append((x, y))
+
+    for x, y in reversed(kept):                         # then all backwards, in reverse
+        if rank == 0:
+            dy = torch.empty_like(y)
+            dist.recv(dy, src=1)
+            y.backward(dy)
+        else:
+            (y / total).backward()
+            dist.send(x.grad, dst=0)
+
+
+# The code below departs from it in eleven ways. Its comments have these numbers.
+#
+#    1  a list of ops for each stage           one executor runs any order     run_schedule
+#       in place of the two loops              on any number of stages
+#    2  1F1B: a backward as soon as possible   activations of p microbatches,  one_f_one_b
+#                                              not of m
+#    3  the next input is requested early      it travels while an op runs:    run_schedule
+#                                              GPipe 3 to 10% faster on CPUs
+#    4  a send is awaited late                 it travels while an op runs     run_schedule
+#    5  where the direction changes, send      NCCL keeps the order: if two    start_messages,
+#       and receive start together, over       stages sent to each other       connect
+#       connections made before                first, both would wait forever
+#    6  a message's tag is its microbatch      no message passes for another   start_messages
+#                                              (gloo; NCCL ignores tags)
+#    7  a rank has its own stage's layers      parameters / p                  build_stage
+#    8  replicas reduce gradients in the       1 / m of the traffic            StageRunner.backward,
+#       last backward only                     (not with ZeRO 2 and 3)         section 4
+#    9  both end stages have a copy of the     each end updates it alike       section 4
+#       tied matrix and sum its gradients
+#   10  backward recomputes a block's          1 number kept for a position    wrap_blocks
+#       activations from its input             and channel, not 16; a third
+#                                              more FLOPs
+#   11  errors name the microbatch and stage                                   stage_message
+#
+# GPipe and 1F1B on three stages. F2 is the forward of microbatch 2, a backward takes two units of
+# time, and a dot is idle time. Both idle for (p - 1) / (m + p - 1) of the time, the bubble; the
+# last column is the number of microbatches whose activations a stage keeps:
+#
+#     GPipe    F0 F1 F2 F3 F4 .  .  .  .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0      5
+#              .  F0 F1 F2 F3 F4 .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .       5
+#              .  .  F0 F1 F2 F3 F4 B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .  .  .       5
+#
+#     1F1B     F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 .  B3 B3 .  B4 B4      3
+#              .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .       2
+#              .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .       1
+
+
+def gpipe(stage: int, stages: int, num_microbatches: int) -> list[tuple[str, int]]:
+    """This stage's ops, ("F" or "B", microbatch), in order: all forwards, then all backwards in
+    reverse. Every stage has the same list."""
+    forwards = [("F", m) for m in range(num_microbatches)]
+    backwards = [("B", m) for m in reversed(range(num_microbatches))]
+    return forwards + backwards
+
+
+def one_f_one_b(stage: int, stages: int, num_microbatches: int) -> list[tuple[str, int]]:
+    """One forward for each later stage, then one forward and one backward in turn (departure 2:
+    PipeDream-flush, Narayanan et al. 2021, section 2.2). At most `stages - stage` microbatches are
+    in flight. On one stage each forward is followed by its backward."""
+    warmup = min(num_microbatches, stages - stage - 1)
+    ops = [("F", m) for m in range(warmup)]
+    for m in range(num_microbatches - warmup):
+        ops += [("F", m + warmup), ("B", m)]
+    return ops + [("B", m) for m in range(num_microbatches - warmup, num_microbatches)]
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+OP_NAMES = {"F": "forward", "B": "backward"}
+NEIGHBOUR = {       # an op's input and result come from and go to the stage this many further on
+    ("F", "receive from"): -1,
+    ("F", "send to"): 1,
+    ("B", "receive from"): 1,
+    ("B", "send to"): -1,
+}
+
+
+@dataclass
+class Message:
+    """One microbatch's activations, or their gradient, on the way between neighbouring stages."""
+    direction: str          # "send to" or "receive from"
+    tensor: torch.Tensor
+    peer: int               # the other rank
+    tag: int                # departure 6: the microbatch
+    description: str        # departure 11: for errors
+
+
+def stage_message(grid: Grid, op: str, m: int, direction: str, x: torch.Tensor) -> list[Message]:
+    """[the Message with the input or the result of an op]; [] at the ends of the pipeline."""
+    step = NEIGHBOUR[op, direction]
+    if not 0 <= grid.stage + step < grid.pp:
+        return []
+    peer = grid.pipeline_peer(step)
+    description = (f"{OP_NAMES[op]} of microbatch {m}: {direction} rank {peer} "
+                   f"(stage {grid.stage + step})")
+    return [Message(direction, x.detach().contiguous(), peer, m, description)]
+
+
+def start_messages(messages: list[Message], group) -> list[Work]:
+    """Start all messages together; returns a Work for each (departures 5 and 6). On NCCL they are
+    one operation; on gloo `batch_isend_irecv` is a loop of isend and irecv with tags."""
+    if not messages:
+        return []
+    with comm_errors(", ".join(message.description for message in messages)):
+        operations = []
+        for message in messages:
+            kind = dist.isend if message.direction == "send to" else dist.irecv
+            operations.append(dist.P2POp(kind, message.tensor, message.peer, group, message.tag))
+        handles = dist.batch_isend_irecv(operations)
+    if len(handles) == 1:           # NCCL has one handle for all messages
+        handles = handles * len(messages)
+    return [Work(message.tensor, [handle], message.description)
+            for message, handle in zip(messages, handles, strict=True)]
+
+
+class StageRunner:
+    """Forward and backward of single microbatches through this rank's stage, without the
+    communication between stages. Arguments as in `run_schedule`."""
+
+    def __init__(self, model: GPT, grid: Grid, batch: list, flat, scale: float, device):
+        self.model, self.grid, self.batch, self.flat = model, grid, batch, flat
+        self.in_flight = {}         # microbatch -> (input, output), from forward to backward
+        self.loss = torch.zeros((), dtype=sum_dtype(device), device=device)
+        if grid.is_last:
+            model.head.scale = scale
+            model.head.norms = 0.0
+
+    def forward(self, m: int, x: torch.Tensor | None) -> torch.Tensor:
+        """Activations from the stage before, or None on the first -> activations or the loss."""
+        tokens, targets, dropout_seed = self.batch[m]
+        x = tokens if self.grid.is_first else x.requires_grad_()
+        y = self.model(x, targets, dropout_seed)
+        if self.grid.is_last:
+            self.loss += y.detach()
+        if torch.is_grad_enabled():
+            self.in_flight[m] = x, y
+        return y
+
+    def backward(self, m: int, dy: torch.Tensor | None, is_last: bool) -> torch.Tensor | None:
+        """The gradient of the output, or None on the last stage -> the gradient of the input."""
+        x, y = self.in_flight.pop(m)
+        if not self.grid.is_last:
+            # A scalar whose gradient with respect to y is dy. torch.autograd.backward(y, dy) would
+            # import a compiler's 487 modules at the first step: 0.5 s in each process.
+            y = (y * dy).sum()
+        self.flat.prepare_grad_sync(is_last)            # departure 8
+        y.backward()
+        return x.grad
+
+
+def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like: torch.Tensor,
+                 flat=None, scale: float = 1.0) -> torch.Tensor:
+    """Run this stage's list of ops. Returns the sum of the losses on the last stage, not scaled, in
+    `sum_dtype`; 0 on the other stages. Raises PeerError if another rank is gone or hangs.
+
+    batch            microbatch -> (tokens (B, T), used on the first stage; targets (B, T), used on
+                     the last; dropout seed)
+    activation_like  a tensor like the activations between stages, (B, T, C) or (B, T / tp, C)
+    flat             the FlatParameters that collect the gradients; None if there is no backward
+    scale            factor on the gradients of the summed loss
+    """
+    group = grid.group("pp")
+    runner = StageRunner(model, grid, batch, flat, scale, activation_like.device)
+    last_backward = max((i for i, (op, _) in enumerate(schedule) if op == "B"), default=None)
+
+    def receive(i: int) -> list[Message]:
+        """[the Message with the input of op number i]; [] if it has none."""
+        if i == len(schedule):
+            return []
+        op, m = schedule[i]
+        return stage_message(grid, op, m, "receive from", torch.empty_like(activation_like))
+
+    pending_sends = {}              # op -> its last send: at most one in each direction
+    pending_recvs = start_messages(receive(0), group)           # the next op's input, or []
+    for i, (op, m) in enumerate(schedule):
+        x = pending_recvs[0].wait() if pending_recvs else None
+        direction_changes = i + 1 < len(schedule) and schedule[i + 1][0] != op
+        if not direction_changes:
+            pending_recvs = start_messages(receive(i + 1), group)               # departure 3
+
+        try:
+            if op == "F":
+                y = runner.forward(m, x)
+            else:
+                y = runner.backward(m, x, is_last=i == last_backward)
+        except PeerError as error:
+            raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
+
+        outgoing = stage_message(grid, op, m, "send to", y)
+        if outgoing and op in pending_sends:
+            pending_sends.pop(op).wait()                                        # departure 4
+        incoming = []
+        if direction_changes:
+            incoming = receive(i + 1)
+        works = start_messages(outgoing + incoming, group)                      # departure 5
+        if outgoing:
+            pending_sends[op] = works[0]
+        if direction_changes:
+            pending_recvs = works[len(outgoing):]
+
+    for work in pending_sends.values():
+        work.wait()
+    return runner.loss
+
+
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
-    """The blocks of a stage: their numbers differ by one at most, and the last stage, which has the
-    head too, is never one of those with more."""
-    return range(-(-stage * n_layer // pp), -(-(stage + 1) * n_layer // pp))
+    """The numbers of a stage's blocks (departure 7). Stages differ by one block at most. The last
+    stage, which also has the head, never has more blocks than another."""
+    return range(ceil_div(stage * n_layer, pp), ceil_div((stage + 1) * n_layer, pp))
 
 
 def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
-    """This rank's part of the GPT, on the meta device: its stage's blocks, parallel modules."""
+    """This rank's part of the GPT on the meta device, without memory: the blocks of its stage
+    (departure 7), with the modules of section 2. The first stage has `embed`, the last has `head`.
+    """
     with torch.device("meta"):
         model = GPT(cfg)
     layers = stage_layers(cfg.n_layer, grid.pp, grid.stage)
@@ -612,177 +858,72 @@ def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
 def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
     """Compile each block's forward, recompute its activations in backward, or both.
 
-    The compiler goes around what we do by hand: modules that communicate or draw a mask run as they
-    are. What lies between them is compiled once for all blocks.
+    Communication and dropout run eagerly; the rest is compiled once for all blocks. Recomputation
+    (departure 10; GPipe, section 2.3, by blocks as in Chen et al. 2016) keeps a block's input only.
     """
-    def by_hand(module):
+    def runs_eagerly(module):
         communicates = isinstance(module, TensorParallel) and module.grid.tp > 1
         return communicates or getattr(module, "p", 0) > 0
 
     for block in model.blocks.values():
         if compile:
-            modules = [module for module in block.modules() if by_hand(module)]
-            for module in modules:
+            eager = [module for module in block.modules() if runs_eagerly(module)]
+            for module in eager:
                 module.forward = torch.compiler.disable(module.forward)
-            block.forward = torch.compile(block.forward, fullgraph=not modules)
-        if recompute:       # dropout masks come from their seeds, so no generator's state is kept
+            block.forward = torch.compile(block.forward, fullgraph=not eager)
+        if recompute:       # dropout masks depend on seeds alone: no generator's state to restore
             block.forward = partial(checkpoint, block.forward, use_reentrant=False,
                                     preserve_rng_state=False)
 
 
-def gpipe(stage: int, stages: int, micro: int) -> list[tuple[str, int]]:
-    """All forwards, then all backwards in reverse; every stage does the same. O(micro) live."""
-    return [("F", m) for m in range(micro)] + [("B", m) for m in reversed(range(micro))]
-
-
-def one_f_one_b(stage: int, stages: int, micro: int) -> list[tuple[str, int]]:
-    """As few forwards as fill the stages behind this one, then forward and backward in turn
-    (PipeDream-flush, Narayanan et al. 2021): GPipe's bubble, `stages - stage` microbatches live.
-    On one stage each backward follows its forward."""
-    warmup = min(micro, stages - stage - 1)
-    return ([("F", m) for m in range(warmup)]
-            + [op for m in range(micro - warmup) for op in (("F", m + warmup), ("B", m))]
-            + [("B", m) for m in range(micro - warmup, micro)])
-
-
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
-OPS = {"F": "forward", "B": "backward"}
-
-
-def start_messages(messages: list, group) -> list[Work]:
-    """Start to send to or receive from other stages, all at once; a message is (dist.isend or
-    dist.irecv, tensor, rank, tag, what it is). Returns a Work for each.
-
-    On gloo messages of different tags pass each other. NCCL ignores tags and does in order what it
-    is asked for: two stages that send to each other before they receive wait for ever. There all
-    messages become one operation, as in Megatron-LM.
-    """
-    works = []
-    if messages and messages[0][1].device.type != "cpu":
-        with comm_errors(", ".join(what for *_, what in messages)):
-            handles = dist.batch_isend_irecv([dist.P2POp(kind, x, peer, group, tag)
-                                              for kind, x, peer, tag, _ in messages])
-        return [Work(x, handles, what) for _, x, _, _, what in messages]
-    for kind, x, peer, tag, what in messages:
-        with comm_errors(what):
-            works.append(Work(x, [kind(x, peer, group, tag=tag)], what))
-    return works
-
-
-def run_schedule(schedule, model: GPT, grid: Grid, batch: list, boundary: torch.Tensor,
-                 flat=None, scale: float = 1.0) -> torch.Tensor:
-    """Carry out this stage's list. Returns the sum of its losses (`sum_dtype`), unscaled (0 on
-    every stage but the last).
-
-    batch       microbatch -> (tokens (B, T), used on the first stage; targets (B, T), used on the
-                last; dropout seed)
-    boundary    an empty tensor like what crosses a stage boundary, (B, T, C) or (B, T / tp, C)
-    flat        the FlatParameters that collect gradients; None for a schedule without backward
-    scale       factor on the gradients of the summed loss
-
-    Between two ops the result of the one leaves, and the input of the next is asked for. Raises
-    PeerError, naming the microbatch, if another rank is gone or hangs.
-    """
-    live, coming, sending, group = {}, [], {}, grid.group("pp")
-    total = torch.zeros((), dtype=sum_dtype(boundary.device), device=boundary.device)
-    last = [m for op, m in schedule if op == "B"][-1:]
-    if grid.is_last:
-        model.head.scale, model.head.norms = scale, 0.0
-
-    def message(kind, i, x):
-        """[what op number i sends or receives]; [] at the ends of the pipeline and the schedule."""
-        op, m = schedule[i] if i < len(schedule) else (None, None)
-        step = 1 if (op == "F") == (kind is dist.isend) else -1
-        if op is None or not 0 <= grid.stage + step < grid.pp:
-            return []
-        peer, verb = grid.pipeline_peer(step), {dist.isend: "send to", dist.irecv: "receive from"}
-        return [(kind, x.detach().contiguous(), peer, m, f"{OPS[op]} of microbatch {m}: "
-                 f"{verb[kind]} rank {peer} (stage {grid.stage + step})")]
-
-    def receive(i):
-        return message(dist.irecv, i, torch.empty_like(boundary))
-
-    def forward(m, x):
-        tokens, targets, dropout_seed = batch[m]
-        x = tokens if grid.is_first else x.requires_grad_()
-        y = model(x, targets, dropout_seed)
-        if grid.is_last:
-            total.add_(y.detach())
-        if torch.is_grad_enabled():
-            live[m] = x, y
-        return y
-
-    def backward(m, dy):
-        x, y = live.pop(m)
-        if not grid.is_last:
-            # A scalar whose gradient with respect to y is dy. torch.autograd.backward(y, dy) would
-            # import a compiler's 487 modules at the first step: 0.5 s in each process.
-            y = (y * dy).sum()
-        flat.prepare_grad_sync([m] == last)
-        y.backward()
-        return x.grad
-
-    coming += start_messages(receive(0), group)
-    for i, (op, m) in enumerate(schedule):
-        turns = i + 1 < len(schedule) and schedule[i + 1][0] != op
-        # The next input from the same stage may come while this op runs. (NCCL keeps the order:
-        # the result of this op then leaves behind it.)
-        if not turns:
-            coming += start_messages(receive(i + 1), group)
-        x = None if (grid.is_first if op == "F" else grid.is_last) else coming.pop(0).wait()
-        try:
-            y = forward(m, x) if op == "F" else backward(m, x)
-        except PeerError as error:
-            raise PeerError(f"{OPS[op]} of microbatch {m}: {error}") from error
-        outgoing = message(dist.isend, i, y)
-        if outgoing and op in sending:              # one on its way in each direction
-            sending.pop(op).wait()
-        # Where a forward follows a backward, or the reverse, both are with the same stage.
-        works = start_messages(outgoing + (receive(i + 1) if turns else []), group)
-        if outgoing:
-            sending[op] = works.pop(0)
-        coming += works
-    for work in sending.values():
-        work.wait()
-    return total
+def input_of(op: str, m: int, stage: int, stages: int) -> tuple | None:
+    """The (op, microbatch, stage) whose result an op needs; None for a forward on stage 0."""
+    if op == "F":
+        return None if stage == 0 else ("F", m, stage - 1)
+    if stage == stages - 1:
+        return "F", m, stage                    # the loss
+    return "B", m, stage + 1
 
 
 def clock(schedules) -> list[list[tuple]]:
     """Simulate the stages' schedules without processes: [(op, microbatch, start, end)] of each
     stage. A forward takes one unit of time, a backward two; an op starts when its stage is free and
     its input is there. Raises ValueError on a deadlock."""
-    end, out = {}, [[] for _ in schedules]
-    while any(len(o) < len(s) for o, s in zip(out, schedules)):
-        before = len(end)
-        for s, schedule in enumerate(schedules):
-            for op, m in schedule[len(out[s]):]:
-                last = s == len(schedules) - 1
-                source = (("F", s - 1, m) if op == "F" and s > 0 else
-                          None if op == "F" else ("F", s, m) if last else ("B", s + 1, m))
-                if source is not None and source not in end:
-                    break
-                start = max(end.get(source, 0), out[s][-1][3] if out[s] else 0)
-                end[op, s, m] = start + (1 if op == "F" else 2)
-                out[s].append((op, m, start, end[op, s, m]))
-        if len(end) == before:
+    ended = {}                                  # (op, microbatch, stage) -> when
+    timeline = [[] for _ in schedules]
+    while any(len(row) < len(schedule) for row, schedule in zip(timeline, schedules)):
+        ops_before = len(ended)
+        for stage, (row, schedule) in enumerate(zip(timeline, schedules)):
+            for op, m in schedule[len(row):]:
+                start = row[-1][3] if row else 0
+                needed = input_of(op, m, stage, len(schedules))
+                if needed is not None:
+                    if needed not in ended:
+                        break                   # another stage has to go first
+                    start = max(start, ended[needed])
+                end = start + (1 if op == "F" else 2)
+                ended[op, m, stage] = end
+                row.append((op, m, start, end))
+        if len(ended) == ops_before:
             raise ValueError("the schedules wait for each other: deadlock")
-    return out
+    return timeline
 
 
 def bubble(timeline) -> float:
-    """Idle fraction of all stages' time."""
+    """The fraction of all stages' time that is idle."""
     span = max(row[-1][3] for row in timeline)
     busy = sum(end - start for row in timeline for _, _, start, end in row)
     return 1 - busy / (span * len(timeline))
 
 
 def live_activations(schedule) -> int:
-    """The most microbatches a stage holds between their forward and their backward."""
+    """The largest number of microbatches between their forward and their backward."""
     return max(accumulate(1 if op == "F" else -1 for op, _ in schedule))
 
 
 def draw(timeline) -> str:
-    """One line a stage, a column a unit of time: F3 is the forward of microbatch 3, . is idle."""
+    """A line for each stage, a column for each unit of time: F3 is the forward of microbatch 3, a
+    dot is idle time."""
     span = max(row[-1][3] for row in timeline)
     width = max(len(str(m)) for row in timeline for _, m, _, _ in row) + 2
     lines = []
@@ -795,12 +936,12 @@ def draw(timeline) -> str:
 
 
 def microbatches(config, grid: Grid) -> int:
-    """Of a step, on each replica."""
+    """The number of microbatches of a step on each replica."""
     return config.batch_size // (grid.dp * config.micro_batch)
 
 
 def schedule_of(config, grid: Grid) -> list[tuple[str, int]]:
-    """This stage's. Without a pipeline each backward follows its forward."""
+    """This stage's ops. Without a pipeline each forward is followed by its backward."""
     make_schedule = SCHEDULES[config.pp_schedule] if grid.pp > 1 else one_f_one_b
     return make_schedule(grid.stage, grid.pp, microbatches(config, grid))
 
@@ -1212,7 +1353,7 @@ class FlatParameters:
             return
         # Departure 11: the next buckets' gradients arrive, and the last one's parameters leave,
         # while AdamW updates a bucket.
-        copies = [start_to_host(grad) for grad in grads]
+        copies = [copy_to_host_async(grad) for grad in grads]
         syncs = []
         for bucket, (grad, arrived) in zip(self.buckets, copies):
             arrived.synchronize()
@@ -1353,8 +1494,8 @@ def _check_fits(sizes: dict, memory: int, more: str) -> None:
 
 
 class RunError(Exception):
-    """The run ends: every rank raises it alike, rank 0 prints the message, and all exit with
-    `status` (1: the run failed, 2: a user's mistake)."""
+    """Ends the run: every rank raises it with the same message, rank 0 prints it, and all exit with
+    `status` (1: the run failed, 2: usage error)."""
 
     def __init__(self, message: str, status: int = 1):
         super().__init__(message)
@@ -1362,39 +1503,50 @@ class RunError(Exception):
 
 
 class PeerError(RuntimeError):
-    """Another rank is gone, or did not answer within the timeout. The message names the operation
-    and the ranks it waited for; `run_schedule` adds the microbatch."""
+    """Another rank is gone or did not answer within the timeout. The message names the operation
+    and the ranks that take part; `run_schedule` adds the microbatch."""
 
 
 @contextmanager
 def comm_errors(operation: str, group=None):
-    """Turn the RuntimeErrors of communication into PeerErrors that name `operation` and, if a group
-    is given, its ranks."""
+    """Turn a RuntimeError of torch.distributed into a PeerError that names `operation` and, if a
+    group is given, its ranks."""
     try:
         yield
     except PeerError:
-        raise                               # named already
+        raise                               # an operation inside this one has named it
     except RuntimeError as error:
-        if out_of_memory(error):            # not the others' fault
+        if out_of_memory(error):            # a local error
             raise
-        ranks = "" if group is None else f" with ranks {dist.get_process_group_ranks(group)}"
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", reason)
-        raise PeerError(f"{operation}{ranks}: {reason}") from error
+        where = operation
+        if group is not None:
+            where += f" with ranks {dist.get_process_group_ranks(group)}"
+        reason = first_line(error)
+        reason = re.sub(r"^\[\S+\] ", "", reason)                   # gloo's source file
+        reason = re.sub(r"\. This is typically.*", "", reason)       # its advice
+        raise PeerError(f"{where}: {reason}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type's name if it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def out_of_memory(error: BaseException) -> bool:
-    words = "allocate memory|out of memory|ALLOC_FAILED"        # the CPU's; NCCL's; cuBLAS's
+    """Whether a CPU or a GPU has too little memory."""
+    words = "allocate memory|out of memory|ALLOC_FAILED"        # of the CPU, NCCL, cuBLAS
     return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
 
 
 def fatal_message(error: Exception) -> str | None:
-    """One line for a lost peer or too little memory; None for any other error, which deserves its
-    traceback."""
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    """One line for a lost peer or too little memory. None for any other error, which is printed
+    with its traceback."""
     if out_of_memory(error):
-        return f"{first}: lower --micro-batch, give --recompute, or raise --zero, --tp or --pp"
-    return first if isinstance(error, PeerError) else None
+        return (f"{first_line(error)}: lower --micro-batch, give --recompute, or raise --zero, "
+                f"--tp or --pp")
+    if isinstance(error, PeerError):
+        return first_line(error)
+    return None
 
 
 def is_rank0() -> bool:
@@ -1421,42 +1573,50 @@ def all_gather_object(value) -> list:
 
 
 def all_ranks(action: Callable, status: int = 2):
-    """Run action() on every rank and return its result here. If it fails on any rank, every rank
-    raises the same RunError, with the first failing rank's reason; `status` is that of a ValueError
-    or OSError."""
-    result = failure = None
+    """Run action() on every rank and return its result here. If it raises a ValueError, OSError or
+    RunError on any rank, every rank raises the same RunError, with the message of the first such
+    rank and its status (`status` for a ValueError or OSError)."""
+    result = None
+    failure = None
     try:
         result = action()
     except (ValueError, OSError, RunError) as error:
         failure = str(error), getattr(error, "status", status)
     for rank, failure in enumerate(all_gather_object(failure)):
         if failure is not None:
-            raise RunError(f"rank {rank}: " * (rank > 0) + failure[0], failure[1])
+            message, status = failure
+            if rank > 0:
+                message = f"rank {rank}: {message}"
+            raise RunError(message, status)
     return result
 
 
 def on_rank0(action: Callable):
-    """Run action() on rank 0 alone and return its result on every rank; errors as `all_ranks`."""
-    return all_gather_object(all_ranks(lambda: action() if is_rank0() else None))[0]
+    """Run action() on rank 0 and return its result on every rank; errors as in `all_ranks`."""
+    def on_this_rank():
+        if is_rank0():
+            return action()
+    return all_gather_object(all_ranks(on_this_rank))[0]
 
 
 def assert_equal_across_ranks(value, message: str) -> None:
-    """Every rank raises a RunError with this message unless all have the same value."""
+    """Every rank raises a RunError with this message unless all ranks have the same value."""
     values = all_gather_object(value)
-    if any(v != values[0] for v in values):
+    if any(other != values[0] for other in values):
         raise RunError(message, 2)
 
 
 def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
-    """The store through which the ranks of this start find each other.
+    """The key-value store through which the ranks of this start find each other.
 
-    torchrun's own store outlives a restart of the group and still holds the addresses of dead
-    processes (pytorch issue 135712), and its count of restarts differs between machines. So each
-    process makes up a name, rank 0 lists the names it sees until every other process confirms that
-    the list has its own, and rank 0's name becomes the prefix of all keys.
+    torchrun's store outlives a restart of the group, so it still holds the addresses of dead
+    processes (pytorch issue 135712), and the count of restarts differs between machines. Therefore
+    each process draws a name. Rank 0 publishes the list of names it sees, until every other process
+    has confirmed that its own name is in the list. Rank 0's name becomes the prefix of all keys.
     """
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
-    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds()
+    own = uuid.uuid4().hex
     store.set(f"rank {rank}", own)
     while time.monotonic() < deadline:
         if rank == 0:
@@ -1477,23 +1637,29 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
 
 def pick_device(name: str, local_rank: int, local_world: int, visible: str = "",
                 on_mps: bool = True) -> torch.device:
-    """This process's device; `auto` is CUDA where there is one, or else MPS (Apple's) if the run
-    can be there. `visible`, CUDA_VISIBLE_DEVICES: a launcher may show each process one GPU of its
-    own. Raises ValueError."""
-    here = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    """The device of this process. `auto` is CUDA if available, else MPS (Apple's GPU) if available
+    and `on_mps`, else the CPU. `visible` is CUDA_VISIBLE_DEVICES: a launcher may show each process
+    a single GPU of its own. Raises ValueError."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
+                 "cpu": True}
     if name == "auto":
-        name = next(n for n in here if here[n] and (n != "mps" or on_mps))
-    if not here[name]:
+        if available["cuda"]:
+            name = "cuda"
+        elif available["mps"] and on_mps:
+            name = "mps"
+        else:
+            name = "cpu"
+    if not available[name]:
         raise ValueError(f"--device {name}, but torch finds no {name.upper()} device here: leave "
                          f"the flag out, or give --device cpu")
     if name != "cuda":
         return torch.device(name)
     count = torch.cuda.device_count()
-    own = count == 1 and bool(visible)
-    if local_world > count and not own:
+    has_its_own = count == 1 and visible != ""
+    if local_world > count and not has_its_own:
         raise ValueError(f"{local_world} processes on this machine, but {count} CUDA devices: "
                          f"lower --nproc_per_node, or give --device cpu")
-    device = torch.device("cuda", 0 if own else local_rank)
+    device = torch.device("cuda", 0 if has_its_own else local_rank)
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")      # fp32 products by TF32: several times as fast
     return device
@@ -1509,37 +1675,41 @@ def assert_own_gpu(device: torch.device) -> None:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Of sums that add up many numbers: float64, which MPS does not have."""
+    """The type for sums of many numbers: float64, but on MPS, which has none, float32."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 class StopSignal:
-    """Ctrl-C and SIGTERM ask to stop after the step; a second one, half a second later or more (a
-    launcher may forward what the terminal has sent already), ends at once. Python handles signals
-    between two of its instructions: a wait for a rank that hangs ends by --timeout or SIGKILL."""
+    """Ctrl-C and SIGTERM request a stop after the current step. A second signal exits at once,
+    unless it comes within half a second: a launcher may forward a signal that the terminal has
+    already sent. Python runs handlers between two of its instructions only: a wait for a rank that
+    hangs ends by --timeout or SIGKILL."""
 
     def __init__(self):
-        self.requested = None           # when the first signal came
+        self.requested = None           # time of the first signal, in seconds
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle)
 
     def handle(self, *_) -> None:
-        again = self.requested is not None
-        if again and time.monotonic() - self.requested < 0.5:
-            return
-        self.requested = time.monotonic()
-        if is_rank0():
-            with suppress(OSError):     # a closed pipe; `print` must not be entered twice
-                os.write(1, b"ended without saving\n" if again else b"saving after this step; a "
-                            b"second signal ends at once, without saving\n")
-        if again:
+        now = time.monotonic()
+        if self.requested is None:
+            self.requested = now
+            self.write("saving after this step; a second signal ends at once, without saving")
+        elif now - self.requested >= 0.5:
+            self.write("ended without saving")
             os._exit(1)
+
+    def write(self, line: str) -> None:
+        """Print on rank 0. (A handler that interrupts `print` must not call it again.)"""
+        if is_rank0():
+            with suppress(OSError):     # a closed pipe
+                os.write(1, f"{line}\n".encode())
 
 
 @contextmanager
 def process_group(rank: int, world: int, device: torch.device, timeout: timedelta):
-    """Start torch.distributed for the block, with gloo on the CPU and NCCL on GPUs; one process
-    needs none."""
+    """Initialize torch.distributed for the block, with gloo on the CPU and NCCL on GPUs; nothing to
+    do for one process."""
     if world > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with comm_errors("start of the process group"):
@@ -1550,23 +1720,24 @@ def process_group(rank: int, world: int, device: torch.device, timeout: timedelt
         dist.destroy_process_group()
 
 
-def start_to_host(x: torch.Tensor) -> tuple:
-    """Begin to copy x from its device to the host -> (the copy, in pinned memory on CUDA; an event
-    that says when it is there)."""
-    host, done = x.to("cpu", non_blocking=True), torch.get_device_module(x.device).Event()
-    done.record()
-    return host, done
+def copy_to_host_async(x: torch.Tensor) -> tuple:
+    """Start to copy x from its device to the host -> (the copy, in pinned memory on CUDA; an event,
+    after which it is complete)."""
+    host = x.to("cpu", non_blocking=True)
+    event = torch.get_device_module(x.device).Event()
+    event.record()
+    return host, event
 
 
 def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
-    """x on the host, once the device has computed it; PeerError if it has not in `timeout` seconds.
-    A plain copy would wait for ever for a rank that hangs: Python handles no signal meanwhile, and
-    NCCL's own watchdog takes minutes."""
+    """x on the host, when the device has computed it; PeerError if that takes more than `timeout`
+    seconds. (A plain copy would block forever if a rank hangs: Python handles no signal meanwhile,
+    and NCCL's own watchdog takes minutes.)"""
     if x.device.type == "cpu":
         return x
-    host, done = start_to_host(x)
+    host, event = copy_to_host_async(x)
     deadline = time.monotonic() + timeout
-    while not done.query():
+    while not event.query():
         if time.monotonic() > deadline:
             raise PeerError(f"the device has not ended its work in {timeout} s: a rank that it "
                             f"waits for is gone or hangs")
@@ -1575,22 +1746,26 @@ def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw a pipeline schedule, count what it costs.")
+    parser = argparse.ArgumentParser(
+        description="Draw a pipeline schedule; count its bubble and activations.")
     parser.add_argument("--pp", type=int, default=4, help="stages")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--pp-schedule", default="gpipe", choices=list(SCHEDULES))
     parser.error = lambda message: parser.exit(2, f"parallel.py: {message}\n")
     args = parser.parse_args()
-    if args.pp < 1 or args.microbatches < 1:
-        parser.error("--pp and --microbatches must be at least 1")
     p, m = args.pp, args.microbatches
-    schedules = [SCHEDULES[args.pp_schedule](s, p, m) for s in range(p)]
+    if p < 1 or m < 1:
+        parser.error("--pp and --microbatches must be at least 1")
+
+    schedules = [SCHEDULES[args.pp_schedule](stage, p, m) for stage in range(p)]
     timeline = clock(schedules)
+    counts = [f"stage {stage}: {live_activations(schedule)}"
+              for stage, schedule in enumerate(schedules)]
     print(f"{args.pp_schedule}, {p} stages, {m} microbatches; a backward takes two units of time")
-    print(f"\n{draw(timeline)}\n\nbubble {bubble(timeline):.1%} of the time, "
+    print(f"\n{draw(timeline)}\n")
+    print(f"bubble {bubble(timeline):.1%} of the time, "
           f"(p - 1) / (m + p - 1) = {(p - 1) / (m + p - 1):.1%}")
-    print("live activations, in microbatches: "
-          + ", ".join(f"stage {s}: {live_activations(x)}" for s, x in enumerate(schedules)))
+    print(f"live activations, in microbatches: {', '.join(counts)}")
 
 
 if __name__ == "__main__":
