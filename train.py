@@ -52,7 +52,7 @@ from amp import (MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepSta
                  make_scaler)
 from data import Source, TokenDataset
 from model import (DEVICES, IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
-                   parameter_count, peak_flops, widen)
+                   multiplies_in_fp32, parameter_count, peak_flops)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
                       assert_own_gpu, build_stage, check_layout, check_memory, fatal_message,
@@ -409,7 +409,7 @@ def format_layout(config: Config, cfg: GPTConfig, grid: Grid, device: str, sizes
 def print_summary(run: "Run") -> None:
     """What is about to run, in a few lines."""
     config, device = run.config, run.device.type
-    if widen(run.boundary)[0] is not run.boundary:
+    if multiplies_in_fp32(PRECISIONS[config.dtype][0], run.device):
         device += f" (multiplies {config.dtype} in fp32)"
     end = position_after(config, run.consumed_samples, config.steps - run.step)
     epochs = ", ".join(f"{count:.2f} epochs" + f" of {name}" * (len(run.train_data.sources) > 1)
