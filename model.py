@@ -27,6 +27,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Callable
 
 import torch
 import torch.nn as nn
@@ -126,26 +127,6 @@ class Dropout(nn.Module):
         return F.dropout(x, self.p)
 
 
-# The types of 16 bits for whose matrix products this CPU has no instructions: PyTorch then takes 4
-# to 27 times as long as in fp32.
-NO_PRODUCTS = [dtype for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
-               if not (torch.backends.mkldnn.is_available()
-                       and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())]
-
-
-def widen(*tensors) -> tuple:
-    """The factors of a product of matrices: in fp32 if they have a type of NO_PRODUCTS and are on
-    the CPU, else as they are. None stays None."""
-    if tensors[0].device.type != "cpu" or tensors[0].dtype not in NO_PRODUCTS:
-        return tensors
-    return tuple(x if x is None else x.float() for x in tensors)
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
-    """F.linear, with the factors `widen`ed and the result in the type of x."""
-    return F.linear(*widen(x, weight, bias)).to(x.dtype)
-
-
 class Linear(nn.Linear):
     """A single row in fp32 on a CPU, as of a token that is sampled, is multiplied with both halves
     of the matrix as a batch: MKL takes 2 to 3 times as long for a product with one vector."""
@@ -177,21 +158,17 @@ class Embed(nn.Module):
         return self.dropout(x + self.position(positions), dropout_seed)    # (B, T, C) + (T, C)
 
 
-class DotProduct(Dropout):
+class CoreAttention(Dropout):
     """softmax(q k^T / sqrt(D)) v of q (B, H, T, D), k and v (B, H, positions, D), with dropout on
     the softmax; causal, or every q sees all positions."""
-    stream = 0          # who holds other heads draws another mask: parallel.py sets it
+    rng_offset = 0      # parallel.py sets it: ranks with different heads draw different masks
 
     def forward(self, q, k, v, causal, dropout_seed=None):
         p = self.p if self.training else 0.0
         if p > 0:
-            seed_dropout(q.device, dropout_seed, *self.name, self.stream)
+            seed_dropout(q.device, dropout_seed, *self.name, self.rng_offset)
         attend = partial(F.scaled_dot_product_attention, is_causal=causal, dropout_p=p)
-        if widen(q)[0] is q:
-            return attend(q, k, v)
-        # Autograd would keep q, k, v and the result in fp32: they are computed again in backward.
-        return checkpoint(lambda *qkv: attend(*widen(*qkv)).to(q.dtype), q, k, v,
-                          use_reentrant=False)
+        return upcast_for_matmul(attend, q, k, v)
 
 
 class Attention(nn.Module):
@@ -209,7 +186,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = cfg.n_embd // cfg.n_head
         self.qkv = Linear(cfg.n_embd, 3 * cfg.n_embd)
-        self.dot_product = DotProduct(cfg.dropout, "layer", layer, "attention")
+        self.dot_product = CoreAttention(cfg.dropout, "layer", layer, "attention")
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
     def forward(self, x, dropout_seed=None, cache=None, start=0):
@@ -340,6 +317,42 @@ def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
     std = 0.02 / math.sqrt(2 * cfg.n_layer) if residual else 0.02
     generator = torch.Generator().manual_seed(derive_seed(seed, name))
     return torch.empty(shape).normal_(0, std, generator=generator)
+
+
+# The 16-bit types in which this CPU has no instructions for matrix products: there PyTorch takes 4
+# to 27 times as long as in fp32.
+NO_PRODUCTS = [dtype for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
+               if not (torch.backends.mkldnn.is_available()
+                       and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())]
+
+
+def multiplies_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `upcast_for_matmul` multiplies factors of this type on this device in fp32."""
+    return device.type == "cpu" and dtype in NO_PRODUCTS
+
+
+def upcast_for_matmul(product: Callable, *factors: torch.Tensor | None, out=None) -> torch.Tensor:
+    """product(*factors), which every matrix product of the project goes through: computed in fp32
+    where this CPU needs it, and rounded to the type of the factors. `out` takes the result; it
+    cannot be combined with autograd."""
+    dtype = factors[0].dtype
+    if not multiplies_in_fp32(dtype, factors[0].device):
+        return product(*factors) if out is None else product(*factors, out=out)
+
+    def in_fp32(*factors):
+        wide = [x if x is None else x.float() for x in factors]
+        return product(*wide).to(dtype)
+
+    # Autograd would keep the factors in fp32. The checkpoint keeps them in 16 bits and converts
+    # them again in backward. (A linear product is not repeated: its backward needs the factors
+    # alone. Attention is.)
+    result = checkpoint(in_fp32, *factors, use_reentrant=False)
+    return result if out is None else out.copy_(result)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
+    """F.linear by `upcast_for_matmul`: x (..., in), weight (out, in) -> (..., out)."""
+    return upcast_for_matmul(F.linear, x, weight, bias)
 
 
 def parameter_count(cfg: GPTConfig) -> int:

@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, IGNORE_INDEX, GPTConfig, initial_value, linear, widen
+from model import GPT, IGNORE_INDEX, GPTConfig, initial_value, linear, upcast_for_matmul
 
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
@@ -275,282 +275,75 @@ def all_gather(x: torch.Tensor, group) -> Work:
 #      g: all-reduce forward, identity backward    (y is a sum: each term has the gradient of y)
 #
 # Attention is the same with heads for columns. nn.Linear stores its weight as (out, in), so "by
-# columns" cuts dimension 0 here. The vocabulary is cut by rows: a rank looks up the tokens it owns,
-# and the loss needs a maximum and two sums over the ranks, never the logits of the others.
-#
-# Between g and the next f all ranks hold the same activations and do the same work on them. With
-# sequence parallelism (Korthikanti et al. 2022, section 4.2.2) each holds T / tp positions there:
-# an all-reduce is a reduce-scatter and an all-gather, so f and g take one half each, at its cost:
-#
-#      f: all-gather forward,     reduce-scatter backward
-#      g: reduce-scatter forward, all-gather backward
-#
-# What is replicated and sees these positions only (LayerNorm, the bias after g, the embedding of
-# positions) then has a part of its gradient on each rank: `finish_grad_sync` adds them up.
+# columns" cuts dimension 0 here. `plain_mlp` is the whole technique, for the default group:
 # ---------------------------------------------------------------------------------------------
 
 
-def copy_to(x: torch.Tensor, grid: Grid) -> Work:
-    """Enter a tensor-parallel region (f forward, g backward): x as it is, since all ranks have it;
-    with sequence parallelism gather the positions, (B, T / tp, C) -> (B, T, C)."""
-    if not grid.sequence_parallel:
-        return Work(x)
-    full = x.new_empty(grid.tp, *x.shape)                               # (tp, B, T / tp, C)
-    full[grid.tp_rank] = x
-    gathered = all_gather(full, grid.group("tp"))
-    return Work(full, [gathered], finish=lambda x: x.movedim(0, 1).flatten(1, 2))
-
-
-def reduce_from(x: torch.Tensor, grid: Grid) -> Work:
-    """Leave it (g forward, f backward): the sum of the ranks' x (B, T, C), in place; with sequence
-    parallelism only at this rank's positions, (B, T / tp, C)."""
-    if not grid.sequence_parallel:
-        return all_reduce(x, grid.group("tp"))
-    slices = x.unflatten(1, (grid.tp, -1)).movedim(1, 0).contiguous()   # (tp, B, T / tp, C)
-    scattered = reduce_scatter(slices, grid.group("tp"))
-    return Work(scattered.result, [scattered], finish=lambda x: x.squeeze(0))
-
-
-class _ReduceFrom(torch.autograd.Function):
-    """g: the sum of the ranks' x (B, T, C); may overwrite x."""
+class f(torch.autograd.Function):
+    """Identity forward, all-reduce backward."""
 
     @staticmethod
-    def forward(ctx, x, grid):
-        ctx.grid = grid
-        if not grid.sequence_parallel:
-            ctx.mark_dirty(x)
-        return reduce_from(x, grid).wait()
+    def forward(ctx, x):
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy):
-        return copy_to(dy, ctx.grid).wait(), None
+        dx = dy.clone()
+        dist.all_reduce(dx)
+        return dx
 
 
-class _ColumnParallel(torch.autograd.Function):
-    """y = f(x) W^T + b. While the gradient of x is on its way to the other ranks, that of W is
-    computed; with sequence parallelism the positions of x are gathered a second time for it."""
+class g(torch.autograd.Function):
+    """All-reduce forward, identity backward."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, grid):
-        ctx.save_for_backward(x, weight)
-        ctx.grid, ctx.has_bias = grid, bias is not None
-        return linear(copy_to(x, grid).wait(), weight, bias)
+    def forward(ctx, x):
+        y = x.clone()
+        dist.all_reduce(y)
+        return y
 
     @staticmethod
     def backward(ctx, dy):
-        (x, weight), grid = ctx.saved_tensors, ctx.grid
-        gathered = copy_to(x, grid)
-        dx = reduce_from(matmul(dy, weight), grid)
-        dy = dy.flatten(0, 1)                                               # (B T, out)
-        dw = matmul(dy.t(), gathered.wait().flatten(0, 1))
-        return dx.wait(), dw, dy.sum(0) if ctx.has_bias else None, None
+        return dy
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """a @ b, `widen`ed, in the type of a."""
-    wide = widen(a, b)
-    if wide[0] is a:
-        return torch.matmul(a, b, out=out)
-    return torch.matmul(*wide).to(a.dtype) if out is None else out.copy_(torch.matmul(*wide))
+def plain_mlp(x, up, up_bias, down, down_bias):
+    """(B, T, C) -> (B, T, C), as model.MLP. Every rank is given the whole matrices (out, in) and
+    uses its part of them. Only a test calls it."""
+    rank, tp = dist.get_rank(), dist.get_world_size()
+    h = F.linear(f.apply(x), up.chunk(tp)[rank], up_bias.chunk(tp)[rank])       # (B, T, 4C / tp)
+    h = F.gelu(h, approximate="tanh")
+    return g.apply(F.linear(h, down.chunk(tp, dim=1)[rank])) + down_bias        # the bias once
 
 
-def local_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
-    """model.linear without communication. Where that multiplies in fp32, autograd would keep x and
-    the weight in fp32 too: _ColumnParallel keeps them in 16 bits."""
-    if widen(x)[0] is x:
-        return F.linear(x, weight, bias)
-    return _ColumnParallel.apply(x, weight, bias, SINGLE_RANK)
-
-
-class TensorParallel(nn.Module):
-    """Takes over the parameters of a plain module; `partition_dim` says which dimension is cut."""
-    partition_dim = {}
-
-    def __init__(self, plain: nn.Module, grid: Grid):
-        super().__init__()
-        self.weight, self.bias, self.grid = plain.weight, getattr(plain, "bias", None), grid
-
-
-class ColumnParallelLinear(TensorParallel):
-    """(B, T, in), the same everywhere -> (B, T, out / tp): this rank's columns. With sequence
-    parallelism, as in the other modules here, what is "the same everywhere" is a slice of T."""
-    partition_dim = {"weight": 0, "bias": 0}
-
-    def forward(self, x):
-        if self.grid.tp == 1:
-            return local_linear(x, self.weight, self.bias)
-        return _ColumnParallel.apply(x, self.weight, self.bias, self.grid)
-
-
-class RowParallelLinear(TensorParallel):
-    """(B, T, in / tp), this rank's rows -> (B, T, out), the same everywhere. Every rank holds the
-    bias, which is added once, after the sum."""
-    partition_dim = {"weight": 1}
-
-    def forward(self, x):
-        if self.grid.tp == 1:
-            return local_linear(x, self.weight, self.bias)
-        return _ReduceFrom.apply(local_linear(x, self.weight), self.grid) + self.bias
-
-
-# The token matrix is by far the largest parameter, and an embedding reads few of its rows. Its
-# gradient is therefore added where FlatParameters keeps it (`main_grad`, as in Megatron-LM) and
-# never exists as a tensor of its own: with a vocabulary of 50304 a step takes 0.80 of the time in
-# fp32 and 0.70 in bf16 (6 layers of width 384). For other matrices this gained nothing: 0.98, 1.08.
-
-
-class _Lookup(torch.autograd.Function):
-    """F.embedding, whose gradient is added to the rows looked up alone."""
-
-    @staticmethod
-    def forward(ctx, tokens, weight):
-        ctx.save_for_backward(tokens)
-        ctx.weight = weight
-        return F.embedding(tokens, weight)
-
-    @staticmethod
-    def backward(ctx, dx):
-        grad = ctx.weight.main_grad()
-        grad.index_add_(0, ctx.saved_tensors[0].flatten(), dx.flatten(0, 1).to(grad.dtype))
-        return None, None
-
-
-class VocabParallelEmbedding(TensorParallel):
-    """tokens (B, T) -> (B, T, C): rows of other ranks count as zero here, and g adds them."""
-    partition_dim = {"weight": 0}
-
-    def forward(self, tokens):
-        rows = self.weight.shape[0]
-        local = tokens - self.grid.tp_rank * rows                       # row number on this rank
-        mine = (local >= 0) & (local < rows)
-        x = _Lookup.apply(local.where(mine, 0), self.weight)            # (B, T, C)
-        return _ReduceFrom.apply(x * mine.unsqueeze(-1), self.grid)
-
-
-class PositionEmbedding(TensorParallel):
-    """positions 0, 1, ... n - 1 -> (n, C): counted from where this rank's slice starts."""
-
-    def forward(self, positions):
-        first = self.grid.tp_rank * len(positions) if self.grid.sequence_parallel else 0
-        return F.embedding(positions + first, self.weight)
-
-
-LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}       # logits that exist at a time; measured on the CPU
-
-
-def positions_at_once(positions: int, vocab: int, device_type: str) -> int:
-    """Of how many positions the logits of `vocab` tokens exist at a time."""
-    return min(positions, max(1, LOGITS["cpu" if device_type == "cpu" else "gpu"] // vocab))
-
-
-class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy in nats of the logits z = f(x) W^T, x (B, T, C) and W (V / tp, C),
-    against targets (B, T) of the whole vocabulary. `start` is the first row's token; rows from
-    `valid` on are padding. Computed in fp32 or wider, whatever the type of x. Gradients come times
-    `scale`.
-
-        loss = log sum_v exp(z_v) - z_target        d loss / d z_v = softmax(z)_v - [v = target]
-
-    Forward also computes the gradients, while each chunk of logits exists, so that neither logits
-    nor softmax of all positions ever do. Hence the scale is an argument (None: no gradients), and
-    backward, whose upstream gradient must be 1, only hands over that of x: that of W has been added
-    to `main_grad`. Three numbers a position cross the ranks.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, start, valid, grid, scale):
-        shape, group = x.shape, grid.group("tp")
-        x, targets = copy_to(x, grid).wait().flatten(0, 1), targets.flatten()       # (N, C), (N,)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=x.device)
-        dx = None if scale is None else torch.empty_like(x)
-        count = positions_at_once(len(x), weight.shape[0], x.device.type)
-        logits = x.new_empty(count, weight.shape[0])        # one memory for all chunks
-        floats = logits if x.dtype == wide else torch.empty_like(logits, dtype=wide)
-        for rows in (slice(i, i + count) for i in range(0, len(x), count)):
-            n = len(x[rows])
-            z = matmul(x[rows], weight.t(), out=logits[:n])                         # (n, V / tp)
-            z[:, valid:] = torch.finfo(z.dtype).min     # (of -inf alone there is no softmax)
-            local = targets[rows] - start
-            mine = (local >= 0) & (local < z.shape[1])
-            target = torch.arange(n, device=x.device), local.where(mine, 0)
-            at_target = z[target].to(wide)                                          # (n,)
-            highest = z.amax(dim=1).to(wide)
-            p = floats[:n].copy_(z)
-            torch.softmax(p, 1, out=p)                      # over this rank's columns alone
-            own = highest - p.amax(dim=1).log()             # and the log of their sum of exp(z)
-            most = all_reduce(own.clone(), group, dist.ReduceOp.MAX).wait()
-            share = (own - most).exp()
-            total, at_target = all_reduce(torch.stack(
-                [share, (at_target - most).where(mine, 0)]), group).wait()
-            counted = targets[rows] != IGNORE_INDEX
-            loss += (total.log() - at_target).where(counted, 0).sum()
-            if scale is not None:
-                upstream = counted.to(wide) * scale                                 # (n,)
-                factor = upstream * share / total
-                dz_target = p[target] * factor - upstream * mine
-                p *= factor.unsqueeze(1)
-                dz = logits[:n].copy_(p)
-                dz[target] = dz_target.to(dz.dtype)
-                matmul(dz, weight, out=dx[rows])
-                add_product(weight.main_grad(), dz, x[rows])
-        if scale is not None:
-            dx = reduce_from(dx.view(shape[0], -1, shape[2]), grid).wait()
-            # A slice of the positions would keep the memory of all.
-            ctx.save_for_backward(dx.clone() if grid.sequence_parallel else dx)
-        return loss
-
-    @staticmethod
-    def backward(ctx, one):
-        return *ctx.saved_tensors, *[None] * 6
-
-
-def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """grad (out, in) += dy^T x, of dy (N, out) and x (N, in), by the matrix product itself where
-    the types are equal, or 16 bit and fp32 on CUDA; else in parts that stay in the cache."""
-    dy, x = widen(dy, x)
-    if grad.dtype == x.dtype:
-        grad.addmm_(dy.t(), x)
-    elif grad.device.type == "cuda":
-        torch.addmm(grad, dy.t(), x, out_dtype=grad.dtype, out=grad)
-    else:
-        for rows, columns in zip(grad.split(2048), dy.split(2048, dim=1)):
-            rows += columns.t() @ x
-
-
-class VocabParallelHead(TensorParallel):
-    """x (B, T, C) and targets (B, T) -> the summed loss of model.Head, the same on every rank; a
-    new loss must change both. Its gradients come times `self.scale`. `self.norms` adds up the norms
-    of x over its positions."""
-    partition_dim = {"weight": 0}
-
-    def __init__(self, head: nn.Module, grid: Grid):
-        super().__init__(head, grid)
-        self.norm, self.vocab_size, self.scale, self.norms = head.norm, head.vocab_size, 1.0, 0.0
-
-    def forward(self, x, targets):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        self.norms += torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).sum()
-        rows = self.weight.shape[0]
-        start = self.grid.tp_rank * rows
-        valid = min(max(self.vocab_size - start, 0), rows)
-        return VocabParallelCrossEntropy.apply(
-            self.norm(x), self.weight, targets, start, valid, self.grid,
-            self.scale if torch.is_grad_enabled() else None)
-
-
-# Which module of model.py becomes what.
-TP_PLAN = {
-    "attn.qkv": ColumnParallelLinear,
-    "attn.proj": RowParallelLinear,
-    "mlp.up": ColumnParallelLinear,
-    "mlp.down": RowParallelLinear,
-    "embed.token": VocabParallelEmbedding,
-    "embed.position": PositionEmbedding,
-    "head": VocabParallelHead,
-}
-STACKED = {"attn.qkv": 3}       # q over k over v: each third is cut by heads on its own
-TIED = {"head.weight": "embed.token.weight"}    # one matrix: its name in the head, its global name
+# The rest of this section departs from it in nine ways. Comments in the code have the numbers.
+#
+#    1  A rank stores its shard of a matrix only: memory / tp. The matrix of q, k and v is cut by
+#       thirds.                                              ParamSpec.shard, QKVParallelLinear
+#    2  g sums in place: no copy of (B, T, C).                                          _Reduce
+#    3  f is one function with its product: the gradient of the weight is computed while the
+#       gradient of x travels.                                                  _ColumnParallel
+#    4  The token matrix, by far the largest, is cut by rows: memory / tp. A rank looks up the
+#       tokens it has; g adds up.                                        VocabParallelEmbedding
+#    5  Sequence parallelism: between g and the next f a rank holds T / tp positions, at the same
+#       traffic.                                                gather_positions, sum_positions
+#    6  The loss takes three numbers a position from other ranks, never their logits. chunk_loss
+#    7  Logits exist for one chunk of positions at a time. So forward computes their gradients,
+#       and has to be given the factor on them, `scale`.            VocabParallelCrossEntropy
+#    8  The token matrix's gradient is added where it is kept, `main_grad`. With 50304 tokens a
+#       step takes 0.80 of the time in fp32, 0.70 in bf16.       _LookupToMainGrad, add_product
+#    9  CPUs without 16-bit instructions multiply in fp32: 4 to 27 times faster.
+#                                                                       model.upcast_for_matmul
+#
+# Departure 1. What is cut, and where; all else (LayerNorm, positions, the bias after g) is whole on
+# every rank:
+#
+#     module of model.py     parameter        shape          cut in dimension
+#     attn.qkv               weight, bias     (3C, C)        0, each third by heads (stride 3)
+#     attn.proj              weight           (C, C)         1
+#     mlp.up                 weight, bias     (4C, C)        0
+#     mlp.down               weight           (C, 4C)        1
+#     embed.token, head      weight           (V, C)         0
 
 
 @dataclass
@@ -584,7 +377,7 @@ class ParamSpec:
         if self.partition_dim is None:
             return full
         dim = self.partition_dim
-        stacked = full.unflatten(dim, (self.stride, self.tp, -1))
+        stacked = full.unflatten(dim, (self.stride, self.tp, -1))   # qkv: (3, tp, C / tp, C)
         return stacked.select(dim + 1, tp_rank).flatten(dim, dim + 1)
 
     def unshard(self, shards: list) -> torch.Tensor:
@@ -594,6 +387,351 @@ class ParamSpec:
         dim = self.partition_dim
         stacked = [shard.unflatten(dim, (self.stride, -1)) for shard in shards]
         return torch.cat(stacked, dim + 1).flatten(dim, dim + 1)[:self.shape[0]]
+
+
+def f_forward(x: torch.Tensor, grid: Grid) -> Work:
+    """x as it is: every rank has it. With sequence parallelism, (B, T / tp, C) -> (B, T, C)."""
+    if grid.sequence_parallel:
+        return gather_positions(x, grid)
+    return Work(x)
+
+
+def g_forward(x: torch.Tensor, grid: Grid) -> Work:
+    """The sum of the ranks' x (B, T, C), in place. With sequence parallelism, only the sum at this
+    rank's positions, (B, T / tp, C)."""
+    if grid.sequence_parallel:
+        return sum_positions(x, grid)
+    return all_reduce(x, grid.group("tp"))
+
+
+f_backward = g_forward          # each of the two is the other's backward
+g_backward = f_forward
+
+
+class _Reduce(torch.autograd.Function):
+    """g. Departure 2: it may overwrite x, (B, T, C)."""
+
+    @staticmethod
+    def forward(ctx, x, grid):
+        ctx.grid = grid
+        if not grid.sequence_parallel:
+            ctx.mark_dirty(x)
+        return g_forward(x, grid).wait()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return g_backward(dy, ctx.grid).wait(), None
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """y = f(x) W^T + b. Departure 3: as one function, because two would run one after the other."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, grid):
+        ctx.save_for_backward(x, weight)
+        ctx.grid = grid
+        return linear(f_forward(x, grid).wait(), weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        gathering = f_forward(x, ctx.grid)          # departure 5: x has T / tp positions
+        dx = f_backward(matmul(dy, weight), ctx.grid)
+        dy = dy.flatten(0, 1)                                               # (B T, out)
+        dw = matmul(dy.t(), gathering.wait().flatten(0, 1))                 # while dx travels
+        db = dy.sum(0) if ctx.needs_input_grad[2] else None
+        return dx.wait(), dw, db, None
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a @ b; departure 9."""
+    return upcast_for_matmul(torch.matmul, a, b, out=out)
+
+
+class TensorParallel(nn.Module):
+    """Takes over the parameters of a plain module. `partition_dim` says in which dimension they are
+    cut, `stride` how many matrices are stacked there."""
+    partition_dim = {}
+    stride = 1
+
+    def __init__(self, plain: nn.Module, grid: Grid):
+        super().__init__()
+        self.weight, self.bias, self.grid = plain.weight, getattr(plain, "bias", None), grid
+
+
+class ColumnParallelLinear(TensorParallel):
+    """(B, T, in), the same on every rank -> (B, T, out / tp), this rank's columns. (With sequence
+    parallelism, here and below, "the same on every rank" is a slice of T on each.)"""
+    partition_dim = {"weight": 0, "bias": 0}
+
+    def forward(self, x):
+        if self.grid.tp == 1:
+            return linear(x, self.weight, self.bias)
+        return _ColumnParallel.apply(x, self.weight, self.bias, self.grid)
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """The matrices of q, k and v, one above the other: each is cut by heads on its own."""
+    stride = 3
+
+
+class RowParallelLinear(TensorParallel):
+    """(B, T, in / tp), this rank's rows -> (B, T, out), the same on every rank. Every rank holds
+    the bias, which is added once, after the sum."""
+    partition_dim = {"weight": 1}
+
+    def forward(self, x):
+        if self.grid.tp == 1:
+            return linear(x, self.weight, self.bias)
+        return _Reduce.apply(linear(x, self.weight), self.grid) + self.bias
+
+
+class VocabParallelEmbedding(TensorParallel):
+    """tokens (B, T) -> (B, T, C). Departure 4: tokens outside this rank's rows embed to zero; g
+    sums over the ranks."""
+    partition_dim = {"weight": 0}
+
+    def forward(self, tokens):
+        rows = self.weight.shape[0]
+        local = tokens - self.grid.tp_rank * rows                       # row number on this rank
+        is_local = (local >= 0) & (local < rows)
+        local = local.where(is_local, 0)
+        if hasattr(self.weight, "main_grad"):                           # departure 8
+            x = _LookupToMainGrad.apply(local, self.weight)
+        else:
+            x = F.embedding(local, self.weight)                         # (B, T, C)
+        return _Reduce.apply(x * is_local.unsqueeze(-1), self.grid)
+
+
+# Departure 5: sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next
+# f all ranks hold the same activations and do the same work on them. Let each hold T / tp positions
+# there. An all-reduce is a reduce-scatter and an all-gather, so f and g do one half each:
+#
+#      f: all-gather forward,     reduce-scatter backward
+#      g: reduce-scatter forward, all-gather backward
+#
+# The backward of a column-parallel product needs x at all positions. It gathers x again, during the
+# product before: to keep the gathered x would take tp times the memory. The replicated parameters
+# that see T / tp positions (LayerNorm, the bias after g, the embedding of positions) have a part of
+# their gradient on each rank: `finish_grad_sync` adds them up.
+
+
+def gather_positions(x: torch.Tensor, grid: Grid) -> Work:
+    """(B, T / tp, C) of each rank -> (B, T, C) on all."""
+    parts = x.new_empty(grid.tp, *x.shape)                              # (tp, B, T / tp, C)
+    parts[grid.tp_rank] = x
+    gathering = all_gather(parts, grid.group("tp"))
+    return replace(gathering, finish=lambda parts: parts.movedim(0, 1).flatten(1, 2))
+
+
+def sum_positions(x: torch.Tensor, grid: Grid) -> Work:
+    """The sum of the ranks' x (B, T, C) at this rank's positions, (B, T / tp, C)."""
+    parts = x.unflatten(1, (grid.tp, -1)).movedim(1, 0)                 # (tp, B, T / tp, C)
+    return reduce_scatter(parts.flatten(0, 1).contiguous(), grid.group("tp"))
+
+
+class PositionEmbedding(TensorParallel):
+    """positions 0, 1, ... n - 1 -> (n, C), counted from where this rank's slice starts."""
+
+    def forward(self, positions):
+        first = self.grid.tp_rank * len(positions) if self.grid.sequence_parallel else 0
+        return F.embedding(positions + first, self.weight)
+
+
+def chunk_loss(logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int, group,
+               scale: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The summed cross-entropy in nats of some positions, and the gradient of their logits times
+    `scale` (None: no gradient). A pure function, but that the gradient may take the logits' memory.
+
+    logits      (n, V / tp), the columns of tokens first, first + 1, ...; from `valid` on padding
+    targets     (n,) tokens of the whole vocabulary; IGNORE_INDEX adds nothing
+
+        loss = log sum_v exp(z_v) - z_target        d loss / d z_v = softmax(z)_v - [v = target]
+
+    Departure 6. With s_r = log sum_v exp(z_v) over the columns of rank r (`local_logsumexp`), and
+    the largest of them, s (`global_max`), which keeps exp from overflowing:
+
+        share_r = exp(s_r - s)                      total = sum_r share_r
+        log sum_v exp(z_v) = s + log total          softmax = local softmax * share_r / total
+
+    All is computed in fp32 or wider.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logits[:, valid:] = torch.finfo(logits.dtype).min       # (-inf alone would have no softmax)
+    local = targets - first
+    is_local = (local >= 0) & (local < logits.shape[1])
+    target = torch.arange(len(logits), device=logits.device), local.where(is_local, 0)
+    target_logit = logits[target].to(wide)                                          # (n,)
+    largest = logits.amax(dim=1).to(wide)
+
+    p = logits.to(wide)
+    torch.softmax(p, 1, out=p)                              # over this rank's columns
+    # The largest softmax is exp(largest - local_logsumexp).
+    local_logsumexp = largest - p.amax(dim=1).log()
+    global_max = all_reduce(local_logsumexp.clone(), group, dist.ReduceOp.MAX).wait()
+    share = (local_logsumexp - global_max).exp()
+    local_target = (target_logit - global_max).where(is_local, 0)       # on one rank not 0
+    total, target_logit = all_reduce(torch.stack([share, local_target]), group).wait()
+    counted = targets != IGNORE_INDEX
+    loss = (total.log() - target_logit).where(counted, 0).sum()
+    if scale is None:
+        return loss, None
+
+    upstream = counted.to(wide) * scale                                             # (n,)
+    factor = upstream * share / total
+    target_gradient = p[target] * factor - upstream * is_local
+    p *= factor.unsqueeze(1)
+    gradient = logits.copy_(p)
+    gradient[target] = target_gradient.to(gradient.dtype)
+    return loss, gradient
+
+
+MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}       # of a chunk; measured on the CPU
+
+
+def chunk_size(positions: int, vocab: int, device_type: str) -> int:
+    """Number of positions whose logits, of `vocab` tokens each, are materialized at once."""
+    return min(positions, max(1, MAX_LOGITS["cpu" if device_type == "cpu" else "gpu"] // vocab))
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """The summed cross-entropy in nats of the logits f(x) W^T against targets (B, T), of x
+    (B, T, C) and this rank's rows W (V / tp, C). Gradients come times `scale`.
+
+    Departure 7: forward also computes the gradients, chunk by chunk, so neither the logits nor the
+    softmax of all positions ever exist (None for `scale`: no gradients). Backward hands them over.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab_size, grid, scale):
+        x = f_forward(x, grid).wait()
+        shape = x.shape
+        x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        loss = torch.zeros((), dtype=wide, device=x.device)
+        rows = weight.shape[0]
+        first = grid.tp_rank * rows
+        valid = min(max(vocab_size - first, 0), rows)
+        ctx.in_main_grad = hasattr(weight, "main_grad")
+        if scale is not None:
+            dx = torch.empty_like(x)
+            if ctx.in_main_grad:
+                dw = weight.main_grad()                                     # departure 8
+            else:
+                dw = torch.zeros_like(weight, dtype=wide)
+
+        size = chunk_size(len(x), rows, x.device.type)
+        memory = x.new_empty(size, rows)                                    # of all chunks
+        for i in range(0, len(x), size):
+            chunk = slice(i, i + size)
+            logits = matmul(x[chunk], weight.t(), out=memory[:len(x) - i])  # (n, V / tp)
+            term, dz = chunk_loss(logits, targets[chunk], first, valid, grid.group("tp"), scale)
+            loss += term
+            if scale is not None:
+                dx[chunk] = matmul(dz, weight)
+                add_product(dw, dz, x[chunk])
+
+        if scale is not None:
+            dx = f_backward(dx.view(shape), grid).wait()
+            if grid.sequence_parallel:
+                dx = dx.clone()             # a slice would keep the memory of all positions
+            ctx.save_for_backward(dx, None if ctx.in_main_grad else dw.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, upstream):
+        dx, dw = ctx.saved_tensors
+        if ctx.in_main_grad:
+            assert_unscaled(upstream)
+            return dx, None, None, None, None, None
+        return dx * upstream, dw * upstream, None, None, None, None
+
+
+# Departure 8. An embedding reads few rows of the token matrix, and the gradient of the head comes
+# in chunks. FlatParameters gives the weight a method `main_grad`, which returns the tensor (V / tp,
+# C) that collects its gradient, in fp32 (as in Megatron-LM). Both gradients are added there, and
+# autograd gets None. (For other matrices this gained nothing: 0.98 and 1.08 of the time.) Without a
+# `main_grad` autograd gets ordinary gradients, so this section can be used with any optimizer.
+
+
+class _LookupToMainGrad(torch.autograd.Function):
+    """F.embedding, whose gradient is added to the rows of `main_grad` that were looked up."""
+
+    @staticmethod
+    def forward(ctx, tokens, weight):
+        ctx.save_for_backward(tokens)
+        ctx.weight = weight
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx, dx):
+        grad = ctx.weight.main_grad()
+        grad.index_add_(0, ctx.saved_tensors[0].flatten(), dx.flatten(0, 1).to(grad.dtype))
+        return None, None
+
+
+def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    """grad (out, in) += dy^T x, of dy (N, out) and x (N, in), by the matrix product itself where
+    the types are equal, or 16 bit and fp32 on CUDA; else in parts that stay in the cache."""
+    if grad.dtype == x.dtype:
+        grad.addmm_(dy.t(), x)
+    elif grad.device.type == "cuda":
+        torch.addmm(grad, dy.t(), x, out_dtype=grad.dtype, out=grad)
+    else:
+        for rows, columns in zip(grad.split(2048), dy.split(2048, dim=1)):
+            rows += matmul(columns.t(), x)
+
+
+def assert_unscaled(upstream: torch.Tensor) -> None:
+    """Raise a RuntimeError unless the loss is what backward started from: it is too late to scale
+    the gradient in `main_grad`."""
+    message = ("the gradient of the loss is not 1, but the token matrix's gradient has been added "
+               "to main_grad: call backward() on the loss itself, and set head.scale instead")
+    if upstream.device.type == "cuda":
+        torch._assert_async(upstream == 1, message)         # does not wait for the GPU
+    elif upstream != 1:
+        raise RuntimeError(message)
+
+
+class VocabParallelHead(TensorParallel):
+    """x (B, T, C) and targets (B, T) -> the summed loss of model.Head, the same on every rank; a
+    new loss must change both. Its gradients come times `self.scale`. `self.norms` adds up the norms
+    of x over its positions."""
+    partition_dim = {"weight": 0}
+
+    def __init__(self, head: nn.Module, grid: Grid):
+        super().__init__(head, grid)
+        self.norm, self.vocab_size, self.scale, self.norms = head.norm, head.vocab_size, 1.0, 0.0
+
+    def forward(self, x, targets):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        self.norms += torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).sum()
+        return VocabParallelCrossEntropy.apply(
+            self.norm(x), self.weight, targets, self.vocab_size, self.grid,
+            self.scale if torch.is_grad_enabled() else None)
+
+
+TP_PLAN = {         # which module of model.py becomes what
+    "attn.qkv": QKVParallelLinear,
+    "attn.proj": RowParallelLinear,
+    "mlp.up": ColumnParallelLinear,
+    "mlp.down": RowParallelLinear,
+    "embed.token": VocabParallelEmbedding,
+    "embed.position": PositionEmbedding,
+    "head": VocabParallelHead,
+}
+TIED = {"head.weight": "embed.token.weight"}    # one matrix: its name in the head, its global name
+
+
+def parallelize(model: GPT, grid: Grid) -> None:
+    """Replace the modules of TP_PLAN. Their parameters are still whole, and the caller replaces
+    them by shards (`param_specs` gives the ParamSpec of each)."""
+    for name, module in list(model.named_modules()):
+        for suffix, parallel_module in TP_PLAN.items():
+            if name.endswith(suffix):
+                model.set_submodule(name, parallel_module(module, grid))
+    for block in model.blocks.values():
+        block.attn.dot_product.rng_offset = grid.tp_rank        # other heads draw other masks
 
 
 # ---------------------------------------------------------------------------------------------
@@ -689,6 +827,14 @@ def one_f_one_b(stage: int, stages: int, num_microbatches: int) -> list[tuple[st
 
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+
+
+def make_schedule(name: str, grid: Grid, num_microbatches: int) -> list[tuple[str, int]]:
+    """The ops of this rank's stage. Without a pipeline each forward is followed by its backward."""
+    schedule = SCHEDULES[name] if grid.pp > 1 else one_f_one_b
+    return schedule(grid.stage, grid.pp, num_microbatches)
+
+
 OP_NAMES = {"F": "forward", "B": "backward"}
 NEIGHBOUR = {       # an op's input and result come from and go to the stage this many further on
     ("F", "receive from"): -1,
@@ -846,12 +992,7 @@ def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
         model.embed = None
     if not grid.is_last:
         model.head = None
-    for name, module in list(model.named_modules()):
-        for suffix, parallel_module in TP_PLAN.items():
-            if name.endswith(suffix):
-                model.set_submodule(name, parallel_module(module, grid))
-    for block in model.blocks.values():
-        block.attn.dot_product.stream = grid.tp_rank        # other heads draw other masks
+    parallelize(model, grid)
     return model
 
 
@@ -933,17 +1074,6 @@ def draw(timeline) -> str:
             cells[start:end] = [f"{op}{m}"] * (end - start)
         lines.append(f"stage {s:2d}  " + "".join(c.ljust(width) for c in cells).rstrip())
     return "\n".join(lines)
-
-
-def microbatches(config, grid: Grid) -> int:
-    """The number of microbatches of a step on each replica."""
-    return config.batch_size // (grid.dp * config.micro_batch)
-
-
-def schedule_of(config, grid: Grid) -> list[tuple[str, int]]:
-    """This stage's ops. Without a pipeline each forward is followed by its backward."""
-    make_schedule = SCHEDULES[config.pp_schedule] if grid.pp > 1 else one_f_one_b
-    return make_schedule(grid.stage, grid.pp, microbatches(config, grid))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1083,7 +1213,7 @@ def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
     of another one (`checkpoint.gather_full_state`)."""
     specs = {}
     for module_name, module in model.named_modules():
-        stride = next((n for suffix, n in STACKED.items() if module_name.endswith(suffix)), 1)
+        stride = getattr(module, "stride", 1)
         for attribute, parameter in module.named_parameters(recurse=False):
             local_name = f"{module_name}.{attribute}"
             name = TIED.get(local_name, local_name)

@@ -63,24 +63,13 @@ import checkpoint
 from amp import (LEAD_IN, MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepStats,
                  clip_factor, make_scaler)
 from data import Source, TokenDataset
-from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token, parameter_count,
-                   peak_flops)
+from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
+                   multiplies_in_fp32, parameter_count, peak_flops)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
                       assert_own_gpu, build_stage, check_layout, check_memory, fatal_message,
-                      fully_shard, make_grid, on_rank0, param_specs, pick_device, print_rank0,
-                      process_group, run_schedule, schedule_of, to_host, wrap_blocks)
-
-# SHIM
-from model import widen
-from parallel import microbatches, one_f_one_b
-def multiplies_in_fp32(x): return widen(x)[0] is not x
-def make_schedule(name, grid, n):
-    return (SCHEDULES[name] if grid.pp > 1 else one_f_one_b)(grid.stage, grid.pp, n)
-if not hasattr(FlatParameters, "grad_norm_squares"): FlatParameters.grad_norm_squares = FlatParameters.square_sums
-def format_memory(run): return "memory"
-# END SHIM
-
+                      fully_shard, make_grid, make_schedule, on_rank0, param_specs, pick_device,
+                      print_rank0, process_group, run_schedule, state_bytes, to_host, wrap_blocks)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -684,43 +673,46 @@ def format_eval(row: dict, run: Run) -> str:
     return "\n".join(lines)
 
 
-def format_layout(config: Config, cfg: GPTConfig, grid: Grid, device: str, memory: str) -> str:
-    """Model, layout, memory and batch, a line each."""
-    options = [f"zero {config.zero}"]
+def format_layout(config: Config, grid: Grid, device: str) -> tuple[str, str]:
+    """The layout with its options, and the batch."""
+    layout = (f"dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {device}, {config.dtype}, "
+              f"zero {config.zero}")
     if grid.pp > 1:
-        options.append(config.pp_schedule)
+        layout += f", {config.pp_schedule}"
     for name in ("recompute", "sequence_parallel", "offload", "compile"):
         if getattr(config, name):
-            options.append(name.replace("_", " "))
+            layout += ", " + name.replace("_", " ")
     num_microbatches = config.batch_size // (grid.dp * config.micro_batch)
     batch = (f"{config.batch_size} sequences = dp {grid.dp} x {num_microbatches} microbatches x "
-             f"{config.micro_batch} sequences; {config.batch_size * cfg.seq_len:,} tokens a step")
+             f"{config.micro_batch} sequences")
     if config.batch_ramp is not None:
         batch += f", after a ramp {config.batch_ramp}"
-    return (
-        f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
-        f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
-        f"{flops_per_token(cfg):.3g} FLOPs a token\n"
-        f"layout   dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {device}, {config.dtype}, "
-        f"{', '.join(options)}\n"
-        f"memory   {memory}\n"
-        f"batch    {batch}")
+    return layout, batch
 
 
 def print_summary(run: Run) -> None:
     """Model, layout, memory, batch and data of the run that begins."""
-    config, data = run.config, run.train_data
+    config, cfg, data = run.config, run.cfg, run.train_data
     device = run.device.type
-    if multiplies_in_fp32(run.activation_like):
+    if multiplies_in_fp32(run.activation_like.dtype, run.device):
         device += f" (multiplies {config.dtype} in fp32)"
+    layout, batch = format_layout(config, run.grid, device)
+    numel = sum(bucket.numel for bucket in run.flat.buckets)
+    on_device, on_host = state_bytes(numel, run.grid.dp, PRECISIONS[config.dtype], config.zero,
+                                     config.offload)
+    memory = [f"{kind} {size / 1e6:,.1f} MB" for kind, size in on_device.items()]
+    memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]
     end = position_after(config, run.consumed_samples, config.steps - run.step)
-    epochs = []
-    for name, count in data.epochs(end).items():
-        of = f" of {name}" if len(data.sources) > 1 else ""
-        epochs.append(f"{count:.2f} epochs{of}")
-    print_rank0(format_layout(config, run.cfg, run.grid, device, format_memory(run)))
-    print_rank0(f"data     {data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
-                f"{', '.join(epochs)}")
+    epochs = [f"{count:.2f} epochs of {name}" for name, count in data.epochs(end).items()]
+    print_rank0(
+        f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
+        f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
+        f"{flops_per_token(cfg):.3g} FLOPs a token\n"
+        f"layout   {layout}\n"
+        f"memory   {', '.join(memory)} (rank {run.grid.rank})\n"
+        f"batch    {batch}; {config.batch_size * cfg.seq_len:,} tokens a step\n"
+        f"data     {data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
+        f"{', '.join(epochs)}")
 
 
 def print_notes(run: Run, given: dict, resumed: bool) -> None:

@@ -37,9 +37,9 @@ from typing import NamedTuple
 import train
 from amp import PRECISIONS
 from model import PEAK_FLOPS, GPTConfig, flops_per_token, parameter_count
-from parallel import (Bucket, Grid, ParamSpec, build_stage, check_layout, live_activations,
-                      make_buckets, microbatches, param_specs, positions_at_once, print_rank0,
-                      schedule_of, stage_layers, state_bytes)
+from parallel import (Bucket, Grid, ParamSpec, build_stage, check_layout, chunk_size,
+                      live_activations, make_buckets, make_schedule, param_specs, print_rank0,
+                      stage_layers, state_bytes)
 from train import flag
 
 # Fitted on published runs of up to 18B parameters on A100s and H100s:
@@ -270,7 +270,12 @@ def logits_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool = 
         size += 4
     vocab = cfg.padded_vocab // grid.tp
     device_type = "gpu" if on_gpu else "cpu"
-    return positions_at_once(config.micro_batch * cfg.seq_len, vocab, device_type) * vocab * size
+    return chunk_size(config.micro_batch * cfg.seq_len, vocab, device_type) * vocab * size
+
+
+def microbatches(config, grid: Grid) -> int:
+    """Number of microbatches of a step on each replica."""
+    return config.batch_size // (grid.dp * config.micro_batch)
 
 
 def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
@@ -287,7 +292,7 @@ def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
     wide = 12 if cfg.activation == "gelu" else 8
     block = 4 * thin + wide * unit // grid.tp
     end = 2 * thin if grid.is_last else thin
-    in_flight = live_activations(schedule_of(config, grid))
+    in_flight = live_activations(make_schedule(config.pp_schedule, grid, microbatches(config, grid)))
     if config.recompute:        # a block's input; and once, in backward, all of a block
         return in_flight * (layers_of(cfg, grid) * thin + end) + block
     return in_flight * (layers_of(cfg, grid) * block + end)

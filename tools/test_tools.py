@@ -144,7 +144,7 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row):
     vectors = 6 * (cfg.n_layer * 13 + 2) * cfg.n_embd * plan["tokens"]
     assert plan["flops_with_recomputation"] - vectors == pytest.approx(flops.sum(), rel=1e-9)
     stages = slice(0, tp * pp, tp)
-    m = parallel.microbatches(config, grid)
+    m = tools.plan.microbatches(config, grid)
     time = time_of([parallel.SCHEDULES[config.pp_schedule](s, pp, m) for s in range(pp)],
                    forward[stages] / m, (flops - forward)[stages] / m)
     assert plan["bubble"] == pytest.approx(1 - flops[stages].mean() / time, rel=0.03, abs=1e-9)
@@ -343,7 +343,7 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
         positions = cfg.seq_len // (tp if sequence_parallel else 1)
         x = torch.randn(4, positions, cfg.n_embd).bfloat16().requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), mock.patch.object(
-                parallel, "reduce_scatter", lambda x, group: parallel.Work(x[:1].clone())):
+                parallel, "reduce_scatter", lambda x, group: parallel.Work(x.chunk(tp)[0].clone())):
             keep(local(tokens_of(cfg, 4) if grid.is_first else x, tokens_of(cfg, 4)))
         for bucket in flat.buckets:
             kept.pop(bucket.data.untyped_storage().data_ptr(), None)
