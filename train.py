@@ -699,7 +699,7 @@ def print_summary(run: Run) -> None:
     layout, batch = format_layout(config, run.grid, device)
     numel = sum(bucket.numel for bucket in run.flat.buckets)
     on_device, on_host = state_bytes(numel, run.grid.dp, PRECISIONS[config.dtype], config.zero,
-                                     config.offload)
+                                     config.offload and run.device.type != "cpu")
     memory = [f"{kind} {size / 1e6:,.1f} MB" for kind, size in on_device.items()]
     memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]
     end = position_after(config, run.consumed_samples, config.steps - run.step)
