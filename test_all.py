@@ -523,15 +523,19 @@ def test_documents_stay_in_order_and_seed_and_text_alone_decide_the_split(tmp_pa
     monkeypatch.chdir(tmp_path)
     Path("in/sub").mkdir(parents=True)          # of folders .txt and .jsonl are read
     Path("in/other.md").write_text("not read")
+    Path("in/empty.txt").touch()                # what is empty or links to nothing is counted
+    Path("in/link.jsonl").symlink_to("nowhere")
     texts = [f"{i} " + "".join(random.Random(i).sample(NASTY, 9)) for i in range(400)]
 
     def split(texts, seed=0):
+        shutil.rmtree("my data", ignore_errors=True)
         Path("in/sub/a.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in texts))
         status, told, _ = run_data(capsys, "--input", "in", "--tokenizer", "bytes", "--out",
                                    "my data", "--seed", seed)
-        assert status == 0 and told.splitlines()[-2] == (
+        assert status == 0 and told.splitlines()[-2].startswith(
             "python train.py --data 'my data' --out 'out/my data'")
         train, val = (texts_of("my data", split) for split in data.SPLITS)
+        assert f"{len(texts)} documents, 0 duplicates dropped, 2 without text skipped" in told
         assert train == [t for t in texts if t not in val] and min(len(train), len(val)) > 0
         assert val == [t for t in texts if t not in train]
         meta = json.loads(Path("my data/meta.json").read_text())
@@ -569,31 +573,52 @@ def test_of_few_documents_each_gives_its_last_twentieth_in_shards_of_llm_c(tmp_p
 
 
 def test_a_data_set_stays_until_a_new_one_is_whole(tmp_path):
-    """A failure while it is made leaves the old one; a kill while it takes the old one's place
-    leaves what is refused, and not taken for GPT-2's, which has no meta.json."""
-    (tmp_path / "a.txt").write_text("abcdefghij" * 500)
-    prepare = functools.partial(data.prepare, [tmp_path / "a.txt"])
-    first = prepare(tmp_path, "bytes", shard_tokens=1024)["fingerprint"]
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with mock.patch.object(data, "sha256_of", side_effect=OSError), pytest.raises(OSError):
-        prepare(tmp_path, "bytes")                          # fails when its shards are written
-    with pytest.raises(ValueError, match="holds tokens of bytes, which --tokenizer gpt2 would rep"):
-        prepare(tmp_path, "gpt2")
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    """A run that trains on it could not go on with another, which is refused. A kill while it takes
+    its place leaves what is refused too, and not taken for GPT-2's, which has no meta.json."""
+    text, out = tmp_path / "a.txt", tmp_path / "new"
+    text.write_text("abcdefghij" * 500)
+    prepare = functools.partial(data.prepare, [text], out)
 
     def killed(path, target, replace=os.replace):
         if target.name == "meta.json":
             raise KeyboardInterrupt
         replace(path, target)
-    for out in (tmp_path, tmp_path / "new"):
-        with mock.patch.object(os, "replace", killed), pytest.raises(KeyboardInterrupt):
-            prepare(out, "bytes")
-        with pytest.raises(ValueError, match="meta.json is damaged.*run data.py again"):
-            data.TokenDataset(out, "train", 4)
-    second = prepare(tmp_path, "bytes")["fingerprint"]
-    assert first != second == data.sha256_of(*sorted(tmp_path.glob("*.bin")))
-    assert names_in(tmp_path) == ["a.txt", "meta.json", "new", "train_000000.bin",
-                                  "val_000000.bin"]
+    with mock.patch.object(os, "replace", killed), pytest.raises(KeyboardInterrupt):
+        prepare("bytes", shard_tokens=1024)
+    with pytest.raises(ValueError, match="meta.json is damaged.*run data.py again"):
+        data.TokenDataset(out, "train", 4)
+    fingerprint = prepare("bytes")["fingerprint"]           # of fewer, larger shards
+    assert fingerprint == data.sha256_of(*sorted(out.glob("*.bin")))
+    assert names_in(out) == ["meta.json", "train_000000.bin", "val_000000.bin"]
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    with mock.patch.object(data, "sha256_of", side_effect=OSError), pytest.raises(OSError):
+        prepare("bytes")                                    # fails when its shards are written
+    for flags in (dict(tokenizer="gpt2"), dict(tokenizer="bytes", shard_tokens=1024)):
+        with pytest.raises(ValueError, match="holds shards .* give another --out, or remove"):
+            prepare(**flags)
+    text.write_text("abcdefghij" * 499 + "abcdefghiJ")
+    with pytest.raises(ValueError, match="holds shards .* give another --out, or remove"):
+        prepare("bytes")
+    text.write_text("abcdefghij" * 500)
+    (out / "val_000000.bin").write_bytes(b"damaged")
+    assert prepare("bytes")["fingerprint"] == fingerprint   # the same text mends it
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, monkeypatch, capsys):
+    file, index_documents = tmp_path / "a.jsonl", data.index_documents
+    lines = [json.dumps(dict(text=f"text number {i}")) + "\n" for i in range(5)]
+    for changed in (lines[:4], lines + lines[:1], lines[:4] + ["\n"]):
+        file.write_text("".join(lines))
+
+        def then_changes(*arguments):
+            answer = index_documents(*arguments)
+            file.write_text("".join(changed))
+            return answer
+        monkeypatch.setattr(data, "index_documents", then_changes)
+        status, out, error = run_data(capsys, "--input", file, "--tokenizer", "bytes", "--out",
+                                      tmp_path / "out")
+        assert (status, out, error.count("\n")) == (2, "", 1) and "changed while" in error, error
 
 
 def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch):
@@ -604,7 +629,7 @@ def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch)
     for size in (100_000, 1_000_000):
         (tmp_path / "a.txt").write_text("All work and no play. " * (size // 22))
         tracemalloc.start()
-        data.prepare([tmp_path / "a.txt"], tmp_path, "bytes")
+        data.prepare([tmp_path / "a.txt"], tmp_path / f"{size}", "bytes")
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 100_000, peaks
@@ -630,7 +655,9 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
 
 
 @pytest.mark.parametrize("flags, content, words", [
-    ("none.txt", None, "none.txt No such file"), ("empty.txt", b"", "empty.txt is empty"),
+    ("none.txt", None, "none.txt No such file"), ("nofolder", None, "nofolder No such"),
+    ("empty.txt", b"", "empty.txt is empty"), ("--shard_toks 9", None, "mean --shard-tokens?"),
+    ("--shard_tokens 9", None, "--shard-tokens 1024"), ("--nonsense", None, "--nonsense --help"),
     (".", None, "only .txt .jsonl"), ("data.csv", b"a,b\n", "data.csv .txt .jsonl"),
     ("tiny.txt", b"a", "no text"), ("blank.jsonl", b'{"text": ""}\n{"text": " \\n"}\n', "no text"),
     ("latin.txt", b"x" * 300_000 + "ä".encode("latin-1") + b"!", "latin.txt byte 300000"),
@@ -756,7 +783,7 @@ def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path,
     val, *train = [Path("data/fineweb", name) for name in names]
     for server.body in (b"<html>", shard(range(99), count=98)):
         status, out, line = fetch()
-        assert (status, out) == (1, "") and "val_000000.bin.part is no whole shard" in line, line
+        assert (status, out) == (1, "") and "bin.part is not a complete shard" in line, line
         assert names_in(val.parent) == [f"{val.name}.part"]
     val.with_name(f"{val.name}.part").unlink()
     server.body, server.asked = shard(range(99)), []
@@ -789,6 +816,35 @@ def test_progress_has_rate_and_time_left(monkeypatch, capsys, terminal, seconds,
     note(1_000_000)
     note(3_000_000)
     assert capsys.readouterr().err == "".join(f"x: {line}" for line in told)
+
+
+def test_progress_counts_the_bytes_of_the_files(tmp_path, monkeypatch, capsys):
+    """Of lines without text and repeated documents too, before there is any text."""
+    blank, line = '{"text": ""}\n' * 2000, '{"text": "some text"}\n'
+    (tmp_path / "a.jsonl").write_text(blank + 9 * line)
+    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    file = tmp_path / "a.jsonl"
+    monkeypatch.setattr(data.os, "cpu_count", lambda: 1)
+    error = run_data(capsys, "--input", file, "--tokenizer", "bytes", "--out", tmp_path)[2]
+    assert re.search(r"reading: 0.0 of 0.0 MB, .*\rreading: 0.0 of 0.0 MB, [^\r]* +\ntok", error), error
+
+
+def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, capsys):
+    """Sixty documents of one character. A text too short for the default windows is said to be,
+    and the command printed trains on it."""
+    assert data.SEQ_LEN == GPTConfig().seq_len
+    for i in range(60):
+        (tmp_path / f"{i}.TXT").write_text(chr(ord("A") + i))
+    status, out, _ = run_data(capsys, "--input", tmp_path, "--tokenizer", "bytes", "--out",
+                              tmp_path / "out")
+    assert status == 0 and out.startswith("60 documents, 0 duplicates dropped, 0 without")
+    tokens = json.loads((tmp_path / "out/meta.json").read_text())["tokens"]
+    assert f"too little text for windows of {data.SEQ_LEN} + 1 tokens" in out
+    assert f" --seq-len {tokens['val'] - 1}\n" in out
+    assert sum(tokens.values()) == 120
+    for split in data.SPLITS:
+        assert data.TokenDataset(tmp_path / "out", split, tokens["val"] - 1).n_windows
 
 
 def dataset(directory, shards, meta=True, seq_len=4):
@@ -926,10 +982,16 @@ def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file,
 
 def test_without_shards_the_message_says_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("here").mkdir()
+    for folder in ("here", "all/x", "all/y", "all/empty"):
+        Path(folder).mkdir(parents=True)
+    for file in ("a.txt", "all/x/train_0.bin", "all/y/train_0.bin"):
+        Path(file).touch()
     for directory, command in {"data/python": "`python data.py`", "mine": "no folder.*--out mine",
                                "here": "no train shards in here.*--out here",
-                               "data/shakespeare": "--dataset shakespeare"}.items():
+                               "data/shakespeare": "--dataset shakespeare",
+                               "a.txt": "`python data.py --input a.txt --out data/a`.*--data data/a",
+                               "all/x/train_0.bin": "is a shard.*--data all/x$",
+                               "all": "give .* --data all/x or all/y$"}.items():
         with pytest.raises(FileNotFoundError, match=command):
             data.TokenDataset(directory, "train", 4)
 
