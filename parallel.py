@@ -607,7 +607,7 @@ def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
             if name.endswith(suffix):
                 model.set_submodule(name, parallel_module(module, grid))
     for block in model.blocks.values():
-        block.attn.dot_product.stream = grid.tp_rank        # other heads draw other masks
+        block.attn.core_attention.rng_offset = grid.tp_rank     # other heads draw other masks
     return model
 
 
