@@ -337,8 +337,8 @@ def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
 
     It is a function of (seed, name) alone, so each rank of any layout can draw the parameters it
     holds, one at a time. Standard deviation 0.02, and 0.02 / sqrt(2L) for the two projections that
-    write to the residual stream, which keeps its variance independent of depth (GPT-2, section 2.3);
-    biases 0, LayerNorm weights 1.
+    write to the residual stream, so that its variance does not depend on the depth (GPT-2, section
+    2.3); biases 0, LayerNorm weights 1.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)

@@ -107,7 +107,8 @@ class FastRowLinear(nn.Module):
     def forward(self, x):
         if x.numel() > x.shape[-1]:
             return self.plain(x)
-        column = x.reshape(1, -1, 1).expand(2, -1, 1)                       # (2, in, 1)
+        # The stride of a transposed row is fast; that of a column takes bmm's slow path.
+        column = x.reshape(1, 1, -1).expand(2, 1, -1).mT                    # (2, in, 1)
         y = torch.bmm(self.halves, column)                                  # (2, out / 2, 1)
         return y.view(*x.shape[:-1], -1) + self.plain.bias
 
