@@ -34,8 +34,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-VOCAB_MULTIPLE = 128    # the token matrix has rows to a multiple of this: divisible by tp
-IGNORE_INDEX = -1             # a target that counts for nothing
+VOCAB_MULTIPLE = 128    # the token matrix is padded to a multiple of this many rows
+IGNORE_INDEX = -1       # a target that adds nothing to the loss
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return (a + b - 1) // b
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class GPTConfig:
     @property
     def padded_vocab(self) -> int:
         """Rows of the token matrix in memory; those past vocab_size are never seen outside."""
-        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        return ceil_div(self.vocab_size, VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 # name: (layers, heads, width, positions, activation). GPT-3's table gives XL 24 heads of 128 at
@@ -103,14 +108,18 @@ def derive_seed(*what) -> int:
 
 
 def seed_dropout(device: torch.device, dropout_seed: int | None, *name) -> None:
-    """Make the next mask on `device` a function of (dropout_seed, name): who knows both can draw it
-    again. Without a dropout_seed torch's generator goes on. (torch.manual_seed would seed the
-    generators of all devices, 0.4 to 2 ms a call beside a GPU.)"""
-    if dropout_seed is not None:
-        generator = (torch.default_generator if device.type == "cpu" else
-                     torch.mps if device.type == "mps" else
-                     torch.get_device_module(device).default_generators[device.index])
-        generator.manual_seed(derive_seed(dropout_seed, *name))
+    """Make the next dropout mask on `device` a function of (dropout_seed, name), so that it can be
+    drawn again. Without a dropout_seed, the default generator is used. (torch.manual_seed would
+    seed the generators of all devices, which takes 0.4 to 2 ms with a GPU.)"""
+    if dropout_seed is None:
+        return
+    if device.type == "cpu":
+        generator = torch.default_generator
+    elif device.type == "mps":
+        generator = torch.mps
+    else:
+        generator = torch.get_device_module(device).default_generators[device.index]
+    generator.manual_seed(derive_seed(dropout_seed, *name))
 
 
 class Dropout(nn.Module):
@@ -128,16 +137,10 @@ class Dropout(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A single row in fp32 on a CPU, as of a token that is sampled, is multiplied with both halves
-    of the matrix as a batch: MKL takes 2 to 3 times as long for a product with one vector."""
+    """nn.Linear whose product goes through `linear`."""
 
     def forward(self, x):
-        if x.numel() > self.in_features or x.device.type != "cpu" or x.dtype != torch.float32 or (
-                self.out_features % 2):
-            return linear(x, self.weight, self.bias)
-        halves = self.weight.view(2, -1, self.in_features)                  # (2, out / 2, in)
-        y = torch.bmm(halves, x.reshape(1, 1, -1).expand(2, 1, -1).mT)      # (2, out / 2, 1)
-        return y.view(*x.shape[:-1], -1) + self.bias
+        return linear(x, self.weight, self.bias)
 
 
 class Embed(nn.Module):
@@ -174,19 +177,19 @@ class CoreAttention(Dropout):
 class Attention(nn.Module):
     """Causal multi-head self-attention, x (B, T, C) -> (B, T, C).
 
-    q, k and v come out of one matrix product. Its 3C output channels are ordered (3, H, D): all
-    heads of q, then of k, then of v. Whoever cuts the matrix by heads cuts each third on its own.
+    One matrix product computes q, k and v. Its 3C output channels are ordered (3, H, D): all heads
+    of q, then of k, then of v. To cut the matrix by heads, cut each third by itself.
 
-    cache (2, B, H, positions, D) holds the keys and values before position `start` and takes those
-    of x: all positions at start 0, where one row may stand for all of the cache's; later one at a
-    time (T = 1), which sees all before it.
+    cache (2, B, H, positions, D) holds the keys and values of the positions before `start`, and
+    those of x are added: the whole prompt at start 0, where a batch of 1 is broadcast to that of
+    the cache; after that one position at a time (T = 1), which attends to all before it.
     """
 
     def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
         self.head_dim = cfg.n_embd // cfg.n_head
         self.qkv = Linear(cfg.n_embd, 3 * cfg.n_embd)
-        self.dot_product = CoreAttention(cfg.dropout, "layer", layer, "attention")
+        self.core_attention = CoreAttention(cfg.dropout, "layer", layer, "attention")
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
     def forward(self, x, dropout_seed=None, cache=None, start=0):
@@ -199,7 +202,7 @@ class Attention(nn.Module):
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
         if start > 0:
             k, v = cache[:, :, :, :start + T]                   # 2 of (B, H, start + T, D)
-        y = self.dot_product(q, k, v, start == 0, dropout_seed)
+        y = self.core_attention(q, k, v, start == 0, dropout_seed)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # (B, H, T, D) -> (B, T, H D)
 
 
@@ -240,8 +243,8 @@ class Head(nn.Module):
     """Final LayerNorm, projection on the vocabulary by the embedding's own matrix, and loss.
 
     x (B, T, C) -> logits (B, T, V); given targets (B, T) -> the sum over positions of the
-    cross-entropy in nats, in fp32 or wider. A sum, because sums of microbatches add up whatever
-    their sizes; IGNORE_INDEX targets add nothing.
+    cross-entropy in nats, in fp32 or wider. It is a sum because the sums of microbatches of any
+    size can be added; targets of IGNORE_INDEX add nothing.
     """
 
     def __init__(self, cfg: GPTConfig, weight: nn.Parameter):
@@ -260,8 +263,8 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model. `embed` and `head` may be set to None and blocks deleted: what is left runs
-    as a stage of a pipeline, from activations (B, T, C) to activations."""
+    """The whole model. `embed` and `head` may be set to None and blocks deleted: the rest then runs
+    as one stage of a pipeline, from activations (B, T, C) to activations."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
@@ -273,21 +276,26 @@ class GPT(nn.Module):
     def forward(self, x, targets=None, dropout_seed=None, cache=None, start=0):
         """tokens (B, T) -> logits (B, T, V), or the summed loss in nats given targets (B, T).
 
-        In training mode all dropout masks are a function of `dropout_seed`, an int; without one
-        they are torch's own.
-        With a cache (`new_kv_cache`) the tokens stand at positions start, start + 1, ...: the whole
-        text at start 0, then one token at a time; the logits (B, 1, V) are the last position's.
+        In training mode all dropout masks are a function of `dropout_seed`, an int. Without one,
+        the default generator is used.
+        With a cache (`new_kv_cache`) the tokens have the positions start, start + 1, ...: the whole
+        prompt at start 0, then one token at a time. The logits (B, 1, V) are of the last position.
         """
         if self.embed is not None:
             x = self.embed(x, dropout_seed, start)
         for name, block in self.blocks.items():
-            x = block(x, dropout_seed, cache and cache[name], start)
-        x = x if cache is None else x[:, -1:]
-        return x if self.head is None else self.head(x, targets)
+            block_cache = None if cache is None else cache[name]
+            x = block(x, dropout_seed, block_cache, start)
+        if cache is not None:
+            x = x[:, -1:]
+        if self.head is None:
+            return x
+        return self.head(x, targets)
 
     def new_kv_cache(self, batch: int) -> dict:
-        """Room for the keys and values of `batch` texts: block -> (2, B, H, seq_len, D)."""
-        H, D = self.cfg.n_head, self.cfg.n_embd // self.cfg.n_head
+        """An empty cache for `batch` sequences: block -> keys and values (2, B, H, seq_len, D)."""
+        H = self.cfg.n_head
+        D = self.cfg.n_embd // H
         return {name: self.head.weight.new_empty(2, batch, H, self.cfg.seq_len, D)
                 for name in self.blocks}
 
@@ -304,10 +312,10 @@ class GPT(nn.Module):
 def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
     """The value at step 0 of the full parameter `name`, without padding: fp32 on the CPU.
 
-    A function of (seed, name) alone, so each rank of any layout can make the parameters it holds,
-    one at a time. Standard deviation 0.02, and 0.02 / sqrt(2L) for the two projections that write
-    to the residual stream, which keeps its variance independent of depth (GPT-2, section 2.3);
-    biases 0, LayerNorm weights 1.
+    It is a function of (seed, name) alone, so each rank of any layout can draw the parameters it
+    holds, one at a time. Standard deviation 0.02, and 0.02 / sqrt(2L) for the two projections that
+    write to the residual stream, so that its variance does not depend on the depth (GPT-2, section
+    2.3); biases 0, LayerNorm weights 1.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -365,13 +373,15 @@ def parameter_count(cfg: GPTConfig) -> int:
 def flops_per_token(cfg: GPTConfig, recompute: bool = False) -> int:
     """Floating-point operations to train on one token: 6 N + 12 L C T (PaLM, appendix B).
 
-    Two (multiply, add) for each parameter forward and four backward; N leaves out the positions,
-    which are only looked up, and counts the tied matrix once, for the head. Attention: q k^T and
-    its product with v cost 4 C T forward a layer and twice that backward, counted in full although
-    half of it is masked. Recomputation repeats a block's forward but for its last product (8 C^2),
-    which nothing in backward needs.
+    Each parameter takes two operations (multiply, add) forward and four backward. N leaves out the
+    position embeddings, which are looked up, and counts the tied matrix once, for the head. In
+    attention, q k^T and the product with v take 4 C T forward in each layer and twice that
+    backward, counted in full although half of it is masked. Recomputation repeats a block's
+    forward except for its last product (8 C^2), whose result backward does not need.
     """
-    N, C, T = parameter_count(cfg) - cfg.seq_len * cfg.n_embd, cfg.n_embd, cfg.seq_len
+    C = cfg.n_embd
+    T = cfg.seq_len
+    N = parameter_count(cfg) - T * C
     again = cfg.n_layer * (16 * C * C + 4 * C * T) if recompute else 0
     return 6 * N + 12 * cfg.n_layer * C * T + again
 
@@ -382,5 +392,8 @@ PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 8
 
 
 def peak_flops(device_name: str) -> float:
-    """FLOP/s of a device, 0 where they are not known."""
-    return next((flops for word, flops in PEAK_FLOPS.items() if word in device_name), 0.0)
+    """FLOP/s of a device by its name, 0.0 if unknown."""
+    for word, flops in PEAK_FLOPS.items():
+        if word in device_name:
+            return flops
+    return 0.0

@@ -41,7 +41,8 @@ import torch.nn.functional as F
 from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, IGNORE_INDEX, GPTConfig, initial_value, linear, upcast_for_matmul
+from model import (GPT, IGNORE_INDEX, GPTConfig, ceil_div, initial_value, linear,
+                   upcast_for_matmul)
 
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
@@ -57,11 +58,6 @@ from model import GPT, IGNORE_INDEX, GPTConfig, initial_value, linear, upcast_fo
 # machine. Data parallelism reduces gradients once a step (ZeRO 2 and 3: once a microbatch) and may
 # cross the network (Megatron-LM, Narayanan et al. 2021, section 3).
 # ---------------------------------------------------------------------------------------------
-
-
-def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return (a + b - 1) // b
 
 
 GROUPS = ("tp", "dp", "pp", "embedding", "world")       # `make_grid` says which ranks they have
@@ -731,7 +727,7 @@ def parallelize(model: GPT, grid: Grid) -> None:
             if name.endswith(suffix):
                 model.set_submodule(name, parallel_module(module, grid))
     for block in model.blocks.values():
-        block.attn.dot_product.rng_offset = grid.tp_rank        # other heads draw other masks
+        block.attn.core_attention.rng_offset = grid.tp_rank        # other heads draw other masks
 
 
 # ---------------------------------------------------------------------------------------------

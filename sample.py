@@ -7,8 +7,8 @@
     -> the smallest set whose probability reaches p -> one token -> appended, and again
 
 Temperature 0 takes the most probable token. Top-p is nucleus sampling (Holtzman et al. 2020).
-Only text goes to standard output, as it is made; it ends at <|endoftext|>, before the --stop text,
-or at --max-tokens. A line of dashes stands between samples.
+Only text goes to standard output, as it is generated. A sample ends at <|endoftext|>, before the
+--stop text, or at --max-tokens. A line of dashes separates samples.
 """
 import argparse
 import codecs
@@ -21,19 +21,23 @@ if __name__ == "__main__":      # Ctrl-C at any time, also while torch is import
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
+import torch.nn as nn
 
 from checkpoint import load_model
-from data import get_tokenizer
+from data import get_tokenizer, parse_arguments
 from parallel import out_of_memory, pick_device
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DASHES = "-" * 40 + "\n"       # the line between samples
+LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
+GENERATOR_BYTES = 5000         # of a torch.Generator
+OTHER_NAMES = {"ckpt": "out-dir init-from", "prompt": "start", "max-tokens": "max-new-tokens"}
 
 
 def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: float):
-    """Logits (..., V) -> probabilities (..., V): what may not be drawn has probability 0.
+    """Logits (..., V) -> probabilities (..., V). Tokens that are filtered out have probability 0.
 
-    top_k 0 and top_p 1 leave everything; the most probable token always stays.
+    top_k 0 and top_p 1 keep all tokens; the most probable token is always kept.
     """
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature     # at most 0: no overflow
@@ -42,7 +46,7 @@ def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
     probabilities = logits.softmax(dim=-1)
     if top_p < 1:
         ordered, index = probabilities.sort(descending=True)
-        before = ordered.cumsum(-1) - ordered                   # probability of all likelier ones
+        before = ordered.cumsum(-1) - ordered                   # probability of the likelier tokens
         dropped = before >= top_p                               # never the first: 0 < top_p
         probabilities = probabilities.masked_fill(dropped.scatter(-1, index, dropped), 0)
     return probabilities / probabilities.sum(-1, keepdim=True)
@@ -51,23 +55,28 @@ def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
 @torch.inference_mode()
 def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: float = 1.0,
              top_k: int = 0, top_p: float = 1.0, generators=(None,), ended=()):
-    """Go on from `tokens` once with each of the `generators`, as one batch with one cache. Yield up
-    to `max_tokens` times {number of the sample: token id} for those that go on: `end` ends one and
-    is not yielded, and so does the caller who puts its number into the set `ended`.
+    """Continue `tokens` once with each of the `generators`, as one batch with one cache. Yields up
+    to `max_tokens` times {number of the sample: token id} for the samples that continue. The token
+    `end` ends a sample and is not yielded; the caller ends one by adding its number to `ended`.
 
-    The model sees the last seq_len tokens of a prompt. Keys and values of what it has seen are in
-    the cache, and a token costs one position. When all seq_len positions are taken, the newest half
-    of the tokens moves to the first and is computed again, once in seq_len / 2 tokens or more.
+    The model sees the last seq_len tokens of a prompt. The cache holds the keys and values of the
+    tokens before, so a new token costs one position. When all seq_len positions are taken, the
+    newest half of the tokens moves to the first positions and is computed again, which happens at
+    most once in seq_len / 2 tokens.
     """
-    seq_len, device = model.cfg.seq_len, next(model.parameters()).device
-    samples, seen = list(range(len(generators))), 0
+    seq_len = model.cfg.seq_len
+    device = next(model.parameters()).device
+    samples = list(range(len(generators)))
+    seen = 0                                                    # positions in the cache
     cache = model.new_kv_cache(len(samples))
     window = torch.tensor([tokens[-seq_len:]], device=device)   # (1, T): the samples share a prompt
     for _ in range(max_tokens):
         if window.shape[1] > seq_len:
-            window, seen = window[:, -max(1, seq_len // 2):], 0
+            window = window[:, -max(1, seq_len // 2):]
+            seen = 0
         logits = model(window[:, seen:], cache=cache, start=seen)[:, -1]
-        logits, seen = logits.expand(len(samples), -1), window.shape[1]             # (samples, V)
+        logits = logits.expand(len(samples), -1)                            # (samples, V)
+        seen = window.shape[1]
         if temperature == 0:
             drawn = logits.argmax(-1).tolist()
         else:
@@ -75,24 +84,99 @@ def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: f
             drawn = [torch.multinomial(row, 1, generator=generators[i]).item()
                      for i, row in zip(samples, probabilities)]
         yield {i: token for i, token in zip(samples, drawn) if token != end}
-        new = torch.tensor(drawn, device=device)[:, None]
+        new = torch.tensor(drawn, device=device)[:, None]                   # (samples, 1)
         window = torch.cat([window.expand(len(samples), -1), new], dim=1)
         going = [row for row, i in enumerate(samples) if drawn[row] != end and i not in ended]
         if len(going) < len(samples):
-            samples, window = [samples[row] for row in going], window[going]
+            samples = [samples[row] for row in going]
+            window = window[going]
             cache = {name: kept[:, going] for name, kept in cache.items()}
         if not samples:
             return
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Sample text from a checkpoint.")
-    parser.error = lambda message: parser.exit(2, f"sample.py: {message}\n")
+class FastRowLinear(nn.Module):
+    """A Linear in fp32 on the CPU that multiplies a single row with both halves of the matrix as a
+    batch: MKL takes 2 to 3 times as long for the product of one matrix and one vector."""
+
+    def __init__(self, plain: nn.Linear):
+        super().__init__()
+        self.plain = plain
+        self.halves = plain.weight.detach().view(2, -1, plain.in_features)  # (2, out / 2, in)
+
+    def forward(self, x):
+        if x.numel() > x.shape[-1]:
+            return self.plain(x)
+        # The stride of a transposed row is fast; that of a column takes bmm's slow path.
+        column = x.reshape(1, 1, -1).expand(2, 1, -1).mT                    # (2, in, 1)
+        y = torch.bmm(self.halves, column)                                  # (2, out / 2, 1)
+        return y.view(*x.shape[:-1], -1) + self.plain.bias
+
+
+def use_fast_rows(model) -> None:
+    """Replace the Linear modules of a model in fp32 on the CPU by FastRowLinear."""
+    weight = model.head.weight
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and child.out_features % 2 == 0:
+                setattr(module, name, FastRowLinear(child))
+
+
+def check_memory(model, samples: int) -> None:
+    """Raise MemoryError if the caches of so many samples exceed the CPU's memory, where the system
+    would otherwise kill the process. (A GPU's allocator raises an error itself.)"""
+    cfg, weight = model.cfg, model.head.weight
+    if weight.device.type != "cpu" or not hasattr(os, "sysconf"):           # as on Windows
+        return
+    cache = 2 * cfg.n_layer * cfg.seq_len * cfg.n_embd * weight.element_size()
+    needed = samples * (cache + GENERATOR_BYTES)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise MemoryError(f"{samples} samples take {needed / 1e9:,.1f} GB of {memory / 1e9:,.1f}")
+
+
+def print_samples(model, tokenizer, prompt: str, args) -> None:
+    """Print --num-samples samples of a prompt, the first one as it is generated."""
+    tokens = tokenizer.encode_ordinary(prompt)
+    if len(tokens) > model.cfg.seq_len:
+        print(f"sample.py: warning: the prompt has {len(tokens)} tokens, the model sees the "
+              f"last {model.cfg.seq_len}", file=sys.stderr)
+    count = args.num_samples or 1
+    generators = [torch.Generator().manual_seed(args.seed + i) for i in range(count)]
+    stop = args.stop.encode()
+    texts = [b""] * count
+    ended = set()
+    shown = 0                       # characters of the first sample on standard output
+    sys.stdout.write(prompt)
+    for drawn in generate(model, tokens or [tokenizer.eot_token], args.max_tokens,
+                          tokenizer.eot_token, args.temperature, args.top_k, args.top_p,
+                          generators, ended):
+        for i, token in drawn.items():
+            texts[i] += tokenizer.decode_single_token_bytes(token)
+            if stop and stop in texts[i]:
+                texts[i] = texts[i].partition(stop)[0]
+                ended.add(i)
+        certain = texts[0]
+        if stop and 0 not in ended:         # its last bytes may be the beginning of `stop`
+            certain = certain[:max(0, len(certain) - len(stop) + 1)]
+        text, _ = codecs.utf_8_decode(certain, "replace", False)    # False: whole characters only
+        sys.stdout.write(text[shown:])
+        sys.stdout.flush()
+        shown = max(shown, len(text))
+    sys.stdout.write(texts[0].decode(errors="replace")[shown:] + "\n")
+    for text in texts[1:]:
+        sys.stdout.write(DASHES + prompt + text.decode(errors="replace") + "\n")
+
+
+def parse_flags(parser, arguments) -> argparse.Namespace:
+    """The flags, with their defaults. A mistake ends the program with status 2."""
     parser.add_argument("--ckpt", default="out/latest.pt", help="default: %(default)s")
-    parser.add_argument("--prompt", default=None, metavar="TEXT",
-                        help="text to go on from; - reads standard input; none: <|endoftext|>")
-    parser.add_argument("--num-samples", type=int, metavar="N", help="samples of a prompt, one by "
-                        "--seed, one by --seed + 1, ...; each line of --prompt - is then a prompt")
+    parser.add_argument("--prompt", metavar="TEXT",
+                        help="text to continue; - reads standard input; none: <|endoftext|>")
+    parser.add_argument("--num-samples", type=int, metavar="N", help="samples of a prompt, with "
+                        "--seed, --seed + 1, ...; each line of --prompt - is then a prompt")
     parser.add_argument("--max-tokens", type=int, default=500, help="of a sample; whenever the "
                         "model's window is full, it forgets the older half (default: %(default)s)")
     parser.add_argument("--stop", default="", metavar="TEXT", help="ends a sample before this text")
@@ -102,55 +186,55 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=1.0, help="1: all (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"],
-                        help="auto: cuda or mps where there is one")
+                        help="auto: cuda or mps if available")
     parser.add_argument("--dtype", default="fp32", choices=list(DTYPES), help="type of weights and "
                         "activations; bf16 is faster where the device multiplies 16-bit numbers")
-    args = parser.parse_args()
+    args = parse_arguments(parser, arguments, OTHER_NAMES)
     if args.num_samples is not None and args.num_samples < 1:
         parser.error("--num-samples must be at least 1")
     if args.max_tokens < 0 or args.top_k < 0:
         parser.error("--max-tokens and --top-k must be at least 0")
     if not 0 <= args.seed < 2 ** 63:
         parser.error("--seed must be 0 to 2^63 - 1")
-    if not 0 <= args.temperature < float("inf") or not 0 < args.top_p <= 1:
-        parser.error("--temperature must be at least 0, --top-p above 0 and at most 1")
+    if args.temperature != 0 and not LOWEST <= args.temperature < float("inf"):
+        parser.error(f"--temperature must be 0 (greedy) or at least {LOWEST:g}, and finite")
+    if not LOWEST <= args.top_p <= 1:
+        parser.error(f"--top-p must be at least {LOWEST:g} and at most 1 (or give --top-k 1)")
+    return args
+
+
+def read_prompts(args) -> list[str]:
+    """The prompts. Raises ValueError for text that is not UTF-8."""
+    prompts = [args.prompt or ""]
+    if args.prompt == "-":
+        if sys.stdin is None:
+            raise ValueError("--prompt - reads standard input, which is closed")
+        prompts = [sys.stdin.read()]
+        if args.num_samples is not None:
+            prompts = prompts[0].removesuffix("\n").split("\n")
+    "".join([*prompts, args.stop]).encode()
+    return prompts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Sample text from a checkpoint.")
+    parser.error = lambda message: parser.exit(2, f"sample.py: {message}\n")
+    args = parse_flags(parser, sys.argv[1:])
     try:
         device = pick_device(args.device, 0, 1)
         model, state = load_model(Path(args.ckpt))
         tokenizer = get_tokenizer(state["tokenizer"])
-        prompts = [sys.stdin.read() if args.prompt == "-" else args.prompt or ""]
-        if args.prompt == "-" and args.num_samples is not None:
-            prompts = prompts[0].removesuffix("\n").split("\n")
-        "".join(prompts).encode()                   # ValueError: bytes that are not UTF-8
-        stop = args.stop.encode()
+        prompts = read_prompts(args)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     model.to(device, DTYPES[args.dtype])
+    use_fast_rows(model)
+    check_memory(model, args.num_samples or 1)
     sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character
     for number, prompt in enumerate(prompts):
-        tokens = tokenizer.encode_ordinary(prompt)
-        if len(tokens) > model.cfg.seq_len:
-            print(f"sample.py: warning: the prompt has {len(tokens)} tokens, the model sees the "
-                  f"last {model.cfg.seq_len}", file=sys.stderr)
-        data, ended, shown = [b""] * (args.num_samples or 1), set(), 0
-        generators = [torch.Generator().manual_seed(args.seed + i) for i in range(len(data))]
-        sys.stdout.write(DASHES * (number > 0) + prompt)
-        for drawn in generate(model, tokens or [tokenizer.eot_token], args.max_tokens,
-                              tokenizer.eot_token, args.temperature, args.top_k, args.top_p,
-                              generators, ended):
-            for i, token in drawn.items():
-                data[i] += tokenizer.decode_single_token_bytes(token)
-                if stop and stop in data[i]:
-                    data[i] = data[i][:data[i].index(stop)]
-                    ended.add(i)
-            # The first is shown as it grows, but for a part of a character, or maybe of `stop`.
-            certain = len(data[0]) - len(stop[1:]) * (0 not in ended)
-            text = codecs.utf_8_decode(data[0][:max(0, certain)], "replace", False)[0]
-            sys.stdout.write(text[shown:])
-            sys.stdout.flush()
-            shown = max(shown, len(text))
-        for i, text in enumerate(part.decode(errors="replace") for part in data):
-            sys.stdout.write((DASHES + prompt) * (i > 0) + text[shown * (i == 0):] + "\n")
+        if number > 0:
+            sys.stdout.write(DASHES)
+        print_samples(model, tokenizer, prompt, args)
 
 
 if __name__ == "__main__":
