@@ -38,7 +38,6 @@ if __name__ == "__main__":      # Ctrl-C ends it at once, until there is somethi
 
 import argparse
 import dataclasses
-import difflib
 import importlib.util
 import math
 import os
@@ -62,7 +61,7 @@ import torch
 import checkpoint
 from amp import (LEAD_IN, MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepStats,
                  clip_factor, make_scaler)
-from data import Source, TokenDataset
+from data import Source, TokenDataset, parse_arguments
 from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
                    multiplies_in_fp32, parameter_count, peak_flops)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
@@ -823,32 +822,17 @@ def parse_given(parser: argparse.ArgumentParser, arguments, kind=Config) -> dict
     def refuse(message):
         raise ValueError(message)
     parser.error = refuse
-    # Underscores, as nanoGPT's flags have, are dashes.
-    dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), text)
-              for text in arguments]
-    known, unknown = parser.parse_known_args(dashed)
-    if unknown:
-        refuse(f"unknown argument {unknown[0]}: {suggestion(parser, unknown[0])}")
-    given = vars(known)
+    given = vars(parse_arguments(parser, arguments, OTHER_NAMES))
     for f in dataclasses.fields(kind):
-        value, low = given.get(f.name), f.metadata["low"]
-        below = math.inf if f.metadata["below"] is None else f.metadata["below"]
-        if value is not None and low is not None and not low <= value < below:
-            limit = "finite" if below == math.inf else f"below {below}"
-            refuse(f"argument --{f.name.replace('_', '-')}: {value:g} must be at least {low} and "
-                   f"{limit}")
+        value, low, below = given.get(f.name), f.metadata["low"], f.metadata["below"]
+        name = "--" + f.name.replace("_", "-")
+        if value is None or low is None:
+            continue
+        if below is not None and not low <= value < below:
+            refuse(f"argument {name}: {value:g} must be at least {low} and below {below}")
+        if not low <= value < math.inf:
+            refuse(f"argument {name}: {value:g} must be at least {low} and finite")
     return given
-
-
-def suggestion(parser: argparse.ArgumentParser, unknown: str) -> str:
-    """The flag of this parser that was meant: another codebase's word for it, or a misspelling."""
-    name = unknown.partition("=")[0].lstrip("-")
-    flags = re.findall(r"--([a-z0-9-]+)", parser.format_usage())
-    near = [ours for ours, theirs in OTHER_NAMES.items() if ours in flags and name in theirs.split()]
-    near += difflib.get_close_matches(name, flags, 1, 0.75)
-    if near:
-        return f"did you mean --{near[0]}?"
-    return "--help lists the flags, README.md what others call them"
 
 
 def step_range(text: str) -> tuple[int, int]:
