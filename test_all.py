@@ -1206,7 +1206,8 @@ def reach_their_end(started):
     return at == list(map(len, started))
 
 
-def test_no_schedule_hangs_on_nccl_but_1f1b_would_if_it_sent_and_received_one_by_one():
+def test_1f1b_cannot_hang_on_nccl_where_single_messages_do():
+    """Nor can GPipe. (Single: a send and a receive that do not start together.)"""
     for stages, count in itertools.product((2, 3, 4), (2, 3, 8)):
         assert not reach_their_end(messages_of("1f1b", stages, count, together=False))
     for schedule, stages, count in itertools.product(parallel.SCHEDULES, (1, 2, 3, 4, 8),
