@@ -1338,7 +1338,8 @@ def reach_their_end(started):
     return at == list(map(len, started))
 
 
-def test_no_schedule_hangs_on_nccl_but_1f1b_would_if_it_sent_and_received_one_by_one():
+def test_1f1b_cannot_hang_on_nccl_where_single_messages_do():
+    """Nor can GPipe. (Single: a send and a receive that do not start together.)"""
     for stages, count in itertools.product((2, 3, 4), (2, 3, 8)):
         assert not reach_their_end(messages_of("1f1b", stages, count, together=False))
     for schedule, stages, count in itertools.product(parallel.SCHEDULES, (1, 2, 3, 4, 8),
@@ -3076,9 +3077,9 @@ def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_
     assert column(rows, "step") == [*range(1, 11)]
     assert ["val_loss" in row for row in rows] == [False, True] * 5
     assert all(row["loss_scale"] == 1.0 and len(repr(row["loss"])) > 8 for row in rows)
-    assert kinds(events) == ["start", "resume", "resume"]
-    assert events[1]["path"].endswith("step_00000004.pt") and events[1]["config"]["beta2"] == 0.9
-    assert events[1]["given"] == dict(data=str(shards), out=str(out), steps=8)
+    assert kinds(events) == ["start", "end", "resume", "end", "resume", "end"]
+    assert events[2]["path"].endswith("step_00000004.pt") and events[2]["config"]["beta2"] == 0.9
+    assert events[2]["given"] == dict(data=str(shards), out=str(out), steps=8)
     assert [rows[4]["lr"], rows[8]["lr"]] == pytest.approx([5.5e-3, 0.1 * (0.1 + 0.9 / 8)])
     # A longer schedule may raise the loss of a healthy run; a higher --lr is not trusted so far.
     assert losses == [4, 4, 4, 6]
@@ -3112,7 +3113,7 @@ def test_resume_auto_and_never(run_train, run_sample, shards, things, tmp_path):
     assert status == 0 and "step_00000004.pt is damaged" in error and "after step 2" in text
     rows, events = read_metrics(out)
     assert column(rows, "step") == [1, 2, 3, 4, 3, 4] and rows[3]["loss"] == rows[5]["loss"]
-    assert kinds(events) == ["start", "damaged", "resume"]
+    assert kinds(events) == ["start", "end", "damaged", "resume", "end"]
     for path in out.glob("*.pt"):
         path.write_bytes(b"no checkpoint")
     status, _, error = run_train(*flags)
@@ -4151,7 +4152,7 @@ def test_a_run_made_to_diverge_ends_near_the_healthy_one(library, tmp_path, faul
         for rows, events in map(read_metrics, outs))
     print(f"\n{fault}: healthy {goal:.4f}, rollback on {on / goal - 1:+.1%}, off "
           f"{off / goal - 1:+.1%}")
-    assert healthy == ["start"] and {"spike", "rollback"} <= set(helped)
+    assert healthy == ["start", "end"] and {"spike", "rollback"} <= set(helped)
     assert "spike" in told and "rollback" not in told
     assert status == 0 and on < goal * most and off > on * 1.02
     hopeless = half or fault == 12.0            # nothing but overflows from then on
