@@ -1813,13 +1813,15 @@ class StopSignal:
 
     def __init__(self):
         self.requested = None           # time of the first signal, in seconds
+        self.number = None              # its number
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle)
 
-    def handle(self, *_) -> None:
+    def handle(self, number: int, frame) -> None:
         now = time.monotonic()
         if self.requested is None:
             self.requested = now
+            self.number = number
             self.write("saving after this step; a second signal ends at once, without saving")
         elif now - self.requested >= 0.5:
             self.write("ended without saving")

@@ -3181,7 +3181,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, nu
 
 def test_a_stop_says_how_to_go_on_but_in_the_last_step_there_is_nothing_to_stop(
         run_train, shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "StopSignal", lambda: SimpleNamespace(requested=True))
+    stop = SimpleNamespace(requested=True, number=None)
+    monkeypatch.setattr(train, "StopSignal", lambda: stop)
     for flags, words in [(["--resume", "never"], "go on with --resume auto"),
                          ([], "the same command goes on"), (["--steps", 3], "validation: ")]:
         text = run_train("--data", shards, "--out", tmp_path, *TINY, *flags)[1]
