@@ -28,7 +28,7 @@ import time
 import uuid
 from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, groupby
@@ -143,22 +143,26 @@ def connect(grid: Grid, device: torch.device) -> None:
             work.wait()
 
 
-def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro_batch: int,
-                 zero: int = 0, sequence_parallel: bool = False) -> None:
-    """Raise a ValueError that names the numbers if this job cannot run; no communication."""
-    size = tp * pp
-    dp = world // size
+def check_grid(world: int, tp: int, pp: int, zero: int, sequence_parallel: bool) -> None:
+    """Raise a ValueError that names the numbers if no model can run in this layout."""
+    if world % (tp * pp):
+        raise ValueError(f"{world} processes are not divisible by tp {tp} x pp {pp} = {tp * pp}; "
+                         f"start a multiple of {tp * pp} (torchrun --nproc_per_node)")
     if zero == 3 and pp > 1:
         raise ValueError(f"zero 3 with pp {pp} would gather every block again for each microbatch "
                          f"of the pipeline: use zero 2, or pp 1")
     if sequence_parallel and tp == 1:
         raise ValueError("sequence parallelism splits the positions over tensor-parallel ranks, "
                          "but tp is 1: give --tp 2 or more")
+
+
+def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro_batch: int,
+                 zero: int = 0, sequence_parallel: bool = False) -> None:
+    """Raise a ValueError that names the numbers if this job cannot run; no communication."""
+    check_grid(world, tp, pp, zero, sequence_parallel)
+    dp = world // (tp * pp)
     if sequence_parallel and cfg.seq_len % tp:
         raise ValueError(f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by tp {tp}")
-    if world % size:
-        raise ValueError(f"{world} processes are not divisible by tp {tp} x pp {pp} = {size}; "
-                         f"start a multiple of {size} (torchrun --nproc_per_node)")
     if cfg.n_head % tp:
         raise ValueError(f"n_head {cfg.n_head} is not divisible by tp {tp}")
     if cfg.padded_vocab % tp:

@@ -66,9 +66,10 @@ from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
                    multiplies_in_fp32, parameter_count, peak_flops)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
-                      assert_own_gpu, build_stage, check_layout, check_memory, fatal_message,
-                      fully_shard, make_grid, make_schedule, on_rank0, param_specs, pick_device,
-                      print_rank0, process_group, run_schedule, state_bytes, to_host, wrap_blocks)
+                      assert_own_gpu, build_stage, check_grid, check_layout, check_memory,
+                      fatal_message, fully_shard, make_grid, make_schedule, on_rank0, param_specs,
+                      pick_device, print_rank0, process_group, run_schedule, state_bytes, to_host,
+                      wrap_blocks)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1123,6 +1124,7 @@ def main() -> None:
     try:                            # every rank refuses by itself what the flags alone say
         given = parse_flags(sys.argv[1:])
         config = Config(**given)
+        check_grid(world, config.tp, config.pp, config.zero, config.sequence_parallel)
         device = choose_device(config, world, local_rank, local_world)
     except ValueError as error:
         if rank > 0:
