@@ -4481,7 +4481,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
         config, cfg = train.validate(given, None, given.get("world", world))
         assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 9
+    assert len(commands) == 8
 
 
 def test_the_readmes_plan_is_what_is_told_without_data_processes_or_a_device(run_train):
