@@ -332,8 +332,8 @@ def plain_mlp(x, up, up_bias, down, down_bias):
 #       and has to be given the factor on them, `scale`.            VocabParallelCrossEntropy
 #    8  The token matrix's gradient is added where it is kept, `main_grad`. With 50304 tokens a
 #       step takes 0.80 of the time in fp32, 0.70 in bf16.       _LookupToMainGrad, add_product
-#    9  CPUs without 16-bit instructions multiply in fp32: 4 to 27 times faster.
-#                                                                       model.upcast_for_matmul
+#    9  CPUs without 16-bit instructions multiply in fp32: 4 to 27 times faster. They keep what
+#       backward needs in 16 bits.                                      model.upcast_for_matmul
 #
 # Departure 1. What is cut, and where; all else (LayerNorm, positions, the bias after g) is whole on
 # every rank:
@@ -456,7 +456,9 @@ class TensorParallel(nn.Module):
 
     def __init__(self, plain: nn.Module, grid: Grid):
         super().__init__()
-        self.weight, self.bias, self.grid = plain.weight, getattr(plain, "bias", None), grid
+        self.weight = plain.weight
+        self.bias = getattr(plain, "bias", None)
+        self.grid = grid
 
 
 class ColumnParallelLinear(TensorParallel):
@@ -701,7 +703,10 @@ class VocabParallelHead(TensorParallel):
 
     def __init__(self, head: nn.Module, grid: Grid):
         super().__init__(head, grid)
-        self.norm, self.vocab_size, self.scale, self.norms = head.norm, head.vocab_size, 1.0, 0.0
+        self.norm = head.norm
+        self.vocab_size = head.vocab_size
+        self.scale = 1.0
+        self.norms = 0.0
 
     def forward(self, x, targets):
         wide = torch.promote_types(x.dtype, torch.float32)
