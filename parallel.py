@@ -1123,8 +1123,8 @@ def plain_step(model, optimizer, tokens, targets):
 #     grad    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |     gradients add up here
 #
 # ZeRO (Rajbhandari et al. 2020) cuts each bucket into dp shards, and replica r keeps shard r. Its
-# stage, a number unrelated to the stages of a pipeline, says which tensors are sharded. A rank sends
-# (dp - 1) / dp of the bytes in the last column.
+# stage, a number unrelated to the stages of a pipeline, says which tensors are sharded. A rank
+# sends (dp - 1) / dp of the bytes in the last column.
 #
 #                                                  bytes a parameter                  sent a step,
 #     ZeRO    masters, moments    grad     data     16 bits      fp32 (its own master)   16 bits
