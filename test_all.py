@@ -2851,7 +2851,7 @@ def things(shards, tmp_path_factory):
     ("--sequence-parallel --tp 2 --seq-len 15", "seq_len 15 is not divisible"),
     ("--batch-size 6 --micro-batch 4", "batch size 6 is not divisible by dp 1 x micro-batch 4"),
     ("--n-embd 15", "n_embd 15 is not divisible by n_head 2"), ("--seq-len 100000", "too few"),
-    ("--zero 4", "4"), ("--steps many", "many"), ("--epochs 2", "--steps and --epochs both say"),
+    ("--zero 4", "4"), ("--steps many", "many"), ("--epochs 2", "--steps cannot be combined with --epochs"),
     *((f"--{name} {value}", f"--{name}: {value} must be {limit}") for name, value, limit in [
         ("steps", 0, "at least 1 and finite"), ("lr", "nan", "at least 0"), ("lr", "inf", "at lea"),
         ("dropout", 1, "at least 0 and below 1"), ("skip-steps", "0:3", "A:B, two steps from 1 on"),
@@ -2869,7 +2869,7 @@ def things(shards, tmp_path_factory):
     *((f"--batch-ramp {ramp}", f"{ramp} does not end at --batch-size 4")
       for ramp in ["1:2:9", "5:1:9"]),
     ("--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2", "batch size 5 is not divisible"),
-    ("--nonsense 1", "--nonsense: --help lists the flags, README.md what"),
+    ("--nonsense 1", "--nonsense: --help lists the flags"),
     *((f"--{theirs} 1", f"did you mean --{ours}?") for ours, others in [
         *train.OTHER_NAMES.items(), ("batch-size", "batch_sise"), ("n-layer", "n-layers")]
       for theirs in others.split()),
@@ -2896,8 +2896,8 @@ def things(shards, tmp_path_factory):
         ("whole.pt --seq-len 32", "seq_len 16, not 32: drop the flag, or use another --init-from"),
         ("whole.pt --n-embd 32", "n_embd 16, not 32"), ("", "there is no checkpoint "),
         ("whole.pt --data opt", "but opt has opt-257 with 257"),
-        ("whole.pt --resume whole.pt", "--init-from begins a fresh run; --resume FILE goes on"),
-        ("whole.pt --out run --eval-only", "--init-from begins a fresh run; --resume FILE goes on"),
+        ("whole.pt --resume whole.pt", "--init-from cannot be combined with --resume FILE or --eval-only"),
+        ("whole.pt --out run --eval-only", "--init-from cannot be combined with --resume FILE or --eval-only"),
         ("nowhere.pt --out run", "drop --init-from to go on with that run, or give another --out"),
         ("whole.pt --out run", "did not begin with --init-from whole.pt (step 4 of run")])])
 def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch, flags,
@@ -3096,7 +3096,7 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
     assert {name for name, value in asdict(config).items() if value == "the checkpoint's"} == set(
         """model n_layer n_head n_embd seq_len activation dropout batch_size batch_ramp steps lr
         min_lr_ratio warmup_steps lr_schedule weight_decay beta1 beta2 clip seed save_every keep
-        eval_every rollback max_rollbacks spike_margin spike_steps skip_steps""".split())
+        eval_every rollback max_rollbacks skip_steps""".split())
 
 
 def test_resume_auto_and_never(run_train, run_sample, shards, things, tmp_path):
@@ -3129,14 +3129,19 @@ def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
     middle, end = (f" {row['val_loss']:.4f} nats a" for row in read_metrics(out)[0][1::2])
     for more, words in [(["--resume", out / "step_00000002.pt"], middle), ([], end),
                         (["--micro-batch", 3], end), (["--data", two_sources / "a"], " nats a")]:
-        status, text, _ = run_train("--data", shards, "--out", out, *TINY, "--eval-only", *more)
-        assert status == 0 and words in text and "bits a byte" in text
+        status, text, _ = run_train("--data", shards, "--out", out, *TINY, "--eval-only",
+                                    "--eval-tokens", 128 * 16, *more)
+        assert status == 0 and words in text and "bits a byte (on 2,048 of " in text
     assert end not in text                                      # on other data
     assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
     # A FILE is evaluated whatever --out is.
     for other in (things / "precious", things / "run" / "nothing"):
         assert middle in run_train("--data", shards, "--out", other, *TINY, "--eval-only",
-                                   "--resume", out / "step_00000002.pt")[1]
+                                   "--eval-tokens", 128 * 16, "--resume",
+                                   out / "step_00000002.pt")[1]
+    # Alone it reads all windows: 230 of 16 tokens.
+    text = run_train("--data", shards, "--out", out, *TINY, "--eval-only")[1]
+    assert "(on 3,680 of 3,695 tokens)" in text and end not in text
     assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in out.iterdir()}
 
 
@@ -3157,7 +3162,8 @@ def wait_for_step(out, step, process):
     (2, signal.SIGTERM, "the last"),
     pytest.param(2, signal.SIGTERM, "torchrun", marks=pytest.mark.slow)])
 def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, number, to):
-    """Of a rank that has got one the others hear; torchrun passes its own on to all."""
+    """Of a rank that has got one the others hear; torchrun passes its own on to all. A process
+    alone saves, then ends by the signal, so that Ctrl-C ends a shell's loop; a rank exits with 0."""
     flags = ["--data", shards, "--out", tmp_path, *TINY, "--steps", 100000, "--save-every", 0,
              "--eval-every", 0, "--pp", ranks]
     run = ([torchrun(ranks, ROOT / "train.py", *flags)] if to == "torchrun" else
@@ -3169,7 +3175,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, nu
         text, _ = run[0].communicate(timeout=60)
     else:
         (status, text, error), *others = [process.finish() for process in run]
-        assert (status, error) == (0, "") and others == [(0, "", "")] * (ranks - 1)
+        expected = -number if ranks == 1 else 0
+        assert (status, error) == (expected, "") and others == [(0, "", "")] * (ranks - 1)
     rows, events = read_metrics(tmp_path)
     last = rows[-1]["step"]
     assert events[-1].items() >= dict(event="stop", step=last).items()
@@ -3374,11 +3381,13 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
     with mock.patch.object(time, "perf_counter", lambda: takes(40, now[0])):
         steps, *_ = run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=3, save_every=1,
                               eval_every=2), replace(CFG, n_layer=1), prepare=prepare)
-    evaluated = "validation: 1.3863 nats a token, perplexity 4.00, 0.5000 bits a byte"
+    evaluated = ("validation: 1.3863 nats a token, perplexity 4.00, 0.5000 bits a byte (on 208 of "
+                 "209 tokens)")
     assert [line.split("left ")[-1] for line in capsys.readouterr().out.splitlines()[:5]] == [
         "1m20s", "0m40s", evaluated, "0m00s", evaluated]
     assert column(steps, "tokens_per_second") == [8 * 16 / 40] * 3      # of training alone
-    assert "perplexity inf" in train.format_eval(dict(val_loss=1e3), Memory(CFG))
+    run = SimpleNamespace(config=train.Config(), cfg=CFG, val_data=Memory(CFG))
+    assert "perplexity inf" in train.format_eval(dict(val_loss=1e3), run)
     used = f"MFU {1e9 * model.flops_per_token(CFG) / (2 * 756e12):.1%}"
     for name, dtype, seconds, told in [("NVIDIA H100 PCIe", "bf16", 2.3, f"{used}  left 30m38s"),
                                        ("NVIDIA H100 PCIe", "fp32", 12, "tok/s  left 2h39m"),
@@ -3801,7 +3810,7 @@ def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monk
     assert not stop.requested
     for seconds, expected in [(100, []), (100.4, []), (100.6, [1])]:
         monkeypatch.setattr(parallel, "time", SimpleNamespace(monotonic=lambda: seconds))
-        stop.handle()
+        stop.handle(signal.SIGINT, None)
         assert stop.requested and ended == expected
     assert capfd.readouterr().out.splitlines() == [
         "saving after this step; a second signal ends at once, without saving",
@@ -3848,7 +3857,7 @@ def test_the_same_command_goes_on_with_its_branch(run_train, shards, tmp_path):
             ([1.0, ZeroDivisionError], ["--lr", 0.5, "--steps", 6], 0, "branch/step_00000002.pt"),
             ([1.0], ["--lr", 0.5, "--steps", 6], 1, "branch/step_00000004.pt, after step 4"),
             ([], ["--lr", 0.1], 0, "nothing left to do")]:
-        with mock.patch.object(train.Run, "evaluate", side_effect=losses), \
+        with mock.patch.object(train.Run, "evaluate_source", side_effect=losses), \
                 suppress(ZeroDivisionError):
             text = run_train(*branch, *more, TORCHELASTIC_RESTART_COUNT=restarts)[1]
             assert told in text, more
@@ -3912,7 +3921,7 @@ def test_a_run_is_known_by_its_id_and_not_by_the_path_of_its_beginning(run_train
     status, text, error = run_train(*flags, "new", "--steps", 9)
     assert status == 0 and "step_00000008.pt is damaged" in error
     assert "new/step_00000002.pt, after step 2" in text
-    assert kinds(read_metrics(Path("new"))[1])[-2:] == ["damaged", "resume"]
+    assert kinds(read_metrics(Path("new"))[1])[-3:] == ["damaged", "resume", "end"]
 
 
 def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(monkeypatch):
@@ -4531,7 +4540,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
         config, cfg = train.validate(given, None, world)
         assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 8
+    assert len(commands) == 7
 
 
 if __name__ == "__main__":

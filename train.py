@@ -150,7 +150,7 @@ class Config:
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
 # Paths, layout and precision belong to one start: a checkpoint never sets them. (`steps` is what
 # remains of epochs.) All other flags are stored with the run.
-LOCAL = {"data", "out", "log", "resume", "eval_only", "eval_tokens", "log_every", "tp", "pp",
+LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens", "log_every", "tp", "pp",
          "pp_schedule", "device", "compile", "timeout", "micro_batch", "zero", "recompute",
          "sequence_parallel", "offload", "dtype", "epochs"}
 STORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
@@ -735,20 +735,21 @@ def print_notes(run: Run, given: dict, resumed: bool) -> None:
 # Dashboards: tools/follow.py sends metrics.jsonl to them, in a process of its own
 # ---------------------------------------------------------------------------------------------
 
+FOLLOWER_SECONDS = 10           # that it gets to send the last lines
 FOLLOWER = Path(__file__).resolve().with_name("tools") / "follow.py"
 
 
 def check_follower(log: str) -> None:
     """Raise a ValueError if something that --log needs is missing."""
     if not FOLLOWER.exists():
-        raise ValueError(f"--log {log} requires {FOLLOWER}, which is missing: drop the flag")
+        raise ValueError(f"--log {log} needs {FOLLOWER}, which is missing: drop the flag")
     for name in log.split(","):
         if importlib.util.find_spec(name) is None:
             raise ValueError(f"--log {name} needs a package that is missing: pip install {name}")
 
 
 @contextmanager
-def follower(config: Config, seconds: float = 10):
+def follower(config: Config):
     """Run tools.follow during the block; it can neither slow nor end the run. It has a session of
     its own, so that it can send the last lines after a Ctrl-C or torchrun's SIGTERM."""
     command = [sys.executable, "-m", "tools.follow", os.path.abspath(config.out),
@@ -763,13 +764,13 @@ def follower(config: Config, seconds: float = 10):
     yield
     process.stdin.close()                           # it sends the rest, then it exits
     try:
-        if process.wait(seconds) < 0:               # (it prints its own errors)
+        if process.wait(FOLLOWER_SECONDS) < 0:               # (it prints its own errors)
             checkpoint.warn(f"--log: tools.follow was ended by signal {-process.returncode}")
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-        checkpoint.warn(f"--log: tools.follow did not end in {seconds} s: `python -m tools.follow` "
-                        f"sends the rest")
+        checkpoint.warn(f"--log: tools.follow did not end in {FOLLOWER_SECONDS} seconds: "
+                        f"`python -m tools.follow` sends the rest")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -325,7 +325,7 @@ def scaling_of_processes(folder):
 
 def speed(rank, world, config, cfg):
     with mock.patch.object(train.Run, "save", nothing), \
-            mock.patch.object(train.Run, "evaluate", lambda run, source: 0.0):
+            mock.patch.object(train.Run, "evaluate_source", lambda run, source: 0.0):
         steps = run_steps(rank, world, (world, 1, 1), config, cfg)[0]
     return column(steps, "tokens_per_second")[1:]
 

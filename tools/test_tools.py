@@ -89,8 +89,8 @@ def a_step_of_a_run(rank, world, config, cfg):
     with gridded(rank, world, config.tp, config.pp, config.sequence_parallel) as grid:
         with Alive() as alive:
             run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
-            held = alive.bytes() - run.boundary.nbytes
-        run.save = run.evaluate = lambda *_: 0.0
+            held = alive.bytes() - run.activation_like.nbytes
+        run.save = run.evaluate_source = lambda *_: 0.0
         run.model.register_forward_pre_hook(lambda *_: forwards.append(-flops.get_total_flops()))
         run.model.register_forward_hook(lambda *_: forwards.append(flops.get_total_flops()))
         with flops, traffic(note), torch.nn.attention.sdpa_kernel(
@@ -370,7 +370,7 @@ def test_activations_are_those_of_the_microbatches_in_flight(schedule):
 
 
 def test_logits_are_a_chunk_in_the_models_type_and_in_16_bits_another_in_fp32(monkeypatch):
-    monkeypatch.setitem(parallel.LOGITS, "cpu", 2 ** 16)
+    monkeypatch.setitem(parallel.MAX_LOGITS, "cpu", 2 ** 16)
     cfg = GPTConfig(vocab_size=8192, seq_len=256, n_layer=2, n_head=2, n_embd=16)
     for grid, dtype, expected in [(Grid(1, 1, 1), "fp32", 4 * 2 ** 16),
                                   (Grid(1, 1, 2), "bf16", 6 * 2 ** 16),
@@ -399,7 +399,7 @@ def peak_memory(rank, world, layout, config, cfg):
 
     def step(grid, cfg):
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg, 1), None)
-        run.save = run.evaluate = lambda *row: 0.0
+        run.save = run.evaluate_source = lambda *row: 0.0
         run.train(Rows(run, nothing), SimpleNamespace(requested=False))
     with gridded(rank, world, tp, pp) as grid:
         step(grid, replace(CFG, n_layer=pp))            # libraries allocate at their first use
@@ -1078,7 +1078,7 @@ def test_a_follower_that_hangs_or_dies_costs_one_warning_and_not_the_run(
         started.append(Popen([sys.executable, "-c", code], **options))
         return started[-1]
     monkeypatch.setattr(train.subprocess, "Popen", start)
-    monkeypatch.setattr(train.stop_follower, "__defaults__", (0.5,))
+    monkeypatch.setattr(train, "FOLLOWER_SECONDS", 0.5)
     status, text, error = run_train("--data", shards, "--out", tmp_path, *TINY, "--steps", 2,
                                     "--log", "tensorboard")
     assert status == 0 and "step 2/2" in text and started[0].poll() is not None
