@@ -323,16 +323,16 @@ class Run:
     def reduce_stats(self, loss_sum: torch.Tensor, batch: Batch, stop_requested) -> StepStats:
         """The one all-reduce after which every rank has the same statistics of the step."""
         grid, scaler = self.grid, self.scaler
-        local = torch.zeros(3, dtype=loss_sum.dtype, device=loss_sum.device)
+        tokens = batch.size * self.cfg.seq_len
+        loss = norms = loss_sum.new_zeros(())
         # All tp ranks have the same loss: count one. Their last activations are the same too,
         # unless sequence parallelism splits the positions.
         if grid.is_last and grid.tp_rank == 0:
-            local[0] = loss_sum
+            loss = loss_sum / tokens
         if grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel):
-            local[1] = self.model.head.norms
-        local /= batch.size * self.cfg.seq_len
-        local[2] = bool(stop_requested)
-        local = torch.cat([local, self.flat.grad_norm_squares()])
+            norms = self.model.head.norms.to(loss_sum) / tokens
+        stop = loss_sum.new_full((), bool(stop_requested))
+        local = torch.stack([loss, norms, stop, *self.flat.grad_norm_squares()])
         mean_loss, activation_norm, stopping, squares, all_squares = self.read(
             all_reduce(local, grid.group("world")).wait())
         return StepStats(
