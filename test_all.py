@@ -3497,7 +3497,7 @@ NOISY = list(2 + 0.1 * np.random.default_rng(0).standard_normal(100))       # 2.
 @pytest.mark.parametrize("losses, told, words", [
     ([*NOISY, 2.9, 2.9, *NOISY, 2.9], [], ""),                      # outliers
     ([*NOISY, 2.9, 2.9, 2.9, 2.9], [102], "above 2.* for 3 steps, now 2.9000"),     # told once
-    ([*NOISY, *[2.53] * 3], [], ""), ([*NOISY, *[2.55] * 3], [102], ""),    # six deviations
+    ([*NOISY, *[2.48] * 3], [], ""), ([*NOISY, *[2.50] * 3], [102], ""),    # six deviations
     ([3.0] * 15 + [9.0] * 3, [], ""),                               # too few to judge by
     ([3.0] * 16 + [9.0] * 3, [18], "above 3.1800 "),
     ([2.0] * 50 + [2.11] * 5, [], ""),          # no noise at all: 1% counts as a deviation
