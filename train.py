@@ -3,27 +3,16 @@
     python train.py                                             # one process
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp is what remains: 2
 
-`Run.train` is the loop. One step has these phases, a call each:
+`Run.train` is the loop. The code of a step is here:
 
-    next_batch          the next samples of a seeded order that all ranks share; each rank reads
-                        its own rows
-    forward_backward    microbatch by microbatch, through the pipeline's schedule; full buckets of
-                        gradients are summed over the replicas meanwhile
-    reduce_stats        one small all-reduce gives every rank the same statistics of the step
-    observe             the monitor of divergence decides on every rank: go on, or roll back
-    update_parameters   take out the loss scale, clip, AdamW; an overflow skips this phase
-    evaluate, log_step, save
-
-Where to find what a step is made of:
-
-    the model, the loss         model.py: GPT, Head; its parallel form, VocabParallelHead, is in
-                                parallel.py, section 2, with tensor parallelism
-    pipeline schedules          parallel.py, section 3: run_schedule
-    all-reduce, ZeRO, AdamW     parallel.py, section 4: FlatParameters
-    data order, mixtures        data.py: TokenDataset
-    loss scaler, divergence     amp.py: LossScaler, DivergenceMonitor
-    checkpoints, metrics.jsonl  checkpoint.py: Writer, Metrics
-    learning rate               learning_rate, below
+    batches, mixtures of sources        data.py      TokenDataset
+    the model and its loss              model.py     GPT; Head computes the cross-entropy
+    the loss with tensor parallelism    parallel.py  section 2: VocabParallelHead
+    pipeline schedules                  parallel.py  section 3: run_schedule
+    all-reduce, ZeRO, AdamW             parallel.py  section 4: FlatParameters
+    loss scaler, divergence             amp.py       LossScaler, DivergenceMonitor
+    checkpoints, metrics.jsonl          checkpoint.py  Writer, Metrics
+    learning rate                       learning_rate, below the class Run
 
 A checkpoint holds everything that a resumed run needs: on the CPU, in the same layout, an
 interrupted run ends bit-identical to an uninterrupted one. Flags given at a resume win over the
@@ -87,7 +76,7 @@ def flag(default, help, low=None, below=None, choices=None, group=None, form=Non
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Every flag with its default; the field n_layer is the flag --n-layer."""
-    data: str = flag("data/python", "directory of token shards, or a mixture by weight: A=0.7,B=0.3",
+    data: str = flag("data/python", "directory of token shards, or a mixture: A=0.7,B=0.3",
                      group="paths", form="DIR")
     out: str = flag("out", "directory of the run: checkpoints and metrics.jsonl", form="DIR")
     log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb")
@@ -136,8 +125,8 @@ class Config:
                        "the start of a branch in a new --out", form="{auto,never,FILE}")
     init_from: str = flag(None, "checkpoint whose weights a new run begins with", form="FILE")
     eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
-    eval_tokens: int = flag(None, "validation tokens per evaluation (default: 128 sequences of each "
-                            "source; all with --eval-only)", low=1)
+    eval_tokens: int = flag(None, "validation tokens per evaluation and source (default: 128 "
+                            "sequences; all with --eval-only)", low=1)
     eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
     log_every: int = flag(1, "steps between lines on the console", low=1)
     rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning rate",
@@ -150,8 +139,8 @@ class Config:
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
 # Paths, layout and precision belong to one start: a checkpoint never sets them. (`steps` is what
 # remains of epochs.) All other flags are stored with the run.
-LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens", "log_every", "tp", "pp",
-         "pp_schedule", "device", "compile", "timeout", "micro_batch", "zero", "recompute",
+LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens", "log_every", "tp",
+         "pp", "pp_schedule", "device", "compile", "timeout", "micro_batch", "zero", "recompute",
          "sequence_parallel", "offload", "dtype", "epochs"}
 STORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 
@@ -289,20 +278,17 @@ class Run:
         for m in range(len(windows) // (grid.dp * size)):
             begin = (m * grid.dp + grid.dp_rank) * size
             rows = windows[begin:begin + size]
-            x = y = None
+            x, y = None, None
             if grid.is_first or grid.is_last:
                 tokens = torch.from_numpy(dataset.windows(np.maximum(rows, 0)))     # (b, T + 1)
-                x = tokens[:, :-1].clone()                                          # (b, T)
-                y = tokens[:, 1:].clone()
+                x, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()                # (b, T) each
                 y[torch.from_numpy(rows < 0)] = IGNORE_INDEX
-                x, y = self.to_device(x), self.to_device(y)
+                if self.device.type == "cuda":
+                    x, y = x.pin_memory(), y.pin_memory()
+                x = x.to(self.device, non_blocking=True)
+                y = y.to(self.device, non_blocking=True)
             microbatches.append((x, y, derive_seed(self.config.seed, step, m, *holder)))
         return microbatches
-
-    def to_device(self, x: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cuda":
-            x = x.pin_memory()
-        return x.to(self.device, non_blocking=True)
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Forward and backward of all microbatches. Returns the sum of this rank's losses in nats,
@@ -324,7 +310,7 @@ class Run:
         """The one all-reduce after which every rank has the same statistics of the step."""
         grid, scaler = self.grid, self.scaler
         tokens = batch.size * self.cfg.seq_len
-        loss = norms = loss_sum.new_zeros(())
+        loss, norms = loss_sum.new_zeros(2)
         # All tp ranks have the same loss: count one. Their last activations are the same too,
         # unless sequence parallelism splits the positions.
         if grid.is_last and grid.tp_rank == 0:
@@ -391,10 +377,13 @@ class Run:
         """Restore the run from a checkpoint, or initialize it at step 0."""
         self.scaler = make_scaler(self.config.dtype)
         if state is None:
-            self.step = self.consumed_samples = self.tokens = self.optimizer_steps = 0
+            self.step = 0                   # the last completed step
+            self.consumed_samples = 0       # position in the data, in sequences
+            self.tokens = 0                 # read so far
+            self.optimizer_steps = 0        # updates: steps that were not skipped
             self.monitor = DivergenceMonitor(checkpoints=[[0, None]])
-            weights = all_ranks(self.load_initial_weights)
-            self.flat.initialize(self.cfg, self.config.seed, weights)
+            initial = all_ranks(lambda: load_state(self.config.init_from)) or {}
+            self.flat.initialize(self.cfg, self.config.seed, initial.get("parameters"))
             return
         self.step = state["step"]
         self.consumed_samples = state["consumed_samples"]
@@ -404,12 +393,6 @@ class Run:
         if state["config"]["dtype"] == self.config.dtype:
             self.scaler.load_state_dict(state["scaler"])
         checkpoint.restore(state, self.flat)
-
-    def load_initial_weights(self) -> dict | None:
-        """The parameters of --init-from; None: they are drawn from the seed."""
-        if self.config.init_from is None:
-            return None
-        return checkpoint.load(Path(self.config.init_from))["parameters"]
 
     def save(self) -> None:
         """Gather the state on rank 0, where a thread writes it while training goes on."""
@@ -473,7 +456,7 @@ class Run:
         """Pass over the excluded samples that come next in the data: those of --skip-steps and
         those of rollbacks. No batch may contain any of them."""
         monitor, skip = self.monitor, self.config.skip_steps
-        begin = position = self.consumed_samples
+        position = self.consumed_samples
         if skip is not None and monitor.applied_skip != skip:
             first, last = step_range(skip)
             if first <= self.step + 1 <= last:
@@ -483,7 +466,7 @@ class Run:
         for first, end in sorted(monitor.excluded):
             if first < position + batch_size_at(self.config, position) and position < end:
                 position = end
-        self.consumed_samples = position
+        begin, self.consumed_samples = self.consumed_samples, position
         if position > begin:
             self.event("skip", step=self.step + 1, reason="left out", sequences=[begin, position],
                        batches=steps_between(self.config, begin, position))
@@ -539,10 +522,12 @@ def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
     one, which backward reaches first. With replicas the reported rank is not necessarily the
     source, because gradients are summed by then. If all numbers are finite, only their squares
     overflow: the "norm", of no rank."""
-    nonfinite = [spec.name for bucket in flat.buckets for spec, shard_slice, _ in bucket.shard_ranges
-                 if not bucket.shard["grad"][shard_slice].isfinite().all()]
-    last = nonfinite[-1] if nonfinite else None
-    found = all_gather_object((math.isfinite(local_loss), last))
+    own_parameter = None
+    for bucket in flat.buckets:
+        for spec, shard_slice, _ in bucket.shard_ranges:
+            if not bucket.shard["grad"][shard_slice].isfinite().all():
+                own_parameter = spec.name
+    found = all_gather_object((math.isfinite(local_loss), own_parameter))
     of_loss = [rank for rank, (finite, _) in enumerate(found) if not finite]
     of_gradient = [rank for rank, (_, name) in enumerate(found) if name is not None]
     parameter = found[of_gradient[-1]][1] if of_gradient else None
@@ -625,14 +610,6 @@ def eval_sequences(config: Config, cfg: GPTConfig, source: Source) -> int:
     return source.n_windows if config.eval_only else min(source.n_windows, 128)
 
 
-def format_duration(seconds: float) -> str:
-    """3700 -> 1h01m, 62 -> 1m02s"""
-    seconds = round(seconds)
-    if seconds >= 3600:
-        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-    return f"{seconds // 60}m{seconds % 60:02d}s"
-
-
 def format_step(run: Run, row: dict, seconds: float) -> str:
     """The console's line of a step; `seconds` is the time of a step."""
     config = run.config
@@ -647,7 +624,11 @@ def format_step(run: Run, row: dict, seconds: float) -> str:
         peak = run.grid.world * peak_flops(torch.cuda.get_device_name(run.device))
         if peak > 0:
             line += f"  MFU {row['tokens_per_second'] * flops_per_token(run.cfg) / peak:.1%}"
-    line += f"  left {format_duration((config.steps - row['step']) * seconds)}"
+    left = round((config.steps - row["step"]) * seconds)
+    if left >= 3600:
+        line += f"  left {left // 3600}h{left % 3600 // 60:02d}m"
+    else:
+        line += f"  left {left // 60}m{left % 60:02d}s"
     if row["skipped"] > 0:
         line += "  skipped: loss or gradient not finite"
     return line
@@ -662,7 +643,8 @@ def format_eval(row: dict, run: Run) -> str:
             text += f", {loss / math.log(2) / bytes_per_token:.4f} bits a byte"
         return text
 
-    dataset, sources = run.val_data, run.val_data.sources.values()
+    dataset = run.val_data
+    sources = dataset.sources.values()
     count = sum(eval_sequences(run.config, run.cfg, source) for source in sources)
     lines = [line("validation", row["val_loss"], dataset.meta["bytes_per_token"])
              + f" (on {count * run.cfg.seq_len:,} of {dataset.n_tokens:,} tokens)"]
@@ -795,27 +777,16 @@ def add_flags(parser: argparse.ArgumentParser, names=None, kind=Config) -> None:
             continue
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
-        how = dict(help=describe_flag(f), dest=f.name)
+        flag_name = "--" + f.name.replace("_", "-")
+        help = f.metadata["help"]
         if f.type is bool:
-            how.update(action="store_true")
-        else:
-            metavar = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
-            how.update(type=f.type, choices=f.metadata["choices"], metavar=metavar)
-        groups[heading].add_argument("--" + f.name.replace("_", "-"), **how)
-
-
-def describe_flag(f: dataclasses.Field) -> str:
-    """The help of a flag with its range and default."""
-    notes = []
-    if f.metadata["low"] is not None:
-        notes.append(f"at least {f.metadata['low']}")
-    if f.metadata["below"] is not None:
-        notes.append(f"below {f.metadata['below']}")
-    if f.default is not None and f.type is not bool:
-        notes.append(f"default {f.default}")
-    if not notes:
-        return f.metadata["help"]
-    return f"{f.metadata['help']} ({', '.join(notes)})"
+            groups[heading].add_argument(flag_name, action="store_true", help=help)
+            continue
+        if f.default is not None:
+            help += f" (default {f.default})"
+        metavar = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
+        groups[heading].add_argument(flag_name, type=f.type, choices=f.metadata["choices"],
+                                     metavar=metavar, help=help)
 
 
 def parse_given(parser: argparse.ArgumentParser, arguments, kind=Config) -> dict:
@@ -826,14 +797,13 @@ def parse_given(parser: argparse.ArgumentParser, arguments, kind=Config) -> dict
     parser.error = refuse
     given = vars(parse_arguments(parser, arguments, OTHER_NAMES))
     for f in dataclasses.fields(kind):
-        value, low, below = given.get(f.name), f.metadata["low"], f.metadata["below"]
-        name = "--" + f.name.replace("_", "-")
-        if value is None or low is None:
-            continue
-        if below is not None and not low <= value < below:
-            refuse(f"argument {name}: {value:g} must be at least {low} and below {below}")
-        if not low <= value < math.inf:
-            refuse(f"argument {name}: {value:g} must be at least {low} and finite")
+        value = given.get(f.name)
+        low = f.metadata["low"]
+        below = f.metadata["below"] or math.inf
+        if value is not None and low is not None and not low <= value < below:
+            limit = "finite" if below == math.inf else f"below {below}"
+            refuse(f"argument --{f.name.replace('_', '-')}: {value:g} must be at least {low} and "
+                   f"{limit}")
     return given
 
 
@@ -956,7 +926,7 @@ def validate(given: dict, state: dict | None, world: int,
 
 def steps_of_epochs(config: Config, data: TokenDataset, state: dict | None) -> int:
     """The steps that read the data --epochs times."""
-    step = first = 0
+    step, first = 0, 0
     if state is not None:
         # If nothing of it has changed, the stored steps stay: a rollback has read other samples.
         same = all(state["config"].get(name) == getattr(config, name)
@@ -968,11 +938,9 @@ def steps_of_epochs(config: Config, data: TokenDataset, state: dict | None) -> i
     return step + steps_between(config, first, config.epochs * epoch)
 
 
-def load_state(path: Path | None) -> dict | None:
-    """The state in a checkpoint, or None for a run that begins at step 0."""
-    if path is None:
-        return None
-    return checkpoint.load(path)
+def load_state(path) -> dict | None:
+    """The state in a checkpoint, or None without a path."""
+    return None if path is None else checkpoint.load(Path(path))
 
 
 def prepare(given: dict, world: int, local_world: int, device: torch.device, restarted: bool,
@@ -984,7 +952,7 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device, res
         check_follower(config.log)
     out = Path(config.out)
     begin = checkpoint.find_start(out, config.resume, config.init_from, config.eval_only, restarted)
-    state = initial = None
+    state, initial = None, None
     if begin.kind == "init-from":
         given = {**given, "init_from": str(begin.path)}
         initial = checkpoint.load(begin.path)
@@ -1012,14 +980,15 @@ def launch(given: dict, device: torch.device, rank: int, world: int, local_world
     if begin.kind == "resume" and not config.eval_only:
         checkpoint.start_branch(state, "lr" in given)
 
-    train_data, val_data = all_ranks(lambda: [
-        TokenDataset(config.data, split, cfg.seq_len) for split in ("train", "val")])
+    train_data = all_ranks(lambda: TokenDataset(config.data, "train", cfg.seq_len))
+    val_data = all_ranks(lambda: TokenDataset(config.data, "val", cfg.seq_len))
     fingerprints = list(train_data.sources)
     assert_equal_across_ranks(fingerprints, f"{config.data} differs between ranks: copy it")
     if state is not None and not config.eval_only:
         train_data.go_on(state["data"], state["consumed_samples"])
     if state is None or not set(fingerprints) <= set(state["data"][-1][1]):     # new to this run
-        all_ranks(lambda: [data.check(rank, world) for data in (train_data, val_data)])
+        all_ranks(lambda: train_data.check(rank, world))
+        all_ranks(lambda: val_data.check(rank, world))
 
     grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel,
                      timedelta(seconds=config.timeout), device)
