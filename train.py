@@ -736,13 +736,8 @@ def follower(config: Config):
     its own, so that it can send the last lines after a Ctrl-C or torchrun's SIGTERM."""
     command = [sys.executable, "-m", "tools.follow", os.path.abspath(config.out),
                "--to", config.log, "--parent"]
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=FOLLOWER.parent.parent,
-                                   start_new_session=True)
-    except OSError as error:
-        checkpoint.warn(f"--log {config.log} cannot start: {error}")
-        yield
-        return
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=FOLLOWER.parent.parent,
+                               start_new_session=True)
     yield
     process.stdin.close()                           # it sends the rest, then it exits
     try:
