@@ -281,7 +281,8 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
                         Memory(cfg, 13, seed=1), state and checkpoint.load(state))
         prepare(run)
         rows = Rows(run, look)
-        run.train(rows, SimpleNamespace(requested=False))
+        run.metrics = rows
+        run.train(SimpleNamespace(requested=False))
         whole = checkpoint.gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
     return rows.steps, rows.seen, whole
 
@@ -2368,7 +2369,8 @@ def on_second_device(rank, world, layout, config, cfg, wide):
             **{name: unwrapped(getattr(dist, name)) for name in names}):
         run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
         rows = Rows(run, lambda run: len(log))
-        run.train(rows, SimpleNamespace(requested=False))
+        run.metrics = rows
+        run.train(SimpleNamespace(requested=False))
         whole = checkpoint.gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
         full = parallel.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
@@ -4049,7 +4051,8 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
             poison(run)
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
-            run.train(checkpoint.Metrics(Path(config.out), rank), stop)
+            run.metrics = checkpoint.Metrics(Path(config.out), rank)
+            run.train(stop)
         run.writer.wait()
 
 

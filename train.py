@@ -1,9 +1,9 @@
 """Training entry point: flags, the training loop, evaluation, saving, logging, start-up.
 
     python train.py                                             # one process
-    torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp is what remains: 2
+    torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (tp pp) = 2
 
-`Run.train` is the loop. The code of a step is here:
+`Run.train` is the loop. The parts of a step are in:
 
     batches, mixtures of sources        data.py      TokenDataset
     the model and its loss              model.py     GPT; Head computes the cross-entropy
@@ -15,14 +15,14 @@
     learning rate                       learning_rate, below the class Run
 
 A checkpoint holds everything that a resumed run needs: on the CPU, in the same layout, an
-interrupted run ends bit-identical to an uninterrupted one. Flags given at a resume win over the
-stored ones, which win over the defaults. Layout, precision and paths never come from a checkpoint.
+interrupted run ends bit-identical to an uninterrupted one. On resume, command-line flags override
+stored ones, which override the defaults. Layout, precision and paths are never stored.
 
 Exit status: 0 done, or saved after a signal; 1 the run failed; 2 usage error, reported in one line.
 """
 import signal
 
-if __name__ == "__main__":      # Ctrl-C ends it at once, until there is something to save
+if __name__ == "__main__":      # until there is something to save, Ctrl-C kills it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
@@ -67,8 +67,8 @@ from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, Stop
 
 
 def flag(default, help, low=None, below=None, choices=None, group=None, form=None):
-    """A field of Config: its default, the text in --help, the numbers it takes (low <= x < below)
-    or its choices, the heading in --help that begins with it, and how its value is written."""
+    """A field of Config. low <= x < below is the valid range; `group` is the heading in --help that
+    this flag opens, `form` how --help writes the value."""
     return dataclasses.field(default=default, metadata=dict(
         help=help, low=low, below=below, choices=choices, group=group, form=form))
 
@@ -84,23 +84,23 @@ class Config:
     n_layer: int = flag(None, "blocks (this and the next four override --model)", low=1)
     n_head: int = flag(None, "attention heads", low=1)
     n_embd: int = flag(None, "channels", low=1)
-    seq_len: int = flag(None, "positions, in tokens", low=1)
-    activation: str = flag(None, "of the MLP: gelu or relu", choices=["gelu", "relu"])
+    seq_len: int = flag(None, "context length, in tokens", low=1)
+    activation: str = flag(None, "MLP activation: gelu or relu", choices=["gelu", "relu"])
     dropout: float = flag(0.0, "probability on embeddings, attention, residuals", low=0, below=1)
-    batch_size: int = flag(16, "sequences per step, of the whole job", low=1, group="optimization")
-    batch_ramp: str = flag(None, "grow the batch to --batch-size by increments over that many "
-                           "sequences; none: do not", form="START:INCREMENT:SEQUENCES")
+    batch_size: int = flag(16, "global batch size: sequences per step", low=1, group="optimization")
+    batch_ramp: str = flag(None, "ramp the batch from START to --batch-size in INCREMENTs over "
+                           "SEQUENCES; none: no ramp", form="START:INCREMENT:SEQUENCES")
     steps: int = flag(800, "steps of the whole run", low=1)
     epochs: int = flag(None, "train for N epochs, instead of --steps", low=1)
     lr: float = flag(4e-3, "peak learning rate", low=0)
-    min_lr_ratio: float = flag(0.1, "last learning rate / peak; 1: it stays constant", low=0)
+    min_lr_ratio: float = flag(0.1, "final learning rate / peak; 1: constant", low=0)
     warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
     lr_schedule: str = flag("cosine", "decay: cosine or linear", choices=["cosine", "linear"])
-    weight_decay: float = flag(0.1, "of AdamW, on matrices only", low=0)
-    beta1: float = flag(0.9, "of AdamW, for the mean of the gradients", low=0, below=1)
-    beta2: float = flag(0.95, "of AdamW, for the mean of their squares", low=0, below=1)
+    weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only", low=0)
+    beta1: float = flag(0.9, "AdamW decay rate of the mean of gradients", low=0, below=1)
+    beta2: float = flag(0.95, "AdamW decay rate of the mean of their squares", low=0, below=1)
     clip: float = flag(1.0, "maximum global gradient norm; 0: no clipping", low=0)
-    seed: int = flag(1337, "of the initial weights, the order of the data, dropout", low=0)
+    seed: int = flag(1337, "random seed of initial weights, data order and dropout", low=0)
     tp: int = flag(1, "tensor-parallel ranks", low=1, group="layout")
     pp: int = flag(1, "pipeline stages", low=1)
     pp_schedule: str = flag("gpipe", "pipeline schedule: gpipe or 1f1b", choices=list(SCHEDULES))
@@ -121,9 +121,9 @@ class Config:
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
                            group="checkpoints, evaluation, logging")
     keep: int = flag(3, "step files kept", low=1)
-    resume: str = flag("auto", "go on from: auto, the newest whole checkpoint of --out; or FILE, "
-                       "the start of a branch in a new --out", form="{auto,never,FILE}")
-    init_from: str = flag(None, "checkpoint whose weights a new run begins with", form="FILE")
+    resume: str = flag("auto", "auto: from the newest whole checkpoint of --out; never: --out must "
+                       "be new; FILE: branch from it into a new --out", form="{auto,never,FILE}")
+    init_from: str = flag(None, "start a new run from the weights of this checkpoint", form="FILE")
     eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
     eval_tokens: int = flag(None, "validation tokens per evaluation and source (default: 128 "
                             "sequences; all with --eval-only)", low=1)
@@ -132,13 +132,13 @@ class Config:
     rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning rate",
                          choices=["on", "off"], group="stability", form="{on,off}")
     max_rollbacks: int = flag(5, "rollbacks of the whole run, then it stops", low=0)
-    skip_steps: str = flag(None, "leave out the batches of steps A to B, inclusive; none: of no "
-                           "steps", form="A:B")
+    skip_steps: str = flag(None, "skip the batches of steps A to B, inclusive; none: of no steps",
+                           form="A:B")
 
 
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
-# Paths, layout and precision belong to one start: a checkpoint never sets them. (`steps` is what
-# remains of epochs.) All other flags are stored with the run.
+# These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
+# is stored as the resulting --steps.)
 LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens", "log_every", "tp",
          "pp", "pp_schedule", "device", "compile", "timeout", "micro_batch", "zero", "recompute",
          "sequence_parallel", "offload", "dtype", "epochs"}
@@ -153,9 +153,9 @@ STORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 class Batch(NamedTuple):
     """The batch of one step."""
     step: int
-    first: int              # its first sequence, counted over the whole run
-    windows: np.ndarray     # (B,) the windows of the dataset that it consists of
-    microbatches: list      # those of this replica: (tokens (b, T), targets (b, T), dropout seed)
+    first: int              # run-wide index of its first sequence
+    windows: np.ndarray     # (B,) indices of windows of the dataset
+    microbatches: list      # of this replica: (tokens (b, T), targets (b, T), dropout seed)
 
     @property
     def size(self) -> int:
@@ -163,8 +163,8 @@ class Batch(NamedTuple):
 
 
 class Run:
-    """A training run on this rank. `self.step` is the last completed step; while a step is in
-    progress, it is step `self.step + 1`."""
+    """A training run on this rank. `self.step` counts completed steps; the body of the loop works
+    on step `self.step + 1`."""
 
     def __init__(self, config: Config, cfg: GPTConfig, grid: Grid, device: torch.device,
                  train_data: TokenDataset, val_data: TokenDataset, state: dict | None,
@@ -175,6 +175,7 @@ class Run:
         self.train_data, self.val_data = train_data, val_data
         self.writer = checkpoint.Writer(Path(config.out), config.keep)
         self.identity = identity or checkpoint.new_run("seed")
+        self.metrics = None                     # checkpoint.Metrics, for `train`
         self.prefetched = None                  # the batch of the next step
         self.recent_seconds = deque(maxlen=20)
 
@@ -188,7 +189,7 @@ class Run:
         wrap_blocks(self.model, config.recompute, config.compile)
         if config.zero == 3:                    # parameters are gathered block by block
             fully_shard(self.model, self.flat)
-        # An empty tensor like the activations that one stage sends to the next.
+        # Shape and dtype of the activations that one stage sends to the next.
         positions = cfg.seq_len
         if grid.sequence_parallel:
             positions //= grid.tp
@@ -196,23 +197,24 @@ class Run:
                                            dtype=param_dtype, device=device)
         self.restore(state)
 
-    def train(self, metrics: checkpoint.Metrics, stop: StopSignal) -> None:
+    def train(self, stop: StopSignal) -> None:
         """Train up to --steps, or until `stop.requested`."""
-        config, self.metrics = self.config, metrics
+        config = self.config
         self.model.train()
         while self.step < config.steps:
             started = time.perf_counter()
-            batch = self.next_batch()                       # passes over excluded samples
+            self.skip_excluded()                            # by --skip-steps or a rollback
+            batch = self.next_batch()
             lr = learning_rate(config, self.step + 1) * self.monitor.lr_factor
 
-            loss_sum = self.forward_backward(batch)         # gradients too, summed over replicas
+            loss_sum = self.forward_backward(batch)         # gradients, summed over the replicas
             self.prefetch()                                 # reads ahead while a GPU computes
             stats = self.reduce_stats(loss_sum, batch, stop.requested)      # all ranks agree
 
             divergence = self.monitor.observe(self.step + 1, stats)
             roll_back = divergence is not None and config.rollback == "on"
             if not roll_back and not stats.found_inf:       # an overflow skips the update only
-                self.update_parameters(stats, lr)           # takes out the loss scale, clips, AdamW
+                self.update_parameters(stats, lr)           # unscale, clip, AdamW
             self.scaler.update(stats.found_inf)
 
             row = self.metrics_row(batch, stats, lr, time.perf_counter() - started)
@@ -225,7 +227,7 @@ class Run:
             self.step += 1
             done = self.step == config.steps
             stopping = stats.stop_requested and not done
-            if done or self.is_due(config.eval_every) and not stopping:
+            if done or (self.is_due(config.eval_every) and not stopping):
                 row |= self.evaluate()
             self.log_step(row)
             if self.monitor.skipped_steps >= MAX_SKIPPED:
@@ -242,20 +244,19 @@ class Run:
     # ---- the phases of a step
 
     def next_batch(self) -> Batch:
-        """The batch of the step in progress. Moves the position in the data behind it."""
-        self.skip_excluded()
+        """The batch of this step. Advances the position in the data past it."""
         batch = self.prefetched
         if batch is None or (batch.step, batch.first) != (self.step + 1, self.consumed_samples):
             batch = self.load_batch(self.step + 1, self.consumed_samples)
         self.consumed_samples += batch.size
         self.tokens += batch.size * self.cfg.seq_len
         if self.train_data.phase_begins(batch.first, self.consumed_samples):
-            self.monitor.forget_losses()                    # another mixture of sources
+            self.monitor.forget_losses()        # the mixture of sources changed
         return batch
 
     def prefetch(self) -> None:
-        """Load the next step's batch, unless this step is the last. (If samples turn out to be
-        excluded, `next_batch` loads another.)"""
+        """Load the next step's batch, unless this step is the last. (`next_batch` loads another if
+        it skips samples.)"""
         if self.step + 1 < self.config.steps:
             self.prefetched = self.load_batch(self.step + 2, self.consumed_samples)
 
@@ -267,10 +268,10 @@ class Run:
 
     def load_microbatches(self, dataset: TokenDataset, windows: np.ndarray, step: int) -> list:
         """This replica's microbatches of a batch of windows (B,): (tokens (b, T), targets (b, T),
-        dropout seed) each; without tokens and targets inside the pipeline. Window -1 is padding:
-        its targets are ignored."""
+        dropout seed) each; None for tokens and targets on middle stages. An evaluation pads the
+        last batch with window -1, whose targets are ignored."""
         grid, size = self.grid, self.config.micro_batch
-        # Ranks with other rows, or other positions (sequence parallelism), draw other masks.
+        # Ranks with other rows, or other positions (sequence parallelism), need other masks.
         holder = [grid.dp_rank]
         if grid.sequence_parallel:
             holder.append(grid.tp_rank)
@@ -291,12 +292,15 @@ class Run:
         return microbatches
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
-        """Forward and backward of all microbatches. Returns the sum of this rank's losses in nats,
-        which the model's last module computes (`Head`, or `VocabParallelHead`).
+        """Forward and backward of all microbatches. Returns the sum of this rank's losses in nats.
+        On one stage this is, in plain PyTorch:
 
-        The gradients are those of the mean loss over the batch's tokens, times the loss scale. As
-        they are sums over tokens, microbatches and replicas, each contribution is multiplied by
-        loss scale / tokens of the whole batch.
+            for tokens, targets, dropout_seed in batch.microbatches:
+                loss = model(tokens, targets, dropout_seed)     # a sum; Head: cross_entropy
+                (loss * grad_scale).backward()
+
+        Gradients are summed over tokens, microbatches and replicas. The factor makes the sum the
+        gradient of the mean loss over all tokens of the batch, times the loss scale.
         """
         self.flat.zero_grad()
         schedule = make_schedule(self.config.pp_schedule, self.grid, len(batch.microbatches))
@@ -319,7 +323,7 @@ class Run:
             norms = self.model.head.norms.to(loss_sum) / tokens
         stop = loss_sum.new_full((), bool(stop_requested))
         local = torch.stack([loss, norms, stop, *self.flat.grad_norm_squares()])
-        mean_loss, activation_norm, stopping, squares, all_squares = self.read(
+        mean_loss, activation_norm, stopping, squares, all_squares = self.to_floats(
             all_reduce(local, grid.group("world")).wait())
         return StepStats(
             mean_loss, activation_norm, math.sqrt(squares) / scaler.scale,
@@ -327,13 +331,13 @@ class Run:
             stop_requested=stopping > 0, loss_scale=scaler.scale,
             scale_at_floor=self.config.dtype == "fp16" and scaler.scale <= scaler.min_scale)
 
-    def read(self, x: torch.Tensor):
-        """The numbers in x, once the device has computed them. Other ranks may take --timeout."""
+    def to_floats(self, x: torch.Tensor):
+        """The numbers in x. Waits for the device, up to --timeout if other ranks may be late."""
         timeout = self.config.timeout if self.grid.world > 1 else math.inf
         return to_host(x, timeout).tolist()
 
     def update_parameters(self, stats: StepStats, lr: float) -> None:
-        """AdamW on what this rank keeps; then all replicas have the new parameters."""
+        """AdamW on this rank's shard of the parameters, which is then shared with all replicas."""
         config = self.config
         self.optimizer_steps += 1
         grad_scale = clip_factor(stats.grad_norm, config.clip, stats.loss_scale)
@@ -344,7 +348,7 @@ class Run:
 
     def evaluate(self) -> dict:
         """The fields of an evaluation in a row of metrics.jsonl: `val_loss`, the mean over the
-        sources by weight; of several sources also the loss of each, and how often it was read."""
+        sources by weight; of several sources also the loss and the epochs of each."""
         losses = {s.name: self.evaluate_source(s) for s in self.val_data.sources.values()}
         row = dict(val_loss=self.val_data.average(losses.values()))
         if len(losses) > 1:
@@ -367,7 +371,7 @@ class Run:
         loss_sum = run_schedule(forwards, self.model, self.grid, batch, self.activation_like)
         if self.grid.tp_rank > 0:                           # all tp ranks have the same: count one
             loss_sum.zero_()
-        loss_sum = self.read(all_reduce(loss_sum, self.grid.group("world")).wait())
+        loss_sum = self.to_floats(all_reduce(loss_sum, self.grid.group("world")).wait())
         self.model.train()
         return loss_sum / (count * self.cfg.seq_len)
 
@@ -380,7 +384,7 @@ class Run:
             self.step = 0                   # the last completed step
             self.consumed_samples = 0       # position in the data, in sequences
             self.tokens = 0                 # read so far
-            self.optimizer_steps = 0        # updates: steps that were not skipped
+            self.optimizer_steps = 0        # updates; a skipped step makes none
             self.monitor = DivergenceMonitor(checkpoints=[[0, None]])
             initial = all_ranks(lambda: load_state(self.config.init_from)) or {}
             self.flat.initialize(self.cfg, self.config.seed, initial.get("parameters"))
@@ -396,9 +400,9 @@ class Run:
 
     def save(self) -> None:
         """Gather the state on rank 0, where a thread writes it while training goes on."""
-        self.writer.wait()                              # else the host would hold a third state
+        self.writer.wait()                  # the host holds at most two copies of the state
         file = checkpoint.step_file(Path(), self.step).name
-        self.monitor.add_checkpoint(self.step, file, self.config.keep)  # a checkpoint lists itself
+        self.monitor.add_checkpoint(self.step, file, self.config.keep)  # so the file lists itself
         full = checkpoint.gather_full_state(self.flat, self.cfg, self.grid,
                                             checkpoint.STATE.values())
         if full is None:                                # not rank 0
@@ -413,7 +417,7 @@ class Run:
             monitor=dataclasses.asdict(self.monitor), **tensors))
 
     def finish(self) -> None:
-        """Wait for the last checkpoint, which must not be missing."""
+        """Wait until the last checkpoint is on the disk."""
         all_ranks(self.writer.finish)
         if self.step == self.config.steps:
             self.event("end", step=self.step)
@@ -425,7 +429,7 @@ class Run:
 
     def rollback(self, reason: str) -> None:
         """Return to a healthy checkpoint, pass over the batches that led to the divergence, and
-        save at once: from then on a kill loses nothing."""
+        save at once, so that a kill cannot undo the rollback."""
         config, monitor = self.config, self.monitor
         diverged_at = self.step + 1
         if monitor.rollbacks >= config.max_rollbacks:
@@ -436,7 +440,7 @@ class Run:
         candidates = monitor.candidates(diverged_at - monitor.bad_steps() + 1, data)
         files = [None if name is None else Path(config.out, name) for _, name in candidates]
 
-        self.writer.wait()                              # the file being written may be the one
+        self.writer.wait()                          # we may load the file being written
         path, events = on_rank0(lambda: checkpoint.latest_valid(files))
         self.restore(all_ranks(lambda: load_state(path), status=1))     # with its own monitor
         samples[0] = max(samples[0], self.consumed_samples)
@@ -462,7 +466,7 @@ class Run:
             if first <= self.step + 1 <= last:
                 monitor.applied_skip = skip
                 end = position_after(self.config, position, last - self.step)
-                monitor.excluded.insert(0, [position, end])     # the last is a rollback's
+                monitor.excluded.insert(0, [position, end])     # rollbacks append theirs
         for first, end in sorted(monitor.excluded):
             if first < position + batch_size_at(self.config, position) and position < end:
                 position = end
@@ -517,11 +521,10 @@ class Run:
 
 
 def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
-    """Where a number is not finite: the first rank whose own loss is not, or else the first whose
-    gradients are not, and a parameter with such a gradient: the last of the last stage that has
-    one, which backward reaches first. With replicas the reported rank is not necessarily the
-    source, because gradients are summed by then. If all numbers are finite, only their squares
-    overflow: the "norm", of no rank."""
+    """Find where a number is not finite; every rank must call it. Names the first rank whose own
+    loss is not, or else whose gradients are not, and the last parameter with such a gradient, which
+    backward reaches first. Gradients are summed over the replicas by then, so another replica may
+    be the source. If all numbers are finite but their squares are not, `what` is "norm"."""
     own_parameter = None
     for bucket in flat.buckets:
         for spec, shard_slice, _ in bucket.shard_ranges:
@@ -566,22 +569,23 @@ def batch_sizes(config: Config) -> tuple[range, int]:
 
 def batch_size_at(config: Config, position: int) -> int:
     """The size of the batch that begins at this position in the data."""
+    if config.batch_ramp is None:
+        return config.batch_size
     sizes, sequences = batch_sizes(config)
     return sizes[min(position, sequences) * (len(sizes) - 1) // sequences]
 
 
 def position_after(config: Config, position: int, steps: int) -> int:
-    """The position in the data that many batches later."""
-    while steps > 0 and batch_size_at(config, position) < config.batch_size:
+    """The position in the data `steps` batches after `position`."""
+    for _ in range(steps):
         position += batch_size_at(config, position)
-        steps -= 1
-    return position + steps * config.batch_size
+    return position
 
 
 def position_before(config: Config, position: int, steps: int) -> int:
-    """The position in the data that many batches earlier."""
+    """The position in the data `steps` batches before `position`."""
     for _ in range(steps):
-        for size in batch_sizes(config)[0]:         # the smallest batch that can have begun there
+        for size in batch_sizes(config)[0]:         # the smallest batch that can end here
             first = max(0, position - size)
             if batch_size_at(config, first) <= size:
                 position = first
@@ -590,12 +594,12 @@ def position_before(config: Config, position: int, steps: int) -> int:
 
 
 def steps_between(config: Config, position: int, end: int) -> int:
-    """How many batches from this position on read the data up to `end`."""
+    """The number of batches from `position` until the data is read up to `end`."""
     steps = 0
-    while position < end and batch_size_at(config, position) < config.batch_size:
+    while position < end:
         position += batch_size_at(config, position)
         steps += 1
-    return steps + math.ceil(max(0, end - position) / config.batch_size)
+    return steps
 
 
 # ---------------------------------------------------------------------------------------------
@@ -702,10 +706,10 @@ def print_notes(run: Run, given: dict, resumed: bool) -> None:
     config = run.config
     many_threads = run.device.type == "cpu" and torch.get_num_threads() > 1
     if many_threads and hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count():
-        print_rank0("note     this machine is busy: threads that wait for each other may be slow, "
-                    "set OMP_NUM_THREADS=1")
+        print_rank0("note     this machine is busy: set OMP_NUM_THREADS=1, or threads wait for "
+                    "each other")
     if not resumed and "lr" not in given and parameter_count(run.cfg) > 2e7:
-        print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 took 6e-4 for "
+        print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 used 6e-4 for "
                     f"125M parameters, 2e-4 for 1.3B")
     if config.warmup_steps > config.steps / 2:
         print_rank0(f"note     most of the {config.steps} steps are warm-up")
@@ -785,7 +789,7 @@ def add_flags(parser: argparse.ArgumentParser, names=None, kind=Config) -> None:
 
 
 def parse_given(parser: argparse.ArgumentParser, arguments, kind=Config) -> dict:
-    """The flags that were given, each checked by itself. The parser has `add_flags`' flags, and may
+    """The flags that were given, validated one by one. The parser has `add_flags`' flags, and may
     have others; it must have `argument_default=argparse.SUPPRESS`. Raises ValueError."""
     def refuse(message):
         raise ValueError(message)
@@ -812,7 +816,7 @@ def step_range(text: str) -> tuple[int, int]:
 
 
 def parse_flags(arguments) -> dict:
-    """train.py's flags that were given. Raises ValueError where they are wrong by themselves."""
+    """The flags of train.py that were given. Raises ValueError."""
     parser = argparse.ArgumentParser(description="Train a GPT.", allow_abbrev=False,
                                      argument_default=argparse.SUPPRESS)
     add_flags(parser)
@@ -839,7 +843,7 @@ def parse_flags(arguments) -> dict:
 
 
 def model_shape(flags: dict) -> dict:
-    """The shape of the model as far as these flags say it."""
+    """The fields of the model's shape that these flags set."""
     shape = dict(SIZES[flags["model"]]) if "model" in flags else {}
     for name in SHAPE:
         if flags.get(name) is not None:
@@ -849,8 +853,8 @@ def model_shape(flags: dict) -> dict:
 
 def merge_config(given: dict, state: dict | None, initial=None) -> tuple[Config, dict]:
     """Command line, then checkpoint, then defaults -> the config and the model's shape (without
-    vocabulary and dropout). A new run has the shape of the checkpoint `initial`, or fewer
-    positions. Raises ValueError where the command line asks for another model."""
+    vocabulary and dropout). A new run has the shape of the checkpoint `initial`; its
+    seq_len may be shorter. Raises ValueError where the command line asks for another model."""
     shape = model_shape(given)
     source = state or initial
     if source is None:
@@ -892,7 +896,7 @@ def check_config(config: Config, shape: dict, vocab_size: int,
     if config.micro_batch is None:
         micro_batch = default_micro_batch(sizes, replicas, config.pp)
         config = dataclasses.replace(config, micro_batch=micro_batch)
-    if config.eval_only:            # an evaluation has batches of its own
+    if config.eval_only:            # an evaluation ignores --batch-size
         sizes = [max(1, int(replicas)) * config.micro_batch]
         config = dataclasses.replace(config, batch_size=sizes[0])
     for size in sizes:
@@ -923,7 +927,7 @@ def steps_of_epochs(config: Config, data: TokenDataset, state: dict | None) -> i
     """The steps that read the data --epochs times."""
     step, first = 0, 0
     if state is not None:
-        # If nothing of it has changed, the stored steps stay: a rollback has read other samples.
+        # Unchanged flags keep the stored steps: a rollback has shifted the position.
         same = all(state["config"].get(name) == getattr(config, name)
                    for name in ("epochs", "batch_size", "batch_ramp"))
         if same and state["data"][-1][1] == data.phases[-1][1]:
@@ -940,8 +944,8 @@ def load_state(path) -> dict | None:
 
 def prepare(given: dict, world: int, local_world: int, device: torch.device, restarted: bool,
             stack: ExitStack) -> tuple[Config, GPTConfig, checkpoint.Start]:
-    """Resolve configuration and checkpoint on rank 0: config, model, and where the run begins. Last
-    it takes the lock of --out, which `stack` releases. Raises ValueError, OSError or RunError."""
+    """Resolve configuration and checkpoint on rank 0: config, model, and where the run begins.
+    Finally lock --out; `stack` releases the lock. Raises ValueError, OSError or RunError."""
     config = Config(**given)
     if config.log is not None:
         check_follower(config.log)
@@ -981,7 +985,7 @@ def launch(given: dict, device: torch.device, rank: int, world: int, local_world
     assert_equal_across_ranks(fingerprints, f"{config.data} differs between ranks: copy it")
     if state is not None and not config.eval_only:
         train_data.go_on(state["data"], state["consumed_samples"])
-    if state is None or not set(fingerprints) <= set(state["data"][-1][1]):     # new to this run
+    if state is None or not set(fingerprints) <= set(state["data"][-1][1]):   # data new to this run
         all_ranks(lambda: train_data.check(rank, world))
         all_ranks(lambda: val_data.check(rank, world))
 
@@ -992,7 +996,7 @@ def launch(given: dict, device: torch.device, rank: int, world: int, local_world
     stack.callback(run.writer.wait)
     if state is not None:
         for name in checkpoint.STATE:
-            del state[name]                             # the file is mapped no longer
+            del state[name]                             # unmaps the file
     try:
         return start(run, state, begin, given, stack)
     except PeerError as error:
@@ -1020,12 +1024,12 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
         run.event("start", line, step=0, config=dataclasses.asdict(config))
     else:
         report_resume(run, state, begin, given)
-    if begin.kind in ("init-from", "resume"):   # from here on FILE is not needed any more
+    if begin.kind in ("init-from", "resume"):   # after this save FILE is not needed any more
         run.monitor.checkpoints = []
         run.save()
     print_notes(run, given, resumed=state is not None)
     stop = StopSignal()
-    run.train(run.metrics, stop)
+    run.train(stop)
     if run.step < config.steps:
         return stop.number
     if run.train_data.meta["tokenizer"] in ("gpt2", "bytes"):
@@ -1052,7 +1056,7 @@ def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -
     old, new = learning_rate(stored, run.step + 1), learning_rate(config, run.step + 1)
     if not 0.8 * old <= new <= 1.25 * old:
         line += f"; so the next step's learning rate is {new:.2e} instead of {old:.2e}"
-        if stored.lr == config.lr:      # a longer schedule: the loss may rise, and be healthy
+        if stored.lr == config.lr:      # a longer schedule: the loss may rise without diverging
             run.monitor.forget_losses()
     if factor != 1:
         line += f", learning rate x {factor:.3g}"
@@ -1086,7 +1090,7 @@ def main() -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    try:                            # every rank refuses by itself what the flags alone say
+    try:                            # mistakes in the flags need no communication
         given = parse_flags(sys.argv[1:])
         config = Config(**given)
         check_grid(world, config.tp, config.pp, config.zero, config.sequence_parallel)
@@ -1117,9 +1121,9 @@ def main() -> None:
             raise
         else:
             traceback.print_exc()
-        os._exit(1)                 # no orderly end: the others learn that this rank is gone
+        os._exit(1)                 # at once, so that the other ranks notice
     if signal_number is not None and world == 1:
-        signal.signal(signal_number, signal.SIG_DFL)    # Ctrl-C also ends the loop of a shell
+        signal.signal(signal_number, signal.SIG_DFL)    # so that Ctrl-C also ends a shell's loop
         os.kill(os.getpid(), signal_number)
     sys.exit(status)
 

@@ -95,7 +95,8 @@ def a_step_of_a_run(rank, world, config, cfg):
         run.model.register_forward_hook(lambda *_: forwards.append(flops.get_total_flops()))
         with flops, traffic(note), torch.nn.attention.sdpa_kernel(
                 torch.nn.attention.SDPBackend.MATH), mock.patch.object(model, "NO_PRODUCTS", []):
-            run.train(Rows(run, nothing), SimpleNamespace(requested=False))
+            run.metrics = Rows(run, nothing)
+            run.train(SimpleNamespace(requested=False))
     numel = sum(bucket.numel for bucket in run.flat.buckets)
     return numel, held, sent, sum(forwards), flops.get_total_flops()
 
@@ -400,7 +401,8 @@ def peak_memory(rank, world, layout, config, cfg):
     def step(grid, cfg):
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg, 1), None)
         run.save = run.evaluate_source = lambda *row: 0.0
-        run.train(Rows(run, nothing), SimpleNamespace(requested=False))
+        run.metrics = Rows(run, nothing)
+        run.train(SimpleNamespace(requested=False))
     with gridded(rank, world, tp, pp) as grid:
         step(grid, replace(CFG, n_layer=pp))            # libraries allocate at their first use
         gc.collect()
