@@ -319,11 +319,9 @@ def plain_mlp(x, up, up_bias, down, down_bias):
 #   3  g sums in place                             no copy of (B, T, C)    _Reduce
 #   4  f and its product are one function          dx travels during dW    _ColumnParallel
 #   5  the token matrix, the largest, is cut too   memory / tp             VocabParallelEmbedding
-#   6  the loss takes 3 numbers a position from    no logits travel        chunk_loss
-#      other ranks
-#   7  forward computes the gradients, by chunks   logits of one chunk     VocabParallelCrossEntropy
-#   8  the token matrix's gradient is added up     0.80 of a step's time   LookupToMainGrad
-#      where it is kept
+#   6  ranks exchange three numbers a position     no logits travel        chunk_loss
+#   7  the loss computes gradients in forward      logits of one chunk     VocabParallelCrossEntropy
+#   8  the token gradient adds up in main_grad     0.80 of a step's time   LookupToMainGrad
 #   9  CPUs without 16-bit products use fp32       4 to 27 times faster    model.upcast_for_matmul
 
 
@@ -372,13 +370,13 @@ class ParamSpec:
 
 # Departure 2: sequence parallelism (Korthikanti et al. 2022, section 4.2.2). From g to the next f
 # all ranks hold the same activations. Let each hold T / tp positions of them. An all-reduce is a
-# reduce-scatter and an all-gather, so f and g do one half each, at the same traffic:
+# reduce-scatter and an all-gather: f and g do one half each, at the same traffic.
 #
 #      f: all-gather forward,     reduce-scatter backward
 #      g: reduce-scatter forward, all-gather backward
 #
-# The parameters used there (LayerNorm, the bias after g, positions) are whole on every rank, with a
-# part of their gradient, that of T / tp positions: `finish_grad_sync` adds these up.
+# LayerNorm, the bias after g and the position embedding are whole on every rank. They see T / tp
+# positions, so each rank has a part of their gradients; `finish_grad_sync` adds the parts up.
 
 
 def gather_positions(x: torch.Tensor, grid: Grid) -> Work:
@@ -417,9 +415,8 @@ class _Reduce(torch.autograd.Function):
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """y = f(x) W^T + b. Departure 4: as two functions, their backwards would run one after the
-    other. (Departure 2: to keep f(x) would take tp times the memory, so backward gathers x again.)
-    """
+    """y = f(x) W^T + b. Departure 4: the backwards of two functions would run one after the other.
+    With departure 2 backward gathers x again, as to keep f(x) would take tp times the memory."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, grid):
@@ -445,8 +442,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) ->
 
 class TensorParallel(nn.Module):
     """Takes over the parameters of a plain module. `partition_dim` says in which dimension they are
-    cut, `stride` how many matrices are stacked there. All other parameters are whole on every rank.
-    """
+    cut (those it does not name are whole), `stride` how many matrices are stacked there."""
     partition_dim = {}
     stride = 1
 
@@ -458,8 +454,8 @@ class TensorParallel(nn.Module):
 
 
 class ColumnParallelLinear(TensorParallel):
-    """(B, T, in), the same on every rank -> (B, T, out / tp), this rank's columns. (With departure
-    2, here and below, "the same on every rank" is a slice of T on each.)"""
+    """(B, T, in), equal on all ranks (departure 2: T / tp positions) -> (B, T, out / tp), this
+    rank's columns."""
     partition_dim = {"weight": 0, "bias": 0}
 
     def forward(self, x):
@@ -474,7 +470,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(TensorParallel):
-    """(B, T, in / tp), this rank's rows -> (B, T, out), the same on every rank, as is the bias."""
+    """(B, T, in / tp), this rank's rows -> (B, T, out), equal on all ranks, as is the bias."""
     partition_dim = {"weight": 1}
 
     def forward(self, x):
@@ -507,15 +503,16 @@ class VocabParallelEmbedding(TensorParallel):
         return _Reduce.apply(x * is_local.unsqueeze(-1), self.grid)
 
 
-# Departure 8. An embedding reads few rows of the token matrix, and the gradient of the head comes
-# in chunks. Both are added in `main_grad` (as in Megatron-LM): FlatParameters gives the weight this
-# method, which returns the tensor (V / tp, C) that collects its gradient, in fp32. Autograd gets
-# None. With 50304 tokens a step takes 0.80 of the time in fp32, 0.70 in bf16. (Other matrices do
-# not gain: 0.98 and 1.08.) A weight without `main_grad` gets ordinary gradients.
-
-
 class LookupToMainGrad(torch.autograd.Function):
-    """F.embedding, whose gradient is added to the rows of `main_grad` that were looked up."""
+    """F.embedding, whose gradient is added to the rows of `main_grad` that were looked up.
+
+    Departure 8. An embedding reads few rows of the token matrix, and the gradient of the head comes
+    in chunks. FlatParameters (section 4) gives the weight a method `main_grad`, which returns the
+    tensor that collects its gradient, in fp32 (as in Megatron-LM). Both gradients are added there,
+    and autograd gets None. With 50304 tokens a step takes 0.80 of the time in fp32, 0.70 in bf16.
+    (Other matrices do not gain: 0.98 and 1.08.) Without a `main_grad` autograd gets ordinary
+    gradients, for any optimizer.
+    """
 
     @staticmethod
     def forward(ctx, rows, weight):
@@ -545,7 +542,7 @@ def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
 def chunk_loss(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, grid: Grid,
                scale: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The summed cross-entropy in nats of n positions, and the gradient of their logits times
-    `scale` (None: no gradient), in the logits' memory.
+    `scale` (None: no gradient), in the logits' memory. All ranks get the same loss.
 
     logits      (n, V / tp): the columns of this rank's rows of the token matrix
     targets     (n,) tokens of the whole vocabulary; IGNORE_INDEX adds nothing
@@ -560,11 +557,12 @@ def chunk_loss(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, gri
     """
     group = grid.group("tp")
     wide = torch.promote_types(logits.dtype, torch.float32)
-    columns = targets - grid.tp_rank * logits.shape[1]
-    is_local = (columns >= 0) & (columns < logits.shape[1])
-    target = torch.arange(len(logits), device=logits.device), columns.where(is_local, 0)
-    padding = max(vocab_size - grid.tp_rank * logits.shape[1], 0)       # its first column
-    logits[:, padding:] = torch.finfo(logits.dtype).min         # (-inf alone would have no softmax)
+    n, columns = logits.shape
+    first = grid.tp_rank * columns                          # this rank's first token
+    is_local = (targets >= first) & (targets < first + columns)
+    target = torch.arange(n, device=logits.device), (targets - first).where(is_local, 0)
+    padding = max(vocab_size - first, 0)
+    logits[:, padding:] = torch.finfo(logits.dtype).min     # (-inf alone would have no softmax)
     target_logit = logits[target].to(wide)                                          # (n,)
     largest = logits.amax(dim=1).to(wide)
 
@@ -581,12 +579,9 @@ def chunk_loss(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, gri
         return loss, None
 
     upstream = counted.to(wide) * scale                                             # (n,)
-    factor = upstream * share / total
-    target_gradient = p[target] * factor - upstream * is_local
-    p *= factor.unsqueeze(1)
-    gradient = logits.copy_(p)
-    gradient[target] = target_gradient.to(gradient.dtype)
-    return loss, gradient
+    p *= (upstream * share / total).unsqueeze(1)
+    p[target] -= upstream * is_local
+    return loss, logits.copy_(p)
 
 
 MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}       # of a chunk; measured on the CPU
@@ -598,12 +593,9 @@ def chunk_size(positions: int, vocab: int, device_type: str) -> int:
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The summed cross-entropy in nats of the logits f(x) W^T against targets (B, T), of x
-    (B, T, C) and this rank's rows W (V / tp, C).
-
-    Departure 7: forward computes the gradients too, while a chunk's logits exist. It must be given
-    the factor on them, `scale` (None: no gradients). Backward only hands them over.
-    """
+    """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), targets (B, T), W
+    (V / tp, C) this rank's rows. Departure 7: forward also computes the gradients, times `scale`
+    (None: no gradients), while the logits of a chunk exist. Backward hands them over."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, grid, scale):
@@ -639,7 +631,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         if dw is not None:
             dx, dw = dx * upstream, dw * upstream
-        elif upstream.device.type == "cpu" and upstream != 1:       # (waits for a GPU)
+        elif upstream.device.type == "cpu" and upstream != 1:      # (the host would wait for a GPU)
             raise RuntimeError("the gradient of the loss is not 1, but the token matrix's gradient "
                                "has been added to main_grad: call backward() on the loss itself, "
                                "and set head.scale instead")
