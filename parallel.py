@@ -315,13 +315,13 @@ def plain_mlp(x, up, up_bias, down, down_bias):
 # The rest of this section departs from it in nine ways. Comments in the code have the numbers.
 #
 #   1  a rank stores its shard of a matrix only    memory / tp             ParamSpec.shard
-#   2  sequence parallelism between g and f        activations / tp        gather_positions
+#   2  sequence parallelism between g and f        activations / tp there  gather_positions
 #   3  g sums in place                             no copy of (B, T, C)    _Reduce
 #   4  f and its product are one function          dx travels during dW    _ColumnParallel
 #   5  the token matrix, the largest, is cut too   memory / tp             VocabParallelEmbedding
 #   6  ranks exchange three numbers a position     no logits travel        chunk_loss
 #   7  the loss computes gradients in forward      logits of one chunk     VocabParallelCrossEntropy
-#   8  the token gradient adds up in main_grad     0.80 of a step's time   LookupToMainGrad
+#   8  the token gradient adds up in main_grad     0.80 of a step's time   _LookupToMainGrad
 #   9  CPUs without 16-bit products use fp32       4 to 27 times faster    model.upcast_for_matmul
 
 
@@ -497,13 +497,13 @@ class VocabParallelEmbedding(TensorParallel):
         is_local = (rows >= 0) & (rows < len(self.weight))
         rows = rows.where(is_local, 0)
         if hasattr(self.weight, "main_grad"):                           # departure 8
-            x = LookupToMainGrad.apply(rows, self.weight)
+            x = _LookupToMainGrad.apply(rows, self.weight)
         else:
             x = F.embedding(rows, self.weight)                          # (B, T, C)
         return _Reduce.apply(x * is_local.unsqueeze(-1), self.grid)
 
 
-class LookupToMainGrad(torch.autograd.Function):
+class _LookupToMainGrad(torch.autograd.Function):
     """F.embedding, whose gradient is added to the rows of `main_grad` that were looked up.
 
     Departure 8. An embedding reads few rows of the token matrix, and the gradient of the head comes
