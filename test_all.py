@@ -4347,21 +4347,18 @@ def test_sampling_computes_each_token_once_and_in_half_a_window_one_half_again(s
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_samples_of_a_batch_are_those_drawn_one_by_one_and_each_ends_by_itself(temperature):
     """Sample i does not depend on how many there are, nor on when others end."""
-    def drawn(seeds, end, ended=()):
-        """The tokens of each sample; number 3 ends with its tenth, if there is a set `ended`."""
+    def drawn(seeds, end):
+        """The tokens of each sample."""
         generators, tokens = [torch.Generator().manual_seed(i) for i in seeds], [[] for _ in seeds]
-        for step, of in enumerate(sample.generate(random_gpt(CFG), [1, 2, 3], 40, end, temperature,
-                                                  generators=generators, ended=ended)):
+        for of in sample.generate(random_gpt(CFG), [1, 2, 3], 40, end, temperature,
+                                  generators=generators):
             for i, token in of.items():
                 tokens[i].append(token)
-            if step == 9 and ended != ():
-                ended.add(3)
         return tokens
     alone = [drawn([i], end=-1)[0] for i in range(4)]
     assert len(set(map(tuple, alone))) == (4 if temperature else 1)
     end = alone[1][20]                                      # where the others go on, or all end
-    alone[3] = alone[3][:10]
-    assert drawn(range(4), end, set()) == [
+    assert drawn(range(4), end) == [
         tokens[:tokens.index(end) if end in tokens else None] for tokens in alone]
 
 
