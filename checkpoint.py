@@ -81,9 +81,8 @@ def warn(text: str) -> None:
 def gather_full_state(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -> dict | None:
     """Gather the flat tensors `names` of all ranks as full CPU tensors on rank 0.
 
-    Returns {name: {global parameter name: full tensor}} on rank 0, None on the other ranks. Every
-    rank must call it. Bucket by bucket, each rank of the first replica sends its part; with ZeRO
-    each rank of all replicas sends its shard.
+    Returns {name: {global parameter name: full tensor}} on rank 0, None on the other ranks. Bucket
+    by bucket, each rank of the first replica, with ZeRO of all replicas, sends its shard.
     """
     if grid.rank != 0:
         if grid.dp_rank < flat.num_shards:
@@ -216,8 +215,7 @@ class Writer:
         return self.pending.result()
 
     def finish(self) -> None:
-        """Wait for a checkpoint that must not be missing. Raises RunError if it could not be
-        written."""
+        """Wait for a checkpoint that must not be missing. Raises RunError if it is."""
         error = self.wait()
         if error is not None:
             raise RunError(f"the last checkpoint is lost: {error}")
@@ -229,9 +227,9 @@ class Writer:
 
 
 def retry_transient(read):
-    """Decorator of functions that read the path in their first argument: try again after an error
-    of the file system, such as a network file system may report for a while. Raises ReadFailed if
-    the error persists: the file must not be passed over as damaged."""
+    """Decorator of functions that read a path: try again after an error of the file system, which
+    a network may cause for a while. Raises ReadFailed if the error persists: the file must not be
+    passed over as damaged."""
     @wraps(read)
     def read_with_retries(path: Path):
         for seconds in RETRY_SECONDS:
@@ -337,7 +335,7 @@ def load_model(path: Path) -> tuple[GPT, dict]:
 
 @contextmanager
 def lock_output_dir(out: Path):
-    """Create the directory `out` and hold its lock during the block; the lock ends with the process.
+    """Create the directory `out` and hold its lock during the block, or until the process ends.
     Raises ValueError if another process holds it, OSError if `out` cannot be written or locked."""
     with ExitStack() as stack:
         try:
@@ -361,8 +359,8 @@ def lock_output_dir(out: Path):
 
 @retry_transient
 def list_checkpoints(out: Path) -> list[Path]:
-    """The checkpoints in `out`, newest first: latest.pt, then the others by the time of writing. A
-    file with two names (latest.pt is a hard link) is listed once, under its step's name."""
+    """The checkpoints in `out`, newest first: latest.pt, then by the time of writing. A file with
+    two names (latest.pt is a hard link) is listed once, under its step's name."""
     try:
         names = os.listdir(out)
     except (FileNotFoundError, NotADirectoryError):
@@ -398,12 +396,9 @@ def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
 
 
 class Start(NamedTuple):
-    """Where a run begins; `find_start` decides it.
-
-    kind is "continue" (go on with the run in --out), "resume" (a branch: a new run with the whole
-    state of a file), "init-from" (a new run with the weights of a file) or "seed" (a new run).
-    """
-    kind: str
+    """Where a run begins, as `find_start` decides."""
+    kind: str               # "continue": the run in --out; or a new run: "resume" (a branch, with
+                            # the whole state of a file), "init-from" (with its weights) or "seed"
     path: Path | None       # the checkpoint to load; None for "seed"
     run: dict               # the run's id and origin, stored in its checkpoints
     found: list             # the checkpoints in --out at this time
