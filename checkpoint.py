@@ -6,8 +6,8 @@
 
 One file holds the whole state under global names: layers are numbered over all stages, tied weights
 are stored once, and the vocabulary has no padding. So any layout can load what any other layout
-wrote, and so can sample.py in one process. The price: the memory of one host must hold the model
-with its two moments.
+wrote, and so can sample.py in one process. The price: one host's memory must hold the model with
+its two moments.
 
     format      6: the version of these keys and of the order of the data
     step        the last completed step       consumed_samples  position in the data, in sequences
@@ -19,12 +19,8 @@ with its two moments.
     parameters, exp_avg, exp_avg_sq           {global name: tensor}
 
 A file either does not exist or is complete: it is written under another name, flushed to the disk,
-then renamed. It holds only plain types and tensors and is read with weights_only=True, which runs
-no code from the file. The file is a zip whose members carry CRCs; torch.load does not check them,
-`verify` does.
-
-A file of weights alone has parameters, model and tokenizer, and no moments: `train.py --init-from`
-begins a run with it.
+then renamed. Reading it runs no code from it. It is a zip whose members carry CRCs; torch.load does
+not check them, `verify` does. A file of weights alone (no moments) is for `train.py --init-from`.
 
 Training waits only for the copy to rank 0's host memory. A thread there writes the file (`Writer`)
 while the next steps run; until it has finished, the host holds the state twice.
@@ -36,24 +32,23 @@ import os
 import pickle
 import re
 import secrets
-import shutil
 import socket
 import stat
 import sys
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from data import TokenDataset
 from model import GPT, GPTConfig
-from parallel import (Bucket, FlatParameters, Grid, RunError, build_stage, comm_errors,
+from parallel import (Bucket, FlatParameters, Grid, RunError, build_stage, comm_errors, first_line,
                       make_buckets, param_specs)
 
 FORMAT = 6
@@ -61,31 +56,15 @@ STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq
 KEYS = {"format", "step", "consumed_samples", "tokens", "optimizer_steps", "config", "model",
         "tokenizer", "data", "scaler", "monitor", "run", *STATE}
 STEP_FILE = re.compile(r"step_(\d{8})\.pt")
-RETRY_SECONDS = (0.2, 1, 3)         # waits between attempts to read from a file system that fails
-# A network file system may report these for a while, although the file is whole.
-TRANSIENT = {getattr(errno, name) for name in (
-    "EIO", "ESTALE", "ETIMEDOUT", "EAGAIN", "EBUSY", "EREMOTEIO", "ENOTCONN", "ECONNRESET",
-    "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH") if hasattr(errno, name)}
+RETRY_SECONDS = (0, 0.2, 1, 3)      # waits before each attempt to read
 
 
 class CorruptCheckpoint(ValueError):
     """The file is not a whole checkpoint."""
 
 
-class UnknownFormat(ValueError):
-    """The file is a whole checkpoint of another version of this code."""
-
-
-class NoValidCheckpoint(RunError):
-    """All checkpoints of a run are damaged."""
-
-
 class ReadFailed(RunError, OSError):
     """The file system failed repeatedly; the file itself may be whole."""
-
-
-class SaveFailed(RunError):
-    """The last checkpoint of a run could not be written."""
 
 
 def warn(text: str) -> None:
@@ -102,31 +81,34 @@ def warn(text: str) -> None:
 def gather_full_state(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -> dict | None:
     """Gather the flat tensors `names` of all ranks as full CPU tensors on rank 0.
 
-    Returns {name: {global parameter name: full tensor}} on rank 0, None on the other ranks. Every
-    rank must call it. Bucket by bucket, each rank of the first replica sends its part; with ZeRO
-    each rank of all replicas sends its shard.
+    Returns {name: {global parameter name: full tensor}} on rank 0, None on the other ranks. Bucket
+    by bucket, each rank of the first replica, with ZeRO of all replicas, sends its shard.
     """
     if grid.rank != 0:
         if grid.dp_rank < flat.num_shards:
-            send_shards(flat, names)
+            for bucket in flat.buckets:
+                for name in names:
+                    with comm_errors("save, send to rank 0"):
+                        dist.send(bucket.shard[name].cpu(), 0)
         return None
     full = {name: {} for name in names}
     for stage in range(grid.pp):
+        buckets = flat.buckets
+        if stage > 0:               # the layout of another stage: a function of (cfg, stage)
+            stage_grid = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp)
+            specs = param_specs(build_stage(cfg, stage_grid), cfg, stage_grid)
+            buckets = make_buckets(specs, grid.dp)
         senders = grid.ranks[:flat.num_shards, stage].T.tolist()        # [tp rank][shard]
-        for bucket in buckets_of_stage(flat, cfg, grid, stage):
+        for bucket in buckets:
             for name in names:
                 tp_parts = [torch.cat([collect_shard(flat, bucket, name, rank) for rank in ranks])
                             for ranks in senders]
-                unshard_bucket(bucket, tp_parts, full[name])
+                for spec in bucket.specs:
+                    if not spec.is_tied_copy:
+                        parts = [bucket.view(part, spec) for part in tp_parts]
+                        # Cloned: a view would write the whole bucket to the file.
+                        full[name][spec.name] = spec.unshard(parts).clone()
     return full
-
-
-def send_shards(flat: FlatParameters, names) -> None:
-    """Send this rank's shards to rank 0, in the order in which it receives them."""
-    for bucket in flat.buckets:
-        for name in names:
-            with comm_errors("save, send to rank 0"):
-                dist.send(bucket.shard[name].cpu(), 0)
 
 
 def collect_shard(flat: FlatParameters, bucket: Bucket, name: str, rank: int) -> torch.Tensor:
@@ -138,25 +120,6 @@ def collect_shard(flat: FlatParameters, bucket: Bucket, name: str, rank: int) ->
     with comm_errors(f"save, receive from rank {rank}"):
         dist.recv(shard, rank)
     return shard
-
-
-def buckets_of_stage(flat: FlatParameters, cfg: GPTConfig, grid: Grid, stage: int) -> list[Bucket]:
-    """The layout of the buckets of a pipeline stage: a function of (config, stage), so rank 0 can
-    compute that of the other stages."""
-    if stage == grid.stage:
-        return flat.buckets
-    stage_grid = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp)
-    specs = param_specs(build_stage(cfg, stage_grid), cfg, stage_grid)
-    return make_buckets(specs, grid.dp)
-
-
-def unshard_bucket(bucket: Bucket, tp_parts: list[torch.Tensor], full: dict) -> None:
-    """Put the bucket's full parameters into `full`, from the flat tensors of all tp ranks."""
-    for spec in bucket.specs:
-        if not spec.is_tied_copy:
-            parts = [bucket.view(part, spec) for part in tp_parts]
-            # Cloned: training goes on, and a view would write the whole bucket to the file.
-            full[spec.name] = spec.unshard(parts).clone()
 
 
 def restore(state: dict, flat: FlatParameters) -> None:
@@ -194,17 +157,27 @@ def write_file(state: dict, aside: Path, path: Path) -> None:
 
 
 def save(state: dict, out: Path, keep: int) -> Path:
-    """Write out/step_0000000k.pt and let latest.pt point to it. Then remove old checkpoints, except
-    the newest `keep` and those that the state's monitor names.
+    """Write out/step_0000000k.pt and latest.pt. Then remove old checkpoints, except the newest
+    `keep` and those that the state's monitor names.
 
-    Raises OSError if the file cannot be written (a full disk); earlier files are then untouched.
+    Raises OSError if a file cannot be written (a full disk); earlier files are then untouched.
     """
     path = step_file(out, state["step"])
+    latest = out / "latest.pt"
+    aside = out / "latest.pt.tmp"
     write_file(state, out / "step.pt.tmp", path)
-    try:
-        _point_latest(path)
-    except OSError as error:
-        raise OSError(f"latest.pt could not become {path}: {error}") from error
+    aside.unlink(missing_ok=True)
+    with suppress(OSError):
+        os.link(path, aside)
+    if aside.exists():
+        os.replace(aside, latest)
+    else:                                       # the file system has no hard links
+        write_file(state, aside, latest)
+    if hasattr(os, "O_DIRECTORY"):              # Windows cannot open a folder to flush it
+        folder = os.open(out, os.O_RDONLY)
+        os.fsync(folder)                        # the names too must survive a power failure
+        os.close(folder)
+
     # The monitor names the files that a rollback may go back to, among them the run's first.
     named = {name for _, name in state["monitor"].get("checkpoints", [])}
     files = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
@@ -224,8 +197,7 @@ class Writer:
         self.pending = None         # the Future of the last write
 
     def submit(self, state: dict) -> None:
-        """Start to write the state, after the previous write has finished."""
-        self.wait()
+        """Start to write the state. Call `wait` before you build another one."""
         self.pending = self.thread.submit(self._write, state)
 
     def _write(self, state: dict) -> str | None:
@@ -243,37 +215,10 @@ class Writer:
         return self.pending.result()
 
     def finish(self) -> None:
-        """Wait for a checkpoint that must not be missing. Raises SaveFailed."""
+        """Wait for a checkpoint that must not be missing. Raises RunError if it is."""
         error = self.wait()
         if error is not None:
-            raise SaveFailed(f"the last checkpoint is lost: {error}")
-
-
-def _point_latest(path: Path) -> None:
-    """Make latest.pt a hard link to `path`, or a copy where the file system has no hard links."""
-    aside = path.with_name("latest.pt.tmp")
-    aside.unlink(missing_ok=True)
-    try:
-        os.link(path, aside)
-    except OSError:
-        try:
-            shutil.copyfile(path, aside)
-            _fsync(aside)
-        except OSError:                             # the disk is full
-            aside.unlink(missing_ok=True)
-            raise
-    os.replace(aside, path.with_name("latest.pt"))
-    _fsync(path.parent)                             # the names too must survive a power failure
-
-
-def _fsync(path: Path) -> None:
-    if not hasattr(os, "O_DIRECTORY"):              # Windows cannot open a folder to flush it
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            raise RunError(f"the last checkpoint is lost: {error}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -282,21 +227,21 @@ def _fsync(path: Path) -> None:
 
 
 def retry_transient(read):
-    """Decorator of functions that read the path in their first argument: try again after a
-    transient error of the file system. Raises ReadFailed if the error persists: it says nothing of
-    the file, which must not be passed over as damaged."""
+    """Decorator of functions that read a path: try again after an error of the file system, which
+    a network may cause for a while. Raises ReadFailed if the error persists: the file must not be
+    passed over as damaged."""
     @wraps(read)
     def read_with_retries(path: Path):
-        for seconds in (*RETRY_SECONDS, None):
+        for seconds in RETRY_SECONDS:
+            time.sleep(seconds)
             try:
                 return read(path)
+            except (FileNotFoundError, PermissionError):
+                raise
             except OSError as error:
-                if error.errno not in TRANSIENT:
-                    raise
-                if seconds is None:
-                    raise ReadFailed(f"{path} could not be read ({error.strerror}): start again "
-                                     f"when the file system works") from error
-            time.sleep(seconds)
+                reason = error.strerror
+        raise ReadFailed(f"{path} could not be read ({reason}): start again when the file system "
+                         f"works")
     return read_with_retries
 
 
@@ -309,7 +254,7 @@ def reading(path: Path, problem: str):
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise FileNotFoundError
         yield
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except (FileNotFoundError, NotADirectoryError):
         instead = "another, or run train.py first"
         if path.is_dir():
             instead = f"{path}/latest.pt"
@@ -317,18 +262,15 @@ def reading(path: Path, problem: str):
             instead += (f"; a model from Hugging Face must be imported first: "
                         f"python -m tools.huggingface import {path} {path.name}.pt")
         raise FileNotFoundError(f"there is no checkpoint {path}: give {instead}") from None
-    except (PermissionError, MemoryError, UnknownFormat):
+    except (PermissionError, MemoryError):
         raise
-    except pickle.UnpicklingError:
-        raise CorruptCheckpoint(f"{path} {problem}: it holds more than tensors and plain "
-                                f"types") from None
     except Exception as error:
         # EINVAL or no number: damaged bytes led to an invalid request, such as a seek before 0.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
-        reason = type(error).__name__
-        if str(error):
-            reason = str(error).splitlines()[0]
+        reason = first_line(error)
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it holds more than tensors and plain types"
         raise CorruptCheckpoint(f"{path} {problem}: {reason}") from error
 
 
@@ -345,21 +287,19 @@ def verify(path: Path) -> None:
 def load(path: Path) -> dict:
     """Load the state in a file. Its tensors are mapped from disk, not yet read nor verified.
 
-    Raises CorruptCheckpoint if the file is no checkpoint of this project, contradicts itself, or
-    holds anything but tensors and plain types; UnknownFormat if another version wrote it.
+    Raises CorruptCheckpoint if the file is no checkpoint, contradicts itself, or holds anything but
+    tensors and plain types; ValueError if another version of this code wrote it.
     """
     with reading(path, "is refused"):
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        if not isinstance(state, dict) or not {"format", "step"} <= set(state):
+        if not isinstance(state, dict) or "format" not in state:
             raise ValueError("it is not a checkpoint of this project")
-        if state["format"] != FORMAT:
-            raise UnknownFormat(f"{path} has format {state['format']}, this code reads format "
-                                f"{FORMAT}: use the version of the code that wrote it")
+    if state["format"] != FORMAT:               # not damaged: it must not be passed over
+        raise ValueError(f"{path} has format {state['format']}, this code reads format {FORMAT}: "
+                         f"use the version of the code that wrote it")
+    with reading(path, "is refused"):
         if set(state) != KEYS:
             raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")
-        for key in ("config", "scaler", "monitor", "run", *STATE):
-            if not isinstance(state[key], dict):
-                raise ValueError(f"its {key} is not a dict")
         weights_only = not state["exp_avg"] and not state["exp_avg_sq"]
         shapes = parameter_shapes(GPTConfig(**state["model"]))
         for key in STATE:
@@ -395,28 +335,22 @@ def load_model(path: Path) -> tuple[GPT, dict]:
 
 @contextmanager
 def lock_output_dir(out: Path):
-    """Create the directory `out` and hold its lock during the block; the lock ends with the
-    process, however that ends. Raises ValueError if another process holds it, OSError if `out`
-    cannot be written or locked."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = open(out / "lock", "a+")
-    except OSError as error:
-        raise OSError(f"--out {out} is not a directory that can be written: {error.strerror}: "
-                      f"give another") from error
-    with file:
+    """Create the directory `out` and hold its lock during the block, or until the process ends.
+    Raises ValueError if another process holds it, OSError if `out` cannot be written or locked."""
+    with ExitStack() as stack:
         try:
-            import fcntl
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:         # Windows has no flock: there a second run is not refused
-            pass
+            out.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(out / "lock", "a+"))
+            with suppress(ImportError):     # Windows has no flock: a second run is not refused
+                import fcntl
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             raise ValueError(f"another run writes to {out} ({file.read()}): stop it first, or give "
                              f"another --out") from None
         except OSError as error:
-            raise OSError(f"--out {out} cannot be locked: {error.strerror}: put it on another file "
-                          f"system") from error
+            raise OSError(f"--out {out} is not a directory that can be written and locked: "
+                          f"{error.strerror}: give another") from error
         file.truncate(0)
         file.write(f"{socket.gethostname()}, process {os.getpid()}")
         file.flush()
@@ -425,33 +359,27 @@ def lock_output_dir(out: Path):
 
 @retry_transient
 def list_checkpoints(out: Path) -> list[Path]:
-    """The checkpoints in `out`, newest first: latest.pt, then the others by the time of writing. A
-    file with two names (latest.pt is a hard link) is listed once, under its step's name."""
+    """The checkpoints in `out`, newest first: latest.pt, then by the time of writing. A file with
+    two names (latest.pt is a hard link) is listed once, under its step's name."""
     try:
         names = os.listdir(out)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    files = {}                                      # {path: its os.stat_result}
+    files = []
     for name in names:
         if STEP_FILE.fullmatch(name) or name == "latest.pt":
             with suppress(FileNotFoundError):       # another process has just removed it
-                files[out / name] = os.stat(out / name)
-    latest = files.get(out / "latest.pt")
-
-    def recency(path):
-        is_latest = latest is not None and files[path].st_ino == latest.st_ino
-        return is_latest, files[path].st_mtime_ns, path.name
-
+                status = os.stat(out / name)
+                files.append((name == "latest.pt", status.st_mtime_ns, name, status.st_ino))
     newest_first = {}                               # {inode: path}
-    for path in sorted(files, key=recency, reverse=True):
-        newest_first.setdefault(files[path].st_ino, path)
+    for _, _, name, inode in sorted(files, reverse=True):
+        newest_first[inode] = out / name            # keeps the place of the inode's first name
     return list(newest_first.values())
 
 
 def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
     """The first whole checkpoint of a list, and an event for each damaged or missing one before it.
-    None in the list stands for step 0 of a run that began from the seed, which is always whole.
-    Raises NoValidCheckpoint, ReadFailed and UnknownFormat."""
+    None in the list is step 0 of a run from the seed. Raises RunError if none is whole."""
     events = []
     for path in files:
         if path is None:
@@ -463,22 +391,18 @@ def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
         except (CorruptCheckpoint, FileNotFoundError) as error:
             events.append(dict(event="damaged", path=str(path), reason=str(error)))
             warn(f"{error}; passed over")
-    raise NoValidCheckpoint(f"none of the {len(files)} checkpoints is whole: "
-                            f"{', '.join(map(str, files))}; move them away to start over")
+    raise RunError(f"none of the {len(files)} checkpoints is whole: "
+                   f"{', '.join(map(str, files))}; move them away to start over")
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins; `find_start` decides it.
-
-    kind is "continue" (go on with the run in --out), "resume" (a branch: a new run with the whole
-    state of a file), "init-from" (a new run with the weights of a file) or "seed" (a new run).
-    """
-    kind: str
-    path: Path | None               # the checkpoint to load; None for "seed"
-    run: dict                       # the run's id and origin, stored in its checkpoints
-    events: list = field(default_factory=list)      # of damaged checkpoints that were passed over
-    found: list = field(default_factory=list)       # the checkpoints in --out at this time
+class Start(NamedTuple):
+    """Where a run begins, as `find_start` decides."""
+    kind: str               # "continue": the run in --out; or a new run: "resume" (a branch, with
+                            # the whole state of a file), "init-from" (with its weights) or "seed"
+    path: Path | None       # the checkpoint to load; None for "seed"
+    run: dict               # the run's id and origin, stored in its checkpoints
+    found: list             # the checkpoints in --out at this time
+    events: list = []       # of damaged checkpoints that were passed over
 
 
 def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
@@ -488,13 +412,12 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     1. If `out` holds checkpoints, the run goes on from the newest whole one.
     2. If not, it begins from --resume FILE, from --init-from FILE, or from the seed.
 
-    If FILE is given in case 1, the run in `out` must have begun from it; this compares ids and
-    steps, not paths. When torchrun has restarted the group, the first start has compared them, and
-    FILE may be gone. With --eval-only, FILE is evaluated without a look at `out`; there "init-from"
-    means a file with weights alone.
+    If FILE is given in case 1, the run in `out` must have begun from it, unless torchrun has
+    restarted the group: then this has been compared, and FILE may be gone. With --eval-only, FILE
+    is evaluated without a look at `out`; "init-from" then means a file of weights alone.
 
-    Raises ValueError or OSError for a usage error, also for a damaged FILE; NoValidCheckpoint if
-    `out` holds only damaged checkpoints; ReadFailed if the file system fails.
+    Raises ValueError or OSError for a usage error, also for a damaged FILE; RunError if `out` holds
+    only damaged checkpoints or the file system fails.
     """
     kind = "seed"
     file = None
@@ -515,37 +438,36 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
         state = load(path)
         if file is not None and not restarted:
             check_origin(out, state["run"], kind, file)
-        start = Start("continue", path, state["run"], events, found)
+        start = Start("continue", path, state["run"], found, events)
     elif file is not None:
         verify(file)
         state = load(file)
-        start = Start(kind, file, new_run(kind, state))
+        start = Start(kind, file, new_run(kind, state), found)
     elif eval_only:
         raise ValueError(f"--eval-only, but {out} holds no checkpoint")
     else:
-        return Start("seed", None, new_run("seed"))
+        return Start(kind, None, new_run(kind), found)
 
     if not state["exp_avg"] and start.kind != "init-from":
         if not eval_only:
             raise ValueError(f"{start.path} holds weights alone: begin a run with --init-from "
                              f"{start.path} and another --out")
-        start = replace(start, kind="init-from")
+        start = start._replace(kind="init-from")
     return start
 
 
 def new_run(kind: str, state: dict | None = None) -> dict:
     """A new id, and the origin of a run that begins with this state or, without one, from the seed:
     [kind, id, step] of the file. A file with weights alone has no id."""
-    if state is None:
-        origin = [kind, None, 0]
-    else:
+    origin = [kind, None, 0]
+    if state is not None:
         origin = [kind, state["run"].get("id"), state["step"]]
     return dict(id=secrets.token_hex(8), origin=origin)
 
 
 def check_origin(out: Path, run: dict, kind: str, file: Path) -> None:
-    """Raise ValueError or OSError unless the run in `out` began with --kind FILE. Of the file only
-    the id and the step are read, not the tensors."""
+    """Raise ValueError or OSError unless the run in `out` began with --kind FILE. Ids and steps are
+    compared, not paths."""
     advice = f"drop --{kind} to go on with that run, or give another --out"
     try:
         origin = new_run(kind, load(file))["origin"]
@@ -584,14 +506,14 @@ def check_data(state: dict, dataset: TokenDataset, data: str, same: bool) -> Non
                          f"begin a run on this one with --init-from and another --out")
 
 
-
 class Metrics:
     """OUT/metrics.jsonl, append-only: one object per step, and one with `event` for anything else.
     Only rank 0 writes."""
 
     def __init__(self, out: Path, rank: int):
-        self.path = out / "metrics.jsonl" if rank == 0 else None
+        self.path = None
         if rank == 0:
+            self.path = out / "metrics.jsonl"
             with open(self.path, "a+b") as file:
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)         # a line torn by a crash

@@ -9,19 +9,18 @@ The shape legend of the whole project:
     B sequences, T positions, C channels (n_embd), H heads, D channels of a head (C = H D),
     V vocabulary
 
-Papers: GPT-2 (Radford et al. 2019, section 2.3) for the architecture and its initialisation,
+Papers: GPT-2 (Radford et al. 2019, section 2.3) for the architecture and its initialization,
 GPT-3 (Brown et al. 2020, table 2.1) and OPT (Zhang et al. 2022, table 1) for the sizes, PaLM
 (Chowdhery et al. 2022, appendix B) for the count of FLOPs.
 
-This file knows nothing of parallelism and can be lifted out and used alone:
+This file knows nothing of parallelism and can be used alone:
 
     model = GPT(GPTConfig(vocab_size=257)).initialize(seed=0)
     loss = model(tokens, targets) / targets.numel()
 
-Four habits let parallel.py cut it into pieces all the same: the number of heads is inferred from
-the width of the projection, and T from its length; the ends of the model may be absent; the head
-owns the projection and the loss; and blocks are kept in a dict by their global number, so a part
-of the model has the names of the whole.
+Four habits let parallel.py cut it into pieces: the number of heads is inferred from the width of
+the projection, and T from its length; the ends of the model may be absent; the head owns the
+projection and the loss; blocks keep their global number as their name.
 """
 import hashlib
 import math
@@ -38,11 +37,6 @@ VOCAB_MULTIPLE = 128    # the token matrix is padded to a multiple of this many 
 IGNORE_INDEX = -1       # a target that adds nothing to the loss
 
 
-def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return (a + b - 1) // b
-
-
 @dataclass(frozen=True)
 class GPTConfig:
     """The shape of a model; the defaults are the size `nano`."""
@@ -55,71 +49,15 @@ class GPTConfig:
     dropout: float = 0.0
 
     def __post_init__(self):
-        for name in ("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
         if self.activation not in ("gelu", "relu"):
             raise ValueError(f"activation {self.activation!r} is neither 'gelu' nor 'relu'")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}: it must be at least 0 and below 1")
 
     @property
     def padded_vocab(self) -> int:
         """Rows of the token matrix in memory; those past vocab_size are never seen outside."""
         return ceil_div(self.vocab_size, VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
-# name: (layers, heads, width, positions, activation). GPT-3's table gives XL 24 heads of 128 at
-# width 2048 and 13B a width of 5140: neither divides, so they are 16 and 5120 here. OPT-350m is
-# post-LayerNorm, another architecture, and left out.
-_TABLE = {
-    "nano": (2, 4, 192, 128, "gelu"),
-    "gpt2": (12, 12, 768, 1024, "gelu"),
-    "gpt2-medium": (24, 16, 1024, 1024, "gelu"),
-    "gpt2-large": (36, 20, 1280, 1024, "gelu"),
-    "gpt2-xl": (48, 25, 1600, 1024, "gelu"),
-    "gpt3-125m": (12, 12, 768, 2048, "gelu"),
-    "gpt3-350m": (24, 16, 1024, 2048, "gelu"),
-    "gpt3-760m": (24, 16, 1536, 2048, "gelu"),
-    "gpt3-1.3b": (24, 16, 2048, 2048, "gelu"),
-    "gpt3-2.7b": (32, 32, 2560, 2048, "gelu"),
-    "gpt3-6.7b": (32, 32, 4096, 2048, "gelu"),
-    "gpt3-13b": (40, 40, 5120, 2048, "gelu"),
-    "gpt3-175b": (96, 96, 12288, 2048, "gelu"),
-    "opt-125m": (12, 12, 768, 2048, "relu"),
-    "opt-1.3b": (24, 32, 2048, 2048, "relu"),
-    "opt-2.7b": (32, 32, 2560, 2048, "relu"),
-    "opt-6.7b": (32, 32, 4096, 2048, "relu"),
-    "opt-13b": (40, 40, 5120, 2048, "relu"),
-    "opt-30b": (48, 56, 7168, 2048, "relu"),
-    "opt-66b": (64, 72, 9216, 2048, "relu"),
-    "opt-175b": (96, 96, 12288, 2048, "relu"),
-}
-SIZES = {name: dict(zip(("n_layer", "n_head", "n_embd", "seq_len", "activation"), row))
-         for name, row in _TABLE.items()}
-
-
-def derive_seed(*what) -> int:
-    """A 63-bit seed that is a pure function of its arguments (ints and strings), on every machine
-    and in every process; Python's own `hash` of a string is not."""
-    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little") >> 1
-
-
-def seed_dropout(device: torch.device, dropout_seed: int | None, *name) -> None:
-    """Make the next dropout mask on `device` a function of (dropout_seed, name), so that it can be
-    drawn again. Without a dropout_seed, the default generator is used. (torch.manual_seed would
-    seed the generators of all devices, which takes 0.4 to 2 ms with a GPU.)"""
-    if dropout_seed is None:
-        return
-    if device.type == "cpu":
-        generator = torch.default_generator
-    elif device.type == "mps":
-        generator = torch.mps
-    else:
-        generator = torch.get_device_module(device).default_generators[device.index]
-    generator.manual_seed(derive_seed(dropout_seed, *name))
 
 
 class Dropout(nn.Module):
@@ -163,7 +101,7 @@ class Embed(nn.Module):
 
 class CoreAttention(Dropout):
     """softmax(q k^T / sqrt(D)) v of q (B, H, T, D), k and v (B, H, positions, D), with dropout on
-    the softmax; causal, or every q sees all positions."""
+    the softmax; causal, or each q attends to all positions."""
     rng_offset = 0      # parallel.py sets it: ranks with different heads draw different masks
 
     def forward(self, q, k, v, causal, dropout_seed=None):
@@ -180,9 +118,8 @@ class Attention(nn.Module):
     One matrix product computes q, k and v. Its 3C output channels are ordered (3, H, D): all heads
     of q, then of k, then of v. To cut the matrix by heads, cut each third by itself.
 
-    cache (2, B, H, positions, D) holds the keys and values of the positions before `start`, and
-    those of x are added: the whole prompt at start 0, where a batch of 1 is broadcast to that of
-    the cache; after that one position at a time (T = 1), which attends to all before it.
+    cache (2, B, H, seq_len, D) holds the keys and values of the positions before `start`; those of
+    x are added. At start 0 a batch of 1 is broadcast to that of the cache.
     """
 
     def __init__(self, cfg: GPTConfig, layer: int):
@@ -276,8 +213,7 @@ class GPT(nn.Module):
     def forward(self, x, targets=None, dropout_seed=None, cache=None, start=0):
         """tokens (B, T) -> logits (B, T, V), or the summed loss in nats given targets (B, T).
 
-        In training mode all dropout masks are a function of `dropout_seed`, an int. Without one,
-        the default generator is used.
+        In training mode all dropout masks are a function of `dropout_seed`, an int, if it is given.
         With a cache (`new_kv_cache`) the tokens have the positions start, start + 1, ...: the whole
         prompt at start 0, then one token at a time. The logits (B, 1, V) are of the last position.
         """
@@ -312,10 +248,10 @@ class GPT(nn.Module):
 def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
     """The value at step 0 of the full parameter `name`, without padding: fp32 on the CPU.
 
-    It is a function of (seed, name) alone, so each rank of any layout can draw the parameters it
-    holds, one at a time. Standard deviation 0.02, and 0.02 / sqrt(2L) for the two projections that
-    write to the residual stream, so that its variance does not depend on the depth (GPT-2, section
-    2.3); biases 0, LayerNorm weights 1.
+    It is a function of (seed, name) alone, so each rank of any layout can draw its parameters, one
+    at a time. Standard deviation 0.02, and 0.02 / sqrt(2L) for the two projections that write to
+    the residual stream, so that its variance does not depend on the depth; biases 0, LayerNorm
+    weights 1.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -325,6 +261,32 @@ def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
     std = 0.02 / math.sqrt(2 * cfg.n_layer) if residual else 0.02
     generator = torch.Generator().manual_seed(derive_seed(seed, name))
     return torch.empty(shape).normal_(0, std, generator=generator)
+
+
+# ---------------------------------------------------------------------------------------------
+# Seeds, products on CPUs without 16-bit instructions, sizes and counts
+# ---------------------------------------------------------------------------------------------
+
+
+def derive_seed(*what) -> int:
+    """A 63-bit seed that is a pure function of its arguments (ints and strings), on every machine
+    and in every process; Python's own `hash` of a string is not."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little") >> 1
+
+
+def seed_dropout(device: torch.device, dropout_seed: int | None, *name) -> None:
+    """Make the next dropout mask on `device` a function of (dropout_seed, name), so that it can be
+    drawn again. Without a dropout_seed, the default generator is used. (torch.manual_seed would
+    seed the generators of all devices, which takes 0.4 to 2 ms with a GPU.)"""
+    if dropout_seed is None:
+        return
+    if device.type == "cpu":
+        generator = torch.default_generator
+    elif device.type == "mps":
+        generator = torch.mps
+    else:
+        generator = torch.get_device_module(device).default_generators[device.index]
+    generator.manual_seed(derive_seed(dropout_seed, *name))
 
 
 # The 16-bit types in which this CPU has no instructions for matrix products: there PyTorch takes 4
@@ -351,9 +313,8 @@ def upcast_for_matmul(product: Callable, *factors: torch.Tensor | None, out=None
         wide = [x if x is None else x.float() for x in factors]
         return product(*wide).to(dtype)
 
-    # Autograd would keep the factors in fp32. The checkpoint keeps them in 16 bits and converts
-    # them again in backward. (A linear product is not repeated: its backward needs the factors
-    # alone. Attention is.)
+    # Autograd would keep the factors in fp32; the checkpoint keeps them in 16 bits and converts
+    # them again in backward. (Attention is repeated there, a linear product is not.)
     result = checkpoint(in_fp32, *factors, use_reentrant=False)
     return result if out is None else out.copy_(result)
 
@@ -361,6 +322,41 @@ def upcast_for_matmul(product: Callable, *factors: torch.Tensor | None, out=None
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
     """F.linear by `upcast_for_matmul`: x (..., in), weight (out, in) -> (..., out)."""
     return upcast_for_matmul(F.linear, x, weight, bias)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return (a + b - 1) // b
+
+
+# {name: (n_layer, n_head, n_embd, seq_len, activation)}. GPT-3's table gives XL 24 heads of 128 at
+# width 2048 and 13B a width of 5140: neither divides, so they are 16 and 5120 here. OPT-350m is
+# post-LayerNorm, another architecture, and left out.
+_TABLE = {
+    "nano": (2, 4, 192, 128, "gelu"),
+    "gpt2": (12, 12, 768, 1024, "gelu"),
+    "gpt2-medium": (24, 16, 1024, 1024, "gelu"),
+    "gpt2-large": (36, 20, 1280, 1024, "gelu"),
+    "gpt2-xl": (48, 25, 1600, 1024, "gelu"),
+    "gpt3-125m": (12, 12, 768, 2048, "gelu"),
+    "gpt3-350m": (24, 16, 1024, 2048, "gelu"),
+    "gpt3-760m": (24, 16, 1536, 2048, "gelu"),
+    "gpt3-1.3b": (24, 16, 2048, 2048, "gelu"),
+    "gpt3-2.7b": (32, 32, 2560, 2048, "gelu"),
+    "gpt3-6.7b": (32, 32, 4096, 2048, "gelu"),
+    "gpt3-13b": (40, 40, 5120, 2048, "gelu"),
+    "gpt3-175b": (96, 96, 12288, 2048, "gelu"),
+    "opt-125m": (12, 12, 768, 2048, "relu"),
+    "opt-1.3b": (24, 32, 2048, 2048, "relu"),
+    "opt-2.7b": (32, 32, 2560, 2048, "relu"),
+    "opt-6.7b": (32, 32, 4096, 2048, "relu"),
+    "opt-13b": (40, 40, 5120, 2048, "relu"),
+    "opt-30b": (48, 56, 7168, 2048, "relu"),
+    "opt-66b": (64, 72, 9216, 2048, "relu"),
+    "opt-175b": (96, 96, 12288, 2048, "relu"),
+}
+SIZES = {name: dict(zip(("n_layer", "n_head", "n_embd", "seq_len", "activation"), row))
+         for name, row in _TABLE.items()}
 
 
 def parameter_count(cfg: GPTConfig) -> int:
@@ -373,11 +369,10 @@ def parameter_count(cfg: GPTConfig) -> int:
 def flops_per_token(cfg: GPTConfig, recompute: bool = False) -> int:
     """Floating-point operations to train on one token: 6 N + 12 L C T (PaLM, appendix B).
 
-    Each parameter takes two operations (multiply, add) forward and four backward. N leaves out the
-    position embeddings, which are looked up, and counts the tied matrix once, for the head. In
-    attention, q k^T and the product with v take 4 C T forward in each layer and twice that
-    backward, counted in full although half of it is masked. Recomputation repeats a block's
-    forward except for its last product (8 C^2), whose result backward does not need.
+    A parameter takes two operations (multiply, add) forward and four backward. N leaves out the
+    position embeddings and counts the tied matrix once, for the head. Attention's two products take
+    4 C T forward in each layer and twice that backward, although half of it is masked.
+    Recomputation repeats a block's forward but for its last product (8 C^2).
     """
     C = cfg.n_embd
     T = cfg.seq_len

@@ -7,14 +7,15 @@
     -> the smallest set whose probability reaches p -> one token -> appended, and again
 
 Temperature 0 takes the most probable token. Top-p is nucleus sampling (Holtzman et al. 2020).
-Only text goes to standard output, as it is generated. A sample ends at <|endoftext|>, before the
---stop text, or at --max-tokens. A line of dashes separates samples.
+Only text goes to standard output. A sample ends at <|endoftext|>, before the --stop text, or at
+--max-tokens. A line of dashes separates samples.
 """
 import argparse
 import codecs
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":      # Ctrl-C at any time, also while torch is imported
@@ -22,15 +23,15 @@ if __name__ == "__main__":      # Ctrl-C at any time, also while torch is import
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from checkpoint import load_model
 from data import get_tokenizer, parse_arguments
-from parallel import out_of_memory, pick_device
+from parallel import first_line, out_of_memory, pick_device
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DASHES = "-" * 40 + "\n"       # the line between samples
 LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
-GENERATOR_BYTES = 5000         # of a torch.Generator
 OTHER_NAMES = {"ckpt": "out-dir init-from", "prompt": "start", "max-tokens": "max-new-tokens"}
 
 
@@ -54,87 +55,76 @@ def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
 
 @torch.inference_mode()
 def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: float = 1.0,
-             top_k: int = 0, top_p: float = 1.0, generators=(None,), ended=()):
+             top_k: int = 0, top_p: float = 1.0, generators=(None,)):
     """Continue `tokens` once with each of the `generators`, as one batch with one cache. Yields up
     to `max_tokens` times {number of the sample: token id} for the samples that continue. The token
-    `end` ends a sample and is not yielded; the caller ends one by adding its number to `ended`.
+    `end` ends a sample and is not yielded.
 
     The model sees the last seq_len tokens of a prompt. The cache holds the keys and values of the
     tokens before, so a new token costs one position. When all seq_len positions are taken, the
-    newest half of the tokens moves to the first positions and is computed again, which happens at
-    most once in seq_len / 2 tokens.
+    newest half of the tokens moves to the first positions and is computed again.
     """
     seq_len = model.cfg.seq_len
     device = next(model.parameters()).device
-    samples = list(range(len(generators)))
+    count = len(generators)
+    ended = set()
     seen = 0                                                    # positions in the cache
-    cache = model.new_kv_cache(len(samples))
+    cache = model.new_kv_cache(count)
     window = torch.tensor([tokens[-seq_len:]], device=device)   # (1, T): the samples share a prompt
     for _ in range(max_tokens):
         if window.shape[1] > seq_len:
             window = window[:, -max(1, seq_len // 2):]
             seen = 0
         logits = model(window[:, seen:], cache=cache, start=seen)[:, -1]
-        logits = logits.expand(len(samples), -1)                            # (samples, V)
+        logits = logits.expand(count, -1)                                   # (count, V)
         seen = window.shape[1]
         if temperature == 0:
             drawn = logits.argmax(-1).tolist()
         else:
             probabilities = filter_logits(logits, temperature, top_k, top_p).cpu()
-            drawn = [torch.multinomial(row, 1, generator=generators[i]).item()
-                     for i, row in zip(samples, probabilities)]
-        yield {i: token for i, token in zip(samples, drawn) if token != end}
-        new = torch.tensor(drawn, device=device)[:, None]                   # (samples, 1)
-        window = torch.cat([window.expand(len(samples), -1), new], dim=1)
-        going = [row for row, i in enumerate(samples) if drawn[row] != end and i not in ended]
-        if len(going) < len(samples):
-            samples = [samples[row] for row in going]
-            window = window[going]
-            cache = {name: kept[:, going] for name, kept in cache.items()}
-        if not samples:
+            drawn = [torch.multinomial(row, 1, generator=generator).item()
+                     for row, generator in zip(probabilities, generators)]
+        ended |= {i for i, token in enumerate(drawn) if token == end}
+        yield {i: token for i, token in enumerate(drawn) if i not in ended}
+        if len(ended) == count:
             return
+        new = torch.tensor(drawn, device=device)[:, None]                   # (count, 1)
+        window = torch.cat([window.expand(count, -1), new], dim=1)
 
 
-class FastRowLinear(nn.Module):
-    """A Linear in fp32 on the CPU that multiplies a single row with both halves of the matrix as a
+def linear_in_halves(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """F.linear in fp32 on the CPU. It multiplies a single row with both halves of the matrix as a
     batch: MKL takes 2 to 3 times as long for the product of one matrix and one vector."""
-
-    def __init__(self, plain: nn.Linear):
-        super().__init__()
-        self.plain = plain
-        self.halves = plain.weight.detach().view(2, -1, plain.in_features)  # (2, out / 2, in)
-
-    def forward(self, x):
-        if x.numel() > x.shape[-1]:
-            return self.plain(x)
-        # The stride of a transposed row is fast; that of a column takes bmm's slow path.
-        column = x.reshape(1, 1, -1).expand(2, 1, -1).mT                    # (2, in, 1)
-        y = torch.bmm(self.halves, column)                                  # (2, out / 2, 1)
-        return y.view(*x.shape[:-1], -1) + self.plain.bias
+    if x.numel() > x.shape[-1]:
+        return F.linear(x, linear.weight, linear.bias)
+    halves = linear.weight.view(2, -1, x.shape[-1])                         # (2, out / 2, in)
+    # The stride of a transposed row is fast; that of a column takes bmm's slow path.
+    column = x.reshape(1, 1, -1).expand(2, 1, -1).mT                        # (2, in, 1)
+    y = torch.bmm(halves, column)                                           # (2, out / 2, 1)
+    return y.view(*x.shape[:-1], -1) + linear.bias
 
 
 def use_fast_rows(model) -> None:
-    """Replace the Linear modules of a model in fp32 on the CPU by FastRowLinear."""
+    """Let the Linear modules of a model in fp32 on the CPU compute by `linear_in_halves`."""
     weight = model.head.weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and child.out_features % 2 == 0:
-                setattr(module, name, FastRowLinear(child))
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.out_features % 2 == 0:
+            module.forward = partial(linear_in_halves, module)
 
 
 def check_memory(model, samples: int) -> None:
     """Raise MemoryError if the caches of so many samples exceed the CPU's memory, where the system
     would otherwise kill the process. (A GPU's allocator raises an error itself.)"""
     cfg, weight = model.cfg, model.head.weight
-    if weight.device.type != "cpu" or not hasattr(os, "sysconf"):           # as on Windows
-        return
-    cache = 2 * cfg.n_layer * cfg.seq_len * cfg.n_embd * weight.element_size()
-    needed = samples * (cache + GENERATOR_BYTES)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > memory:
-        raise MemoryError(f"{samples} samples take {needed / 1e9:,.1f} GB of {memory / 1e9:,.1f}")
+    if weight.device.type == "cpu" and hasattr(os, "sysconf"):      # Windows has none
+        cache = 2 * cfg.n_layer * cfg.seq_len * cfg.n_embd * weight.element_size()
+        needed = samples * (cache + 5000)                           # 5000: a torch.Generator
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > memory:
+            raise MemoryError(f"{samples} samples take {needed / 1e9:,.1f} GB of "
+                              f"{memory / 1e9:,.1f}")
 
 
 def print_samples(model, tokenizer, prompt: str, args) -> None:
@@ -147,14 +137,14 @@ def print_samples(model, tokenizer, prompt: str, args) -> None:
     generators = [torch.Generator().manual_seed(args.seed + i) for i in range(count)]
     stop = args.stop.encode()
     texts = [b""] * count
-    ended = set()
+    ended = set()                   # the samples that have reached `stop`
     shown = 0                       # characters of the first sample on standard output
     sys.stdout.write(prompt)
     for drawn in generate(model, tokens or [tokenizer.eot_token], args.max_tokens,
                           tokenizer.eot_token, args.temperature, args.top_k, args.top_p,
-                          generators, ended):
-        for i, token in drawn.items():
-            texts[i] += tokenizer.decode_single_token_bytes(token)
+                          generators):
+        for i in drawn.keys() - ended:
+            texts[i] += tokenizer.decode_single_token_bytes(drawn[i])
             if stop and stop in texts[i]:
                 texts[i] = texts[i].partition(stop)[0]
                 ended.add(i)
@@ -165,15 +155,17 @@ def print_samples(model, tokenizer, prompt: str, args) -> None:
         sys.stdout.write(text[shown:])
         sys.stdout.flush()
         shown = max(shown, len(text))
+        if ended >= drawn.keys():
+            break
     sys.stdout.write(texts[0].decode(errors="replace")[shown:] + "\n")
     for text in texts[1:]:
         sys.stdout.write(DASHES + prompt + text.decode(errors="replace") + "\n")
 
 
-def parse_flags(parser, arguments) -> argparse.Namespace:
+def parse_flags(parser) -> argparse.Namespace:
     """The flags, with their defaults. A mistake ends the program with status 2."""
     parser.add_argument("--ckpt", default="out/latest.pt", help="default: %(default)s")
-    parser.add_argument("--prompt", metavar="TEXT",
+    parser.add_argument("--prompt", default="", metavar="TEXT",
                         help="text to continue; - reads standard input; none: <|endoftext|>")
     parser.add_argument("--num-samples", type=int, metavar="N", help="samples of a prompt, with "
                         "--seed, --seed + 1, ...; each line of --prompt - is then a prompt")
@@ -189,7 +181,7 @@ def parse_flags(parser, arguments) -> argparse.Namespace:
                         help="auto: cuda or mps if available")
     parser.add_argument("--dtype", default="fp32", choices=list(DTYPES), help="type of weights and "
                         "activations; bf16 is faster where the device multiplies 16-bit numbers")
-    args = parse_arguments(parser, arguments, OTHER_NAMES)
+    args = parse_arguments(parser, sys.argv[1:], OTHER_NAMES)
     if args.num_samples is not None and args.num_samples < 1:
         parser.error("--num-samples must be at least 1")
     if args.max_tokens < 0 or args.top_k < 0:
@@ -205,21 +197,21 @@ def parse_flags(parser, arguments) -> argparse.Namespace:
 
 def read_prompts(args) -> list[str]:
     """The prompts. Raises ValueError for text that is not UTF-8."""
-    prompts = [args.prompt or ""]
+    prompts = [args.prompt]
     if args.prompt == "-":
         if sys.stdin is None:
             raise ValueError("--prompt - reads standard input, which is closed")
         prompts = [sys.stdin.read()]
         if args.num_samples is not None:
             prompts = prompts[0].removesuffix("\n").split("\n")
-    "".join([*prompts, args.stop]).encode()
+    (args.stop + "".join(prompts)).encode()
     return prompts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.")
     parser.error = lambda message: parser.exit(2, f"sample.py: {message}\n")
-    args = parse_flags(parser, sys.argv[1:])
+    args = parse_flags(parser)
     try:
         device = pick_device(args.device, 0, 1)
         model, state = load_model(Path(args.ckpt))
@@ -243,8 +235,7 @@ if __name__ == "__main__":
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        text = str(error) or type(error).__name__
-        sys.exit(f"sample.py: out of memory ({text.splitlines()[0]}): the model needs "
-                 f"more memory than this device has: try --device cpu, or another machine")
+        sys.exit(f"sample.py: out of memory ({first_line(error)}): the model needs more memory "
+                 f"than this device has: try --device cpu, or another machine")
     except BrokenPipeError:             # `| head` has read enough
         os._exit(1)
