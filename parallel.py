@@ -1114,7 +1114,7 @@ def plain_step(model, optimizer, tokens, targets):
 #  11  the norm counts shared parameters once       clips as one process does    grad_norm_squares
 #
 # The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
-# for each block. Backward fills `grad` from the right; every rank communicates in that order.
+# for each block. Backward completes them from the right; every rank communicates in that order.
 #
 #     | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |
 #
@@ -1129,11 +1129,11 @@ def plain_step(model, optimizer, tokens, targets):
 #       2     shard               shard    full     2 + 16/dp    4 + 12/dp               4m + 2
 #       3     shard               shard    shard    18/dp        16/dp                   4m + 4m
 #
-#     1   the all-reduce becomes a reduce-scatter; AdamW updates the shard; an all-gather follows.
-#         AdamW is elementwise, so a shard may begin and end inside a matrix
-#     2   every microbatch's bucket is reduce-scattered, added to the shard, and freed
-#     3   a block's parameters are gathered before use, forward and backward, and freed after; the
-#         next block's travel meanwhile (FSDP, Zhao et al. 2023)
+# Stage 1 replaces the all-reduce by a reduce-scatter; AdamW updates the shard; an all-gather
+# follows. AdamW is elementwise, so a shard may begin and end inside a matrix. Stage 2
+# reduce-scatters the bucket of every microbatch, adds it to the shard, and frees it. Stage 3
+# gathers a block's parameters before use, in forward and in backward, and frees them after; the
+# next block's travel meanwhile (FSDP, Zhao et al. 2023).
 
 
 def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
@@ -1361,8 +1361,8 @@ class FlatParameters:
         # From ZeRO 2 on a bucket's gradients are None if this microbatch added nothing: the head's
         # come in forward, and GPipe runs all of the forwards before the first backward.
         elif bucket.grad is not None:
-            # One at a time where it takes memory: from ZeRO 2 on, the bucket's own until it has
-            # been sent; on a CPU, buffers for the shards that arrive.
+            # One at a time where it takes memory: from ZeRO 2 on, the bucket's own until its sync
+            # ends; on a CPU, buffers for the shards that arrive.
             if self.zero >= 2 or bucket.grad.device.type == "cpu":
                 self._wait_grad_sync()
             self.in_flight.append((bucket, reduce_scatter(bucket.grad, group)))
