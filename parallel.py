@@ -1404,12 +1404,14 @@ class FlatParameters:
         is_replica = self.zero == 0 and self.grid.dp_rank > 0
         for bucket in self.buckets:
             for spec, shard_slice, _ in bucket.shard_ranges:
+                pieces = bucket.shard["grad"][shard_slice].split(2 ** 20)
                 is_replicated = spec.partition_dim is None and self.grid.tp_rank > 0
                 if is_replica or is_replicated or spec.is_tied_copy:
-                    others.append(bucket.shard["grad"][shard_slice])
+                    others += pieces
                 else:
-                    counted.append(bucket.shard["grad"][shard_slice])
-        # One fp32 sum over 10M values can be off in its fourth digit.
+                    counted += pieces
+        # One fp32 sum over 10M values can be off in its fourth digit. A CPU converts to float64,
+        # in pieces that fit its cache.
         dtype = sum_dtype(self.buckets[0].data.device)
         squares = torch.stack(torch._foreach_norm(counted + others, 2, dtype=dtype)).square()
         return torch.stack([squares[:len(counted)].sum(), squares.sum()])
