@@ -1055,15 +1055,13 @@ def plain_step(model, optimizer, tokens, targets):
 #   7  ZeRO 1: a replica updates one shard          12 of 18 bytes / dp            _start_grad_sync
 #   8  ZeRO 2: and keeps one shard of gradients     4 more bytes / dp              _start_grad_sync
 #   9  ZeRO 3: and of parameters                    2 more bytes / dp                   fully_shard
-#  10  one AdamW on the slices of all buckets       2 calls, not 52                      adamw_step
-#  11  masters, moments and AdamW on the host       6 of 18 bytes on the GPU                   step
-#  12  the norm counts shared parameters once       clips as one process does    grad_norm_squares
+#  10  masters, moments and AdamW on the host       6 of 18 bytes on the GPU                   step
+#  11  the norm counts shared parameters once       clips as one process does    grad_norm_squares
 #
 # The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
-# for each block. Backward fills `grad` from the right; every rank communicates in that order.
+# for each block. Backward completes them from the right; every rank communicates in that order.
 #
-#     data    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |     parameters are views
-#     grad    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |     gradients add up here
+#     | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |
 #
 # ZeRO (Rajbhandari et al. 2020) cuts each bucket into dp shards, and replica r keeps shard r. Its
 # stage, a number unrelated to the stages of a pipeline, says which tensors are sharded. A rank
@@ -1076,36 +1074,31 @@ def plain_step(model, optimizer, tokens, targets):
 #       2     shard               shard    full     2 + 16/dp    4 + 12/dp               4m + 2
 #       3     shard               shard    shard    18/dp        16/dp                   4m + 4m
 #
-#     1   the all-reduce becomes a reduce-scatter; AdamW updates the shard; an all-gather follows.
-#         AdamW is elementwise, so a shard may begin and end inside a matrix
-#     2   every microbatch's bucket is reduce-scattered, added to the shard, and freed
-#     3   a block's parameters are gathered before use, forward and backward, and freed after; the
-#         next block's travel meanwhile (FSDP, Zhao et al. 2023)
+# Stage 1 replaces the all-reduce by a reduce-scatter; AdamW updates the shard; an all-gather
+# follows. AdamW is elementwise, so a shard may begin and end inside a matrix. Stage 2
+# reduce-scatters the bucket of every microbatch, adds it to the shard, and frees it. Stage 3
+# gathers a block's parameters before use, in forward and in backward, and frees them after; the
+# next block's travel meanwhile (FSDP, Zhao et al. 2023).
 
 
-def round_up(n: int, multiple: int) -> int:
-    return (n + multiple - 1) // multiple * multiple
-
-
-def state_bytes(numel: int, dp: int, dtypes: tuple, zero: int, offload: bool) -> tuple[dict, dict]:
-    """Bytes of one rank's parameters, gradients, masters and Adam moments, as the table says:
-    {kind: bytes} on its device and, of what `offload` keeps there, on the host.
-
-    numel       numbers in this rank's parameters before ZeRO shards them
-    dtypes      (of the parameters, of the masters)
-    """
-    dtype, master_dtype = dtypes
-    shard = numel // dp
-    weights = dict(
-        parameters=dtype.itemsize * (shard if zero >= 3 else numel),
-        gradients=master_dtype.itemsize * (shard if zero >= 2 else numel))
-    masters = master_dtype.itemsize * (shard if zero >= 1 else numel)
-    states = dict(masters=masters, moments=2 * masters)
-    if offload:
-        return weights, states
-    if dtype == master_dtype:           # a parameter is its own master
-        states["masters"] = 0
-    return weights | states, {}
+def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
+    """The parameters of a stage. They depend on the stage alone, so any rank can compute the layout
+    of another one (`checkpoint.gather_full_state`)."""
+    specs = {}
+    for module_name, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            local_name = f"{module_name}.{attribute}"
+            name = TIED.get(local_name, local_name)
+            if name in specs:
+                specs[name].owners.append((module, attribute))
+                continue
+            rows = cfg.vocab_size if name == "embed.token.weight" else parameter.shape[0]
+            specs[name] = ParamSpec(
+                name, (rows, *parameter.shape[1:]), padded_rows=parameter.shape[0],
+                partition_dim=getattr(module, "partition_dim", {}).get(attribute),
+                stride=getattr(module, "stride", 1), tp=grid.tp, owners=[(module, attribute)],
+                is_tied_copy=local_name in TIED and not grid.is_first)
+    return list(specs.values())
 
 
 class Bucket:
@@ -1113,10 +1106,10 @@ class Bucket:
     equal shards make up the bucket.
 
     data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
-    grad            (numel,) their gradients; from ZeRO 2 on those of one microbatch, otherwise None
-    shard           {name: tensor} of what this rank updates, for data, grad, master, exp_avg and
-                    exp_avg_sq. Each has numel / num_shards elements. "data" and "grad" are views
-                    of the above where the table of ZeRO stages says "full".
+    grad            (numel,) their gradients; from ZeRO 2 on, those of one microbatch or None
+    shard           {name: (numel / num_shards,)} of what this rank updates, for data, grad, master,
+                    exp_avg and exp_avg_sq; the first two are views of the above where the table of
+                    ZeRO stages says "full"
     shard_ranges    the parts of parameters in the shard: [(spec, shard_slice, param_slice)], where
                     shard[name][shard_slice] belongs to parameter.flatten()[param_slice]
     pending_grads   number of gradients that this backward has not computed yet
@@ -1135,8 +1128,8 @@ class Bucket:
         end = 0
         for spec in specs:
             self.offsets[spec.name] = end
-            end += round_up(spec.numel, 32)             # aligned to 64 bytes, in 16 bits too
-        self.numel = round_up(end, 32 * dp)
+            end += ceil_div(spec.numel, 32) * 32        # aligned to 64 bytes, in 16 bits too
+        self.numel = ceil_div(end, 32 * dp) * 32 * dp
 
         length = self.numel // num_shards
         first = shard_rank * length
@@ -1155,56 +1148,38 @@ class Bucket:
         offset = self.offsets[spec.name]
         return flat[offset:offset + spec.numel].view(spec.local_shape)
 
-
-def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
-    """The parameters of a stage. They depend on the stage alone, so any rank can compute the layout
-    of another one (`checkpoint.gather_full_state`)."""
-    specs = {}
-    for module_name, module in model.named_modules():
-        stride = getattr(module, "stride", 1)
-        for attribute, parameter in module.named_parameters(recurse=False):
-            local_name = f"{module_name}.{attribute}"
-            name = TIED.get(local_name, local_name)
-            if name in specs:
-                specs[name].owners.append((module, attribute))
-                continue
-            rows = cfg.vocab_size if name == "embed.token.weight" else parameter.shape[0]
-            specs[name] = ParamSpec(
-                name, (rows, *parameter.shape[1:]), parameter.shape[0],
-                getattr(module, "partition_dim", {}).get(attribute), stride, grid.tp,
-                [(module, attribute)], is_tied_copy=local_name in TIED and not grid.is_first)
-    return list(specs.values())
+    def main_grad(self, spec: ParamSpec) -> torch.Tensor:
+        """Where a parameter's gradient adds up (the name is Megatron-LM's). From ZeRO 2 on, that
+        memory exists only between a backward's first gradient and its sync."""
+        if self.grad is None:
+            self.grad = torch.zeros_like(self.data, dtype=self.shard["grad"].dtype)
+        return self.view(self.grad, spec)
 
 
 def make_buckets(specs: list[ParamSpec], dp: int, num_shards: int = 1,
                  shard_rank: int = 0) -> list[Bucket]:
-    """The tied matrix; the other parameters of the ends; then each block's attention and MLP, with
-    the LayerNorm before it. Departure 6: the tied matrix is alone, because its gradient is complete
-    only at the end of backward, and where the ends are two stages their gradients are summed."""
-    tied, ends, blocks = [], [], {}
+    """The buckets drawn above. Departure 6: the tied matrix is alone, because its gradient is
+    complete only at the end of backward, and is summed between the end stages of a pipeline."""
+    groups = {"tied": [], "ends": []}
     for spec in specs:
         if spec.name in TIED.values():
-            tied.append(spec)
+            key = "tied"
         elif not spec.name.startswith("blocks."):
-            ends.append(spec)
+            key = "ends"
         else:
             _, block, module, *_ = spec.name.split(".")
-            half = "mlp" if module in ("norm2", "mlp") else "attn"
-            blocks.setdefault((int(block), half), []).append(spec)
-    groups = [tied, ends]
-    groups += [blocks[key] for key in sorted(blocks)]           # "attn" sorts before "mlp"
-    return [Bucket(group, dp, num_shards, shard_rank) for group in groups if group]
+            key = (block, "mlp" if module in ("norm2", "mlp") else "attn")      # with its norm
+        groups.setdefault(key, []).append(spec)
+    return [Bucket(group, dp, num_shards, shard_rank) for group in groups.values() if group]
 
 
 class FlatParameters:
-    """This rank's parameters, gradients, masters and Adam moments, in buckets.
+    """This rank's parameters (of type `dtype`) and their gradients, masters and Adam moments (of
+    type `master_dtype`), in buckets. With equal types, a parameter is its own master.
 
-    dtype           of the parameters
-    master_dtype    of gradients, masters and moments; where it equals dtype, a parameter is its own
-                    master
-    zero            stage of ZeRO, 0 to 3
-    host            departure 11: the device of masters and moments, where AdamW runs; by default
-                    the parameters' device
+    A training step calls zero_grad; prepare_grad_sync before each backward; finish_grad_sync;
+    grad_norm_squares; step. AdamW runs where masters and moments are: on the parameters' device, or
+    on `host` (departure 10).
     """
 
     def __init__(self, specs: list[ParamSpec], grid: Grid, dtype, master_dtype, device,
@@ -1212,11 +1187,8 @@ class FlatParameters:
         device = torch.device(device)
         host = device if host is None else torch.device(host)
         self.grid, self.zero = grid, zero
-        self.num_shards = 1
-        self.shard_rank = 0
-        if zero > 0:
-            self.num_shards = grid.dp
-            self.shard_rank = grid.dp_rank
+        self.num_shards = grid.dp if zero > 0 else 1
+        self.shard_rank = grid.dp_rank if zero > 0 else 0
         self.buckets = make_buckets(specs, grid.dp, self.num_shards, self.shard_rank)
         self.buckets_to_sync = []       # those that this backward communicates, the next one last
         self.in_flight = []             # [(bucket, Work)] of gradients
@@ -1231,30 +1203,23 @@ class FlatParameters:
         length = bucket.numel // self.num_shards
         shard = bucket.shard
         bucket.data = torch.zeros(bucket.numel, dtype=dtype, device=device)
-        if self.zero < 3:
-            shard["data"] = bucket.data.chunk(self.num_shards)[self.shard_rank]
-        else:
-            shard["data"] = torch.zeros(length, dtype=dtype, device=device)
+        shard["data"] = bucket.data.chunk(self.num_shards)[self.shard_rank]
+        if self.zero == 3:
+            shard["data"] = shard["data"].clone()
         if self.zero < 2:
             bucket.grad = torch.zeros(bucket.numel, dtype=master_dtype, device=device)
             shard["grad"] = bucket.grad.chunk(self.num_shards)[self.shard_rank]
         else:
             shard["grad"] = torch.zeros(length, dtype=master_dtype, device=device)
-        if dtype == master_dtype and device == host:
-            shard["master"] = shard["data"]
-        else:
+        shard["master"] = shard["data"]
+        if dtype != master_dtype or device != host:
             shard["master"] = torch.zeros(length, dtype=master_dtype, device=host)
         for moment in ("exp_avg", "exp_avg_sq"):
             shard[moment] = torch.zeros(length, dtype=master_dtype, device=host)
 
     def _attach(self, bucket: Bucket) -> None:
-        """Replace the modules' parameters by views into the bucket, and give each two things:
-
-        main_grad    a function that returns the view of bucket.grad where this parameter's gradient
-                     adds up (the name is Megatron-LM's). It is a function because from ZeRO 2 on
-                     that memory exists only between a backward's first gradient and its sync.
-        a hook       `_grad_ready`, which autograd calls when the gradient is complete.
-        """
+        """Replace the modules' parameters by views into the bucket, and give each its function
+        `main_grad` and the hook that autograd calls when its gradient is complete."""
         for spec in bucket.specs:
             # A tied matrix has two owners and becomes two parameters on the same memory. With one,
             # autograd would hold its first gradient until the second came, at backward's end.
@@ -1263,10 +1228,8 @@ class FlatParameters:
                 # forward and backward, and autograd must not take that for a modified weight.
                 parameter = nn.Parameter(bucket.view(bucket.data, spec).data)
                 setattr(module, attribute, parameter)
-                parameter.main_grad = partial(self._main_grad, bucket, spec)
+                parameter.main_grad = partial(bucket.main_grad, spec)
                 parameter.register_post_accumulate_grad_hook(partial(self._grad_ready, bucket))
-
-    # At step 0, or from a checkpoint.
 
     @torch.no_grad()
     def load(self, name: str, full) -> None:
@@ -1298,7 +1261,7 @@ class FlatParameters:
     @torch.no_grad()
     def _start_params_sync(self, bucket: Bucket) -> Work:
         data, master = bucket.shard["data"], bucket.shard["master"]
-        if master.device != data.device:        # departure 11; pinned, to copy in the background
+        if master.device != data.device:        # departure 10; pinned, to copy in the background
             pinned = data.device.type == "cuda"
             master = torch.empty_like(master, dtype=data.dtype, pin_memory=pinned).copy_(master)
         if master is not data:
@@ -1307,41 +1270,26 @@ class FlatParameters:
             return all_gather(bucket.data, self.grid.group("dp"))
         return Work(bucket.data)
 
-    # A step: zero_grad, prepare_grad_sync before each backward, finish_grad_sync, the norm, step.
-
     def zero_grad(self) -> None:
         for bucket in self.buckets:
-            if self.zero < 2:
-                bucket.grad.zero_()
-            else:
-                bucket.shard["grad"].zero_()
+            grad = bucket.grad if self.zero < 2 else bucket.shard["grad"]
+            grad.zero_()
 
     def prepare_grad_sync(self, last: bool) -> None:
         """Before each backward. Departure 1: only the `last` of a step communicates; from ZeRO 2 on
-        each one does, because a microbatch's gradients are not kept. Everything is a sum: before a
-        backward, `run_schedule` divides the loss by the tokens of the whole batch (`scale`)."""
+        each one does. Everything is a sum: before a backward, `run_schedule` divides the loss by
+        the tokens of the whole batch (`scale`)."""
         self.buckets_to_sync = []
         if last or self.zero >= 2:
             self.buckets_to_sync = list(self.buckets)
         for bucket in self.buckets:
             bucket.pending_grads = sum(len(spec.owners) for spec in bucket.specs)
 
-    def _main_grad(self, bucket: Bucket, spec: ParamSpec) -> torch.Tensor:
-        """Where a parameter's gradient adds up, in its shape (see `_attach`)."""
-        if bucket.grad is None:
-            bucket.grad = torch.zeros(bucket.numel, dtype=bucket.shard["grad"].dtype,
-                                      device=bucket.data.device)
-        return bucket.view(bucket.grad, spec)
-
     def _grad_ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """Departures 3 and 4: autograd calls this hook once per parameter and backward, when the
-        gradient is complete.
-
-        parameter.grad is None if a Function of section 2 has added the gradient to main_grad itself
-        and returned None: autograd calls the hook all the same. Hooks run on the thread and stream
-        of the backward, which is the device's default stream. Communication that they start is thus
-        ordered after the kernels that computed the gradients; another stream would need events.
-        """
+        """Departures 3 and 4: the hook, which runs once per parameter and backward, on the thread
+        and stream of the backward. So communication is ordered after the kernels that computed the
+        gradients; another stream would need events."""
+        # It is None if a Function of section 2 has added the gradient to main_grad itself.
         if parameter.grad is not None:
             parameter.main_grad().add_(parameter.grad)
             parameter.grad = None
@@ -1355,12 +1303,11 @@ class FlatParameters:
         group = self.grid.group("dp")
         if self.zero == 0:
             self.in_flight.append((bucket, all_reduce(bucket.grad, group)))
-            return
         # From ZeRO 2 on a bucket's gradients are None if this microbatch added nothing: the head's
         # come in forward, and GPipe runs all of the forwards before the first backward.
-        if bucket.grad is not None:
-            # One at a time where it takes memory: on a CPU, buffers for the shards that arrive;
-            # from ZeRO 2 on, the bucket itself, which lives until its communication ends.
+        elif bucket.grad is not None:
+            # One at a time where it takes memory: from ZeRO 2 on, the bucket's own until its sync
+            # ends; on a CPU, buffers for the shards that arrive.
             if self.zero >= 2 or bucket.grad.device.type == "cpu":
                 self._wait_grad_sync()
             self.in_flight.append((bucket, reduce_scatter(bucket.grad, group)))
@@ -1395,52 +1342,46 @@ class FlatParameters:
                 torch._foreach_copy_(replicated, sums.split([len(x) for x in replicated]))
 
     def grad_norm_squares(self) -> torch.Tensor:
-        """Departure 12: sums of squares of this rank's gradients, (2,) of `sum_dtype`: [those that
-        count for the global norm, all of them].
-
-        Summed over the world, the first counts each parameter of the whole model once: replicas,
-        parameters that tensor parallelism replicates, and the tied matrix's copy are counted on
-        another rank. The second is not finite if a gradient of this rank is not.
-        """
+        """Departure 11: sums of squares of this rank's gradients, (2,) of `sum_dtype`: [those that
+        count for the global norm, all of them]. Summed over the world, the first counts each
+        parameter of the whole model once. The second shows where a gradient is not finite."""
         counted, others = [], []
         is_replica = self.zero == 0 and self.grid.dp_rank > 0
         for bucket in self.buckets:
             for spec, shard_slice, _ in bucket.shard_ranges:
+                pieces = bucket.shard["grad"][shard_slice].split(2 ** 20)
                 is_replicated = spec.partition_dim is None and self.grid.tp_rank > 0
-                pieces = bucket.shard["grad"][shard_slice].split(NORM_PIECE)
                 if is_replica or is_replicated or spec.is_tied_copy:
                     others += pieces
                 else:
                     counted += pieces
-        device = self.buckets[0].data.device
-        counted_squares = sum_of_squares(counted, device)
-        return torch.stack([counted_squares, counted_squares + sum_of_squares(others, device)])
+        # One fp32 sum over 10M values can be off in its fourth digit. A CPU converts to float64,
+        # in pieces that fit its cache.
+        dtype = sum_dtype(self.buckets[0].data.device)
+        squares = torch.stack(torch._foreach_norm(counted + others, 2, dtype=dtype)).square()
+        return torch.stack([squares[:len(counted)].sum(), squares.sum()])
 
     @torch.no_grad()
     def step(self, grad_scale: float, step: int, lr: float, beta1: float, beta2: float,
              weight_decay: float) -> None:
         """AdamW update number `step` (from 1) of this rank's shards, with the gradients times
-        `grad_scale`; afterwards all replicas have the new parameters. Matrices decay, vectors do
-        not (Loshchilov and Hutter 2019, algorithm 2)."""
-        settings = dict(step=step, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+        `grad_scale`; afterwards all replicas have the new parameters. A bucket's parameters are
+        gathered while AdamW updates the next one."""
         grads = [bucket.shard["grad"] for bucket in self.buckets]
         torch._foreach_mul_(grads, grad_scale)
-        if self.buckets[0].shard["master"].device == grads[0].device:
-            adamw_step(self.buckets, grads, **settings)                     # departure 10
-            self.sync_params()
-            return
-        # Departure 11: the next buckets' gradients arrive, and the last one's parameters leave,
-        # while AdamW updates a bucket.
-        copies = [copy_to_host_async(grad) for grad in grads]
-        syncs = []
-        for bucket, (grad, arrived) in zip(self.buckets, copies):
-            arrived.synchronize()
-            adamw_step([bucket], [grad], **settings)
-            syncs.append(self._start_params_sync(bucket))
-        for work in syncs:
+        offload = self.buckets[0].shard["master"].device != grads[0].device
+        if offload:                     # departure 10: all gradients leave, a bucket at a time
+            copies = [copy_to_host_async(grad) for grad in grads]
+        works = []
+        for i, bucket in enumerate(self.buckets):
+            grad = grads[i]
+            if offload:
+                grad, arrived = copies[i]
+                arrived.synchronize()
+            adamw_step(bucket, grad, step, lr, beta1, beta2, weight_decay)
+            works.append(self._start_params_sync(bucket))
+        for work in works:
             work.wait()
-
-    # Departure 9: ZeRO 3 frees and restores the memory of `bucket.data`.
 
     def unshard(self, buckets: list[Bucket], prefetch: list[Bucket] = ()) -> None:
         """Gather the buckets' parameters; begin to gather those of the buckets to `prefetch`."""
@@ -1455,43 +1396,28 @@ class FlatParameters:
                 bucket.unsharding = None
 
     def reshard(self, *buckets: Bucket) -> None:
-        """Free the gathered parameters; the shard stays. A view refers to its storage, not to an
-        address: the parameters are valid again once `unshard` has resized and filled the storage.
-        """
+        """Free the gathered parameters; the shard stays. A view refers to a storage, not to an
+        address, so `unshard` makes the parameters valid again by filling the same storage."""
         for bucket in buckets:
             assert bucket.unsharding is None, "a gather would write into freed memory"
             bucket.data.untyped_storage().resize_(0)
 
 
-NORM_PIECE = 2 ** 20        # elements: a CPU converts each piece to float64 before it adds
-
-
-def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Scalar of `sum_dtype`. One fp32 sum over 10M values can be off in its fourth digit."""
-    dtype = sum_dtype(device)
-    if not tensors:
-        return torch.zeros((), dtype=dtype, device=device)
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).square().sum()
-
-
-def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: float,
-               beta1: float, beta2: float, weight_decay: float) -> None:
-    """torch's fused AdamW on the parameters' slices of these shards, whose gradients are `grads`:
-    one call for matrices, one for vectors."""
+def adamw_step(bucket: Bucket, grad: torch.Tensor, step: int, lr: float, beta1: float,
+               beta2: float, weight_decay: float) -> None:
+    """torch's fused AdamW on the parameters in this rank's shard, whose gradient is `grad`.
+    Matrices decay, vectors do not (Loshchilov and Hutter 2019, algorithm 2)."""
     for is_matrix, decay in ((True, weight_decay), (False, 0.0)):
-        params, param_grads, exp_avgs, exp_avg_sqs = [], [], [], []
-        for bucket, grad in zip(buckets, grads):
-            for spec, shard_slice, _ in bucket.shard_ranges:
-                if (len(spec.shape) >= 2) == is_matrix:
-                    params.append(bucket.shard["master"][shard_slice])
-                    param_grads.append(grad[shard_slice])
-                    exp_avgs.append(bucket.shard["exp_avg"][shard_slice])
-                    exp_avg_sqs.append(bucket.shard["exp_avg_sq"][shard_slice])
-        if params:
-            steps = torch.full((len(params),), step - 1.0, device=params[0].device).unbind()
-            adamw(params, param_grads, exp_avgs, exp_avg_sqs, [], list(steps), fused=True,
-                  amsgrad=False, maximize=False, lr=lr, beta1=beta1, beta2=beta2, eps=1e-8,
-                  weight_decay=decay)
+        slices = [shard_slice for spec, shard_slice, _ in bucket.shard_ranges
+                  if (len(spec.shape) >= 2) == is_matrix]
+        params = [bucket.shard["master"][s] for s in slices]
+        grads = [grad[s] for s in slices]
+        exp_avgs = [bucket.shard["exp_avg"][s] for s in slices]
+        exp_avg_sqs = [bucket.shard["exp_avg_sq"][s] for s in slices]
+        if slices:
+            steps = torch.full((len(slices),), step - 1.0, device=grad.device).unbind()
+            adamw(params, grads, exp_avgs, exp_avg_sqs, [], list(steps), fused=True, amsgrad=False,
+                  maximize=False, lr=lr, beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
 
 def fully_shard(model: GPT, flat: FlatParameters) -> None:
@@ -1534,36 +1460,53 @@ def fully_shard(model: GPT, flat: FlatParameters) -> None:
         block.forward = partial(run_block, block.forward, current, previous, following)
 
 
+def state_bytes(numel: int, dp: int, dtypes: tuple, zero: int, offload: bool) -> tuple[dict, dict]:
+    """Bytes of one rank's state, as the table of ZeRO stages says: {kind: bytes} on its device and,
+    if `offload` keeps a part there, on the host. `numel` counts this rank's parameters before ZeRO
+    shards them; `dtypes` are those of parameters and masters."""
+    dtype, master_dtype = dtypes
+    shard = numel // dp
+    weights = dict(
+        parameters=dtype.itemsize * (shard if zero >= 3 else numel),
+        gradients=master_dtype.itemsize * (shard if zero >= 2 else numel))
+    masters = master_dtype.itemsize * (shard if zero >= 1 else numel)
+    states = dict(masters=masters, moments=2 * masters)
+    if offload:
+        return weights, states
+    if dtype == master_dtype:           # a parameter is its own master
+        states["masters"] = 0
+    return weights | states, {}
+
+
 def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torch.device,
                  local_world: int) -> None:
-    """Raise a ValueError if this rank's state (`state_bytes`) is larger than its GPU's memory, or
-    that of the ranks on this machine larger than the machine's; nothing is allocated."""
+    """Raise a ValueError if this rank's state is larger than its GPU's memory, or that of the ranks
+    on this machine larger than the machine's. Nothing is allocated."""
     def state_of(rank):
         place = Grid(grid.dp, grid.pp, grid.tp, rank)
         numel = sum(spec.numel for spec in param_specs(build_stage(cfg, place), cfg, place))
         offload = config.offload and device.type != "cpu"
         return state_bytes(numel, grid.dp, dtypes, config.zero, offload)
 
+    limits = []                         # (sizes by kind, memory, what there should be more of)
     if device.type == "cuda":
         on_gpu, _ = state_of(grid.rank)
-        _check_fits(on_gpu, torch.cuda.mem_get_info(device)[1], "GPUs, give --offload")
-    on_machine = Counter()
-    for rank in range(local_world):
-        on_device, on_host = state_of(rank)
-        on_machine.update(on_host)
-        if device.type != "cuda":
-            on_machine.update(on_device)
+        limits.append((on_gpu, torch.cuda.mem_get_info(device)[1], "GPUs, give --offload"))
     if hasattr(os, "sysconf"):          # not on Windows
+        on_machine = Counter()
+        for rank in range(local_world):
+            on_device, on_host = state_of(rank)
+            on_machine.update(on_host)
+            if device.type != "cuda":
+                on_machine.update(on_device)
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        _check_fits(on_machine, memory, "machines")
-
-
-def _check_fits(sizes: dict, memory: int, more: str) -> None:
-    if sum(sizes.values()) > memory:
-        parts = ", ".join(f"{kind} {size / 1e9:,.1f} GB" for kind, size in sizes.items())
-        raise ValueError(f"this model would keep {parts} here, but there are {memory / 1e9:,.1f} "
-                         f"GB: raise --tp, --pp or --zero on more {more}, or take a smaller "
-                         f"--model")
+        limits.append((on_machine, memory, "machines"))
+    for sizes, memory, more in limits:
+        if sum(sizes.values()) > memory:
+            parts = ", ".join(f"{kind} {size / 1e9:,.1f} GB" for kind, size in sizes.items())
+            raise ValueError(f"this model would keep {parts} here, but there are "
+                             f"{memory / 1e9:,.1f} GB: raise --tp, --pp or --zero on more {more}, "
+                             f"or take a smaller --model")
 
 
 # ---------------------------------------------------------------------------------------------
