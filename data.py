@@ -47,12 +47,10 @@ BLOCK = 1 << 18             # characters read at once, and tokens checked at onc
 PIECE = 1 << 18             # characters encoded at once
 
 
-# ---------------------------------------------------------------------------------------------
-# Tokens and shards
-# ---------------------------------------------------------------------------------------------
-
+# ---- Tokens and shards ----------------------------------------------------------------------
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+META_KEYS = ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")
 
 
 def get_tokenizer(name: str):
@@ -69,10 +67,8 @@ def get_tokenizer(name: str):
     return tiktoken.get_encoding("gpt2")
 
 
-def append_tokens(directory: Path, split: str, tokens: np.ndarray, written: int,
-                  shard_tokens: int) -> None:
-    """Append uint16 tokens (n,) to the shards of a split, which hold `written` tokens. A new shard
-    begins after every `shard_tokens` tokens."""
+def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int) -> None:
+    """Append uint16 tokens (n,) to the shards of a split, which hold `written` tokens so far."""
     while len(tokens) > 0:
         number, position = divmod(written, shard_tokens)
         part = tokens[:shard_tokens - position]
@@ -91,9 +87,9 @@ def open_shard(path: Path) -> np.memmap:
     header = np.fromfile(path, "<i4", 3).tolist()
     count = header[2] if header[:2] == [MAGIC, VERSION] else 0
     if count < 1 or size != HEADER_BYTES + 2 * count:
-        raise ValueError(f"{path} is not a complete shard: expected magic, version, tokens of "
-                         f"{MAGIC}, {VERSION}, n > 0 and {HEADER_BYTES} + 2 n bytes, got {header} "
-                         f"and {size} bytes: copy it again, or run data.py again")
+        raise ValueError(f"{path} is not a complete shard: expected header {MAGIC}, {VERSION}, n and "
+                         f"{HEADER_BYTES} + 2 n bytes, got {header} and {size} bytes: copy it "
+                         f"again, or run data.py again")
     return np.memmap(path, "<u2", "r", HEADER_BYTES, (count,))
 
 
@@ -104,35 +100,30 @@ def shards_of(directory: Path, split: str) -> list[Path]:
 
 
 def find_shards(directory: Path, split: str) -> list[Path]:
-    """The shards of a split. Raises FileNotFoundError, which says what to do instead, if the
-    directory has none."""
+    """The shards of a split. Raises FileNotFoundError with advice if there are none."""
     shards = shards_of(directory, split)
     if shards:
         return shards
-    if directory.suffix == ".bin" and directory.is_file():
-        raise FileNotFoundError(f"{directory} is a shard: give its directory, --data "
-                                f"{directory.parent}")
-    if directory.is_file():
-        out = Path("data", directory.stem)
-        raise FileNotFoundError(f"{directory} is a file, --data takes a directory of shards: run "
-                                f"`python data.py --input {directory} --out {out}`, then give "
-                                f"--data {out}")
-    inside = [path for path in sorted(directory.glob("*")) if shards_of(path, split)]
-    if inside:
-        raise FileNotFoundError(f"no {split} shards in {directory} itself: give one of the "
-                                f"directories in it: --data {' or '.join(map(str, inside))}")
-    command = "python data.py"
-    if directory.name in DOWNLOADS:
-        command += f" --dataset {directory.name} --out {directory}"
-    elif directory != DEFAULT_OUT:
-        command += f" --input FILE --out {directory}"
-    what = f"no {split} shards in" if directory.is_dir() else "no folder"
-    raise FileNotFoundError(f"{what} {directory}: mistyped? Or run `{command}`")
+    inside = [str(path) for path in sorted(directory.glob("*")) if shards_of(path, split)]
+    out = Path("data", directory.stem)
+    if directory.is_file() and directory.suffix == ".bin":
+        advice = f"it is a shard: give its directory, --data {directory.parent}"
+    elif directory.is_file():
+        advice = f"run `python data.py --input {directory} --out {out}`, then give --data {out}"
+    elif inside:
+        advice = f"give --data {' or '.join(inside)}"
+    elif directory.name in DOWNLOADS:
+        advice = f"run `python data.py --dataset {directory.name} --out {directory}`"
+    elif directory == DEFAULT_OUT:
+        advice = "run `python data.py`"
+    else:
+        advice = f"mistyped? Or run `python data.py --input FILE --out {directory}`"
+    raise FileNotFoundError(f"no directory {directory} with {split} shards: {advice}")
 
 
 def read_meta(directory: Path) -> dict:
-    """What meta.json says of the shards of a directory. Without the file the shards are others',
-    and hold GPT-2's tokens. Raises ValueError."""
+    """The entries of meta.json that training needs. Without the file the shards are others', and
+    hold GPT-2's tokens. Raises ValueError if the file is damaged."""
     path = directory / "meta.json"
     if not path.exists():
         names = [(file.name, file.stat().st_size) for file in sorted(directory.glob("*.bin"))]
@@ -140,13 +131,9 @@ def read_meta(directory: Path) -> dict:
                     fingerprint=hashlib.sha256(repr(names).encode()).hexdigest())
     try:
         meta = json.loads(path.read_text())
-    except ValueError as error:
+        return {key: meta[key] for key in META_KEYS}
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): run data.py again") from None
-    needed = {"tokenizer", "vocab_size", "bytes_per_token", "fingerprint"}
-    if not isinstance(meta, dict) or not needed <= meta.keys():
-        raise ValueError(f"{path} is damaged: expected {', '.join(sorted(needed))}: run data.py "
-                         f"again")
-    return meta
 
 
 def sha256_of(*paths) -> str:
@@ -158,10 +145,7 @@ def sha256_of(*paths) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------
-# Batches: a function of the seed and the step
-# ---------------------------------------------------------------------------------------------
-
+# ---- Batches: a function of the seed and the step -------------------------------------------
 
 class Source(NamedTuple):
     """A directory of shards: windows first ... first + n_windows - 1 of a TokenDataset."""
@@ -186,30 +170,27 @@ class TokenDataset:
 
     def __init__(self, data, split: str, seq_len: int):
         self.seq_len = seq_len
-        self.files = []
-        self.shards = []                # a uint16 array of tokens for each of the files
+        self.shards = []                # uint16 tokens
         self.sources = {}               # by fingerprint
         ends = []                       # of each shard, in windows
         n_windows = 0
+        vocabularies = set()
         mixture = parse_mixture(str(data))
         for directory, weight in mixture.items():
             first = n_windows
             for path in find_shards(directory, split):
                 tokens = open_shard(path)
                 n_windows += (len(tokens) - 1) // seq_len
-                self.files.append(path)
                 self.shards.append(tokens)
                 ends.append(n_windows)
             if n_windows == first:
                 raise ValueError(f"{path}: {len(tokens)} tokens are too few for a window of "
                                  f"{seq_len} + 1: use a shorter --seq-len, or more text")
             meta = read_meta(directory)
-            name = directory.absolute().name
+            vocabularies.add((meta["tokenizer"], meta["vocab_size"]))
             self.sources[meta["fingerprint"]] = Source(
-                name, weight, first, n_windows - first, meta)
-            self.meta = {key: meta[key] for key in ("tokenizer", "vocab_size")}
-        if any(source.meta[key] != self.meta[key]
-               for source in self.sources.values() for key in self.meta):
+                directory.absolute().name, weight, first, n_windows - first, meta)
+        if len(vocabularies) > 1:
             raise ValueError(f"--data {data}: these have different tokenizers or vocabularies: "
                              f"make them with one --tokenizer of data.py")
         if len(self.sources) < len(mixture):
@@ -217,8 +198,9 @@ class TokenDataset:
         self.ends = np.array(ends)
         self.n_windows = n_windows
         self.n_tokens = sum(map(len, self.shards))
-        self.meta["bytes_per_token"] = self.average(
-            [source.meta["bytes_per_token"] for source in self.sources.values()])
+        self.meta = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
+                         bytes_per_token=self.average([source.meta["bytes_per_token"]
+                                                       for source in self.sources.values()]))
         # Each phase is [first sequence, {fingerprint of a source: weight}]; checkpoints store them.
         self.phases = [[0, {key: source.weight for key, source in self.sources.items()}]]
 
@@ -292,22 +274,19 @@ class TokenDataset:
         return sum(weight * value for weight, value in pairs) / sum(weight for weight, _ in pairs)
 
     def check(self, part: int, parts: int) -> None:
-        """Raise ValueError if a token is beyond the vocabulary in part number `part` of `parts`
-        equal parts of all tokens."""
-        first = self.n_tokens * part // parts
-        end = self.n_tokens * (part + 1) // parts
+        """Raise ValueError if a token is beyond the vocabulary. Rank number `part` of `parts` reads
+        its share of the blocks."""
         for shard, tokens in enumerate(self.shards):
-            for start in range(max(first, 0), min(end, len(tokens)), BLOCK):
-                self._check(tokens[start:min(start + BLOCK, end)], shard, start)
-            first -= len(tokens)
-            end -= len(tokens)
+            for start in range(part * BLOCK, len(tokens), parts * BLOCK):
+                self._check(tokens[start:start + BLOCK], shard, start)
 
     def _check(self, tokens, shard: int, position: int) -> None:
         beyond = tokens >= self.meta["vocab_size"]
         if beyond.any():
             at = int(beyond.argmax())
-            raise ValueError(f"{self.files[shard]} position {position + at}: token {tokens[at]} is "
-                             f"beyond a vocabulary of {self.meta['vocab_size']}: run data.py again")
+            raise ValueError(f"{self.shards[shard].filename} position {position + at}: token "
+                             f"{tokens[at]} is beyond a vocabulary of {self.meta['vocab_size']}: "
+                             f"run data.py again")
 
 
 def permute(places: np.ndarray, n: int, *key: int) -> np.ndarray:
@@ -363,10 +342,7 @@ def parse_mixture(text: str) -> dict[Path, int]:
     return {folder: weight // divisor for folder, weight in weights.items()}
 
 
-# ---------------------------------------------------------------------------------------------
-# Text: documents in two passes over the files
-# ---------------------------------------------------------------------------------------------
-
+# ---- Making shards: two passes over the documents -------------------------------------------
 
 VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
 
@@ -677,10 +653,7 @@ def progress(label: str, total: int, done: int = 0):
     return note
 
 
-# ---------------------------------------------------------------------------------------------
-# Downloads
-# ---------------------------------------------------------------------------------------------
-
+# ---- Downloads ------------------------------------------------------------------------------
 
 HUB = "https://huggingface.co"
 # name: (address, sha256 or None to check the length alone, suffix of the file: how it is read)
@@ -776,10 +749,7 @@ def fetch_shards(url: str, out: Path, count: int) -> dict:
     return dict(tokens={split: TokenDataset(out, split, 1).n_tokens for split in SPLITS})
 
 
-# ---------------------------------------------------------------------------------------------
-# Command line
-# ---------------------------------------------------------------------------------------------
-
+# ---- Command line ---------------------------------------------------------------------------
 
 SEQ_LEN = 128       # train.py's default, for a warning
 
