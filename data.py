@@ -107,7 +107,7 @@ def find_shards(directory: Path, split: str) -> list[Path]:
     inside = [str(path) for path in sorted(directory.glob("*")) if shards_of(path, split)]
     out = Path("data", directory.stem)
     if directory.is_file() and directory.suffix == ".bin":
-        advice = f"it is a shard: give its directory, --data {directory.parent}"
+        advice = f"give the directory of the shard, --data {directory.parent}"
     elif directory.is_file():
         advice = f"run `python data.py --input {directory} --out {out}`, then give --data {out}"
     elif inside:
@@ -118,7 +118,7 @@ def find_shards(directory: Path, split: str) -> list[Path]:
         advice = "run `python data.py`"
     else:
         advice = f"mistyped? Or run `python data.py --input FILE --out {directory}`"
-    raise FileNotFoundError(f"no directory {directory} with {split} shards: {advice}")
+    raise FileNotFoundError(f"{directory} is no directory with {split} shards: {advice}")
 
 
 def read_meta(directory: Path) -> dict:
@@ -350,32 +350,23 @@ VAL_ONE_IN = 20             # documents, or bytes of each document where there a
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, skipped=0) -> dict:
     """Tokenise the documents of these files into shards in `out`, and return what meta.json says.
 
-    Shards that are there already are replaced by equal ones, or if they were left unfinished.
-    Raises ValueError if `out` holds other shards, because a run that trains on them could not go
-    on, or if a file cannot be read as text; OSError if `out` cannot be written. `skipped` counts
-    files that the caller has left out.
+    Unfinished shards in `out` are replaced. Raises ValueError if `out` holds shards of another
+    text or of other flags, because a run that trains on them could not go on; if a file cannot be
+    read as text; or if there is too little text. `skipped` counts files that the caller left out.
     """
+    refuse_other_shards(out, r"(train|val)_\d{6}\.bin|meta\.json")
     made = {}
-    with suppress(ValueError):
-        if (out / "meta.json").exists():
+    if (out / "meta.json").exists():
+        with suppress(ValueError):      # an unfinished meta.json
             made = read_meta(out)
     other = (f"{out} holds shards that were made of other text or with other flags: give another "
              f"--out, or remove {out}")
     if made.get("tokenizer", tokenizer) != tokenizer:
         raise ValueError(other)
-    for split in SPLITS:
-        for path in shards_of(out, split):
-            if not re.fullmatch(r"(train|val)_\d{6}\.bin", path.name):
-                raise ValueError(f"{path} would mix with the new shards: choose another --out")
     encoding = get_tokenizer(tokenizer)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(prefix=".new-", dir=out)
-    except OSError as error:
-        raise OSError(f"cannot write to {out} ({error.strerror}): choose another --out") from error
-    with temporary as folder:
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=out) as folder:
         folder = Path(folder)
-        file_sizes = [path.stat().st_size for path in files]
         cuts, size, counts = index_documents(files, seed)
         counts["skipped"] += skipped
         tokens = dict.fromkeys(SPLITS, 0)
@@ -386,44 +377,42 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
             tokens[split] += len(encoded)
             text_bytes[split] += job_bytes
             note(job_bytes)
-        for path, file_size in zip(files, file_sizes):
-            if path.stat().st_size != file_size:
-                raise ValueError(f"{path} changed while it was read: run data.py again when it is "
-                                 f"complete")
+        if sum(text_bytes.values()) != size:
+            raise ValueError("the input changed while it was read: run data.py again when it is "
+                             "complete")
         # The fingerprint covers the headers, too: windows do not cross the end of a shard.
         meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
                     text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
                     fingerprint=sha256_of(*sorted(folder.iterdir())), **counts)
         if made.get("fingerprint", meta["fingerprint"]) != meta["fingerprint"]:
             raise ValueError(other)
-        move_shards(folder, out, meta)
+        # An interrupted replacement leaves a meta.json that TokenDataset refuses.
+        (out / "meta.json").write_text("unfinished: run data.py again\n")
+        for path in out.glob("*.bin"):
+            path.unlink()
+        for path in folder.iterdir():
+            os.replace(path, out / path.name)
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        os.replace(folder / "meta.json", out / "meta.json")
     return meta
 
 
-def move_shards(folder: Path, out: Path, meta: dict) -> None:
-    """Replace the shards in `out` by those in `folder`. If this is interrupted, meta.json is not
-    JSON, which TokenDataset refuses."""
-    (out / "meta.json").write_text("unfinished: run data.py again\n")
-    for split in SPLITS:
-        for path in shards_of(out, split):
-            path.unlink()
-    for path in sorted(folder.iterdir()):
-        os.replace(path, out / path.name)
-    path = folder / "meta.json"
-    path.write_text(json.dumps(meta, indent=2) + "\n")
-    os.replace(path, out / path.name)
+def refuse_other_shards(out: Path, pattern: str) -> None:
+    """Raise ValueError if `out` holds a shard or meta.json whose name is not of this pattern."""
+    for path in (*out.glob("*.bin"), *out.glob("meta.json")):
+        if not re.fullmatch(pattern, path.name):
+            raise ValueError(f"{path} would mix with the new shards: choose another --out")
 
 
 def index_documents(files, seed: int):
-    """Pass 1: hash and measure every document.
+    """Pass 1: hash and measure every document, drop duplicates, choose the split.
 
     Returns (cuts, size, counts). cuts, int64 (documents,): the number of bytes of each document
-    that train; the rest validates. A cut of -1 drops a document that is empty or repeats an earlier
-    one. size: the bytes of the documents that are kept. counts: what meta.json says of the
-    documents. Raises ValueError if there is too little text.
+    that train; the rest validates. A cut of -1 drops a document without text, or a duplicate.
+    size: the bytes of the documents that are kept. counts: the numbers of documents for meta.json.
     """
     note = progress("reading", sum(path.stat().st_size for path in files))
-    salt = seed.to_bytes(16, "little")      # one hash then finds duplicates and chooses the split
+    salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
     table = bytearray()
     for path in files:
         for blocks in read_documents(path, note):
@@ -439,28 +428,25 @@ def index_documents(files, seed: int):
                 size = 0
             table += digest.digest() + size.to_bytes(8, "little")
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
-    sizes = table["size"]
-    has_text = sizes > 0
+    has_text = table["size"] > 0
     _, first = np.unique(table["digest"], return_index=True)
     kept = first[has_text[first]]
+    sizes = table["size"][kept]
+    if len(kept) >= VAL_ONE_IN:
+        score = table["digest"][kept].view("<u8")[::2]      # the first 8 of the 16 bytes
+        validates = score < 2**64 // VAL_ONE_IN
+        validates[score.argmin()] = True                    # both splits receive documents
+        validates[score.argmax()] = False
+        train_sizes = np.where(validates, 0, sizes)
+    else:
+        train_sizes = sizes - np.maximum(sizes // VAL_ONE_IN, 1)
+        if train_sizes.max(initial=0) < 4:                  # bytes of the longest character
+            raise ValueError("the input holds no text, or less than 5 bytes: give it more")
     cuts = np.full(len(table), -1)
-    cuts[kept] = choose_cuts(table["digest"][kept], sizes[kept])
+    cuts[kept] = train_sizes
     counts = dict(documents=len(kept), skipped=len(table) - int(has_text.sum()),
                   duplicates=int(has_text.sum()) - len(kept))
-    return cuts, int(sizes[kept].sum()), counts
-
-
-def choose_cuts(digests: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The bytes of each of these different documents that train. Both splits receive text."""
-    if len(sizes) >= VAL_ONE_IN:
-        score = digests.view("<u8")[::2]            # the first 8 of the 16 bytes
-        validates = score < 2**64 // VAL_ONE_IN
-        validates[score.argmin()] = True
-        validates[score.argmax()] = False
-        return np.where(validates, 0, sizes)
-    if not len(sizes) or sizes.max() < 5:           # a character has up to 4 bytes: train gets none
-        raise ValueError("the input holds no text, or less than 5 bytes: give it more")
-    return sizes - np.maximum(sizes // VAL_ONE_IN, 1)
+    return cuts, int(sizes.sum()), counts
 
 
 def read_jobs(files, cuts):
@@ -468,7 +454,7 @@ def read_jobs(files, cuts):
     the beginning of a document."""
     jobs = {split: [] for split in SPLITS}
     documents = (blocks for path in files for blocks in read_documents(path))
-    for blocks, cut in zip(documents, cuts):        # prepare() finds files that have changed
+    for blocks, cut in zip(documents, cuts):
         if cut < 0:
             continue
         for split, parts in groupby(split_at(blocks, int(cut)), lambda part: part[0]):
@@ -672,12 +658,12 @@ GPT2_FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0b
               "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
 
 
-def download(url: str, path: Path, sha256: str | None = None, tries: int = 4, wait: float = 0.5,
-             check=lambda path: None):
+def download(url: str, path: Path, sha256: str | None = None, tries: int = 4,
+             check=lambda path: None) -> None:
     """Download url to path, which appears only when it is complete: when its sha256, or else its
-    length, is right and `check` raises no ValueError. Until then the bytes are in path.part, and
-    the next try or the next run continues there. If the server has no more bytes and the file is
-    still not right, the next try starts over. Raises ConnectionError after `tries` tries."""
+    length, is right and `check` raises no ValueError. Until then the bytes are in path.part. After
+    a lost connection the next try, or the next run, continues there; wrong bytes are discarded.
+    Raises ConnectionError after `tries` tries."""
     import requests
     if path.exists() and sha256 in (None, sha256_of(path)):
         with suppress(ValueError):
@@ -686,17 +672,14 @@ def download(url: str, path: Path, sha256: str | None = None, tries: int = 4, wa
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.touch()
-    error = "it is empty"
     for attempt in range(tries):
         if attempt > 0:
-            time.sleep(wait * 2 ** attempt)
+            time.sleep(2 ** (attempt - 1))
         headers = {"Range": f"bytes={part.stat().st_size}-", "Accept-Encoding": "identity"}
         try:
             with requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as reply:
                 if reply.status_code in (200, 416):     # the whole file; nothing after this byte
                     os.truncate(part, 0)
-                if reply.status_code == 416:
-                    continue                            # keeps the error of the try before
                 reply.raise_for_status()
                 _, _, total = reply.headers.get("Content-Range", "").rpartition("/")
                 total = int(total or reply.headers.get("Content-Length", 0))
@@ -704,17 +687,19 @@ def download(url: str, path: Path, sha256: str | None = None, tries: int = 4, wa
                 with open(part, "ab") as file:
                     for block in reply.iter_content(BLOCK):
                         note(file.write(block))
-            if sha256 is None:
-                complete = part.stat().st_size == total > 0
-            else:
-                complete = sha256_of(part) == sha256
-            if complete:
-                check(part)
-                os.replace(part, path)
-                return
-            error = f"got {part.stat().st_size} of {total} bytes, or other bytes than expected"
-        except (requests.RequestException, ValueError) as problem:
+            size = part.stat().st_size
+            if sha256 is None and not size == total > 0:
+                raise ValueError(f"expected {total} bytes, got {size}")
+            if sha256 is not None and sha256_of(part) != sha256:
+                raise ValueError(f"expected sha256 {sha256}, got {size} other bytes")
+            check(part)
+            os.replace(part, path)
+            return
+        except requests.RequestException as problem:
             error = problem
+        except ValueError as problem:
+            error = problem
+            os.truncate(part, 0)
     raise ConnectionError(f"cannot download {url} in {tries} tries ({error}): run it again later, "
                           f"it continues where it stopped, or put the file at {path}")
 
@@ -739,9 +724,7 @@ def gpt2_files() -> dict[str, Path]:
 def fetch_shards(url: str, out: Path, count: int) -> dict:
     """Download the first `count` training shards of FineWeb and its validation shard, in GPT-2's
     tokens, as llm.c and modded-nanogpt use them. Returns dict(tokens={split: number})."""
-    for old in (*out.glob("*.bin"), *out.glob("meta.json")):
-        if not old.name.startswith("fineweb_"):
-            raise ValueError(f"{old} would mix with the new shards: choose another --out")
+    refuse_other_shards(out, r"fineweb_.*")
     names = ["val_000000"] + [f"train_{i:06d}" for i in range(1, count + 1)]
     for name in names:
         file = f"fineweb_{name}.bin"
@@ -786,21 +769,19 @@ def parse_flags(arguments) -> argparse.Namespace:
                         help="(default: data/DATASET; required with --input)")
     parser.add_argument("--seed", type=int, default=0, help="of the split (default: 0)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="(default: 100M)")
-    parser.add_argument("--shards", type=int, metavar="N", help="of fineweb (default: 1)")
+    parser.add_argument("--shards", type=int, default=1, metavar="N", help="of fineweb (default: 1)")
     args = parse_arguments(parser, arguments, {})
     if not 0 <= args.seed < 2**63 or not 1024 <= args.shard_tokens < 2**31:
         parser.error("--seed must be 0 to 2^63 - 1, --shard-tokens 1024 to 2^31 - 1")
-    if args.input and not args.out:
-        parser.error("--input requires --out DIR, where the shards go")
+    if args.out is None:
+        if args.input:
+            parser.error("--input requires --out DIR, where the shards go")
+        args.out = Path("data", args.dataset)
     is_fineweb = args.dataset == "fineweb"
-    if args.shards is None:
-        args.shards = 1
-    elif not is_fineweb or not 1 <= args.shards <= FINEWEB_SHARDS:
+    if args.shards != 1 and not (is_fineweb and 1 <= args.shards <= FINEWEB_SHARDS):
         parser.error(f"only --dataset fineweb has --shards, 1 to {FINEWEB_SHARDS}")
     if is_fineweb and args.tokenizer == "bytes":
         parser.error("--dataset fineweb has GPT-2's tokens: drop --tokenizer bytes")
-    if args.out is None:
-        args.out = Path("data", args.dataset)
     if args.tokenizer is None:
         args.tokenizer = "bytes" if args.dataset == "python" and not args.input else "gpt2"
     return args
