@@ -21,6 +21,7 @@ uint16 (n,): the tokens.
     python data.py --input a.txt b.jsonl --out data/mine
 """
 import argparse
+import codecs
 import difflib
 import hashlib
 import json
@@ -43,7 +44,7 @@ import numpy as np
 SPLITS = ("train", "val")
 DEFAULT_OUT = Path("data/python")
 EOT = "<|endoftext|>"
-BLOCK = 1 << 18             # characters read at once, and tokens checked at once
+BLOCK = 1 << 18             # bytes read at once, and tokens checked at once
 PIECE = 1 << 18             # characters encoded at once
 
 
@@ -321,24 +322,20 @@ def parse_mixture(text: str) -> dict[Path, int]:
     """"DIR" -> {DIR: 1}; "A=0.7,B=0.3" -> {A: 7, B: 3}. Raises ValueError."""
     if not set("=,") & set(text) or Path(text).is_dir():
         return {Path(text): 1}
-    error = ValueError(f"--data {text} must be DIR, or DIR=WEIGHT,DIR=WEIGHT ... with weights of "
-                       f"0 or 1e-6 to 1000, not all 0, and different last parts of the DIRs")
     weights = {}
-    names = set()
     for part in text.split(","):
         folder, _, number = part.rpartition("=")
         try:
             weight = float(number)
         except ValueError:
-            raise error from None
-        name = Path(folder).absolute().name
-        if not (weight == 0 or 1e-6 <= weight <= 1000) or name in names:
-            raise error
-        names.add(name)
-        weights[Path(folder)] = round(1e6 * weight)
+            weight = math.nan
+        if weight == 0 or 1e-6 <= weight <= 1000:
+            weights[Path(folder)] = round(1e6 * weight)
+    names = {folder.absolute().name for folder in weights}
     divisor = math.gcd(*weights.values())
-    if divisor == 0:
-        raise error
+    if divisor == 0 or len(names) < len(text.split(",")):
+        raise ValueError(f"--data {text} must be DIR, or DIR=WEIGHT,DIR=WEIGHT ... with weights of "
+                         f"0 or 1e-6 to 1000, not all 0, and different last parts of the DIRs")
     return {folder: weight // divisor for folder, weight in weights.items()}
 
 
@@ -347,12 +344,12 @@ def parse_mixture(text: str) -> dict[Path, int]:
 VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
 
 
-def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, skipped=0) -> dict:
+def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) -> dict:
     """Tokenise the documents of these files into shards in `out`, and return what meta.json says.
 
     Unfinished shards in `out` are replaced. Raises ValueError if `out` holds shards of another
     text or of other flags, because a run that trains on them could not go on; if a file cannot be
-    read as text; or if there is too little text. `skipped` counts files that the caller left out.
+    read as text; or if there is too little text.
     """
     refuse_other_shards(out, r"(train|val)_\d{6}\.bin|meta\.json")
     made = {}
@@ -368,7 +365,6 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
     with tempfile.TemporaryDirectory(prefix=".new-", dir=out) as folder:
         folder = Path(folder)
         cuts, size, counts = index_documents(files, seed)
-        counts["skipped"] += skipped
         tokens = dict.fromkeys(SPLITS, 0)
         text_bytes = dict.fromkeys(SPLITS, 0)
         note = progress("tokenising", size)
@@ -530,87 +526,72 @@ def encode(jobs, encoding):
 SUFFIXES = (".txt", ".jsonl")
 
 
-def find_files(paths) -> tuple[list[Path], int]:
-    """The .txt and .jsonl files among these paths and in the folders among them, and how many files
-    in folders are skipped because they are empty or links to nothing. Raises ValueError for another
-    path, or an empty file."""
+def find_files(paths) -> list[Path]:
+    """These .txt and .jsonl files, and those in these folders. Raises ValueError or OSError."""
     files = []
-    skipped = 0
     for path in paths:
-        if not path.exists():
-            raise ValueError(f"{path}: No such file or folder")
+        path.stat()                     # raises FileNotFoundError
         found = [path]
         if path.is_dir():
             found = [file for file in sorted(path.rglob("*"))
-                     if file.suffix.lower() in SUFFIXES and not file.is_dir()]
-        elif path.suffix.lower() in SUFFIXES and not path.stat().st_size:
-            raise ValueError(f"{path} is empty: leave it out of --input")
+                     if file.suffix.lower() in SUFFIXES and file.is_file()]
         if not found or found[0].suffix.lower() not in SUFFIXES:
             raise ValueError(f"{path}: only .txt and .jsonl are read: convert or rename it")
-        readable = [file for file in found if file.exists() and file.stat().st_size > 0]
-        files += readable
-        skipped += len(found) - len(readable)
-    return files, skipped
+        files += found
+    return files
 
 
-def standard_library() -> tuple[list[Path], int]:
-    """The interpreter's own .py files, without tests, and the number of those that cannot be
-    read."""
+def standard_library() -> list[Path]:
+    """The interpreter's own .py files, without tests and without files that cannot be read."""
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
-    skipped = 0
     for path in sorted(root.rglob("*.py")):
-        if excluded & set(path.relative_to(root).parts):
-            continue
-        try:
-            path.read_text(encoding="utf-8")
-            files.append(path)
-        except (OSError, ValueError):
-            skipped += 1
-    return files, skipped
+        if not excluded & set(path.relative_to(root).parts):
+            with suppress(OSError, ValueError):
+                path.read_text(encoding="utf-8")
+                files.append(path)
+    return files
 
 
-def read_documents(path: Path, note=None):
+def read_documents(path: Path, note=lambda count: None):
     """Yield every document of a file, as an iterable of strings: joined, they are its text. note(n)
-    is called as n more bytes are read."""
-    suffix = path.suffix.lower()
-    if suffix == ".eot":                # TinyStories: lines of <|endoftext|> between the documents
-        lines = read_text(path, True, note)
-        for is_end, group in groupby(lines, lambda line: line.strip() == EOT):
-            if not is_end:
-                yield ["".join(group).strip()]
-    elif suffix == ".jsonl":
-        for number, line in enumerate(read_text(path, True, note), 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-                text.encode()
-            except (ValueError, RecursionError) as error:       # also for half a surrogate pair
-                raise ValueError(f"{path} line {number} is not JSON text: {error}") from None
-            except (KeyError, TypeError, AttributeError):
-                raise ValueError(f'{path} line {number} lacks the string field "text"') from None
-            yield [text]
-    else:
-        yield read_text(path, False, note)
+    is called as n more bytes are read. Raises ValueError, which says where, if it is no text."""
+    with open(path, "rb") as file:
+        if path.suffix == ".eot":       # TinyStories: lines of <|endoftext|> between the documents
+            for is_end, lines in groupby(file, lambda line: line.strip() == EOT.encode()):
+                raw = b"".join(lines)
+                note(len(raw))
+                if not is_end:
+                    yield [raw.decode().strip()]
+        elif path.suffix.lower() == ".jsonl":
+            for number, line in enumerate(file, 1):
+                note(len(line))
+                if not line.strip():
+                    continue
+                try:
+                    text = json.loads(line)["text"]
+                    text.encode()       # refuses half a surrogate pair
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{path} line {number} is not JSON text: {error}") from None
+                except (KeyError, TypeError, AttributeError):
+                    raise ValueError(f'{path} line {number} lacks the string field "text"') from None
+                yield [text]
+        else:
+            yield read_blocks(file, note)
 
 
-def read_text(path: Path, lines: bool, note=None):
-    """Yield the text of a file by lines or by blocks. Raises ValueError, which gives the offset of
-    the first byte that is not UTF-8."""
-    position = 0
-    with open(path, encoding="utf-8", newline="\n") as file:    # "\n": line ends stay as they are
-        read = file.readline if lines else lambda: file.read(BLOCK)
-        try:
-            for text in iter(read, ""):
-                if note is not None and file.buffer.tell() > position:
-                    note(file.buffer.tell() - position)
-                    position = file.buffer.tell()
-                yield text
-        except UnicodeDecodeError as error:             # error.object is what was read last
-            offset = file.buffer.tell() - len(error.object) + error.start
-            raise ValueError(f"{path} is not UTF-8 text, see byte {offset}: convert it") from None
+def read_blocks(file, note):
+    """Yield the text of a binary file by blocks."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        while raw := file.read(BLOCK):
+            note(len(raw))
+            yield decoder.decode(raw)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:         # error.object is what was decoded last
+        offset = file.tell() - len(error.object) + error.start
+        raise ValueError(f"{file.name} is not UTF-8 text, see byte {offset}: convert it") from None
 
 
 def progress(label: str, total: int, done: int = 0):
@@ -708,16 +689,14 @@ def gpt2_files() -> dict[str, Path]:
     """The files of GPT-2's vocabulary, in tiktoken's cache. tiktoken would download them itself,
     but without a timeout. Raises ConnectionError."""
     cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or f"{tempfile.gettempdir()}/data-gym-cache")
-    paths = {file: cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()
-             for file in GPT2_FILES}
-    try:
-        for file, sha256 in GPT2_FILES.items():
+    paths = {}
+    for file, sha256 in GPT2_FILES.items():
+        paths[file] = cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()
+        try:
             download(GPT2_URL + file, paths[file], sha256, tries=3)
-    except OSError as error:
-        where = " and ".join(f"{GPT2_URL}{file} as DIR/{path.name}" for file, path in paths.items())
-        raise ConnectionError(f"cannot download GPT-2's vocabulary to {cache}: put {where} and set "
-                              "TIKTOKEN_CACHE_DIR=DIR (shards of data.py --tokenizer bytes, and "
-                              "models trained on them, need neither)") from error
+        except OSError as error:
+            raise ConnectionError(f"{error}. Set TIKTOKEN_CACHE_DIR to use another cache. Shards "
+                                  f"made with --tokenizer bytes need no vocabulary.") from error
     return paths
 
 
@@ -790,11 +769,10 @@ def parse_flags(arguments) -> argparse.Namespace:
 def make_shards(args) -> dict:
     """Download the text or shards if need be, make the shards, and return what is known of
     them."""
-    skipped = 0
     if args.input:
-        files, skipped = find_files(args.input)
+        files = find_files(args.input)
     elif args.dataset == "python":
-        files, skipped = standard_library()
+        files = standard_library()
     else:
         url, sha256, suffix = DOWNLOADS[args.dataset]
         url = url.replace(HUB, os.environ.get("HF_ENDPOINT", HUB))
@@ -802,7 +780,7 @@ def make_shards(args) -> dict:
             return fetch_shards(url, args.out, args.shards)
         files = [args.out / "raw" / (args.dataset + suffix)]
         download(url, files[0], sha256)
-    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens, skipped)
+    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens)
 
 
 def print_summary(out: Path, meta: dict) -> None:
