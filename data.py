@@ -6,13 +6,12 @@
     DIR/*.bin --memmap--> windows of T+1 tokens --permute--> batches (B, T+1), of several DIRs mixed
 
 A document is a .txt file, or the field "text" of a line of .jsonl. The token <|endoftext|> stands
-before each document, as in llm.c; the same characters inside a text are ordinary text. The shards
-have the format of llm.c: int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then
-uint16 (n,): the tokens.
-- Memory is bounded: 24 bytes are kept for each document. (A line of .jsonl is read as a whole.)
+before each document; the same characters inside a text are ordinary text. The shards have the
+format of llm.c: int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then uint16
+(n,): the tokens.
+- Memory is bounded: 24 bytes are kept for each document, and a line of .jsonl is read as a whole.
 - The split is a function of (seed, text of the document): about 5% of the documents validate. With
   fewer than 20 documents, each gives its last 5%. Of equal documents the first is kept.
-- Shards are written to a temporary directory and renamed when all are complete, meta.json last.
 - Sequence number s of a training run is a function of (seed, s) alone.
 
     python data.py                           # the standard library's source, bytes, no network
@@ -56,8 +55,7 @@ META_KEYS = ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")
 
 def get_tokenizer(name: str):
     """A tiktoken.Encoding. "gpt2": GPT-2's BPE, 50257 tokens. "bytes": token i is byte i, and 256
-    is <|endoftext|>. Raises ValueError for another name, ConnectionError if GPT-2's vocabulary
-    cannot be downloaded."""
+    is <|endoftext|>. Raises ValueError for another name, ConnectionError without a vocabulary."""
     import tiktoken             # imported here, like requests: train.py runs without them
     if name == "bytes":         # the pattern bounds the characters processed at once; no merges
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,256}", special_tokens={EOT: 256},
@@ -88,9 +86,9 @@ def open_shard(path: Path) -> np.memmap:
     header = np.fromfile(path, "<i4", 3).tolist()
     count = header[2] if header[:2] == [MAGIC, VERSION] else 0
     if count < 1 or size != HEADER_BYTES + 2 * count:
-        raise ValueError(f"{path} is not a complete shard: expected header {MAGIC}, {VERSION}, n and "
-                         f"{HEADER_BYTES} + 2 n bytes, got {header} and {size} bytes: copy it "
-                         f"again, or run data.py again")
+        raise ValueError(f"{path} is not a complete shard: expected header {MAGIC}, {VERSION}, n "
+                         f"and {HEADER_BYTES} + 2 n bytes, got {header} and {size} bytes: copy "
+                         f"it, or run data.py, again")
     return np.memmap(path, "<u2", "r", HEADER_BYTES, (count,))
 
 
@@ -158,15 +156,12 @@ class Source(NamedTuple):
 
 
 class TokenDataset:
-    """The windows of one split. A window has T+1 tokens, T = seq_len; its last token is the first
-    of the next window.
+    """The windows of one split: T+1 tokens each, T = seq_len; the last is the first of the next.
 
     `data` is a directory, or a mixture "A=0.7,B=0.3" of sources with one tokenizer. A source gives
-    its share of the sequences, whether that is a part of an epoch or several epochs, as in The Pile
-    (Gao et al. 2020, section 2). A resume with other weights begins a new phase, in which each
-    source continues after the sequences that it has given.
-
-    Raises FileNotFoundError or ValueError if the shards are missing, damaged or too short.
+    its share of the sequences, in less than an epoch or in several, as in The Pile (Gao et al.
+    2020, section 2). A resume with other weights begins a new phase, in which each source continues
+    where it stopped. Raises FileNotFoundError or ValueError for missing, damaged or short shards.
     """
 
     def __init__(self, data, split: str, seq_len: int):
@@ -199,9 +194,9 @@ class TokenDataset:
         self.ends = np.array(ends)
         self.n_windows = n_windows
         self.n_tokens = sum(map(len, self.shards))
+        bytes_per_token = [source.meta["bytes_per_token"] for source in self.sources.values()]
         self.meta = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
-                         bytes_per_token=self.average([source.meta["bytes_per_token"]
-                                                       for source in self.sources.values()]))
+                         bytes_per_token=self.average(bytes_per_token))
         # Each phase is [first sequence, {fingerprint of a source: weight}]; checkpoints store them.
         self.phases = [[0, {key: source.weight for key, source in self.sources.items()}]]
 
@@ -220,15 +215,13 @@ class TokenDataset:
         return windows
 
     def windows(self, indices) -> np.ndarray:
-        """int64 (B, T+1): the tokens of these windows. Raises ValueError if a token is beyond the
-        vocabulary."""
+        """int64 (B, T+1): the tokens of these windows."""
         batch = np.empty((len(indices), self.seq_len + 1), np.int64)
         for row, index in zip(batch, indices):
             shard = int(np.searchsorted(self.ends, index, side="right"))
             first = self.ends[shard - 1] if shard > 0 else 0
             start = int(index - first) * self.seq_len
             row[:] = self.shards[shard][start:start + len(row)]
-            self._check(row, shard, start)
         return batch
 
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
@@ -251,11 +244,9 @@ class TokenDataset:
     def go_on(self, phases: list, position: int) -> None:
         """Continue a run that has these phases and whose next sequence is number `position`."""
         weights = self.phases[-1][1]
-        if weights == phases[-1][1]:
-            self.phases = phases
-        else:
-            self.phases = [phase for phase in phases if phase[0] < position]
-            self.phases.append([position, weights])
+        if weights != phases[-1][1]:
+            phases = [phase for phase in phases if phase[0] < position] + [[position, weights]]
+        self.phases = phases
 
     def phase_begins(self, first: int, end: int) -> bool:
         """Whether a phase after the first begins at one of the sequences first ... end - 1."""
@@ -277,17 +268,14 @@ class TokenDataset:
     def check(self, part: int, parts: int) -> None:
         """Raise ValueError if a token is beyond the vocabulary. Rank number `part` of `parts` reads
         its share of the blocks."""
-        for shard, tokens in enumerate(self.shards):
+        vocab_size = self.meta["vocab_size"]
+        for tokens in self.shards:
             for start in range(part * BLOCK, len(tokens), parts * BLOCK):
-                self._check(tokens[start:start + BLOCK], shard, start)
-
-    def _check(self, tokens, shard: int, position: int) -> None:
-        beyond = tokens >= self.meta["vocab_size"]
-        if beyond.any():
-            at = int(beyond.argmax())
-            raise ValueError(f"{self.shards[shard].filename} position {position + at}: token "
-                             f"{tokens[at]} is beyond a vocabulary of {self.meta['vocab_size']}: "
-                             f"run data.py again")
+                beyond = np.flatnonzero(tokens[start:start + BLOCK] >= vocab_size)
+                if len(beyond) > 0:
+                    at = start + int(beyond[0])
+                    raise ValueError(f"{tokens.filename} position {at}: token {tokens[at]} is "
+                                     f"beyond a vocabulary of {vocab_size}: run data.py again")
 
 
 def permute(places: np.ndarray, n: int, *key: int) -> np.ndarray:
@@ -347,19 +335,10 @@ VAL_ONE_IN = 20             # documents, or bytes of each document where there a
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) -> dict:
     """Tokenise the documents of these files into shards in `out`, and return what meta.json says.
 
-    Unfinished shards in `out` are replaced. Raises ValueError if `out` holds shards of another
-    text or of other flags, because a run that trains on them could not go on; if a file cannot be
-    read as text; or if there is too little text.
+    The shards appear when all are complete. Raises ValueError if a file is not text, if there is
+    too little text, or if `out` holds shards of another text, which a run may be training on.
     """
     refuse_other_shards(out, r"(train|val)_\d{6}\.bin|meta\.json")
-    made = {}
-    if (out / "meta.json").exists():
-        with suppress(ValueError):      # an unfinished meta.json
-            made = read_meta(out)
-    other = (f"{out} holds shards that were made of other text or with other flags: give another "
-             f"--out, or remove {out}")
-    if made.get("tokenizer", tokenizer) != tokenizer:
-        raise ValueError(other)
     encoding = get_tokenizer(tokenizer)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=out) as folder:
@@ -374,14 +353,18 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
             text_bytes[split] += job_bytes
             note(job_bytes)
         if sum(text_bytes.values()) != size:
-            raise ValueError("the input changed while it was read: run data.py again when it is "
-                             "complete")
+            raise ValueError("the input changed while it was read: run data.py again")
         # The fingerprint covers the headers, too: windows do not cross the end of a shard.
         meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
                     text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
                     fingerprint=sha256_of(*sorted(folder.iterdir())), **counts)
-        if made.get("fingerprint", meta["fingerprint"]) != meta["fingerprint"]:
-            raise ValueError(other)
+        old = meta
+        if (out / "meta.json").exists():
+            with suppress(ValueError):          # an unfinished meta.json
+                old = read_meta(out)
+        if old["fingerprint"] != meta["fingerprint"]:
+            raise ValueError(f"{out} holds shards that were made of other text or with other "
+                             f"flags: give another --out, or remove {out}")
         # An interrupted replacement leaves a meta.json that TokenDataset refuses.
         (out / "meta.json").write_text("unfinished: run data.py again\n")
         for path in out.glob("*.bin"):
@@ -446,8 +429,7 @@ def index_documents(files, seed: int):
 
 
 def read_jobs(files, cuts):
-    """Pass 2: yield (split, job). A job is a list of texts, enough to be worth a thread; "" marks
-    the beginning of a document."""
+    """Pass 2: yield (split, job): a list of texts for a thread. "" begins a document."""
     jobs = {split: [] for split in SPLITS}
     documents = (blocks for path in files for blocks in read_documents(path))
     for blocks, cut in zip(documents, cuts):
@@ -478,18 +460,16 @@ def split_at(blocks, cut: int):
         cut -= len(raw)
 
 
-# Where a text can be cut so that both sides, encoded apart, give the tokens of the whole: before a
-# space or newline that follows a character which is not white space. GPT-2's pattern splits text
-# into words, which have white space at most as their first character, and runs of white space. So
-# a word ends here in any case, and no look-ahead crosses this place. The pattern is greedy: match()
-# finds the last such place.
+# A text cut here and encoded in parts gives the tokens of the whole: before a space or newline that
+# follows another character. GPT-2's pattern splits text into words, which have white space at most
+# as their first character, and runs of white space. So a word ends here in any case, and no
+# look-ahead crosses this place. The pattern is greedy: match() finds the last such place.
 CUT = re.compile(r"(?s:.*)\S(?=[ \n])")
 
 
 def chunks(blocks):
-    """Yield the same text in pieces of at most PIECE characters, cut at CUT. A stretch of PIECE
-    characters without such a place, which is not prose, is cut at its end and may take a few tokens
-    more."""
+    """Yield the same text in pieces of at most PIECE characters, cut at CUT. A text without such a
+    place, which is not prose, is cut anywhere and may take a few tokens more."""
     rest = ""
     for block in blocks:
         text = rest + block
@@ -504,8 +484,8 @@ def chunks(blocks):
 
 
 def encode(jobs, encoding):
-    """Yield (split, tokens as uint16, bytes of text) of every job, in order. Threads on all cores
-    encode, because tiktoken releases Python's lock. Few jobs wait at a time: memory is bounded."""
+    """Yield (split, tokens as uint16, bytes of text) of every job, in order. Threads encode, because
+    tiktoken releases Python's lock. Few jobs wait at a time, which bounds memory."""
     def work(split, job):
         tokens = [encoding.encode_to_numpy(text, disallowed_special=()) if text
                   else [encoding.eot_token] for text in job]
@@ -572,10 +552,9 @@ def read_documents(path: Path, note=lambda count: None):
                 try:
                     text = json.loads(line)["text"]
                     text.encode()       # refuses half a surrogate pair
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{path} line {number} is not JSON text: {error}") from None
-                except (KeyError, TypeError, AttributeError):
-                    raise ValueError(f'{path} line {number} lacks the string field "text"') from None
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                    raise ValueError(f'{path} line {number} is not JSON with a string "text": '
+                                     f"{error}") from None
                 yield [text]
         else:
             yield read_blocks(file, note)
@@ -595,9 +574,8 @@ def read_blocks(file, note):
 
 
 def progress(label: str, total: int, done: int = 0):
-    """Return note(n), to be called when n more of `total` bytes are done. It prints the bytes done,
-    the rate and the time left to standard error: to a terminal five times a second and at the end,
-    to anything else once a minute."""
+    """Return note(n), to be called when n more of `total` bytes are done. It prints the progress to
+    standard error: on a terminal five times a second and at the end, elsewhere once a minute."""
     is_terminal = sys.stderr.isatty()
     interval = 0.2 if is_terminal else 60
     before = done
@@ -609,14 +587,13 @@ def progress(label: str, total: int, done: int = 0):
         done += count
         now = time.monotonic()
         is_end = is_terminal and done == total
-        if now - printed < interval and not is_end:
-            return
-        printed = now
-        rate = max(done - before, 1) / max(now - began, 1e-9)
-        left = round(max(total - done, 0) / rate)
-        print(f"{label}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {rate / 1e6:,.1f} MB/s, "
-              f"{left // 60}m{left % 60:02d}s left   ", file=sys.stderr, flush=True,
-              end="\r" if is_terminal and not is_end else "\n")
+        if is_end or now - printed >= interval:
+            printed = now
+            rate = max(done - before, 1) / max(now - began, 1e-9)
+            left = round(max(total - done, 0) / rate)
+            print(f"{label}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {rate / 1e6:,.1f} MB/s, "
+                  f"{left // 60}m{left % 60:02d}s left   ", file=sys.stderr, flush=True,
+                  end="\r" if is_terminal and not is_end else "\n")
     return note
 
 
@@ -639,12 +616,11 @@ GPT2_FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0b
               "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
 
 
-def download(url: str, path: Path, sha256: str | None = None, tries: int = 4,
-             check=lambda path: None) -> None:
+def download(url: str, path: Path, sha256: str | None = None, check=lambda path: None) -> None:
     """Download url to path, which appears only when it is complete: when its sha256, or else its
     length, is right and `check` raises no ValueError. Until then the bytes are in path.part. After
     a lost connection the next try, or the next run, continues there; wrong bytes are discarded.
-    Raises ConnectionError after `tries` tries."""
+    Raises ConnectionError after four tries."""
     import requests
     if path.exists() and sha256 in (None, sha256_of(path)):
         with suppress(ValueError):
@@ -653,9 +629,8 @@ def download(url: str, path: Path, sha256: str | None = None, tries: int = 4,
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.touch()
-    for attempt in range(tries):
-        if attempt > 0:
-            time.sleep(2 ** (attempt - 1))
+    for seconds in (0, 1, 2, 4):
+        time.sleep(seconds)
         headers = {"Range": f"bytes={part.stat().st_size}-", "Accept-Encoding": "identity"}
         try:
             with requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as reply:
@@ -681,7 +656,7 @@ def download(url: str, path: Path, sha256: str | None = None, tries: int = 4,
         except ValueError as problem:
             error = problem
             os.truncate(part, 0)
-    raise ConnectionError(f"cannot download {url} in {tries} tries ({error}): run it again later, "
+    raise ConnectionError(f"cannot download {url} ({error}): run it again later, "
                           f"it continues where it stopped, or put the file at {path}")
 
 
@@ -693,7 +668,7 @@ def gpt2_files() -> dict[str, Path]:
     for file, sha256 in GPT2_FILES.items():
         paths[file] = cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()
         try:
-            download(GPT2_URL + file, paths[file], sha256, tries=3)
+            download(GPT2_URL + file, paths[file], sha256)
         except OSError as error:
             raise ConnectionError(f"{error}. Set TIKTOKEN_CACHE_DIR to use another cache. Shards "
                                   f"made with --tokenizer bytes need no vocabulary.") from error
@@ -717,9 +692,9 @@ SEQ_LEN = 128       # train.py's default, for a warning
 
 
 def parse_arguments(parser: argparse.ArgumentParser, arguments, other_names: dict[str, str]):
-    """The parsed arguments of a command line. Underscores in the name of a flag are dashes, as in
-    nanoGPT's flags. For an unknown flag the parser's error suggests another: other_names has, for
-    each of our flags, the names that other programs give it, or else the most similar flag."""
+    """The parsed arguments of a command line. Flags may have underscores for dashes, as nanoGPT's.
+    For an unknown flag the error suggests one: that which other_names gives its other names, or the
+    most similar."""
     given = [re.sub(r"^--[\w-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)
              for text in arguments]
     args, unknown = parser.parse_known_args(given)
@@ -748,7 +723,7 @@ def parse_flags(arguments) -> argparse.Namespace:
                         help="(default: data/DATASET; required with --input)")
     parser.add_argument("--seed", type=int, default=0, help="of the split (default: 0)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="(default: 100M)")
-    parser.add_argument("--shards", type=int, default=1, metavar="N", help="of fineweb (default: 1)")
+    parser.add_argument("--shards", type=int, default=1, help="of fineweb (default: 1)")
     args = parse_arguments(parser, arguments, {})
     if not 0 <= args.seed < 2**63 or not 1024 <= args.shard_tokens < 2**31:
         parser.error("--seed must be 0 to 2^63 - 1, --shard-tokens 1024 to 2^31 - 1")
@@ -767,8 +742,7 @@ def parse_flags(arguments) -> argparse.Namespace:
 
 
 def make_shards(args) -> dict:
-    """Download the text or shards if need be, make the shards, and return what is known of
-    them."""
+    """Download the text or the shards, make the shards, and return what is known of them."""
     if args.input:
         files = find_files(args.input)
     elif args.dataset == "python":

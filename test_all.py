@@ -621,9 +621,8 @@ def test_a_data_set_stays_until_a_new_one_is_whole(tmp_path):
     before = {path: path.read_bytes() for path in out.iterdir()}
     with mock.patch.object(data, "sha256_of", side_effect=OSError), pytest.raises(OSError):
         prepare("bytes")                                    # fails when its shards are written
-    for flags in (dict(tokenizer="gpt2"), dict(tokenizer="bytes", shard_tokens=1024)):
-        with pytest.raises(ValueError, match="holds shards .* give another --out, or remove"):
-            prepare(**flags)
+    with pytest.raises(ValueError, match="holds shards .* give another --out, or remove"):
+        prepare("bytes", shard_tokens=1024)
     text.write_text("abcdefghij" * 499 + "abcdefghiJ")
     with pytest.raises(ValueError, match="holds shards .* give another --out, or remove"):
         prepare("bytes")
@@ -987,8 +986,6 @@ def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path, mo
                 found.append(str(error))
         where = f"train_{int(at >= 17)}.bin position {at - 17 * (at >= 17)}: token 257 .* 257"
         assert len(found) == 1 and re.search(where, found[0]), (at, found)
-    with pytest.raises(ValueError, match="train_1.bin position 20: token 257"):
-        bad.windows([0, 8])
     assert bad.windows([0, 1]).shape == (2, 5)
 
 
