@@ -367,8 +367,9 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
                              f"flags: give another --out, or remove {out}")
         # An interrupted replacement leaves a meta.json that TokenDataset refuses.
         (out / "meta.json").write_text("unfinished: run data.py again\n")
-        for path in out.glob("*.bin"):
-            path.unlink()
+        for split in SPLITS:
+            for path in shards_of(out, split):
+                path.unlink()
         for path in folder.iterdir():
             os.replace(path, out / path.name)
         (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
@@ -484,7 +485,7 @@ def chunks(blocks):
 
 
 def encode(jobs, encoding):
-    """Yield (split, tokens as uint16, bytes of text) of every job, in order. Threads encode, because
+    """Yield (split, tokens as uint16, bytes of text) of every job, in order. Threads encode, as
     tiktoken releases Python's lock. Few jobs wait at a time, which bounds memory."""
     def work(split, job):
         tokens = [encoding.encode_to_numpy(text, disallowed_special=()) if text
@@ -617,10 +618,10 @@ GPT2_FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0b
 
 
 def download(url: str, path: Path, sha256: str | None = None, check=lambda path: None) -> None:
-    """Download url to path, which appears only when it is complete: when its sha256, or else its
-    length, is right and `check` raises no ValueError. Until then the bytes are in path.part. After
-    a lost connection the next try, or the next run, continues there; wrong bytes are discarded.
-    Raises ConnectionError after four tries."""
+    """Download url to path, which appears only when its sha256, or else its length, is right and
+    `check` raises no ValueError. Until then the bytes are in path.part. After a lost connection the
+    next try, or the next run, continues there; wrong bytes are discarded. Raises ConnectionError
+    after four tries."""
     import requests
     if path.exists() and sha256 in (None, sha256_of(path)):
         with suppress(ValueError):
