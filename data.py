@@ -6,13 +6,12 @@
     DIR/*.bin --memmap--> windows of T+1 tokens --permute--> batches (B, T+1), of several DIRs mixed
 
 A document is a .txt file, or the field "text" of a line of .jsonl. The token <|endoftext|> stands
-before each document, as in llm.c; the same characters inside a text are ordinary text. The shards
-have the format of llm.c: int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then
-uint16 (n,): the tokens.
-- Memory is bounded: 24 bytes are kept for each document. (A line of .jsonl is read as a whole.)
+before each document; the same characters inside a text are ordinary text. The shards have the
+format of llm.c: int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then uint16
+(n,): the tokens.
+- Memory is bounded: 24 bytes are kept for each document, and a line of .jsonl is read as a whole.
 - The split is a function of (seed, text of the document): about 5% of the documents validate. With
   fewer than 20 documents, each gives its last 5%. Of equal documents the first is kept.
-- Shards are written to a temporary directory and renamed when all are complete, meta.json last.
 - Sequence number s of a training run is a function of (seed, s) alone.
 
     python data.py                           # the standard library's source, bytes, no network
@@ -21,6 +20,7 @@ uint16 (n,): the tokens.
     python data.py --input a.txt b.jsonl --out data/mine
 """
 import argparse
+import codecs
 import difflib
 import hashlib
 import json
@@ -43,22 +43,19 @@ import numpy as np
 SPLITS = ("train", "val")
 DEFAULT_OUT = Path("data/python")
 EOT = "<|endoftext|>"
-BLOCK = 1 << 18             # characters read at once, and tokens checked at once
+BLOCK = 1 << 18             # bytes read at once, and tokens checked at once
 PIECE = 1 << 18             # characters encoded at once
 
 
-# ---------------------------------------------------------------------------------------------
-# Tokens and shards
-# ---------------------------------------------------------------------------------------------
-
+# ---- Tokens and shards ----------------------------------------------------------------------
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+META_KEYS = ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")
 
 
 def get_tokenizer(name: str):
     """A tiktoken.Encoding. "gpt2": GPT-2's BPE, 50257 tokens. "bytes": token i is byte i, and 256
-    is <|endoftext|>. Raises ValueError for another name, ConnectionError if GPT-2's vocabulary
-    cannot be downloaded."""
+    is <|endoftext|>. Raises ValueError for another name, ConnectionError without a vocabulary."""
     import tiktoken             # imported here, like requests: train.py runs without them
     if name == "bytes":         # the pattern bounds the characters processed at once; no merges
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,256}", special_tokens={EOT: 256},
@@ -69,10 +66,8 @@ def get_tokenizer(name: str):
     return tiktoken.get_encoding("gpt2")
 
 
-def append_tokens(directory: Path, split: str, tokens: np.ndarray, written: int,
-                  shard_tokens: int) -> None:
-    """Append uint16 tokens (n,) to the shards of a split, which hold `written` tokens. A new shard
-    begins after every `shard_tokens` tokens."""
+def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int) -> None:
+    """Append uint16 tokens (n,) to the shards of a split, which hold `written` tokens so far."""
     while len(tokens) > 0:
         number, position = divmod(written, shard_tokens)
         part = tokens[:shard_tokens - position]
@@ -91,9 +86,9 @@ def open_shard(path: Path) -> np.memmap:
     header = np.fromfile(path, "<i4", 3).tolist()
     count = header[2] if header[:2] == [MAGIC, VERSION] else 0
     if count < 1 or size != HEADER_BYTES + 2 * count:
-        raise ValueError(f"{path} is not a complete shard: expected magic, version, tokens of "
-                         f"{MAGIC}, {VERSION}, n > 0 and {HEADER_BYTES} + 2 n bytes, got {header} "
-                         f"and {size} bytes: copy it again, or run data.py again")
+        raise ValueError(f"{path} is not a complete shard: expected header {MAGIC}, {VERSION}, n "
+                         f"and {HEADER_BYTES} + 2 n bytes, got {header} and {size} bytes: copy "
+                         f"it, or run data.py, again")
     return np.memmap(path, "<u2", "r", HEADER_BYTES, (count,))
 
 
@@ -104,35 +99,30 @@ def shards_of(directory: Path, split: str) -> list[Path]:
 
 
 def find_shards(directory: Path, split: str) -> list[Path]:
-    """The shards of a split. Raises FileNotFoundError, which says what to do instead, if the
-    directory has none."""
+    """The shards of a split. Raises FileNotFoundError with advice if there are none."""
     shards = shards_of(directory, split)
     if shards:
         return shards
-    if directory.suffix == ".bin" and directory.is_file():
-        raise FileNotFoundError(f"{directory} is a shard: give its directory, --data "
-                                f"{directory.parent}")
-    if directory.is_file():
-        out = Path("data", directory.stem)
-        raise FileNotFoundError(f"{directory} is a file, --data takes a directory of shards: run "
-                                f"`python data.py --input {directory} --out {out}`, then give "
-                                f"--data {out}")
-    inside = [path for path in sorted(directory.glob("*")) if shards_of(path, split)]
-    if inside:
-        raise FileNotFoundError(f"no {split} shards in {directory} itself: give one of the "
-                                f"directories in it: --data {' or '.join(map(str, inside))}")
-    command = "python data.py"
-    if directory.name in DOWNLOADS:
-        command += f" --dataset {directory.name} --out {directory}"
-    elif directory != DEFAULT_OUT:
-        command += f" --input FILE --out {directory}"
-    what = f"no {split} shards in" if directory.is_dir() else "no folder"
-    raise FileNotFoundError(f"{what} {directory}: mistyped? Or run `{command}`")
+    inside = [str(path) for path in sorted(directory.glob("*")) if shards_of(path, split)]
+    out = Path("data", directory.stem)
+    if directory.is_file() and directory.suffix == ".bin":
+        advice = f"give the directory of the shard, --data {directory.parent}"
+    elif directory.is_file():
+        advice = f"run `python data.py --input {directory} --out {out}`, then give --data {out}"
+    elif inside:
+        advice = f"give --data {' or '.join(inside)}"
+    elif directory.name in DOWNLOADS:
+        advice = f"run `python data.py --dataset {directory.name} --out {directory}`"
+    elif directory == DEFAULT_OUT:
+        advice = "run `python data.py`"
+    else:
+        advice = f"mistyped? Or run `python data.py --input FILE --out {directory}`"
+    raise FileNotFoundError(f"{directory} is no directory with {split} shards: {advice}")
 
 
 def read_meta(directory: Path) -> dict:
-    """What meta.json says of the shards of a directory. Without the file the shards are others',
-    and hold GPT-2's tokens. Raises ValueError."""
+    """The entries of meta.json that training needs. Without the file the shards are others', and
+    hold GPT-2's tokens. Raises ValueError if the file is damaged."""
     path = directory / "meta.json"
     if not path.exists():
         names = [(file.name, file.stat().st_size) for file in sorted(directory.glob("*.bin"))]
@@ -140,13 +130,9 @@ def read_meta(directory: Path) -> dict:
                     fingerprint=hashlib.sha256(repr(names).encode()).hexdigest())
     try:
         meta = json.loads(path.read_text())
-    except ValueError as error:
+        return {key: meta[key] for key in META_KEYS}
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): run data.py again") from None
-    needed = {"tokenizer", "vocab_size", "bytes_per_token", "fingerprint"}
-    if not isinstance(meta, dict) or not needed <= meta.keys():
-        raise ValueError(f"{path} is damaged: expected {', '.join(sorted(needed))}: run data.py "
-                         f"again")
-    return meta
 
 
 def sha256_of(*paths) -> str:
@@ -158,10 +144,7 @@ def sha256_of(*paths) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------
-# Batches: a function of the seed and the step
-# ---------------------------------------------------------------------------------------------
-
+# ---- Batches: a function of the seed and the step -------------------------------------------
 
 class Source(NamedTuple):
     """A directory of shards: windows first ... first + n_windows - 1 of a TokenDataset."""
@@ -173,43 +156,37 @@ class Source(NamedTuple):
 
 
 class TokenDataset:
-    """The windows of one split. A window has T+1 tokens, T = seq_len; its last token is the first
-    of the next window.
+    """The windows of one split: T+1 tokens each, T = seq_len; the last is the first of the next.
 
     `data` is a directory, or a mixture "A=0.7,B=0.3" of sources with one tokenizer. A source gives
-    its share of the sequences, whether that is a part of an epoch or several epochs, as in The Pile
-    (Gao et al. 2020, section 2). A resume with other weights begins a new phase, in which each
-    source continues after the sequences that it has given.
-
-    Raises FileNotFoundError or ValueError if the shards are missing, damaged or too short.
+    its share of the sequences, in less than an epoch or in several, as in The Pile (Gao et al.
+    2020, section 2). A resume with other weights begins a new phase, in which each source continues
+    where it stopped. Raises FileNotFoundError or ValueError for missing, damaged or short shards.
     """
 
     def __init__(self, data, split: str, seq_len: int):
         self.seq_len = seq_len
-        self.files = []
-        self.shards = []                # a uint16 array of tokens for each of the files
+        self.shards = []                # uint16 tokens
         self.sources = {}               # by fingerprint
         ends = []                       # of each shard, in windows
         n_windows = 0
+        vocabularies = set()
         mixture = parse_mixture(str(data))
         for directory, weight in mixture.items():
             first = n_windows
             for path in find_shards(directory, split):
                 tokens = open_shard(path)
                 n_windows += (len(tokens) - 1) // seq_len
-                self.files.append(path)
                 self.shards.append(tokens)
                 ends.append(n_windows)
             if n_windows == first:
                 raise ValueError(f"{path}: {len(tokens)} tokens are too few for a window of "
                                  f"{seq_len} + 1: use a shorter --seq-len, or more text")
             meta = read_meta(directory)
-            name = directory.absolute().name
+            vocabularies.add((meta["tokenizer"], meta["vocab_size"]))
             self.sources[meta["fingerprint"]] = Source(
-                name, weight, first, n_windows - first, meta)
-            self.meta = {key: meta[key] for key in ("tokenizer", "vocab_size")}
-        if any(source.meta[key] != self.meta[key]
-               for source in self.sources.values() for key in self.meta):
+                directory.absolute().name, weight, first, n_windows - first, meta)
+        if len(vocabularies) > 1:
             raise ValueError(f"--data {data}: these have different tokenizers or vocabularies: "
                              f"make them with one --tokenizer of data.py")
         if len(self.sources) < len(mixture):
@@ -217,8 +194,9 @@ class TokenDataset:
         self.ends = np.array(ends)
         self.n_windows = n_windows
         self.n_tokens = sum(map(len, self.shards))
-        self.meta["bytes_per_token"] = self.average(
-            [source.meta["bytes_per_token"] for source in self.sources.values()])
+        bytes_per_token = [source.meta["bytes_per_token"] for source in self.sources.values()]
+        self.meta = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
+                         bytes_per_token=self.average(bytes_per_token))
         # Each phase is [first sequence, {fingerprint of a source: weight}]; checkpoints store them.
         self.phases = [[0, {key: source.weight for key, source in self.sources.items()}]]
 
@@ -237,15 +215,13 @@ class TokenDataset:
         return windows
 
     def windows(self, indices) -> np.ndarray:
-        """int64 (B, T+1): the tokens of these windows. Raises ValueError if a token is beyond the
-        vocabulary."""
+        """int64 (B, T+1): the tokens of these windows."""
         batch = np.empty((len(indices), self.seq_len + 1), np.int64)
         for row, index in zip(batch, indices):
             shard = int(np.searchsorted(self.ends, index, side="right"))
             first = self.ends[shard - 1] if shard > 0 else 0
             start = int(index - first) * self.seq_len
             row[:] = self.shards[shard][start:start + len(row)]
-            self._check(row, shard, start)
         return batch
 
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
@@ -268,11 +244,9 @@ class TokenDataset:
     def go_on(self, phases: list, position: int) -> None:
         """Continue a run that has these phases and whose next sequence is number `position`."""
         weights = self.phases[-1][1]
-        if weights == phases[-1][1]:
-            self.phases = phases
-        else:
-            self.phases = [phase for phase in phases if phase[0] < position]
-            self.phases.append([position, weights])
+        if weights != phases[-1][1]:
+            phases = [phase for phase in phases if phase[0] < position] + [[position, weights]]
+        self.phases = phases
 
     def phase_begins(self, first: int, end: int) -> bool:
         """Whether a phase after the first begins at one of the sequences first ... end - 1."""
@@ -292,22 +266,16 @@ class TokenDataset:
         return sum(weight * value for weight, value in pairs) / sum(weight for weight, _ in pairs)
 
     def check(self, part: int, parts: int) -> None:
-        """Raise ValueError if a token is beyond the vocabulary in part number `part` of `parts`
-        equal parts of all tokens."""
-        first = self.n_tokens * part // parts
-        end = self.n_tokens * (part + 1) // parts
-        for shard, tokens in enumerate(self.shards):
-            for start in range(max(first, 0), min(end, len(tokens)), BLOCK):
-                self._check(tokens[start:min(start + BLOCK, end)], shard, start)
-            first -= len(tokens)
-            end -= len(tokens)
-
-    def _check(self, tokens, shard: int, position: int) -> None:
-        beyond = tokens >= self.meta["vocab_size"]
-        if beyond.any():
-            at = int(beyond.argmax())
-            raise ValueError(f"{self.files[shard]} position {position + at}: token {tokens[at]} is "
-                             f"beyond a vocabulary of {self.meta['vocab_size']}: run data.py again")
+        """Raise ValueError if a token is beyond the vocabulary. Rank number `part` of `parts` reads
+        its share of the blocks."""
+        vocab_size = self.meta["vocab_size"]
+        for tokens in self.shards:
+            for start in range(part * BLOCK, len(tokens), parts * BLOCK):
+                beyond = np.flatnonzero(tokens[start:start + BLOCK] >= vocab_size)
+                if len(beyond) > 0:
+                    at = start + int(beyond[0])
+                    raise ValueError(f"{tokens.filename} position {at}: token {tokens[at]} is "
+                                     f"beyond a vocabulary of {vocab_size}: run data.py again")
 
 
 def permute(places: np.ndarray, n: int, *key: int) -> np.ndarray:
@@ -342,66 +310,40 @@ def parse_mixture(text: str) -> dict[Path, int]:
     """"DIR" -> {DIR: 1}; "A=0.7,B=0.3" -> {A: 7, B: 3}. Raises ValueError."""
     if not set("=,") & set(text) or Path(text).is_dir():
         return {Path(text): 1}
-    error = ValueError(f"--data {text} must be DIR, or DIR=WEIGHT,DIR=WEIGHT ... with weights of "
-                       f"0 or 1e-6 to 1000, not all 0, and different last parts of the DIRs")
     weights = {}
-    names = set()
     for part in text.split(","):
         folder, _, number = part.rpartition("=")
         try:
             weight = float(number)
         except ValueError:
-            raise error from None
-        name = Path(folder).absolute().name
-        if not (weight == 0 or 1e-6 <= weight <= 1000) or name in names:
-            raise error
-        names.add(name)
-        weights[Path(folder)] = round(1e6 * weight)
+            weight = math.nan
+        if weight == 0 or 1e-6 <= weight <= 1000:
+            weights[Path(folder)] = round(1e6 * weight)
+    names = {folder.absolute().name for folder in weights}
     divisor = math.gcd(*weights.values())
-    if divisor == 0:
-        raise error
+    if divisor == 0 or len(names) < len(text.split(",")):
+        raise ValueError(f"--data {text} must be DIR, or DIR=WEIGHT,DIR=WEIGHT ... with weights of "
+                         f"0 or 1e-6 to 1000, not all 0, and different last parts of the DIRs")
     return {folder: weight // divisor for folder, weight in weights.items()}
 
 
-# ---------------------------------------------------------------------------------------------
-# Text: documents in two passes over the files
-# ---------------------------------------------------------------------------------------------
-
+# ---- Making shards: two passes over the documents -------------------------------------------
 
 VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
 
 
-def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, skipped=0) -> dict:
+def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) -> dict:
     """Tokenise the documents of these files into shards in `out`, and return what meta.json says.
 
-    Shards that are there already are replaced by equal ones, or if they were left unfinished.
-    Raises ValueError if `out` holds other shards, because a run that trains on them could not go
-    on, or if a file cannot be read as text; OSError if `out` cannot be written. `skipped` counts
-    files that the caller has left out.
+    The shards appear when all are complete. Raises ValueError if a file is not text, if there is
+    too little text, or if `out` holds shards of another text, which a run may be training on.
     """
-    made = {}
-    with suppress(ValueError):
-        if (out / "meta.json").exists():
-            made = read_meta(out)
-    other = (f"{out} holds shards that were made of other text or with other flags: give another "
-             f"--out, or remove {out}")
-    if made.get("tokenizer", tokenizer) != tokenizer:
-        raise ValueError(other)
-    for split in SPLITS:
-        for path in shards_of(out, split):
-            if not re.fullmatch(r"(train|val)_\d{6}\.bin", path.name):
-                raise ValueError(f"{path} would mix with the new shards: choose another --out")
+    refuse_other_shards(out, r"(train|val)_\d{6}\.bin|meta\.json")
     encoding = get_tokenizer(tokenizer)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(prefix=".new-", dir=out)
-    except OSError as error:
-        raise OSError(f"cannot write to {out} ({error.strerror}): choose another --out") from error
-    with temporary as folder:
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=out) as folder:
         folder = Path(folder)
-        file_sizes = [path.stat().st_size for path in files]
         cuts, size, counts = index_documents(files, seed)
-        counts["skipped"] += skipped
         tokens = dict.fromkeys(SPLITS, 0)
         text_bytes = dict.fromkeys(SPLITS, 0)
         note = progress("tokenising", size)
@@ -410,44 +352,47 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
             tokens[split] += len(encoded)
             text_bytes[split] += job_bytes
             note(job_bytes)
-        for path, file_size in zip(files, file_sizes):
-            if path.stat().st_size != file_size:
-                raise ValueError(f"{path} changed while it was read: run data.py again when it is "
-                                 f"complete")
+        if sum(text_bytes.values()) != size:
+            raise ValueError("the input changed while it was read: run data.py again")
         # The fingerprint covers the headers, too: windows do not cross the end of a shard.
         meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
                     text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
                     fingerprint=sha256_of(*sorted(folder.iterdir())), **counts)
-        if made.get("fingerprint", meta["fingerprint"]) != meta["fingerprint"]:
-            raise ValueError(other)
-        move_shards(folder, out, meta)
+        old = meta
+        if (out / "meta.json").exists():
+            with suppress(ValueError):          # an unfinished meta.json
+                old = read_meta(out)
+        if old["fingerprint"] != meta["fingerprint"]:
+            raise ValueError(f"{out} holds shards that were made of other text or with other "
+                             f"flags: give another --out, or remove {out}")
+        # An interrupted replacement leaves a meta.json that TokenDataset refuses.
+        (out / "meta.json").write_text("unfinished: run data.py again\n")
+        for split in SPLITS:
+            for path in shards_of(out, split):
+                path.unlink()
+        for path in folder.iterdir():
+            os.replace(path, out / path.name)
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        os.replace(folder / "meta.json", out / "meta.json")
     return meta
 
 
-def move_shards(folder: Path, out: Path, meta: dict) -> None:
-    """Replace the shards in `out` by those in `folder`. If this is interrupted, meta.json is not
-    JSON, which TokenDataset refuses."""
-    (out / "meta.json").write_text("unfinished: run data.py again\n")
-    for split in SPLITS:
-        for path in shards_of(out, split):
-            path.unlink()
-    for path in sorted(folder.iterdir()):
-        os.replace(path, out / path.name)
-    path = folder / "meta.json"
-    path.write_text(json.dumps(meta, indent=2) + "\n")
-    os.replace(path, out / path.name)
+def refuse_other_shards(out: Path, pattern: str) -> None:
+    """Raise ValueError if `out` holds a shard or meta.json whose name is not of this pattern."""
+    for path in (*out.glob("*.bin"), *out.glob("meta.json")):
+        if not re.fullmatch(pattern, path.name):
+            raise ValueError(f"{path} would mix with the new shards: choose another --out")
 
 
 def index_documents(files, seed: int):
-    """Pass 1: hash and measure every document.
+    """Pass 1: hash and measure every document, drop duplicates, choose the split.
 
     Returns (cuts, size, counts). cuts, int64 (documents,): the number of bytes of each document
-    that train; the rest validates. A cut of -1 drops a document that is empty or repeats an earlier
-    one. size: the bytes of the documents that are kept. counts: what meta.json says of the
-    documents. Raises ValueError if there is too little text.
+    that train; the rest validates. A cut of -1 drops a document without text, or a duplicate.
+    size: the bytes of the documents that are kept. counts: the numbers of documents for meta.json.
     """
     note = progress("reading", sum(path.stat().st_size for path in files))
-    salt = seed.to_bytes(16, "little")      # one hash then finds duplicates and chooses the split
+    salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
     table = bytearray()
     for path in files:
         for blocks in read_documents(path, note):
@@ -463,36 +408,32 @@ def index_documents(files, seed: int):
                 size = 0
             table += digest.digest() + size.to_bytes(8, "little")
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
-    sizes = table["size"]
-    has_text = sizes > 0
+    has_text = table["size"] > 0
     _, first = np.unique(table["digest"], return_index=True)
     kept = first[has_text[first]]
+    sizes = table["size"][kept]
+    if len(kept) >= VAL_ONE_IN:
+        score = table["digest"][kept].view("<u8")[::2]      # the first 8 of the 16 bytes
+        validates = score < 2**64 // VAL_ONE_IN
+        validates[score.argmin()] = True                    # both splits receive documents
+        validates[score.argmax()] = False
+        train_sizes = np.where(validates, 0, sizes)
+    else:
+        train_sizes = sizes - np.maximum(sizes // VAL_ONE_IN, 1)
+        if train_sizes.max(initial=0) < 4:                  # bytes of the longest character
+            raise ValueError("the input holds no text, or less than 5 bytes: give it more")
     cuts = np.full(len(table), -1)
-    cuts[kept] = choose_cuts(table["digest"][kept], sizes[kept])
+    cuts[kept] = train_sizes
     counts = dict(documents=len(kept), skipped=len(table) - int(has_text.sum()),
                   duplicates=int(has_text.sum()) - len(kept))
-    return cuts, int(sizes[kept].sum()), counts
-
-
-def choose_cuts(digests: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The bytes of each of these different documents that train. Both splits receive text."""
-    if len(sizes) >= VAL_ONE_IN:
-        score = digests.view("<u8")[::2]            # the first 8 of the 16 bytes
-        validates = score < 2**64 // VAL_ONE_IN
-        validates[score.argmin()] = True
-        validates[score.argmax()] = False
-        return np.where(validates, 0, sizes)
-    if not len(sizes) or sizes.max() < 5:           # a character has up to 4 bytes: train gets none
-        raise ValueError("the input holds no text, or less than 5 bytes: give it more")
-    return sizes - np.maximum(sizes // VAL_ONE_IN, 1)
+    return cuts, int(sizes.sum()), counts
 
 
 def read_jobs(files, cuts):
-    """Pass 2: yield (split, job). A job is a list of texts, enough to be worth a thread; "" marks
-    the beginning of a document."""
+    """Pass 2: yield (split, job): a list of texts for a thread. "" begins a document."""
     jobs = {split: [] for split in SPLITS}
     documents = (blocks for path in files for blocks in read_documents(path))
-    for blocks, cut in zip(documents, cuts):        # prepare() finds files that have changed
+    for blocks, cut in zip(documents, cuts):
         if cut < 0:
             continue
         for split, parts in groupby(split_at(blocks, int(cut)), lambda part: part[0]):
@@ -520,18 +461,16 @@ def split_at(blocks, cut: int):
         cut -= len(raw)
 
 
-# Where a text can be cut so that both sides, encoded apart, give the tokens of the whole: before a
-# space or newline that follows a character which is not white space. GPT-2's pattern splits text
-# into words, which have white space at most as their first character, and runs of white space. So
-# a word ends here in any case, and no look-ahead crosses this place. The pattern is greedy: match()
-# finds the last such place.
+# A text cut here and encoded in parts gives the tokens of the whole: before a space or newline that
+# follows another character. GPT-2's pattern splits text into words, which have white space at most
+# as their first character, and runs of white space. So a word ends here in any case, and no
+# look-ahead crosses this place. The pattern is greedy: match() finds the last such place.
 CUT = re.compile(r"(?s:.*)\S(?=[ \n])")
 
 
 def chunks(blocks):
-    """Yield the same text in pieces of at most PIECE characters, cut at CUT. A stretch of PIECE
-    characters without such a place, which is not prose, is cut at its end and may take a few tokens
-    more."""
+    """Yield the same text in pieces of at most PIECE characters, cut at CUT. A text without such a
+    place, which is not prose, is cut anywhere and may take a few tokens more."""
     rest = ""
     for block in blocks:
         text = rest + block
@@ -546,8 +485,8 @@ def chunks(blocks):
 
 
 def encode(jobs, encoding):
-    """Yield (split, tokens as uint16, bytes of text) of every job, in order. Threads on all cores
-    encode, because tiktoken releases Python's lock. Few jobs wait at a time: memory is bounded."""
+    """Yield (split, tokens as uint16, bytes of text) of every job, in order. Threads encode, as
+    tiktoken releases Python's lock. Few jobs wait at a time, which bounds memory."""
     def work(split, job):
         tokens = [encoding.encode_to_numpy(text, disallowed_special=()) if text
                   else [encoding.eot_token] for text in job]
@@ -568,93 +507,76 @@ def encode(jobs, encoding):
 SUFFIXES = (".txt", ".jsonl")
 
 
-def find_files(paths) -> tuple[list[Path], int]:
-    """The .txt and .jsonl files among these paths and in the folders among them, and how many files
-    in folders are skipped because they are empty or links to nothing. Raises ValueError for another
-    path, or an empty file."""
+def find_files(paths) -> list[Path]:
+    """These .txt and .jsonl files, and those in these folders. Raises ValueError or OSError."""
     files = []
-    skipped = 0
     for path in paths:
-        if not path.exists():
-            raise ValueError(f"{path}: No such file or folder")
+        path.stat()                     # raises FileNotFoundError
         found = [path]
         if path.is_dir():
             found = [file for file in sorted(path.rglob("*"))
-                     if file.suffix.lower() in SUFFIXES and not file.is_dir()]
-        elif path.suffix.lower() in SUFFIXES and not path.stat().st_size:
-            raise ValueError(f"{path} is empty: leave it out of --input")
+                     if file.suffix.lower() in SUFFIXES and file.is_file()]
         if not found or found[0].suffix.lower() not in SUFFIXES:
             raise ValueError(f"{path}: only .txt and .jsonl are read: convert or rename it")
-        readable = [file for file in found if file.exists() and file.stat().st_size > 0]
-        files += readable
-        skipped += len(found) - len(readable)
-    return files, skipped
+        files += found
+    return files
 
 
-def standard_library() -> tuple[list[Path], int]:
-    """The interpreter's own .py files, without tests, and the number of those that cannot be
-    read."""
+def standard_library() -> list[Path]:
+    """The interpreter's own .py files, without tests and without files that cannot be read."""
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
-    skipped = 0
     for path in sorted(root.rglob("*.py")):
-        if excluded & set(path.relative_to(root).parts):
-            continue
-        try:
-            path.read_text(encoding="utf-8")
-            files.append(path)
-        except (OSError, ValueError):
-            skipped += 1
-    return files, skipped
+        if not excluded & set(path.relative_to(root).parts):
+            with suppress(OSError, ValueError):
+                path.read_text(encoding="utf-8")
+                files.append(path)
+    return files
 
 
-def read_documents(path: Path, note=None):
+def read_documents(path: Path, note=lambda count: None):
     """Yield every document of a file, as an iterable of strings: joined, they are its text. note(n)
-    is called as n more bytes are read."""
-    suffix = path.suffix.lower()
-    if suffix == ".eot":                # TinyStories: lines of <|endoftext|> between the documents
-        lines = read_text(path, True, note)
-        for is_end, group in groupby(lines, lambda line: line.strip() == EOT):
-            if not is_end:
-                yield ["".join(group).strip()]
-    elif suffix == ".jsonl":
-        for number, line in enumerate(read_text(path, True, note), 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-                text.encode()
-            except (ValueError, RecursionError) as error:       # also for half a surrogate pair
-                raise ValueError(f"{path} line {number} is not JSON text: {error}") from None
-            except (KeyError, TypeError, AttributeError):
-                raise ValueError(f'{path} line {number} lacks the string field "text"') from None
-            yield [text]
-    else:
-        yield read_text(path, False, note)
+    is called as n more bytes are read. Raises ValueError, which says where, if it is no text."""
+    with open(path, "rb") as file:
+        if path.suffix == ".eot":       # TinyStories: lines of <|endoftext|> between the documents
+            for is_end, lines in groupby(file, lambda line: line.strip() == EOT.encode()):
+                raw = b"".join(lines)
+                note(len(raw))
+                if not is_end:
+                    yield [raw.decode().strip()]
+        elif path.suffix.lower() == ".jsonl":
+            for number, line in enumerate(file, 1):
+                note(len(line))
+                if not line.strip():
+                    continue
+                try:
+                    text = json.loads(line)["text"]
+                    text.encode()       # refuses half a surrogate pair
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                    raise ValueError(f'{path} line {number} is not JSON with a string "text": '
+                                     f"{error}") from None
+                yield [text]
+        else:
+            yield read_blocks(file, note)
 
 
-def read_text(path: Path, lines: bool, note=None):
-    """Yield the text of a file by lines or by blocks. Raises ValueError, which gives the offset of
-    the first byte that is not UTF-8."""
-    position = 0
-    with open(path, encoding="utf-8", newline="\n") as file:    # "\n": line ends stay as they are
-        read = file.readline if lines else lambda: file.read(BLOCK)
-        try:
-            for text in iter(read, ""):
-                if note is not None and file.buffer.tell() > position:
-                    note(file.buffer.tell() - position)
-                    position = file.buffer.tell()
-                yield text
-        except UnicodeDecodeError as error:             # error.object is what was read last
-            offset = file.buffer.tell() - len(error.object) + error.start
-            raise ValueError(f"{path} is not UTF-8 text, see byte {offset}: convert it") from None
+def read_blocks(file, note):
+    """Yield the text of a binary file by blocks."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        while raw := file.read(BLOCK):
+            note(len(raw))
+            yield decoder.decode(raw)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:         # error.object is what was decoded last
+        offset = file.tell() - len(error.object) + error.start
+        raise ValueError(f"{file.name} is not UTF-8 text, see byte {offset}: convert it") from None
 
 
 def progress(label: str, total: int, done: int = 0):
-    """Return note(n), to be called when n more of `total` bytes are done. It prints the bytes done,
-    the rate and the time left to standard error: to a terminal five times a second and at the end,
-    to anything else once a minute."""
+    """Return note(n), to be called when n more of `total` bytes are done. It prints the progress to
+    standard error: on a terminal five times a second and at the end, elsewhere once a minute."""
     is_terminal = sys.stderr.isatty()
     interval = 0.2 if is_terminal else 60
     before = done
@@ -666,21 +588,17 @@ def progress(label: str, total: int, done: int = 0):
         done += count
         now = time.monotonic()
         is_end = is_terminal and done == total
-        if now - printed < interval and not is_end:
-            return
-        printed = now
-        rate = max(done - before, 1) / max(now - began, 1e-9)
-        left = round(max(total - done, 0) / rate)
-        print(f"{label}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {rate / 1e6:,.1f} MB/s, "
-              f"{left // 60}m{left % 60:02d}s left   ", file=sys.stderr, flush=True,
-              end="\r" if is_terminal and not is_end else "\n")
+        if is_end or now - printed >= interval:
+            printed = now
+            rate = max(done - before, 1) / max(now - began, 1e-9)
+            left = round(max(total - done, 0) / rate)
+            print(f"{label}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {rate / 1e6:,.1f} MB/s, "
+                  f"{left // 60}m{left % 60:02d}s left   ", file=sys.stderr, flush=True,
+                  end="\r" if is_terminal and not is_end else "\n")
     return note
 
 
-# ---------------------------------------------------------------------------------------------
-# Downloads
-# ---------------------------------------------------------------------------------------------
-
+# ---- Downloads ------------------------------------------------------------------------------
 
 HUB = "https://huggingface.co"
 # name: (address, sha256 or None to check the length alone, suffix of the file: how it is read)
@@ -699,12 +617,11 @@ GPT2_FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0b
               "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
 
 
-def download(url: str, path: Path, sha256: str | None = None, tries: int = 4, wait: float = 0.5,
-             check=lambda path: None):
-    """Download url to path, which appears only when it is complete: when its sha256, or else its
-    length, is right and `check` raises no ValueError. Until then the bytes are in path.part, and
-    the next try or the next run continues there. If the server has no more bytes and the file is
-    still not right, the next try starts over. Raises ConnectionError after `tries` tries."""
+def download(url: str, path: Path, sha256: str | None = None, check=lambda path: None) -> None:
+    """Download url to path, which appears only when its sha256, or else its length, is right and
+    `check` raises no ValueError. Until then the bytes are in path.part. After a lost connection the
+    next try, or the next run, continues there; wrong bytes are discarded. Raises ConnectionError
+    after four tries."""
     import requests
     if path.exists() and sha256 in (None, sha256_of(path)):
         with suppress(ValueError):
@@ -713,17 +630,13 @@ def download(url: str, path: Path, sha256: str | None = None, tries: int = 4, wa
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.touch()
-    error = "it is empty"
-    for attempt in range(tries):
-        if attempt > 0:
-            time.sleep(wait * 2 ** attempt)
+    for seconds in (0, 1, 2, 4):
+        time.sleep(seconds)
         headers = {"Range": f"bytes={part.stat().st_size}-", "Accept-Encoding": "identity"}
         try:
             with requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as reply:
                 if reply.status_code in (200, 416):     # the whole file; nothing after this byte
                     os.truncate(part, 0)
-                if reply.status_code == 416:
-                    continue                            # keeps the error of the try before
                 reply.raise_for_status()
                 _, _, total = reply.headers.get("Content-Range", "").rpartition("/")
                 total = int(total or reply.headers.get("Content-Length", 0))
@@ -731,18 +644,20 @@ def download(url: str, path: Path, sha256: str | None = None, tries: int = 4, wa
                 with open(part, "ab") as file:
                     for block in reply.iter_content(BLOCK):
                         note(file.write(block))
-            if sha256 is None:
-                complete = part.stat().st_size == total > 0
-            else:
-                complete = sha256_of(part) == sha256
-            if complete:
-                check(part)
-                os.replace(part, path)
-                return
-            error = f"got {part.stat().st_size} of {total} bytes, or other bytes than expected"
-        except (requests.RequestException, ValueError) as problem:
+            size = part.stat().st_size
+            if sha256 is None and not size == total > 0:
+                raise ValueError(f"expected {total} bytes, got {size}")
+            if sha256 is not None and sha256_of(part) != sha256:
+                raise ValueError(f"expected sha256 {sha256}, got {size} other bytes")
+            check(part)
+            os.replace(part, path)
+            return
+        except requests.RequestException as problem:
             error = problem
-    raise ConnectionError(f"cannot download {url} in {tries} tries ({error}): run it again later, "
+        except ValueError as problem:
+            error = problem
+            os.truncate(part, 0)
+    raise ConnectionError(f"cannot download {url} ({error}): run it again later, "
                           f"it continues where it stopped, or put the file at {path}")
 
 
@@ -750,25 +665,21 @@ def gpt2_files() -> dict[str, Path]:
     """The files of GPT-2's vocabulary, in tiktoken's cache. tiktoken would download them itself,
     but without a timeout. Raises ConnectionError."""
     cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or f"{tempfile.gettempdir()}/data-gym-cache")
-    paths = {file: cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()
-             for file in GPT2_FILES}
-    try:
-        for file, sha256 in GPT2_FILES.items():
-            download(GPT2_URL + file, paths[file], sha256, tries=3)
-    except OSError as error:
-        where = " and ".join(f"{GPT2_URL}{file} as DIR/{path.name}" for file, path in paths.items())
-        raise ConnectionError(f"cannot download GPT-2's vocabulary to {cache}: put {where} and set "
-                              "TIKTOKEN_CACHE_DIR=DIR (shards of data.py --tokenizer bytes, and "
-                              "models trained on them, need neither)") from error
+    paths = {}
+    for file, sha256 in GPT2_FILES.items():
+        paths[file] = cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()
+        try:
+            download(GPT2_URL + file, paths[file], sha256)
+        except OSError as error:
+            raise ConnectionError(f"{error}. Set TIKTOKEN_CACHE_DIR to use another cache. Shards "
+                                  f"made with --tokenizer bytes need no vocabulary.") from error
     return paths
 
 
 def fetch_shards(url: str, out: Path, count: int) -> dict:
     """Download the first `count` training shards of FineWeb and its validation shard, in GPT-2's
     tokens, as llm.c and modded-nanogpt use them. Returns dict(tokens={split: number})."""
-    for old in (*out.glob("*.bin"), *out.glob("meta.json")):
-        if not old.name.startswith("fineweb_"):
-            raise ValueError(f"{old} would mix with the new shards: choose another --out")
+    refuse_other_shards(out, r"fineweb_.*")
     names = ["val_000000"] + [f"train_{i:06d}" for i in range(1, count + 1)]
     for name in names:
         file = f"fineweb_{name}.bin"
@@ -776,18 +687,15 @@ def fetch_shards(url: str, out: Path, count: int) -> dict:
     return dict(tokens={split: TokenDataset(out, split, 1).n_tokens for split in SPLITS})
 
 
-# ---------------------------------------------------------------------------------------------
-# Command line
-# ---------------------------------------------------------------------------------------------
-
+# ---- Command line ---------------------------------------------------------------------------
 
 SEQ_LEN = 128       # train.py's default, for a warning
 
 
 def parse_arguments(parser: argparse.ArgumentParser, arguments, other_names: dict[str, str]):
-    """The parsed arguments of a command line. Underscores in the name of a flag are dashes, as in
-    nanoGPT's flags. For an unknown flag the parser's error suggests another: other_names has, for
-    each of our flags, the names that other programs give it, or else the most similar flag."""
+    """The parsed arguments of a command line. Flags may have underscores for dashes, as nanoGPT's.
+    For an unknown flag the error suggests one: that which other_names gives its other names, or the
+    most similar."""
     given = [re.sub(r"^--[\w-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)
              for text in arguments]
     args, unknown = parser.parse_known_args(given)
@@ -816,34 +724,30 @@ def parse_flags(arguments) -> argparse.Namespace:
                         help="(default: data/DATASET; required with --input)")
     parser.add_argument("--seed", type=int, default=0, help="of the split (default: 0)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="(default: 100M)")
-    parser.add_argument("--shards", type=int, metavar="N", help="of fineweb (default: 1)")
+    parser.add_argument("--shards", type=int, default=1, help="of fineweb (default: 1)")
     args = parse_arguments(parser, arguments, {})
     if not 0 <= args.seed < 2**63 or not 1024 <= args.shard_tokens < 2**31:
         parser.error("--seed must be 0 to 2^63 - 1, --shard-tokens 1024 to 2^31 - 1")
-    if args.input and not args.out:
-        parser.error("--input requires --out DIR, where the shards go")
+    if args.out is None:
+        if args.input:
+            parser.error("--input requires --out DIR, where the shards go")
+        args.out = Path("data", args.dataset)
     is_fineweb = args.dataset == "fineweb"
-    if args.shards is None:
-        args.shards = 1
-    elif not is_fineweb or not 1 <= args.shards <= FINEWEB_SHARDS:
+    if args.shards != 1 and not (is_fineweb and 1 <= args.shards <= FINEWEB_SHARDS):
         parser.error(f"only --dataset fineweb has --shards, 1 to {FINEWEB_SHARDS}")
     if is_fineweb and args.tokenizer == "bytes":
         parser.error("--dataset fineweb has GPT-2's tokens: drop --tokenizer bytes")
-    if args.out is None:
-        args.out = Path("data", args.dataset)
     if args.tokenizer is None:
         args.tokenizer = "bytes" if args.dataset == "python" and not args.input else "gpt2"
     return args
 
 
 def make_shards(args) -> dict:
-    """Download the text or shards if need be, make the shards, and return what is known of
-    them."""
-    skipped = 0
+    """Download the text or the shards, make the shards, and return what is known of them."""
     if args.input:
-        files, skipped = find_files(args.input)
+        files = find_files(args.input)
     elif args.dataset == "python":
-        files, skipped = standard_library()
+        files = standard_library()
     else:
         url, sha256, suffix = DOWNLOADS[args.dataset]
         url = url.replace(HUB, os.environ.get("HF_ENDPOINT", HUB))
@@ -851,7 +755,7 @@ def make_shards(args) -> dict:
             return fetch_shards(url, args.out, args.shards)
         files = [args.out / "raw" / (args.dataset + suffix)]
         download(url, files[0], sha256)
-    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens, skipped)
+    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens)
 
 
 def print_summary(out: Path, meta: dict) -> None:

@@ -552,7 +552,7 @@ def test_documents_stay_in_order_and_seed_and_text_alone_decide_the_split(tmp_pa
     monkeypatch.chdir(tmp_path)
     Path("in/sub").mkdir(parents=True)          # of folders .txt and .jsonl are read
     Path("in/other.md").write_text("not read")
-    Path("in/empty.txt").touch()                # what is empty or links to nothing is counted
+    Path("in/empty.txt").touch()                # what is empty is counted
     Path("in/link.jsonl").symlink_to("nowhere")
     texts = [f"{i} " + "".join(random.Random(i).sample(NASTY, 9)) for i in range(400)]
 
@@ -564,7 +564,7 @@ def test_documents_stay_in_order_and_seed_and_text_alone_decide_the_split(tmp_pa
         assert status == 0 and told.splitlines()[-2].startswith(
             "python train.py --data 'my data' --out 'out/my data'")
         train, val = (texts_of("my data", split) for split in data.SPLITS)
-        assert f"{len(texts)} documents, 0 duplicates dropped, 2 without text skipped" in told
+        assert f"{len(texts)} documents, 0 duplicates dropped, 1 without text skipped" in told
         assert train == [t for t in texts if t not in val] and min(len(train), len(val)) > 0
         assert val == [t for t in texts if t not in train]
         meta = json.loads(Path("my data/meta.json").read_text())
@@ -622,9 +622,8 @@ def test_a_data_set_stays_until_a_new_one_is_whole(tmp_path):
     before = {path: path.read_bytes() for path in out.iterdir()}
     with mock.patch.object(data, "sha256_of", side_effect=OSError), pytest.raises(OSError):
         prepare("bytes")                                    # fails when its shards are written
-    for flags in (dict(tokenizer="gpt2"), dict(tokenizer="bytes", shard_tokens=1024)):
-        with pytest.raises(ValueError, match="holds shards .* give another --out, or remove"):
-            prepare(**flags)
+    with pytest.raises(ValueError, match="holds shards .* give another --out, or remove"):
+        prepare("bytes", shard_tokens=1024)
     text.write_text("abcdefghij" * 499 + "abcdefghiJ")
     with pytest.raises(ValueError, match="holds shards .* give another --out, or remove"):
         prepare("bytes")
@@ -637,7 +636,7 @@ def test_a_data_set_stays_until_a_new_one_is_whole(tmp_path):
 def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, monkeypatch, capsys):
     file, index_documents = tmp_path / "a.jsonl", data.index_documents
     lines = [json.dumps(dict(text=f"text number {i}")) + "\n" for i in range(5)]
-    for changed in (lines[:4], lines + lines[:1], lines[:4] + ["\n"]):
+    for changed in (lines[:4], lines[:4] + ["\n"]):
         file.write_text("".join(lines))
 
         def then_changes(*arguments):
@@ -666,9 +665,9 @@ def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch)
 
 def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path, monkeypatch,
                                                                         capsys):
-    """What cannot be read is counted. A terminal sees the end of both passes over the text, the
+    """And without what cannot be read. A terminal sees the end of both passes over the text, the
     second without what the first has found twice."""
-    assert Path(json.__file__) in data.standard_library()[0]
+    assert Path(json.__file__) in data.standard_library()
     for folder in ("tests", "test", "idle_test", "site-packages", "dist-packages", "no", "a", "b"):
         (tmp_path / "lib" / folder).mkdir(parents=True)
         (tmp_path / "lib" / folder / "x.txt").write_text("not read")
@@ -677,7 +676,7 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     _, out, error = run_data(capsys, "--out", tmp_path / "out")
-    assert out.startswith("1 documents, 1 duplicates dropped, 1 without text skipped; ")
+    assert out.startswith("1 documents, 1 duplicates dropped, 0 without text skipped; ")
     assert texts_of(tmp_path / "out", *data.SPLITS) == ["some text"]
     assert re.fullmatch("".join(rf"{what}: 0.0 of 0.0 MB, [\d.]+ MB/s, 0m00s left +\n"
                                 for what in ("reading", "tokenising")), error), error
@@ -685,28 +684,27 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
 
 @pytest.mark.parametrize("flags, content, words", [
     ("none.txt", None, "none.txt No such file"), ("nofolder", None, "nofolder No such"),
-    ("empty.txt", b"", "empty.txt is empty"), ("--shard_toks 9", None, "mean --shard-tokens?"),
+    ("empty.txt", b"", "no text"), ("--shard_toks 9", None, "mean --shard-tokens?"),
     ("--shard_tokens 9", None, "--shard-tokens 1024"), ("--nonsense", None, "--nonsense --help"),
     (".", None, "only .txt .jsonl"), ("data.csv", b"a,b\n", "data.csv .txt .jsonl"),
     ("tiny.txt", b"a", "no text"), ("blank.jsonl", b'{"text": ""}\n{"text": " \\n"}\n', "no text"),
     ("latin.txt", b"x" * 300_000 + "ä".encode("latin-1") + b"!", "latin.txt byte 300000"),
     ("torn.txt", b"x" * 50 + "漢".encode()[:2], "torn.txt byte 50"),
-    ("latin.jsonl", b'{"text": "ok"}\n{"text": "\xe4"}\n', "latin.jsonl byte 25"),
+    ("latin.jsonl", b'{"text": "ok"}\n{"text": "\xe4"}\n', "latin.jsonl line 2"),
     ("bad.jsonl", b'{"text": "ok"}\n\n{"text": }\n', "bad.jsonl line 3 JSON"),
     ("half.jsonl", b'{"text": "\\ud800"}\n', "half.jsonl line 1 surrogate"),
     *(("no.jsonl", b'{"text": "ok"}\n' + line, 'no.jsonl line 2 "text"') for line in (
         b'{"txt": "a"}\n', b'{"text": 5}\n', b'["text"]\n')),
     ("a.txt --seed -1", b"x" * 9, "--seed"), ("a.txt --shard-tokens 9", b"x" * 9, "1024"),
     ("--dataset none", None, "none"), ("--input a.txt", b"x" * 9, "--out"),
-    ("--out a.txt", b"x" * 9, "cannot write to a.txt"),
+    ("--out a.txt", b"x" * 9, "exists a.txt"),
     ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
     ("--dataset fineweb --shards 104", None, "--shards 1 to 103"),
     ("--dataset fineweb --tokenizer bytes", None, "GPT-2's tokens"),
     # Shards made by others are neither deleted nor mixed in.
     ("a.txt --out .", b"x" * 9, "fineweb_train_000001.bin"),
-    ("--out out --input a.txt", b"x" * 9, """TIKTOKEN_CACHE_DIR --tokenizer bytes vocab.bpe as
-     DIR/6d1cbeee0f20b3d9449abfede4726ed8212e3aee encoder.json as
-     DIR/6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"""),
+    ("--out out --input a.txt", b"x" * 9, """TIKTOKEN_CACHE_DIR --tokenizer bytes /vocab.bpe
+     put the file at cache/6d1cbeee0f20b3d9449abfede4726ed8212e3aee"""),
 ])
 def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatch, capsys, flags,
                                                             content, words):
@@ -771,7 +769,7 @@ def server(monkeypatch):
     ("shakespeare", dict(drop=2), b"", [0, SIZE // 2, SIZE * 3 // 4]),  # when it is dropped goes on
     ("shakespeare", dict(drop=2, ranges=False), b"", [0, 0, 0]),        # or starts over
     ("shakespeare", {}, BODY[:SIZE // 2], [SIZE // 2]),     # so does that of an earlier run
-    ("shakespeare", {}, b"x" * 999, [999, SIZE, 0]),        # or starts over if it is another's
+    ("shakespeare", {}, b"x" * 999, [999, 0]),        # or starts over if it is another's
     ("shakespeare", {}, b"x" * SIZE, [SIZE, 0]),
     ("shakespeare", {}, b"x" * 5 * SIZE, [5 * SIZE, 0]),
     ("shakespeare", dict(body=b"another text"), b"", None),
@@ -989,8 +987,6 @@ def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path, mo
                 found.append(str(error))
         where = f"train_{int(at >= 17)}.bin position {at - 17 * (at >= 17)}: token 257 .* 257"
         assert len(found) == 1 and re.search(where, found[0]), (at, found)
-    with pytest.raises(ValueError, match="train_1.bin position 20: token 257"):
-        bad.windows([0, 8])
     assert bad.windows([0, 1]).shape == (2, 5)
 
 
@@ -1016,12 +1012,12 @@ def test_without_shards_the_message_says_the_command(tmp_path, monkeypatch):
         Path(folder).mkdir(parents=True)
     for file in ("a.txt", "all/x/train_0.bin", "all/y/train_0.bin"):
         Path(file).touch()
-    for directory, command in {"data/python": "`python data.py`", "mine": "no folder.*--out mine",
-                               "here": "no train shards in here.*--out here",
+    for directory, command in {"data/python": "`python data.py`", "mine": "mine is no directory.*--out mine",
+                               "here": "here is no .* with train shards.*--out here",
                                "data/shakespeare": "--dataset shakespeare",
                                "a.txt": "data.py --input a.txt --out data/a`.*--data data/a",
-                               "all/x/train_0.bin": "is a shard.*--data all/x$",
-                               "all": "give .* --data all/x or all/y$"}.items():
+                               "all/x/train_0.bin": "of the shard, --data all/x$",
+                               "all": "give --data all/x or all/y$"}.items():
         with pytest.raises(FileNotFoundError, match=command):
             data.TokenDataset(directory, "train", 4)
 
@@ -4134,7 +4130,7 @@ def with_noise(source, folder, steps, batch, seq_len, every=1):
 def library(tmp_path_factory):
     """The standard library's source in bytes: what `python data.py` makes."""
     folder = tmp_path_factory.mktemp("library") / "python"
-    data.prepare(data.standard_library()[0], folder, "bytes")
+    data.prepare(data.standard_library(), folder, "bytes")
     return folder
 
 

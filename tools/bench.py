@@ -170,7 +170,7 @@ def sampling(folder):
 
 
 def tokenizing(folder):
-    gpt2, (files, _) = data.get_tokenizer("gpt2"), data.standard_library()
+    gpt2, files = data.get_tokenizer("gpt2"), data.standard_library()
     texts = [file.read_text() for file in files]
     size, cores = sum(file.stat().st_size for file in files) / 1e6, os.cpu_count()
     print("\n| MB a second | ours | tiktoken | ratio |\n|---|---|---|---|")
