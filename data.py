@@ -215,13 +215,16 @@ class TokenDataset:
         return windows
 
     def windows(self, indices) -> np.ndarray:
-        """int64 (B, T+1): the tokens of these windows."""
+        """int64 (B, T+1): the tokens of these windows. ValueError: a token beyond the vocabulary."""
         batch = np.empty((len(indices), self.seq_len + 1), np.int64)
         for row, index in zip(batch, indices):
             shard = int(np.searchsorted(self.ends, index, side="right"))
             first = self.ends[shard - 1] if shard > 0 else 0
             start = int(index - first) * self.seq_len
             row[:] = self.shards[shard][start:start + len(row)]
+        if batch.max(initial=0) >= self.meta["vocab_size"]:
+            raise ValueError(f"token {batch.max()} is beyond a vocabulary of "
+                             f"{self.meta['vocab_size']}: run data.py again")
         return batch
 
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
