@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Callable
 
 import torch
@@ -1554,18 +1554,14 @@ def comm_errors(operation: str, group=None):
     group is given, its ranks."""
     try:
         yield
-    except PeerError:
-        raise                               # an operation inside this one has named it
     except RuntimeError as error:
-        if out_of_memory(error):            # a local error
+        if isinstance(error, PeerError) or out_of_memory(error):    # named inside, or a local error
             raise
-        where = operation
         if group is not None:
-            where += f" with ranks {dist.get_process_group_ranks(group)}"
-        reason = first_line(error)
-        reason = re.sub(r"^\[\S+\] ", "", reason)                   # gloo's source file
-        reason = re.sub(r"\. This is typically.*", "", reason)       # its advice
-        raise PeerError(f"{where}: {reason}") from error
+            operation += f" with ranks {dist.get_process_group_ranks(group)}"
+        # without gloo's source file and advice
+        reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", first_line(error))
+        raise PeerError(f"{operation}: {reason}") from error
 
 
 def first_line(error: BaseException) -> str:
@@ -1580,14 +1576,11 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def fatal_message(error: Exception) -> str | None:
-    """One line for a lost peer or too little memory. None for any other error, which is printed
-    with its traceback."""
+    """One line for a lost peer or too little memory; None for errors that need a traceback."""
     if out_of_memory(error):
         return (f"{first_line(error)}: lower --micro-batch, give --recompute, or raise --zero, "
                 f"--tp or --pp")
-    if isinstance(error, PeerError):
-        return first_line(error)
-    return None
+    return str(error) if isinstance(error, PeerError) else None
 
 
 def is_rank0() -> bool:
@@ -1617,7 +1610,6 @@ def all_ranks(action: Callable, status: int = 2):
     """Run action() on every rank and return its result here. If it raises a ValueError, OSError or
     RunError on any rank, every rank raises the same RunError, with the message of the first such
     rank and its status (`status` for a ValueError or OSError)."""
-    result = None
     failure = None
     try:
         result = action()
@@ -1634,26 +1626,23 @@ def all_ranks(action: Callable, status: int = 2):
 
 def on_rank0(action: Callable):
     """Run action() on rank 0 and return its result on every rank; errors as in `all_ranks`."""
-    def on_this_rank():
-        if is_rank0():
-            return action()
-    return all_gather_object(all_ranks(on_this_rank))[0]
+    result = all_ranks(lambda: action() if is_rank0() else None)
+    return all_gather_object(result)[0]
 
 
 def assert_equal_across_ranks(value, message: str) -> None:
     """Every rank raises a RunError with this message unless all ranks have the same value."""
     values = all_gather_object(value)
-    if any(other != values[0] for other in values):
+    if values.count(value) < len(values):
         raise RunError(message, 2)
 
 
 def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
     """The key-value store through which the ranks of this start find each other.
 
-    torchrun's store outlives a restart of the group, so it still holds the addresses of dead
-    processes (pytorch issue 135712), and the count of restarts differs between machines. Therefore
-    each process draws a name. Rank 0 publishes the list of names it sees, until every other process
-    has confirmed that its own name is in the list. Rank 0's name becomes the prefix of all keys.
+    torchrun's store outlives a restart of the group and then holds the addresses of dead processes
+    (pytorch issue 135712). Therefore each process draws a name. Rank 0 publishes the list of names
+    that it sees until every other process has confirmed its own; its name prefixes all later keys.
     """
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
     deadline = time.monotonic() + timeout.total_seconds()
@@ -1663,8 +1652,7 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
         if rank == 0:
             names = [store.get(f"rank {r}").decode() for r in range(world)]
             store.set("names", json.dumps(names))
-            confirmations = [f"{own} {name}" for name in names[1:]]
-            done = not confirmations or store.check(confirmations)
+            done = store.check([f"{own} {name}" for name in names[1:]])
         else:
             names = json.loads(store.get("names"))
             done = len(names) == world and names[rank] == own
@@ -1678,18 +1666,14 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
 
 def pick_device(name: str, local_rank: int, local_world: int, visible: str = "",
                 on_mps: bool = True) -> torch.device:
-    """The device of this process. `auto` is CUDA if available, else MPS (Apple's GPU) if available
-    and `on_mps`, else the CPU. `visible` is CUDA_VISIBLE_DEVICES: a launcher may show each process
-    a single GPU of its own. Raises ValueError."""
+    """The device of this process. `auto` is the first that is available of CUDA, MPS (Apple's GPU)
+    if `on_mps`, and the CPU. `visible` is CUDA_VISIBLE_DEVICES: a launcher may show each process a
+    single GPU of its own. Raises ValueError."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
                  "cpu": True}
     if name == "auto":
-        if available["cuda"]:
-            name = "cuda"
-        elif available["mps"] and on_mps:
-            name = "mps"
-        else:
-            name = "cpu"
+        available["mps"] = available["mps"] and on_mps
+        name = next(kind for kind in available if available[kind])
     if not available[name]:
         raise ValueError(f"--device {name}, but torch finds no {name.upper()} device here: leave "
                          f"the flag out, or give --device cpu")
@@ -1723,12 +1707,11 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 class StopSignal:
     """Ctrl-C and SIGTERM request a stop after the current step. A second signal exits at once,
     unless it comes within half a second: a launcher may forward a signal that the terminal has
-    already sent. Python runs handlers between two of its instructions only: a wait for a rank that
-    hangs ends by --timeout or SIGKILL."""
+    already sent. (Python runs no handler in a wait for a rank that hangs, until --timeout.)"""
 
     def __init__(self):
         self.requested = None           # time of the first signal, in seconds
-        self.number = None              # its number
+        self.number = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle)
 
@@ -1743,29 +1726,28 @@ class StopSignal:
             os._exit(1)
 
     def write(self, line: str) -> None:
-        """Print on rank 0. (A handler that interrupts `print` must not call it again.)"""
+        """As `print_rank0`, which a handler that interrupts it must not call again."""
         if is_rank0():
-            with suppress(OSError):     # a closed pipe
+            with suppress(OSError):
                 os.write(1, f"{line}\n".encode())
 
 
 @contextmanager
 def process_group(rank: int, world: int, device: torch.device, timeout: timedelta):
-    """Initialize torch.distributed for the block, with gloo on the CPU and NCCL on GPUs; nothing to
-    do for one process."""
-    if world > 1:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        with comm_errors("start of the process group"):
-            dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
-                                    world_size=world, timeout=timeout)
+    """Initialize torch.distributed for the block; nothing to do for one process."""
+    if world == 1:
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    with comm_errors("start of the process group"):
+        dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
+                                world_size=world, timeout=timeout)
     yield
-    if world > 1:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def copy_to_host_async(x: torch.Tensor) -> tuple:
-    """Start to copy x from its device to the host -> (the copy, in pinned memory on CUDA; an event,
-    after which it is complete)."""
+    """Start to copy x to the host -> (the copy, pinned on CUDA; the event of its completion)."""
     host = x.to("cpu", non_blocking=True)
     event = torch.get_device_module(x.device).Event()
     event.record()
@@ -1774,8 +1756,7 @@ def copy_to_host_async(x: torch.Tensor) -> tuple:
 
 def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
     """x on the host, when the device has computed it; PeerError if that takes more than `timeout`
-    seconds. (A plain copy would block forever if a rank hangs: Python handles no signal meanwhile,
-    and NCCL's own watchdog takes minutes.)"""
+    seconds. (If a rank hangs, a plain copy blocks until NCCL's own watchdog, for minutes.)"""
     if x.device.type == "cpu":
         return x
     host, event = copy_to_host_async(x)
@@ -1799,11 +1780,9 @@ def main() -> None:
     p, m = args.pp, args.microbatches
     if p < 1 or m < 1:
         parser.error("--pp and --microbatches must be at least 1")
-
     schedules = [SCHEDULES[args.pp_schedule](stage, p, m) for stage in range(p)]
     timeline = clock(schedules)
-    counts = [f"stage {stage}: {live_activations(schedule)}"
-              for stage, schedule in enumerate(schedules)]
+    counts = [f"stage {stage}: {live_activations(ops)}" for stage, ops in enumerate(schedules)]
     print(f"{args.pp_schedule}, {p} stages, {m} microbatches; a backward takes two units of time")
     print(f"\n{draw(timeline)}\n")
     print(f"bubble {bubble(timeline):.1%} of the time, "
