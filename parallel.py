@@ -788,8 +788,8 @@ def op_name(op: str, m: int) -> str:
 def start_messages(grid: Grid, messages: list[tuple]) -> list[Work]:
     """Start all messages together (departure 5): on NCCL as one operation, on gloo one by one with
     tags (departure 6). A message is (dist.isend, op, microbatch, the op's result) or (dist.irecv,
-    op, microbatch, a tensor like the op's input). Returns a Work for each; the Work of a message
-    beyond the ends of the pipeline is empty."""
+    op, microbatch, a tensor like the op's input). Returns a Work for each, without a result beyond
+    the ends of the pipeline."""
     works, operations = [], []
     for kind, op, m, x in messages:
         step = 1 if op == "F" else -1       # activations go to the next stage, gradients back
@@ -817,13 +817,10 @@ def start_messages(grid: Grid, messages: list[tuple]) -> list[Work]:
 
 
 def connect(grid: Grid, device: torch.device) -> None:
-    """Make NCCL's connections before anything else communicates (departure 5).
-
-    A group's first collective creates a communicator, and the first message between two stages a
-    connection. Both wait for the other rank and for all work that the device has started. If that
-    work is a receive, and its sender waits for this connection, both hang: so did GPipe on two
-    stages on an H100 when only the communicator existed.
-    """
+    """Make NCCL's connections before anything else communicates (departure 5): a group's first
+    collective creates a communicator, and the first message between two stages a connection. Both
+    wait for the other rank and for all work that the device has started. If that is a receive whose
+    sender waits for this connection, both hang (so did GPipe on two stages of H100s)."""
     one = torch.zeros(1, device=device)
     for group in grid.groups.values():
         all_reduce(one, group).wait()
@@ -862,8 +859,8 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like:
 
     def backward(m, dy):
         x, y = in_flight.pop(m)
-        if not grid.is_last:    # a scalar with the gradient dy: torch.autograd.backward(y, dy) would
-            y = (y * dy).sum()                      # import a compiler, for 0.5 s in each process
+        if not grid.is_last:        # torch.autograd.backward(y, dy) imports a compiler, for 0.5 s
+            y = (y * dy).sum()      # its gradient with respect to y is dy
         flat.prepare_grad_sync(m == backwards[-1])                              # departure 8
         y.backward()
         return x.grad
@@ -938,25 +935,21 @@ def clock(schedules) -> list[list[tuple]]:
     """Simulate the stages' schedules without processes: [(op, microbatch, start, end)] of each
     stage. A forward takes one unit of time, a backward two; an op starts when its stage is free and
     its input is there. Raises ValueError on a deadlock."""
-    arrival = {("F", m, 0): 0 for _, m in schedules[0]}     # (op, microbatch, stage) -> its input's
+    p = len(schedules)
+    # A microbatch goes forwards through stages 0 to p - 1, then backwards through p - 1 to 0.
+    arrival = {(m, 0): 0 for _, m in schedules[0]}      # (microbatch, place on this way) -> when
     timeline = [[] for _ in schedules]
     while any(len(row) < len(schedule) for row, schedule in zip(timeline, schedules)):
         arrivals_before = len(arrival)
         for stage, (row, schedule) in enumerate(zip(timeline, schedules)):
             for op, m in schedule[len(row):]:
-                if (op, m, stage) not in arrival:
-                    break                                   # another stage has to go first
-                start = arrival[op, m, stage]
-                if row:
-                    start = max(start, row[-1][3])
+                place = stage if op == "F" else 2 * p - 1 - stage
+                if (m, place) not in arrival:
+                    break                               # another stage has to go first
+                start = max(arrival[m, place], row[-1][3] if row else 0)
                 end = start + (1 if op == "F" else 2)
                 row.append((op, m, start, end))
-                if op == "B":
-                    arrival["B", m, stage - 1] = end
-                elif stage + 1 < len(schedules):
-                    arrival["F", m, stage + 1] = end
-                else:                                       # the loss
-                    arrival["B", m, stage] = end
+                arrival[m, place + 1] = end
         if len(arrival) == arrivals_before:
             raise ValueError("the schedules wait for each other: deadlock")
     return timeline
