@@ -761,8 +761,8 @@ def gpipe(stage: int, stages: int, num_microbatches: int) -> list[tuple[str, int
 
 
 def one_f_one_b(stage: int, stages: int, num_microbatches: int) -> list[tuple[str, int]]:
-    """One forward for each later stage, then one forward and one backward in turn (departure 2:
-    PipeDream-flush, Narayanan et al. 2021, section 2.2)."""
+    """Departure 2 (PipeDream-flush, Narayanan et al. 2021, section 2.2): one forward for each later
+    stage, then one forward and one backward in turn."""
     warmup = min(num_microbatches, stages - stage - 1)
     ops = [("F", m) for m in range(warmup)]
     for m in range(num_microbatches - warmup):
