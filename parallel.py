@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Callable
 
 import torch
@@ -60,9 +60,6 @@ from model import (GPT, IGNORE_INDEX, GPTConfig, ceil_div, initial_value, linear
 # ---------------------------------------------------------------------------------------------
 
 
-GROUPS = ("tp", "dp", "pp", "embedding", "world")       # `make_grid` says which ranks they have
-
-
 class Grid:
     """The sizes of the layout, this rank's place in it, and its process groups. With
     `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers."""
@@ -75,72 +72,37 @@ class Grid:
         self.is_first = self.stage == 0
         self.is_last = self.stage == pp - 1
         self.sequence_parallel = sequence_parallel
-        self.groups = {}            # without groups of a single rank
-
-    def pipeline_peer(self, step: int) -> int:
-        """The rank `step` stages further on in this rank's pipeline."""
-        return self.rank + step * self.tp
+        self.groups = dict.fromkeys(("tp", "dp", "pp", "embedding", "world"))
 
     def group(self, name: str):
-        """This rank's process group of that name in GROUPS; None if it is the only rank in it."""
-        if name not in GROUPS:
-            raise KeyError(name)
-        return self.groups.get(name)
-
-
-SINGLE_RANK = Grid(1, 1, 1)         # every collective does nothing
+        """This rank's process group of that name; None if this rank is alone in it."""
+        return self.groups[name]
 
 
 def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
               timeout: timedelta | None = None, device=torch.device("cpu")) -> Grid:
-    """The grid of `world` ranks, with process groups. All ranks create every group together, so
-    every rank must call this, after torch.distributed has been initialized if world > 1. `timeout`
-    is how long an operation waits for another rank (None: 30 minutes). The groups communicate by
-    gloo if `device` is the CPU, else by NCCL."""
+    """The grid of `world` ranks, with process groups: by gloo if `device` is the CPU, else by NCCL.
+    Every rank must call this, because all ranks create every group together. `timeout` is how long
+    an operation waits for another rank (None: 30 minutes)."""
     grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel)
-    pipelines = grid.ranks.permute(0, 2, 1).reshape(-1, pp).tolist()
-    ends = []
-    if pp > 1:
-        ends = [[pipeline[0], pipeline[-1]] for pipeline in pipelines]
+    pipelines = grid.ranks.permute(0, 2, 1).reshape(-1, pp)
     members = {
-        "tp": grid.ranks.reshape(-1, tp).tolist(),                          # share each matrix
-        "dp": grid.ranks.permute(1, 2, 0).reshape(-1, grid.dp).tolist(),    # hold the same weights
-        "pp": pipelines,                                                    # share the layers
-        "embedding": ends,          # first and last stage: both hold the tied token matrix
-        "world": [list(range(world))],
+        "tp": grid.ranks.reshape(-1, tp),                           # share each matrix
+        "dp": grid.ranks.permute(1, 2, 0).reshape(-1, grid.dp),     # hold the same weights
+        "pp": pipelines,                                            # share the layers
+        "embedding": pipelines[:, [0, -1]],     # both end stages hold the tied token matrix
+        "world": grid.ranks.reshape(1, world),
     }
     backend = "gloo" if device.type == "cpu" else "nccl"
-    for name in GROUPS:
-        for ranks in members[name]:
-            if len(ranks) > 1:
+    for name, rows in members.items():
+        for ranks in rows.tolist():
+            if len(set(ranks)) > 1:
                 group = dist.new_group(ranks, timeout=timeout, backend=backend)
                 if rank in ranks:
                     grid.groups[name] = group
     if device.type != "cpu":
         connect(grid, device)
     return grid
-
-
-def connect(grid: Grid, device: torch.device) -> None:
-    """Make NCCL's connections before anything else communicates.
-
-    A group's first collective creates a communicator, and the first message between two stages a
-    connection. Both wait for the other rank and for all work that the device has started. If that
-    work is a receive, and its sender waits for this connection, both hang. (GPipe on two stages
-    hung on an H100 when only the communicator existed.)
-    """
-    one = torch.zeros(1, device=device)
-    for group in grid.groups.values():
-        all_reduce(one, group).wait()
-    messages = []
-    for step in (1, -1):
-        if 0 <= grid.stage + step < grid.pp:
-            for kind in (dist.isend, dist.irecv):
-                messages.append(dist.P2POp(kind, torch.zeros_like(one), grid.pipeline_peer(step),
-                                           grid.group("pp")))
-    if messages:
-        for work in dist.batch_isend_irecv(messages):
-            work.wait()
 
 
 def check_grid(world: int, tp: int, pp: int, zero: int, sequence_parallel: bool) -> None:
@@ -177,7 +139,7 @@ def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro
 @dataclass
 class Work:
     """Communication under way. `wait` waits for it and returns finish(result)."""
-    result: torch.Tensor
+    result: torch.Tensor | None
     handles: list = ()              # torch's, or other Works
     operation: str = ""             # for errors, with the ranks of the group
     group: object = None
@@ -192,26 +154,19 @@ class Work:
 
 def _exchange(outgoing: list, incoming: list, group) -> list:
     """Send outgoing[r] to every other rank r of the group and receive incoming[r] from it; returns
-    the handles. gloo matches the messages between two ranks in order, and all ranks start their
-    exchanges in the same order."""
+    the handles. All ranks start their exchanges in the same order: gloo matches messages by it."""
     others = [r for r in range(group.size()) if r != group.rank()]
     sends = [dist.isend(outgoing[r], group=group, group_dst=r) for r in others]
     receives = [dist.irecv(incoming[r], group=group, group_src=r) for r in others]
     return sends + receives
 
 
-EXCHANGE_BYTES = 2 ** 20        # two ranks sum tensors up to this size by exchanging them
-
-
 def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
-    """Sum x (or apply `op`) over the group, in place.
-
-    Two ranks on the CPU exchange a small x by messages, in half the time of gloo's all-reduce:
-    without it `nano` on 2 x 2 x 2 ranks is a tenth slower.
-    """
+    """Sum x (or apply `op`) over the group, in place. Two ranks on the CPU exchange up to 1 MiB by
+    messages, in half the time of gloo's all-reduce (`nano` on 2 x 2 x 2 ranks: 10% faster)."""
     if group is None:
         return Work(x)
-    small = x.device.type == "cpu" and x.nbytes <= EXCHANGE_BYTES
+    small = x.device.type == "cpu" and x.nbytes <= 2 ** 20
     with comm_errors("all-reduce", group):
         if small and group.size() == 2 and op == dist.ReduceOp.SUM:
             theirs = torch.empty_like(x)
@@ -222,11 +177,8 @@ def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
 
 def reduce_scatter(x: torch.Tensor, group) -> Work:
     """Cut x along dimension 0 into one slice for each rank. This rank's slice becomes the sum over
-    the ranks, in place; the other slices keep their values.
-
-    On the CPU each rank sends every other rank its slice. gloo implements reduce-scatter as an
-    all-reduce of a copy, with twice the traffic and memory.
-    """
+    the ranks, in place; the other slices keep their values. On the CPU each rank sends every other
+    rank its slice: gloo's own is an all-reduce of a copy, with twice the traffic and memory."""
     if group is None:
         return Work(x)
     slices = x.chunk(group.size())
@@ -237,11 +189,11 @@ def reduce_scatter(x: torch.Tensor, group) -> Work:
             return Work(slices[rank], handles, "reduce-scatter", group)
         received = [torch.empty_like(slices[rank]) for _ in slices]
         handles = _exchange(slices, received, group)
+    del received[rank]
 
     def add_received(total):
-        for other, term in enumerate(received):
-            if other != rank:
-                total += term
+        for term in received:
+            total += term
         return total
     return Work(slices[rank], handles, "reduce-scatter", group, add_received)
 
@@ -692,9 +644,9 @@ def parallelize(model: GPT, grid: Grid) -> None:
 
 def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, total: int) -> None:
     """The two ranks of the default group accumulate the gradients of the mean loss over `total`
-    tokens. `batch` is a list of microbatches (tokens (B, T), targets (B, T)). The stage on rank 0
-    maps tokens to activations (B, T, C), like `activation_like`; the one on rank 1 maps these and
-    the targets to the sum of the losses. Only a test calls it."""
+    tokens. `batch` is a list of microbatches (tokens (B, T), targets (B, T)). Rank 0's stage maps
+    tokens to activations (B, T, C), like `activation_like`; rank 1's maps these and the targets to
+    the sum of the losses. Only a test calls it."""
     rank = dist.get_rank()
     kept = []
     for tokens, targets in batch:                       # all forwards
@@ -720,27 +672,19 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
 
 # The code below departs from it in eleven ways. Its comments have these numbers.
 #
-#    1  a list of ops for each stage           one executor runs any order     run_schedule
-#       in place of the two loops              on any number of stages
-#    2  1F1B: a backward as soon as possible   activations of p microbatches,  one_f_one_b
-#                                              not of m
-#    3  the next input is requested early      it travels while an op runs:    run_schedule
-#                                              GPipe 3 to 10% faster on CPUs
-#    4  a send is awaited late                 it travels while an op runs     run_schedule
-#    5  where the direction changes, send      NCCL keeps the order: if two    start_messages,
-#       and receive start together, over       stages sent to each other       connect
-#       connections made before                first, both would wait forever
-#    6  a message's tag is its microbatch      no message passes for another   start_messages
-#                                              (gloo; NCCL ignores tags)
-#    7  a rank has its own stage's layers      parameters / p                  build_stage
-#    8  replicas reduce gradients in the       1 / m of the traffic            StageRunner.backward,
-#       last backward only                     (not with ZeRO 2 and 3)         section 4
-#    9  both end stages have a copy of the     each end updates it alike       section 4
-#       tied matrix and sum its gradients
-#   10  backward recomputes a block's          1 number kept for a position    wrap_blocks
-#       activations from its input             and channel, not 16; a third
-#                                              more FLOPs
-#   11  errors name the microbatch and stage                                   stage_message
+#    1  a list of ops for each stage: one executor runs any order of any stages  run_schedule
+#    2  1F1B, a backward as soon as possible: p microbatches live, not m         one_f_one_b
+#    3  the next input is requested early: GPipe 3 to 10% faster on CPUs         run_schedule
+#    4  a send is awaited late: it travels while the next ops run                run_schedule
+#    5  messages that cross start together, over connections made before: NCCL   start_messages,
+#       keeps their order, and two stages that both send first would hang        connect
+#    6  a message's tag is its microbatch: on gloo none passes for another       start_messages
+#    7  a rank has its own stage's layers: parameters / p                        build_stage
+#    8  replicas reduce gradients in the last backward: 1 / m of the traffic     section 4
+#    9  both end stages update a copy of the tied matrix; its gradients add up   section 4
+#   10  backward recomputes a block's activations from its input: 1 number       wrap_blocks
+#       kept for a position and channel, not 16, for a third more FLOPs
+#   11  errors name the microbatch and the stage                                 start_messages
 #
 # GPipe and 1F1B on three stages. F2 is the forward of microbatch 2, a backward takes two units of
 # time, and a dot is idle time. Both idle for (p - 1) / (m + p - 1) of the time, the bubble; the
@@ -756,17 +700,14 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
 
 
 def gpipe(stage: int, stages: int, num_microbatches: int) -> list[tuple[str, int]]:
-    """This stage's ops, ("F" or "B", microbatch), in order: all forwards, then all backwards in
-    reverse. Every stage has the same list."""
+    """A stage's ops, ("F" or "B", microbatch), in order: all forwards, then all backwards."""
     forwards = [("F", m) for m in range(num_microbatches)]
-    backwards = [("B", m) for m in reversed(range(num_microbatches))]
-    return forwards + backwards
+    return forwards + [("B", m) for m in reversed(range(num_microbatches))]
 
 
 def one_f_one_b(stage: int, stages: int, num_microbatches: int) -> list[tuple[str, int]]:
-    """One forward for each later stage, then one forward and one backward in turn (departure 2:
-    PipeDream-flush, Narayanan et al. 2021, section 2.2). At most `stages - stage` microbatches are
-    in flight. On one stage each forward is followed by its backward."""
+    """Departure 2 (PipeDream-flush, Narayanan et al. 2021, section 2.2): one forward for each later
+    stage, then one forward and one backward in turn."""
     warmup = min(num_microbatches, stages - stage - 1)
     ops = [("F", m) for m in range(warmup)]
     for m in range(num_microbatches - warmup):
@@ -783,86 +724,54 @@ def make_schedule(name: str, grid: Grid, num_microbatches: int) -> list[tuple[st
     return schedule(grid.stage, grid.pp, num_microbatches)
 
 
-OP_NAMES = {"F": "forward", "B": "backward"}
-NEIGHBOUR = {       # an op's input and result come from and go to the stage this many further on
-    ("F", "receive from"): -1,
-    ("F", "send to"): 1,
-    ("B", "receive from"): 1,
-    ("B", "send to"): -1,
-}
+def op_name(op: str, m: int) -> str:
+    """For errors (departure 11)."""
+    word = "forward" if op == "F" else "backward"
+    return f"{word} of microbatch {m}"
 
 
-@dataclass
-class Message:
-    """One microbatch's activations, or their gradient, on the way between neighbouring stages."""
-    direction: str          # "send to" or "receive from"
-    tensor: torch.Tensor
-    peer: int               # the other rank
-    tag: int                # departure 6: the microbatch
-    description: str        # departure 11: for errors
+def start_messages(grid: Grid, messages: list[tuple]) -> list[Work]:
+    """Start all messages together (departure 5): on NCCL as one operation, on gloo one by one with
+    tags (departure 6). A message is (dist.isend, op, microbatch, the op's result) or (dist.irecv,
+    op, microbatch, a tensor like the op's input). Returns a Work for each, without a result beyond
+    the ends of the pipeline."""
+    works, operations = [], []
+    for kind, op, m, x in messages:
+        step = 1 if op == "F" else -1       # activations go to the next stage, gradients back
+        direction = "send to"
+        if kind is dist.irecv:
+            step = -step
+            direction = "receive from"
+        if not 0 <= grid.stage + step < grid.pp:
+            works.append(Work(None))
+            continue
+        x = x.detach().contiguous() if kind is dist.isend else torch.empty_like(x)
+        peer = grid.rank + step * grid.tp
+        operations.append(dist.P2POp(kind, x, peer, grid.group("pp"), m))
+        works.append(Work(x, operation=f"{op_name(op, m)}: {direction} rank {peer} "
+                                       f"(stage {grid.stage + step})"))
+    started = [work for work in works if work.operation]
+    if started:
+        with comm_errors(", ".join(work.operation for work in started)):
+            handles = dist.batch_isend_irecv(operations)
+        if len(handles) == 1:               # NCCL has one handle for all messages
+            handles = handles * len(started)
+        for work, handle in zip(started, handles, strict=True):
+            work.handles = [handle]
+    return works
 
 
-def stage_message(grid: Grid, op: str, m: int, direction: str, x: torch.Tensor) -> list[Message]:
-    """[the Message with the input or the result of an op]; [] at the ends of the pipeline."""
-    step = NEIGHBOUR[op, direction]
-    if not 0 <= grid.stage + step < grid.pp:
-        return []
-    peer = grid.pipeline_peer(step)
-    description = (f"{OP_NAMES[op]} of microbatch {m}: {direction} rank {peer} "
-                   f"(stage {grid.stage + step})")
-    return [Message(direction, x.detach().contiguous(), peer, m, description)]
-
-
-def start_messages(messages: list[Message], group) -> list[Work]:
-    """Start all messages together; returns a Work for each (departures 5 and 6). On NCCL they are
-    one operation; on gloo `batch_isend_irecv` is a loop of isend and irecv with tags."""
-    if not messages:
-        return []
-    with comm_errors(", ".join(message.description for message in messages)):
-        operations = []
-        for message in messages:
-            kind = dist.isend if message.direction == "send to" else dist.irecv
-            operations.append(dist.P2POp(kind, message.tensor, message.peer, group, message.tag))
-        handles = dist.batch_isend_irecv(operations)
-    if len(handles) == 1:           # NCCL has one handle for all messages
-        handles = handles * len(messages)
-    return [Work(message.tensor, [handle], message.description)
-            for message, handle in zip(messages, handles, strict=True)]
-
-
-class StageRunner:
-    """Forward and backward of single microbatches through this rank's stage, without the
-    communication between stages. Arguments as in `run_schedule`."""
-
-    def __init__(self, model: GPT, grid: Grid, batch: list, flat, scale: float, device):
-        self.model, self.grid, self.batch, self.flat = model, grid, batch, flat
-        self.in_flight = {}         # microbatch -> (input, output), from forward to backward
-        self.loss = torch.zeros((), dtype=sum_dtype(device), device=device)
-        if grid.is_last:
-            model.head.scale = scale
-            model.head.norms = 0.0
-
-    def forward(self, m: int, x: torch.Tensor | None) -> torch.Tensor:
-        """Activations from the stage before, or None on the first -> activations or the loss."""
-        tokens, targets, dropout_seed = self.batch[m]
-        x = tokens if self.grid.is_first else x.requires_grad_()
-        y = self.model(x, targets, dropout_seed)
-        if self.grid.is_last:
-            self.loss += y.detach()
-        if torch.is_grad_enabled():
-            self.in_flight[m] = x, y
-        return y
-
-    def backward(self, m: int, dy: torch.Tensor | None, is_last: bool) -> torch.Tensor | None:
-        """The gradient of the output, or None on the last stage -> the gradient of the input."""
-        x, y = self.in_flight.pop(m)
-        if not self.grid.is_last:
-            # A scalar whose gradient with respect to y is dy. torch.autograd.backward(y, dy) would
-            # import a compiler's 487 modules at the first step: 0.5 s in each process.
-            y = (y * dy).sum()
-        self.flat.prepare_grad_sync(is_last)            # departure 8
-        y.backward()
-        return x.grad
+def connect(grid: Grid, device: torch.device) -> None:
+    """Make NCCL's connections before anything else communicates (departure 5): a group's first
+    collective creates a communicator, and the first message between two stages a connection. Both
+    wait for the other rank and for all work that the device has started. If that is a receive whose
+    sender waits for this connection, both hang (so did GPipe on two stages of H100s)."""
+    one = torch.zeros(1, device=device)
+    for group in grid.groups.values():
+        all_reduce(one, group).wait()
+    messages = [(kind, op, 0, one) for kind in (dist.isend, dist.irecv) for op in "FB"]
+    for work in start_messages(grid, messages):
+        work.wait()
 
 
 def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like: torch.Tensor,
@@ -870,54 +779,59 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like:
     """Run this stage's list of ops. Returns the sum of the losses on the last stage, not scaled, in
     `sum_dtype`; 0 on the other stages. Raises PeerError if another rank is gone or hangs.
 
-    batch            microbatch -> (tokens (B, T), used on the first stage; targets (B, T), used on
-                     the last; dropout seed)
+    batch            microbatch -> (tokens (B, T), targets (B, T), dropout seed)
     activation_like  a tensor like the activations between stages, (B, T, C) or (B, T / tp, C)
     flat             the FlatParameters that collect the gradients; None if there is no backward
     scale            factor on the gradients of the summed loss
     """
-    group = grid.group("pp")
-    runner = StageRunner(model, grid, batch, flat, scale, activation_like.device)
-    last_backward = max((i for i, (op, _) in enumerate(schedule) if op == "B"), default=None)
+    device = activation_like.device
+    loss = torch.zeros((), dtype=sum_dtype(device), device=device)
+    backwards = [m for op, m in schedule if op == "B"]
+    in_flight = {}              # microbatch -> (input, output), from forward to backward
+    if grid.is_last:
+        model.head.scale = scale
+        model.head.norms = 0.0
 
-    def receive(i: int) -> list[Message]:
-        """[the Message with the input of op number i]; [] if it has none."""
-        if i == len(schedule):
-            return []
-        op, m = schedule[i]
-        return stage_message(grid, op, m, "receive from", torch.empty_like(activation_like))
+    def forward(m, x):
+        tokens, targets, dropout_seed = batch[m]
+        x = tokens if grid.is_first else x.requires_grad_()
+        y = model(x, targets, dropout_seed)         # activations, or on the last stage the loss
+        if grid.is_last:
+            loss.add_(y.detach())
+        if torch.is_grad_enabled():
+            in_flight[m] = x, y
+        return y
 
-    pending_sends = {}              # op -> its last send: at most one in each direction
-    pending_recvs = start_messages(receive(0), group)           # the next op's input, or []
-    for i, (op, m) in enumerate(schedule):
-        x = pending_recvs[0].wait() if pending_recvs else None
-        direction_changes = i + 1 < len(schedule) and schedule[i + 1][0] != op
-        if not direction_changes:
-            pending_recvs = start_messages(receive(i + 1), group)               # departure 3
+    def backward(m, dy):
+        x, y = in_flight.pop(m)
+        if not grid.is_last:        # torch.autograd.backward(y, dy) imports a compiler, for 0.5 s
+            y = (y * dy).sum()      # its gradient with respect to y is dy
+        flat.prepare_grad_sync(m == backwards[-1])                              # departure 8
+        y.backward()
+        return x.grad
 
+    sends = {"F": Work(None), "B": Work(None)}      # the last ones
+    [arriving] = start_messages(grid, [(dist.irecv, *schedule[0], activation_like)])
+    for (op, m), following in zip(schedule, schedule[1:] + [None]):
+        x = arriving.wait()
+        requests = []
+        if following is not None:
+            requests = [(dist.irecv, *following, activation_like)]
+        if requests and following[0] == op:
+            [arriving] = start_messages(grid, requests)                         # departure 3
+            requests = []
         try:
-            if op == "F":
-                y = runner.forward(m, x)
-            else:
-                y = runner.backward(m, x, is_last=i == last_backward)
+            y = forward(m, x) if op == "F" else backward(m, x)
         except PeerError as error:
-            raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
-
-        outgoing = stage_message(grid, op, m, "send to", y)
-        if outgoing and op in pending_sends:
-            pending_sends.pop(op).wait()                                        # departure 4
-        incoming = []
-        if direction_changes:
-            incoming = receive(i + 1)
-        works = start_messages(outgoing + incoming, group)                      # departure 5
-        if outgoing:
-            pending_sends[op] = works[0]
-        if direction_changes:
-            pending_recvs = works[len(outgoing):]
-
-    for work in pending_sends.values():
+            raise PeerError(f"{op_name(op, m)}: {error}") from error
+        sends[op].wait()                                                        # departure 4
+        works = start_messages(grid, [(dist.isend, op, m, y)] + requests)       # departure 5
+        sends[op] = works[0]
+        if requests:
+            arriving = works[1]
+    for work in sends.values():
         work.wait()
-    return runner.loss
+    return loss
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
@@ -927,9 +841,8 @@ def stage_layers(n_layer: int, pp: int, stage: int) -> range:
 
 
 def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
-    """This rank's part of the GPT on the meta device, without memory: the blocks of its stage
-    (departure 7), with the modules of section 2. The first stage has `embed`, the last has `head`.
-    """
+    """This rank's part of the GPT, with the modules of section 2, on the meta device, without
+    memory: its stage's blocks (departure 7); the first stage has `embed`, the last `head`."""
     with torch.device("meta"):
         model = GPT(cfg)
     layers = stage_layers(cfg.n_layer, grid.pp, grid.stage)
@@ -945,11 +858,9 @@ def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
 
 
 def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
-    """Compile each block's forward, recompute its activations in backward, or both.
-
-    Communication and dropout run eagerly; the rest is compiled once for all blocks. Recomputation
-    (departure 10; GPipe, section 2.3, by blocks as in Chen et al. 2016) keeps a block's input only.
-    """
+    """Compile each block's forward, recompute its activations in backward (departure 10; GPipe,
+    section 2.3, by blocks as in Chen et al. 2016), or both. Communication and dropout run eagerly;
+    the rest is compiled once for all blocks."""
     def runs_eagerly(module):
         communicates = isinstance(module, TensorParallel) and module.grid.tp > 1
         return communicates or getattr(module, "p", 0) > 0
@@ -965,35 +876,26 @@ def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
                                     preserve_rng_state=False)
 
 
-def input_of(op: str, m: int, stage: int, stages: int) -> tuple | None:
-    """The (op, microbatch, stage) whose result an op needs; None for a forward on stage 0."""
-    if op == "F":
-        return None if stage == 0 else ("F", m, stage - 1)
-    if stage == stages - 1:
-        return "F", m, stage                    # the loss
-    return "B", m, stage + 1
-
-
 def clock(schedules) -> list[list[tuple]]:
     """Simulate the stages' schedules without processes: [(op, microbatch, start, end)] of each
     stage. A forward takes one unit of time, a backward two; an op starts when its stage is free and
     its input is there. Raises ValueError on a deadlock."""
-    ended = {}                                  # (op, microbatch, stage) -> when
+    p = len(schedules)
+    # A microbatch goes forwards through stages 0 to p - 1, then backwards through p - 1 to 0.
+    arrival = {(m, 0): 0 for _, m in schedules[0]}      # (microbatch, place on this way) -> when
     timeline = [[] for _ in schedules]
     while any(len(row) < len(schedule) for row, schedule in zip(timeline, schedules)):
-        ops_before = len(ended)
+        arrivals_before = len(arrival)
         for stage, (row, schedule) in enumerate(zip(timeline, schedules)):
             for op, m in schedule[len(row):]:
-                start = row[-1][3] if row else 0
-                needed = input_of(op, m, stage, len(schedules))
-                if needed is not None:
-                    if needed not in ended:
-                        break                   # another stage has to go first
-                    start = max(start, ended[needed])
+                place = stage if op == "F" else 2 * p - 1 - stage
+                if (m, place) not in arrival:
+                    break                               # another stage has to go first
+                start = max(arrival[m, place], row[-1][3] if row else 0)
                 end = start + (1 if op == "F" else 2)
-                ended[op, m, stage] = end
                 row.append((op, m, start, end))
-        if len(ended) == ops_before:
+                arrival[m, place + 1] = end
+        if len(arrival) == arrivals_before:
             raise ValueError("the schedules wait for each other: deadlock")
     return timeline
 
@@ -1011,8 +913,7 @@ def live_activations(schedule) -> int:
 
 
 def draw(timeline) -> str:
-    """A line for each stage, a column for each unit of time: F3 is the forward of microbatch 3, a
-    dot is idle time."""
+    """A line for each stage, a column for each unit of time, as in the picture above."""
     span = max(row[-1][3] for row in timeline)
     width = max(len(str(m)) for row in timeline for _, m, _, _ in row) + 2
     lines = []
@@ -1534,18 +1435,14 @@ def comm_errors(operation: str, group=None):
     group is given, its ranks."""
     try:
         yield
-    except PeerError:
-        raise                               # an operation inside this one has named it
     except RuntimeError as error:
-        if out_of_memory(error):            # a local error
+        if isinstance(error, PeerError) or out_of_memory(error):    # named inside, or a local error
             raise
-        where = operation
         if group is not None:
-            where += f" with ranks {dist.get_process_group_ranks(group)}"
-        reason = first_line(error)
-        reason = re.sub(r"^\[\S+\] ", "", reason)                   # gloo's source file
-        reason = re.sub(r"\. This is typically.*", "", reason)       # its advice
-        raise PeerError(f"{where}: {reason}") from error
+            operation += f" with ranks {dist.get_process_group_ranks(group)}"
+        # without gloo's source file and advice
+        reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", first_line(error))
+        raise PeerError(f"{operation}: {reason}") from error
 
 
 def first_line(error: BaseException) -> str:
@@ -1560,14 +1457,11 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def fatal_message(error: Exception) -> str | None:
-    """One line for a lost peer or too little memory. None for any other error, which is printed
-    with its traceback."""
+    """One line for a lost peer or too little memory; None for errors that need a traceback."""
     if out_of_memory(error):
         return (f"{first_line(error)}: lower --micro-batch, give --recompute, or raise --zero, "
                 f"--tp or --pp")
-    if isinstance(error, PeerError):
-        return first_line(error)
-    return None
+    return str(error) if isinstance(error, PeerError) else None
 
 
 def is_rank0() -> bool:
@@ -1597,7 +1491,6 @@ def all_ranks(action: Callable, status: int = 2):
     """Run action() on every rank and return its result here. If it raises a ValueError, OSError or
     RunError on any rank, every rank raises the same RunError, with the message of the first such
     rank and its status (`status` for a ValueError or OSError)."""
-    result = None
     failure = None
     try:
         result = action()
@@ -1614,26 +1507,23 @@ def all_ranks(action: Callable, status: int = 2):
 
 def on_rank0(action: Callable):
     """Run action() on rank 0 and return its result on every rank; errors as in `all_ranks`."""
-    def on_this_rank():
-        if is_rank0():
-            return action()
-    return all_gather_object(all_ranks(on_this_rank))[0]
+    result = all_ranks(lambda: action() if is_rank0() else None)
+    return all_gather_object(result)[0]
 
 
 def assert_equal_across_ranks(value, message: str) -> None:
     """Every rank raises a RunError with this message unless all ranks have the same value."""
     values = all_gather_object(value)
-    if any(other != values[0] for other in values):
+    if values.count(value) < len(values):
         raise RunError(message, 2)
 
 
 def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
     """The key-value store through which the ranks of this start find each other.
 
-    torchrun's store outlives a restart of the group, so it still holds the addresses of dead
-    processes (pytorch issue 135712), and the count of restarts differs between machines. Therefore
-    each process draws a name. Rank 0 publishes the list of names it sees, until every other process
-    has confirmed that its own name is in the list. Rank 0's name becomes the prefix of all keys.
+    torchrun's store outlives a restart of the group and then holds the addresses of dead processes
+    (pytorch issue 135712). Therefore each process draws a name. Rank 0 publishes the list of names
+    that it sees until every other process has confirmed its own; its name prefixes all later keys.
     """
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
     deadline = time.monotonic() + timeout.total_seconds()
@@ -1643,8 +1533,7 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
         if rank == 0:
             names = [store.get(f"rank {r}").decode() for r in range(world)]
             store.set("names", json.dumps(names))
-            confirmations = [f"{own} {name}" for name in names[1:]]
-            done = not confirmations or store.check(confirmations)
+            done = store.check([f"{own} {name}" for name in names[1:]])
         else:
             names = json.loads(store.get("names"))
             done = len(names) == world and names[rank] == own
@@ -1658,18 +1547,14 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
 
 def pick_device(name: str, local_rank: int, local_world: int, visible: str = "",
                 on_mps: bool = True) -> torch.device:
-    """The device of this process. `auto` is CUDA if available, else MPS (Apple's GPU) if available
-    and `on_mps`, else the CPU. `visible` is CUDA_VISIBLE_DEVICES: a launcher may show each process
-    a single GPU of its own. Raises ValueError."""
+    """The device of this process. `auto` is the first that is available of CUDA, MPS (Apple's GPU)
+    if `on_mps`, and the CPU. `visible` is CUDA_VISIBLE_DEVICES: a launcher may show each process a
+    single GPU of its own. Raises ValueError."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
                  "cpu": True}
     if name == "auto":
-        if available["cuda"]:
-            name = "cuda"
-        elif available["mps"] and on_mps:
-            name = "mps"
-        else:
-            name = "cpu"
+        available["mps"] = available["mps"] and on_mps
+        name = next(kind for kind in available if available[kind])
     if not available[name]:
         raise ValueError(f"--device {name}, but torch finds no {name.upper()} device here: leave "
                          f"the flag out, or give --device cpu")
@@ -1703,12 +1588,11 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 class StopSignal:
     """Ctrl-C and SIGTERM request a stop after the current step. A second signal exits at once,
     unless it comes within half a second: a launcher may forward a signal that the terminal has
-    already sent. Python runs handlers between two of its instructions only: a wait for a rank that
-    hangs ends by --timeout or SIGKILL."""
+    already sent. (Python runs no handler in a wait for a rank that hangs, until --timeout.)"""
 
     def __init__(self):
         self.requested = None           # time of the first signal, in seconds
-        self.number = None              # its number
+        self.number = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle)
 
@@ -1723,29 +1607,28 @@ class StopSignal:
             os._exit(1)
 
     def write(self, line: str) -> None:
-        """Print on rank 0. (A handler that interrupts `print` must not call it again.)"""
+        """As `print_rank0`, which a handler that interrupts it must not call again."""
         if is_rank0():
-            with suppress(OSError):     # a closed pipe
+            with suppress(OSError):
                 os.write(1, f"{line}\n".encode())
 
 
 @contextmanager
 def process_group(rank: int, world: int, device: torch.device, timeout: timedelta):
-    """Initialize torch.distributed for the block, with gloo on the CPU and NCCL on GPUs; nothing to
-    do for one process."""
-    if world > 1:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        with comm_errors("start of the process group"):
-            dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
-                                    world_size=world, timeout=timeout)
+    """Initialize torch.distributed for the block; nothing to do for one process."""
+    if world == 1:
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    with comm_errors("start of the process group"):
+        dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
+                                world_size=world, timeout=timeout)
     yield
-    if world > 1:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def copy_to_host_async(x: torch.Tensor) -> tuple:
-    """Start to copy x from its device to the host -> (the copy, in pinned memory on CUDA; an event,
-    after which it is complete)."""
+    """Start to copy x to the host -> (the copy, pinned on CUDA; the event of its completion)."""
     host = x.to("cpu", non_blocking=True)
     event = torch.get_device_module(x.device).Event()
     event.record()
@@ -1754,8 +1637,7 @@ def copy_to_host_async(x: torch.Tensor) -> tuple:
 
 def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
     """x on the host, when the device has computed it; PeerError if that takes more than `timeout`
-    seconds. (A plain copy would block forever if a rank hangs: Python handles no signal meanwhile,
-    and NCCL's own watchdog takes minutes.)"""
+    seconds. (If a rank hangs, a plain copy blocks until NCCL's own watchdog, for minutes.)"""
     if x.device.type == "cpu":
         return x
     host, event = copy_to_host_async(x)
@@ -1779,11 +1661,9 @@ def main() -> None:
     p, m = args.pp, args.microbatches
     if p < 1 or m < 1:
         parser.error("--pp and --microbatches must be at least 1")
-
     schedules = [SCHEDULES[args.pp_schedule](stage, p, m) for stage in range(p)]
     timeline = clock(schedules)
-    counts = [f"stage {stage}: {live_activations(schedule)}"
-              for stage, schedule in enumerate(schedules)]
+    counts = [f"stage {stage}: {live_activations(ops)}" for stage, ops in enumerate(schedules)]
     print(f"{args.pp_schedule}, {p} stages, {m} microbatches; a backward takes two units of time")
     print(f"\n{draw(timeline)}\n")
     print(f"bubble {bubble(timeline):.1%} of the time, "

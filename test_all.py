@@ -1205,10 +1205,11 @@ def grid_of_eight(rank, world):
     with mock.patch.object(dist, "new_group", on_gloo), \
             mock.patch.object(parallel, "connect") as connected:
         grid = make_grid(world, 2, 4, rank, device=torch.device("meta"))
-    names = {group: name for name, group in grid.groups.items()}
+    grid_groups = {name: group for name, group in grid.groups.items() if group is not None}
+    names = {group: name for name, group in grid_groups.items()}
     with traffic(note):
         parallel.connect(grid, torch.device("cpu"))
-    ranks = {name: dist.get_process_group_ranks(group) for name, group in grid.groups.items()}
+    ranks = {name: dist.get_process_group_ranks(group) for name, group in grid_groups.items()}
     assert grid.group("dp") is None             # this rank is alone in it
     with pytest.raises(KeyError):
         grid.group("embeddings")
@@ -1288,12 +1289,25 @@ def test_a_layout_that_cannot_run_is_refused_by_its_numbers(words, shape, tp, se
         parallel.check_layout(replace(CFG, **shape), tp, tp, 1, 8, 1, 0, sequence_parallel)
 
 
+@contextmanager
+def messages_started(started):
+    """In the block started(messages) hears of the messages that start together, [(dist.isend or
+    dist.irecv, tensor, peer, group, tag)]; nothing is sent."""
+    def start(messages):
+        started(messages)
+        return [mock.Mock() for _ in messages]
+    with mock.patch.multiple(dist, P2POp=lambda *message: message, batch_isend_irecv=start):
+        yield
+
+
 def test_a_stage_has_no_input_or_result_beyond_the_pipelines_ends():
     """The second of three stages, tp 2: rank 2 exchanges with ranks 0 and 4."""
     def peers(rank, op):
-        grid, x = Grid(1, 3, 2, rank), torch.zeros(1)
-        return [message.peer for direction in ("receive from", "send to")
-                for message in parallel.stage_message(grid, op, 0, direction, x)]
+        messages, x = [], torch.zeros(1)
+        with messages_started(messages.extend):
+            parallel.start_messages(Grid(1, 3, 2, rank), [(kind, op, 0, x) for kind in (
+                dist.irecv, dist.isend)])
+        return [peer for _, _, peer, *_ in messages]
     assert [peers(2, op) for op in "FB"] == [[0, 4], [4, 0]]
     assert [peers(0, op) for op in "FB"] == [[2], [2]]
     assert [peers(5, op) for op in "FB"] == [[3], [3]]
@@ -1302,23 +1316,21 @@ def test_a_stage_has_no_input_or_result_beyond_the_pipelines_ends():
 def messages_of(schedule, stages, num_microbatches, together=True):
     """The messages that each stage's run_schedule starts, in order: sets of (is it sent, from, to,
     tag) that start together, or one at a time."""
-    def start(messages, group):
+    def note(messages):
         entries = []
-        for message in messages:
-            sent = message.direction == "send to"
-            ends = (stage, message.peer) if sent else (message.peer, stage)
-            entries.append((sent, *ends, message.tag))
+        for kind, _, peer, _, tag in messages:
+            sent = kind is dist.isend
+            entries.append((sent, *((stage, peer) if sent else (peer, stage)), tag))
         started[stage] += [set(entries)] if together else [{entry} for entry in entries]
-        return [parallel.Work(message.tensor) for message in messages]
 
     started, one = [[] for _ in range(stages)], torch.ones(())
     gpt = mock.Mock(side_effect=lambda x, *_: x * torch.ones_like(x, requires_grad=True))
-    with mock.patch.object(parallel, "start_messages", start):
+    with messages_started(note):
         for stage in range(stages):
             run_schedule(parallel.SCHEDULES[schedule](stage, stages, num_microbatches), gpt,
                          Grid(1, stages, 1, stage), [(one, None, 0)] * num_microbatches, one,
                          mock.Mock())
-    return [[entries for entries in stage if entries] for stage in started]
+    return started
 
 
 def reach_their_end(started):
