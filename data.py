@@ -271,10 +271,10 @@ class TokenDataset:
     def check(self, part: int, parts: int) -> None:
         """Raise ValueError if a token is beyond the vocabulary. Rank number `part` of `parts` reads
         its share of the blocks."""
-        vocab_size = self.meta["vocab_size"]
+        vocab_size, size = self.meta["vocab_size"], 1 << 16
         for tokens in self.shards:
-            for start in range(part * BLOCK, len(tokens), parts * BLOCK):
-                beyond = np.flatnonzero(tokens[start:start + BLOCK] >= vocab_size)
+            for start in range(part * size, len(tokens), parts * size):
+                beyond = np.flatnonzero(tokens[start:start + size] >= vocab_size)
                 if len(beyond) > 0:
                     at = start + int(beyond[0])
                     raise ValueError(f"{tokens.filename} position {at}: token {tokens[at]} is "
