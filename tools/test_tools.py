@@ -542,7 +542,7 @@ def test_the_plan_is_a_command_with_help():
     text = " ".join(text.split())
     for name in tools.plan.RUN_FLAGS + tools.plan.OWN_FLAGS:
         assert f" --{name.replace('_', '-')} " in text
-    assert "(at least 1, default 50257)" in text and "--lr" not in text
+    assert "(default 50257)" in text and "--lr" not in text
     status, text, error = module("tools.plan", "--world", "8", "--gpu", "h100", "--json")
     assert (status, error) == (0, "") and json.loads(text)["dp"] == 8
 
