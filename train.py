@@ -277,7 +277,7 @@ class Run:
             holder.append(grid.tp_rank)
         microbatches = []
         for m in range(len(windows) // (grid.dp * size)):
-            begin = (m * grid.dp + grid.dp_rank) * size
+            begin = (m * grid.dp + grid.dp_rank) * size     # replicas take turns
             rows = windows[begin:begin + size]
             x, y = None, None
             if grid.is_first or grid.is_last:
@@ -297,16 +297,16 @@ class Run:
 
             for tokens, targets, dropout_seed in batch.microbatches:
                 loss = model(tokens, targets, dropout_seed)     # a sum; Head: cross_entropy
-                (loss * grad_scale).backward()
+                (loss * scale).backward()
 
-        Gradients are summed over tokens, microbatches and replicas. The factor makes the sum the
-        gradient of the mean loss over all tokens of the batch, times the loss scale.
+        Gradients are sums over tokens, microbatches and replicas. `scale` makes them the gradient
+        of the mean loss over all tokens of the batch, times the loss scale.
         """
         self.flat.zero_grad()
         schedule = make_schedule(self.config.pp_schedule, self.grid, len(batch.microbatches))
-        grad_scale = self.scaler.scale / (batch.size * self.cfg.seq_len)
+        scale = self.scaler.scale / (batch.size * self.cfg.seq_len)
         loss_sum = run_schedule(schedule, self.model, self.grid, batch.microbatches,
-                                self.activation_like, self.flat, grad_scale)
+                                self.activation_like, self.flat, scale)
         self.flat.finish_grad_sync()
         return loss_sum
 
