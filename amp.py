@@ -185,6 +185,7 @@ class DivergenceMonitor:
     losses: list = field(default_factory=list)      # the last WINDOW losses that were not high
     lowest: float = math.inf    # lowest median of such a window so far
     high: int = 0               # steps in a row whose loss was high
+    rising: int = 0             # steps that led to a risen median, if the last step showed one
     skipped_steps: int = 0      # steps in a row without an update
     lr_factor: float = 1.0      # on the learning rate of the schedule
     last_cut: float = 1.0       # the factor that the last rollback applied
@@ -224,6 +225,7 @@ class DivergenceMonitor:
         """Judge step `step`. Returns the reason of a divergence, once for each divergence, or None.
         An fp16 overflow above the lowest scale is none."""
         limit = self.limit()
+        self.rising = 0
         self.skipped_steps = self.skipped_steps + 1 if stats.found_inf else 0
         reason = self._not_finite(stats)
         if reason is not None:
@@ -264,7 +266,7 @@ class DivergenceMonitor:
         reason = f"the loss has risen from {self.lowest:.4f} to {median:.4f}"
         self.lowest = median
         since = step - self.last_rollback_step - HEALTHY_STEPS
-        self.high = max(SPIKE_STEPS, min(WINDOW // 2, since))
+        self.rising = max(SPIKE_STEPS, min(WINDOW // 2, since))
         return reason
 
     def forget_losses(self) -> None:
@@ -274,7 +276,7 @@ class DivergenceMonitor:
 
     def bad_steps(self) -> int:
         """Number of the last steps that led to the divergence."""
-        return max(self.high, self.skipped_steps)
+        return max(self.high, self.rising, self.skipped_steps)
 
     def candidates(self, onset: int, data: bool) -> list:
         """[step, file] to return to from a divergence that began at step `onset`, best first: the

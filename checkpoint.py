@@ -175,8 +175,10 @@ def save(state: dict, out: Path, keep: int) -> Path:
         write_file(state, aside, latest)
     if hasattr(os, "O_DIRECTORY"):              # Windows cannot open a folder to flush it
         folder = os.open(out, os.O_RDONLY)
-        os.fsync(folder)                        # the names too must survive a power failure
-        os.close(folder)
+        try:
+            os.fsync(folder)                    # the names too must survive a power failure
+        finally:
+            os.close(folder)
 
     # The monitor names the files that a rollback may go back to, among them the run's first.
     named = {name for _, name in state["monitor"].get("checkpoints", [])}
@@ -239,6 +241,8 @@ def retry_transient(read):
             except (FileNotFoundError, PermissionError):
                 raise
             except OSError as error:
+                if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):        # a mistake in the path
+                    raise
                 reason = error.strerror
         raise ReadFailed(f"{path} could not be read ({reason}): start again when the file system "
                          f"works")
@@ -412,8 +416,8 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     1. If `out` holds checkpoints, the run goes on from the newest whole one.
     2. If not, it begins from --resume FILE, from --init-from FILE, or from the seed.
 
-    If FILE is given in case 1, the run in `out` must have begun from it, unless torchrun has
-    restarted the group: then this has been compared, and FILE may be gone. With --eval-only, FILE
+    If FILE is given in case 1, the run in `out` must have begun from it. (When torchrun has
+    restarted the group, FILE may be gone: `out` goes on without it.) With --eval-only, FILE
     is evaluated without a look at `out`; "init-from" then means a file of weights alone.
 
     Raises ValueError or OSError for a usage error, also for a damaged FILE; RunError if `out` holds
@@ -436,7 +440,7 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     if found:
         path, events = latest_valid(found)
         state = load(path)
-        if file is not None and not restarted:
+        if file is not None and (file.exists() or not restarted):
             check_origin(out, state["run"], kind, file)
         start = Start("continue", path, state["run"], found, events)
     elif file is not None:

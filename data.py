@@ -215,7 +215,7 @@ class TokenDataset:
         return windows
 
     def windows(self, indices) -> np.ndarray:
-        """int64 (B, T+1): the tokens of these windows. ValueError: a token beyond the vocabulary."""
+        """int64 (B, T+1): these windows. Raises ValueError: a token beyond the vocabulary."""
         batch = np.empty((len(indices), self.seq_len + 1), np.int64)
         for row, index in zip(batch, indices):
             shard = int(np.searchsorted(self.ends, index, side="right"))
@@ -362,7 +362,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
                     text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
                     fingerprint=sha256_of(*sorted(folder.iterdir())), **counts)
         old = meta
-        if (out / "meta.json").exists():
+        if shards_of(out, "train"):
             with suppress(ValueError):          # an unfinished meta.json
                 old = read_meta(out)
         if old["fingerprint"] != meta["fingerprint"]:

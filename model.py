@@ -318,10 +318,12 @@ def upcast_for_matmul(product: Callable, *factors: torch.Tensor | None, out=None
         wide = [x if x is None else x.float() for x in factors]
         return product(*wide).to(dtype)
 
+    if not torch.is_grad_enabled():
+        result = in_fp32(*factors)
+        return result if out is None else out.copy_(result)
     # Autograd would keep the factors in fp32; the checkpoint keeps them in 16 bits and converts
     # them again in backward. (Attention is repeated there, a linear product is not.)
-    result = checkpoint(in_fp32, *factors, use_reentrant=False)
-    return result if out is None else out.copy_(result)
+    return checkpoint(in_fp32, *factors, use_reentrant=False)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):

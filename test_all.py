@@ -1012,7 +1012,8 @@ def test_without_shards_the_message_says_the_command(tmp_path, monkeypatch):
         Path(folder).mkdir(parents=True)
     for file in ("a.txt", "all/x/train_0.bin", "all/y/train_0.bin"):
         Path(file).touch()
-    for directory, command in {"data/python": "`python data.py`", "mine": "mine is no directory.*--out mine",
+    for directory, command in {"data/python": "`python data.py`",
+                               "mine": "mine is no directory.*--out mine",
                                "here": "here is no .* with train shards.*--out here",
                                "data/shakespeare": "--dataset shakespeare",
                                "a.txt": "data.py --input a.txt --out data/a`.*--data data/a",
@@ -2861,7 +2862,8 @@ def things(shards, tmp_path_factory):
     ("--sequence-parallel --tp 2 --seq-len 15", "seq_len 15 is not divisible"),
     ("--batch-size 6 --micro-batch 4", "batch size 6 is not divisible by dp 1 x micro-batch 4"),
     ("--n-embd 15", "n_embd 15 is not divisible by n_head 2"), ("--seq-len 100000", "too few"),
-    ("--zero 4", "4"), ("--steps many", "many"), ("--epochs 2", "--steps cannot be combined with --epochs"),
+    ("--zero 4", "4"), ("--steps many", "many"),
+    ("--epochs 2", "--steps cannot be combined with --epochs"),
     *((f"--{name} {value}", f"--{name}: {value} must be {limit}") for name, value, limit in [
         ("steps", 0, "at least 1 and finite"), ("lr", "nan", "at least 0"), ("lr", "inf", "at lea"),
         ("dropout", 1, "at least 0 and below 1"), ("skip-steps", "0:3", "A:B, two steps from 1 on"),
@@ -2906,8 +2908,8 @@ def things(shards, tmp_path_factory):
         ("whole.pt --seq-len 32", "seq_len 16, not 32: drop the flag, or use another --init-from"),
         ("whole.pt --n-embd 32", "n_embd 16, not 32"), ("", "there is no checkpoint "),
         ("whole.pt --data opt", "but opt has opt-257 with 257"),
-        ("whole.pt --resume whole.pt", "--init-from cannot be combined with --resume FILE or --eval-only"),
-        ("whole.pt --out run --eval-only", "--init-from cannot be combined with --resume FILE or --eval-only"),
+        ("whole.pt --resume whole.pt", "--init-from cannot be combined with --resume FILE"),
+        ("whole.pt --out run --eval-only", "--init-from cannot be combined with --resume FILE"),
         ("nowhere.pt --out run", "drop --init-from to go on with that run, or give another --out"),
         ("whole.pt --out run", "did not begin with --init-from whole.pt (step 4 of run")])])
 def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch, flags,
@@ -3173,8 +3175,8 @@ def wait_for_step(out, step, process):
     (2, signal.SIGTERM, "the last"),
     pytest.param(2, signal.SIGTERM, "torchrun", marks=pytest.mark.slow)])
 def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, number, to):
-    """Of a rank that has got one the others hear; torchrun passes its own on to all. A process
-    alone saves, then ends by the signal, so that Ctrl-C ends a shell's loop; a rank exits with 0."""
+    """Of a rank that has got one the others hear; torchrun passes its own on to all. A process alone
+    saves, then ends by the signal, so that Ctrl-C ends a shell's loop; a rank exits with 0."""
     flags = ["--data", shards, "--out", tmp_path, *TINY, "--steps", 100000, "--save-every", 0,
              "--eval-every", 0, "--pp", ranks]
     run = ([torchrun(ranks, ROOT / "train.py", *flags)] if to == "torchrun" else
@@ -3531,6 +3533,9 @@ def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is(
     noise = 0.1 * np.random.default_rng(1).standard_normal(300)
     told = judge(np.repeat([2.0, 2.0, 2.4], 100) + noise)
     assert 210 <= min(told) < 264 and "has risen from 1.9" in told[min(told)] and len(told) <= 3
+    losses = np.repeat([2.0, 2.0, 2.4], 100) + noise
+    spike = judge([*losses[:min(told) + 1], 99.0, 99.0, 99.0])      # right behind it
+    assert list(spike) == [min(told), min(told) + 3]
     for seed in range(10):
         rng = np.random.default_rng(seed)
         plateau = 1.4 + 0.03 * rng.standard_normal(5000)
@@ -3672,6 +3677,29 @@ def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
     seen, batches = watched(config, poison), batches_from(config, 0, 35)   # nor after a rollback
     assert kinds(seen.events) == ["skip", "spike", "rollback", "skip"]
     assert seen.batches == [*batches[:15], *batches[18:26], *batches[4:15], *batches[26:]]
+
+
+def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_batch_is_skipped(
+        tmp_path):
+    def prepare(run):
+        run.train_data.phases = [[0, {"memory": 1}], [16, {"memory": 1}]]
+    config = settings(tmp_path, steps=4, skip_steps="3:3")
+    rows, seen, _ = run_steps(0, 1, (1, 1, 1), config, replace(CFG, n_layer=1),
+                              lambda run: len(run.monitor.losses), prepare=prepare)
+    assert seen == [1, 2, 1, 2] and len(rows) == 4
+
+
+def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_with_it(tmp_path):
+    """Three losses that are not finite end the first run; the fourth, after the resume, rolls back."""
+    def prepare(run):
+        reduce = run.reduce_stats
+        run.reduce_stats = lambda *facts: replace(
+            reduce(*facts), loss=math.nan if run.monitor.rollbacks == 0 and run.step >= 3 else 2.0)
+    config = settings(tmp_path, steps=6, save_every=2, keep=9, rollback="off")
+    assert kinds(watched(config, prepare).events) == ["spike"]
+    config = settings(tmp_path / "on", steps=8, max_rollbacks=1)
+    seen = watched(config, prepare, checkpoint.step_file(tmp_path, 6))
+    assert "rollback" in kinds(seen.events)
 
 
 def test_bad_batches_in_a_row_take_three_rollbacks_and_leave_the_learning_rate(tmp_path):
@@ -3925,6 +3953,9 @@ def test_a_run_is_known_by_its_id_and_not_by_the_path_of_its_beginning(run_train
     base = saved(Path("old"), 2)["run"]["id"]
     expect_mistake(run_train(*flags, "new", "--resume", "old/step_00000003.pt"),
                    f"did not begin with --resume old/step_00000003.pt (step 4 of run {base})")
+    # torchrun starts a refused command again: it is refused again.
+    expect_mistake(run_train(*flags, "new", "--resume", "old/step_00000003.pt",
+                             TORCHELASTIC_RESTART_COUNT=1), "did not begin with")
     shutil.rmtree("old")
     assert names_in(Path("new"))[:3] == ["latest.pt", "lock", "metrics.jsonl"]
     assert names_in(Path("new"))[3:] == ["step_00000002.pt", "step_00000008.pt"]

@@ -48,8 +48,8 @@ import numpy as np
 import torch
 
 import checkpoint
-from amp import (LEAD_IN, MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepStats,
-                 clip_factor, make_scaler)
+from amp import (LEAD_IN, MAX_SKIPPED, PRECISIONS, SPIKE_STEPS, DivergenceMonitor, LossScaler,
+                 StepStats, clip_factor, make_scaler)
 from data import Source, TokenDataset, parse_arguments
 from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
                    multiplies_in_fp32, parameter_count, peak_flops)
@@ -230,7 +230,8 @@ class Run:
             if done or (self.is_due(config.eval_every) and not stopping):
                 row |= self.evaluate()
             self.log_step(row)
-            if self.monitor.skipped_steps >= MAX_SKIPPED:
+            scale_can_fall = config.dtype == "fp16" and not stats.scale_at_floor
+            if self.monitor.skipped_steps >= MAX_SKIPPED and not scale_can_fall:
                 self.fail(self.step, f"{MAX_SKIPPED} steps in a row were not finite")
             if done or stopping or self.is_due(config.save_every):
                 self.save()
@@ -248,11 +249,16 @@ class Run:
         batch = self.prefetched
         if batch is None or (batch.step, batch.first) != (self.step + 1, self.consumed_samples):
             batch = self.load_batch(self.step + 1, self.consumed_samples)
-        self.consumed_samples += batch.size
+        self.advance(self.consumed_samples + batch.size)
         self.tokens += batch.size * self.cfg.seq_len
-        if self.train_data.phase_begins(batch.first, self.consumed_samples):
-            self.monitor.forget_losses()        # the mixture of sources changed
         return batch
+
+    def advance(self, position: int) -> None:
+        """Move to another position in the data. The losses of another mixture of sources are no
+        measure for those that come."""
+        if self.train_data.phase_begins(self.consumed_samples, position):
+            self.monitor.forget_losses()
+        self.consumed_samples = position
 
     def prefetch(self) -> None:
         """Load the next step's batch, unless this step is the last. (`next_batch` loads another if
@@ -366,9 +372,11 @@ class Run:
         windows = np.full(math.ceil(count / at_once) * at_once, -1)
         evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
         windows[:count] = source.first + evenly_spaced
-        batch = self.load_microbatches(self.val_data, windows, step=0)
-        forwards = [("F", m) for m in range(len(batch))]
-        loss_sum = run_schedule(forwards, self.model, self.grid, batch, self.activation_like)
+        loss_sum = 0.0
+        for part in np.split(windows, range(64 * at_once, len(windows), 64 * at_once)):
+            batch = self.load_microbatches(self.val_data, part, step=0)
+            forwards = [("F", m) for m in range(len(batch))]
+            loss_sum += run_schedule(forwards, self.model, self.grid, batch, self.activation_like)
         if self.grid.tp_rank > 0:                           # all tp ranks have the same: count one
             loss_sum.zero_()
         loss_sum = self.to_floats(all_reduce(loss_sum, self.grid.group("world")).wait())
@@ -394,6 +402,8 @@ class Run:
         self.tokens = state["tokens"]
         self.optimizer_steps = state["optimizer_steps"]
         self.monitor = DivergenceMonitor.from_state(state["monitor"])
+        if self.config.rollback == "on":        # with "off", it may have been saved in a divergence
+            self.monitor.high = min(self.monitor.high, SPIKE_STEPS - 1)
         if state["config"]["dtype"] == self.config.dtype:
             self.scaler.load_state_dict(state["scaler"])
         checkpoint.restore(state, self.flat)
@@ -470,10 +480,11 @@ class Run:
         for first, end in sorted(monitor.excluded):
             if first < position + batch_size_at(self.config, position) and position < end:
                 position = end
-        begin, self.consumed_samples = self.consumed_samples, position
+        begin = self.consumed_samples
         if position > begin:
             self.event("skip", step=self.step + 1, reason="left out", sequences=[begin, position],
                        batches=steps_between(self.config, begin, position))
+            self.advance(position)
 
     def fail(self, step: int, reason: str) -> None:
         """Stop a run that cannot recover from its divergence."""
@@ -740,18 +751,25 @@ def follower(config: Config):
     its own, so that it can send the last lines after a Ctrl-C or torchrun's SIGTERM."""
     command = [sys.executable, "-m", "tools.follow", os.path.abspath(config.out),
                "--to", config.log, "--parent"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=FOLLOWER.parent.parent,
-                               start_new_session=True)
-    yield
-    process.stdin.close()                           # it sends the rest, then it exits
     try:
-        if process.wait(FOLLOWER_SECONDS) < 0:               # (it prints its own errors)
-            checkpoint.warn(f"--log: tools.follow was ended by signal {-process.returncode}")
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        checkpoint.warn(f"--log: tools.follow did not end in {FOLLOWER_SECONDS} seconds: "
-                        f"`python -m tools.follow` sends the rest")
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=FOLLOWER.parent.parent,
+                                   start_new_session=True)
+    except OSError as error:
+        checkpoint.warn(f"--log {config.log} cannot start: {error}")
+        yield
+        return
+    try:
+        yield
+    finally:
+        process.stdin.close()                       # it sends the rest, then it exits
+        try:
+            if process.wait(FOLLOWER_SECONDS) < 0:          # (it prints its own errors)
+                checkpoint.warn(f"--log: tools.follow was ended by signal {-process.returncode}")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            checkpoint.warn(f"--log: tools.follow did not end in {FOLLOWER_SECONDS} seconds: "
+                            f"`python -m tools.follow` sends the rest")
 
 
 # ---------------------------------------------------------------------------------------------
