@@ -3175,8 +3175,8 @@ def wait_for_step(out, step, process):
     (2, signal.SIGTERM, "the last"),
     pytest.param(2, signal.SIGTERM, "torchrun", marks=pytest.mark.slow)])
 def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, number, to):
-    """Of a rank that has got one the others hear; torchrun passes its own on to all. A process alone
-    saves, then ends by the signal, so that Ctrl-C ends a shell's loop; a rank exits with 0."""
+    """Of a rank that has got one the others hear; torchrun passes its own on to all. A process
+    alone saves, then ends by the signal, so that Ctrl-C ends a shell's loop; a rank exits with 0."""
     flags = ["--data", shards, "--out", tmp_path, *TINY, "--steps", 100000, "--save-every", 0,
              "--eval-every", 0, "--pp", ranks]
     run = ([torchrun(ranks, ROOT / "train.py", *flags)] if to == "torchrun" else
@@ -3690,7 +3690,8 @@ def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_ba
 
 
 def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_with_it(tmp_path):
-    """Three losses that are not finite end the first run; the fourth, after the resume, rolls back."""
+    """Three losses that are not finite end the first run; the next, after the resume, rolls back.
+    """
     def prepare(run):
         reduce = run.reduce_stats
         run.reduce_stats = lambda *facts: replace(

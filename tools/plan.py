@@ -292,7 +292,8 @@ def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
     wide = 12 if cfg.activation == "gelu" else 8
     block = 4 * thin + wide * unit // grid.tp
     end = 2 * thin if grid.is_last else thin
-    in_flight = live_activations(make_schedule(config.pp_schedule, grid, microbatches(config, grid)))
+    schedule = make_schedule(config.pp_schedule, grid, microbatches(config, grid))
+    in_flight = live_activations(schedule)
     if config.recompute:        # a block's input; and once, in backward, all of a block
         return in_flight * (layers_of(cfg, grid) * thin + end) + block
     return in_flight * (layers_of(cfg, grid) * block + end)
