@@ -3176,7 +3176,7 @@ def wait_for_step(out, step, process):
     pytest.param(2, signal.SIGTERM, "torchrun", marks=pytest.mark.slow)])
 def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, number, to):
     """Of a rank that has got one the others hear; torchrun passes its own on to all. A process
-    alone saves, then ends by the signal, so that Ctrl-C ends a shell's loop; a rank exits with 0."""
+    alone saves, then ends by the signal, so Ctrl-C ends a shell's loop; a rank exits with 0."""
     flags = ["--data", shards, "--out", tmp_path, *TINY, "--steps", 100000, "--save-every", 0,
              "--eval-every", 0, "--pp", ranks]
     run = ([torchrun(ranks, ROOT / "train.py", *flags)] if to == "torchrun" else
