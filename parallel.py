@@ -275,15 +275,15 @@ def plain_mlp(x, up, up_bias, down, down_bias):
 
 # The rest of this section differs from `plain_mlp` in:
 #
-#   T1  a rank stores its shard of a matrix only   memory / tp              ParamSpec.shard
-#   T2  sequence parallelism between g and f       activations / tp there   gather_positions
-#   T3  g sums in place                            no copy of (B, T, C)     _Reduce
-#   T4  f and its product are one Function         sums dx during dW        _ColumnParallel
-#   T5  the token matrix, the largest, is cut too  memory / tp              VocabParallelEmbedding
-#   T6  ranks exchange three numbers a position    logits are not sent      chunk_loss
-#   T7  the loss computes gradients in forward     logits of one chunk      VocabParallelCross...
-#   T8  the token gradient adds up in main_grad    0.80 of a step's time    _LookupToMainGrad
-#   T9  CPUs without 16-bit products use fp32      4 to 27 times faster     model.upcast_for_matmul
+#   T1  a rank stores its shard of a matrix only   memory / tp             ParamSpec.shard
+#   T2  sequence parallelism between g and f       activations / tp there  gather_positions
+#   T3  g sums in place                            no copy of (B, T, C)    _Reduce
+#   T4  f and its product are one Function         sums dx during dW       _ColumnParallel
+#   T5  the token matrix, the largest, is cut too  memory / tp             VocabParallelEmbedding
+#   T6  ranks exchange three numbers a position    logits are not sent     chunk_loss
+#   T7  the loss computes gradients in forward     logits of one chunk     VocabParallelCrossEntropy
+#   T8  the token gradient adds up in main_grad    0.80 of a step's time   _LookupToMainGrad
+#   T9  CPUs without 16-bit products use fp32      4 to 27 times faster    model.upcast_for_matmul
 
 
 @dataclass
@@ -350,8 +350,8 @@ def gather_positions(x: torch.Tensor, grid: Grid) -> Work:
 
 
 def sum_over_ranks(x: torch.Tensor, grid: Grid) -> Work:
-    """g forward, f backward: the sum of the ranks' x (B, T, C), in place. With T2, only
-    this rank's positions of the sum, (B, T / tp, C), in new memory."""
+    """g forward, f backward: the sum of the ranks' x (B, T, C), in place. With T2, only this rank's
+    positions of the sum, (B, T / tp, C), in new memory."""
     if not grid.sequence_parallel:
         return all_reduce(x, grid.group("tp"))
     B, T, C = x.shape
@@ -362,7 +362,7 @@ def sum_over_ranks(x: torch.Tensor, grid: Grid) -> Work:
 
 
 class _Reduce(torch.autograd.Function):
-    """g. T3: it may overwrite x, (B, T, C)."""
+    """g. T3: without T2 it overwrites x, (B, T, C)."""
 
     @staticmethod
     def forward(ctx, x, grid):
@@ -390,9 +390,9 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         gathering = gather_positions(x, ctx.grid)
-        dx = sum_over_ranks(matmul(dy, weight), ctx.grid)     # overlaps with the all-gather of x
-        dy = dy.flatten(0, 1)                                               # (B T, out / tp)
-        dw = matmul(dy.t(), gathering.wait().flatten(0, 1))   # overlaps with the sum of dx
+        dx = sum_over_ranks(matmul(dy, weight), ctx.grid)       # overlaps with the all-gather of x
+        dy = dy.flatten(0, 1)                                   # (B T, out / tp)
+        dw = matmul(dy.t(), gathering.wait().flatten(0, 1))     # overlaps with the sum of dx
         db = dy.sum(0) if ctx.needs_input_grad[2] else None
         return dx.wait(), dw, db, None
 
@@ -416,8 +416,7 @@ class TensorParallel(nn.Module):
 
 
 class ColumnParallelLinear(TensorParallel):
-    """(B, T, in), equal on all ranks (T2: T / tp positions) -> (B, T, out / tp), this
-    rank's columns."""
+    """(B, T, in), equal on all ranks (T2: T / tp positions) -> (B, T, out / tp), its columns."""
     partition_dim = {"weight": 0, "bias": 0}
 
     def forward(self, x):
@@ -451,8 +450,8 @@ class PositionEmbedding(TensorParallel):
 
 
 class VocabParallelEmbedding(TensorParallel):
-    """tokens (B, T) -> (B, T, C). T5: tokens outside this rank's rows give a zero vector;
-    g sums over the ranks."""
+    """tokens (B, T) -> (B, T, C). T5: tokens outside this rank's rows give a zero vector; g sums
+    over the ranks."""
     partition_dim = {"weight": 0}
 
     def forward(self, tokens):
@@ -851,8 +850,8 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like:
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
-    """The numbers of a stage's blocks (P7). Stages differ by one block at most. The last
-    stage, which also has the head, never has more blocks than another."""
+    """The numbers of a stage's blocks (P7). Stages differ by one block at most. The last stage,
+    which also has the head, never has more blocks than another."""
     return range(ceil_div(stage * n_layer, pp), ceil_div((stage + 1) * n_layer, pp))
 
 
