@@ -1,13 +1,14 @@
 """Rank layout and process groups; tensor, pipeline and data parallelism; ZeRO.
 
-    1. Ranks                    their grid, its process groups, and the collectives
-    2. Tensor parallelism       each matrix is split over ranks; sequence parallelism
-    3. Pipeline parallelism     the layers are split over ranks; schedules that draw themselves
-    4. Data parallelism, ZeRO   the batch is split over replicas, which may share the memory
-    5. Processes                errors, start, signals and devices
+    1. Ranks                   their grid, its process groups, and the collectives
+    2. Tensor parallelism      each matrix is split over ranks; sequence parallelism
+    3. Pipeline parallelism    layers are split over ranks; schedules, and a tool that draws them
+    4. Data parallelism, ZeRO  the batch is split over replicas; ZeRO shards their state
+    5. Processes               errors, start, signals and devices
 
-Sections 2 to 4 begin with the plain form of their technique, which a test runs, and then number
-what the code does otherwise, and why.
+Sections 2 to 4 begin with the plain form of their technique, which only a test runs. A list then
+says in what the code differs from it, and why: T1 to T9, P1 to P11, D1 to D11. Comments in the code
+refer to these names.
 
 Invariant: the same seed and the same global batch give the same loss, gradients and gradient norm
 in every layout, up to the order of additions. One process is the layout 1 x 1 x 1: a collective
@@ -26,9 +27,9 @@ import signal
 import sys
 import time
 import uuid
-from collections import Counter
+from collections import Counter, namedtuple
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate
@@ -41,7 +42,7 @@ import torch.nn.functional as F
 from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 from torch.utils.checkpoint import checkpoint
 
-from model import (GPT, IGNORE_INDEX, GPTConfig, ceil_div, initial_value, linear,
+from model import (GPT, IGNORE_INDEX, Dropout, GPTConfig, ceil_div, initial_value, linear,
                    upcast_for_matmul)
 
 # ---------------------------------------------------------------------------------------------
@@ -54,9 +55,15 @@ from model import (GPT, IGNORE_INDEX, GPTConfig, ceil_div, initial_value, linear
 #       replica 1     4   5       6   7          pipelines          (0 2) (1 3) (4 6) (5 7)
 #                                                data parallel      (0 4) (1 5) (2 6) (3 7)
 #
-# Tensor parallelism communicates most (four times a block), so its ranks are adjacent and share a
-# machine. Data parallelism reduces gradients once a step (ZeRO 2 and 3: once a microbatch) and may
-# cross the network (Megatron-LM, Narayanan et al. 2021, section 3).
+# Tensor parallelism communicates most (four all-reduces for a block and microbatch), so its ranks
+# are adjacent and share a machine. Data parallelism reduces gradients once a step (ZeRO 2 and 3:
+# once a microbatch) and may cross the network (Megatron-LM, Narayanan et al. 2021, section 3).
+#
+# Ranks a and b have two slices each. An all-reduce is a reduce-scatter, then an all-gather:
+#
+#                before      all-reduce          reduce-scatter      all-gather
+#       rank a   a0 a1       a0+b0  a1+b1        a0+b0  -            a0 b1
+#       rank b   b0 b1       a0+b0  a1+b1        -      a1+b1        a0 b1
 # ---------------------------------------------------------------------------------------------
 
 
@@ -68,7 +75,8 @@ class Grid:
         self.dp, self.pp, self.tp, self.rank = dp, pp, tp, rank
         self.world = dp * pp * tp
         self.ranks = torch.arange(self.world).view(dp, pp, tp)
-        self.dp_rank, self.stage, self.tp_rank = (self.ranks == rank).nonzero()[0].tolist()
+        self.dp_rank, rank_in_replica = divmod(rank, pp * tp)
+        self.stage, self.tp_rank = divmod(rank_in_replica, tp)
         self.is_first = self.stage == 0
         self.is_last = self.stage == pp - 1
         self.sequence_parallel = sequence_parallel
@@ -140,8 +148,8 @@ def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro
 class Work:
     """Communication under way. `wait` waits for it and returns finish(result)."""
     result: torch.Tensor | None
-    handles: list = ()              # torch's, or other Works
-    operation: str = ""             # for errors, with the ranks of the group
+    handles: list = field(default_factory=list)         # of torch.distributed
+    operation: str = ""                                 # for errors, with the ranks of the group
     group: object = None
     finish: Callable = lambda result: result
 
@@ -162,14 +170,15 @@ def _exchange(outgoing: list, incoming: list, group) -> list:
 
 
 def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
-    """Sum x (or apply `op`) over the group, in place. Two ranks on the CPU exchange up to 1 MiB by
-    messages, in half the time of gloo's all-reduce (`nano` on 2 x 2 x 2 ranks: 10% faster)."""
+    """Sum x (or apply `op`) over the group, in place. Two ranks on the CPU exchange messages
+    for a sum of up to 1 MiB: half the time of gloo's (`nano` on 2 x 2 x 2 ranks: 10% faster)."""
     if group is None:
         return Work(x)
     small = x.device.type == "cpu" and x.nbytes <= 2 ** 20
     with comm_errors("all-reduce", group):
         if small and group.size() == 2 and op == dist.ReduceOp.SUM:
             theirs = torch.empty_like(x)
+            # _exchange uses one entry of each list, that of the other rank.
             handles = _exchange([x, x], [theirs, theirs], group)
             return Work(x, handles, "all-reduce", group, lambda x: x.add_(theirs))
         return Work(x, [dist.all_reduce(x, op, group, async_op=True)], "all-reduce", group)
@@ -189,7 +198,7 @@ def reduce_scatter(x: torch.Tensor, group) -> Work:
             return Work(slices[rank], handles, "reduce-scatter", group)
         received = [torch.empty_like(slices[rank]) for _ in slices]
         handles = _exchange(slices, received, group)
-    del received[rank]
+    del received[rank]                  # no rank sends to itself
 
     def add_received(total):
         for term in received:
@@ -198,11 +207,11 @@ def reduce_scatter(x: torch.Tensor, group) -> Work:
     return Work(slices[rank], handles, "reduce-scatter", group, add_received)
 
 
-def all_gather(x: torch.Tensor, group) -> Work:
-    """The reverse: each rank's slice of x is copied to all ranks, in place. On the CPU by messages
-    too, because gloo gathers into a copy."""
+def all_gather(x: torch.Tensor, group, finish: Callable = lambda x: x) -> Work:
+    """The reverse of `reduce_scatter`: each rank's slice of x is copied to all ranks, in place. On
+    the CPU by messages too, because gloo gathers into a copy."""
     if group is None:
-        return Work(x)
+        return Work(x, finish=finish)
     slices = x.chunk(group.size())
     rank = group.rank()
     with comm_errors("all-gather", group):
@@ -210,7 +219,7 @@ def all_gather(x: torch.Tensor, group) -> Work:
             handles = [dist.all_gather_single(x, slices[rank], group=group, async_op=True)]
         else:
             handles = _exchange([slices[rank]] * len(slices), slices, group)
-    return Work(x, handles, "all-gather", group)
+    return Work(x, handles, "all-gather", group, finish)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -223,8 +232,8 @@ def all_gather(x: torch.Tensor, group) -> Work:
 #      x -f-+                 +-g-> y             rank r computes act(x Ar) Br alone
 #           +-> act(x A2) B2 -+
 #
-#      f: identity forward,   all-reduce backward  (x fed both ranks: its gradients add up)
-#      g: all-reduce forward, identity backward    (y is a sum: each term has the gradient of y)
+#   f: identity forward,   all-reduce backward   (x is used on both ranks, so its gradient is a sum)
+#   g: all-reduce forward, identity backward     (y is a sum, so each term has the gradient of y)
 #
 # Attention is the same with heads for columns. nn.Linear stores its weight as (out, in), so "by
 # columns" cuts dimension 0 here. `plain_mlp` is the whole technique, for the default group:
@@ -257,24 +266,24 @@ class g(torch.autograd.Function):
 
 def plain_mlp(x, up, up_bias, down, down_bias):
     """(B, T, C) -> (B, T, C), as model.MLP. Every rank is given the whole matrices (out, in) and
-    uses its part of them. Only a test calls it."""
+    uses its part of them."""
     rank, tp = dist.get_rank(), dist.get_world_size()
     h = F.linear(f.apply(x), up.chunk(tp)[rank], up_bias.chunk(tp)[rank])       # (B, T, 4C / tp)
     h = F.gelu(h, approximate="tanh")
-    return g.apply(F.linear(h, down.chunk(tp, dim=1)[rank])) + down_bias        # the bias once
+    return g.apply(F.linear(h, down.chunk(tp, dim=1)[rank])) + down_bias        # after the sum
 
 
-# The rest of this section departs from it in nine ways. Comments in the code have the numbers.
+# The rest of this section differs from `plain_mlp` in:
 #
-#   1  a rank stores its shard of a matrix only    memory / tp             ParamSpec.shard
-#   2  sequence parallelism between g and f        activations / tp there  gather_positions
-#   3  g sums in place                             no copy of (B, T, C)    _Reduce
-#   4  f and its product are one function          dx travels during dW    _ColumnParallel
-#   5  the token matrix, the largest, is cut too   memory / tp             VocabParallelEmbedding
-#   6  ranks exchange three numbers a position     no logits travel        chunk_loss
-#   7  the loss computes gradients in forward      logits of one chunk     VocabParallelCrossEntropy
-#   8  the token gradient adds up in main_grad     0.80 of a step's time   _LookupToMainGrad
-#   9  CPUs without 16-bit products use fp32       4 to 27 times faster    model.upcast_for_matmul
+#   T1  a rank stores its shard of a matrix only   memory / tp             ParamSpec.shard
+#   T2  sequence parallelism between g and f       activations / tp there  gather_positions
+#   T3  g sums in place                            no copy of (B, T, C)    _Reduce
+#   T4  f and its product are one Function         sums dx during dW       _ColumnParallel
+#   T5  the token matrix, the largest, is cut too  memory / tp             VocabParallelEmbedding
+#   T6  ranks exchange three numbers a position    logits are not sent     chunk_loss
+#   T7  the loss computes gradients in forward     logits of one chunk     VocabParallelCrossEntropy
+#   T8  the token gradient adds up in main_grad    0.80 of a step's time   _LookupToMainGrad
+#   T9  CPUs without 16-bit products use fp32      4 to 27 times faster    model.upcast_for_matmul
 
 
 @dataclass
@@ -286,7 +295,7 @@ class ParamSpec:
     partition_dim: int | None   # the dimension that is cut; None: every rank has all of it
     stride: int                 # how many matrices are stacked in that dimension
     tp: int
-    owners: list                # (module, attribute) that hold it: two for a weight tied in a stage
+    owners: list                # (module, attribute): two if embedding and head are on one stage
     is_tied_copy: bool          # the last stage's copy of a weight tied across stages
 
     @property
@@ -302,57 +311,58 @@ class ParamSpec:
         return math.prod(self.local_shape)
 
     def shard(self, full: torch.Tensor, tp_rank: int) -> torch.Tensor:
-        """Departure 1: full parameter -> one tensor-parallel rank's shard."""
+        """T1: full parameter -> one tensor-parallel rank's shard."""
         if self.padded_rows > self.shape[0]:
+            # F.pad counts from the last dimension: no columns, then rows at the end.
             full = F.pad(full, (0, 0, 0, self.padded_rows - self.shape[0]))
         if self.partition_dim is None:
             return full
-        dim = self.partition_dim
-        stacked = full.unflatten(dim, (self.stride, self.tp, -1))   # qkv: (3, tp, C / tp, C)
-        return stacked.select(dim + 1, tp_rank).flatten(dim, dim + 1)
+        dim = self.partition_dim                                    # qkv's weight: (3C, C)
+        stacked = full.unflatten(dim, (self.stride, self.tp, -1))   # (3, tp, C / tp, C)
+        mine = stacked.select(dim + 1, tp_rank)                     # (3, C / tp, C)
+        return mine.flatten(dim, dim + 1)                           # (3C / tp, C)
 
     def unshard(self, shards: list) -> torch.Tensor:
         """The shards of all tensor-parallel ranks -> full parameter."""
         if self.partition_dim is None:
             return shards[0]
         dim = self.partition_dim
-        stacked = [shard.unflatten(dim, (self.stride, -1)) for shard in shards]
-        return torch.cat(stacked, dim + 1).flatten(dim, dim + 1)[:self.shape[0]]
+        stacked = [shard.unflatten(dim, (self.stride, -1)) for shard in shards]     # (3, C / tp, C)
+        return torch.cat(stacked, dim + 1).flatten(dim, dim + 1)[:self.shape[0]]    # (3C, C)
 
 
-# Departure 2: sequence parallelism (Korthikanti et al. 2022, section 4.2.2). From g to the next f
-# all ranks hold the same activations. Let each hold T / tp positions of them. An all-reduce is a
-# reduce-scatter and an all-gather: f and g do one half each, at the same traffic.
-#
-#      f: all-gather forward,     reduce-scatter backward
-#      g: reduce-scatter forward, all-gather backward
+# T2: sequence parallelism (Korthikanti et al. 2022, section 4.2.2). From g to the next f all ranks
+# hold the same activations. Let each hold T / tp positions of them. Then f is an all-gather forward
+# and a reduce-scatter backward, and g the reverse. Backward also gathers x again (_ColumnParallel),
+# so a block sends 5 / 4 of the bytes.
 #
 # LayerNorm, the bias after g and the position embedding are whole on every rank. They see T / tp
 # positions, so each rank has a part of their gradients; `finish_grad_sync` adds the parts up.
 
 
 def gather_positions(x: torch.Tensor, grid: Grid) -> Work:
-    """f forward, g backward: x itself. With departure 2, (B, T / tp, C) -> (B, T, C)."""
+    """f forward, g backward: x itself. With T2, (B, T / tp, C) -> (B, T, C)."""
     if not grid.sequence_parallel:
         return Work(x)
     parts = x.new_empty(grid.tp, *x.shape)                              # (tp, B, T / tp, C)
     parts[grid.tp_rank] = x
-    gathering = all_gather(parts, grid.group("tp"))
-    gathering.finish = lambda parts: parts.movedim(0, 1).flatten(1, 2)
-    return gathering
+    return all_gather(parts, grid.group("tp"), lambda parts: parts.transpose(0, 1).flatten(1, 2))
 
 
 def sum_over_ranks(x: torch.Tensor, grid: Grid) -> Work:
-    """g forward, f backward: the sum of the ranks' x (B, T, C), in place. With departure 2, only
-    this rank's positions of it, (B, T / tp, C)."""
+    """g forward, f backward: the sum of the ranks' x (B, T, C), in place. With T2, only this rank's
+    positions of the sum, (B, T / tp, C), in new memory."""
     if not grid.sequence_parallel:
         return all_reduce(x, grid.group("tp"))
-    parts = x.unflatten(1, (grid.tp, -1)).movedim(1, 0)                 # (tp, B, T / tp, C)
-    return reduce_scatter(parts.flatten(0, 1).contiguous(), grid.group("tp"))
+    B, T, C = x.shape
+    parts = x.view(B, grid.tp, T // grid.tp, C).transpose(0, 1)         # (tp, B, T / tp, C)
+    # A copy, also at B = 1: reduce_scatter writes into it, and x must not change behind autograd.
+    parts = parts.clone(memory_format=torch.contiguous_format)
+    return reduce_scatter(parts.view(-1, T // grid.tp, C), grid.group("tp"))
 
 
 class _Reduce(torch.autograd.Function):
-    """g. Departure 3: it may overwrite x, (B, T, C)."""
+    """g. T3: without T2 it overwrites x, (B, T, C)."""
 
     @staticmethod
     def forward(ctx, x, grid):
@@ -367,8 +377,8 @@ class _Reduce(torch.autograd.Function):
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """y = f(x) W^T + b. Departure 4: the backwards of two functions would run one after the other.
-    With departure 2 backward gathers x again, as to keep f(x) would take tp times the memory."""
+    """y = f(x) W^T + b. T4: one Function, so that the all-reduce of dx overlaps with dW. With T2
+    backward gathers x again, because saving f(x) would take tp times the memory."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, grid):
@@ -380,15 +390,15 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         gathering = gather_positions(x, ctx.grid)
-        dx = sum_over_ranks(matmul(dy, weight), ctx.grid)                   # while x travels
-        dy = dy.flatten(0, 1)                                               # (B T, out / tp)
-        dw = matmul(dy.t(), gathering.wait().flatten(0, 1))                 # while dx travels
+        dx = sum_over_ranks(matmul(dy, weight), ctx.grid)       # overlaps with the all-gather of x
+        dy = dy.flatten(0, 1)                                   # (B T, out / tp)
+        dw = matmul(dy.t(), gathering.wait().flatten(0, 1))     # overlaps with the sum of dx
         db = dy.sum(0) if ctx.needs_input_grad[2] else None
         return dx.wait(), dw, db, None
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """a @ b; departure 9."""
+    """a @ b; T9."""
     return upcast_for_matmul(torch.matmul, a, b, out=out)
 
 
@@ -406,8 +416,7 @@ class TensorParallel(nn.Module):
 
 
 class ColumnParallelLinear(TensorParallel):
-    """(B, T, in), equal on all ranks (departure 2: T / tp positions) -> (B, T, out / tp), this
-    rank's columns."""
+    """(B, T, in), equal on all ranks (T2: T / tp positions) -> (B, T, out / tp), its columns."""
     partition_dim = {"weight": 0, "bias": 0}
 
     def forward(self, x):
@@ -422,13 +431,14 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(TensorParallel):
-    """(B, T, in / tp), this rank's rows -> (B, T, out), equal on all ranks, as is the bias."""
+    """(B, T, in / tp), this rank's rows -> (B, T, out), equal on all ranks (T2: T / tp positions).
+    So is the bias, which is added after the sum, not on every rank."""
     partition_dim = {"weight": 1}
 
     def forward(self, x):
         if self.grid.tp == 1:
             return linear(x, self.weight, self.bias)
-        return _Reduce.apply(linear(x, self.weight), self.grid) + self.bias     # the bias once
+        return _Reduce.apply(linear(x, self.weight), self.grid) + self.bias
 
 
 class PositionEmbedding(TensorParallel):
@@ -440,15 +450,15 @@ class PositionEmbedding(TensorParallel):
 
 
 class VocabParallelEmbedding(TensorParallel):
-    """tokens (B, T) -> (B, T, C). Departure 5: tokens outside this rank's rows embed to zero; g
-    sums over the ranks."""
+    """tokens (B, T) -> (B, T, C). T5: tokens outside this rank's rows give a zero vector; g sums
+    over the ranks."""
     partition_dim = {"weight": 0}
 
     def forward(self, tokens):
         rows = tokens - self.grid.tp_rank * len(self.weight)
         is_local = (rows >= 0) & (rows < len(self.weight))
         rows = rows.where(is_local, 0)
-        if hasattr(self.weight, "main_grad"):                           # departure 8
+        if hasattr(self.weight, "main_grad"):                           # T8
             x = _LookupToMainGrad.apply(rows, self.weight)
         else:
             x = F.embedding(rows, self.weight)                          # (B, T, C)
@@ -458,12 +468,11 @@ class VocabParallelEmbedding(TensorParallel):
 class _LookupToMainGrad(torch.autograd.Function):
     """F.embedding, whose gradient is added to the rows of `main_grad` that were looked up.
 
-    Departure 8. An embedding reads few rows of the token matrix, and the gradient of the head comes
-    in chunks. FlatParameters (section 4) gives the weight a method `main_grad`, which returns the
+    T8. An embedding reads few rows of the token matrix, and the gradient of the head comes in
+    chunks. FlatParameters (section 4) gives the weight a method `main_grad`, which returns the
     tensor that collects its gradient, in fp32 (as in Megatron-LM). Both gradients are added there,
     and autograd gets None. With 50304 tokens a step takes 0.80 of the time in fp32, 0.70 in bf16.
-    (Other matrices do not gain: 0.98 and 1.08.) Without a `main_grad` autograd gets ordinary
-    gradients, for any optimizer.
+    (Other matrices do not gain: 0.98, 1.08.) Without `main_grad` autograd gets the gradients.
     """
 
     @staticmethod
@@ -480,8 +489,8 @@ class _LookupToMainGrad(torch.autograd.Function):
 
 
 def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """grad (out, in) += dy^T x, of dy (N, out) and x (N, in), by the matrix product itself where
-    the types are equal, or 16 bit and fp32 on CUDA; else in parts that stay in the cache."""
+    """grad (out, in) += dy^T x, for dy (N, out) and x (N, in): one matrix product if the types are
+    equal, or on CUDA, which adds products of 16 bits to fp32; else in parts that fit the cache."""
     if grad.dtype == x.dtype:
         grad.addmm_(dy.t(), x)
     elif grad.device.type == "cuda":
@@ -493,68 +502,72 @@ def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
 
 def chunk_loss(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, grid: Grid,
                scale: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The summed cross-entropy in nats of n positions, and the gradient of their logits times
-    `scale` (None: no gradient), in the logits' memory. All ranks get the same loss.
+    """The summed cross-entropy of n positions in nats, the same on all ranks; and its gradient with
+    respect to the logits, times `scale`, which overwrites `logits` (None if `scale` is None).
 
     logits      (n, V / tp): the columns of this rank's rows of the token matrix
     targets     (n,) tokens of the whole vocabulary; IGNORE_INDEX adds nothing
 
-        loss = log sum_v exp(z_v) - z_target        d loss / d z_v = softmax(z)_v - [v = target]
+        loss = log sum_v exp(z_v) - z_target        gradient = softmax(z), less 1 at the target
 
-    Departure 6. With s_r = log sum_v exp(z_v) over the columns of rank r (`local_logsumexp`), and
-    the largest of them, s (`global_max`), which keeps exp from overflowing:
+    T6. s_r = log of the sum of exp(z_v) over the columns of rank r (`local_logsumexp`). s is the
+    largest of them (`max_logsumexp`): exp(s_r - s) cannot overflow. Over the ranks
 
-        share_r = exp(s_r - s)                      total = sum_r share_r
-        log sum_v exp(z_v) = s + log total          softmax = local softmax * share_r / total
+        sum_v exp(z_v) = sum_r exp(s_r) = exp(s) total     share_r = exp(s_r - s), total their sum
+        softmax(z)_v = exp(z_v) / sum_v exp(z_v) = (softmax of rank r)_v share_r / total
     """
     group = grid.group("tp")
     wide = torch.promote_types(logits.dtype, torch.float32)
-    n, columns = logits.shape
-    first = grid.tp_rank * columns                          # this rank's first token
-    is_local = (targets >= first) & (targets < first + columns)
-    target = torch.arange(n, device=logits.device), (targets - first).where(is_local, 0)
-    padding = max(vocab_size - first, 0)
-    logits[:, padding:] = torch.finfo(logits.dtype).min     # (-inf alone would have no softmax)
-    target_logit = logits[target].to(wide)                                          # (n,)
+    n, width = logits.shape
+    first = grid.tp_rank * width                            # this rank's first token
+    is_local = (targets >= first) & (targets < first + width)
+    rows = torch.arange(n, device=logits.device)
+    columns = (targets - first).where(is_local, 0)
+    first_padded = max(vocab_size - first, 0)               # the columns from here on are no tokens
+    logits[:, first_padded:] = torch.finfo(logits.dtype).min    # a softmax of -inf alone is NaN
+    target_logit = logits[rows, columns].to(wide)                                   # (n,)
     largest = logits.amax(dim=1).to(wide)
 
+    # In fp32, p is `logits` itself: the two tensors above are copies, and no logit is read again.
     p = logits.to(wide)
     torch.softmax(p, 1, out=p)                              # over this rank's columns
     local_logsumexp = largest - p.amax(dim=1).log()         # p's largest is exp(largest - s_r)
-    global_max = all_reduce(local_logsumexp.clone(), group, dist.ReduceOp.MAX).wait()
-    share = (local_logsumexp - global_max).exp()
-    local_target = (target_logit - global_max).where(is_local, 0)       # on one rank not 0
-    total, target_logit = all_reduce(torch.stack([share, local_target]), group).wait()
+    max_logsumexp = all_reduce(local_logsumexp.clone(), group, dist.ReduceOp.MAX).wait()
+    share = (local_logsumexp - max_logsumexp).exp()
+    local_target = (target_logit - max_logsumexp).where(is_local, 0)    # one rank has the target
+    total, shifted_target = all_reduce(torch.stack([share, local_target]), group).wait()
     counted = targets != IGNORE_INDEX
-    loss = (total.log() - target_logit).where(counted, 0).sum()
+    loss = (total.log() - shifted_target).where(counted, 0).sum()       # s cancels
     if scale is None:
         return loss, None
 
-    upstream = counted.to(wide) * scale                                             # (n,)
-    p *= (upstream * share / total).unsqueeze(1)
-    p[target] -= upstream * is_local
+    weight = counted.to(wide) * scale                       # (n,) of each position in the loss
+    p *= (weight * share / total).unsqueeze(1)
+    p[rows, columns] -= weight * is_local
     return loss, logits.copy_(p)
 
 
-MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}       # of a chunk; measured on the CPU
+# The most logits of a chunk (measured on the CPU only).
+MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}
 
 
 def chunk_size(positions: int, vocab: int, device_type: str) -> int:
     """Number of positions whose logits, of `vocab` tokens each, are materialized at once."""
-    return min(positions, max(1, MAX_LOGITS.get(device_type, MAX_LOGITS["gpu"]) // vocab))
+    max_logits = MAX_LOGITS["cpu" if device_type == "cpu" else "gpu"]
+    return min(positions, max(1, max_logits // vocab))
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), targets (B, T), W
-    (V / tp, C) this rank's rows. Departure 7: forward also computes the gradients, times `scale`
-    (None: no gradients), while the logits of a chunk exist. Backward hands them over."""
+    """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), with T2 (B, T / tp, C),
+    targets (B, T), W (V / tp, C) this rank's rows. T7: forward also computes the gradients, times
+    `scale` (None: no gradients), while the logits of a chunk exist. Backward returns them."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, grid, scale):
         x = gather_positions(x, grid).wait()
         shape = x.shape
         x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
-        in_main_grad = hasattr(weight, "main_grad")                         # departure 8
+        in_main_grad = hasattr(weight, "main_grad")                         # T8
         if scale is not None:
             wide = torch.promote_types(x.dtype, torch.float32)
             dx = torch.empty_like(x)
@@ -563,8 +576,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         size = chunk_size(len(x), len(weight), x.device.type)
         memory = x.new_empty(size, len(weight))                             # of all chunks
         for i in range(0, len(x), size):
-            chunk = slice(i, i + size)
-            logits = matmul(x[chunk], weight.t(), out=memory[:len(x) - i])  # (n, V / tp)
+            chunk = slice(i, min(i + size, len(x)))
+            logits = matmul(x[chunk], weight.t(), out=memory[:chunk.stop - i])  # (n, V / tp)
             term, dz = chunk_loss(logits, targets[chunk], vocab_size, grid, scale)
             loss += term
             if scale is not None:
@@ -583,7 +596,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         if dw is not None:
             dx, dw = dx * upstream, dw * upstream
-        elif upstream.device.type == "cpu" and upstream != 1:      # (the host would wait for a GPU)
+        # Not checked on a GPU: it would synchronize.
+        elif upstream.device.type == "cpu" and upstream != 1:
             raise RuntimeError("the gradient of the loss is not 1, but the token matrix's gradient "
                                "has been added to main_grad: call backward() on the loss itself, "
                                "and set head.scale instead")
@@ -591,9 +605,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 class VocabParallelHead(TensorParallel):
-    """x (B, T, C) and targets (B, T) -> the summed loss of model.Head, the same on every rank; a
-    new loss must change both. Its gradients come times `self.scale`. `self.norms` adds up the norms
-    of x over its positions."""
+    """x (B, T, C), with T2 (B, T / tp, C), and targets (B, T) -> the summed loss of model.Head, the
+    same on every rank. If you change the loss, change model.Head too. The gradients are multiplied
+    by `self.scale`. `self.norms` sums the norms of x's positions over the forwards."""
     partition_dim = {"weight": 0}
 
     def __init__(self, head: nn.Module, grid: Grid):
@@ -627,18 +641,19 @@ def parallelize(model: GPT, grid: Grid) -> None:
     """Replace the modules of TP_PLAN. Their parameters are still whole, and the caller replaces
     them by shards (`param_specs` gives the ParamSpec of each)."""
     for name, module in list(model.named_modules()):
-        for suffix, parallel_module in TP_PLAN.items():
-            if name.endswith(suffix):
-                model.set_submodule(name, parallel_module(module, grid))
+        name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
+        if name_in_plan in TP_PLAN:
+            model.set_submodule(name, TP_PLAN[name_in_plan](module, grid))
     for block in model.blocks.values():
-        block.attn.core_attention.rng_offset = grid.tp_rank        # other heads draw other masks
+        # Different heads need different dropout masks.
+        block.attn.core_attention.rng_offset = grid.tp_rank
 
 
 # ---------------------------------------------------------------------------------------------
 # 3. Pipeline parallelism (GPipe, Huang et al. 2019)
 #
-# The layers are cut into p stages, one for each rank, and the batch into m microbatches, which
-# follow each other through the stages. `plain_pipeline` is the whole technique for two stages:
+# The layers are cut into p stages, one for each rank, and the batch into m microbatches, which pass
+# through the stages one after another. `plain_pipeline` is the whole technique for two stages:
 # ---------------------------------------------------------------------------------------------
 
 
@@ -646,7 +661,7 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
     """The two ranks of the default group accumulate the gradients of the mean loss over `total`
     tokens. `batch` is a list of microbatches (tokens (B, T), targets (B, T)). Rank 0's stage maps
     tokens to activations (B, T, C), like `activation_like`; rank 1's maps these and the targets to
-    the sum of the losses. Only a test calls it."""
+    the sum of the losses."""
     rank = dist.get_rank()
     kept = []
     for tokens, targets in batch:                       # all forwards
@@ -670,21 +685,21 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
             dist.send(x.grad, dst=0)
 
 
-# The code below departs from it in eleven ways. Its comments have these numbers.
+# The rest of this section differs from `plain_pipeline` in:
 #
-#    1  a list of ops for each stage: one executor runs any order of any stages  run_schedule
-#    2  1F1B, a backward as soon as possible: p microbatches live, not m         one_f_one_b
-#    3  the next input is requested early: GPipe 3 to 10% faster on CPUs         run_schedule
-#    4  a send is awaited late: it travels while the next ops run                run_schedule
-#    5  messages that cross start together, over connections made before: NCCL   start_messages,
-#       keeps their order, and two stages that both send first would hang        connect
-#    6  a message's tag is its microbatch: on gloo none passes for another       start_messages
-#    7  a rank has its own stage's layers: parameters / p                        build_stage
-#    8  replicas reduce gradients in the last backward: 1 / m of the traffic     section 4
-#    9  both end stages update a copy of the tied matrix; its gradients add up   section 4
-#   10  backward recomputes a block's activations from its input: 1 number       wrap_blocks
-#       kept for a position and channel, not 16, for a third more FLOPs
-#   11  errors name the microbatch and the stage                                 start_messages
+#   P1   a list of ops for each stage: one executor runs any order of any stages  run_schedule
+#   P2   1F1B: a stage stores at most p microbatches' activations, not m          one_f_one_b
+#   P3   the next input is requested early: GPipe 3 to 10% faster on CPUs         run_schedule
+#   P4   a send is awaited late: it travels while the next ops run                run_schedule
+#   P5   messages between two stages that cross start together: NCCL keeps their  start_messages,
+#        order, and the stages would hang if both sent first, or received first   connect
+#   P6   a message's tag is its microbatch, so gloo cannot confuse two messages   start_messages
+#   P7   a rank has only its own stage's layers: parameters / p                   build_stage
+#   P8   replicas reduce gradients, in ZeRO 0 and 1 only in the last backward     section 4
+#   P9   the tied matrix is on both end stages, which sum its gradients           section 4
+#   P10  backward recomputes a block's activations from its input: 1 number is    wrap_blocks
+#        kept for a position and channel, not 16, for a third more FLOPs
+#   P11  errors name the microbatch and the stage                                 start_messages
 #
 # GPipe and 1F1B on three stages. F2 is the forward of microbatch 2, a backward takes two units of
 # time, and a dot is idle time. Both idle for (p - 1) / (m + p - 1) of the time, the bubble; the
@@ -706,8 +721,10 @@ def gpipe(stage: int, stages: int, num_microbatches: int) -> list[tuple[str, int
 
 
 def one_f_one_b(stage: int, stages: int, num_microbatches: int) -> list[tuple[str, int]]:
-    """Departure 2 (PipeDream-flush, Narayanan et al. 2021, section 2.2): one forward for each later
-    stage, then one forward and one backward in turn."""
+    """P2 (PipeDream-flush, Narayanan et al. 2021, section 2.2)."""
+    # Warm-up: as many forwards as there are later stages, which have to see a microbatch first.
+    # Steady: one forward and one backward in turn, so no more activations are stored.
+    # Drain: the backwards of the microbatches from the warm-up.
     warmup = min(num_microbatches, stages - stage - 1)
     ops = [("F", m) for m in range(warmup)]
     for m in range(num_microbatches - warmup):
@@ -716,6 +733,7 @@ def one_f_one_b(stage: int, stages: int, num_microbatches: int) -> list[tuple[st
 
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+OP_NAMES = {"F": "forward", "B": "backward"}        # for errors (P11)
 
 
 def make_schedule(name: str, grid: Grid, num_microbatches: int) -> list[tuple[str, int]]:
@@ -724,37 +742,32 @@ def make_schedule(name: str, grid: Grid, num_microbatches: int) -> list[tuple[st
     return schedule(grid.stage, grid.pp, num_microbatches)
 
 
-def op_name(op: str, m: int) -> str:
-    """For errors (departure 11)."""
-    word = "forward" if op == "F" else "backward"
-    return f"{word} of microbatch {m}"
-
-
 def start_messages(grid: Grid, messages: list[tuple]) -> list[Work]:
-    """Start all messages together (departure 5): on NCCL as one operation, on gloo one by one with
-    tags (departure 6). A message is (dist.isend, op, microbatch, the op's result) or (dist.irecv,
-    op, microbatch, a tensor like the op's input). Returns a Work for each, without a result beyond
-    the ends of the pipeline."""
+    """Start all messages together (P5): on NCCL as one operation, on gloo singly, with tags (P6).
+    A message is (dist.isend, op, microbatch, result) or (dist.irecv, op, microbatch, a tensor like
+    the input). Returns a Work for each. Beyond the ends of the pipeline its result is None."""
     works, operations = [], []
     for kind, op, m, x in messages:
         step = 1 if op == "F" else -1       # activations go to the next stage, gradients back
-        direction = "send to"
-        if kind is dist.irecv:
-            step = -step
+        if kind is dist.isend:
+            stage = grid.stage + step
+            direction = "send to"
+        else:
+            stage = grid.stage - step
             direction = "receive from"
-        if not 0 <= grid.stage + step < grid.pp:
+        if not 0 <= stage < grid.pp:
             works.append(Work(None))
             continue
         x = x.detach().contiguous() if kind is dist.isend else torch.empty_like(x)
-        peer = grid.rank + step * grid.tp
+        peer = grid.rank + (stage - grid.stage) * grid.tp
         operations.append(dist.P2POp(kind, x, peer, grid.group("pp"), m))
-        works.append(Work(x, operation=f"{op_name(op, m)}: {direction} rank {peer} "
-                                       f"(stage {grid.stage + step})"))
+        works.append(Work(x, operation=f"{OP_NAMES[op]} of microbatch {m}: {direction} rank {peer} "
+                                       f"(stage {stage})"))
     started = [work for work in works if work.operation]
     if started:
         with comm_errors(", ".join(work.operation for work in started)):
             handles = dist.batch_isend_irecv(operations)
-        if len(handles) == 1:               # NCCL has one handle for all messages
+        if len(handles) == 1:               # NCCL's one handle is that of every message
             handles = handles * len(started)
         for work, handle in zip(started, handles, strict=True):
             work.handles = [handle]
@@ -762,10 +775,10 @@ def start_messages(grid: Grid, messages: list[tuple]) -> list[Work]:
 
 
 def connect(grid: Grid, device: torch.device) -> None:
-    """Make NCCL's connections before anything else communicates (departure 5): a group's first
-    collective creates a communicator, and the first message between two stages a connection. Both
-    wait for the other rank and for all work that the device has started. If that is a receive whose
-    sender waits for this connection, both hang (so did GPipe on two stages of H100s)."""
+    """Make NCCL's connections before anything else communicates (P5): a group's first collective
+    creates a communicator, and the first message between two stages a connection. Both wait for the
+    other rank and for all work that the device has started. If that is a receive whose sender waits
+    for this connection, both hang. We saw this with GPipe on two H100s."""
     one = torch.zeros(1, device=device)
     for group in grid.groups.values():
         all_reduce(one, group).wait()
@@ -804,9 +817,10 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like:
 
     def backward(m, dy):
         x, y = in_flight.pop(m)
-        if not grid.is_last:        # torch.autograd.backward(y, dy) imports a compiler, for 0.5 s
-            y = (y * dy).sum()      # its gradient with respect to y is dy
-        flat.prepare_grad_sync(m == backwards[-1])                              # departure 8
+        if not grid.is_last:
+            # Its gradient is dy. (torch.autograd.backward(y, dy) imports a compiler, for 0.5 s.)
+            y = (y * dy).sum()
+        flat.prepare_grad_sync(m == backwards[-1])                              # P8
         y.backward()
         return x.grad
 
@@ -814,18 +828,19 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like:
     [arriving] = start_messages(grid, [(dist.irecv, *schedule[0], activation_like)])
     for (op, m), following in zip(schedule, schedule[1:] + [None]):
         x = arriving.wait()
-        requests = []
-        if following is not None:
-            requests = [(dist.irecv, *following, activation_like)]
+        # If the next op has the same kind, its input comes from one neighbor and this op's result
+        # goes to the other, so the receive may start now (P3). If not, both messages are with one
+        # neighbor, whose messages cross them: they start together, after this op (P5).
+        requests = [] if following is None else [(dist.irecv, *following, activation_like)]
         if requests and following[0] == op:
-            [arriving] = start_messages(grid, requests)                         # departure 3
+            [arriving] = start_messages(grid, requests)
             requests = []
         try:
             y = forward(m, x) if op == "F" else backward(m, x)
         except PeerError as error:
-            raise PeerError(f"{op_name(op, m)}: {error}") from error
-        sends[op].wait()                                                        # departure 4
-        works = start_messages(grid, [(dist.isend, op, m, y)] + requests)       # departure 5
+            raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
+        sends[op].wait()                                                        # P4
+        works = start_messages(grid, [(dist.isend, op, m, y)] + requests)
         sends[op] = works[0]
         if requests:
             arriving = works[1]
@@ -835,14 +850,14 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like:
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
-    """The numbers of a stage's blocks (departure 7). Stages differ by one block at most. The last
-    stage, which also has the head, never has more blocks than another."""
+    """The numbers of a stage's blocks (P7). Stages differ by one block at most. The last stage,
+    which also has the head, never has more blocks than another."""
     return range(ceil_div(stage * n_layer, pp), ceil_div((stage + 1) * n_layer, pp))
 
 
 def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
     """This rank's part of the GPT, with the modules of section 2, on the meta device, without
-    memory: its stage's blocks (departure 7); the first stage has `embed`, the last `head`."""
+    memory: its stage's blocks (P7); the first stage has `embed`, the last `head`."""
     with torch.device("meta"):
         model = GPT(cfg)
     layers = stage_layers(cfg.n_layer, grid.pp, grid.stage)
@@ -858,12 +873,12 @@ def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
 
 
 def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
-    """Compile each block's forward, recompute its activations in backward (departure 10; GPipe,
+    """Compile each block's forward, recompute its activations in backward (P10; GPipe,
     section 2.3, by blocks as in Chen et al. 2016), or both. Communication and dropout run eagerly;
     the rest is compiled once for all blocks."""
     def runs_eagerly(module):
         communicates = isinstance(module, TensorParallel) and module.grid.tp > 1
-        return communicates or getattr(module, "p", 0) > 0
+        return communicates or (isinstance(module, Dropout) and module.p > 0)
 
     for block in model.blocks.values():
         if compile:
@@ -871,18 +886,22 @@ def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
             for module in eager:
                 module.forward = torch.compiler.disable(module.forward)
             block.forward = torch.compile(block.forward, fullgraph=not eager)
-        if recompute:       # dropout masks depend on seeds alone: no generator's state to restore
+        if recompute:
+            # Dropout masks depend on seeds only, so there is no generator state to restore.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False,
                                     preserve_rng_state=False)
 
 
-def clock(schedules) -> list[list[tuple]]:
-    """Simulate the stages' schedules without processes: [(op, microbatch, start, end)] of each
-    stage. A forward takes one unit of time, a backward two; an op starts when its stage is free and
-    its input is there. Raises ValueError on a deadlock."""
+TimedOp = namedtuple("TimedOp", "op microbatch start end")
+
+
+def clock(schedules) -> list[list[TimedOp]]:
+    """Simulate the stages' schedules without processes; returns each stage's ops. A forward takes
+    one unit of time, a backward two. An op starts when its stage is free and its input has arrived.
+    Raises ValueError on a deadlock."""
     p = len(schedules)
-    # A microbatch goes forwards through stages 0 to p - 1, then backwards through p - 1 to 0.
-    arrival = {(m, 0): 0 for _, m in schedules[0]}      # (microbatch, place on this way) -> when
+    # A microbatch passes 2p places: forward through stages 0 to p - 1, backward through p - 1 to 0.
+    arrival = {(m, 0): 0 for _, m in schedules[0]}      # (microbatch, place) -> time
     timeline = [[] for _ in schedules]
     while any(len(row) < len(schedule) for row, schedule in zip(timeline, schedules)):
         arrivals_before = len(arrival)
@@ -891,9 +910,10 @@ def clock(schedules) -> list[list[tuple]]:
                 place = stage if op == "F" else 2 * p - 1 - stage
                 if (m, place) not in arrival:
                     break                               # another stage has to go first
-                start = max(arrival[m, place], row[-1][3] if row else 0)
+                free = row[-1].end if row else 0
+                start = max(arrival[m, place], free)
                 end = start + (1 if op == "F" else 2)
-                row.append((op, m, start, end))
+                row.append(TimedOp(op, m, start, end))
                 arrival[m, place + 1] = end
         if len(arrival) == arrivals_before:
             raise ValueError("the schedules wait for each other: deadlock")
@@ -902,8 +922,8 @@ def clock(schedules) -> list[list[tuple]]:
 
 def bubble(timeline) -> float:
     """The fraction of all stages' time that is idle."""
-    span = max(row[-1][3] for row in timeline)
-    busy = sum(end - start for row in timeline for _, _, start, end in row)
+    span = max(row[-1].end for row in timeline)
+    busy = sum(op.end - op.start for row in timeline for op in row)
     return 1 - busy / (span * len(timeline))
 
 
@@ -914,8 +934,8 @@ def live_activations(schedule) -> int:
 
 def draw(timeline) -> str:
     """A line for each stage, a column for each unit of time, as in the picture above."""
-    span = max(row[-1][3] for row in timeline)
-    width = max(len(str(m)) for row in timeline for _, m, _, _ in row) + 2
+    span = max(row[-1].end for row in timeline)
+    width = max(len(str(op.microbatch)) for row in timeline for op in row) + 2
     lines = []
     for s, row in enumerate(timeline):
         cells = ["."] * span
@@ -928,8 +948,8 @@ def draw(timeline) -> str:
 # ---------------------------------------------------------------------------------------------
 # 4. Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020)
 #
-# Every replica trains on its share of the batch. The gradients are summed over the replicas, so all
-# of them make the same update and stay equal. This is its plainest form, which a test runs:
+# Every replica trains on its share of the batch. The gradients are summed over the replicas, which
+# start equal, from the same seed, make the same update and stay equal. This is the plain form:
 # ---------------------------------------------------------------------------------------------
 
 
@@ -944,42 +964,58 @@ def plain_step(model, optimizer, tokens, targets):
     optimizer.step()                                                # on every rank the same
 
 
-# What follows departs from it, one number at a time; the code's comments carry the numbers. There
-# are m microbatches; the counts are those of GPT-2 124M, the bytes those of 16 bits (table below).
+# ZeRO does not repeat on every replica what one of them can do: replica r updates shard r of the
+# parameters, laid out flat. AdamW is elementwise, so a shard may begin and end inside a matrix.
+
+
+def plain_zero_step(model, shard, optimizer, tokens, targets):
+    """ZeRO 1: `plain_step`, but `optimizer` has only `shard`, this rank's part of all parameters,
+    which were padded to a multiple of dp. So AdamW's moments take 1 / dp of the memory."""
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    model.zero_grad()
+    loss = model(tokens.chunk(dp)[rank], targets.chunk(dp)[rank])
+    (loss / targets.numel()).backward()
+    grad = nn.utils.parameters_to_vector([parameter.grad for parameter in model.parameters()])
+    grad = F.pad(grad, (0, len(shard) * dp - len(grad)))
+    shard.grad = torch.empty_like(shard)
+    dist.reduce_scatter_single(shard.grad, grad)
+    optimizer.step()
+    full = torch.empty_like(grad)
+    dist.all_gather_single(full, shard.detach())
+    nn.utils.vector_to_parameters(full, model.parameters())     # (it ignores the padding)
+
+
+# ZeRO 2 reduce-scatters the gradients in every backward, adds them to shard.grad, and frees the
+# rest. ZeRO 3 keeps no `full` either: it gathers a block's parameters before its forward and before
+# its backward, while another block runs, and frees them after (FSDP, Zhao et al. 2023).
 #
-#   1  microbatches add up, one sync a step         1/m of the traffic            prepare_grad_sync
-#   2  parameters are views into flat buckets       26 messages, not 148                     Bucket
-#   3  gradients add up in the masters' type        bf16 sums stall at 256 terms        _grad_ready
-#   4  a hook starts a full bucket's all-reduce     24 of 26 overlap backward      _start_grad_sync
-#   5  all of them are awaited at the end           no hook blocks                 finish_grad_sync
-#   6  the tied matrix has a bucket of its own      it holds up no other               make_buckets
-#   7  ZeRO 1: a replica updates one shard          12 of 18 bytes / dp            _start_grad_sync
-#   8  ZeRO 2: and keeps one shard of gradients     4 more bytes / dp              _start_grad_sync
-#   9  ZeRO 3: and of parameters                    2 more bytes / dp                   fully_shard
-#  10  masters, moments and AdamW on the host       6 of 18 bytes on the GPU                   step
-#  11  the norm counts shared parameters once       clips as one process does    grad_norm_squares
+# Bytes of a parameter's state; in the last column, bytes that a step of m microbatches sends, times
+# (dp - 1) / dp. In fp32 a parameter is its own master. (ZeRO's stages are not a pipeline's.)
+#
+#     ZeRO    masters, moments    grad     data     16 bits      fp32          sent, 16 bits
+#       0     full                full     full     18           16            8
+#       1     shard               full     full     6 + 12/dp    8 + 8/dp      4 + 2
+#       2     shard               shard    full     2 + 16/dp    4 + 12/dp     4m + 2
+#       3     shard               shard    shard    18/dp        16/dp         4m + 4m
+#
+# The rest of this section differs from `plain_step` in (numbers of GPT-2 124M in 16 bits):
+#
+#   D1   microbatches add up, one sync a step       1/m of the traffic           prepare_grad_sync
+#   D2   parameters are views into flat buckets     26 messages, not 148         Bucket
+#   D3   gradients add up in the masters' type      bf16 sums stall at 256 terms _grad_ready
+#   D4   a hook starts a full bucket's all-reduce   24 of 26 overlap backward    _start_grad_sync
+#   D5   all of them are awaited at the end         ZeRO 0: no hook waits        finish_grad_sync
+#   D6   the tied matrix has a bucket of its own    no other bucket waits for it make_buckets
+#   D7   ZeRO 1: a replica updates one shard        12 of 18 bytes become 12/dp  _start_grad_sync
+#   D8   ZeRO 2: and keeps one shard of gradients   4 more bytes become 4/dp     _start_grad_sync
+#   D9   ZeRO 3: and one shard of parameters        2 more bytes become 2/dp     fully_shard
+#   D10  masters, moments and AdamW on the host     leaves 6 of 18 on the GPU    step
+#   D11  the norm counts shared parameters once     clips as one process does    grad_norm_squares
 #
 # The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
 # for each block. Backward completes them from the right; every rank communicates in that order.
 #
 #     | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |
-#
-# ZeRO (Rajbhandari et al. 2020) cuts each bucket into dp shards, and replica r keeps shard r. Its
-# stage, a number unrelated to the stages of a pipeline, says which tensors are sharded. A rank
-# sends (dp - 1) / dp of the bytes in the last column.
-#
-#                                                  bytes a parameter                  sent a step,
-#     ZeRO    masters, moments    grad     data     16 bits      fp32 (its own master)   16 bits
-#       0     full                full     full     18           16                      8
-#       1     shard               full     full     6 + 12/dp    8 + 8/dp                4 + 2
-#       2     shard               shard    full     2 + 16/dp    4 + 12/dp               4m + 2
-#       3     shard               shard    shard    18/dp        16/dp                   4m + 4m
-#
-# Stage 1 replaces the all-reduce by a reduce-scatter; AdamW updates the shard; an all-gather
-# follows. AdamW is elementwise, so a shard may begin and end inside a matrix. Stage 2
-# reduce-scatters the bucket of every microbatch, adds it to the shard, and frees it. Stage 3
-# gathers a block's parameters before use, in forward and in backward, and frees them after; the
-# next block's travel meanwhile (FSDP, Zhao et al. 2023).
 
 
 def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
@@ -1003,14 +1039,15 @@ def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
 
 
 class Bucket:
-    """Departure 2: parameters that are communicated together, laid out flat, and padded so that dp
-    equal shards make up the bucket.
+    """D2: parameters that are communicated together, laid out flat, padded to dp equal shards.
 
     data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
-    grad            (numel,) their gradients; from ZeRO 2 on, those of one microbatch or None
-    shard           {name: (numel / num_shards,)} of what this rank updates, for data, grad, master,
-                    exp_avg and exp_avg_sq; the first two are views of the above where the table of
-                    ZeRO stages says "full"
+    grad            (numel,) their gradients; from ZeRO 2 on None from a sync to the next gradient
+    shard           {name: (numel / num_shards,)} of what this rank updates:
+                    data    a view of `data`; in ZeRO 3 its own memory
+                    grad    a view of `grad`; from ZeRO 2 on its own memory, a sum of backwards
+                    master  the same tensor as data if types and devices are equal
+                    exp_avg, exp_avg_sq     on the master's device
     shard_ranges    the parts of parameters in the shard: [(spec, shard_slice, param_slice)], where
                     shard[name][shard_slice] belongs to parameter.flatten()[param_slice]
     pending_grads   number of gradients that this backward has not computed yet
@@ -1051,7 +1088,8 @@ class Bucket:
 
     def main_grad(self, spec: ParamSpec) -> torch.Tensor:
         """Where a parameter's gradient adds up (the name is Megatron-LM's). From ZeRO 2 on, that
-        memory exists only between a backward's first gradient and its sync."""
+        memory exists from a first gradient to the bucket's sync. The head adds its gradients in
+        forward: under GPipe those of all microbatches before the first backward syncs them."""
         if self.grad is None:
             self.grad = torch.zeros_like(self.data, dtype=self.shard["grad"].dtype)
         return self.view(self.grad, spec)
@@ -1059,8 +1097,7 @@ class Bucket:
 
 def make_buckets(specs: list[ParamSpec], dp: int, num_shards: int = 1,
                  shard_rank: int = 0) -> list[Bucket]:
-    """The buckets drawn above. Departure 6: the tied matrix is alone, because its gradient is
-    complete only at the end of backward, and is summed between the end stages of a pipeline."""
+    """The buckets drawn above. D6: the tied gradient is complete only at the end of backward."""
     groups = {"tied": [], "ends": []}
     for spec in specs:
         if spec.name in TIED.values():
@@ -1076,11 +1113,10 @@ def make_buckets(specs: list[ParamSpec], dp: int, num_shards: int = 1,
 
 class FlatParameters:
     """This rank's parameters (of type `dtype`) and their gradients, masters and Adam moments (of
-    type `master_dtype`), in buckets. With equal types, a parameter is its own master.
+    type `master_dtype`), in buckets.
 
-    A training step calls zero_grad; prepare_grad_sync before each backward; finish_grad_sync;
-    grad_norm_squares; step. AdamW runs where masters and moments are: on the parameters' device, or
-    on `host` (departure 10).
+    A training step calls zero_grad, then prepare_grad_sync before each backward, and at the end
+    finish_grad_sync, grad_norm_squares and step. Masters and moments are on `host` if given (D10).
     """
 
     def __init__(self, specs: list[ParamSpec], grid: Grid, dtype, master_dtype, device,
@@ -1127,7 +1163,8 @@ class FlatParameters:
             for module, attribute in spec.owners:
                 # `.data` has a version counter of its own: ZeRO 3 gathers into this memory between
                 # forward and backward, and autograd must not take that for a modified weight.
-                parameter = nn.Parameter(bucket.view(bucket.data, spec).data)
+                view = bucket.view(bucket.data, spec)
+                parameter = nn.Parameter(view.data)
                 setattr(module, attribute, parameter)
                 parameter.main_grad = partial(bucket.main_grad, spec)
                 parameter.register_post_accumulate_grad_hook(partial(self._grad_ready, bucket))
@@ -1141,12 +1178,12 @@ class FlatParameters:
                 bucket.shard[name][shard_slice].copy_(value.flatten()[param_slice])
 
     def initialize(self, cfg: GPTConfig, seed: int, parameters: dict | None = None) -> None:
-        """The state at step 0, with one full parameter in memory at a time. The weights come from
-        `parameters` {name: full tensor}, which may have more positions, or from the seed."""
+        """Set the state of step 0. Only one full parameter is in memory at a time. The weights come
+        from `parameters` {name: full tensor} if given, else from the seed."""
         def initial(name, shape):
             if parameters is None:
                 return initial_value(cfg, name, shape, seed)
-            return parameters[name][:shape[0]]
+            return parameters[name][:shape[0]]      # the position table may be longer
         self.load("master", initial)
         for bucket in self.buckets:
             bucket.shard["exp_avg"].zero_()
@@ -1162,12 +1199,12 @@ class FlatParameters:
     @torch.no_grad()
     def _start_params_sync(self, bucket: Bucket) -> Work:
         data, master = bucket.shard["data"], bucket.shard["master"]
-        if master.device != data.device:        # departure 10; pinned, to copy in the background
+        if master.device != data.device:        # D10; pinned, to copy in the background
             pinned = data.device.type == "cuda"
             master = torch.empty_like(master, dtype=data.dtype, pin_memory=pinned).copy_(master)
         if master is not data:
             data.copy_(master, non_blocking=True)
-        if self.zero in (1, 2):                 # departures 7 and 8; ZeRO 3 gathers before use
+        if self.zero in (1, 2):                 # D7 and D8; ZeRO 3 gathers before use
             return all_gather(bucket.data, self.grid.group("dp"))
         return Work(bucket.data)
 
@@ -1177,9 +1214,8 @@ class FlatParameters:
             grad.zero_()
 
     def prepare_grad_sync(self, last: bool) -> None:
-        """Before each backward. Departure 1: only the `last` of a step communicates; from ZeRO 2 on
-        each one does. Everything is a sum: before a backward, `run_schedule` divides the loss by
-        the tokens of the whole batch (`scale`)."""
+        """Before each backward. D1: only the `last` of a step communicates; from ZeRO 2 on each one
+        does. Everything is a sum: the head has scaled the gradients (`run_schedule`)."""
         self.buckets_to_sync = []
         if last or self.zero >= 2:
             self.buckets_to_sync = list(self.buckets)
@@ -1187,28 +1223,26 @@ class FlatParameters:
             bucket.pending_grads = sum(len(spec.owners) for spec in bucket.specs)
 
     def _grad_ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """Departures 3 and 4: the hook, which runs once per parameter and backward, on the thread
-        and stream of the backward. So communication is ordered after the kernels that computed the
-        gradients; another stream would need events."""
-        # It is None if a Function of section 2 has added the gradient to main_grad itself.
+        """D3 and D4: autograd calls this hook when a parameter's gradient is complete, on the
+        backward's thread and CUDA stream: collectives start after the kernels of the gradient."""
+        # `grad` is None if a Function of section 2 has added the gradient to main_grad itself.
         if parameter.grad is not None:
             parameter.main_grad().add_(parameter.grad)
             parameter.grad = None
         bucket.pending_grads -= 1
-        # Buckets may fill in another order. All ranks must communicate in the same one.
+        # All ranks must communicate in the same order. A bucket that is full too early waits.
         while self.buckets_to_sync and self.buckets_to_sync[-1].pending_grads == 0:
             self._start_grad_sync(self.buckets_to_sync.pop())
 
     def _start_grad_sync(self, bucket: Bucket) -> None:
-        """Departures 4 and 7 to 9: start the communication of a full bucket."""
+        """D4, D7 to D9: start the communication of a full bucket."""
         group = self.grid.group("dp")
         if self.zero == 0:
             self.in_flight.append((bucket, all_reduce(bucket.grad, group)))
-        # From ZeRO 2 on a bucket's gradients are None if this microbatch added nothing: the head's
-        # come in forward, and GPipe runs all of the forwards before the first backward.
+        # `grad` is None if nothing was added since the last sync (see Bucket.main_grad).
         elif bucket.grad is not None:
-            # One at a time where it takes memory: from ZeRO 2 on, the bucket's own until its sync
-            # ends; on a CPU, buffers for the shards that arrive.
+            # One bucket at a time where a sync keeps memory: from ZeRO 2 on its gradients; on a CPU
+            # buffers for the shards that arrive.
             if self.zero >= 2 or bucket.grad.device.type == "cpu":
                 self._wait_grad_sync()
             self.in_flight.append((bucket, reduce_scatter(bucket.grad, group)))
@@ -1227,9 +1261,9 @@ class FlatParameters:
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
-        """Departure 5: wait for all buckets. Then add up two kinds of gradients of which other
-        ranks have a part: the tied matrix's between the two ends of a pipeline (departure 6), and,
-        with sequence parallelism, those of parameters that tensor parallelism replicates."""
+        """D5: wait for all buckets. Then sum two kinds of gradients of which other ranks have a
+        part: the tied matrix's on the two ends of a pipeline (P9), and, with sequence parallelism,
+        those of parameters that tensor parallelism replicates (T2)."""
         assert not self.buckets_to_sync, "a parameter got no gradient"
         self._wait_grad_sync()
         if self.buckets[0].specs[0].name in TIED.values():
@@ -1243,8 +1277,8 @@ class FlatParameters:
                 torch._foreach_copy_(replicated, sums.split([len(x) for x in replicated]))
 
     def grad_norm_squares(self) -> torch.Tensor:
-        """Departure 11: sums of squares of this rank's gradients, (2,) of `sum_dtype`: [those that
-        count for the global norm, all of them]. Summed over the world, the first counts each
+        """D11: sums of squares of this rank's gradients, (2,) of `sum_dtype`: [those that count for
+        the global norm, all of them]. Summed over the world, the first counts each
         parameter of the whole model once. The second shows where a gradient is not finite."""
         counted, others = [], []
         is_replica = self.zero == 0 and self.grid.dp_rank > 0
@@ -1271,7 +1305,7 @@ class FlatParameters:
         grads = [bucket.shard["grad"] for bucket in self.buckets]
         torch._foreach_mul_(grads, grad_scale)
         offload = self.buckets[0].shard["master"].device != grads[0].device
-        if offload:                     # departure 10: all gradients leave, a bucket at a time
+        if offload:                     # D10: all gradients leave, a bucket at a time
             copies = [copy_to_host_async(grad) for grad in grads]
         works = []
         for i, bucket in enumerate(self.buckets):
@@ -1316,14 +1350,14 @@ def adamw_step(bucket: Bucket, grad: torch.Tensor, step: int, lr: float, beta1: 
         exp_avgs = [bucket.shard["exp_avg"][s] for s in slices]
         exp_avg_sqs = [bucket.shard["exp_avg_sq"][s] for s in slices]
         if slices:
+            # adamw adds 1 to each step number. (The empty list is amsgrad's.)
             steps = torch.full((len(slices),), step - 1.0, device=grad.device).unbind()
             adamw(params, grads, exp_avgs, exp_avg_sqs, [], list(steps), fused=True, amsgrad=False,
                   maximize=False, lr=lr, beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
 
 def fully_shard(model: GPT, flat: FlatParameters) -> None:
-    """Departure 9: wrap the forward of each part of the model (on one stage) in unshard and
-    reshard.
+    """D9: wrap the forward of the embedding, each block and the head in unshard and reshard.
 
         forward    unshard block i, prefetch i + 1, run, reshard
         backward   unshard block i, prefetch i - 1, run; _start_grad_sync reduces and reshards
@@ -1331,8 +1365,8 @@ def fully_shard(model: GPT, flat: FlatParameters) -> None:
     The tied matrix stays unsharded from the embedding to the head, whose gradients are computed in
     forward. The other parameters of the two, and the last block, stay unsharded until backward.
     """
-    tied, ends, *halves = flat.buckets
-    blocks = list(zip(halves[::2], halves[1::2]))
+    tied, ends = flat.buckets[:2]
+    blocks = list(zip(flat.buckets[2::2], flat.buckets[3::2]))      # [(attention, MLP)]
 
     def run_embed(forward, *args):
         flat.unshard([tied, ends], prefetch=blocks[0])
@@ -1356,9 +1390,9 @@ def fully_shard(model: GPT, flat: FlatParameters) -> None:
 
     model.embed.forward = partial(run_embed, model.embed.forward)
     model.head.forward = partial(run_head, model.head.forward)
-    for block, current, previous, following in zip(
-            model.blocks.values(), blocks, [(), *blocks], [*blocks[1:], ()]):
-        block.forward = partial(run_block, block.forward, current, previous, following)
+    neighbors = [(), *blocks, ()]                       # block i is neighbors[i + 1]
+    for i, block in enumerate(model.blocks.values()):
+        block.forward = partial(run_block, block.forward, blocks[i], neighbors[i], neighbors[i + 2])
 
 
 def state_bytes(numel: int, dp: int, dtypes: tuple, zero: int, offload: bool) -> tuple[dict, dict]:
@@ -1382,14 +1416,15 @@ def state_bytes(numel: int, dp: int, dtypes: tuple, zero: int, offload: bool) ->
 def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torch.device,
                  local_world: int) -> None:
     """Raise a ValueError if this rank's state is larger than its GPU's memory, or that of the ranks
-    on this machine larger than the machine's. Nothing is allocated."""
+    on this machine larger than the machine's. Nothing is allocated. Rank 0 calls it: the ranks on
+    its machine are 0 to local_world - 1."""
     def state_of(rank):
         place = Grid(grid.dp, grid.pp, grid.tp, rank)
         numel = sum(spec.numel for spec in param_specs(build_stage(cfg, place), cfg, place))
         offload = config.offload and device.type != "cpu"
         return state_bytes(numel, grid.dp, dtypes, config.zero, offload)
 
-    limits = []                         # (sizes by kind, memory, what there should be more of)
+    limits = []                         # (bytes by kind, bytes available, what to add)
     if device.type == "cuda":
         on_gpu, _ = state_of(grid.rank)
         limits.append((on_gpu, torch.cuda.mem_get_info(device)[1], "GPUs, give --offload"))

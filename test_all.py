@@ -2002,29 +2002,37 @@ def pipelined(rank, world, config):
 
 
 def plain_and_flat(rank, world):
-    """Five AdamW steps of a batch of 4 on two replicas -> (parameters by the plain form's loop of
-    all-reduces, parameters by FlatParameters)."""
+    """Five AdamW steps of a batch of 4 on two replicas -> (parameters by plain_step, by
+    plain_zero_step, by FlatParameters)."""
     tokens, targets = tokens_of(CFG, 4), tokens_of(CFG, 4, seed=1)
-    plain = GPT(CFG).initialize(0).double()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
+    plain, sharded = (GPT(CFG).initialize(0).double() for _ in range(2))
+    whole = nn.utils.parameters_to_vector(sharded.parameters()).detach()
+    whole = F.pad(whole, (0, 6 + len(whole) % 2))           # any padding to a multiple of dp
+    shard = nn.Parameter(whole.chunk(world)[rank].clone())
+    optimizer, optimizer_of_shard = (
+        torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
+        for parameters in (plain.parameters(), [shard]))
     with gridded(rank, world, 1, 1) as grid:
         local, flat = staged(CFG, grid, torch.float64)
         batch = [(tokens.chunk(world)[rank], targets.chunk(world)[rank], 0)]
         for step in range(1, 6):
             parallel.plain_step(plain, optimizer, tokens, targets)
+            parallel.plain_zero_step(sharded, shard, optimizer_of_shard, tokens, targets)
             flat.zero_grad()
             run_schedule(gpipe(0, 1, 1), local, grid, batch, torch.empty(0), flat,
                          1 / targets.numel())
             flat.finish_grad_sync()
             flat.step(1.0, step, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0)
         whole = checkpoint.gather_full_state(flat, CFG, grid, ["master"])
-    return {name: p.detach() for name, p in plain.named_parameters()}, whole and whole["master"]
+    plain, sharded = ({name: p.detach() for name, p in model.named_parameters()}
+                      for model in (plain, sharded))
+    return plain, sharded, whole and whole["master"]
 
 
-def test_the_plain_form_of_data_parallelism_trains_as_one_process_and_as_flat_parameters(pool):
-    """Five steps on two ranks end at the parameters of one process and of FlatParameters, to 1e-12
-    in fp64."""
-    (plain, flat), (other, _) = pool.run(2, plain_and_flat)
+def test_the_plain_forms_of_data_parallelism_train_as_one_process_and_as_flat_parameters(pool):
+    """Five steps on two ranks, without and with ZeRO, end at the parameters of one process and of
+    FlatParameters, to 1e-12 in fp64."""
+    (plain, sharded, flat), (other, other_sharded, _) = pool.run(2, plain_and_flat)
     one, (tokens, targets) = GPT(CFG).initialize(0).double(), (tokens_of(CFG, 4, s) for s in (0, 1))
     initial = {name: p.detach().clone() for name, p in one.named_parameters()}
     optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
@@ -2034,8 +2042,10 @@ def test_the_plain_form_of_data_parallelism_trains_as_one_process_and_as_flat_pa
         optimizer.step()
     expected = comparable(dict(one.named_parameters()))
     assert relative(comparable(initial), expected) > 0.01           # it trains
-    assert all(plain[name].equal(other[name]) for name in plain)    # replicas stay equal
+    for name in plain:                                              # replicas stay equal
+        assert plain[name].equal(other[name]) and sharded[name].equal(other_sharded[name])
     assert relative(comparable(plain), expected) <= 1e-12
+    assert relative(comparable(sharded), expected) <= 1e-12
     assert relative(comparable(flat), expected) <= 1e-12
 
 
