@@ -43,7 +43,7 @@ from torch.optim.adamw import adamw     # the function: the class imports a comp
 from torch.utils.checkpoint import checkpoint
 
 from model import (GPT, IGNORE_INDEX, Dropout, GPTConfig, ceil_div, initial_value, linear,
-                   upcast_for_matmul)
+                   multiplies_in_fp32, upcast_for_matmul)
 
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
@@ -491,6 +491,8 @@ class _LookupToMainGrad(torch.autograd.Function):
 def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
     """grad (out, in) += dy^T x, for dy (N, out) and x (N, in): one matrix product if the types are
     equal, or on CUDA, which adds products of 16 bits to fp32; else in parts that fit the cache."""
+    if multiplies_in_fp32(x.dtype, x.device):
+        dy, x = dy.float(), x.float()           # so the product is not rounded to 16 bits
     if grad.dtype == x.dtype:
         grad.addmm_(dy.t(), x)
     elif grad.device.type == "cuda":
@@ -581,7 +583,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             term, dz = chunk_loss(logits, targets[chunk], vocab_size, grid, scale)
             loss += term
             if scale is not None:
-                dx[chunk] = matmul(dz, weight)
+                matmul(dz, weight, out=dx[chunk])
                 add_product(dw, dz, x[chunk])
 
         if scale is not None:
