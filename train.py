@@ -22,7 +22,7 @@ Exit status: 0 done, or saved after a signal; 1 the run failed; 2 usage error, r
 """
 import signal
 
-if __name__ == "__main__":      # until there is something to save, Ctrl-C kills it
+if __name__ == "__main__":      # until training starts, Ctrl-C ends it at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
@@ -254,15 +254,15 @@ class Run:
         return batch
 
     def advance(self, position: int) -> None:
-        """Move to another position in the data. The losses of another mixture of sources are no
-        measure for those that come."""
+        """Move to another position in the data. If the mixture of sources changes on the way,
+        forget the recent losses: they are not comparable."""
         if self.train_data.phase_begins(self.consumed_samples, position):
             self.monitor.forget_losses()
         self.consumed_samples = position
 
     def prefetch(self) -> None:
-        """Load the next step's batch, unless this step is the last. (`next_batch` loads another if
-        it skips samples.)"""
+        """Load the batch of the step after this one, unless this step is the last. (`next_batch`
+        discards it if a rollback or `skip_excluded` has moved the position.)"""
         if self.step + 1 < self.config.steps:
             self.prefetched = self.load_batch(self.step + 2, self.consumed_samples)
 
@@ -277,14 +277,14 @@ class Run:
         dropout seed) each; None for tokens and targets on middle stages. An evaluation pads the
         last batch with window -1, whose targets are ignored."""
         grid, size = self.grid, self.config.micro_batch
-        # Ranks with other rows, or other positions (sequence parallelism), need other masks.
-        holder = [grid.dp_rank]
+        # Ranks that hold different rows, or positions (sequence parallelism), need different masks.
+        mask_owner = [grid.dp_rank]
         if grid.sequence_parallel:
-            holder.append(grid.tp_rank)
+            mask_owner.append(grid.tp_rank)
         microbatches = []
         for m in range(len(windows) // (grid.dp * size)):
-            begin = (m * grid.dp + grid.dp_rank) * size     # replicas take turns
-            rows = windows[begin:begin + size]
+            first_row = (m * grid.dp + grid.dp_rank) * size     # replicas take turns
+            rows = windows[first_row:first_row + size]
             x, y = None, None
             if grid.is_first or grid.is_last:
                 tokens = torch.from_numpy(dataset.windows(np.maximum(rows, 0)))     # (b, T + 1)
@@ -294,7 +294,7 @@ class Run:
                     x, y = x.pin_memory(), y.pin_memory()
                 x = x.to(self.device, non_blocking=True)
                 y = y.to(self.device, non_blocking=True)
-            microbatches.append((x, y, derive_seed(self.config.seed, step, m, *holder)))
+            microbatches.append((x, y, derive_seed(self.config.seed, step, m, *mask_owner)))
         return microbatches
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
@@ -321,7 +321,7 @@ class Run:
         grid, scaler = self.grid, self.scaler
         tokens = batch.size * self.cfg.seq_len
         loss, norms = loss_sum.new_zeros(2)
-        # All tp ranks have the same loss: count one. Their last activations are the same too,
+        # All tp ranks have the same loss: count it once. Their last activations are the same too,
         # unless sequence parallelism splits the positions.
         if grid.is_last and grid.tp_rank == 0:
             loss = loss_sum / tokens
@@ -329,6 +329,8 @@ class Run:
             norms = self.model.head.norms.to(loss_sum) / tokens
         stop = loss_sum.new_full((), bool(stop_requested))
         local = torch.stack([loss, norms, stop, *self.flat.grad_norm_squares()])
+        # `squares` counts each parameter once; `all_squares` counts replicas too, so it is not
+        # finite if any gradient of any rank is not.
         mean_loss, activation_norm, stopping, squares, all_squares = self.to_floats(
             all_reduce(local, grid.group("world")).wait())
         return StepStats(
@@ -377,8 +379,8 @@ class Run:
             batch = self.load_microbatches(self.val_data, part, step=0)
             forwards = [("F", m) for m in range(len(batch))]
             loss_sum += run_schedule(forwards, self.model, self.grid, batch, self.activation_like)
-        if self.grid.tp_rank > 0:                           # all tp ranks have the same: count one
-            loss_sum.zero_()
+        if self.grid.tp_rank > 0:       # all tp ranks have the same loss: count it once
+            loss_sum.zero_()            # (it is 0 on every stage but the last)
         loss_sum = self.to_floats(all_reduce(loss_sum, self.grid.group("world")).wait())
         self.model.train()
         return loss_sum / (count * self.cfg.seq_len)
@@ -480,10 +482,10 @@ class Run:
         for first, end in sorted(monitor.excluded):
             if first < position + batch_size_at(self.config, position) and position < end:
                 position = end
-        begin = self.consumed_samples
-        if position > begin:
-            self.event("skip", step=self.step + 1, reason="left out", sequences=[begin, position],
-                       batches=steps_between(self.config, begin, position))
+        start = self.consumed_samples
+        if position > start:
+            self.event("skip", step=self.step + 1, reason="left out", sequences=[start, position],
+                       batches=steps_between(self.config, start, position))
             self.advance(position)
 
     def fail(self, step: int, reason: str) -> None:
@@ -511,8 +513,8 @@ class Run:
 
     def report(self, row: dict, batch: Batch, stats: StepStats, loss_sum: torch.Tensor,
                divergence: str | None) -> None:
-        """Events of a step that is not finite, or diverged. TokenDataset.windows makes the same
-        batch again from the windows in the event."""
+        """Write events for a step that is not finite, or diverged. TokenDataset.windows rebuilds
+        the batch from the windows in the event."""
         seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
         if stats.found_inf:
             where = locate_nonfinite(loss_sum.item(), self.flat)
@@ -532,10 +534,11 @@ class Run:
 
 
 def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
-    """Find where a number is not finite; every rank must call it. Names the first rank whose own
-    loss is not, or else whose gradients are not, and the last parameter with such a gradient, which
-    backward reaches first. Gradients are summed over the replicas by then, so another replica may
-    be the source. If all numbers are finite but their squares are not, `what` is "norm"."""
+    """Find where a number is not finite; every rank must call it. Reports the first rank with a
+    non-finite loss or, if there is none, with a non-finite gradient; and the last parameter with
+    such a gradient, which backward reaches first. Gradients are summed over the replicas by then,
+    so another replica may be the source. If all numbers are finite but their squares are not,
+    `what` is "norm"."""
     own_parameter = None
     for bucket in flat.buckets:
         for spec, shard_slice, _ in bucket.shard_ranges:
@@ -570,7 +573,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def batch_sizes(config: Config) -> tuple[range, int]:
-    """The sizes, in sequences, that the batch grows through, and over how many sequences of data.
+    """The batch sizes of the ramp, and its length; both in sequences.
     --batch-ramp is Megatron-LM's --rampup-batch-size (GPT-3: Brown et al. 2020, section 2.3)."""
     if config.batch_ramp is None:
         return range(config.batch_size, config.batch_size + 1), 1
@@ -732,7 +735,7 @@ def print_notes(run: Run, given: dict, resumed: bool) -> None:
 # Dashboards: tools/follow.py sends metrics.jsonl to them, in a process of its own
 # ---------------------------------------------------------------------------------------------
 
-FOLLOWER_SECONDS = 10           # that it gets to send the last lines
+FOLLOWER_SECONDS = 10           # time allowed to send the last lines
 FOLLOWER = Path(__file__).resolve().with_name("tools") / "follow.py"
 
 
@@ -892,8 +895,8 @@ def merge_config(given: dict, state: dict | None, initial=None) -> tuple[Config,
 
 
 def default_micro_batch(sizes: range, replicas: float, pp: int) -> int:
-    """The largest of 4, 2 and 1 sequences that makes a multiple of pp microbatches of every batch
-    size, so that the pipeline is well filled."""
+    """The largest of 4, 2 and 1 such that every batch size splits into a multiple of pp
+    microbatches, which fill the pipeline."""
     replica = max(1, int(math.gcd(*sizes) / replicas))         # sequences of each replica
     for micro_batch in (4, 2):
         if replica % (micro_batch * pp) == 0:
