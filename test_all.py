@@ -3112,6 +3112,21 @@ def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_
     assert {"beta2": 0.9, "lr": 0.1, "steps": 10, "clip": 1.0}.items() <= state["config"].items()
 
 
+def test_none_unsets_a_stored_ramp_and_skip_and_the_console_shows_every_nth_step(run_train, shards,
+                                                                                 tmp_path):
+    """At a resume, and metrics.jsonl still has a row for every step."""
+    flags = ["--data", shards, "--out", tmp_path, *TINY, "--eval-every", 0]
+    run_train(*flags, "--batch-ramp", "2:2:40", "--skip-steps", "3:3")
+    stored = saved(tmp_path, 4)["config"]
+    assert (stored["batch_ramp"], stored["skip_steps"]) == ("2:2:40", "3:3")
+    text = run_train(*flags, "--batch-ramp", "none", "--skip-steps", "none", "--steps", 9,
+                     "--log-every", 3)[1]
+    assert re.findall(r"^step (\d)/9", text, re.MULTILINE) == ["6", "9"]
+    assert column(read_metrics(tmp_path)[0], "step") == [*range(1, 10)]
+    stored = saved(tmp_path, 9)["config"]
+    assert (stored["batch_ramp"], stored["skip_steps"]) == (None, None)
+
+
 def test_layout_precision_and_paths_never_come_from_the_checkpoint():
     config, _ = train.merge_config({}, dict(model=asdict(CFG), config=dict.fromkeys(
         asdict(train.Config()), "the checkpoint's")))
