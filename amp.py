@@ -134,36 +134,42 @@ def clip_factor(norm: float, clip: float, scale: float) -> float:
 
 
 # ---------------------------------------------------------------------------------------------
-# The monitor of divergence
+# Recovery from divergence
 #
-# The run has diverged after any of these: several losses in a row far above the lowest median so
-# far; a loss that is not finite; an fp16 overflow at the lowest loss scale; MAX_SKIPPED skipped
-# steps in a row; a median that has risen by two deviations (by one, just after a rollback). The
-# teams of OPT-175B (Zhang et al. 2022, section 2.5, and their logbook) and PaLM (Chowdhery et al.
-# 2022, section 5.1) then went back to a checkpoint by hand. Here it happens by itself, up to
-# --max-rollbacks times:
+# A step is bad if its loss is high (far above the lowest median so far) or not finite, or if its
+# gradient is not finite and no loss scale can cure that. The run has diverged after BAD_STEPS bad
+# steps in a row, or when the median has risen by two deviations. The teams of OPT-175B (Zhang et
+# al. 2022, section 2.5, and their logbook) and PaLM (Chowdhery et al. 2022, section 5.1) then went
+# back to a checkpoint by hand. Here it happens by itself, up to --max-rollbacks times:
 #
-#     loss                                 x x x                  x high
-#        \_____                         x                         o healthy checkpoint: no high loss
-#              \___o________o___________/                           in the HEALTHY_STEPS after it
-#                  |           |////////////|
-#          go back there,     skip these batches        at learning rate x LR_CUT
+#     loss                                 x x x                   x bad step
+#        \_____                         x                          o healthy checkpoint
+#              \___o________o___________/
+#                           |  |////////////|
+#               go back there, skip these batches, from LEAD_IN before the first bad step on
 #
-# The steps are then repeated on the batches behind the skipped ones. If the first of these batches
-# have a high loss again, we attribute the divergence to the data: the next rollback skips twice as
-# many batches and undoes the last reduction of the learning rate. If the run returns to the same
-# checkpoint, or to an older one, for another reason, the learning rate was not reduced enough, and
-# the factor is applied three times.
+# A checkpoint is healthy, as OPT's team judged it, if the statistics of its losses were known, their
+# median was within one deviation of the lowest, the norm of the last activations was at most twice
+# what it was at the lowest median and, in fp16, the loss scale was above its floor. Or if the user
+# chose it: a run that begins from a file saves a checkpoint first.
+#
+# The first loss behind the skipped batches decides. If it is high again, we attribute the divergence
+# to the data: twice as many batches are skipped, and the last reduction of the learning rate is
+# undone. Otherwise the learning rate is multiplied by the first of LR_CUTS, and as long as the run
+# does not get beyond a checkpoint that it has returned to, by the next. A third return to the same
+# checkpoint takes the next older healthy one. Only a run that never had a healthy checkpoint begins
+# again at step 0.
 # ---------------------------------------------------------------------------------------------
 
 WINDOW = 64             # losses that make the median
 MIN_WINDOW = 16         # the fewest losses that make one
 SPIKE_MARGIN = 6.0      # deviations between the lowest median and a loss that is high
-SPIKE_STEPS = 3         # high losses in a row that are a divergence
-MAX_SKIPPED = 20        # skipped steps in a row that are a divergence
-HEALTHY_STEPS = 16      # steps without a high loss that prove a checkpoint healthy
-LEAD_IN = 8             # batches before the first high loss that are skipped too
-LR_CUT = 0.6
+BAD_STEPS = 3           # bad steps in a row that are a divergence
+MAX_SKIPPED = 20        # the most steps in a row without an update, with --rollback off
+LEAD_IN = 8             # batches before the first bad step that are skipped too
+LR_CUTS = (0.6, 0.2, 0.05)      # the last one is repeated
+STATISTICS = ("losses", "starts", "lowest", "lowest_norm", "norm", "bad", "rising", "skipped",
+              "health")
 
 
 @dataclass
@@ -175,25 +181,31 @@ class StepStats:
     found_inf: bool             # the loss or a gradient of some rank is not finite
     stop_requested: bool        # some rank received a signal
     loss_scale: float           # that the step used
-    scale_at_floor: bool        # fp16: this scale cannot fall any further
+    scale_can_fall: bool        # fp16: this scale is above its floor
 
 
 @dataclass
 class DivergenceMonitor:
     """The losses and rollbacks of a run so far, and the judgement of each step. A function of
     numbers that are equal on every rank, so all ranks decide alike. Every checkpoint holds it."""
-    losses: list = field(default_factory=list)      # the last WINDOW losses that were not high
-    lowest: float = math.inf    # lowest median of such a window so far
-    high: int = 0               # steps in a row whose loss was high
-    rising: int = 0             # steps that led to a risen median, if the last step showed one
-    skipped_steps: int = 0      # steps in a row without an update
-    lr_factor: float = 1.0      # on the learning rate of the schedule
-    last_cut: float = 1.0       # the factor that the last rollback applied
+    # Statistics: a rollback takes those of its checkpoint.
+    losses: list = field(default_factory=list)      # the last WINDOW losses of steps not bad
+    starts: list = field(default_factory=list)      # first sequences of the last batches
+    lowest: float = math.inf        # lowest median of the losses so far
+    lowest_norm: float = math.inf   # norm of the last activations at that time
+    norm: float = math.nan          # the same of the last step
+    bad: int = 0                    # bad steps in a row
+    rising: int = 0                 # steps that led to a risen median, if the last step showed one
+    skipped: int = 0                # steps in a row without an update
+    health: dict = field(default_factory=dict)      # of the checkpoint that holds this monitor
+    # History: it outlasts a rollback.
+    lr_factor: float = 1.0          # on the learning rate of the schedule
+    last_cut: float = 1.0           # the factor that the last rollback applied
     rollbacks: int = 0
-    last_rollback_step: int = -1                    # the step to which the last rollback returned
-    excluded: list = field(default_factory=list)    # [first, end) of samples to pass over
-    applied_skip: str | None = None                 # --skip-steps, once its samples are excluded
-    checkpoints: list = field(default_factory=list)     # [step, file]: the first, then those kept
+    returned_to: list = field(default_factory=list)     # steps of rollbacks that cut
+    excluded: list = field(default_factory=list)        # [first, end) of sequences to skip
+    applied_skip: str | None = None                     # --skip-steps, once they are excluded
+    checkpoints: list = field(default_factory=list)     # [step, file, healthy] of those kept
 
     @classmethod
     def from_state(cls, state: dict) -> "DivergenceMonitor":
@@ -215,113 +227,115 @@ class DivergenceMonitor:
         return max(1.4826 / math.sqrt(2) * distance, statistics.median(self.losses) / 100)
 
     def limit(self) -> float:
-        """The highest loss that is not a spike. We compare with the lowest median, because a moving
+        """The highest loss that is not high. We compare with the lowest median, because a moving
         one would track a slow divergence."""
         if len(self.losses) < MIN_WINDOW:
             return math.inf
         return self.lowest + SPIKE_MARGIN * self.deviation()
 
-    def observe(self, step: int, stats: StepStats) -> str | None:
-        """Judge step `step`. Returns the reason of a divergence, once for each divergence, or None.
-        An fp16 overflow above the lowest scale is none."""
+    def observe(self, first: int, stats: StepStats) -> str | None:
+        """Judge a step, whose batch begins with sequence `first`. Returns the reason of a
+        divergence, once for each divergence, or None."""
         limit = self.limit()
+        self.starts = [*self.starts, first][-(WINDOW + LEAD_IN):]
+        self.norm = stats.activation_norm
+        self.skipped = self.skipped + 1 if stats.found_inf else 0
         self.rising = 0
-        self.skipped_steps = self.skipped_steps + 1 if stats.found_inf else 0
-        reason = self._not_finite(stats)
-        if reason is not None:
-            first = self.high < SPIKE_STEPS
-            self.high = max(self.high + 1, SPIKE_STEPS)
-            return reason if first else None
-        if stats.loss > limit:
-            self.high += 1
-            if self.high != SPIKE_STEPS:
-                return None
-            return f"the loss was above {limit:.4f} for {self.high} steps, now {stats.loss:.4f}"
-        self.high = 0
-        self.losses = [*self.losses, stats.loss][-WINDOW:]
-        return self._rising_median(step)
-
-    def _not_finite(self, stats: StepStats) -> str | None:
-        """Why this step, or this series of skipped steps, is a divergence by itself."""
+        problem = None
         if not math.isfinite(stats.loss):
-            return "the loss is not finite"
-        if stats.found_inf and stats.scale_at_floor:
-            return "a gradient is not finite, and the loss scale is at its floor"
-        if self.skipped_steps >= MAX_SKIPPED:
-            return f"{MAX_SKIPPED} steps in a row were skipped"
+            problem = "the loss is not finite"
+        elif stats.found_inf and not stats.scale_can_fall:
+            problem = "a gradient is not finite"
+        elif stats.loss > limit:
+            problem = f"the loss is {stats.loss:.4f}, above {limit:.4f}"
+        if problem is None:
+            self.bad = 0
+            self.losses = [*self.losses, stats.loss][-WINDOW:]
+            return self._risen_median()
+        self.bad += 1
+        if self.bad == BAD_STEPS:
+            return f"{BAD_STEPS} bad steps in a row: {problem}"
         return None
 
-    def _rising_median(self, step: int) -> str | None:
+    def _risen_median(self) -> str | None:
         """A slow divergence: the median has risen, without high losses. Noise around a constant
-        loss stays below two deviations for 20,000 steps and more. Just after a rollback one is
-        enough: the run has not recovered."""
+        loss stays below two deviations for 20,000 steps and more."""
         if len(self.losses) < MIN_WINDOW:
             return None
         median = statistics.median(self.losses)
-        recovering = self.rollbacks > 0 and step - self.last_rollback_step <= 2 * WINDOW
-        margin = 1 if recovering else 2
-        if len(self.losses) < WINDOW or median - self.lowest <= margin * self.deviation():
-            self.lowest = min(self.lowest, median)
-            return None
-        reason = f"the loss has risen from {self.lowest:.4f} to {median:.4f}"
-        self.lowest = median
-        since = step - self.last_rollback_step - HEALTHY_STEPS
-        self.rising = max(SPIKE_STEPS, min(WINDOW // 2, since))
-        return reason
+        if median <= self.lowest:
+            self.lowest = median
+            self.lowest_norm = self.norm
+        elif len(self.losses) == WINDOW and median - self.lowest > 2 * self.deviation():
+            reason = f"the loss has risen from {self.lowest:.4f} to {median:.4f}"
+            while self.rising < WINDOW and self.losses[-1 - self.rising] > self.lowest:
+                self.rising += 1
+            self.lowest = median
+            return reason
+        return None
 
     def forget_losses(self) -> None:
-        """With other data or another schedule a higher loss may be healthy."""
+        """With other data or other flags a higher loss may be healthy."""
         self.losses = []
         self.lowest = math.inf
+        self.lowest_norm = math.inf
 
     def bad_steps(self) -> int:
         """Number of the last steps that led to the divergence."""
-        return max(self.high, self.rising, self.skipped_steps)
+        return max(self.bad, self.rising, self.skipped)
 
-    def candidates(self, onset: int, data: bool) -> list:
-        """[step, file] to return to from a divergence that began at step `onset`, best first: the
-        checkpoints proven healthy, the newest first; then the oldest of the later ones, but not the
-        one that was tried last, unless the `data` are to blame; then the start of the run."""
-        before = [c for c in self.checkpoints if c[0] < onset] or self.checkpoints[:1]
-        start, *kept = before
-        proven = [c for c in kept if c[0] <= onset - HEALTHY_STEPS]
-        others = [c for c in kept if c not in proven and (data or c[0] != self.last_rollback_step)]
-        return [*reversed(proven), *others[:1], start]
+    def add_checkpoint(self, step: int, file: str, keep: int, scheduled: bool, at_floor: bool,
+                       chosen: bool) -> None:
+        """Judge a checkpoint that is about to be written. The last `keep` stay, and the newest
+        healthy one. One that is not `scheduled`, because a signal stopped the run, is no place to
+        return to: a run without the stop does not have it. `chosen`: the run begins here."""
+        known = len(self.losses) >= MIN_WINDOW
+        rise, norm = 0.0, 0.0
+        if known:
+            rise = (statistics.median(self.losses) - self.lowest) / self.deviation()
+            norm = self.norm / self.lowest_norm
+        self.health = dict(known=known, rise=rise, norm=norm, at_floor=at_floor,
+                           scheduled=scheduled, chosen=chosen)
+        healthy = chosen or (known and rise <= 1 and norm <= 2 and not at_floor and scheduled)
+        listed = [c for c in self.checkpoints if c[0] < step] + [[step, file, healthy]]
+        newest_healthy = [c for c in listed if c[2]][-1:]
+        self.checkpoints = [c for c in listed if c in listed[-keep:] or c in newest_healthy]
 
-    def to_exclude(self, step: int, lead_in: int, onset: int, end: int) -> tuple[list[int], bool]:
-        """The samples [first, end) to pass over after a divergence in step `step`, which has read
-        up to sample `end`; its first bad step began at sample `onset`, and LEAD_IN batches earlier
-        is sample `lead_in`. And whether the data are to blame: the run diverged right behind
-        excluded samples, and the steps from the checkpoint up to there went well."""
-        replayed = step - self.bad_steps() - self.last_rollback_step
-        if (self.rollbacks > 0 and self.excluded[-1][1] == onset
-                and replayed >= HEALTHY_STEPS - LEAD_IN - 1):
+    def candidates(self, onset: int) -> list[str]:
+        """The files to return to from a divergence whose first bad step is `onset`, best first: the
+        healthy ones from before the skipped batches, the newest first; at the end those to which
+        the run has returned twice. Empty if there never was a healthy one."""
+        healthy = [c for c in self.checkpoints if c[2]]
+        before = [c for c in healthy if c[0] < onset - LEAD_IN] or healthy[:1]
+        tried = [c for c in before if self.returned_to.count(c[0]) >= 2]
+        fresh = [c for c in before if c not in tried]
+        return [file for _, file, _ in reversed(tried + fresh)]
+
+    def to_exclude(self, end: int) -> tuple[list[int], bool]:
+        """The sequences [first, end) to skip after a divergence whose last batch ends at `end`, and
+        whether the data are to blame: the first batch behind skipped ones was bad."""
+        bad_steps = self.bad_steps()
+        onset = self.starts[-bad_steps:][0]
+        if self.rollbacks > 0 and self.excluded[-1][1] == onset:
             first, last = self.excluded[-1]
             return [onset, onset + 2 * (last - first)], True
-        return [lead_in, end], False
+        return [self.starts[-bad_steps - LEAD_IN:][0], end], False
 
-    def rolled_back(self, step: int, samples: list, data: bool, then: "DivergenceMonitor") -> None:
-        """Record a rollback to `step` that excludes these samples. The losses are those of `then`,
-        the checkpoint's monitor; what the run has learned since stays. `data`: they are to blame.
-        """
-        self.losses = then.losses
-        self.lowest = then.lowest
-        self.high = then.high
-        self.skipped_steps = then.skipped_steps
+    def rolled_back(self, step: int, excluded: list, data: bool, then: "DivergenceMonitor") -> None:
+        """Record a rollback to `step` that skips these sequences. The statistics are those of
+        `then`, the checkpoint's monitor. `data`: they are to blame."""
+        for name in STATISTICS:
+            setattr(self, name, getattr(then, name))
         if data:
-            self.lr_factor /= self.last_cut         # that reduction was in vain
+            if self.last_cut < 1:                   # that reduction was in vain
+                self.lr_factor /= self.last_cut
+                self.returned_to.pop()
             self.last_cut = 1.0
         else:
-            self.last_cut = LR_CUT if step > self.last_rollback_step else LR_CUT ** 3
+            returns = len([earlier for earlier in self.returned_to if earlier >= step])
+            self.last_cut = LR_CUTS[min(returns, len(LR_CUTS) - 1)]
             self.lr_factor *= self.last_cut
+            self.returned_to.append(step)
         self.rollbacks += 1
-        self.last_rollback_step = step
-        self.excluded.append(samples)
-
-    def add_checkpoint(self, step: int, name: str, keep: int) -> None:
-        """Note a checkpoint that is about to be written; `keep` stay of those after the first."""
-        if not self.checkpoints:
-            self.checkpoints = [[step, name]]
-        start, *kept = self.checkpoints
-        kept = [c for c in kept if c[0] < step] + [[step, name]]
-        self.checkpoints = [start, *kept[-keep:]]
+        self.excluded.append(excluded)
+        self.checkpoints = [c for c in self.checkpoints if c[0] <= step]

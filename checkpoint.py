@@ -9,7 +9,7 @@ are stored once, and the vocabulary has no padding. So any layout can load what 
 wrote, and so can sample.py in one process. The price: one host's memory must hold the model with
 its two moments.
 
-    format      6: the version of these keys and of the order of the data
+    format      7: the version of these keys and of the order of the data
     step        the last completed step       consumed_samples  position in the data, in sequences
     tokens      number of tokens read         optimizer_steps   number of updates
     config      train.py's flags              model      GPTConfig as a dict
@@ -51,7 +51,7 @@ from model import GPT, GPTConfig
 from parallel import (Bucket, FlatParameters, Grid, RunError, build_stage, comm_errors, first_line,
                       make_buckets, param_specs)
 
-FORMAT = 6
+FORMAT = 7
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 KEYS = {"format", "step", "consumed_samples", "tokens", "optimizer_steps", "config", "model",
         "tokenizer", "data", "scaler", "monitor", "run", *STATE}
@@ -181,7 +181,7 @@ def save(state: dict, out: Path, keep: int) -> Path:
             os.close(folder)
 
     # The monitor names the files that a rollback may go back to, among them the run's first.
-    named = {name for _, name in state["monitor"].get("checkpoints", [])}
+    named = {file for _, file, _ in state["monitor"].get("checkpoints", [])}
     files = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
     for file in files[keep:]:
         if file.name not in named:
@@ -487,7 +487,7 @@ def check_origin(out: Path, run: dict, kind: str, file: Path) -> None:
 def start_branch(state: dict, new_lr: bool) -> None:
     """Reset the history of rollbacks in a state with which a branch begins and, if the branch has a
     learning rate of its own (`new_lr`), the corrections of the learning rate."""
-    state["monitor"].update(checkpoints=[], rollbacks=0, last_rollback_step=-1)
+    state["monitor"].update(checkpoints=[], rollbacks=0, returned_to=[], last_cut=1.0)
     if new_lr:
         state["monitor"]["lr_factor"] = 1.0
 

@@ -48,8 +48,8 @@ import numpy as np
 import torch
 
 import checkpoint
-from amp import (LEAD_IN, MAX_SKIPPED, PRECISIONS, SPIKE_STEPS, DivergenceMonitor, LossScaler,
-                 StepStats, clip_factor, make_scaler)
+from amp import (BAD_STEPS, MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepStats,
+                 clip_factor, make_scaler)
 from data import Source, TokenDataset, parse_arguments
 from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
                    multiplies_in_fp32, parameter_count, peak_flops)
@@ -143,6 +143,9 @@ LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens"
          "pp", "pp_schedule", "device", "compile", "timeout", "micro_batch", "zero", "recompute",
          "sequence_parallel", "offload", "dtype", "epochs"}
 STORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
+# Losses under different values of these flags are not compared (`losses_stay_comparable`).
+SETS_THE_LOSS = ("dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio",
+                 "warmup_steps", "lr_schedule", "weight_decay", "beta1", "beta2", "clip", "dtype")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -211,7 +214,7 @@ class Run:
             self.prefetch()                                 # reads ahead while a GPU computes
             stats = self.reduce_stats(loss_sum, batch, stop.requested)      # all ranks agree
 
-            divergence = self.monitor.observe(self.step + 1, stats)
+            divergence = self.monitor.observe(batch.first, stats)
             roll_back = divergence is not None and config.rollback == "on"
             if not roll_back and not stats.found_inf:       # an overflow skips the update only
                 self.update_parameters(stats, lr)           # unscale, clip, AdamW
@@ -230,8 +233,7 @@ class Run:
             if done or (self.is_due(config.eval_every) and not stopping):
                 row |= self.evaluate()
             self.log_step(row)
-            scale_can_fall = config.dtype == "fp16" and not stats.scale_at_floor
-            if self.monitor.skipped_steps >= MAX_SKIPPED and not scale_can_fall:
+            if self.monitor.skipped >= MAX_SKIPPED and not stats.scale_can_fall:
                 self.fail(self.step, f"{MAX_SKIPPED} steps in a row were not finite")
             if done or stopping or self.is_due(config.save_every):
                 self.save()
@@ -266,10 +268,15 @@ class Run:
         if self.step + 1 < self.config.steps:
             self.prefetched = self.load_batch(self.step + 2, self.consumed_samples)
 
+    @property
+    def samples(self) -> int:
+        """Sequences trained on so far. (The position in the data also counts skipped ones.)"""
+        return self.tokens // self.cfg.seq_len
+
     def load_batch(self, step: int, first: int) -> Batch:
-        """The batch of step `step`, which begins with sequence `first`."""
-        windows = self.train_data.sample_indices(self.config.seed, first,
-                                                 batch_size_at(self.config, first))
+        """The batch of step `step`, the next one, which begins with sequence `first`."""
+        size = batch_size_at(self.config, self.samples)
+        windows = self.train_data.sample_indices(self.config.seed, first, size)
         return Batch(step, first, windows, self.load_microbatches(self.train_data, windows, step))
 
     def load_microbatches(self, dataset: TokenDataset, windows: np.ndarray, step: int) -> list:
@@ -337,7 +344,7 @@ class Run:
             mean_loss, activation_norm, math.sqrt(squares) / scaler.scale,
             found_inf=not (math.isfinite(mean_loss) and math.isfinite(all_squares)),
             stop_requested=stopping > 0, loss_scale=scaler.scale,
-            scale_at_floor=self.config.dtype == "fp16" and scaler.scale <= scaler.min_scale)
+            scale_can_fall=self.config.dtype == "fp16" and scaler.scale > scaler.min_scale)
 
     def to_floats(self, x: torch.Tensor):
         """The numbers in x. Waits for the device, up to --timeout if other ranks may be late."""
@@ -395,7 +402,7 @@ class Run:
             self.consumed_samples = 0       # position in the data, in sequences
             self.tokens = 0                 # read so far
             self.optimizer_steps = 0        # updates; a skipped step makes none
-            self.monitor = DivergenceMonitor(checkpoints=[[0, None]])
+            self.monitor = DivergenceMonitor()
             initial = all_ranks(lambda: load_state(self.config.init_from)) or {}
             self.flat.initialize(self.cfg, self.config.seed, initial.get("parameters"))
             return
@@ -405,16 +412,24 @@ class Run:
         self.optimizer_steps = state["optimizer_steps"]
         self.monitor = DivergenceMonitor.from_state(state["monitor"])
         if self.config.rollback == "on":        # with "off", it may have been saved in a divergence
-            self.monitor.high = min(self.monitor.high, SPIKE_STEPS - 1)
+            self.monitor.bad = min(self.monitor.bad, BAD_STEPS - 1)
+        if not losses_stay_comparable(self.config, self.train_data, state):
+            self.monitor.forget_losses()
         if state["config"]["dtype"] == self.config.dtype:
             self.scaler.load_state_dict(state["scaler"])
         checkpoint.restore(state, self.flat)
 
-    def save(self) -> None:
+    def save(self, chosen: bool = False) -> None:
+        """Judge and write a checkpoint. `chosen`: the user chose it as the run's beginning."""
+        at_floor = self.config.dtype == "fp16" and self.scaler.scale <= self.scaler.min_scale
+        self.monitor.add_checkpoint(
+            self.step, checkpoint.step_file(Path(), self.step).name, self.config.keep,
+            scheduled=self.is_due(self.config.save_every), at_floor=at_floor, chosen=chosen)
+        self.write_checkpoint()
+
+    def write_checkpoint(self) -> None:
         """Gather the state on rank 0, where a thread writes it while training goes on."""
         self.writer.wait()                  # the host holds at most two copies of the state
-        file = checkpoint.step_file(Path(), self.step).name
-        self.monitor.add_checkpoint(self.step, file, self.config.keep)  # so the file lists itself
         full = checkpoint.gather_full_state(self.flat, self.cfg, self.grid,
                                             checkpoint.STATE.values())
         if full is None:                                # not rank 0
@@ -446,46 +461,47 @@ class Run:
         diverged_at = self.step + 1
         if monitor.rollbacks >= config.max_rollbacks:
             self.fail(diverged_at, f"{reason}, and --max-rollbacks {monitor.rollbacks} are spent")
-        onset = position_before(config, self.consumed_samples, monitor.bad_steps())
-        samples, data = monitor.to_exclude(diverged_at, position_before(config, onset, LEAD_IN),
-                                           onset, self.consumed_samples)
-        candidates = monitor.candidates(diverged_at - monitor.bad_steps() + 1, data)
-        files = [None if name is None else Path(config.out, name) for _, name in candidates]
+        excluded, data = monitor.to_exclude(self.consumed_samples)
+        candidates = monitor.candidates(onset=diverged_at - monitor.bad_steps() + 1)
+        files = [Path(config.out, name) for name in candidates] or [None]       # None: step 0
 
         self.writer.wait()                          # we may load the file being written
         path, events = on_rank0(lambda: checkpoint.latest_valid(files))
         self.restore(all_ranks(lambda: load_state(path), status=1))     # with its own monitor
-        samples[0] = max(samples[0], self.consumed_samples)
-        monitor.rolled_back(self.step, samples, data, then=self.monitor)
+        excluded[0] = max(excluded[0], self.consumed_samples)
+        monitor.rolled_back(self.step, excluded, data, then=self.monitor)
         self.monitor = monitor
         for event in events:
             self.metrics.write(**event, step=diverged_at)
         self.event("rollback", f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: "
-                   f"back to step {self.step}, leaving out sequences {samples[0]} to "
-                   f"{samples[1] - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
-                   reason=reason, to=self.step, sequences=samples, lr_factor=monitor.lr_factor,
+                   f"back to step {self.step}, leaving out sequences {excluded[0]} to "
+                   f"{excluded[1] - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
+                   reason=reason, to=self.step, sequences=excluded, lr_factor=monitor.lr_factor,
                    rollbacks=monitor.rollbacks, step=diverged_at)
-        self.save()
+        self.write_checkpoint()
         all_ranks(self.writer.finish)
 
     def skip_excluded(self) -> None:
         """Pass over the excluded samples that come next in the data: those of --skip-steps and
         those of rollbacks. No batch may contain any of them."""
         monitor, skip = self.monitor, self.config.skip_steps
-        position = self.consumed_samples
+        start = self.consumed_samples
+        size = batch_size_at(self.config, self.samples)
         if skip is not None and monitor.applied_skip != skip:
             first, last = step_range(skip)
             if first <= self.step + 1 <= last:
                 monitor.applied_skip = skip
-                end = position_after(self.config, position, last - self.step)
-                monitor.excluded.insert(0, [position, end])     # rollbacks append theirs
+                samples = samples_after(self.config, self.samples, last - self.step)
+                end = start + samples - self.samples
+                monitor.excluded.insert(0, [start, end])        # rollbacks append theirs
+        position = start
         for first, end in sorted(monitor.excluded):
-            if first < position + batch_size_at(self.config, position) and position < end:
+            if first < position + size and position < end:
                 position = end
-        start = self.consumed_samples
         if position > start:
             self.event("skip", step=self.step + 1, reason="left out", sequences=[start, position],
-                       batches=steps_between(self.config, start, position))
+                       batches=steps_between(self.config, self.samples,
+                                             self.samples + position - start))
             self.advance(position)
 
     def fail(self, step: int, reason: str) -> None:
@@ -508,7 +524,7 @@ class Run:
         self.recent_seconds.append(seconds)
         return dict(step=self.step + 1, tokens=self.tokens, loss=stats.loss, lr=lr,
                     batch_size=batch.size, grad_norm=stats.grad_norm, loss_scale=stats.loss_scale,
-                    skipped=self.monitor.skipped_steps, activation_norm=stats.activation_norm,
+                    skipped=self.monitor.skipped, activation_norm=stats.activation_norm,
                     tokens_per_second=round(batch.size * self.cfg.seq_len / seconds, 1))
 
     def report(self, row: dict, batch: Batch, stats: StepStats, loss_sum: torch.Tensor,
@@ -581,39 +597,49 @@ def batch_sizes(config: Config) -> tuple[range, int]:
     return range(start, config.batch_size + 1, increment), sequences
 
 
-def batch_size_at(config: Config, position: int) -> int:
-    """The size of the batch that begins at this position in the data."""
+def batch_size_at(config: Config, samples: int) -> int:
+    """The size of the next batch of a run that has trained on so many sequences."""
     if config.batch_ramp is None:
         return config.batch_size
     sizes, sequences = batch_sizes(config)
-    return sizes[min(position, sequences) * (len(sizes) - 1) // sequences]
+    return sizes[min(samples, sequences) * (len(sizes) - 1) // sequences]
 
 
-def position_after(config: Config, position: int, steps: int) -> int:
-    """The position in the data `steps` batches after `position`."""
+def samples_after(config: Config, samples: int, steps: int) -> int:
+    """How many sequences a run has trained on `steps` steps after it has trained on `samples`."""
     for _ in range(steps):
-        position += batch_size_at(config, position)
-    return position
+        samples += batch_size_at(config, samples)
+    return samples
 
 
-def position_before(config: Config, position: int, steps: int) -> int:
-    """The position in the data `steps` batches before `position`."""
-    for _ in range(steps):
-        for size in batch_sizes(config)[0]:         # the smallest batch that can end here
-            first = max(0, position - size)
-            if batch_size_at(config, first) <= size:
-                position = first
-                break
-    return position
-
-
-def steps_between(config: Config, position: int, end: int) -> int:
-    """The number of batches from `position` until the data is read up to `end`."""
+def steps_between(config: Config, samples: int, end: int) -> int:
+    """The steps after which a run that has trained on `samples` sequences has trained on `end`."""
     steps = 0
-    while position < end:
-        position += batch_size_at(config, position)
+    while samples < end:
+        samples += batch_size_at(config, samples)
         steps += 1
     return steps
+
+
+def steps_of_epochs(config: Config, data: TokenDataset, state: dict | None) -> int:
+    """The steps of a run that trains on the data --epochs times."""
+    step, samples = 0, 0
+    if state is not None:
+        step = state["step"]
+        samples = state["tokens"] // state["model"]["seq_len"]
+    epoch = sum(source.n_windows for source in data.sources.values() if source.weight > 0)
+    return step + steps_between(config, samples, config.epochs * epoch)
+
+
+def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:
+    """Whether the losses before a resume or a rollback tell which losses are high after it: only
+    under the same flags. But where the peak learning rate rises more than threefold, which is
+    likely a mistake, only the old losses can show it."""
+    stored = state["config"]
+    if config.lr > 3 * stored["lr"]:
+        return True
+    same_flags = all(stored[name] == getattr(config, name) for name in SETS_THE_LOSS)
+    return same_flags and state["data"][-1][1] == data.phases[-1][1]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -702,7 +728,8 @@ def print_summary(run: Run) -> None:
                                      config.offload and run.device.type != "cpu")
     memory = [f"{kind} {size / 1e6:,.1f} MB" for kind, size in on_device.items()]
     memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]
-    end = position_after(config, run.consumed_samples, config.steps - run.step)
+    ahead = samples_after(config, run.samples, config.steps - run.step) - run.samples
+    end = run.consumed_samples + ahead
     epochs = [f"{count:.2f} epochs of {name}" for name, count in data.epochs(end).items()]
     print_rank0(
         f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
@@ -944,20 +971,6 @@ def validate(given: dict, state: dict | None, world: int,
     return config, cfg
 
 
-def steps_of_epochs(config: Config, data: TokenDataset, state: dict | None) -> int:
-    """The steps that read the data --epochs times."""
-    step, first = 0, 0
-    if state is not None:
-        # Unchanged flags keep the stored steps: a rollback has shifted the position.
-        same = all(state["config"].get(name) == getattr(config, name)
-                   for name in ("epochs", "batch_size", "batch_ramp"))
-        if same and state["data"][-1][1] == data.phases[-1][1]:
-            return config.steps
-        step, first = state["step"], state["consumed_samples"]
-    epoch = sum(source.n_windows for source in data.sources.values() if source.weight)
-    return step + steps_between(config, first, config.epochs * epoch)
-
-
 def load_state(path) -> dict | None:
     """The state in a checkpoint, or None without a path."""
     return None if path is None else checkpoint.load(Path(path))
@@ -1046,8 +1059,7 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
     else:
         report_resume(run, state, begin, given)
     if begin.kind in ("init-from", "resume"):   # after this save FILE is not needed any more
-        run.monitor.checkpoints = []
-        run.save()
+        run.save(chosen=True)
     print_notes(run, given, resumed=state is not None)
     stop = StopSignal()
     run.train(stop)
@@ -1077,8 +1089,6 @@ def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -
     old, new = learning_rate(stored, run.step + 1), learning_rate(config, run.step + 1)
     if not 0.8 * old <= new <= 1.25 * old:
         line += f"; so the next step's learning rate is {new:.2e} instead of {old:.2e}"
-        if stored.lr == config.lr:      # a longer schedule: the loss may rise without diverging
-            run.monitor.forget_losses()
     if factor != 1:
         line += f", learning rate x {factor:.3g}"
     for event in begin.events:
