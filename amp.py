@@ -148,10 +148,10 @@ def clip_factor(norm: float, clip: float, scale: float) -> float:
 #                           |  |////////////|
 #               go back there, skip these batches, from LEAD_IN before the first bad step on
 #
-# A checkpoint is healthy, as OPT's team judged it, if the statistics of its losses were known, their
-# median was within one deviation of the lowest, the norm of the last activations was at most twice
-# what it was at the lowest median and, in fp16, the loss scale was above its floor. Or if the user
-# chose it: a run that begins from a file saves a checkpoint first.
+# A checkpoint is healthy, as OPT's team judged it, if its last step was not bad, the median of its
+# losses was known and within one deviation of the lowest, the norm of the last activations was at
+# most twice what it was at the lowest median and, in fp16, the loss scale was above its floor. Or if
+# the user chose it: a run that begins from a file saves a checkpoint first.
 #
 # The first loss behind the skipped batches decides. If it is high again, we attribute the divergence
 # to the data: twice as many batches are skipped, and the last reduction of the learning rate is
@@ -294,9 +294,10 @@ class DivergenceMonitor:
         if known:
             rise = (statistics.median(self.losses) - self.lowest) / self.deviation()
             norm = self.norm / self.lowest_norm
-        self.health = dict(known=known, rise=rise, norm=norm, at_floor=at_floor,
+        self.health = dict(known=known, bad=self.bad, rise=rise, norm=norm, at_floor=at_floor,
                            scheduled=scheduled, chosen=chosen)
-        healthy = chosen or (known and rise <= 1 and norm <= 2 and not at_floor and scheduled)
+        healthy = known and self.bad == 0 and rise <= 1 and norm <= 2 and not at_floor
+        healthy = chosen or (healthy and scheduled)
         listed = [c for c in self.checkpoints if c[0] < step] + [[step, file, healthy]]
         newest_healthy = [c for c in listed if c[2]][-1:]
         self.checkpoints = [c for c in listed if c in listed[-keep:] or c in newest_healthy]

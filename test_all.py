@@ -1899,10 +1899,8 @@ def test_the_batch_grows_as_megatrons(batch_size, ramp):
     while len(starts) < 60 or starts[-1] < 2 * int((ramp or "0").split(":")[-1]):
         starts.append(starts[-1] + megatrons_batch_size(config, starts[-1]))
     for at in [0, 1, 2, 5, 30, len(starts) // 2, len(starts) - 1]:
-        assert train.position_after(config, 0, at) == starts[at]
+        assert train.samples_after(config, 0, at) == starts[at]
         assert train.steps_between(config, 0, starts[at]) == at
-        for back in range(min(at, 20)):
-            assert train.position_before(config, starts[at], back) == starts[at - back]
     for position in range(0, starts[-1], 1 + starts[-1] // 5000):       # and between the batches
         assert train.batch_size_at(config, position) == megatrons_batch_size(config, position)
 
@@ -2664,9 +2662,9 @@ def test_a_kill_at_any_moment_of_a_save_costs_nothing_but_the_save(pool, tmp_pat
     pool.run(1, kill_saves, tmp_path, links)
 
 
-def test_the_newest_and_the_first_stay_and_are_on_the_disk_before_they_take_their_names(tmp_path,
-                                                                                        links):
-    """The newest two, and the one that this branch began with, the monitor's last resort. A power
+def test_the_newest_and_the_healthy_stay_and_are_on_the_disk_before_they_take_their_names(
+        tmp_path, links):
+    """The newest two, and those that the monitor lists for a rollback. A power
     cut loses what os.fsync has not seen: of a file its bytes, of a directory its names."""
     safe, sync, move = {}, os.fsync, os.replace
 
@@ -2681,7 +2679,7 @@ def test_the_newest_and_the_first_stay_and_are_on_the_disk_before_they_take_thei
     def spy_move(source, target):
         assert safe.get(Path(source).stat().st_ino) == content(Path(source)), target
         move(source, target)
-    latest, monitor = tmp_path / "latest.pt", dict(checkpoints=[[1, "step_00000001.pt"]])
+    latest, monitor = tmp_path / "latest.pt", dict(checkpoints=[[1, "step_00000001.pt", True]])
     with mock.patch.multiple(os, fsync=spy_sync, replace=spy_move):
         for step in range(1, 6):
             newest = checkpoint.save({**small_state(step), "monitor": monitor}, tmp_path, 2)
@@ -2706,7 +2704,7 @@ def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, monkeypatch, ca
         run_steps(0, 1, (1, 1, 1), replace(config, steps=8), CFG, nothing, tmp_path / "latest.pt")
     assert stop.value.status == 1 and checkpoint.load(tmp_path / "latest.pt")["step"] == 6
     with pytest.raises(RunError, match="the last checkpoint is lost.*step_00000000.pt"):
-        watched(settings(tmp_path / "rollback", steps=24), poison)
+        watched(settings(tmp_path / "rollback", steps=44), poison)
     assert "step 24/24" not in capsys.readouterr().out
 
 
@@ -3451,7 +3449,7 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_s
     assert (two["optimizer_steps"], two["consumed_samples"], two["model"]["dropout"]) == (1, 8, 0.1)
     assert len(two["monitor"]["losses"]) == 1
     # From now on the run has checkpoints of its own, one to roll back to among them.
-    assert two["monitor"]["checkpoints"][0] == [0, "step_00000000.pt"]
+    assert two["monitor"]["checkpoints"][0] == [0, "step_00000000.pt", True]
     # The same command goes on, also with the file under another name, or without it.
     base = base.rename(tmp_path / "renamed.pt")
     flags[flags.index("--init-from") + 1] = os.path.relpath(base)
@@ -3501,10 +3499,10 @@ def after_backward(run, act):
 
 
 def poison(run, times=1):
-    """After step 20 the parameters are wrong, in the first `times` attempts: the losses of the next
+    """After step 40 the parameters are wrong, in the first `times` attempts: the losses of the next
     three steps are high, and the last of them rolls back."""
     def spoil(step):
-        if step == 20 and run.monitor.rollbacks < times:
+        if step == 40 and run.monitor.rollbacks < times:
             for bucket in run.flat.buckets:
                 bucket.shard["data"] *= 30
     after_backward(run, spoil)
@@ -3516,13 +3514,13 @@ def kinds(events):
 
 def judge(losses):
     """What a DivergenceMonitor says to a series of losses: {index: reason}. "overflow" stands for a
-    step that an infinite gradient skips, "at floor" for one at the lowest loss scale."""
+    step that an infinite gradient skips, "at floor" for one that no loss scale can cure."""
     monitor, reasons = amp.DivergenceMonitor(), {}
     for i, loss in enumerate(losses):
         skipped = isinstance(loss, str)
         stats = amp.StepStats(2.0 if skipped else loss, 1.0, 1.0, skipped, stop_requested=False,
-                              loss_scale=1.0, scale_at_floor=loss == "at floor")
-        reason = monitor.observe(i + 1, stats)
+                              loss_scale=1.0, scale_can_fall=loss == "overflow")
+        reason = monitor.observe(i, stats)
         if reason is not None:
             reasons[i] = reason
     return reasons
@@ -3533,19 +3531,19 @@ NOISY = list(2 + 0.1 * np.random.default_rng(0).standard_normal(100))       # 2.
 
 @pytest.mark.parametrize("losses, told, words", [
     ([*NOISY, 2.9, 2.9, *NOISY, 2.9], [], ""),                      # outliers
-    ([*NOISY, 2.9, 2.9, 2.9, 2.9], [102], "above 2.* for 3 steps, now 2.9000"),     # told once
+    ([*NOISY, 2.9, 2.9, 2.9, 2.9], [102], "3 bad steps in a row: the loss is 2.9000, above 2.4"),
     ([*NOISY, *[2.48] * 3], [], ""), ([*NOISY, *[2.50] * 3], [102], ""),    # six deviations
     ([3.0] * 15 + [9.0] * 3, [], ""),                               # too few to judge by
-    ([3.0] * 16 + [9.0] * 3, [18], "above 3.1800 "),
+    ([3.0] * 16 + [9.0] * 3, [18], "above 3.1800"),
     ([2.0] * 50 + [2.11] * 5, [], ""),          # no noise at all: 1% counts as a deviation
-    ([2.0] * 50 + [2.13] * 3, [52], "above 2.1200 "),
+    ([2.0] * 50 + [2.13] * 3, [52], "above 2.1200"),
     ([2.0] * 20 + [9.0, 9.0, 2.0] * 40 + [9.0] * 3, [142], ""),     # high ones make no median
     ([9.0] * 200 + [2.0] * 33 + [3.0] * 3, [235], ""),              # old ones are forgotten
-    ([math.nan], [0], "not finite"), ([*NOISY, math.inf], [100], "not finite"),
-    (["at floor"], [0], "floor"),
-    (["overflow"] * 20, [19], "20 steps in a row"),
-    ((["overflow"] * 19 + [2.0]) * 3, [], "")])
-def test_a_divergence_is_several_high_losses_or_one_that_is_not_finite(losses, told, words):
+    ([math.nan, math.inf, 2.0] * 9, [], ""), ([math.nan, math.inf, math.nan], [2], "not finite"),
+    (["at floor", "at floor", 2.0] * 9, [], ""), (["at floor"] * 4, [2], "gradient is not finite"),
+    ([*NOISY, 9.0, math.nan, "at floor"], [102], "gradient"),       # three kinds in a row
+    (["overflow"] * 40, [], "")])
+def test_a_divergence_is_three_bad_steps_in_a_row(losses, told, words):
     """A series of losses, the steps at which the monitor tells of a divergence, and its reason."""
     reasons = judge(losses)
     assert list(reasons) == told, reasons
@@ -3570,86 +3568,136 @@ def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is(
             assert judge(healthy) == {}, seed
 
 
-def test_a_run_goes_back_to_a_checkpoint_that_stayed_healthy():
+@pytest.mark.parametrize("changes, healthy", [
+    ({}, True), (dict(losses=15), False), (dict(at_floor=True), False), (dict(bad=1), False),
+    (dict(scheduled=False), False), (dict(scheduled=False, chosen=True, losses=0), True),
+    (dict(lowest=1.981), True), (dict(lowest=1.979), False),    # a deviation is 1% here
+    (dict(norm=6.0), True), (dict(norm=6.1), False), (dict(norm=math.nan), False)])
+def test_a_checkpoint_is_judged_as_opts_team_did(changes, healthy):
+    """By the losses, the norm of the last activations and the loss scale; and not if it is a stop's
+    own (a run without the stop has no such file), but always if the user began with it."""
+    facts = dict(losses=64, lowest=1.99, norm=4.0, bad=0, at_floor=False, scheduled=True,
+                 chosen=False) | changes
+    monitor = amp.DivergenceMonitor([2.0] * facts["losses"], bad=facts["bad"], norm=facts["norm"],
+                                    lowest=facts["lowest"], lowest_norm=3.0)
+    monitor.add_checkpoint(7, "file", 1, facts["scheduled"], facts["at_floor"], facts["chosen"])
+    assert monitor.checkpoints == [[7, "file", healthy]]
+    assert {"known", "rise", "norm", "at_floor", "scheduled"} <= set(monitor.health)
+
+
+def test_a_rollback_takes_the_newest_healthy_checkpoint_from_before_the_skipped_batches():
     """From a divergence that began at `onset` to these steps, the best first."""
-    monitor = amp.DivergenceMonitor(checkpoints=[[0, None]])
-    for step in (8, 10, 20, 30, 40, 30):                # 30 again, after a rollback; 8 is dropped
-        monitor.add_checkpoint(step, f"file {step}", keep=4 if step == 40 else 3)
-    assert monitor.checkpoints == [[0, None], [10, "file 10"], [20, "file 20"], [30, "file 30"]]
-    for onset, steps in [(47, [30, 20, 10, 0]), (46, [30, 20, 10, 0]), (45, [20, 10, 30, 0]),
-                         (31, [10, 20, 0]), (30, [10, 20, 0]), (12, [10, 0]), (1, [0])]:
-        assert [step for step, _ in monitor.candidates(onset, False)] == steps, onset
-    monitor.last_rollback_step = 10
-    assert monitor.candidates(12, data=False) == [[0, None]]        # not the same again
-    assert monitor.candidates(12, data=True) == [[10, "file 10"], [0, None]]
-    monitor.checkpoints = [[30, "/by/hand"]]
-    assert monitor.candidates(30, False) == monitor.candidates(31, False) == [[30, "/by/hand"]]
+    monitor = amp.DivergenceMonitor([2.0] * 64, lowest=2.0, lowest_norm=3.0, norm=3.0)
+    assert monitor.candidates(9) == []                  # never a healthy one: the seed
+    for step in (10, 20, 30, 40):
+        monitor.add_checkpoint(step, step, 9, True, at_floor=step == 30, chosen=False)
+    for onset, steps in [(99, [40, 20, 10]), (49, [40, 20, 10]), (48, [20, 10]), (28, [10]),
+                         (12, [10])]:                   # none before them: the oldest
+        assert monitor.candidates(onset) == steps, onset
+    monitor.returned_to = [20, 40, 40]
+    assert monitor.candidates(99) == [20, 10, 40]
+    for step in (50, 60):                               # the newest healthy one outlives the others
+        monitor.add_checkpoint(step, step, 1, True, at_floor=True, chosen=False)
+    assert monitor.checkpoints == [[40, 40, True], [60, 60, False]]
 
 
-@pytest.mark.parametrize("rollbacks, step, end, samples, data", [
-    (1, 52, 504, [480, 656], True),
-    (1, 52, 512, [424, 512], False),            # not at once
-    (1, 49, 504, [416, 504], False),            # no step went well before
-    (0, 52, 504, [416, 504], False)])           # they are --skip-steps'
-def test_what_diverges_again_right_behind_excluded_samples_doubles_them(rollbacks, step, end,
-                                                                        samples, data):
-    """After steps that went well: the data is to blame, and not the learning rate. Samples 392 to
-    479 are excluded after a rollback to step 40; step `step`, the last of three with a high loss,
-    has read up to sample `end`."""
-    monitor = amp.DivergenceMonitor(high=3, rollbacks=rollbacks, last_rollback_step=40,
+@pytest.mark.parametrize("rollbacks, end, excluded, data", [
+    (1, 504, [480, 656], True),
+    (1, 512, [424, 512], False),            # not at once
+    (0, 504, [416, 504], False)])           # they are --skip-steps'
+def test_what_diverges_again_right_behind_excluded_samples_doubles_them(rollbacks, end, excluded,
+                                                                        data):
+    """The data is to blame, and not the learning rate. Sequences 392 to 479 are excluded; the last
+    of three bad batches of 8 ends at `end`."""
+    monitor = amp.DivergenceMonitor(bad=3, rollbacks=rollbacks, starts=[*range(0, end, 8)],
                                     excluded=[[480, 488], [392, 480]])
-    onset = end - 8 * 3
-    assert monitor.to_exclude(step, onset - 8 * amp.LEAD_IN, onset, end) == (samples, data)
+    assert monitor.to_exclude(end) == (excluded, data)
 
 
 @pytest.mark.parametrize("fault, flags, at, to, first", [
-    ("poison", dict(save_every=4), 23, 4, 12), ("bad files", dict(save_every=2), 23, 2, 12),
-    ("poison", {}, 23, 0, 12),                          # no checkpoint yet
-    ("bad files", dict(save_every=19), 23, 19, 19),     # too young to be proven, but the only one
-    ("overflow", dict(save_every=10), 39, 10, 11),      # which began with the first
-    ("poison", dict(save_every=4, batch_size=24, batch_ramp="2:2:250"), 23, 4, 12)])
+    ("poison", dict(save_every=4), 43, 32, 32), ("bad files", dict(save_every=2), 43, 30, 32),
+    ("poison", {}, 43, 0, 32),                          # no checkpoint yet
+    ("bad files", dict(save_every=39), 43, 39, 39),     # behind the skipped ones, but the only one
+    ("not finite", dict(save_every=10), 42, 30, 31),
+    ("poison", dict(save_every=4, batch_size=24, batch_ramp="2:2:450"), 43, 32, 32)])
 def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, flags, at, to, first):
     """What goes wrong, flags, the step that rolls back and where to, and the first batch that is
-    left out: eight before the first high loss, but none that the checkpoint has read. Bad files:
-    that of step 4 is torn, that of step 19 not yet written when it is wanted."""
+    left out: eight before the first bad step, but none that the checkpoint has read. Bad files:
+    that of step 32 is torn, that of step 39 not yet written when it is wanted."""
     def prepare(run):
         def spoil(step):
-            if fault == "bad files" and step == 19:
+            if fault == "bad files" and step == 39:
                 run.writer.thread.submit(time.sleep, 0.5)
-            if fault == "bad files" and step == 20:
-                checkpoint.step_file(tmp_path, 4).write_bytes(b"torn")
-            if fault == "overflow" and step >= 20 and run.monitor.rollbacks == 0:
+            if fault == "bad files" and step == 40:
+                checkpoint.step_file(tmp_path, 32).write_bytes(b"torn")
+            if fault == "not finite" and step >= 40 and run.monitor.rollbacks == 0:
                 run.flat.buckets[0].shard["grad"][0] = math.inf
-        poison(run, times=fault != "overflow")
+        poison(run, times=fault != "not finite")
         after_backward(run, spoil)
-    config, judge = settings(tmp_path, steps=42, keep=99, **flags), amp.DivergenceMonitor.observe
+    config = settings(tmp_path, steps=50, keep=99, **flags)
     with mock.patch.object(amp.DivergenceMonitor, "observe", autospec=True,
-                           side_effect=judge) as observed:
+                           side_effect=amp.DivergenceMonitor.observe) as observed:
         seen = watched(config, prepare)
-    assert [call.args[1] for call in observed.mock_calls] == column(seen.rows, "step")
-    before = batches_from(config, 0, at)
-    left_out = [before[first][0], sum(before[-1])]
-    again = before[to:first] + batches_from(config, left_out[1], 42 - first)
-    assert seen.batches == before + again
-    assert column(seen.rows, "step") == [*range(1, at + 1), *range(to + 1, 43)]
+    assert [call.args[1] for call in observed.mock_calls] == [start for start, _ in seen.batches]
+    straight = batches_from(config, 0, 50)      # a step has the same size after a rollback
+    left_out = [straight[first][0], sum(straight[at - 1])]
+    shift = left_out[1] - left_out[0]
+    assert seen.batches == (straight[:at] + straight[to:first]
+                            + [(start + shift, size) for start, size in straight[first:]])
+    assert column(seen.rows, "step") == [*range(1, at + 1), *range(to + 1, 51)]
     assert column(seen.rows[at:], "lr") == pytest.approx(
-        [0.6 * train.learning_rate(config, step) for step in range(to + 1, 43)])
+        [0.6 * train.learning_rate(config, step) for step in range(to + 1, 51)])
     assert first == to or seen.rows[at]["loss"] == seen.rows[to]["loss"]    # the same parameters
     spike, *damaged, rollback, skip = (e for e in seen.events if e["reason"] != "not finite")
     assert kinds([spike, rollback, skip, *damaged]) == [
         "spike", "rollback", "skip", *["damaged"] * (config.save_every == 2)]
     assert (spike["step"], rollback["step"], rollback["to"]) == (at, at, to)
-    assert spike["reason"] == rollback["reason"] and (at == 39) == ("in a row" in spike["reason"])
+    assert spike["reason"] == rollback["reason"] and "3 bad steps in a row" in spike["reason"]
     assert rollback["sequences"] == left_out == skip["sequences"]
     assert skip["batches"] == at - first
-    end = saved(tmp_path, 42)
-    assert end["optimizer_steps"] == 42
+    end = saved(tmp_path, 50)
+    assert end["optimizer_steps"] == 50
     assert end["monitor"]["losses"] == column(seen.rows[:to] + seen.rows[at:], "loss")
     assert to > 0 or not any(t.any() for key in ("exp_avg", "exp_avg_sq")
                              for t in saved(tmp_path, 0)[key].values())
     # Killed right after, it goes on with the correction.
     watched(replace(config, out=str(tmp_path / "o")), prepare, checkpoint.step_file(tmp_path, to))
-    assert_same_state(saved(tmp_path / "o", 42), end)
+    assert_same_state(saved(tmp_path / "o", 50), end)
+
+
+@pytest.mark.parametrize("steps, rollbacks", [((40,), []), ((40, 42), []), ((40, 41, 42), [36])])
+def test_single_steps_that_are_not_finite_are_skipped_and_three_go_back(tmp_path, steps, rollbacks):
+    """Never to step 0, although one file is kept and that of step 40 is saved after a bad step."""
+    def prepare(run):
+        reduce = run.reduce_stats
+        run.reduce_stats = lambda *facts: replace(reduce(*facts), **(
+            dict(loss=math.nan, found_inf=True)
+            if run.step + 1 in steps and run.monitor.rollbacks == 0 else {}))
+    seen = watched(settings(tmp_path, steps=50, save_every=4, keep=1), prepare)
+    assert [e["to"] for e in seen.events if e["event"] == "rollback"] == rollbacks
+    assert [r["step"] for r in seen.rows if r["skipped"]] == list(steps)
+
+
+def test_losses_are_compared_under_the_same_flags_only(tmp_path):
+    """A resume with these flags, and a rollback behind it, forget the losses of before; unless the
+    learning rate rises more than threefold, which only the old losses can show to be a mistake."""
+    def count(run):
+        counts.append(len(run.monitor.losses))
+        run.restore(checkpoint.load(file))          # as a rollback does
+        counts.append(len(run.monitor.losses))
+        raise ZeroDivisionError                     # there is no need to train
+    config, file = settings(tmp_path), saved_file(tmp_path, 20)
+    watched(config)
+    for changes, stay in [
+            (dict(), True), (dict(micro_batch=4, zero=1, keep=2), True), (dict(lr=3.1e-3), True),
+            (dict(lr=2.9e-3), False), (dict(lr=5e-4), False), (dict(dropout=0.1), False),
+            (dict(weight_decay=0.2), False), (dict(batch_size=4), False), (dict(steps=60), False),
+            (dict(batch_ramp="4:4:9"), False), (dict(dtype="bf16"), False),
+            (dict(warmup_steps=2), False), (dict(clip=0.5), False)]:
+        counts = []
+        with suppress(ZeroDivisionError):
+            watched(replace(config, **changes), count, file)
+        assert counts == [20 * stay] * 2, changes
 
 
 def monitor_now(run):
@@ -3660,7 +3708,7 @@ def monitor_now(run):
     ((2, 1, 1), 3), pytest.param((2, 2, 2), 1, marks=pytest.mark.slow)])
 def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, zero):
     dp, tp, pp = layout
-    cfg, config = replace(CFG, n_layer=2), settings(tmp_path, steps=24, save_every=4, keep=9)
+    cfg, config = replace(CFG, n_layer=2), settings(tmp_path, steps=44, save_every=4, keep=9)
     one = watched(replace(config, out=str(tmp_path / "one")), poison, cfg=cfg)
     ranks = pool.run(dp * tp * pp, run_steps, layout, replace(config, tp=tp, pp=pp, zero=zero),
                      cfg, monitor_now, None, poison)
@@ -3670,38 +3718,46 @@ def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, z
     assert kinds(events) == ["spike", "rollback", "skip"] and samples == one.run.consumed_samples
     for ours, theirs in zip(events, one.events):
         assert all(ours.get(x) == theirs.get(x) for x in ("event", "step", "to", "sequences"))
-    losses = [column(steps[:20] + steps[23:], "loss") for steps in (rows, one.rows)]
-    assert len(losses[0]) == 40 and relative(*losses) <= 1e-5       # but for the poisoned ones
+    losses = [column(steps[:40] + steps[43:], "loss") for steps in (rows, one.rows)]
+    assert len(losses[0]) == 52 and relative(*losses) <= 1e-5       # but for the poisoned ones
 
 
-def test_rollbacks_are_bounded_and_the_second_to_a_checkpoint_cuts_three_times(tmp_path):
-    runs, config = [], settings(tmp_path, steps=30, save_every=4, keep=9, max_rollbacks=2)
-    with pytest.raises(RunError, match="--max-rollbacks 2 are spent.*--skip-steps") as stop:
+def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
+    runs, config = [], settings(tmp_path, steps=50, save_every=4, keep=9, max_rollbacks=4)
+    with pytest.raises(RunError, match="--max-rollbacks 4 are spent.*--skip-steps") as stop:
         watched(config, lambda run: runs.append(run) or poison(run, times=9))
     *events, end = runs[0].events
-    assert (stop.value.status, end["event"], kinds(events).count("spike")) == (1, "stop", 3)
-    assert "--max-rollbacks 2" in end["reason"]
+    assert (stop.value.status, end["event"], kinds(events).count("spike")) == (1, "stop", 5)
+    assert "--max-rollbacks 4" in end["reason"]
     assert [(e["to"], e["lr_factor"]) for e in events if e["event"] == "rollback"] == [
-        (4, 0.6), (4, pytest.approx(0.6 ** 4))]
+        (32, 0.6), (32, pytest.approx(0.6 * 0.2)), (28, pytest.approx(0.6 * 0.2 * 0.05)),
+        (28, pytest.approx(0.6 * 0.2 * 0.05 ** 2))]
+    monitor = amp.DivergenceMonitor(returned_to=[32, 28], excluded=[])
+    monitor.rolled_back(36, [0, 8], False, then=amp.DivergenceMonitor())
+    assert monitor.lr_factor == 0.6                     # the run got beyond both
 
 
 def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
     config = settings(tmp_path, steps=6, skip_steps="3:5", save_every=1, keep=9,
                       batch_ramp="2:2:40")
     seen, batches = watched(config), batches_from(config, 0, 10)
-    assert seen.batches == [*batches[:2], *batches[5:9]]
+    shift = batches[5][0] - batches[2][0]       # the sizes are those of a run without the skip
+    assert seen.batches == batches[:2] + [(start + shift, size) for start, size in batches[2:6]]
     (event,) = seen.events
     assert event == dict(event="skip", step=3, reason="left out", batches=3,
                          sequences=[batches[2][0], batches[5][0]])
+    config = replace(config, batch_ramp=None)
+    watched(config)
+    batches = batches_from(config, 0, 15)
     for step, skip, first in [(2, "3:5", 5), (3, "3:5", 6),             # not twice
                               (4, "2:5", 8), (4, "2:4", 7)]:            # only what lies ahead
         resumed = watched(replace(config, skip_steps=skip, out=str(tmp_path / "resumed")),
                           state=checkpoint.step_file(tmp_path, step))
         assert resumed.batches == batches[first:first + 6 - step], (step, skip)
-    config = settings(tmp_path / "rollback", steps=24, skip_steps="16:18", save_every=4, keep=9)
-    seen, batches = watched(config, poison), batches_from(config, 0, 35)   # nor after a rollback
+    config = settings(tmp_path / "rollback", steps=44, skip_steps="36:38", save_every=4, keep=9)
+    seen, batches = watched(config, poison), batches_from(config, 0, 60)   # nor after a rollback
     assert kinds(seen.events) == ["skip", "spike", "rollback", "skip"]
-    assert seen.batches == [*batches[:15], *batches[18:26], *batches[4:15], *batches[26:]]
+    assert seen.batches == [*batches[:35], *batches[38:46], *batches[46:58]]
 
 
 def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_batch_is_skipped(
@@ -3735,8 +3791,8 @@ def test_bad_batches_in_a_row_take_three_rollbacks_and_leave_the_learning_rate(t
             dict(loss=99.0) if 40 <= run.consumed_samples // 8 - 1 < 80 else {}))
     seen = watched(settings(tmp_path, steps=50, save_every=4, keep=99), prepare)
     assert kinds(seen.events) == ["spike", "rollback", "skip"] * 3
-    assert [(e["step"], e["to"]) for e in seen.events[1::3]] == [(43, 24), (35, 16), (35, 16)]
-    parts = [(0, 43), (24, 32), (43, 46), (16, 32), (65, 68), (16, 32), (109, 127)]
+    assert [(e["step"], e["to"]) for e in seen.events[1::3]] == [(43, 32), (35, 24), (35, 24)]
+    parts = [(0, 43), (43, 46), (24, 32), (65, 68), (24, 32), (109, 127)]
     assert [first // 8 for first, _ in seen.batches] == [k for part in parts for k in range(*part)]
     assert seen.run.monitor.lr_factor == 1.0
 
@@ -3746,7 +3802,7 @@ def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_p
     base, by_hand = tmp_path / "o", tmp_path / "by_hand.pt"
     run_train("--data", shards, "--out", base, *TINY)
     state = saved(base, 2)
-    state["monitor"].update(lr_factor=0.25, rollbacks=2, last_rollback_step=2)
+    state["monitor"].update(lr_factor=0.25, rollbacks=2, returned_to=[2])
     torch.save(state, by_hand)
     for flags, factor, told, changed in [
             ("", 0.25, "learning rate x 0.25", {}),
@@ -3761,9 +3817,9 @@ def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_p
         assert kinds([resume, *skips]) == ["resume"] + ["skip"] * bool(flags)
         assert (resume["changed"], resume["lr_factor"]) == (changed, factor)
         monitor = saved(out, 4)["monitor"]
-        assert monitor.items() >= dict(lr_factor=factor, rollbacks=0, last_rollback_step=-1).items()
-        assert monitor["checkpoints"][0] == [2, "step_00000002.pt"]
-        assert monitor["checkpoints"][-1] == [4, "step_00000004.pt"]
+        assert monitor.items() >= dict(lr_factor=factor, rollbacks=0, returned_to=[]).items()
+        assert monitor["checkpoints"][0] == [2, "step_00000002.pt", True]
+        assert monitor["checkpoints"][-1] == [4, "step_00000004.pt", False]
         # The branch has a checkpoint of its beginning, and names the step that it began from.
         assert_same_state(saved(out, 2), state, but=("config", "monitor", "run"))
         assert saved(out, 2)["run"] == saved(out, 4)["run"]
@@ -4100,7 +4156,7 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, li
 
 def train_until(rank, world, config, cfg, file, diverges, at, fate):
     """Train on from a file. At step `at` one rank gets a signal, or all are killed. On the way
-    another rank finds infinite gradients, or the run diverges after step 20 and rolls back."""
+    another rank finds infinite gradients, or the run diverges after step 40 and rolls back."""
     def hurt(step):
         if step in (3, 9) and rank == step % world:
             run.flat.buckets[-1].shard["grad"][0] = math.inf
@@ -4144,7 +4200,7 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(pool, tmp_p
     rng, chain, file, step = random.Random(seed), [], None, 0
     straight, chained = tmp_path / "straight", tmp_path / "chained"
     diverges, cfg = seed % 2 == 1, replace(CFG, n_layer=2, dropout=0.1 * (layouts == "same"))
-    config = settings(straight, steps=25 if diverges else 12, save_every=1, keep=99, dtype=dtype)
+    config = settings(straight, steps=45 if diverges else 12, save_every=1, keep=99, dtype=dtype)
     world, config = drawn_layout(rng, config, most)
     pool.run(world, train_until, config, cfg, None, diverges, 0, None)
     while step < config.steps:
