@@ -24,7 +24,7 @@ move on. The batch is not tried again: a batch that always overflows would stop 
 """
 import math
 import statistics
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 
@@ -168,8 +168,7 @@ BAD_STEPS = 3           # bad steps in a row that are a divergence
 MAX_SKIPPED = 20        # the most steps in a row without an update, with --rollback off
 LEAD_IN = 8             # batches before the first bad step that are skipped too
 LR_CUTS = (0.6, 0.2, 0.05)      # the last one is repeated
-STATISTICS = ("losses", "starts", "lowest", "lowest_norm", "norm", "bad", "rising", "skipped",
-              "health")
+STATISTICS = ("losses", "starts", "lowest", "lowest_norm", "norm", "bad", "skipped", "health")
 
 
 @dataclass
@@ -194,8 +193,7 @@ class DivergenceMonitor:
     lowest: float = math.inf        # lowest median of the losses so far
     lowest_norm: float = math.inf   # norm of the last activations at that time
     norm: float = math.nan          # the same of the last step
-    bad: int = 0                    # bad steps in a row
-    rising: int = 0                 # steps that led to a risen median, if the last step showed one
+    bad: int = 0                    # bad steps in a row, or those that led to a risen median
     skipped: int = 0                # steps in a row without an update
     health: dict = field(default_factory=dict)      # of the checkpoint that holds this monitor
     # History: it outlasts a rollback.
@@ -206,18 +204,6 @@ class DivergenceMonitor:
     excluded: list = field(default_factory=list)        # [first, end) of sequences to skip
     applied_skip: str | None = None                     # --skip-steps, once they are excluded
     checkpoints: list = field(default_factory=list)     # [step, file, healthy] of those kept
-
-    @classmethod
-    def from_state(cls, state: dict) -> "DivergenceMonitor":
-        """The monitor that a checkpoint holds as a dict; raises ValueError if it is not one."""
-        types = {f.name: f.type for f in fields(cls)}
-        wrong = []
-        for name in {**types, **state}:
-            if name not in types or not isinstance(state.get(name, ...), types[name]):
-                wrong.append(name)
-        if wrong:
-            raise ValueError(f"the state of the monitor of divergence has no valid {wrong}")
-        return cls(**state)
 
     def deviation(self) -> float:
         """Standard deviation of the losses. It is estimated from neighbours, so that a falling loss
@@ -240,7 +226,6 @@ class DivergenceMonitor:
         self.starts = [*self.starts, first][-(WINDOW + LEAD_IN):]
         self.norm = stats.activation_norm
         self.skipped = self.skipped + 1 if stats.found_inf else 0
-        self.rising = 0
         problem = None
         if not math.isfinite(stats.loss):
             problem = "the loss is not finite"
@@ -268,8 +253,8 @@ class DivergenceMonitor:
             self.lowest_norm = self.norm
         elif len(self.losses) == WINDOW and median - self.lowest > 2 * self.deviation():
             reason = f"the loss has risen from {self.lowest:.4f} to {median:.4f}"
-            while self.rising < WINDOW and self.losses[-1 - self.rising] > self.lowest:
-                self.rising += 1
+            while self.bad < WINDOW and self.losses[-1 - self.bad] > self.lowest:
+                self.bad += 1
             self.lowest = median
             return reason
         return None
@@ -279,10 +264,6 @@ class DivergenceMonitor:
         self.losses = []
         self.lowest = math.inf
         self.lowest_norm = math.inf
-
-    def bad_steps(self) -> int:
-        """Number of the last steps that led to the divergence."""
-        return max(self.bad, self.rising, self.skipped)
 
     def add_checkpoint(self, step: int, file: str, keep: int, scheduled: bool, at_floor: bool,
                        chosen: bool) -> None:
@@ -315,12 +296,11 @@ class DivergenceMonitor:
     def to_exclude(self, end: int) -> tuple[list[int], bool]:
         """The sequences [first, end) to skip after a divergence whose last batch ends at `end`, and
         whether the data are to blame: the first batch behind skipped ones was bad."""
-        bad_steps = self.bad_steps()
-        onset = self.starts[-bad_steps:][0]
+        onset = self.starts[-self.bad:][0]
         if self.rollbacks > 0 and self.excluded[-1][1] == onset:
             first, last = self.excluded[-1]
             return [onset, onset + 2 * (last - first)], True
-        return [self.starts[-bad_steps - LEAD_IN:][0], end], False
+        return [self.starts[-self.bad - LEAD_IN:][0], end], False
 
     def rolled_back(self, step: int, excluded: list, data: bool, then: "DivergenceMonitor") -> None:
         """Record a rollback to `step` that skips these sequences. The statistics are those of

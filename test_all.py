@@ -2856,11 +2856,9 @@ def things(shards, tmp_path_factory):
     whole = Command("train.py", "--data", shards, "--out", folder / "run", *TINY).finish(200)
     assert whole[0] == 0, whole
     (folder / "run" / "latest.pt").rename(folder / "whole.pt")
-    for key, name, value in [("scaler", "scale", math.nan), ("monitor", "losses", None),
-                             ("monitor", "patience", 3)]:
-        state = torch.load(folder / "whole.pt")
-        state[key][name] = value
-        torch.save(state, folder / f"{name}.pt")
+    state = torch.load(folder / "whole.pt")
+    state["scaler"]["scale"] = math.nan
+    torch.save(state, folder / "scale.pt")
     (folder / "torn.pt").write_bytes((folder / "whole.pt").read_bytes()[:-5000])
     return folder
 
@@ -2902,8 +2900,7 @@ def things(shards, tmp_path_factory):
     *((f"--{name} {what}", words) for name in ("resume", "init-from") for what, words in [
         ("run", "no checkpoint run: give run/latest.pt"), ("torn.pt", "torn.pt is damaged")]),
     *((f"--resume {flags}", message) for flags, message in [
-        ("scale.pt", "a loss scaler's state has numbers"), ("losses.pt", "no valid ['losses']"),
-        ("patience.pt", "no valid ['patience']"),
+        ("scale.pt", "a loss scaler's state has numbers"),
         ("whole.pt --n-layer 3", "n_layer 2, not 3: drop the flag, or use another --out"),
         ("whole.pt --model opt-125m", "activation gelu, not relu"),
         ("whole.pt --data other=1", "other=1 is not the data this checkpoint was"),
@@ -3556,9 +3553,6 @@ def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is(
     noise = 0.1 * np.random.default_rng(1).standard_normal(300)
     told = judge(np.repeat([2.0, 2.0, 2.4], 100) + noise)
     assert 210 <= min(told) < 264 and "has risen from 1.9" in told[min(told)] and len(told) <= 3
-    losses = np.repeat([2.0, 2.0, 2.4], 100) + noise
-    spike = judge([*losses[:min(told) + 1], 99.0, 99.0, 99.0])      # right behind it
-    assert list(spike) == [min(told), min(told) + 3]
     for seed in range(10):
         rng = np.random.default_rng(seed)
         plateau = 1.4 + 0.03 * rng.standard_normal(5000)

@@ -410,7 +410,7 @@ class Run:
         self.consumed_samples = state["consumed_samples"]
         self.tokens = state["tokens"]
         self.optimizer_steps = state["optimizer_steps"]
-        self.monitor = DivergenceMonitor.from_state(state["monitor"])
+        self.monitor = DivergenceMonitor(**state["monitor"])
         if self.config.rollback == "on":        # with "off", it may have been saved in a divergence
             self.monitor.bad = min(self.monitor.bad, BAD_STEPS - 1)
         if not losses_stay_comparable(self.config, self.train_data, state):
@@ -462,7 +462,7 @@ class Run:
         if monitor.rollbacks >= config.max_rollbacks:
             self.fail(diverged_at, f"{reason}, and --max-rollbacks {monitor.rollbacks} are spent")
         excluded, data = monitor.to_exclude(self.consumed_samples)
-        candidates = monitor.candidates(onset=diverged_at - monitor.bad_steps() + 1)
+        candidates = monitor.candidates(onset=diverged_at - monitor.bad + 1)
         files = [Path(config.out, name) for name in candidates] or [None]       # None: step 0
 
         self.writer.wait()                          # we may load the file being written
@@ -659,7 +659,7 @@ def format_step(run: Run, row: dict, seconds: float) -> str:
     config = run.config
     line = (f"step {row['step']:>{len(str(config.steps))}}/{config.steps}  "
             f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm {row['grad_norm']:.3f}  "
-            f"{row['tokens_per_second']:,.0f} tok/s")
+            f"act {row['activation_norm']:.2f}  {row['tokens_per_second']:,.0f} tok/s")
     if config.batch_ramp is not None:
         line += f"  batch {row['batch_size']}"
     if config.dtype == "fp16":
@@ -966,8 +966,7 @@ def validate(given: dict, state: dict | None, world: int,
         checkpoint.check_data(initial, data, config.data, same=False)
     if state is not None:
         checkpoint.check_data(state, data, config.data, same=not config.eval_only)
-        LossScaler().load_state_dict(state["scaler"])           # both raise ValueError
-        DivergenceMonitor.from_state(state["monitor"])
+        LossScaler().load_state_dict(state["scaler"])           # raises ValueError
     return config, cfg
 
 
