@@ -6,9 +6,8 @@
     DIR/*.bin --memmap--> windows of T+1 tokens --permute--> batches (B, T+1), of several DIRs mixed
 
 A document is a .txt file, or the field "text" of a line of .jsonl. The token <|endoftext|> stands
-before each document; the same characters inside a text are ordinary text. The shards have the
-format of llm.c: int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then uint16
-(n,): the tokens.
+before each document; the same characters inside a text are ordinary text. A shard is llm.c's:
+int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then uint16 (n,): the tokens.
 - Memory is bounded: 24 bytes are kept for each document, and a line of .jsonl is read as a whole.
 - The split is a function of (seed, text of the document): about 5% of the documents validate. With
   fewer than 20 documents, each gives its last 5%. Of equal documents the first is kept.
@@ -84,9 +83,8 @@ def open_shard(path: Path) -> np.memmap:
     header = np.fromfile(path, "<i4", 3).tolist()
     count = header[2] if header[:2] == [MAGIC, VERSION] else 0
     if count < 1 or size != HEADER_BYTES + 2 * count:
-        raise ValueError(f"{path} is not a complete shard: its header is {header}, not [{MAGIC}, "
-                         f"{VERSION}, n], or its {size} bytes are not {HEADER_BYTES} + 2 n: "
-                         f"remove it, and copy it or run data.py again")
+        raise ValueError(f"{path} is not a complete shard of {MAGIC}, {VERSION}: its header is "
+                         f"{header}, its size {size} bytes: remove it, and make or copy it again")
     return np.memmap(path, "<u2", "r", HEADER_BYTES, (count,))
 
 
@@ -97,9 +95,9 @@ def find_shards(directory: Path, split: str) -> list[Path]:
                     if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name))
     if not shards:
         raise FileNotFoundError(
-            f"{directory} is no directory with {split} shards: give the directory that data.py made, "
-            f"not a text, a shard or a folder of such directories. `python data.py` makes "
-            f"{DEFAULT_OUT}, `python data.py --input FILE --out DIR` makes another")
+            f"{directory} is no directory with {split} shards: give the one that data.py made, not a "
+            f"text, a shard or a folder of such. `python data.py` makes {DEFAULT_OUT}, `python "
+            f"data.py --input FILE --out DIR` makes another")
     return shards
 
 
@@ -168,12 +166,11 @@ class TokenDataset:
             meta = read_meta(directory)
             self.sources[meta["fingerprint"]] = Source(
                 directory.absolute().name, weight, first, self.n_windows - first, meta)
-        if len(self.sources) < len(mixture):
-            raise ValueError(f"--data {data}: two of these hold the same text: give it once")
         metas = [source.meta for source in self.sources.values()]
-        if len({(meta["tokenizer"], meta["vocab_size"]) for meta in metas}) > 1:
-            raise ValueError(f"--data {data}: these have different tokenizers or vocabularies: "
-                             f"make them with one --tokenizer of data.py")
+        vocabularies = {(meta["tokenizer"], meta["vocab_size"]) for meta in metas}
+        if len(metas) < len(mixture) or len(vocabularies) > 1:
+            raise ValueError(f"--data {data}: two of these hold the same text or have different "
+                             f"tokenizers: give each text once, all made with one --tokenizer")
         self.n_tokens = sum(map(len, self.shards))
         self.meta = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
                          bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
@@ -290,8 +287,8 @@ def parse_mixture(text: str) -> dict[Path, int]:
         with suppress(ValueError):
             if float(number) == 0 or 1e-6 <= float(number) <= 1000:
                 weights[Path(folder)] = round(1e6 * float(number))
-    names = {folder.absolute().name for folder in weights}
     divisor = math.gcd(*weights.values())
+    names = {folder.absolute().name for folder in weights}
     if divisor == 0 or len(names) < len(text.split(",")):
         raise ValueError(f"--data {text} must be DIR, or DIR=WEIGHT,DIR=WEIGHT ... with weights of "
                          f"0 or 1e-6 to 1000, not all 0, and different last parts of the DIRs")
@@ -301,17 +298,13 @@ def parse_mixture(text: str) -> dict[Path, int]:
 # ---- Making shards: two passes over the documents -------------------------------------------
 
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) -> dict:
-    """Tokenise the documents of these files into shards in `out`, and return what meta.json says.
-
-    The shards appear when all are complete. Raises ValueError if a file is not text, or if there is
-    too little text; and, before it tokenises, if `out` holds other shards than these documents and
-    flags make: a run may be training on them.
-    """
+    """Tokenise the documents of these files into shards in `out`, which appear when all are
+    complete, and return what meta.json says. Raises ValueError if a file is not text, if there is
+    too little, or, before it tokenises, if `out` holds others than these documents and flags make:
+    a run may be training on them."""
     encoding = get_tokenizer(tokenizer)
-    table = index_documents(files, seed)
-    cuts = choose_split(table)
-    size = int(table["size"][cuts >= 0].sum())
-    source = f"{hashlib.sha256(table).hexdigest()}, {tokenizer}, {shard_tokens}"
+    digest, cuts, size, counts = index_documents(files, seed)
+    source = f"{digest}, {tokenizer}, {shard_tokens}"
     meta_path = out / "meta.json"
     held = [*out.glob("*.bin"), *out.glob("meta.json")]
     if held and not (meta_path.exists() and source.encode() in meta_path.read_bytes()):
@@ -331,13 +324,9 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
         if sum(text_bytes.values()) != size:
             raise ValueError("the input changed while it was read: run data.py again")
         # The fingerprint covers the headers, too: windows do not cross the end of a shard.
-        documents = int((cuts >= 0).sum())
-        skipped = int((table["size"] == 0).sum())
         meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
                     text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
-                    fingerprint=sha256_of(*sorted(folder.iterdir())), source=source,
-                    documents=documents, skipped=skipped,
-                    duplicates=len(table) - skipped - documents)
+                    fingerprint=sha256_of(*sorted(folder.iterdir())), source=source, **counts)
         # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
         meta_path.write_text(json.dumps(dict(source=source)))
         for path in folder.iterdir():
@@ -347,8 +336,13 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
     return meta
 
 
-def index_documents(files, seed: int) -> np.ndarray:
-    """Pass 1: the digest and the size in bytes of every document (documents,); 0 without text."""
+def index_documents(files, seed: int):
+    """Pass 1: hash and measure every document, drop duplicates, choose the split.
+
+    Returns (digest, cuts, size, counts). digest: of all documents. cuts, int64 (documents,): the
+    number of bytes of each document that train; the rest validates. A cut of -1 drops a document
+    without text, or a duplicate. size: the bytes that are kept. counts: of documents.
+    """
     note = progress("reading")
     salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
     table = bytearray()
@@ -356,24 +350,18 @@ def index_documents(files, seed: int) -> np.ndarray:
         for blocks in read_documents(path):
             digest = hashlib.blake2b(digest_size=16, salt=salt)
             size = 0
-            is_blank = True
+            has_text = False
             for text in blocks:
                 raw = text.encode()
                 digest.update(raw)
                 size += len(raw)
-                is_blank = is_blank and text.isspace()
+                has_text = has_text or not text.isspace()
                 note(len(raw))
-            if is_blank:
-                size = 0
-            table += digest.digest() + size.to_bytes(8, "little")
-    return np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
-
-
-def choose_split(table: np.ndarray) -> np.ndarray:
-    """int64 (documents,): the number of bytes of each document that train; the rest validates. -1
-    drops a document without text, or a duplicate."""
+            table += digest.digest() + (size if has_text else 0).to_bytes(8, "little")
+    table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
+    has_text = table["size"] > 0
     _, first = np.unique(table["digest"], return_index=True)
-    kept = first[table["size"][first] > 0]
+    kept = first[has_text[first]]
     sizes = table["size"][kept]
     if len(kept) >= VAL_ONE_IN:
         score = table["digest"][kept].view("<u8")[::2]      # the first 8 of the 16 bytes
@@ -387,7 +375,9 @@ def choose_split(table: np.ndarray) -> np.ndarray:
             raise ValueError("the input holds no text, or less than 5 bytes: give it more")
     cuts = np.full(len(table), -1)
     cuts[kept] = train_sizes
-    return cuts
+    skipped = len(table) - int(has_text.sum())
+    counts = dict(documents=len(kept), skipped=skipped, duplicates=len(table) - skipped - len(kept))
+    return hashlib.sha256(table).hexdigest(), cuts, int(sizes.sum()), counts
 
 
 # A text cut here and encoded in parts gives the tokens of the whole: before a space or newline that
@@ -424,8 +414,7 @@ def split_document(blocks, cut: int):
 
 def tokenise(files, cuts, encoding):
     """Pass 2: yield (split, tokens as uint16, bytes of text), in order. Threads encode, as tiktoken
-    releases Python's lock: a long text or 100 short ones each. Few jobs wait at a time, which
-    bounds memory."""
+    releases Python's lock. Few jobs wait at a time, which bounds memory."""
     def work(split, texts):
         tokens = [encoding.encode_to_numpy(text, disallowed_special=()) if text
                   else [encoding.eot_token] for text in texts]
@@ -456,8 +445,10 @@ def find_files(paths) -> list[Path]:
     files = []
     for path in paths:
         path.stat()                     # raises FileNotFoundError
-        inside = sorted(file for file in path.rglob("*") if file.is_file())
-        found = [file for file in inside or [path] if file.suffix.lower() in (".txt", ".jsonl")]
+        candidates = [path]
+        if path.is_dir():
+            candidates = sorted(file for file in path.rglob("*") if file.is_file())
+        found = [file for file in candidates if file.suffix.lower() in (".txt", ".jsonl")]
         if not found:
             raise ValueError(f"{path}: only .txt and .jsonl are read: convert or rename it")
         files += found
@@ -516,10 +507,9 @@ def progress(label: str, total: int | None = None, done: int = 0):
     def note(count: int) -> None:
         nonlocal done, printed
         done += count
-        now = time.monotonic()
-        if now - printed >= 5:
-            printed = now
+        if time.monotonic() - printed >= 5:
             print(f"{label}: {done / 1e6:,.1f}{of_total} MB", file=sys.stderr, flush=True)
+            printed = time.monotonic()
     return note
 
 
@@ -554,23 +544,23 @@ def download(url: str, path: Path, sha256: str | None = None) -> None:
     part.touch()
     for seconds in (0, 1, 2, 4):
         time.sleep(seconds)
-        headers = {"Range": f"bytes={part.stat().st_size}-", "Accept-Encoding": "identity"}
+        size = part.stat().st_size
+        headers = {"Range": f"bytes={size}-", "Accept-Encoding": "identity"}
         try:
-            with requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as reply:
+            with (requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as reply,
+                  open(part, "ab") as file):
                 if reply.status_code in (200, 416):     # the whole file; nothing after this byte
-                    os.truncate(part, 0)
+                    size = file.truncate(0)
                 reply.raise_for_status()
-                size = part.stat().st_size
                 total = size + int(reply.headers.get("Content-Length", 0))
                 note = progress(path.name, total, size)
-                with open(part, "ab") as file:
-                    for block in reply.iter_content(BLOCK):
-                        note(file.write(block))
+                for block in reply.iter_content(BLOCK):
+                    size += file.write(block)
+                    note(len(block))
         except requests.RequestException as problem:
             error = problem
             continue
-        size = part.stat().st_size
-        if size == total and sha256 in (None, sha256_of(part)):
+        if size == total > 0 and sha256 in (None, sha256_of(part)):
             os.replace(part, path)
             return
         error = f"got {size} bytes that are not the file's"
@@ -651,45 +641,39 @@ def parse_flags(arguments) -> argparse.Namespace:
     return args
 
 
-def make_shards(args) -> dict:
-    """Download the text or the shards, make the shards, and return what is known of them."""
-    if args.input:
-        files = find_files(args.input)
-    elif args.dataset == "python":
-        files = standard_library()
-    else:
-        url, sha256, suffix = DOWNLOADS[args.dataset]
-        url = url.replace(HUB, os.environ.get("HF_ENDPOINT", HUB))
-        if args.dataset == "fineweb":
-            return fetch_shards(url, args.out, args.shards)
-        files = [args.out / "raw" / (args.dataset + suffix)]
-        download(url, files[0], sha256)
-    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens)
-
-
 def print_summary(out: Path, meta: dict) -> None:
     """Print the numbers of documents and tokens, and the commands that train on them."""
     flags = ""
     if out != DEFAULT_OUT:
         flags = f" --data {shlex.quote(out.as_posix())} --out {shlex.quote(f'out/{out.name}')}"
-    tokens = meta["tokens"]
     if "documents" in meta:
         print("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} without "
               "text skipped".format(**meta), end="; ")
+    tokens = meta["tokens"]
     print(f"{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on.")
-    shortest = min(tokens.values())
-    if "documents" in meta and shortest < SEQ_LEN + 1:
-        print(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text to --input, "
-              f"or use the shorter windows below.")
-        flags += f" --seq-len {shortest - 1}"
+    if min(tokens.values()) < SEQ_LEN + 1:
+        print(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or use shorter ones:")
+        flags += f" --seq-len {min(tokens.values()) - 1}"
     print("Now train, in one process or in eight:")
     print(f"python train.py{flags}\ntorchrun --nproc_per_node=8 train.py{flags} --tp 2 --pp 2")
 
 
 def main(argv=None) -> int:
     args = parse_flags(sys.argv[1:] if argv is None else argv)
+    url, sha256, suffix = DOWNLOADS.get(args.dataset, ("", None, ""))
+    url = url.replace(HUB, os.environ.get("HF_ENDPOINT", HUB))
     try:
-        meta = make_shards(args)
+        if args.input:
+            files = find_files(args.input)
+        elif args.dataset == "python":
+            files = standard_library()
+        elif args.dataset != "fineweb":
+            files = [args.out / "raw" / (args.dataset + suffix)]
+            download(url, files[0], sha256)
+        if args.dataset == "fineweb":
+            meta = fetch_shards(url, args.out, args.shards)
+        else:
+            meta = prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens)
     except KeyboardInterrupt:
         print("data.py: stopped: run it again, and a download continues", file=sys.stderr)
         return 1
