@@ -95,8 +95,8 @@ def find_shards(directory: Path, split: str) -> list[Path]:
                     if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name))
     if not shards:
         raise FileNotFoundError(
-            f"{directory} is no directory with {split} shards: give the one that data.py made, not a "
-            f"text, a shard or a folder of such. `python data.py` makes {DEFAULT_OUT}, `python "
+            f"{directory} is no directory with {split} shards: give the one that data.py made, not "
+            f"a text, a shard or a folder of such. `python data.py` makes {DEFAULT_OUT}, `python "
             f"data.py --input FILE --out DIR` makes another")
     return shards
 
@@ -242,11 +242,14 @@ class TokenDataset:
 
     def check(self, part: int, parts: int) -> None:
         """Raise ValueError if a token is beyond the vocabulary. Rank number `part` of `parts` reads
-        its share of the shards."""
-        for tokens in self.shards[part::parts]:
-            if tokens.max() >= self.meta["vocab_size"]:
-                raise ValueError(f"{tokens.filename} holds token {tokens.max()}, beyond a vocabulary "
-                                 f"of {self.meta['vocab_size']}: run data.py again")
+        its share of the blocks."""
+        size = 1 << 16
+        for tokens in self.shards:
+            for start in range(part * size, len(tokens), parts * size):
+                largest = tokens[start:start + size].max()
+                if largest >= self.meta["vocab_size"]:
+                    raise ValueError(f"{tokens.filename} holds token {largest}, beyond a "
+                                     f"vocabulary of {self.meta['vocab_size']}: run data.py again")
 
 
 def permute(places: np.ndarray, n: int, *key: int) -> np.ndarray:
@@ -308,8 +311,8 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
     meta_path = out / "meta.json"
     held = [*out.glob("*.bin"), *out.glob("meta.json")]
     if held and not (meta_path.exists() and source.encode() in meta_path.read_bytes()):
-        raise ValueError(f"{held[0]} was made of other text, with other flags or by other programs: "
-                         f"give another --out, or remove the shards and meta.json")
+        raise ValueError(f"{held[0]} was made of other text, with other flags or by another "
+                         f"program: give another --out, or remove the shards and meta.json")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=out) as folder:
         folder = Path(folder)
@@ -339,9 +342,9 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
 def index_documents(files, seed: int):
     """Pass 1: hash and measure every document, drop duplicates, choose the split.
 
-    Returns (digest, cuts, size, counts). digest: of all documents. cuts, int64 (documents,): the
-    number of bytes of each document that train; the rest validates. A cut of -1 drops a document
-    without text, or a duplicate. size: the bytes that are kept. counts: of documents.
+    Returns (digest of all, cuts, bytes that are kept, numbers of documents). cuts, int64
+    (documents,): the number of bytes of each that train; the rest validates. A cut of -1 drops a
+    document without text, or a duplicate.
     """
     note = progress("reading")
     salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
@@ -499,8 +502,8 @@ def read_blocks(path: Path):
 
 
 def progress(label: str, total: int | None = None, done: int = 0):
-    """Return note(n), to be called when n more bytes are done. Every five seconds it prints how many
-    are, of `total` if that is known, to standard error."""
+    """Return note(n), to be called when n more bytes are done. Every five seconds it prints how
+    many are, of `total` if that is known, to standard error."""
     of_total = f" of {total / 1e6:,.1f}" if total else ""
     printed = time.monotonic()
 
@@ -652,7 +655,8 @@ def print_summary(out: Path, meta: dict) -> None:
     tokens = meta["tokens"]
     print(f"{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on.")
     if min(tokens.values()) < SEQ_LEN + 1:
-        print(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or use shorter ones:")
+        print(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or use the "
+              f"shorter windows below.")
         flags += f" --seq-len {min(tokens.values()) - 1}"
     print("Now train, in one process or in eight:")
     print(f"python train.py{flags}\ntorchrun --nproc_per_node=8 train.py{flags} --tp 2 --pp 2")
