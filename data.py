@@ -579,7 +579,11 @@ def gpt2_files() -> dict[str, Path]:
     paths = {}
     for file, sha256 in GPT2_FILES.items():
         paths[file] = cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()
-        download(GPT2_URL + file, paths[file], sha256)
+        try:
+            download(GPT2_URL + file, paths[file], sha256)
+        except OSError as error:
+            raise ConnectionError(f"{error}. Shards made with --tokenizer bytes need no "
+                                  f"vocabulary, TIKTOKEN_CACHE_DIR names another cache") from error
     return paths
 
 
