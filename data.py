@@ -6,9 +6,8 @@
     DIR/*.bin --memmap--> windows of T+1 tokens --permute--> batches (B, T+1), of several DIRs mixed
 
 A document is a .txt file, or the field "text" of a line of .jsonl. The token <|endoftext|> stands
-before each document; the same characters inside a text are ordinary text. The shards have the
-format of llm.c: int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then uint16
-(n,): the tokens.
+before each document; the same characters inside a text are ordinary text. A shard is llm.c's:
+int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then uint16 (n,): the tokens.
 - Memory is bounded: 24 bytes are kept for each document, and a line of .jsonl is read as a whole.
 - The split is a function of (seed, text of the document): about 5% of the documents validate. With
   fewer than 20 documents, each gives its last 5%. Of equal documents the first is kept.
@@ -20,7 +19,6 @@ format of llm.c: int32 (256,): magic 20240520, version 1, number of tokens n, ze
     python data.py --input a.txt b.jsonl --out data/mine
 """
 import argparse
-import codecs
 import difflib
 import hashlib
 import json
@@ -32,6 +30,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import groupby
@@ -41,17 +40,15 @@ from typing import NamedTuple
 import numpy as np
 
 SPLITS = ("train", "val")
+VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
 DEFAULT_OUT = Path("data/python")
+SEQ_LEN = 128               # train.py's default, for a warning
 EOT = "<|endoftext|>"
-BLOCK = 1 << 18             # bytes read at once, and tokens checked at once
-PIECE = 1 << 18             # characters encoded at once
+BLOCK = 1 << 18             # characters or bytes read at once, and characters encoded at once
+MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 
 
 # ---- Tokens and shards ----------------------------------------------------------------------
-
-MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
-META_KEYS = ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")
-
 
 def get_tokenizer(name: str):
     """A tiktoken.Encoding. "gpt2": GPT-2's BPE, 50257 tokens. "bytes": token i is byte i, and 256
@@ -86,51 +83,36 @@ def open_shard(path: Path) -> np.memmap:
     header = np.fromfile(path, "<i4", 3).tolist()
     count = header[2] if header[:2] == [MAGIC, VERSION] else 0
     if count < 1 or size != HEADER_BYTES + 2 * count:
-        raise ValueError(f"{path} is not a complete shard: expected header {MAGIC}, {VERSION}, n "
-                         f"and {HEADER_BYTES} + 2 n bytes, got {header} and {size} bytes: copy "
-                         f"it, or run data.py, again")
+        raise ValueError(f"{path} is not a complete shard of {MAGIC}, {VERSION}: its header is "
+                         f"{header}, its size {size} bytes: remove it, and make or copy it again")
     return np.memmap(path, "<u2", "r", HEADER_BYTES, (count,))
 
 
-def shards_of(directory: Path, split: str) -> list[Path]:
-    """The shards of a split, by a whole word in their names: retrieval_train_0.bin is no "val"."""
-    return sorted(path for path in directory.glob("*.bin")
-                  if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name))
-
-
 def find_shards(directory: Path, split: str) -> list[Path]:
-    """The shards of a split. Raises FileNotFoundError with advice if there are none."""
-    shards = shards_of(directory, split)
-    if shards:
-        return shards
-    inside = [str(path) for path in sorted(directory.glob("*")) if shards_of(path, split)]
-    out = Path("data", directory.stem)
-    if directory.is_file() and directory.suffix == ".bin":
-        advice = f"give the directory of the shard, --data {directory.parent}"
-    elif directory.is_file():
-        advice = f"run `python data.py --input {directory} --out {out}`, then give --data {out}"
-    elif inside:
-        advice = f"give --data {' or '.join(inside)}"
-    elif directory.name in DOWNLOADS:
-        advice = f"run `python data.py --dataset {directory.name} --out {directory}`"
-    elif directory == DEFAULT_OUT:
-        advice = "run `python data.py`"
-    else:
-        advice = f"mistyped? Or run `python data.py --input FILE --out {directory}`"
-    raise FileNotFoundError(f"{directory} is no directory with {split} shards: {advice}")
+    """The shards of a split, by a whole word in their names: retrieval_train_0.bin is no "val".
+    Raises FileNotFoundError if there are none."""
+    shards = sorted(path for path in directory.glob("*.bin")
+                    if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name))
+    if not shards:
+        raise FileNotFoundError(
+            f"{directory} is no directory with {split} shards: give the one that data.py made, not "
+            f"a text, a shard or a folder of such. `python data.py` makes {DEFAULT_OUT}, `python "
+            f"data.py --input FILE --out DIR` makes another")
+    return shards
 
 
 def read_meta(directory: Path) -> dict:
     """The entries of meta.json that training needs. Without the file the shards are others', and
     hold GPT-2's tokens. Raises ValueError if the file is damaged."""
     path = directory / "meta.json"
-    if not path.exists():
+    try:
+        meta = json.loads(path.read_text())
+        return {key: meta[key]
+                for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
+    except FileNotFoundError:
         names = [(file.name, file.stat().st_size) for file in sorted(directory.glob("*.bin"))]
         return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None,
                     fingerprint=hashlib.sha256(repr(names).encode()).hexdigest())
-    try:
-        meta = json.loads(path.read_text())
-        return {key: meta[key] for key in META_KEYS}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): run data.py again") from None
 
@@ -166,37 +148,32 @@ class TokenDataset:
 
     def __init__(self, data, split: str, seq_len: int):
         self.seq_len = seq_len
+        self.n_windows = 0
         self.shards = []                # uint16 tokens
+        self.firsts = []                # the first window of each
         self.sources = {}               # by fingerprint
-        ends = []                       # of each shard, in windows
-        n_windows = 0
-        vocabularies = set()
         mixture = parse_mixture(str(data))
         for directory, weight in mixture.items():
-            first = n_windows
+            first = self.n_windows
             for path in find_shards(directory, split):
                 tokens = open_shard(path)
-                n_windows += (len(tokens) - 1) // seq_len
                 self.shards.append(tokens)
-                ends.append(n_windows)
-            if n_windows == first:
+                self.firsts.append(self.n_windows)
+                self.n_windows += (len(tokens) - 1) // seq_len
+            if self.n_windows == first:
                 raise ValueError(f"{path}: {len(tokens)} tokens are too few for a window of "
                                  f"{seq_len} + 1: use a shorter --seq-len, or more text")
             meta = read_meta(directory)
-            vocabularies.add((meta["tokenizer"], meta["vocab_size"]))
             self.sources[meta["fingerprint"]] = Source(
-                directory.absolute().name, weight, first, n_windows - first, meta)
-        if len(vocabularies) > 1:
-            raise ValueError(f"--data {data}: these have different tokenizers or vocabularies: "
-                             f"make them with one --tokenizer of data.py")
-        if len(self.sources) < len(mixture):
-            raise ValueError(f"--data {data}: two of these hold the same text: give it once")
-        self.ends = np.array(ends)
-        self.n_windows = n_windows
+                directory.absolute().name, weight, first, self.n_windows - first, meta)
+        metas = [source.meta for source in self.sources.values()]
+        vocabularies = {(meta["tokenizer"], meta["vocab_size"]) for meta in metas}
+        if len(metas) < len(mixture) or len(vocabularies) > 1:
+            raise ValueError(f"--data {data}: two of these hold the same text or have different "
+                             f"tokenizers: give each text once, all made with one --tokenizer")
         self.n_tokens = sum(map(len, self.shards))
-        bytes_per_token = [source.meta["bytes_per_token"] for source in self.sources.values()]
         self.meta = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
-                         bytes_per_token=self.average(bytes_per_token))
+                         bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
         # Each phase is [first sequence, {fingerprint of a source: weight}]; checkpoints store them.
         self.phases = [[0, {key: source.weight for key, source in self.sources.items()}]]
 
@@ -215,16 +192,12 @@ class TokenDataset:
         return windows
 
     def windows(self, indices) -> np.ndarray:
-        """int64 (B, T+1): these windows. Raises ValueError: a token beyond the vocabulary."""
+        """int64 (B, T+1): these windows."""
         batch = np.empty((len(indices), self.seq_len + 1), np.int64)
         for row, index in zip(batch, indices):
-            shard = int(np.searchsorted(self.ends, index, side="right"))
-            first = self.ends[shard - 1] if shard > 0 else 0
-            start = int(index - first) * self.seq_len
+            shard = bisect_right(self.firsts, index) - 1
+            start = int(index - self.firsts[shard]) * self.seq_len
             row[:] = self.shards[shard][start:start + len(row)]
-        if batch.max(initial=0) >= self.meta["vocab_size"]:
-            raise ValueError(f"token {batch.max()} is beyond a vocabulary of "
-                             f"{self.meta['vocab_size']}: run data.py again")
         return batch
 
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
@@ -232,8 +205,7 @@ class TokenDataset:
         first source takes its share of all, rounded down, the next its share of what is left, and
         so on: within a phase, each count is exact to less than one sequence for each source."""
         counts = dict.fromkeys(self.sources, np.zeros_like(n))
-        ends = [first for first, _ in self.phases[1:]]
-        ends.append(np.iinfo(np.int64).max)
+        ends = [first for first, _ in self.phases[1:]] + [np.iinfo(np.int64).max]
         for (first, weights), end in zip(self.phases, ends):
             left = np.clip(n, first, end) - first               # sequences of this phase
             weight_left = sum(weights.values())
@@ -271,14 +243,13 @@ class TokenDataset:
     def check(self, part: int, parts: int) -> None:
         """Raise ValueError if a token is beyond the vocabulary. Rank number `part` of `parts` reads
         its share of the blocks."""
-        vocab_size, size = self.meta["vocab_size"], 1 << 16
+        size = 1 << 16
         for tokens in self.shards:
             for start in range(part * size, len(tokens), parts * size):
-                beyond = np.flatnonzero(tokens[start:start + size] >= vocab_size)
-                if len(beyond) > 0:
-                    at = start + int(beyond[0])
-                    raise ValueError(f"{tokens.filename} position {at}: token {tokens[at]} is "
-                                     f"beyond a vocabulary of {vocab_size}: run data.py again")
+                largest = tokens[start:start + size].max()
+                if largest >= self.meta["vocab_size"]:
+                    raise ValueError(f"{tokens.filename} holds token {largest}, beyond a "
+                                     f"vocabulary of {self.meta['vocab_size']}: run data.py again")
 
 
 def permute(places: np.ndarray, n: int, *key: int) -> np.ndarray:
@@ -316,14 +287,11 @@ def parse_mixture(text: str) -> dict[Path, int]:
     weights = {}
     for part in text.split(","):
         folder, _, number = part.rpartition("=")
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = math.nan
-        if weight == 0 or 1e-6 <= weight <= 1000:
-            weights[Path(folder)] = round(1e6 * weight)
-    names = {folder.absolute().name for folder in weights}
+        with suppress(ValueError):
+            if float(number) == 0 or 1e-6 <= float(number) <= 1000:
+                weights[Path(folder)] = round(1e6 * float(number))
     divisor = math.gcd(*weights.values())
+    names = {folder.absolute().name for folder in weights}
     if divisor == 0 or len(names) < len(text.split(",")):
         raise ValueError(f"--data {text} must be DIR, or DIR=WEIGHT,DIR=WEIGHT ... with weights of "
                          f"0 or 1e-6 to 1000, not all 0, and different last parts of the DIRs")
@@ -332,25 +300,26 @@ def parse_mixture(text: str) -> dict[Path, int]:
 
 # ---- Making shards: two passes over the documents -------------------------------------------
 
-VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
-
-
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) -> dict:
-    """Tokenise the documents of these files into shards in `out`, and return what meta.json says.
-
-    The shards appear when all are complete. Raises ValueError if a file is not text, if there is
-    too little text, or if `out` holds shards of another text, which a run may be training on.
-    """
-    refuse_other_shards(out, r"(train|val)_\d{6}\.bin|meta\.json")
+    """Tokenise the documents of these files into shards in `out`, which appear when all are
+    complete, and return what meta.json says. Raises ValueError if a file is not text, if there is
+    too little, or, before it tokenises, if `out` holds others than these documents and flags make:
+    a run may be training on them."""
     encoding = get_tokenizer(tokenizer)
+    digest, cuts, size, counts = index_documents(files, seed)
+    source = f"{digest}, {tokenizer}, {shard_tokens}"
+    meta_path = out / "meta.json"
+    held = [*out.glob("*.bin"), *out.glob("meta.json")]
+    if held and not (meta_path.exists() and source.encode() in meta_path.read_bytes()):
+        raise ValueError(f"{held[0]} was made of other text, with other flags or by another "
+                         f"program: give another --out, or remove the shards and meta.json")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=out) as folder:
         folder = Path(folder)
-        cuts, size, counts = index_documents(files, seed)
         tokens = dict.fromkeys(SPLITS, 0)
         text_bytes = dict.fromkeys(SPLITS, 0)
         note = progress("tokenising", size)
-        for split, encoded, job_bytes in encode(read_jobs(files, cuts), encoding):
+        for split, encoded, job_bytes in tokenise(files, cuts, encoding):
             append_tokens(folder, split, encoded, tokens[split], shard_tokens)
             tokens[split] += len(encoded)
             text_bytes[split] += job_bytes
@@ -360,56 +329,38 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
         # The fingerprint covers the headers, too: windows do not cross the end of a shard.
         meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
                     text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
-                    fingerprint=sha256_of(*sorted(folder.iterdir())), **counts)
-        old = meta
-        if shards_of(out, "train"):
-            with suppress(ValueError):          # an unfinished meta.json
-                old = read_meta(out)
-        if old["fingerprint"] != meta["fingerprint"]:
-            raise ValueError(f"{out} holds shards that were made of other text or with other "
-                             f"flags: give another --out, or remove {out}")
-        # An interrupted replacement leaves a meta.json that TokenDataset refuses.
-        (out / "meta.json").write_text("unfinished: run data.py again\n")
-        for split in SPLITS:
-            for path in shards_of(out, split):
-                path.unlink()
+                    fingerprint=sha256_of(*sorted(folder.iterdir())), source=source, **counts)
+        # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
+        meta_path.write_text(json.dumps(dict(source=source)))
         for path in folder.iterdir():
             os.replace(path, out / path.name)
         (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        os.replace(folder / "meta.json", out / "meta.json")
+        os.replace(folder / "meta.json", meta_path)
     return meta
-
-
-def refuse_other_shards(out: Path, pattern: str) -> None:
-    """Raise ValueError if `out` holds a shard or meta.json whose name is not of this pattern."""
-    for path in (*out.glob("*.bin"), *out.glob("meta.json")):
-        if not re.fullmatch(pattern, path.name):
-            raise ValueError(f"{path} would mix with the new shards: choose another --out")
 
 
 def index_documents(files, seed: int):
     """Pass 1: hash and measure every document, drop duplicates, choose the split.
 
-    Returns (cuts, size, counts). cuts, int64 (documents,): the number of bytes of each document
-    that train; the rest validates. A cut of -1 drops a document without text, or a duplicate.
-    size: the bytes of the documents that are kept. counts: the numbers of documents for meta.json.
+    Returns (digest of all, cuts, bytes that are kept, numbers of documents). cuts, int64
+    (documents,): the number of bytes of each that train; the rest validates. A cut of -1 drops a
+    document without text, or a duplicate.
     """
-    note = progress("reading", sum(path.stat().st_size for path in files))
+    note = progress("reading")
     salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
     table = bytearray()
     for path in files:
-        for blocks in read_documents(path, note):
+        for blocks in read_documents(path):
             digest = hashlib.blake2b(digest_size=16, salt=salt)
             size = 0
-            is_blank = True
+            has_text = False
             for text in blocks:
                 raw = text.encode()
                 digest.update(raw)
                 size += len(raw)
-                is_blank = is_blank and text.isspace()
-            if is_blank:
-                size = 0
-            table += digest.digest() + size.to_bytes(8, "little")
+                has_text = has_text or not text.isspace()
+                note(len(raw))
+            table += digest.digest() + (size if has_text else 0).to_bytes(8, "little")
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
     has_text = table["size"] > 0
     _, first = np.unique(table["digest"], return_index=True)
@@ -427,41 +378,9 @@ def index_documents(files, seed: int):
             raise ValueError("the input holds no text, or less than 5 bytes: give it more")
     cuts = np.full(len(table), -1)
     cuts[kept] = train_sizes
-    counts = dict(documents=len(kept), skipped=len(table) - int(has_text.sum()),
-                  duplicates=int(has_text.sum()) - len(kept))
-    return cuts, int(sizes.sum()), counts
-
-
-def read_jobs(files, cuts):
-    """Pass 2: yield (split, job): a list of texts for a thread. "" begins a document."""
-    jobs = {split: [] for split in SPLITS}
-    documents = (blocks for path in files for blocks in read_documents(path))
-    for blocks, cut in zip(documents, cuts):
-        if cut < 0:
-            continue
-        for split, parts in groupby(split_at(blocks, int(cut)), lambda part: part[0]):
-            jobs[split].append("")
-            for text in chunks(text for _, text in parts):
-                jobs[split].append(text)
-                if len(text) > PIECE // 8 or len(jobs[split]) > 100:
-                    yield split, jobs[split]
-                    jobs[split] = []
-    for split, job in jobs.items():
-        if job:
-            yield split, job
-
-
-def split_at(blocks, cut: int):
-    """Yield (split, text): train up to the last whole character before byte `cut`, then val."""
-    for block in blocks:
-        raw = block.encode()
-        head = raw[:max(cut, 0)].decode(errors="ignore")
-        tail = block[len(head):]
-        if head:
-            yield "train", head
-        if tail:
-            yield "val", tail
-        cut -= len(raw)
+    skipped = len(table) - int(has_text.sum())
+    counts = dict(documents=len(kept), skipped=skipped, duplicates=len(table) - skipped - len(kept))
+    return hashlib.sha256(table).hexdigest(), cuts, int(sizes.sum()), counts
 
 
 # A text cut here and encoded in parts gives the tokens of the whole: before a space or newline that
@@ -471,43 +390,57 @@ def split_at(blocks, cut: int):
 CUT = re.compile(r"(?s:.*)\S(?=[ \n])")
 
 
-def chunks(blocks):
-    """Yield the same text in pieces of at most PIECE characters, cut at CUT. A text without such a
-    place, which is not prose, is cut anywhere and may take a few tokens more."""
-    rest = ""
+def split_document(blocks, cut: int):
+    """Yield (split, text): a document up to the last whole character before byte `cut` trains, the
+    rest validates. "" begins each, then come pieces of at most BLOCK characters, cut at CUT. A text
+    without such a place, which is not prose, is cut anywhere and may take a few tokens more."""
+    rest = {}
     for block in blocks:
-        text = rest + block
-        start = 0
-        while len(text) - start > PIECE:
-            cut = CUT.match(text, start, start + PIECE)
-            end = cut.end() if cut else start + PIECE
-            yield text[start:end]
-            start = end
-        rest = text[start:]
-    yield rest
+        raw = block.encode()
+        head = raw[:max(cut, 0)].decode(errors="ignore")
+        cut -= len(raw)
+        for split, text in (("train", head), ("val", block[len(head):])):
+            if not text:
+                continue
+            if split not in rest:
+                yield split, ""
+            text = rest.get(split, "") + text
+            start = 0
+            while len(text) - start > BLOCK:
+                match = CUT.match(text, start, start + BLOCK)
+                end = match.end() if match else start + BLOCK
+                yield split, text[start:end]
+                start = end
+            rest[split] = text[start:]
+    yield from rest.items()
 
 
-def encode(jobs, encoding):
-    """Yield (split, tokens as uint16, bytes of text) of every job, in order. Threads encode, as
-    tiktoken releases Python's lock. Few jobs wait at a time, which bounds memory."""
-    def work(split, job):
+def tokenise(files, cuts, encoding):
+    """Pass 2: yield (split, tokens as uint16, bytes of text), in order. Threads encode, as tiktoken
+    releases Python's lock. Few jobs wait at a time, which bounds memory."""
+    def work(split, texts):
         tokens = [encoding.encode_to_numpy(text, disallowed_special=()) if text
-                  else [encoding.eot_token] for text in job]
+                  else [encoding.eot_token] for text in texts]
         tokens = np.concatenate(tokens, dtype="<u2", casting="unsafe")
-        return split, tokens, len("".join(job).encode())
+        return split, tokens, len("".join(texts).encode())
 
+    documents = (blocks for path in files for blocks in read_documents(path))
+    pieces = (piece for blocks, cut in zip(documents, cuts.tolist()) if cut >= 0
+              for piece in split_document(blocks, cut))
     cores = os.cpu_count() or 1
-    pending = []
+    texts = {split: [] for split in SPLITS}
+    jobs = []
     with ThreadPoolExecutor(cores) as pool:
-        for split, job in jobs:
-            pending.append(pool.submit(work, split, job))
-            if len(pending) > 2 * cores:
-                yield pending.pop(0).result()
-        for job in pending:
+        for split, text in pieces:
+            texts[split].append(text)
+            if len(text) > BLOCK // 8 or len(texts[split]) > 100:
+                jobs.append(pool.submit(work, split, texts[split]))
+                texts[split] = []
+            if len(jobs) > 2 * cores:
+                yield jobs.pop(0).result()
+        jobs += [pool.submit(work, split, last) for split, last in texts.items() if last]
+        for job in jobs:
             yield job.result()
-
-
-SUFFIXES = (".txt", ".jsonl")
 
 
 def find_files(paths) -> list[Path]:
@@ -515,42 +448,35 @@ def find_files(paths) -> list[Path]:
     files = []
     for path in paths:
         path.stat()                     # raises FileNotFoundError
-        found = [path]
+        candidates = [path]
         if path.is_dir():
-            found = [file for file in sorted(path.rglob("*"))
-                     if file.suffix.lower() in SUFFIXES and file.is_file()]
-        if not found or found[0].suffix.lower() not in SUFFIXES:
+            candidates = sorted(file for file in path.rglob("*") if file.is_file())
+        found = [file for file in candidates if file.suffix.lower() in (".txt", ".jsonl")]
+        if not found:
             raise ValueError(f"{path}: only .txt and .jsonl are read: convert or rename it")
         files += found
     return files
 
 
 def standard_library() -> list[Path]:
-    """The interpreter's own .py files, without tests and without files that cannot be read."""
+    """The interpreter's own .py files, without tests."""
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = []
-    for path in sorted(root.rglob("*.py")):
-        if not excluded & set(path.relative_to(root).parts):
-            with suppress(OSError, ValueError):
-                path.read_text(encoding="utf-8")
-                files.append(path)
-    return files
+    return [path for path in sorted(root.rglob("*.py"))
+            if path.is_file() and not excluded & set(path.relative_to(root).parts)]
 
 
-def read_documents(path: Path, note=lambda count: None):
-    """Yield every document of a file, as an iterable of strings: joined, they are its text. note(n)
-    is called as n more bytes are read. Raises ValueError, which says where, if it is no text."""
-    with open(path, "rb") as file:
-        if path.suffix == ".eot":       # TinyStories: lines of <|endoftext|> between the documents
+def read_documents(path: Path):
+    """Yield every document of a file, as an iterable of strings: joined, they are its text. Raises
+    ValueError, which says where, if it is no text."""
+    if path.suffix == ".eot":           # TinyStories: lines of <|endoftext|> between the documents
+        with open(path, "rb") as file:
             for is_end, lines in groupby(file, lambda line: line.strip() == EOT.encode()):
-                raw = b"".join(lines)
-                note(len(raw))
                 if not is_end:
-                    yield [raw.decode().strip()]
-        elif path.suffix.lower() == ".jsonl":
+                    yield [b"".join(lines).decode().strip()]
+    elif path.suffix.lower() == ".jsonl":
+        with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
-                note(len(line))
                 if not line.strip():
                     continue
                 try:
@@ -560,44 +486,33 @@ def read_documents(path: Path, note=lambda count: None):
                     raise ValueError(f'{path} line {number} is not JSON with a string "text": '
                                      f"{error}") from None
                 yield [text]
-        else:
-            yield read_blocks(file, note)
+    else:
+        yield read_blocks(path)
 
 
-def read_blocks(file, note):
-    """Yield the text of a binary file by blocks."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        while raw := file.read(BLOCK):
-            note(len(raw))
-            yield decoder.decode(raw)
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:         # error.object is what was decoded last
-        offset = file.tell() - len(error.object) + error.start
-        raise ValueError(f"{file.name} is not UTF-8 text, see byte {offset}: convert it") from None
+def read_blocks(path: Path):
+    """Yield the text of a file by blocks, with its line ends."""
+    with open(path, encoding="utf-8", newline="") as file:
+        try:
+            while block := file.read(BLOCK):
+                yield block
+        except UnicodeDecodeError as error:     # error.object are the bytes that were read last
+            offset = file.buffer.tell() - len(error.object) + error.start
+            raise ValueError(f"{path} is not UTF-8 text, see byte {offset}: convert it") from None
 
 
-def progress(label: str, total: int, done: int = 0):
-    """Return note(n), to be called when n more of `total` bytes are done. It prints the progress to
-    standard error: on a terminal five times a second and at the end, elsewhere once a minute."""
-    is_terminal = sys.stderr.isatty()
-    interval = 0.2 if is_terminal else 60
-    before = done
-    began = time.monotonic()
-    printed = began
+def progress(label: str, total: int | None = None, done: int = 0):
+    """Return note(n), to be called when n more bytes are done. Every five seconds it prints how
+    many are, of `total` if that is known, to standard error."""
+    of_total = f" of {total / 1e6:,.1f}" if total else ""
+    printed = time.monotonic()
 
     def note(count: int) -> None:
         nonlocal done, printed
         done += count
-        now = time.monotonic()
-        is_end = is_terminal and done == total
-        if is_end or now - printed >= interval:
-            printed = now
-            rate = max(done - before, 1) / max(now - began, 1e-9)
-            left = round(max(total - done, 0) / rate)
-            print(f"{label}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {rate / 1e6:,.1f} MB/s, "
-                  f"{left // 60}m{left % 60:02d}s left   ", file=sys.stderr, flush=True,
-                  end="\r" if is_terminal and not is_end else "\n")
+        if time.monotonic() - printed >= 5:
+            print(f"{label}: {done / 1e6:,.1f}{of_total} MB", file=sys.stderr, flush=True)
+            printed = time.monotonic()
     return note
 
 
@@ -620,46 +535,39 @@ GPT2_FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0b
               "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
 
 
-def download(url: str, path: Path, sha256: str | None = None, check=lambda path: None) -> None:
-    """Download url to path, which appears only when its sha256, or else its length, is right and
-    `check` raises no ValueError. Until then the bytes are in path.part. After a lost connection the
-    next try, or the next run, continues there; wrong bytes are discarded. Raises ConnectionError
-    after four tries."""
+def download(url: str, path: Path, sha256: str | None = None) -> None:
+    """Download url to path, which appears only when its length and its sha256 are right. Until then
+    the bytes are in path.part. After a lost connection the next try, or the next run, continues
+    there; wrong bytes are discarded. Raises ConnectionError after four tries."""
     import requests
     if path.exists() and sha256 in (None, sha256_of(path)):
-        with suppress(ValueError):
-            check(path)
-            return
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.touch()
     for seconds in (0, 1, 2, 4):
         time.sleep(seconds)
-        headers = {"Range": f"bytes={part.stat().st_size}-", "Accept-Encoding": "identity"}
+        size = part.stat().st_size
+        headers = {"Range": f"bytes={size}-", "Accept-Encoding": "identity"}
         try:
-            with requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as reply:
+            with (requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as reply,
+                  open(part, "ab") as file):
                 if reply.status_code in (200, 416):     # the whole file; nothing after this byte
-                    os.truncate(part, 0)
+                    size = file.truncate(0)
                 reply.raise_for_status()
-                _, _, total = reply.headers.get("Content-Range", "").rpartition("/")
-                total = int(total or reply.headers.get("Content-Length", 0))
-                note = progress(path.name, total, part.stat().st_size)
-                with open(part, "ab") as file:
-                    for block in reply.iter_content(BLOCK):
-                        note(file.write(block))
-            size = part.stat().st_size
-            if sha256 is None and not size == total > 0:
-                raise ValueError(f"expected {total} bytes, got {size}")
-            if sha256 is not None and sha256_of(part) != sha256:
-                raise ValueError(f"expected sha256 {sha256}, got {size} other bytes")
-            check(part)
-            os.replace(part, path)
-            return
+                total = size + int(reply.headers.get("Content-Length", 0))
+                note = progress(path.name, total, size)
+                for block in reply.iter_content(BLOCK):
+                    size += file.write(block)
+                    note(len(block))
         except requests.RequestException as problem:
             error = problem
-        except ValueError as problem:
-            error = problem
-            os.truncate(part, 0)
+            continue
+        if size == total > 0 and sha256 in (None, sha256_of(part)):
+            os.replace(part, path)
+            return
+        error = f"got {size} bytes that are not the file's"
+        os.truncate(part, 0)
     raise ConnectionError(f"cannot download {url} ({error}): run it again later, "
                           f"it continues where it stopped, or put the file at {path}")
 
@@ -674,26 +582,22 @@ def gpt2_files() -> dict[str, Path]:
         try:
             download(GPT2_URL + file, paths[file], sha256)
         except OSError as error:
-            raise ConnectionError(f"{error}. Set TIKTOKEN_CACHE_DIR to use another cache. Shards "
-                                  f"made with --tokenizer bytes need no vocabulary.") from error
+            raise ConnectionError(f"{error}. Shards made with --tokenizer bytes need no "
+                                  f"vocabulary, TIKTOKEN_CACHE_DIR names another cache") from error
     return paths
 
 
 def fetch_shards(url: str, out: Path, count: int) -> dict:
     """Download the first `count` training shards of FineWeb and its validation shard, in GPT-2's
     tokens, as llm.c and modded-nanogpt use them. Returns dict(tokens={split: number})."""
-    refuse_other_shards(out, r"fineweb_.*")
-    names = ["val_000000"] + [f"train_{i:06d}" for i in range(1, count + 1)]
-    for name in names:
-        file = f"fineweb_{name}.bin"
-        download(url + file, out / file, check=open_shard)
+    if (out / "meta.json").exists():
+        raise ValueError(f"{out} holds other shards, see meta.json: give another --out")
+    for name in ["val_000000"] + [f"train_{i:06d}" for i in range(1, count + 1)]:
+        download(f"{url}fineweb_{name}.bin", out / f"fineweb_{name}.bin")
     return dict(tokens={split: TokenDataset(out, split, 1).n_tokens for split in SPLITS})
 
 
 # ---- Command line ---------------------------------------------------------------------------
-
-SEQ_LEN = 128       # train.py's default, for a warning
-
 
 def parse_arguments(parser: argparse.ArgumentParser, arguments, other_names: dict[str, str]):
     """The parsed arguments of a command line. Flags may have underscores for dashes, as nanoGPT's.
@@ -721,13 +625,12 @@ def parse_flags(arguments) -> argparse.Namespace:
                         help="python (default) is the standard library's source")
     source.add_argument("--input", nargs="+", type=Path, metavar="FILE",
                         help=".txt or .jsonl, or folders of such")
-    parser.add_argument("--tokenizer", choices=["gpt2", "bytes"],
-                        help="(default: gpt2; bytes for python)")
-    parser.add_argument("--out", type=Path, metavar="DIR",
-                        help="(default: data/DATASET; required with --input)")
-    parser.add_argument("--seed", type=int, default=0, help="of the split (default: 0)")
-    parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="(default: 100M)")
-    parser.add_argument("--shards", type=int, default=1, help="of fineweb (default: 1)")
+    add = parser.add_argument
+    add("--tokenizer", choices=["gpt2", "bytes"], help="(default: gpt2; bytes for python)")
+    add("--out", type=Path, metavar="DIR", help="(default: data/DATASET; required with --input)")
+    add("--seed", type=int, default=0, help="of the split (default: 0)")
+    add("--shard-tokens", type=int, default=100_000_000, help="(default: 100M)")
+    add("--shards", type=int, default=1, help="of fineweb (default: 1)")
     args = parse_arguments(parser, arguments, {})
     if not 0 <= args.seed < 2**63 or not 1024 <= args.shard_tokens < 2**31:
         parser.error("--seed must be 0 to 2^63 - 1, --shard-tokens 1024 to 2^31 - 1")
@@ -745,45 +648,40 @@ def parse_flags(arguments) -> argparse.Namespace:
     return args
 
 
-def make_shards(args) -> dict:
-    """Download the text or the shards, make the shards, and return what is known of them."""
-    if args.input:
-        files = find_files(args.input)
-    elif args.dataset == "python":
-        files = standard_library()
-    else:
-        url, sha256, suffix = DOWNLOADS[args.dataset]
-        url = url.replace(HUB, os.environ.get("HF_ENDPOINT", HUB))
-        if args.dataset == "fineweb":
-            return fetch_shards(url, args.out, args.shards)
-        files = [args.out / "raw" / (args.dataset + suffix)]
-        download(url, files[0], sha256)
-    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens)
-
-
 def print_summary(out: Path, meta: dict) -> None:
     """Print the numbers of documents and tokens, and the commands that train on them."""
     flags = ""
     if out != DEFAULT_OUT:
         flags = f" --data {shlex.quote(out.as_posix())} --out {shlex.quote(f'out/{out.name}')}"
-    tokens = meta["tokens"]
     if "documents" in meta:
         print("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} without "
               "text skipped".format(**meta), end="; ")
+    tokens = meta["tokens"]
     print(f"{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on.")
-    shortest = min(tokens.values())
-    if "documents" in meta and shortest < SEQ_LEN + 1:
-        print(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text to --input, "
-              f"or use the shorter windows below.")
-        flags += f" --seq-len {shortest - 1}"
+    if min(tokens.values()) < SEQ_LEN + 1:
+        print(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or use the "
+              f"shorter windows below.")
+        flags += f" --seq-len {min(tokens.values()) - 1}"
     print("Now train, in one process or in eight:")
     print(f"python train.py{flags}\ntorchrun --nproc_per_node=8 train.py{flags} --tp 2 --pp 2")
 
 
 def main(argv=None) -> int:
     args = parse_flags(sys.argv[1:] if argv is None else argv)
+    url, sha256, suffix = DOWNLOADS.get(args.dataset, ("", None, ""))
+    url = url.replace(HUB, os.environ.get("HF_ENDPOINT", HUB))
     try:
-        meta = make_shards(args)
+        if args.input:
+            files = find_files(args.input)
+        elif args.dataset == "python":
+            files = standard_library()
+        elif args.dataset != "fineweb":
+            files = [args.out / "raw" / (args.dataset + suffix)]
+            download(url, files[0], sha256)
+        if args.dataset == "fineweb":
+            meta = fetch_shards(url, args.out, args.shards)
+        else:
+            meta = prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens)
     except KeyboardInterrupt:
         print("data.py: stopped: run it again, and a download continues", file=sys.stderr)
         return 1
