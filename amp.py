@@ -148,10 +148,10 @@ def clip_factor(norm: float, clip: float, scale: float) -> float:
 #                           |  |////////////|
 #               go back there, skip these batches, from LEAD_IN before the first bad step on
 #
-# A checkpoint is healthy, as OPT's team judged it, if its last step was not bad, the median of its
-# losses was known and within one deviation of the lowest, the norm of the last activations was at
-# most twice what it was at the lowest median and, in fp16, the loss scale was above its floor. Or if
-# the user chose it: a run that begins from a file saves a checkpoint first.
+# A checkpoint is healthy, as OPT's team judged it, if its last step was not bad, the median of the
+# last losses was known and within one deviation of the lowest, the norm of the last activations was
+# at most twice its own median and, in fp16, the loss scale was above its floor. Or if the user chose
+# it: a run that begins from a file saves a checkpoint first.
 #
 # The first loss behind the skipped batches decides. If it is high again, we attribute the divergence
 # to the data: twice as many batches are skipped, and the last reduction of the learning rate is
@@ -168,7 +168,7 @@ BAD_STEPS = 3           # bad steps in a row that are a divergence
 MAX_SKIPPED = 20        # the most steps in a row without an update, with --rollback off
 LEAD_IN = 8             # batches before the first bad step that are skipped too
 LR_CUTS = (0.6, 0.2, 0.05)      # the last one is repeated
-STATISTICS = ("losses", "starts", "lowest", "lowest_norm", "norm", "bad", "skipped", "health")
+STATISTICS = ("losses", "norms", "starts", "lowest", "bad", "skipped", "health")
 
 
 @dataclass
@@ -189,10 +189,9 @@ class DivergenceMonitor:
     numbers that are equal on every rank, so all ranks decide alike. Every checkpoint holds it."""
     # Statistics: a rollback takes those of its checkpoint.
     losses: list = field(default_factory=list)      # the last WINDOW losses of steps not bad
+    norms: list = field(default_factory=list)       # of the last activations in the same steps
     starts: list = field(default_factory=list)      # first sequences of the last batches
     lowest: float = math.inf        # lowest median of the losses so far
-    lowest_norm: float = math.inf   # norm of the last activations at that time
-    norm: float = math.nan          # the same of the last step
     bad: int = 0                    # bad steps in a row, or those that led to a risen median
     skipped: int = 0                # steps in a row without an update
     health: dict = field(default_factory=dict)      # of the checkpoint that holds this monitor
@@ -224,7 +223,6 @@ class DivergenceMonitor:
         divergence, once for each divergence, or None."""
         limit = self.limit()
         self.starts = [*self.starts, first][-(WINDOW + LEAD_IN):]
-        self.norm = stats.activation_norm
         self.skipped = self.skipped + 1 if stats.found_inf else 0
         problem = None
         if not math.isfinite(stats.loss):
@@ -236,6 +234,7 @@ class DivergenceMonitor:
         if problem is None:
             self.bad = 0
             self.losses = [*self.losses, stats.loss][-WINDOW:]
+            self.norms = [*self.norms, stats.activation_norm][-WINDOW:]
             return self._risen_median()
         self.bad += 1
         if self.bad == BAD_STEPS:
@@ -250,7 +249,6 @@ class DivergenceMonitor:
         median = statistics.median(self.losses)
         if median <= self.lowest:
             self.lowest = median
-            self.lowest_norm = self.norm
         elif len(self.losses) == WINDOW and median - self.lowest > 2 * self.deviation():
             reason = f"the loss has risen from {self.lowest:.4f} to {median:.4f}"
             while self.bad < WINDOW and self.losses[-1 - self.bad] > self.lowest:
@@ -262,8 +260,8 @@ class DivergenceMonitor:
     def forget_losses(self) -> None:
         """With other data or other flags a higher loss may be healthy."""
         self.losses = []
+        self.norms = []
         self.lowest = math.inf
-        self.lowest_norm = math.inf
 
     def add_checkpoint(self, step: int, file: str, keep: int, scheduled: bool, at_floor: bool,
                        chosen: bool) -> None:
@@ -274,7 +272,7 @@ class DivergenceMonitor:
         rise, norm = 0.0, 0.0
         if known:
             rise = (statistics.median(self.losses) - self.lowest) / self.deviation()
-            norm = self.norm / self.lowest_norm
+            norm = self.norms[-1] / statistics.median(self.norms)
         self.health = dict(known=known, bad=self.bad, rise=rise, norm=norm, at_floor=at_floor,
                            scheduled=scheduled, chosen=chosen)
         healthy = known and self.bad == 0 and rise <= 1 and norm <= 2 and not at_floor

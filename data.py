@@ -459,11 +459,16 @@ def find_files(paths) -> list[Path]:
 
 
 def standard_library() -> list[Path]:
-    """The interpreter's own .py files, without tests."""
+    """The interpreter's own .py files, without tests and without files that cannot be read."""
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     root = Path(sysconfig.get_paths()["stdlib"])
-    return [path for path in sorted(root.rglob("*.py"))
-            if path.is_file() and not excluded & set(path.relative_to(root).parts)]
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        if not excluded & set(path.relative_to(root).parts):
+            with suppress(OSError, ValueError):
+                path.read_text(encoding="utf-8")
+                files.append(path)
+    return files
 
 
 def read_documents(path: Path):

@@ -3546,14 +3546,14 @@ def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is(
     ({}, True), (dict(losses=15), False), (dict(at_floor=True), False), (dict(bad=1), False),
     (dict(scheduled=False), False), (dict(scheduled=False, chosen=True, losses=0), True),
     (dict(lowest=1.981), True), (dict(lowest=1.979), False),    # a deviation is 1% here
-    (dict(norm=6.0), True), (dict(norm=6.1), False), (dict(norm=math.nan), False)])
+    (dict(norm=6.0), True), (dict(norm=6.1), False)])
 def test_a_checkpoint_is_judged_as_opts_team_did(changes, healthy):
     """By the losses, the norm of the last activations and the loss scale; and not if it is a stop's
     own (a run without the stop has no such file), but always if the user began with it."""
     facts = dict(losses=64, lowest=1.99, norm=4.0, bad=0, at_floor=False, scheduled=True,
                  chosen=False) | changes
-    monitor = amp.DivergenceMonitor([2.0] * facts["losses"], bad=facts["bad"], norm=facts["norm"],
-                                    lowest=facts["lowest"], lowest_norm=3.0)
+    monitor = amp.DivergenceMonitor([2.0] * facts["losses"], [3.0] * 15 + [facts["norm"]],
+                                    bad=facts["bad"], lowest=facts["lowest"])
     monitor.add_checkpoint(7, "file", 1, facts["scheduled"], facts["at_floor"], facts["chosen"])
     assert monitor.checkpoints == [[7, "file", healthy]]
     assert {"known", "rise", "norm", "at_floor", "scheduled"} <= set(monitor.health)
@@ -3561,7 +3561,7 @@ def test_a_checkpoint_is_judged_as_opts_team_did(changes, healthy):
 
 def test_a_rollback_takes_the_newest_healthy_checkpoint_from_before_the_skipped_batches():
     """From a divergence that began at `onset` to these steps, the best first."""
-    monitor = amp.DivergenceMonitor([2.0] * 64, lowest=2.0, lowest_norm=3.0, norm=3.0)
+    monitor = amp.DivergenceMonitor([2.0] * 64, [3.0] * 64, lowest=2.0)
     assert monitor.candidates(9) == []                  # never a healthy one: the seed
     for step in (10, 20, 30, 40):
         monitor.add_checkpoint(step, step, 9, True, at_floor=step == 30, chosen=False)
