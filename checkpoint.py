@@ -139,6 +139,13 @@ def step_file(out: Path, step: int) -> Path:
     return out / f"step_{step:08d}.pt"
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """The system's error, which zipfile and torch's zip writer hide behind their own."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
 def write_file(state: dict, aside: Path, path: Path) -> None:
     """Write the state to the file `aside` and, once it is whole and on the disk, rename it to
     `path`. Raises OSError if it cannot be written."""
@@ -150,10 +157,7 @@ def write_file(state: dict, aside: Path, path: Path) -> None:
         os.replace(aside, path)
     except (OSError, RuntimeError) as error:
         aside.unlink(missing_ok=True)
-        cause = error
-        while cause.__context__ is not None:        # torch's zip writer hides the system's message
-            cause = cause.__context__
-        raise OSError(f"{path} could not be written: {cause}") from error
+        raise OSError(f"{path} could not be written: {first_cause(error)}") from error
 
 
 def save(state: dict, out: Path, keep: int) -> Path:
@@ -269,6 +273,7 @@ def reading(path: Path, problem: str):
     except (PermissionError, MemoryError):
         raise
     except Exception as error:
+        cause = first_cause(error)
         # EINVAL or no number: damaged bytes led to an invalid request, such as a seek before 0.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise

@@ -2767,25 +2767,39 @@ def test_another_format_is_refused_in_one_line_and_never_passed_over(run_train, 
     assert not Path("new").exists()
 
 
-@pytest.mark.parametrize("failures", [2, 99])
-def test_an_error_of_the_file_system_is_not_damage(run_train, shards, tmp_path, failures):
-    """Two errors are waited out; if they go on, the run ends with exit 1 and the file's name, also
-    for a file that was named: an older one would have taken the place of a whole one."""
-    flags, open_zip = ["--data", shards, "--out", tmp_path / "o", *TINY], zipfile.ZipFile
-    run_train(*flags)
-    errors = [OSError(number, os.strerror(number))
-              for number in itertools.islice(itertools.cycle([errno.ESTALE, errno.EIO]), failures)]
+def failing(name, call, errors):
+    """While there are `errors`, each open, or read, of a path that ends in `name` raises one."""
+    def open_file(path, *more, **options):
+        if not errors or not str(path).endswith(str(name)):
+            return open(path, *more, **options)
+        error = OSError(errors.pop(), "the disk hangs")
+        if call == "open":
+            raise error
+        return mock.Mock(wraps=open(path, *more, **options), read=mock.Mock(side_effect=error))
+    return mock.patch.object(io, "open", open_file)
 
-    def fail_at_first(path):
-        if errors:
-            raise errors.pop()
-        return open_zip(path)
-    for more in ([], ["--resume", tmp_path / "o" / "step_00000002.pt", "--out", tmp_path / "new"]):
-        with mock.patch.object(checkpoint.zipfile, "ZipFile", fail_at_first):
-            status, text, error = run_train(*flags, "--steps", 5, *more)
+
+@pytest.mark.parametrize("failures", [2, 99])
+@pytest.mark.parametrize("call", ["open", "read"])
+def test_an_error_of_the_file_system_is_not_damage(run_train, run_sample, shards, tmp_path,
+                                                   monkeypatch, call, failures):
+    """Two errors are waited out; if they go on, the program ends with exit 1 and the file's name,
+    also for a file that was named: an older one would have taken the place of a whole one."""
+    monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0, 0, 0, 0))
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    run_train(*flags)
+    file, new = tmp_path / "o" / "step_00000004.pt", tmp_path / "new"
+    for program, words, *given in [
+            (run_train, "step 4, on ", *flags, "--eval-only"),
+            (run_train, "after step 4", *flags, "--out", new, "--steps", 5, "--resume", file),
+            (run_train, "weights", *flags, "--out", new, "--init-from", file),
+            (run_sample, "", "--ckpt", file, "--max-tokens", 3),
+            (run_train, "after step 4", *flags, "--steps", 5)]:
+        with failing(file, call, failures * [errno.EIO]):
+            status, text, error = program(*given)
         if failures == 99:
-            file = f"step_0000000{2 if more else 4}.pt"
-            assert status == 1 and re.fullmatch(rf"train.py: .*{file} could not be read.*\n", error)
+            assert status == 1 and re.fullmatch(rf"\w+.py: {file} could not be read.*\n", error)
+            assert not new.exists()
         else:
             assert (status, error) == (0, "") and f"after step {2 if more else 4}" in text
     assert "damaged" not in kinds(read_metrics(tmp_path / "o")[1])
@@ -3683,6 +3697,14 @@ def test_rollbacks_are_bounded_and_the_second_to_a_checkpoint_cuts_three_times(t
     assert "--max-rollbacks 2" in end["reason"]
     assert [(e["to"], e["lr_factor"]) for e in events if e["event"] == "rollback"] == [
         (4, 0.6), (4, pytest.approx(0.6 ** 4))]
+
+
+@pytest.mark.parametrize("call", ["open", "read"])
+def test_a_rollback_waits_for_the_file_system_and_takes_no_older_file(tmp_path, monkeypatch, call):
+    monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0, 0, 0, 0))
+    with failing(".pt", call, 99 * [errno.EIO]), pytest.raises(RunError) as stop:
+        watched(settings(tmp_path, steps=24, save_every=4, keep=9), poison)
+    assert stop.value.status == 1 and re.match(rf"{tmp_path}/step_.* could not be", str(stop.value))
 
 
 def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
