@@ -1469,11 +1469,11 @@ class PeerError(RuntimeError):
 @contextmanager
 def comm_errors(operation: str, group=None):
     """Turn a RuntimeError of torch.distributed into a PeerError that names `operation` and, if a
-    group is given, its ranks."""
+    group is given, its ranks. Not an error of this process: a failed kernel, too little memory."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, PeerError) or out_of_memory(error):    # named inside, or a local error
+        if isinstance(error, (PeerError, torch.AcceleratorError)) or out_of_memory(error):
             raise
         if group is not None:
             operation += f" with ranks {dist.get_process_group_ranks(group)}"

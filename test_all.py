@@ -3261,6 +3261,12 @@ def test_a_run_goes_on_when_nobody_reads_its_lines(shards, tmp_path):
     assert checkpoint.load(tmp_path / "latest.pt")["step"] == 4
 
 
+def test_a_kernel_that_fails_here_is_no_lost_peer():
+    with pytest.raises(torch.AcceleratorError) as error, parallel.comm_errors("all-reduce"):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+    assert parallel.fatal_message(error.value) is None
+
+
 def test_no_thread_of_gloo_outlives_a_run_even_if_its_last_save_fails(shards, tmp_path):
     """Those that do abort the process now and then, after its last line."""
     (tmp_path / "wrapper.py").write_text("""
