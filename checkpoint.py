@@ -421,9 +421,9 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     1. If `out` holds checkpoints, the run goes on from the newest whole one.
     2. If not, it begins from --resume FILE, from --init-from FILE, or from the seed.
 
-    If FILE is given in case 1, the run in `out` must have begun from it. (When torchrun has
-    restarted the group, FILE may be gone: `out` goes on without it.) With --eval-only, FILE
-    is evaluated without a look at `out`; "init-from" then means a file of weights alone.
+    If FILE is given in case 1, the run in `out` must have begun from it, unless torchrun has
+    `restarted` the group: FILE may be gone. With --eval-only, FILE is evaluated without a look at
+    `out`. The kind is then "init-from": the weights are enough.
 
     Raises ValueError or OSError for a usage error, also for a damaged FILE; RunError if `out` holds
     only damaged checkpoints or the file system fails.
@@ -445,7 +445,7 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     if found:
         path, events = latest_valid(found)
         state = load(path)
-        if file is not None and (file.exists() or not restarted):
+        if file is not None and not restarted:
             check_origin(out, state["run"], kind, file)
         start = Start("continue", path, state["run"], found, events)
     elif file is not None:

@@ -2842,6 +2842,17 @@ def run_train(capsys):
     return run
 
 
+@pytest.fixture
+def torchrun_job():
+    """torchrun_job() -> what a new torchrun tells its processes: of a store that outlives them."""
+    def start():
+        stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        return dict(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=stores[-1].port,
+                    TORCHELASTIC_USE_AGENT_STORE=True)
+    stores = []
+    return start
+
+
 def read_metrics(out):
     """(rows of steps, events), each in the order of the file."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -3150,17 +3161,21 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         eval_every rollback max_rollbacks skip_steps""".split())
 
 
-def test_resume_auto_and_never(run_train, run_sample, shards, things, tmp_path):
-    """The first run ends with the command that samples from it, if sample.py can."""
+def test_resume_auto_and_never(run_train, run_sample, shards, things, tmp_path, torchrun_job):
+    """The first run ends with the command that samples from it, if sample.py can. A group that
+    torchrun restarts goes on with the run that it began, and with no other."""
     out = tmp_path / "my run"
     flags = ["--data", shards, "--out", out, *TINY]
-    command = shlex.split(run_train(*flags, "--resume", "never")[1].splitlines()[-1])
+    job, other = torchrun_job(), torchrun_job()
+    command = shlex.split(run_train(*flags, "--resume", "never", **job)[1].splitlines()[-1])
     assert command == ["python", "sample.py", "--ckpt", f"{out}/latest.pt"]
     assert run_sample(*command[2:], "--max-tokens", 3)[0] == 0
     assert "sample" not in run_train(*flags, "--data", things / "opt", "--out", tmp_path)[1]
-    expect_mistake(run_train(*flags, "--resume", "never"), "--resume never")
-    status, text, _ = run_train(*flags, "--resume", "never", TORCHELASTIC_RESTART_COUNT=1)
-    assert status == 0 and "nothing left" in text               # torchrun restarted the group
+    for environment in ({}, other, other):                      # the last is a restart
+        for given, words in [("never", "--resume never, but"), ("nowhere.pt", "drop --resume to")]:
+            expect_mistake(run_train(*flags, "--resume", given, **environment), words)
+    status, text, _ = run_train(*flags, "--resume", "never", **job)
+    assert status == 0 and "nothing left" in text
     os.truncate(out / "step_00000004.pt", 1000)                 # latest.pt is the same file
     status, text, error = run_train(*flags)
     assert status == 0 and "step_00000004.pt is damaged" in error and "after step 2" in text
@@ -3191,6 +3206,14 @@ def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
         assert middle in run_train("--data", shards, "--out", other, *TINY, "--eval-only",
                                    "--eval-tokens", 128 * 16, "--resume",
                                    out / "step_00000002.pt")[1]
+    weights = tmp_path / "weights.pt"
+    torch.save({**torch.load(things / "whole.pt"), "exp_avg": {}, "exp_avg_sq": {}, "scaler": {},
+                "monitor": {}, "data": None, "config": {}}, weights)
+    for world, kind, file, *layout in [(2, "resume", out / "step_00000004.pt", "--zero", 3),
+                                       (4, "init-from", weights, "--tp", 2, "--pp", 2)]:
+        jobs = launch(world, "--data", shards, "--out", out, *TINY, *layout, "--eval-only",
+                      "--eval-tokens", 128 * 16, f"--{kind}", file)
+        assert f"{file}, step 4, on {shards}: validation:{end}" in jobs[0].finish()[1]
     # Alone it reads all windows: 230 of 16 tokens.
     text = run_train("--data", shards, "--out", out, *TINY, "--eval-only")[1]
     assert "(on 3,680 of 3,695 tokens)" in text and end not in text
@@ -3458,7 +3481,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
 
 
 def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_sources, things,
-                                                                tmp_path):
+                                                                tmp_path, torchrun_job):
     base, out = tmp_path / "base.pt", tmp_path / "out"
     one = torch.load(shutil.copy(things / "whole.pt", base))
     flags = ["--data", two_sources / "b", "--out", out, "--init-from", base, "--warmup-steps", 2,
@@ -3475,14 +3498,15 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_s
     # The same command goes on, also with the file under another name, or without it.
     base = base.rename(tmp_path / "renamed.pt")
     flags[flags.index("--init-from") + 1] = os.path.relpath(base)
-    assert run_train(*flags, 2)[0] == 0 and saved(out, 2)["optimizer_steps"] == 2
+    job = torchrun_job()
+    assert run_train(*flags, 2, **job)[0] == 0 and saved(out, 2)["optimizer_steps"] == 2
     expect_mistake(run_train(*flags, 3, "--init-from", saved_file(out, 2)),
                    f"holds run {two['run']['id']}, which did not begin with --init-from "
                    f"{saved_file(out, 2)} (step 2 of run {two['run']['id']}): drop --init-from")
     assert two["run"]["origin"] == ["init-from", one["run"]["id"], 4]
     base.unlink()
     expect_mistake(run_train(*flags, 3), "drop --init-from to go on with that run")
-    assert run_train(*flags, 3, TORCHELASTIC_RESTART_COUNT=1)[0] == 0
+    assert run_train(*flags, 3, **job)[0] == 0
     without = [flag for flag in flags if flag not in ("--init-from", os.path.relpath(base))]
     assert run_train(*without, 4)[0] == 0 and saved(out, 4)["run"] == two["run"]
 
@@ -3937,7 +3961,7 @@ def contents(folder):
     return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
 
 
-def test_the_same_command_goes_on_with_its_branch(run_train, shards, tmp_path):
+def test_the_same_command_goes_on_with_its_branch(run_train, shards, tmp_path, torchrun_job):
     """Given again by a person or by torchrun, after a kill at its start and in the middle. Other
     flags do not make another run of it, another --out does."""
     base, out = tmp_path / "base", tmp_path / "branch"
@@ -3945,14 +3969,15 @@ def test_the_same_command_goes_on_with_its_branch(run_train, shards, tmp_path):
     run_train(*flags, "--out", base)
     before = contents(base)
     branch = [*flags, "--resume", base / "step_00000002.pt", "--out", out]
-    for losses, more, restarts, told in [
-            ([ZeroDivisionError], ["--lr", 0.5], 0, "base/step_00000002.pt, after step 2"),
-            ([1.0, ZeroDivisionError], ["--lr", 0.5, "--steps", 6], 0, "branch/step_00000002.pt"),
-            ([1.0], ["--lr", 0.5, "--steps", 6], 1, "branch/step_00000004.pt, after step 4"),
-            ([], ["--lr", 0.1], 0, "nothing left to do")]:
+    job = torchrun_job()
+    for losses, more, environment, told in [
+            ([ZeroDivisionError], ["--lr", 0.5], {}, "base/step_00000002.pt, after step 2"),
+            ([1.0, ZeroDivisionError], ["--lr", 0.5, "--steps", 6], job, "branch/step_00000002.pt"),
+            ([1.0], ["--lr", 0.5, "--steps", 6], job, "branch/step_00000004.pt, after step 4"),
+            ([], ["--lr", 0.1], {}, "nothing left to do")]:
         with mock.patch.object(train.Run, "evaluate_source", side_effect=losses), \
                 suppress(ZeroDivisionError):
-            text = run_train(*branch, *more, TORCHELASTIC_RESTART_COUNT=restarts)[1]
+            text = run_train(*branch, *more, **environment)[1]
             assert told in text, more
     assert column(read_metrics(out)[0], "step") == [3, 3, 4, 5, 5, 6]
     assert kinds(read_metrics(out)[1]) == ["resume"] * 3 + ["end"]
@@ -3960,7 +3985,7 @@ def test_the_same_command_goes_on_with_its_branch(run_train, shards, tmp_path):
     # A restart does not need the file any more.
     shutil.rmtree(base)
     expect_mistake(run_train(*branch, "--steps", 7), "drop --resume to go on with that run")
-    assert run_train(*branch, "--steps", 7, TORCHELASTIC_RESTART_COUNT=1)[0] == 0
+    assert run_train(*branch, "--steps", 7, **job)[0] == 0
     assert run_train(*flags, "--out", out, "--steps", 8)[0] == 0
     assert len({str(saved(out, step)["run"]) for step in (2, 6, 7, 8)}) == 1
 
@@ -3984,7 +4009,7 @@ def test_no_start_touches_another_runs_files(run_train, shards, tmp_path):
 
 
 def test_a_run_is_known_by_its_id_and_not_by_the_path_of_its_beginning(run_train, shards, tmp_path,
-                                                                       monkeypatch):
+                                                                       monkeypatch, torchrun_job):
     """The same file as ./base/FILE, as a link, and in a renamed directory; but not its neighbour.
     The branch's damaged newest file is told, and the branch falls back on its own first one, also
     where that is the only other and the base is gone."""
@@ -4005,11 +4030,10 @@ def test_a_run_is_known_by_its_id_and_not_by_the_path_of_its_beginning(run_train
         text = run_train(*flags, out, "--resume", file, "--steps", step)[1]
         assert f"after step {step - 1}" in text, file
     base = saved(Path("old"), 2)["run"]["id"]
-    expect_mistake(run_train(*flags, "new", "--resume", "old/step_00000003.pt"),
-                   f"did not begin with --resume old/step_00000003.pt (step 4 of run {base})")
-    # torchrun starts a refused command again: it is refused again.
-    expect_mistake(run_train(*flags, "new", "--resume", "old/step_00000003.pt",
-                             TORCHELASTIC_RESTART_COUNT=1), "did not begin with")
+    job = torchrun_job()
+    for _ in range(2):              # torchrun starts a refused command again
+        expect_mistake(run_train(*flags, "new", "--resume", "old/step_00000003.pt", **job),
+                       f"did not begin with --resume old/step_00000003.pt (step 4 of run {base})")
     shutil.rmtree("old")
     assert names_in(Path("new"))[:3] == ["latest.pt", "lock", "metrics.jsonl"]
     assert names_in(Path("new"))[3:] == ["step_00000002.pt", "step_00000008.pt"]

@@ -963,10 +963,14 @@ def load_state(path) -> dict | None:
     return None if path is None else checkpoint.load(Path(path))
 
 
-def prepare(given: dict, world: int, local_world: int, device: torch.device, restarted: bool,
+def prepare(given: dict, world: int, local_world: int, device: torch.device,
             stack: ExitStack) -> tuple[Config, GPTConfig, checkpoint.Start]:
     """Resolve configuration and checkpoint on rank 0: config, model, and where the run begins.
     Finally lock --out; `stack` releases the lock. Raises ValueError, OSError or RunError."""
+    store = torch.distributed.HashStore()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":    # torchrun's outlives the group
+        store, _, _ = next(torch.distributed.rendezvous("env://"))
+    restarted = store.check(["begun"])          # a refused start leaves no key
     config = Config(**given)
     if config.log is not None:
         check_follower(config.log)
@@ -985,29 +989,30 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device, res
         stack.enter_context(checkpoint.lock_output_dir(out))
         if checkpoint.list_checkpoints(out) != begin.found:
             raise ValueError(f"another run has just written to {config.out}: start again")
+        store.set("begun", "")
     return config, cfg, begin
 
 
 def launch(given: dict, device: torch.device, rank: int, world: int, local_world: int,
-           restarted: bool, stack: ExitStack) -> int | None:
+           stack: ExitStack) -> int | None:
     """Start the run on this rank and train, or evaluate, to its end. Returns the number of the
     signal that stopped it, or None."""
     assert_own_gpu(device)
-    config, cfg, begin = on_rank0(
-        lambda: prepare(given, world, local_world, device, restarted, stack))
+    config, cfg, begin = on_rank0(lambda: prepare(given, world, local_world, device, stack))
     path = begin.path if begin.kind in ("continue", "resume") else None
     state = all_ranks(lambda: load_state(path))
-    if begin.kind == "resume" and not config.eval_only:
+    if begin.kind == "resume":
         checkpoint.start_branch(state, "lr" in given)
 
     train_data = all_ranks(lambda: TokenDataset(config.data, "train", cfg.seq_len))
     val_data = all_ranks(lambda: TokenDataset(config.data, "val", cfg.seq_len))
     fingerprints = list(train_data.sources)
     assert_equal_across_ranks(fingerprints, f"{config.data} differs between ranks: copy it")
-    if state is not None and not config.eval_only:
+    if state is not None:
         train_data.go_on(state["data"], state["consumed_samples"])
     if state is None or not set(fingerprints) <= set(state["data"][-1][1]):   # data new to this run
-        all_ranks(lambda: train_data.check(rank, world))
+        if not config.eval_only:
+            all_ranks(lambda: train_data.check(rank, world))
         all_ranks(lambda: val_data.check(rank, world))
 
     grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel,
@@ -1110,7 +1115,6 @@ def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     try:                            # mistakes in the flags need no communication
         given = parse_flags(sys.argv[1:])
         config = Config(**given)
@@ -1127,8 +1131,7 @@ def main() -> None:
         with process_group(rank, world, device, timedelta(seconds=config.timeout)):
             try:
                 with ExitStack() as stack:
-                    signal_number = launch(given, device, rank, world, local_world, restarted,
-                                           stack)
+                    signal_number = launch(given, device, rank, world, local_world, stack)
             except RunError as error:               # raised alike on every rank
                 status = error.status
                 if rank == 0:
