@@ -275,8 +275,8 @@ def reading(path: Path, problem: str):
     except Exception as error:
         cause = first_cause(error)
         # EINVAL or no number: damaged bytes led to an invalid request, such as a seek before 0.
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise
+        if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
+            raise cause
         reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError):
             reason = "it holds more than tensors and plain types"
@@ -428,17 +428,12 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     Raises ValueError or OSError for a usage error, also for a damaged FILE; RunError if `out` holds
     only damaged checkpoints or the file system fails.
     """
+    file = init_from if resume in ("auto", "never") else resume         # one of them at most
     kind = "seed"
-    file = None
-    if init_from is not None:
-        kind = "init-from"
-        file = Path(init_from)
-    elif resume not in ("auto", "never"):
-        kind = "resume"
-        file = Path(resume)
-    found = []
-    if file is None or not eval_only:
-        found = list_checkpoints(out)
+    if file is not None:
+        file = Path(file)
+        kind = "resume" if init_from is None else "init-from"
+    found = [] if eval_only and file is not None else list_checkpoints(out)
     if resume == "never" and found and not restarted:
         raise ValueError(f"--resume never, but {out} holds {found[0].name}: give another --out")
 
@@ -457,11 +452,11 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     else:
         return Start(kind, None, new_run(kind), found)
 
+    if eval_only:
+        return Start("init-from", start.path, new_run("init-from", state), found)
     if not state["exp_avg"] and start.kind != "init-from":
-        if not eval_only:
-            raise ValueError(f"{start.path} holds weights alone: begin a run with --init-from "
-                             f"{start.path} and another --out")
-        start = start._replace(kind="init-from")
+        raise ValueError(f"{start.path} holds weights alone: begin a run with --init-from "
+                         f"{start.path} and another --out")
     return start
 
 

@@ -2222,9 +2222,9 @@ def held_by(flat):
     for bucket in flat.buckets:
         shard = bucket.shard
         for kind, tensors in dict(parameters=[bucket.data, shard["data"]],
-                                  gradients=[bucket.grad, shard["grad"]],
+                                  gradients=[bucket.grad, shard.get("grad")],
                                   masters=[shard["master"]],
-                                  moments=[shard["exp_avg"], shard["exp_avg_sq"]]).items():
+                                  moments=[shard.get("exp_avg"), shard.get("exp_avg_sq")]).items():
             for x in tensors:
                 if x is not None and x.untyped_storage()._cdata not in seen:
                     seen.add(x.untyped_storage()._cdata)
@@ -2253,6 +2253,9 @@ def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
         if not offload:
             formula = FORMULA["bf16" if dtype == "bf16" else "fp32"](2)[zero]
             assert sum(on_device.values()) == formula * numel * dtypes[1].itemsize / 4
+        # An evaluation keeps the parameters alone.
+        flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu", training=False)
+        assert held_by(flat) == {(device, "parameters"): on_device["parameters"]}
         # A refusal before the start counts without the padding of buckets.
         assert sum(spec.numel for spec in specs) == pytest.approx(numel, rel=0.05)
 
@@ -2266,7 +2269,8 @@ def test_the_start_prints_the_state_that_a_rank_keeps(run_train, shards, tmp_pat
 
 
 @pytest.mark.parametrize("offload, on_gpu, on_machine, message", [
-    (False, 2.3e9, 0, None), (True, 0.8e9, 13e9, None),
+    (False, 2.3e9, 0, None), (True, 0.8e9, 13e9, None), ("eval_only", 0.3e9, 0, None),
+    ("eval_only", 0.2e9, 0, "would keep parameters 0.2 GB here, but there are 0.2 GB"),
     (False, 2.2e9, 0, "parameters 0.2 GB, gradients 0.5 GB, masters 0.5 GB, moments 1.0 GB here, "
      "but there are 2.2 GB: raise --tp, --pp or --zero on more GPUs, give --offload"),
     (True, 0.7e9, 13e9, "parameters 0.2 GB, gradients 0.5 GB here, but there are 0.7 GB"),
@@ -2274,9 +2278,10 @@ def test_the_start_prints_the_state_that_a_rank_keeps(run_train, shards, tmp_pat
      "--pp or --zero on more machines")])
 def test_a_model_that_a_gpu_or_its_machine_cannot_hold_is_refused(offload, on_gpu, on_machine,
                                                                   message):
-    """GPT-2 in bf16 has 124M parameters of 18 bytes; eight GPUs offload 12 each to one machine."""
+    """GPT-2 in bf16 has 124M parameters of 18 bytes; eight GPUs offload 12 each to one machine,
+    and an evaluation needs 2."""
     cfg = GPTConfig(50257, **SIZES["gpt2"])
-    config = settings("", dtype="bf16", offload=offload)
+    config = settings("", dtype="bf16", offload=offload is True, eval_only=offload == "eval_only")
     refusal = nullcontext()
     if message is not None:
         refusal = pytest.raises(ValueError, match=re.escape(message))
@@ -2940,11 +2945,10 @@ def things(shards, tmp_path_factory):
         ("nowhere.pt --out run", "drop --resume to go on with that run, or give another --out"),
         ("torn.pt --out run", "torn.pt is refused")]),
     *((f"--init-from {flags}", message) for flags, message in [
-        ("whole.pt --seq-len 32", "seq_len 16, not 32: drop the flag, or use another --init-from"),
+        ("whole.pt --seq-len 32", "not 32: drop the flag, or use another --out or checkpoint"),
         ("whole.pt --n-embd 32", "n_embd 16, not 32"), ("", "there is no checkpoint "),
         ("whole.pt --data opt", "but opt has opt-257 with 257"),
         ("whole.pt --resume whole.pt", "--init-from cannot be combined with --resume FILE"),
-        ("whole.pt --out run --eval-only", "--init-from cannot be combined with --resume FILE"),
         ("nowhere.pt --out run", "drop --init-from to go on with that run, or give another --out"),
         ("whole.pt --out run", "did not begin with --init-from whole.pt (step 4 of run")])])
 def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch, flags,
@@ -3189,7 +3193,8 @@ def test_resume_auto_and_never(run_train, run_sample, shards, things, tmp_path, 
 
 
 def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
-        run_train, shards, things, two_sources):
+        run_train, shards, things, two_sources, tmp_path):
+    """Of a file with weights alone, too."""
     out = things / "run"
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.iterdir()}
     middle, end = (f" {row['val_loss']:.4f} nats a" for row in read_metrics(out)[0][1::2])

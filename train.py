@@ -185,7 +185,8 @@ class Run:
         self.model = build_stage(cfg, grid)
         # Parameters become views into flat buffers, where dp, ZeRO and AdamW act.
         self.flat = FlatParameters(param_specs(self.model, cfg, grid), grid, param_dtype,
-                                   master_dtype, device, config.zero, host)
+                                   master_dtype, device, config.zero, host,
+                                   training=not config.eval_only)
         wrap_blocks(self.model, config.recompute, config.compile)
         if config.zero == 3:                    # parameters are gathered block by block
             fully_shard(self.model, self.flat)
@@ -856,10 +857,8 @@ def parse_flags(arguments) -> dict:
                          f"tensorboard,wandb")
     if {"steps", "epochs"} <= set(given):
         raise ValueError("--steps cannot be combined with --epochs: both say when the run ends")
-    explicit = given.get("resume", "auto") not in ("auto", "never")
-    if "init_from" in given and (explicit or "eval_only" in given):
-        raise ValueError("--init-from cannot be combined with --resume FILE or --eval-only: it "
-                         "begins a new run (--eval-only --resume FILE evaluates one)")
+    if "init_from" in given and given.get("resume", "auto") not in ("auto", "never"):
+        raise ValueError("--init-from cannot be combined with --resume FILE: it begins a new run")
     return given
 
 
@@ -872,26 +871,25 @@ def model_shape(flags: dict) -> dict:
     return shape
 
 
-def merge_config(given: dict, state: dict | None, initial=None) -> tuple[Config, dict]:
+def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[Config, dict]:
     """Command line, then checkpoint, then defaults -> the config and the model's shape (without
-    vocabulary and dropout). A new run has the shape of the checkpoint `initial`; its
+    vocabulary and dropout). With `weights_only` nothing but the shape is the checkpoint's, and
     seq_len may be shorter. Raises ValueError where the command line asks for another model."""
+    config = Config(**given)
     shape = model_shape(given)
-    source = state or initial
-    if source is None:
-        config = Config(**given)
+    if state is None:
         return config, SIZES[config.model] | shape
     for name, value in shape.items():
-        stored = source["model"][name]
-        shorter = name == "seq_len" and state is None and value < stored
+        stored = state["model"][name]
+        shorter = name == "seq_len" and weights_only and value < stored
         if value != stored and not shorter:
             raise ValueError(f"the checkpoint's model has {name} {stored}, not {value}: drop the "
-                             f"flag, or use another {'--out' if state else '--init-from'}")
-    shape = {name: source["model"][name] for name in SHAPE} | shape
-    if state is None:
-        return Config(**given), shape
-    stored = {name: state["config"][name] for name in STORED if name in state["config"]}
-    return Config(**{**stored, **given}), shape
+                             f"flag, or use another --out or checkpoint")
+    shape = {name: state["model"][name] for name in SHAPE} | shape
+    if not weights_only:
+        stored = {name: state["config"][name] for name in STORED if name in state["config"]}
+        config = Config(**{**stored, **given})
+    return config, shape
 
 
 def default_micro_batch(sizes: range, replicas: float, pp: int) -> int:
@@ -927,18 +925,18 @@ def check_config(config: Config, shape: dict, vocab_size: int,
 
 
 def validate(given: dict, state: dict | None, world: int,
-             initial: dict | None = None) -> tuple[Config, GPTConfig]:
+             weights_only: bool = False) -> tuple[Config, GPTConfig]:
     """Flags and checkpoint -> config and model. Raises ValueError or OSError if they cannot run."""
-    config, shape = merge_config(given, state, initial)
+    config, shape = merge_config(given, state, weights_only)
     data = TokenDataset(config.data, "train", shape["seq_len"])
     TokenDataset(config.data, "val", shape["seq_len"])
     config, cfg = check_config(config, shape, data.meta["vocab_size"], world)
-    if config.epochs is not None and not config.eval_only:
-        config = dataclasses.replace(config, steps=steps_of_epochs(config, data, state))
-    if initial is not None:
-        checkpoint.check_data(initial, data, config.data, same=False)
     if state is not None:
-        checkpoint.check_data(state, data, config.data, same=not config.eval_only)
+        checkpoint.check_data(state, data, config.data, same=not weights_only)
+    if config.epochs is not None and not config.eval_only:
+        steps = steps_of_epochs(config, data, None if weights_only else state)
+        config = dataclasses.replace(config, steps=steps)
+    if state is not None and not weights_only:
         LossScaler().load_state_dict(state["scaler"])           # both raise ValueError
         DivergenceMonitor.from_state(state["monitor"])
     return config, cfg
@@ -976,13 +974,9 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device,
         check_follower(config.log)
     out = Path(config.out)
     begin = checkpoint.find_start(out, config.resume, config.init_from, config.eval_only, restarted)
-    state, initial = None, None
     if begin.kind == "init-from":
         given = {**given, "init_from": str(begin.path)}
-        initial = checkpoint.load(begin.path)
-    elif begin.path is not None:
-        state = checkpoint.load(begin.path)
-    config, cfg = validate(given, state, world, initial)
+    config, cfg = validate(given, load_state(begin.path), world, begin.kind == "init-from")
     grid = Grid(world // (config.tp * config.pp), config.pp, config.tp)
     check_memory(cfg, grid, config, PRECISIONS[config.dtype], device, local_world)
     if not config.eval_only:
@@ -1035,7 +1029,8 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
     config = run.config
     if config.eval_only:
         text = format_eval(run.evaluate(), run)
-        print_rank0(f"{begin.path}, step {run.step}, on {config.data}: {text}")
+        _, _, step = begin.run["origin"]
+        print_rank0(f"{begin.path}, step {step}, on {config.data}: {text}")
         return None
     if run.step >= config.steps:
         print_rank0(f"{begin.path} is step {run.step} of {config.steps}: nothing left to do; raise "
