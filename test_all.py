@@ -1160,7 +1160,7 @@ def test_a_run_that_always_overflows_ends_with_a_clear_message(tmp_path):
         for bucket in run.flat.buckets:
             bucket.data.fill_(60000)
     config = settings(tmp_path, dtype="fp16", steps=21, batch_size=2, rollback="off")
-    with pytest.raises(RunError, match="20 steps in a row.*lower --") as stop:
+    with pytest.raises(RunError, match="20 steps in a row were not finite; .*lower --") as stop:
         run_steps(0, 1, (1, 1, 1), config, replace(CFG, n_layer=1), prepare=huge)
     assert stop.value.status == 1
 
@@ -2765,6 +2765,7 @@ def test_another_format_is_refused_in_one_line_and_never_passed_over(run_train, 
     state = torch.load(tmp_path / "o" / "step_00000004.pt")
     state["format"] = 5
     del state["run"]
+    assert f"format      {checkpoint.FORMAT}: " in checkpoint.__doc__
     for file in ("o/latest.pt", "other.pt"):
         torch.save(state, tmp_path / file)
     for more in ([], ["--eval-only"], ["--init-from", tmp_path / "other.pt", "--out", "new"]):
@@ -2806,9 +2807,9 @@ def test_an_error_of_the_file_system_is_not_damage(run_train, run_sample, shards
             assert status == 1 and re.fullmatch(rf"\w+.py: {file} could not be read.*\n", error)
             assert not new.exists()
         else:
-            assert (status, error) == (0, "") and f"after step {2 if more else 4}" in text
+            assert (status, error) == (0, "") and words in text
+            shutil.rmtree(new, ignore_errors=True)
     assert "damaged" not in kinds(read_metrics(tmp_path / "o")[1])
-    assert (tmp_path / "new").exists() == (failures == 2)
     # Nor does a directory that cannot be listed look like a new one.
     with mock.patch.object(os, "listdir", side_effect=OSError(errno.EIO, "I/O error")):
         status, _, error = run_train(*flags)
@@ -3148,6 +3149,8 @@ def test_none_unsets_a_stored_ramp_and_skip_and_the_console_shows_every_nth_step
     run_train(*flags, "--batch-ramp", "2:2:40", "--skip-steps", "3:3")
     stored = saved(tmp_path, 4)["config"]
     assert (stored["batch_ramp"], stored["skip_steps"]) == ("2:2:40", "3:3")
+    expect_mistake(run_train(*flags, "--batch-size", 3), "--batch-ramp 2:2:40 does not end at "
+                   "--batch-size 3: START and INCREMENTs must add up to it (none: no ramp)")
     text = run_train(*flags, "--batch-ramp", "none", "--skip-steps", "none", "--steps", 9,
                      "--log-every", 3)[1]
     assert re.findall(r"^step (\d)/9", text, re.MULTILINE) == ["6", "9"]
