@@ -139,6 +139,13 @@ def step_file(out: Path, step: int) -> Path:
     return out / f"step_{step:08d}.pt"
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """The system's error, which zipfile and torch's zip writer hide behind their own."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
 def write_file(state: dict, aside: Path, path: Path) -> None:
     """Write the state to the file `aside` and, once it is whole and on the disk, rename it to
     `path`. Raises OSError if it cannot be written."""
@@ -150,10 +157,7 @@ def write_file(state: dict, aside: Path, path: Path) -> None:
         os.replace(aside, path)
     except (OSError, RuntimeError) as error:
         aside.unlink(missing_ok=True)
-        cause = error
-        while cause.__context__ is not None:        # torch's zip writer hides the system's message
-            cause = cause.__context__
-        raise OSError(f"{path} could not be written: {cause}") from error
+        raise OSError(f"{path} could not be written: {first_cause(error)}") from error
 
 
 def save(state: dict, out: Path, keep: int) -> Path:
@@ -269,9 +273,10 @@ def reading(path: Path, problem: str):
     except (PermissionError, MemoryError):
         raise
     except Exception as error:
+        cause = first_cause(error)
         # EINVAL or no number: damaged bytes led to an invalid request, such as a seek before 0.
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise
+        if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
+            raise cause
         reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError):
             reason = "it holds more than tensors and plain types"
@@ -416,31 +421,26 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     1. If `out` holds checkpoints, the run goes on from the newest whole one.
     2. If not, it begins from --resume FILE, from --init-from FILE, or from the seed.
 
-    If FILE is given in case 1, the run in `out` must have begun from it. (When torchrun has
-    restarted the group, FILE may be gone: `out` goes on without it.) With --eval-only, FILE
-    is evaluated without a look at `out`; "init-from" then means a file of weights alone.
+    If FILE is given in case 1, the run in `out` must have begun from it, unless torchrun has
+    `restarted` the group: FILE may be gone. With --eval-only, FILE is evaluated without a look at
+    `out`. The kind is then "init-from": the weights are enough.
 
     Raises ValueError or OSError for a usage error, also for a damaged FILE; RunError if `out` holds
     only damaged checkpoints or the file system fails.
     """
+    file = init_from if resume in ("auto", "never") else resume         # one of them at most
     kind = "seed"
-    file = None
-    if init_from is not None:
-        kind = "init-from"
-        file = Path(init_from)
-    elif resume not in ("auto", "never"):
-        kind = "resume"
-        file = Path(resume)
-    found = []
-    if file is None or not eval_only:
-        found = list_checkpoints(out)
+    if file is not None:
+        file = Path(file)
+        kind = "resume" if init_from is None else "init-from"
+    found = [] if eval_only and file is not None else list_checkpoints(out)
     if resume == "never" and found and not restarted:
         raise ValueError(f"--resume never, but {out} holds {found[0].name}: give another --out")
 
     if found:
         path, events = latest_valid(found)
         state = load(path)
-        if file is not None and (file.exists() or not restarted):
+        if file is not None and not restarted:
             check_origin(out, state["run"], kind, file)
         start = Start("continue", path, state["run"], found, events)
     elif file is not None:
@@ -452,11 +452,11 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
     else:
         return Start(kind, None, new_run(kind), found)
 
+    if eval_only:
+        return Start("init-from", start.path, new_run("init-from", state), found)
     if not state["exp_avg"] and start.kind != "init-from":
-        if not eval_only:
-            raise ValueError(f"{start.path} holds weights alone: begin a run with --init-from "
-                             f"{start.path} and another --out")
-        start = start._replace(kind="init-from")
+        raise ValueError(f"{start.path} holds weights alone: begin a run with --init-from "
+                         f"{start.path} and another --out")
     return start
 
 

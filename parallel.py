@@ -1114,18 +1114,18 @@ def make_buckets(specs: list[ParamSpec], dp: int, num_shards: int = 1,
 
 
 class FlatParameters:
-    """This rank's parameters (of type `dtype`) and their gradients, masters and Adam moments (of
-    type `master_dtype`), in buckets.
+    """This rank's parameters (of type `dtype`) and, for `training`, their gradients, masters and
+    Adam moments (of type `master_dtype`), in buckets.
 
     A training step calls zero_grad, then prepare_grad_sync before each backward, and at the end
     finish_grad_sync, grad_norm_squares and step. Masters and moments are on `host` if given (D10).
     """
 
     def __init__(self, specs: list[ParamSpec], grid: Grid, dtype, master_dtype, device,
-                 zero: int = 0, host=None):
+                 zero: int = 0, host=None, training: bool = True):
         device = torch.device(device)
         host = device if host is None else torch.device(host)
-        self.grid, self.zero = grid, zero
+        self.grid, self.zero, self.training = grid, zero, training
         self.num_shards = grid.dp if zero > 0 else 1
         self.shard_rank = grid.dp_rank if zero > 0 else 0
         self.buckets = make_buckets(specs, grid.dp, self.num_shards, self.shard_rank)
@@ -1145,12 +1145,14 @@ class FlatParameters:
         shard["data"] = bucket.data.chunk(self.num_shards)[self.shard_rank]
         if self.zero == 3:
             shard["data"] = shard["data"].clone()
+        shard["master"] = shard["data"]
+        if not self.training:
+            return
         if self.zero < 2:
             bucket.grad = torch.zeros(bucket.numel, dtype=master_dtype, device=device)
             shard["grad"] = bucket.grad.chunk(self.num_shards)[self.shard_rank]
         else:
             shard["grad"] = torch.zeros(length, dtype=master_dtype, device=device)
-        shard["master"] = shard["data"]
         if dtype != master_dtype or device != host:
             shard["master"] = torch.zeros(length, dtype=master_dtype, device=host)
         for moment in ("exp_avg", "exp_avg_sq"):
@@ -1187,9 +1189,10 @@ class FlatParameters:
                 return initial_value(cfg, name, shape, seed)
             return parameters[name][:shape[0]]      # the position table may be longer
         self.load("master", initial)
-        for bucket in self.buckets:
-            bucket.shard["exp_avg"].zero_()
-            bucket.shard["exp_avg_sq"].zero_()
+        if self.training:
+            for bucket in self.buckets:
+                bucket.shard["exp_avg"].zero_()
+                bucket.shard["exp_avg_sq"].zero_()
         self.sync_params()
 
     def sync_params(self) -> None:
@@ -1417,26 +1420,25 @@ def state_bytes(numel: int, dp: int, dtypes: tuple, zero: int, offload: bool) ->
 
 def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torch.device,
                  local_world: int) -> None:
-    """Raise a ValueError if this rank's state is larger than its GPU's memory, or that of the ranks
-    on this machine larger than the machine's. Nothing is allocated. Rank 0 calls it: the ranks on
-    its machine are 0 to local_world - 1."""
-    def state_of(rank):
+    """Raise a ValueError if the state of a rank on this machine is larger than its GPU's memory, or
+    that of all its ranks larger than the machine's. Nothing is allocated. Rank 0 calls it: the
+    ranks on its machine are 0 to local_world - 1."""
+    limits = []                         # (bytes by kind, bytes available, what to add)
+    on_machine = Counter()
+    for rank in range(local_world):
         place = Grid(grid.dp, grid.pp, grid.tp, rank)
         numel = sum(spec.numel for spec in param_specs(build_stage(cfg, place), cfg, place))
-        offload = config.offload and device.type != "cpu"
-        return state_bytes(numel, grid.dp, dtypes, config.zero, offload)
-
-    limits = []                         # (bytes by kind, bytes available, what to add)
-    if device.type == "cuda":
-        on_gpu, _ = state_of(grid.rank)
-        limits.append((on_gpu, torch.cuda.mem_get_info(device)[1], "GPUs, give --offload"))
+        on_device, on_host = state_bytes(numel, grid.dp, dtypes, config.zero,
+                                         config.offload and device.type != "cpu")
+        if config.eval_only:
+            on_device = dict(parameters=on_device["parameters"])
+            on_host = {}
+        on_machine.update(on_host)
+        if device.type == "cuda":
+            limits.append((on_device, torch.cuda.mem_get_info(device)[1], "GPUs, give --offload"))
+        else:
+            on_machine.update(on_device)
     if hasattr(os, "sysconf"):          # not on Windows
-        on_machine = Counter()
-        for rank in range(local_world):
-            on_device, on_host = state_of(rank)
-            on_machine.update(on_host)
-            if device.type != "cuda":
-                on_machine.update(on_device)
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         limits.append((on_machine, memory, "machines"))
     for sizes, memory, more in limits:
@@ -1469,11 +1471,11 @@ class PeerError(RuntimeError):
 @contextmanager
 def comm_errors(operation: str, group=None):
     """Turn a RuntimeError of torch.distributed into a PeerError that names `operation` and, if a
-    group is given, its ranks."""
+    group is given, its ranks. Not an error of this process: a failed kernel, too little memory."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, PeerError) or out_of_memory(error):    # named inside, or a local error
+        if isinstance(error, (PeerError, torch.AcceleratorError)) or out_of_memory(error):
             raise
         if group is not None:
             operation += f" with ranks {dist.get_process_group_ranks(group)}"

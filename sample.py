@@ -218,7 +218,7 @@ def main() -> None:
         tokenizer = get_tokenizer(state["tokenizer"])
         prompts = read_prompts(args)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.exit(getattr(error, "status", 2), f"sample.py: {error}\n")
     model.to(device, DTYPES[args.dtype])
     use_fast_rows(model)
     check_memory(model, args.num_samples or 1)

@@ -1140,7 +1140,7 @@ def test_a_run_that_always_overflows_ends_with_a_clear_message(tmp_path):
         for bucket in run.flat.buckets:
             bucket.data.fill_(60000)
     config = settings(tmp_path, dtype="fp16", steps=21, batch_size=2, rollback="off")
-    with pytest.raises(RunError, match="20 steps in a row.*lower --") as stop:
+    with pytest.raises(RunError, match="20 steps in a row were not finite; .*lower --") as stop:
         run_steps(0, 1, (1, 1, 1), config, replace(CFG, n_layer=1), prepare=huge)
     assert stop.value.status == 1
 
@@ -2200,9 +2200,9 @@ def held_by(flat):
     for bucket in flat.buckets:
         shard = bucket.shard
         for kind, tensors in dict(parameters=[bucket.data, shard["data"]],
-                                  gradients=[bucket.grad, shard["grad"]],
+                                  gradients=[bucket.grad, shard.get("grad")],
                                   masters=[shard["master"]],
-                                  moments=[shard["exp_avg"], shard["exp_avg_sq"]]).items():
+                                  moments=[shard.get("exp_avg"), shard.get("exp_avg_sq")]).items():
             for x in tensors:
                 if x is not None and x.untyped_storage()._cdata not in seen:
                     seen.add(x.untyped_storage()._cdata)
@@ -2231,6 +2231,9 @@ def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
         if not offload:
             formula = FORMULA["bf16" if dtype == "bf16" else "fp32"](2)[zero]
             assert sum(on_device.values()) == formula * numel * dtypes[1].itemsize / 4
+        # An evaluation keeps the parameters alone.
+        flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu", training=False)
+        assert held_by(flat) == {(device, "parameters"): on_device["parameters"]}
         # A refusal before the start counts without the padding of buckets.
         assert sum(spec.numel for spec in specs) == pytest.approx(numel, rel=0.05)
 
@@ -2244,7 +2247,8 @@ def test_the_start_prints_the_state_that_a_rank_keeps(run_train, shards, tmp_pat
 
 
 @pytest.mark.parametrize("offload, on_gpu, on_machine, message", [
-    (False, 2.3e9, 0, None), (True, 0.8e9, 13e9, None),
+    (False, 2.3e9, 0, None), (True, 0.8e9, 13e9, None), ("eval_only", 0.3e9, 0, None),
+    ("eval_only", 0.2e9, 0, "would keep parameters 0.2 GB here, but there are 0.2 GB"),
     (False, 2.2e9, 0, "parameters 0.2 GB, gradients 0.5 GB, masters 0.5 GB, moments 1.0 GB here, "
      "but there are 2.2 GB: raise --tp, --pp or --zero on more GPUs, give --offload"),
     (True, 0.7e9, 13e9, "parameters 0.2 GB, gradients 0.5 GB here, but there are 0.7 GB"),
@@ -2252,9 +2256,10 @@ def test_the_start_prints_the_state_that_a_rank_keeps(run_train, shards, tmp_pat
      "--pp or --zero on more machines")])
 def test_a_model_that_a_gpu_or_its_machine_cannot_hold_is_refused(offload, on_gpu, on_machine,
                                                                   message):
-    """GPT-2 in bf16 has 124M parameters of 18 bytes; eight GPUs offload 12 each to one machine."""
+    """GPT-2 in bf16 has 124M parameters of 18 bytes; eight GPUs offload 12 each to one machine,
+    and an evaluation needs 2."""
     cfg = GPTConfig(50257, **SIZES["gpt2"])
-    config = settings("", dtype="bf16", offload=offload)
+    config = settings("", dtype="bf16", offload=offload is True, eval_only=offload == "eval_only")
     refusal = nullcontext()
     if message is not None:
         refusal = pytest.raises(ValueError, match=re.escape(message))
@@ -2738,6 +2743,7 @@ def test_another_format_is_refused_in_one_line_and_never_passed_over(run_train, 
     state = torch.load(tmp_path / "o" / "step_00000004.pt")
     state["format"] = 5
     del state["run"]
+    assert f"format      {checkpoint.FORMAT}: " in checkpoint.__doc__
     for file in ("o/latest.pt", "other.pt"):
         torch.save(state, tmp_path / file)
     for more in ([], ["--eval-only"], ["--init-from", tmp_path / "other.pt", "--out", "new"]):
@@ -2745,29 +2751,43 @@ def test_another_format_is_refused_in_one_line_and_never_passed_over(run_train, 
     assert not Path("new").exists()
 
 
-@pytest.mark.parametrize("failures", [2, 99])
-def test_an_error_of_the_file_system_is_not_damage(run_train, shards, tmp_path, failures):
-    """Two errors are waited out; if they go on, the run ends with exit 1 and the file's name, also
-    for a file that was named: an older one would have taken the place of a whole one."""
-    flags, open_zip = ["--data", shards, "--out", tmp_path / "o", *TINY], zipfile.ZipFile
-    run_train(*flags)
-    errors = [OSError(number, os.strerror(number))
-              for number in itertools.islice(itertools.cycle([errno.ESTALE, errno.EIO]), failures)]
+def failing(name, call, errors):
+    """While there are `errors`, each open, or read, of a path that ends in `name` raises one."""
+    def open_file(path, *more, **options):
+        if not errors or not str(path).endswith(str(name)):
+            return open(path, *more, **options)
+        error = OSError(errors.pop(), "the disk hangs")
+        if call == "open":
+            raise error
+        return mock.Mock(wraps=open(path, *more, **options), read=mock.Mock(side_effect=error))
+    return mock.patch.object(io, "open", open_file)
 
-    def fail_at_first(path):
-        if errors:
-            raise errors.pop()
-        return open_zip(path)
-    for more in ([], ["--resume", tmp_path / "o" / "step_00000002.pt", "--out", tmp_path / "new"]):
-        with mock.patch.object(checkpoint.zipfile, "ZipFile", fail_at_first):
-            status, text, error = run_train(*flags, "--steps", 5, *more)
+
+@pytest.mark.parametrize("failures", [2, 99])
+@pytest.mark.parametrize("call", ["open", "read"])
+def test_an_error_of_the_file_system_is_not_damage(run_train, run_sample, shards, tmp_path,
+                                                   monkeypatch, call, failures):
+    """Two errors are waited out; if they go on, the program ends with exit 1 and the file's name,
+    also for a file that was named: an older one would have taken the place of a whole one."""
+    monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0, 0, 0, 0))
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    run_train(*flags)
+    file, new = tmp_path / "o" / "step_00000004.pt", tmp_path / "new"
+    for program, words, *given in [
+            (run_train, "step 4, on ", *flags, "--eval-only"),
+            (run_train, "after step 4", *flags, "--out", new, "--steps", 5, "--resume", file),
+            (run_train, "weights", *flags, "--out", new, "--init-from", file),
+            (run_sample, "", "--ckpt", file, "--max-tokens", 3),
+            (run_train, "after step 4", *flags, "--steps", 5)]:
+        with failing(file, call, failures * [errno.EIO]):
+            status, text, error = program(*given)
         if failures == 99:
-            file = f"step_0000000{2 if more else 4}.pt"
-            assert status == 1 and re.fullmatch(rf"train.py: .*{file} could not be read.*\n", error)
+            assert status == 1 and re.fullmatch(rf"\w+.py: {file} could not be read.*\n", error)
+            assert not new.exists()
         else:
-            assert (status, error) == (0, "") and f"after step {2 if more else 4}" in text
+            assert (status, error) == (0, "") and words in text
+            shutil.rmtree(new, ignore_errors=True)
     assert "damaged" not in kinds(read_metrics(tmp_path / "o")[1])
-    assert (tmp_path / "new").exists() == (failures == 2)
     # Nor does a directory that cannot be listed look like a new one.
     with mock.patch.object(os, "listdir", side_effect=OSError(errno.EIO, "I/O error")):
         status, _, error = run_train(*flags)
@@ -2804,6 +2824,17 @@ def run_train(capsys):
             train.main()
         return end.value.code, *capsys.readouterr()
     return run
+
+
+@pytest.fixture
+def torchrun_job():
+    """torchrun_job() -> what a new torchrun tells its processes: of a store that outlives them."""
+    def start():
+        stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        return dict(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=stores[-1].port,
+                    TORCHELASTIC_USE_AGENT_STORE=True)
+    stores = []
+    return start
 
 
 def read_metrics(out):
@@ -2890,11 +2921,10 @@ def things(shards, tmp_path_factory):
         ("nowhere.pt --out run", "drop --resume to go on with that run, or give another --out"),
         ("torn.pt --out run", "torn.pt is refused")]),
     *((f"--init-from {flags}", message) for flags, message in [
-        ("whole.pt --seq-len 32", "seq_len 16, not 32: drop the flag, or use another --init-from"),
+        ("whole.pt --seq-len 32", "not 32: drop the flag, or use another --out or checkpoint"),
         ("whole.pt --n-embd 32", "n_embd 16, not 32"), ("", "there is no checkpoint "),
         ("whole.pt --data opt", "but opt has opt-257 with 257"),
         ("whole.pt --resume whole.pt", "--init-from cannot be combined with --resume FILE"),
-        ("whole.pt --out run --eval-only", "--init-from cannot be combined with --resume FILE"),
         ("nowhere.pt --out run", "drop --init-from to go on with that run, or give another --out"),
         ("whole.pt --out run", "did not begin with --init-from whole.pt (step 4 of run")])])
 def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch, flags,
@@ -3094,6 +3124,8 @@ def test_none_unsets_a_stored_ramp_and_skip_and_the_console_shows_every_nth_step
     run_train(*flags, "--batch-ramp", "2:2:40", "--skip-steps", "3:3")
     stored = saved(tmp_path, 4)["config"]
     assert (stored["batch_ramp"], stored["skip_steps"]) == ("2:2:40", "3:3")
+    expect_mistake(run_train(*flags, "--batch-size", 3), "--batch-ramp 2:2:40 does not end at "
+                   "--batch-size 3: START and INCREMENTs must add up to it (none: no ramp)")
     text = run_train(*flags, "--batch-ramp", "none", "--skip-steps", "none", "--steps", 9,
                      "--log-every", 3)[1]
     assert re.findall(r"^step (\d)/9", text, re.MULTILINE) == ["6", "9"]
@@ -3111,17 +3143,21 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         eval_every rollback max_rollbacks skip_steps""".split())
 
 
-def test_resume_auto_and_never(run_train, run_sample, shards, things, tmp_path):
-    """The first run ends with the command that samples from it, if sample.py can."""
+def test_resume_auto_and_never(run_train, run_sample, shards, things, tmp_path, torchrun_job):
+    """The first run ends with the command that samples from it, if sample.py can. A group that
+    torchrun restarts goes on with the run that it began, and with no other."""
     out = tmp_path / "my run"
     flags = ["--data", shards, "--out", out, *TINY]
-    command = shlex.split(run_train(*flags, "--resume", "never")[1].splitlines()[-1])
+    job, other = torchrun_job(), torchrun_job()
+    command = shlex.split(run_train(*flags, "--resume", "never", **job)[1].splitlines()[-1])
     assert command == ["python", "sample.py", "--ckpt", f"{out}/latest.pt"]
     assert run_sample(*command[2:], "--max-tokens", 3)[0] == 0
     assert "sample" not in run_train(*flags, "--data", things / "opt", "--out", tmp_path)[1]
-    expect_mistake(run_train(*flags, "--resume", "never"), "--resume never")
-    status, text, _ = run_train(*flags, "--resume", "never", TORCHELASTIC_RESTART_COUNT=1)
-    assert status == 0 and "nothing left" in text               # torchrun restarted the group
+    for environment in ({}, other, other):                      # the last is a restart
+        for given, words in [("never", "--resume never, but"), ("nowhere.pt", "drop --resume to")]:
+            expect_mistake(run_train(*flags, "--resume", given, **environment), words)
+    status, text, _ = run_train(*flags, "--resume", "never", **job)
+    assert status == 0 and "nothing left" in text
     os.truncate(out / "step_00000004.pt", 1000)                 # latest.pt is the same file
     status, text, error = run_train(*flags)
     assert status == 0 and "step_00000004.pt is damaged" in error and "after step 2" in text
@@ -3135,7 +3171,8 @@ def test_resume_auto_and_never(run_train, run_sample, shards, things, tmp_path):
 
 
 def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
-        run_train, shards, things, two_sources):
+        run_train, shards, things, two_sources, tmp_path):
+    """Of a file with weights alone, too."""
     out = things / "run"
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.iterdir()}
     middle, end = (f" {row['val_loss']:.4f} nats a" for row in read_metrics(out)[0][1::2])
@@ -3152,6 +3189,14 @@ def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
         assert middle in run_train("--data", shards, "--out", other, *TINY, "--eval-only",
                                    "--eval-tokens", 128 * 16, "--resume",
                                    out / "step_00000002.pt")[1]
+    weights = tmp_path / "weights.pt"
+    torch.save({**torch.load(things / "whole.pt"), "exp_avg": {}, "exp_avg_sq": {}, "scaler": {},
+                "monitor": {}, "data": None, "config": {}}, weights)
+    for world, kind, file, *layout in [(2, "resume", out / "step_00000004.pt", "--zero", 3),
+                                       (4, "init-from", weights, "--tp", 2, "--pp", 2)]:
+        jobs = launch(world, "--data", shards, "--out", out, *TINY, *layout, "--eval-only",
+                      "--eval-tokens", 128 * 16, f"--{kind}", file)
+        assert f"{file}, step 4, on {shards}: validation:{end}" in jobs[0].finish()[1]
     # Alone it reads all windows: 230 of 16 tokens.
     text = run_train("--data", shards, "--out", out, *TINY, "--eval-only")[1]
     assert "(on 3,680 of 3,695 tokens)" in text and end not in text
@@ -3220,6 +3265,12 @@ def test_a_run_goes_on_when_nobody_reads_its_lines(shards, tmp_path):
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait() == 0
     assert checkpoint.load(tmp_path / "latest.pt")["step"] == 4
+
+
+def test_a_kernel_that_fails_here_is_no_lost_peer():
+    with pytest.raises(torch.AcceleratorError) as error, parallel.comm_errors("all-reduce"):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+    assert parallel.fatal_message(error.value) is None
 
 
 def test_no_thread_of_gloo_outlives_a_run_even_if_its_last_save_fails(shards, tmp_path):
@@ -3413,7 +3464,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
 
 
 def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_sources, things,
-                                                                tmp_path):
+                                                                tmp_path, torchrun_job):
     base, out = tmp_path / "base.pt", tmp_path / "out"
     one = torch.load(shutil.copy(things / "whole.pt", base))
     flags = ["--data", two_sources / "b", "--out", out, "--init-from", base, "--warmup-steps", 2,
@@ -3430,14 +3481,15 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_s
     # The same command goes on, also with the file under another name, or without it.
     base = base.rename(tmp_path / "renamed.pt")
     flags[flags.index("--init-from") + 1] = os.path.relpath(base)
-    assert run_train(*flags, 2)[0] == 0 and saved(out, 2)["optimizer_steps"] == 2
+    job = torchrun_job()
+    assert run_train(*flags, 2, **job)[0] == 0 and saved(out, 2)["optimizer_steps"] == 2
     expect_mistake(run_train(*flags, 3, "--init-from", saved_file(out, 2)),
                    f"holds run {two['run']['id']}, which did not begin with --init-from "
                    f"{saved_file(out, 2)} (step 2 of run {two['run']['id']}): drop --init-from")
     assert two["run"]["origin"] == ["init-from", one["run"]["id"], 4]
     base.unlink()
     expect_mistake(run_train(*flags, 3), "drop --init-from to go on with that run")
-    assert run_train(*flags, 3, TORCHELASTIC_RESTART_COUNT=1)[0] == 0
+    assert run_train(*flags, 3, **job)[0] == 0
     without = [flag for flag in flags if flag not in ("--init-from", os.path.relpath(base))]
     assert run_train(*without, 4)[0] == 0 and saved(out, 4)["run"] == two["run"]
 
@@ -3711,6 +3763,14 @@ def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
     assert monitor.lr_factor == 0.6                     # the run got beyond both
 
 
+@pytest.mark.parametrize("call", ["open", "read"])
+def test_a_rollback_waits_for_the_file_system_and_takes_no_older_file(tmp_path, monkeypatch, call):
+    monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0, 0, 0, 0))
+    with failing(".pt", call, 99 * [errno.EIO]), pytest.raises(RunError) as stop:
+        watched(settings(tmp_path, steps=24, save_every=4, keep=9), poison)
+    assert stop.value.status == 1 and re.match(rf"{tmp_path}/step_.* could not be", str(stop.value))
+
+
 def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
     config = settings(tmp_path, steps=6, skip_steps="3:5", save_every=1, keep=9,
                       batch_ramp="2:2:40")
@@ -3939,7 +3999,7 @@ def contents(folder):
     return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
 
 
-def test_the_same_command_goes_on_with_its_branch(run_train, shards, tmp_path):
+def test_the_same_command_goes_on_with_its_branch(run_train, shards, tmp_path, torchrun_job):
     """Given again by a person or by torchrun, after a kill at its start and in the middle. Other
     flags do not make another run of it, another --out does."""
     base, out = tmp_path / "base", tmp_path / "branch"
@@ -3947,14 +4007,15 @@ def test_the_same_command_goes_on_with_its_branch(run_train, shards, tmp_path):
     run_train(*flags, "--out", base)
     before = contents(base)
     branch = [*flags, "--resume", base / "step_00000002.pt", "--out", out]
-    for losses, more, restarts, told in [
-            ([ZeroDivisionError], ["--lr", 0.5], 0, "base/step_00000002.pt, after step 2"),
-            ([1.0, ZeroDivisionError], ["--lr", 0.5, "--steps", 6], 0, "branch/step_00000002.pt"),
-            ([1.0], ["--lr", 0.5, "--steps", 6], 1, "branch/step_00000004.pt, after step 4"),
-            ([], ["--lr", 0.1], 0, "nothing left to do")]:
+    job = torchrun_job()
+    for losses, more, environment, told in [
+            ([ZeroDivisionError], ["--lr", 0.5], {}, "base/step_00000002.pt, after step 2"),
+            ([1.0, ZeroDivisionError], ["--lr", 0.5, "--steps", 6], job, "branch/step_00000002.pt"),
+            ([1.0], ["--lr", 0.5, "--steps", 6], job, "branch/step_00000004.pt, after step 4"),
+            ([], ["--lr", 0.1], {}, "nothing left to do")]:
         with mock.patch.object(train.Run, "evaluate_source", side_effect=losses), \
                 suppress(ZeroDivisionError):
-            text = run_train(*branch, *more, TORCHELASTIC_RESTART_COUNT=restarts)[1]
+            text = run_train(*branch, *more, **environment)[1]
             assert told in text, more
     assert column(read_metrics(out)[0], "step") == [3, 3, 4, 5, 5, 6]
     assert kinds(read_metrics(out)[1]) == ["resume"] * 3 + ["end"]
@@ -3962,7 +4023,7 @@ def test_the_same_command_goes_on_with_its_branch(run_train, shards, tmp_path):
     # A restart does not need the file any more.
     shutil.rmtree(base)
     expect_mistake(run_train(*branch, "--steps", 7), "drop --resume to go on with that run")
-    assert run_train(*branch, "--steps", 7, TORCHELASTIC_RESTART_COUNT=1)[0] == 0
+    assert run_train(*branch, "--steps", 7, **job)[0] == 0
     assert run_train(*flags, "--out", out, "--steps", 8)[0] == 0
     assert len({str(saved(out, step)["run"]) for step in (2, 6, 7, 8)}) == 1
 
@@ -3986,7 +4047,7 @@ def test_no_start_touches_another_runs_files(run_train, shards, tmp_path):
 
 
 def test_a_run_is_known_by_its_id_and_not_by_the_path_of_its_beginning(run_train, shards, tmp_path,
-                                                                       monkeypatch):
+                                                                       monkeypatch, torchrun_job):
     """The same file as ./base/FILE, as a link, and in a renamed directory; but not its neighbour.
     The branch's damaged newest file is told, and the branch falls back on its own first one, also
     where that is the only other and the base is gone."""
@@ -4007,11 +4068,10 @@ def test_a_run_is_known_by_its_id_and_not_by_the_path_of_its_beginning(run_train
         text = run_train(*flags, out, "--resume", file, "--steps", step)[1]
         assert f"after step {step - 1}" in text, file
     base = saved(Path("old"), 2)["run"]["id"]
-    expect_mistake(run_train(*flags, "new", "--resume", "old/step_00000003.pt"),
-                   f"did not begin with --resume old/step_00000003.pt (step 4 of run {base})")
-    # torchrun starts a refused command again: it is refused again.
-    expect_mistake(run_train(*flags, "new", "--resume", "old/step_00000003.pt",
-                             TORCHELASTIC_RESTART_COUNT=1), "did not begin with")
+    job = torchrun_job()
+    for _ in range(2):              # torchrun starts a refused command again
+        expect_mistake(run_train(*flags, "new", "--resume", "old/step_00000003.pt", **job),
+                       f"did not begin with --resume old/step_00000003.pt (step 4 of run {base})")
     shutil.rmtree("old")
     assert names_in(Path("new"))[:3] == ["latest.pt", "lock", "metrics.jsonl"]
     assert names_in(Path("new"))[3:] == ["step_00000002.pt", "step_00000008.pt"]

@@ -188,7 +188,8 @@ class Run:
         self.model = build_stage(cfg, grid)
         # Parameters become views into flat buffers, where dp, ZeRO and AdamW act.
         self.flat = FlatParameters(param_specs(self.model, cfg, grid), grid, param_dtype,
-                                   master_dtype, device, config.zero, host)
+                                   master_dtype, device, config.zero, host,
+                                   training=not config.eval_only)
         wrap_blocks(self.model, config.recompute, config.compile)
         if config.zero == 3:                    # parameters are gathered block by block
             fully_shard(self.model, self.flat)
@@ -883,10 +884,8 @@ def parse_flags(arguments) -> dict:
                          f"tensorboard,wandb")
     if {"steps", "epochs"} <= set(given):
         raise ValueError("--steps cannot be combined with --epochs: both say when the run ends")
-    explicit = given.get("resume", "auto") not in ("auto", "never")
-    if "init_from" in given and (explicit or "eval_only" in given):
-        raise ValueError("--init-from cannot be combined with --resume FILE or --eval-only: it "
-                         "begins a new run (--eval-only --resume FILE evaluates one)")
+    if "init_from" in given and given.get("resume", "auto") not in ("auto", "never"):
+        raise ValueError("--init-from cannot be combined with --resume FILE: it begins a new run")
     return given
 
 
@@ -899,26 +898,25 @@ def model_shape(flags: dict) -> dict:
     return shape
 
 
-def merge_config(given: dict, state: dict | None, initial=None) -> tuple[Config, dict]:
+def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[Config, dict]:
     """Command line, then checkpoint, then defaults -> the config and the model's shape (without
-    vocabulary and dropout). A new run has the shape of the checkpoint `initial`; its
+    vocabulary and dropout). With `weights_only` nothing but the shape is the checkpoint's, and
     seq_len may be shorter. Raises ValueError where the command line asks for another model."""
+    config = Config(**given)
     shape = model_shape(given)
-    source = state or initial
-    if source is None:
-        config = Config(**given)
+    if state is None:
         return config, SIZES[config.model] | shape
     for name, value in shape.items():
-        stored = source["model"][name]
-        shorter = name == "seq_len" and state is None and value < stored
+        stored = state["model"][name]
+        shorter = name == "seq_len" and weights_only and value < stored
         if value != stored and not shorter:
             raise ValueError(f"the checkpoint's model has {name} {stored}, not {value}: drop the "
-                             f"flag, or use another {'--out' if state else '--init-from'}")
-    shape = {name: source["model"][name] for name in SHAPE} | shape
-    if state is None:
-        return Config(**given), shape
-    stored = {name: state["config"][name] for name in STORED if name in state["config"]}
-    return Config(**{**stored, **given}), shape
+                             f"flag, or use another --out or checkpoint")
+    shape = {name: state["model"][name] for name in SHAPE} | shape
+    if not weights_only:
+        stored = {name: state["config"][name] for name in STORED if name in state["config"]}
+        config = Config(**{**stored, **given})
+    return config, shape
 
 
 def default_micro_batch(sizes: range, replicas: float, pp: int) -> int:
@@ -954,19 +952,19 @@ def check_config(config: Config, shape: dict, vocab_size: int,
 
 
 def validate(given: dict, state: dict | None, world: int,
-             initial: dict | None = None) -> tuple[Config, GPTConfig]:
+             weights_only: bool = False) -> tuple[Config, GPTConfig]:
     """Flags and checkpoint -> config and model. Raises ValueError or OSError if they cannot run."""
-    config, shape = merge_config(given, state, initial)
+    config, shape = merge_config(given, state, weights_only)
     data = TokenDataset(config.data, "train", shape["seq_len"])
     TokenDataset(config.data, "val", shape["seq_len"])
     config, cfg = check_config(config, shape, data.meta["vocab_size"], world)
-    if config.epochs is not None and not config.eval_only:
-        config = dataclasses.replace(config, steps=steps_of_epochs(config, data, state))
-    if initial is not None:
-        checkpoint.check_data(initial, data, config.data, same=False)
+    resumed = None if weights_only else state
     if state is not None:
-        checkpoint.check_data(state, data, config.data, same=not config.eval_only)
-        LossScaler().load_state_dict(state["scaler"])           # raises ValueError
+        checkpoint.check_data(state, data, config.data, same=not weights_only)
+    if config.epochs is not None and not config.eval_only:
+        config = dataclasses.replace(config, steps=steps_of_epochs(config, data, resumed))
+    if resumed is not None:
+        LossScaler().load_state_dict(resumed["scaler"])         # raises ValueError
     return config, cfg
 
 
@@ -975,51 +973,52 @@ def load_state(path) -> dict | None:
     return None if path is None else checkpoint.load(Path(path))
 
 
-def prepare(given: dict, world: int, local_world: int, device: torch.device, restarted: bool,
+def prepare(given: dict, world: int, local_world: int, device: torch.device,
             stack: ExitStack) -> tuple[Config, GPTConfig, checkpoint.Start]:
     """Resolve configuration and checkpoint on rank 0: config, model, and where the run begins.
     Finally lock --out; `stack` releases the lock. Raises ValueError, OSError or RunError."""
+    store = torch.distributed.HashStore()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":    # torchrun's outlives the group
+        store, _, _ = next(torch.distributed.rendezvous("env://"))
+    restarted = store.check(["begun"])          # a refused start leaves no key
     config = Config(**given)
     if config.log is not None:
         check_follower(config.log)
     out = Path(config.out)
     begin = checkpoint.find_start(out, config.resume, config.init_from, config.eval_only, restarted)
-    state, initial = None, None
     if begin.kind == "init-from":
         given = {**given, "init_from": str(begin.path)}
-        initial = checkpoint.load(begin.path)
-    elif begin.path is not None:
-        state = checkpoint.load(begin.path)
-    config, cfg = validate(given, state, world, initial)
+    config, cfg = validate(given, load_state(begin.path), world, begin.kind == "init-from")
     grid = Grid(world // (config.tp * config.pp), config.pp, config.tp)
     check_memory(cfg, grid, config, PRECISIONS[config.dtype], device, local_world)
     if not config.eval_only:
         stack.enter_context(checkpoint.lock_output_dir(out))
         if checkpoint.list_checkpoints(out) != begin.found:
             raise ValueError(f"another run has just written to {config.out}: start again")
+        store.set("begun", "")
     return config, cfg, begin
 
 
 def launch(given: dict, device: torch.device, rank: int, world: int, local_world: int,
-           restarted: bool, stack: ExitStack) -> int | None:
+           stack: ExitStack) -> int | None:
     """Start the run on this rank and train, or evaluate, to its end. Returns the number of the
     signal that stopped it, or None."""
     assert_own_gpu(device)
-    config, cfg, begin = on_rank0(
-        lambda: prepare(given, world, local_world, device, restarted, stack))
+    config, cfg, begin = on_rank0(lambda: prepare(given, world, local_world, device, stack))
     path = begin.path if begin.kind in ("continue", "resume") else None
     state = all_ranks(lambda: load_state(path))
-    if begin.kind == "resume" and not config.eval_only:
+    if begin.kind == "resume":
         checkpoint.start_branch(state, "lr" in given)
 
     train_data = all_ranks(lambda: TokenDataset(config.data, "train", cfg.seq_len))
     val_data = all_ranks(lambda: TokenDataset(config.data, "val", cfg.seq_len))
     fingerprints = list(train_data.sources)
     assert_equal_across_ranks(fingerprints, f"{config.data} differs between ranks: copy it")
-    if state is not None and not config.eval_only:
+    if state is not None:
         train_data.go_on(state["data"], state["consumed_samples"])
     if state is None or not set(fingerprints) <= set(state["data"][-1][1]):   # data new to this run
-        all_ranks(lambda: train_data.check(rank, world))
+        if not config.eval_only:
+            all_ranks(lambda: train_data.check(rank, world))
         all_ranks(lambda: val_data.check(rank, world))
 
     grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel,
@@ -1042,7 +1041,8 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
     config = run.config
     if config.eval_only:
         text = format_eval(run.evaluate(), run)
-        print_rank0(f"{begin.path}, step {run.step}, on {config.data}: {text}")
+        _, _, step = begin.run["origin"]
+        print_rank0(f"{begin.path}, step {step}, on {config.data}: {text}")
         return None
     if run.step >= config.steps:
         print_rank0(f"{begin.path} is step {run.step} of {config.steps}: nothing left to do; raise "
@@ -1119,7 +1119,6 @@ def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     try:                            # mistakes in the flags need no communication
         given = parse_flags(sys.argv[1:])
         config = Config(**given)
@@ -1136,8 +1135,7 @@ def main() -> None:
         with process_group(rank, world, device, timedelta(seconds=config.timeout)):
             try:
                 with ExitStack() as stack:
-                    signal_number = launch(given, device, rank, world, local_world, restarted,
-                                           stack)
+                    signal_number = launch(given, device, rank, world, local_world, stack)
             except RunError as error:               # raised alike on every rank
                 status = error.status
                 if rank == 0:
