@@ -488,6 +488,11 @@ class _LookupToMainGrad(torch.autograd.Function):
         return None, None
 
 
+def wide_dtype(x: torch.Tensor) -> torch.dtype:
+    """fp32, or x's own type if that is fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
     """grad (out, in) += dy^T x, for dy (N, out) and x (N, in): one matrix product if the types are
     equal, or on CUDA, which adds products of 16 bits to fp32; else in parts that fit the cache."""
@@ -502,49 +507,41 @@ def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
             rows += matmul(columns.t(), x)
 
 
-def chunk_loss(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, grid: Grid,
-               scale: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def chunk_loss(logits: torch.Tensor, p: torch.Tensor, targets: torch.Tensor, vocab_size: int,
+               grid: Grid, scale: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The summed cross-entropy of n positions in nats, the same on all ranks; and its gradient with
     respect to the logits, times `scale`, which overwrites `logits` (None if `scale` is None).
 
-    logits      (n, V / tp): the columns of this rank's rows of the token matrix
+    logits      (n, V / tp): this rank's columns
+    p           memory to compute in, like logits, but fp32 or fp64; it may be the same
     targets     (n,) tokens of the whole vocabulary; IGNORE_INDEX adds nothing
 
         loss = log sum_v exp(z_v) - z_target        gradient = softmax(z), less 1 at the target
 
-    T6. s_r = log of the sum of exp(z_v) over the columns of rank r (`local_logsumexp`). s is the
-    largest of them (`max_logsumexp`): exp(s_r - s) cannot overflow. Over the ranks
-
-        sum_v exp(z_v) = sum_r exp(s_r) = exp(s) total     share_r = exp(s_r - s), total their sum
-        softmax(z)_v = exp(z_v) / sum_v exp(z_v) = (softmax of rank r)_v share_r / total
+    T6. Three numbers of each position travel: its largest logit, which every rank subtracts so that
+    exp cannot overflow (it cancels), then the sum of the exp(z_v) and the target's logit.
     """
     group = grid.group("tp")
-    wide = torch.promote_types(logits.dtype, torch.float32)
     n, width = logits.shape
     first = grid.tp_rank * width                            # this rank's first token
     is_local = (targets >= first) & (targets < first + width)
+    counted = targets != IGNORE_INDEX
     rows = torch.arange(n, device=logits.device)
     columns = (targets - first).where(is_local, 0)
-    first_padded = max(vocab_size - first, 0)               # the columns from here on are no tokens
-    logits[:, first_padded:] = torch.finfo(logits.dtype).min    # a softmax of -inf alone is NaN
-    target_logit = logits[rows, columns].to(wide)                                   # (n,)
-    largest = logits.amax(dim=1).to(wide)
+    logits[:, max(vocab_size - first, 0):] = -math.inf      # columns from here on are padding
 
-    # In fp32, p is `logits` itself: the two tensors above are copies, and no logit is read again.
-    p = logits.to(wide)
-    torch.softmax(p, 1, out=p)                              # over this rank's columns
-    local_logsumexp = largest - p.amax(dim=1).log()         # p's largest is exp(largest - s_r)
-    max_logsumexp = all_reduce(local_logsumexp.clone(), group, dist.ReduceOp.MAX).wait()
-    share = (local_logsumexp - max_logsumexp).exp()
-    local_target = (target_logit - max_logsumexp).where(is_local, 0)    # one rank has the target
-    total, shifted_target = all_reduce(torch.stack([share, local_target]), group).wait()
-    counted = targets != IGNORE_INDEX
-    loss = (total.log() - shifted_target).where(counted, 0).sum()       # s cancels
+    p.copy_(logits)
+    largest = all_reduce(p.amax(1), group, dist.ReduceOp.MAX).wait()                    # (n,)
+    p -= largest.unsqueeze(1)
+    target_logit = p[rows, columns].where(is_local, 0)      # one rank has it
+    p.exp_()
+    total, target_logit = all_reduce(torch.stack([p.sum(1), target_logit]), group).wait()
+    loss = (total.log() - target_logit).where(counted, 0).sum()
     if scale is None:
         return loss, None
 
-    weight = counted.to(wide) * scale                       # (n,) of each position in the loss
-    p *= (weight * share / total).unsqueeze(1)
+    weight = counted.to(p.dtype) * scale                    # (n,) of each position in the loss
+    p *= (weight / total).unsqueeze(1)
     p[rows, columns] -= weight * is_local
     return loss, logits.copy_(p)
 
@@ -570,21 +567,22 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         shape = x.shape
         x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
         in_main_grad = hasattr(weight, "main_grad")                         # T8
+        wide = wide_dtype(x)
+        dx = torch.empty_like(x)
         if scale is not None:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            dx = torch.empty_like(x)
             dw = weight.main_grad() if in_main_grad else torch.zeros_like(weight, dtype=wide)
         loss = 0.0
         size = chunk_size(len(x), len(weight), x.device.type)
         memory = x.new_empty(size, len(weight))                             # of all chunks
-        for i in range(0, len(x), size):
-            chunk = slice(i, min(i + size, len(x)))
-            logits = matmul(x[chunk], weight.t(), out=memory[:chunk.stop - i])  # (n, V / tp)
-            term, dz = chunk_loss(logits, targets[chunk], vocab_size, grid, scale)
-            loss += term
+        p = memory.to(wide)                                                 # in fp32 the same
+        for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
+            n = len(x_i)
+            logits = matmul(x_i, weight.t(), out=memory[:n])                # (n, V / tp)
+            loss_i, dz = chunk_loss(logits, p[:n], targets_i, vocab_size, grid, scale)
+            loss += loss_i
             if scale is not None:
-                matmul(dz, weight, out=dx[chunk])
-                add_product(dw, dz, x[chunk])
+                matmul(dz, weight, out=dx_i)
+                add_product(dw, dz, x_i)
 
         if scale is not None:
             dx = sum_over_ranks(dx.view(shape), grid).wait()
@@ -620,8 +618,8 @@ class VocabParallelHead(TensorParallel):
         self.norms = 0.0
 
     def forward(self, x, targets):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        self.norms += torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).sum()
+        norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide_dtype(x))       # (B, T)
+        self.norms += norms.sum()
         return VocabParallelCrossEntropy.apply(
             self.norm(x), self.weight, targets, self.vocab_size, self.grid,
             self.scale if torch.is_grad_enabled() else None)
