@@ -27,13 +27,12 @@ import signal
 import sys
 import time
 import uuid
-from collections import Counter, namedtuple
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -742,28 +741,32 @@ def make_schedule(name: str, grid: Grid, num_microbatches: int) -> list[tuple[st
     return schedule(grid.stage, grid.pp, num_microbatches)
 
 
-def start_messages(grid: Grid, messages: list[tuple]) -> list[Work]:
-    """Start all messages together (P5): on NCCL as one operation, on gloo singly, with tags (P6).
-    A message is (dist.isend, op, microbatch, result) or (dist.irecv, op, microbatch, a tensor like
-    the input). Returns a Work for each. Beyond the ends of the pipeline its result is None."""
+class Message(NamedTuple):
+    sending: bool               # an op's result; else its input is received
+    op: str
+    microbatch: int
+    tensor: torch.Tensor        # the result, or a tensor like the input
+
+
+def start_messages(grid: Grid, messages: list[Message]) -> list[Work]:
+    """Start all messages together (P5): on NCCL as one operation, on gloo singly, where the tag, the
+    microbatch, tells them apart (P6). Returns a Work for each, whose result is None beyond the ends
+    of the pipeline."""
     works, operations = [], []
-    for kind, op, m, x in messages:
+    for sending, op, m, x in messages:
         step = 1 if op == "F" else -1       # activations go to the next stage, gradients back
-        if kind is dist.isend:
-            stage = grid.stage + step
-            direction = "send to"
-        else:
-            stage = grid.stage - step
-            direction = "receive from"
+        stage = grid.stage + step if sending else grid.stage - step
         if not 0 <= stage < grid.pp:
             works.append(Work(None))
             continue
-        x = x.detach().contiguous() if kind is dist.isend else torch.empty_like(x)
+        kind = dist.isend if sending else dist.irecv
+        x = x.detach().contiguous() if sending else torch.empty_like(x)
         peer = grid.rank + (stage - grid.stage) * grid.tp
         operations.append(dist.P2POp(kind, x, peer, grid.group("pp"), m))
+        direction = "send to" if sending else "receive from"
         works.append(Work(x, operation=f"{OP_NAMES[op]} of microbatch {m}: {direction} rank {peer} "
                                        f"(stage {stage})"))
-    started = [work for work in works if work.operation]
+    started = [work for work in works if work.result is not None]
     if started:
         with comm_errors(", ".join(work.operation for work in started)):
             handles = dist.batch_isend_irecv(operations)
@@ -782,7 +785,7 @@ def connect(grid: Grid, device: torch.device) -> None:
     one = torch.zeros(1, device=device)
     for group in grid.groups.values():
         all_reduce(one, group).wait()
-    messages = [(kind, op, 0, one) for kind in (dist.isend, dist.irecv) for op in "FB"]
+    messages = [Message(sending, op, 0, one) for sending in (True, False) for op in "FB"]
     for work in start_messages(grid, messages):
         work.wait()
 
@@ -825,25 +828,26 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like:
         return x.grad
 
     sends = {"F": Work(None), "B": Work(None)}      # the last ones
-    [arriving] = start_messages(grid, [(dist.irecv, *schedule[0], activation_like)])
+    [arriving] = start_messages(grid, [Message(False, *schedule[0], activation_like)])
     for (op, m), following in zip(schedule, schedule[1:] + [None]):
         x = arriving.wait()
-        # If the next op has the same kind, its input comes from one neighbor and this op's result
-        # goes to the other, so the receive may start now (P3). If not, both messages are with one
-        # neighbor, whose messages cross them: they start together, after this op (P5).
-        requests = [] if following is None else [(dist.irecv, *following, activation_like)]
-        if requests and following[0] == op:
-            [arriving] = start_messages(grid, requests)
-            requests = []
+        receive = []
+        if following is not None:
+            receive = [Message(False, *following, activation_like)]
+            # P3. Same kind next (F, F): its input comes from the other neighbor than this result
+            # goes to, so receive now. The kind changes (F, B): both messages are with one neighbor
+            # and cross, so they start together after the op.
+            if following[0] == op:
+                [arriving] = start_messages(grid, receive)
+                receive = []
         try:
             y = forward(m, x) if op == "F" else backward(m, x)
         except PeerError as error:
             raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
         sends[op].wait()                                                        # P4
-        works = start_messages(grid, [(dist.isend, op, m, y)] + requests)
-        sends[op] = works[0]
-        if requests:
-            arriving = works[1]
+        sends[op], *receiving = start_messages(grid, [Message(True, op, m, y)] + receive)
+        if receive:
+            [arriving] = receiving
     for work in sends.values():
         work.wait()
     return loss
@@ -892,56 +896,61 @@ def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
                                     preserve_rng_state=False)
 
 
-TimedOp = namedtuple("TimedOp", "op microbatch start end")
+UNITS = {"F": 1, "B": 2}        # of time that an op takes
 
 
-def clock(schedules) -> list[list[TimedOp]]:
-    """Simulate the stages' schedules without processes; returns each stage's ops. A forward takes
-    one unit of time, a backward two. An op starts when its stage is free and its input has arrived.
-    Raises ValueError on a deadlock."""
-    p = len(schedules)
-    # A microbatch passes 2p places: forward through stages 0 to p - 1, backward through p - 1 to 0.
-    arrival = {(m, 0): 0 for _, m in schedules[0]}      # (microbatch, place) -> time
-    timeline = [[] for _ in schedules]
-    while any(len(row) < len(schedule) for row, schedule in zip(timeline, schedules)):
-        arrivals_before = len(arrival)
-        for stage, (row, schedule) in enumerate(zip(timeline, schedules)):
-            for op, m in schedule[len(row):]:
-                place = stage if op == "F" else 2 * p - 1 - stage
-                if (m, place) not in arrival:
-                    break                               # another stage has to go first
-                free = row[-1].end if row else 0
-                start = max(arrival[m, place], free)
-                end = start + (1 if op == "F" else 2)
-                row.append(TimedOp(op, m, start, end))
-                arrival[m, place + 1] = end
-        if len(arrival) == arrivals_before:
+def clock(schedules: list) -> list[dict]:
+    """Simulate the stages' schedules without processes; returns {op: its end} of each stage. An op
+    starts when its stage is free and its input has arrived. Raises ValueError on a deadlock."""
+    ends = [{} for _ in schedules]
+    arrived = {(0, "F", m): 0 for _, m in schedules[0]}     # (stage, op, microbatch) -> input there
+    while any(len(row) < len(ops) for row, ops in zip(ends, schedules)):
+        arrivals_before = len(arrived)
+        for stage, (row, ops) in enumerate(zip(ends, schedules)):
+            for op, m in ops[len(row):]:
+                if (stage, op, m) not in arrived:
+                    break                                   # another stage has to go first
+                free = max(row.values(), default=0)
+                row[op, m] = max(arrived[stage, op, m], free) + UNITS[op]
+                if op == "B":
+                    follower = (stage - 1, "B", m)
+                elif stage == len(schedules) - 1:
+                    follower = (stage, "B", m)              # the loss
+                else:
+                    follower = (stage + 1, "F", m)
+                arrived[follower] = row[op, m]
+        if len(arrived) == arrivals_before:
             raise ValueError("the schedules wait for each other: deadlock")
-    return timeline
+    return ends
 
 
-def bubble(timeline) -> float:
-    """The fraction of all stages' time that is idle."""
-    span = max(row[-1].end for row in timeline)
-    busy = sum(op.end - op.start for row in timeline for op in row)
-    return 1 - busy / (span * len(timeline))
+def bubble(ends: list[dict]) -> float:
+    """The fraction of all stages' time that is idle, from `clock`'s table."""
+    span = max(max(row.values()) for row in ends)
+    busy = sum(UNITS[op] for row in ends for op, _ in row)
+    return 1 - busy / (span * len(ends))
 
 
-def live_activations(schedule) -> int:
+def live_activations(schedule: list) -> int:
     """The largest number of microbatches between their forward and their backward."""
-    return max(accumulate(1 if op == "F" else -1 for op, _ in schedule))
+    live = 0
+    largest = 0
+    for op, _ in schedule:
+        live += 1 if op == "F" else -1
+        largest = max(largest, live)
+    return largest
 
 
-def draw(timeline) -> str:
-    """A line for each stage, a column for each unit of time, as in the picture above."""
-    span = max(row[-1].end for row in timeline)
-    width = max(len(str(op.microbatch)) for row in timeline for op in row) + 2
+def draw(ends: list[dict]) -> str:
+    """`clock`'s table as a line for each stage, a column for each unit of time, as shown above."""
+    span = max(max(row.values()) for row in ends)
+    width = 1 + max(len(f"{op}{m}") for op, m in ends[0])
     lines = []
-    for s, row in enumerate(timeline):
+    for stage, row in enumerate(ends):
         cells = ["."] * span
-        for op, m, start, end in row:
-            cells[start:end] = [f"{op}{m}"] * (end - start)
-        lines.append(f"stage {s:2d}  " + "".join(c.ljust(width) for c in cells).rstrip())
+        for (op, m), end in row.items():
+            cells[end - UNITS[op]:end] = [f"{op}{m}"] * UNITS[op]
+        lines.append(f"stage {stage:2d}  " + "".join(cell.ljust(width) for cell in cells).rstrip())
     return "\n".join(lines)
 
 
@@ -1697,11 +1706,11 @@ def main() -> None:
     if p < 1 or m < 1:
         parser.error("--pp and --microbatches must be at least 1")
     schedules = [SCHEDULES[args.pp_schedule](stage, p, m) for stage in range(p)]
-    timeline = clock(schedules)
+    ends = clock(schedules)
     counts = [f"stage {stage}: {live_activations(ops)}" for stage, ops in enumerate(schedules)]
     print(f"{args.pp_schedule}, {p} stages, {m} microbatches; a backward takes two units of time")
-    print(f"\n{draw(timeline)}\n")
-    print(f"bubble {bubble(timeline):.1%} of the time, "
+    print(f"\n{draw(ends)}\n")
+    print(f"bubble {bubble(ends):.1%} of the time, "
           f"(p - 1) / (m + p - 1) = {(p - 1) / (m + p - 1):.1%}")
     print(f"live activations, in microbatches: {', '.join(counts)}")
 

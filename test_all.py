@@ -1306,8 +1306,8 @@ def test_a_stage_has_no_input_or_result_beyond_the_pipelines_ends():
     def peers(rank, op):
         messages, x = [], torch.zeros(1)
         with messages_started(messages.extend):
-            parallel.start_messages(Grid(1, 3, 2, rank), [(kind, op, 0, x) for kind in (
-                dist.irecv, dist.isend)])
+            parallel.start_messages(Grid(1, 3, 2, rank), [(sending, op, 0, x) for sending in (
+                False, True)])
         return [peer for _, _, peer, *_ in messages]
     assert [peers(2, op) for op in "FB"] == [[0, 4], [4, 0]]
     assert [peers(0, op) for op in "FB"] == [[2], [2]]
