@@ -83,9 +83,8 @@ class Grid:
 
 def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
               timeout: timedelta | None = None, device=torch.device("cpu")) -> Grid:
-    """The grid of `world` ranks, with process groups: by gloo if `device` is the CPU, else by NCCL.
-    All ranks call this, and create every group together. `timeout` is how long an operation waits
-    for another rank (None: 30 minutes)."""
+    """The grid of `world` ranks, with process groups by gloo or, on GPUs, NCCL; all ranks create
+    every group together. An operation waits `timeout` for another rank (None: 30 minutes)."""
     grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel)
     pipelines = grid.ranks.permute(0, 2, 1).reshape(-1, pp)
     members = {
@@ -159,9 +158,8 @@ def _exchange(outgoing: list, incoming: list, group) -> list:
     the handles. All ranks must start exchanges in the same order: gloo pairs messages of equal tag
     by order."""
     others = [r for r in range(group.size()) if r != group.rank()]
-    sends = [dist.isend(outgoing[r], group=group, group_dst=r) for r in others]
-    receives = [dist.irecv(incoming[r], group=group, group_src=r) for r in others]
-    return sends + receives
+    return ([dist.isend(outgoing[r], group=group, group_dst=r) for r in others]
+            + [dist.irecv(incoming[r], group=group, group_src=r) for r in others])
 
 
 def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
@@ -269,14 +267,13 @@ def plain_mlp(x, up, up_bias, down, down_bias):
 
 # The rest of this section differs from `plain_mlp`:
 #
-#        difference                               gain                      where
-#   TP1  a rank stores only its shard             memory / tp               ParamSpec.shard
-#   TP2  sequence parallelism from g to f         activations / tp there    gather_positions
-#   TP3  f and the next product are one Function  sum of dx runs during dW  _ColumnParallel
-#   TP4  the token matrix, the largest, is cut    memory / tp               VocabParallelEmbedding
-#   TP5  the loss sends 3 numbers a position      not V / tp logits         chunk_loss
-#   TP6  its forward computes the gradients, too  one chunk of logits       VocabParallel-
-#                                                 exists at a time          CrossEntropy
+#        difference                             gain                      where
+#   TP1  a rank stores only its shard           memory / tp               ParamSpec.shard
+#   TP2  sequence parallelism from g to f       activations / tp there    gather_positions
+#   TP3  f is fused with the next product       sum of dx runs during dW  _ColumnParallel
+#   TP4  the token matrix, the largest, is cut  memory / tp               VocabParallelEmbedding
+#   TP5  the loss sends 3 numbers per position  not V / tp logits         chunk_loss
+#   TP6  its forward computes its gradients     logits of one chunk       VocabParallelCrossEntropy
 
 
 @dataclass
@@ -423,8 +420,7 @@ class ColumnParallelLinear(TensorParallel):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """The matrices of q, k and v, one above the other: each is cut by heads on its own."""
-    stride = 3
+    stride = 3          # the matrices of q, k and v, stacked: each is cut by heads on its own
 
 
 class RowParallelLinear(TensorParallel):
@@ -440,7 +436,6 @@ class RowParallelLinear(TensorParallel):
 
 class PositionEmbedding(TensorParallel):
     """positions 0, 1, ... n - 1, counted from where this rank's slice starts -> (n, C)."""
-
     def forward(self, positions):
         first = self.grid.tp_rank * len(positions) if self.grid.sequence_parallel else 0
         return F.embedding(positions + first, self.weight)
@@ -540,7 +535,7 @@ MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}
 
 
 def chunk_size(positions: int, vocab: int, device_type: str) -> int:
-    """Number of positions whose logits, of `vocab` tokens each, are materialized at once."""
+    """Number of positions whose logits, of `vocab` tokens each, exist at once."""
     max_logits = MAX_LOGITS["cpu" if device_type == "cpu" else "gpu"]
     return min(positions, max(1, max_logits // vocab))
 
@@ -585,8 +580,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         if dw is not None:
             dx, dw = dx * upstream, dw * upstream
-        # Not checked on a GPU: it would synchronize.
-        elif upstream.device.type == "cpu" and upstream != 1:
+        elif upstream.device.type == "cpu" and upstream != 1:       # (a GPU would synchronize)
             raise RuntimeError("the gradient of the loss is not 1, but the token matrix's gradient "
                                "has been added to main_grad: call backward() on the loss itself, "
                                "and set head.scale instead")
@@ -614,7 +608,7 @@ class VocabParallelHead(TensorParallel):
             self.scale if torch.is_grad_enabled() else None)
 
 
-TP_PLAN = {         # which module of model.py becomes what
+TP_PLAN = {         # which module of model.py becomes what (build_stage)
     "attn.qkv": QKVParallelLinear,
     "attn.proj": RowParallelLinear,
     "mlp.up": ColumnParallelLinear,
@@ -624,18 +618,6 @@ TP_PLAN = {         # which module of model.py becomes what
     "head": VocabParallelHead,
 }
 TIED = {"head.weight": "embed.token.weight"}    # one matrix: its name in the head, its global name
-
-
-def parallelize(model: GPT, grid: Grid) -> None:
-    """Replace the modules of TP_PLAN. Their parameters are still whole, and the caller replaces
-    them by shards (`param_specs` gives the ParamSpec of each)."""
-    for name, module in list(model.named_modules()):
-        name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
-        if name_in_plan in TP_PLAN:
-            model.set_submodule(name, TP_PLAN[name_in_plan](module, grid))
-    for block in model.blocks.values():
-        # Different heads need different dropout masks.
-        block.attn.core_attention.rng_offset = grid.tp_rank
 
 
 # ---------------------------------------------------------------------------------------------
@@ -678,15 +660,13 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
 
 # The rest of this section differs from `plain_pipeline`:
 #
-#        difference                             gain                              where
-#   PP1  a stage's ops are a list               one executor runs any schedule    run_schedule
-#   PP2  1F1B: backwards start early            activations of p microbatches,    one_f_one_b
-#                                               not m
-#   PP3  crossing messages start together       NCCL cannot hang                  start_messages
-#   PP4  a rank has only its stage's layers     parameters / p                    build_stage
-#   PP5  both end stages have the tied matrix   only its gradients travel         finish_grad_sync
-#   PP6  backward recomputes a block from its   1 stored value per position and   wrap_blocks
-#        input, for a third more FLOPs          channel, not about 16
+#        difference                          gain                                  where
+#   PP1  a stage's ops are a list            one executor runs any schedule        run_schedule
+#   PP2  1F1B: backwards start early         activations of p microbatches, not m  one_f_one_b
+#   PP3  crossing messages start together    NCCL cannot hang                      start_messages
+#   PP4  a rank has only its stage's layers  parameters / p                        build_stage
+#   PP5  both ends have the tied matrix      only its gradients travel             finish_grad_sync
+#   PP6  backward recomputes a block         stores 1 value instead of about 16    wrap_blocks
 #
 # GPipe and 1F1B on three stages. F2 is the forward of microbatch 2, a backward takes two units of
 # time, and a dot is idle time. Both idle for (p - 1) / (m + p - 1) of the time, the bubble; the
@@ -779,8 +759,8 @@ def connect(grid: Grid, device: torch.device) -> None:
 
 def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like: torch.Tensor,
                  flat=None, scale: float = 1.0) -> torch.Tensor:
-    """Run this stage's list of ops. Returns the sum of the losses on the last stage, not scaled, in
-    `sum_dtype`; 0 on the other stages. Raises PeerError if another rank is gone or hangs.
+    """PP1: run this stage's list of ops. Returns the sum of the losses, not scaled, in `sum_dtype`;
+    0 on all stages but the last. Raises PeerError if another rank is gone or hangs.
 
     batch            microbatch -> (tokens (B, T), targets (B, T), dropout seed)
     activation_like  a tensor like the activations between stages, (B, T, C) or (B, T / tp, C)
@@ -816,25 +796,23 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like:
 
     sends = {"F": Work(None), "B": Work(None)}      # the last ones
     [arriving] = start_messages(grid, [Message(False, *schedule[0], activation_like)])
-    for (op, m), following in zip(schedule, schedule[1:] + [None]):
+    for i, (op, m) in enumerate(schedule):
         x = arriving.wait()
-        receive = []
-        if following is not None:
-            receive = [Message(False, *following, activation_like)]
-            # Same kind next (F, F): its input comes from the other neighbor, so receive now (GPipe
-            # is 3 to 10% faster on CPUs). Kind changes (F, B): both messages are with one neighbor
-            # and cross, so start them together after the op.
-            if following[0] == op:
-                [arriving] = start_messages(grid, receive)
-                receive = []
+        following = [Message(False, *other, activation_like) for other in schedule[i + 1:i + 2]]
+        # Same kind next (F, F): its input comes from the other neighbor, so receive now (GPipe is 3
+        # to 10% faster on CPUs). Kind changes (F, B): both messages are with one neighbor and
+        # cross, so start them together after the op.
+        if following and following[0].op == op:
+            [arriving] = start_messages(grid, following)
+            following = []
         try:
             y = forward(m, x) if op == "F" else backward(m, x)
         except PeerError as error:
             raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
         sends[op].wait()                # the one before, which has traveled during this op
-        sends[op], *receiving = start_messages(grid, [Message(True, op, m, y)] + receive)
-        if receive:
-            [arriving] = receiving
+        sends[op], *receives = start_messages(grid, [Message(True, op, m, y)] + following)
+        if following:
+            [arriving] = receives
     for work in sends.values():
         work.wait()
     return loss
@@ -847,8 +825,9 @@ def stage_layers(n_layer: int, pp: int, stage: int) -> range:
 
 
 def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
-    """PP4: this rank's part of the GPT, with the modules of section 2, on the meta device, without
-    memory: its stage's blocks; the first stage has `embed`, the last `head`."""
+    """This rank's part of the GPT, on the meta device, without memory: its stage's blocks (PP4; the
+    first stage also has `embed`, the last `head`) with the modules of section 2, whose parameters
+    are still whole: the caller replaces them by shards (`param_specs`)."""
     with torch.device("meta"):
         model = GPT(cfg)
     layers = stage_layers(cfg.n_layer, grid.pp, grid.stage)
@@ -859,14 +838,20 @@ def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
         model.embed = None
     if not grid.is_last:
         model.head = None
-    parallelize(model, grid)
+    for name, module in list(model.named_modules()):
+        name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
+        if name_in_plan in TP_PLAN:
+            model.set_submodule(name, TP_PLAN[name_in_plan](module, grid))
+    for block in model.blocks.values():     # different heads need different dropout masks
+        block.attn.core_attention.rng_offset = grid.tp_rank
     return model
 
 
 def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
-    """Compile each block's forward, recompute its activations in backward (PP6; by blocks as in
-    Chen et al. 2016), or both. Communication and dropout run eagerly; the rest is compiled once for
-    all blocks."""
+    """Compile each block's forward, or recompute its activations, or both. Communication and
+    dropout run eagerly; the rest is compiled once for all blocks. PP6: backward recomputes a block
+    from its input: 1 stored value per position and channel instead of about 16, for a third more
+    FLOPs (by blocks as in Chen et al. 2016)."""
     def runs_eagerly(module):
         communicates = isinstance(module, TensorParallel) and module.grid.tp > 1
         return communicates or (isinstance(module, Dropout) and module.p > 0)
@@ -985,28 +970,27 @@ def plain_zero_step(model, shard, optimizer, tokens, targets):
 # rest. ZeRO 3 keeps no `full` either: it gathers a block's parameters before its forward and before
 # its backward, while another block runs, and frees them after (FSDP, Zhao et al. 2023).
 #
-# In a step of m microbatches (in fp32 a parameter is its own master):
+# A step of m microbatches (in fp32 a parameter is its own master; the last column: 16 bits):
 #
-#             what is kept                          bytes kept per parameter    bytes sent per parameter
-#     ZeRO    masters, moments    grad     data     16 bits      fp32           and step, x (dp-1)/dp
-#       0     full                full     full     18           16             8
-#       1     shard               full     full     6 + 12/dp    8 + 8/dp       4 + 2       (16 bits)
-#       2     shard               shard    full     2 + 16/dp    4 + 12/dp      4m + 2
-#       3     shard               shard    shard    18/dp        16/dp          4m + 4m
+#             masters,                     bytes kept per parameter    bytes sent per parameter
+#     ZeRO    moments    grad     data     16 bits      fp32           and step, x (dp-1)/dp
+#       0     full       full     full     18           16             8
+#       1     shard      full     full     6 + 12/dp    8 + 8/dp       4 + 2
+#       2     shard      shard    full     2 + 16/dp    4 + 12/dp      4m + 2
+#       3     shard      shard    shard    18/dp        16/dp          4m + 4m
 #
 # The rest of this section differs from `plain_step` (numbers of GPT-2 124M in 16 bits):
 #
-#        difference                             gain                           where
-#   DP1  microbatches add up, one sync a step   1/m of the traffic             prepare_grad_sync
-#   DP2  parameters are views in flat buckets   26 messages, not 148           Bucket
-#   DP3  gradients add up in the masters' type  in bf16, adding 1 to 256       _grad_ready
-#                                               changes nothing
-#   DP4  a hook starts a complete bucket's sum  24 of 26 overlap backward      _start_grad_sync
-#   DP5  all are awaited at the end             in ZeRO 0 no hook waits        finish_grad_sync
-#   DP6  the tied matrix has its own bucket     no other bucket waits for it   make_buckets
-#   DP7  ZeRO 1: a replica updates one shard    12 of 18 bytes become 12/dp    _start_grad_sync
-#   DP8  ZeRO 2: and keeps only its gradients   4 more bytes become 4/dp       _start_grad_sync
-#   DP9  ZeRO 3: and only its parameters        2 more bytes become 2/dp       fully_shard
+#        difference                              gain                          where
+#   DP1  microbatches add up, one sync a step    1/m of the traffic            prepare_grad_sync
+#   DP2  parameters are views into flat buckets  26 messages, not 148          Bucket
+#   DP3  gradients add up in the masters' type   (in bf16, 256 + 1 = 256)      _grad_ready
+#   DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
+#   DP5  all are awaited at the end              in ZeRO 0 no hook waits       finish_grad_sync
+#   DP6  the tied matrix has its own bucket      no other bucket waits for it  make_buckets
+#   DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/dp   _start_grad_sync
+#   DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/dp      _start_grad_sync
+#   DP9  ZeRO 3: and only its parameters         2 more bytes become 2/dp      fully_shard
 #
 # The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
 # for each block. Backward completes them from the right; every rank communicates in that order.
@@ -1036,6 +1020,7 @@ def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
 
 class Bucket:
     """DP2: parameters that are communicated together, laid out flat, padded to dp equal shards.
+    `name` is as drawn above: tied, ends, 0.attn ...
 
     data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
     grad            (numel,) their gradients; from ZeRO 2 on None from a sync to the next gradient
@@ -1098,15 +1083,13 @@ def make_buckets(specs: list[ParamSpec], dp: int, num_shards: int = 1,
     """The buckets drawn above. DP6: the tied gradient is complete only at backward's end."""
     contents = {"tied": [], "ends": []}
     for spec in specs:
-        path = spec.name.split(".")             # blocks, number, module, ...
-        if spec.name in TIED.values():
-            bucket = "tied"
-        elif path[0] != "blocks":
-            bucket = "ends"
-        elif path[2] in ("norm1", "attn"):
-            bucket = f"{path[1]}.attn"
-        else:
-            bucket = f"{path[1]}.mlp"
+        match spec.name.split("."):
+            case ["blocks", number, "norm1" | "attn", *_]:
+                bucket = f"{number}.attn"
+            case ["blocks", number, *_]:
+                bucket = f"{number}.mlp"
+            case _:
+                bucket = "tied" if spec.name in TIED.values() else "ends"
         contents.setdefault(bucket, []).append(spec)
     return [Bucket(name, group, dp, num_shards, shard_rank)
             for name, group in contents.items() if group]
@@ -1456,8 +1439,7 @@ class RunError(Exception):
 
 
 class PeerError(RuntimeError):
-    """Another rank is gone or did not answer within the timeout. The message names the operation
-    and the ranks that take part; `run_schedule` adds the microbatch."""
+    """Another rank is gone or did not answer in time. The message names the operation and ranks."""
 
 
 @contextmanager
@@ -1661,8 +1643,8 @@ def copy_to_host_async(x: torch.Tensor) -> tuple:
 
 
 def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
-    """x on the host, when the device has computed it; PeerError if that takes more than `timeout`
-    seconds. (If a rank hangs, a plain copy blocks until NCCL's own watchdog, for minutes.)"""
+    """x on the host; PeerError if the device takes more than `timeout` seconds to compute it. (If
+    a rank hangs, a plain copy blocks until NCCL's own watchdog, for minutes.)"""
     if x.device.type == "cpu":
         return x
     host, event = copy_to_host_async(x)
