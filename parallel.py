@@ -91,13 +91,13 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
         "tp": grid.ranks.reshape(-1, tp),                           # share each matrix
         "dp": grid.ranks.permute(1, 2, 0).reshape(-1, grid.dp),     # hold the same weights
         "pp": pipelines,                                            # share the layers
-        "embedding": pipelines[:, [0, -1]],     # the end stages both hold the tied matrix
+        "embedding": pipelines[:, [0, -1]],     # hold the tied matrix (one rank twice if pp is 1)
         "world": grid.ranks.reshape(1, world),
     }
     backend = "gloo" if device.type == "cpu" else "nccl"
     for name, rows in members.items():
         for ranks in rows.tolist():
-            if len(set(ranks)) > 1:             # (with pp 1 both end stages are one rank)
+            if len(set(ranks)) > 1:
                 group = dist.new_group(ranks, timeout=timeout, backend=backend)
                 if rank in ranks:
                     grid.groups[name] = group
@@ -436,6 +436,7 @@ class RowParallelLinear(TensorParallel):
 
 class PositionEmbedding(TensorParallel):
     """positions 0, 1, ... n - 1, counted from where this rank's slice starts -> (n, C)."""
+
     def forward(self, positions):
         first = self.grid.tp_rank * len(positions) if self.grid.sequence_parallel else 0
         return F.embedding(positions + first, self.weight)
@@ -1328,11 +1329,10 @@ def adamw_step(bucket: Bucket, grad: torch.Tensor, step: int, lr: float, beta1: 
         shard = bucket.shard
         tensors = [[x[s] for s in slices]
                    for x in (shard["master"], grad, shard["exp_avg"], shard["exp_avg_sq"])]
-        if slices:
-            # adamw adds 1 to each step number. (The empty list is amsgrad's.)
-            steps = torch.full((len(slices),), step - 1.0, device=grad.device).unbind()
-            adamw(*tensors, [], list(steps), fused=True, amsgrad=False, maximize=False, lr=lr,
-                  beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
+        # adamw adds 1 to each step number. (The empty list is amsgrad's.)
+        steps = torch.full((len(slices),), step - 1.0, device=grad.device).unbind()
+        adamw(*tensors, [], list(steps), fused=True, amsgrad=False, maximize=False, lr=lr,
+              beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
 
 def fully_shard(model: GPT, flat: FlatParameters) -> None:
