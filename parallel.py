@@ -498,7 +498,7 @@ def chunk_loss(logits: torch.Tensor, p: torch.Tensor, targets: torch.Tensor, voc
     respect to the logits, times `scale`, which overwrites `logits` (None if `scale` is None).
 
     logits      (n, V / tp): this rank's columns
-    p           memory to compute in, like logits, but fp32 or fp64; it may be the same
+    p           memory to compute in, like logits, but fp32 or fp64; it may be `logits`
     targets     (n,) tokens of the whole vocabulary; IGNORE_INDEX adds nothing
 
         loss = log sum_v exp(z_v) - z_target        gradient = softmax(z), less 1 at the target
