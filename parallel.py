@@ -6,9 +6,8 @@
     4. Data parallelism, ZeRO  the batch is split over replicas; ZeRO shards their state
     5. Processes               errors, start, signals and devices
 
-Sections 2 to 4 begin with the plain form of their technique, which only a test runs. A list then
-says in what the code differs from it, and why: T1 to T9, P1 to P11, D1 to D11. Comments in the code
-refer to these names.
+Each of sections 2 to 4 starts with a minimal version, which only a test runs, then lists how the
+real code differs and why: TP1 to TP6, PP1 to PP6, DP1 to DP9. Comments refer to these names.
 
 Invariant: the same seed and the same global batch give the same loss, gradients and gradient norm
 in every layout, up to the order of additions. One process is the layout 1 x 1 x 1: a collective
@@ -27,13 +26,12 @@ import signal
 import sys
 import time
 import uuid
-from collections import Counter, namedtuple
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,20 +53,20 @@ from model import (GPT, IGNORE_INDEX, Dropout, GPTConfig, ceil_div, initial_valu
 #       replica 1     4   5       6   7          pipelines          (0 2) (1 3) (4 6) (5 7)
 #                                                data parallel      (0 4) (1 5) (2 6) (3 7)
 #
-# Tensor parallelism communicates most (four all-reduces for a block and microbatch), so its ranks
-# are adjacent and share a machine. Data parallelism reduces gradients once a step (ZeRO 2 and 3:
-# once a microbatch) and may cross the network (Megatron-LM, Narayanan et al. 2021, section 3).
+# Tensor parallelism communicates most (four all-reduces per block and microbatch: two forward, two
+# backward), so its ranks are adjacent and share a machine. Data parallelism reduces gradients once
+# a step (ZeRO 2 and 3: a microbatch) and may cross the network (Narayanan et al. 2021, section 3).
 #
 # Ranks a and b have two slices each. An all-reduce is a reduce-scatter, then an all-gather:
 #
-#                before      all-reduce          reduce-scatter      all-gather
-#       rank a   a0 a1       a0+b0  a1+b1        a0+b0  -            a0 b1
-#       rank b   b0 b1       a0+b0  a1+b1        -      a1+b1        a0 b1
+#                before      reduce-scatter      then all-gather     or all-reduce, from "before"
+#       rank a   a0 a1       a0+b0  -            a0+b0  a1+b1        a0+b0  a1+b1
+#       rank b   b0 b1       -      a1+b1        a0+b0  a1+b1        a0+b0  a1+b1
 # ---------------------------------------------------------------------------------------------
 
 
 class Grid:
-    """The sizes of the layout, this rank's place in it, and its process groups. With
+    """The layout, this rank's place in it, and its process groups (None where it is alone). With
     `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers."""
 
     def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, sequence_parallel: bool = False):
@@ -82,23 +80,18 @@ class Grid:
         self.sequence_parallel = sequence_parallel
         self.groups = dict.fromkeys(("tp", "dp", "pp", "embedding", "world"))
 
-    def group(self, name: str):
-        """This rank's process group of that name; None if this rank is alone in it."""
-        return self.groups[name]
-
 
 def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
               timeout: timedelta | None = None, device=torch.device("cpu")) -> Grid:
-    """The grid of `world` ranks, with process groups: by gloo if `device` is the CPU, else by NCCL.
-    Every rank must call this, because all ranks create every group together. `timeout` is how long
-    an operation waits for another rank (None: 30 minutes)."""
+    """The grid of `world` ranks, with process groups by gloo or, on GPUs, NCCL; all ranks create
+    every group together. An operation waits `timeout` for another rank (None: 30 minutes)."""
     grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel)
     pipelines = grid.ranks.permute(0, 2, 1).reshape(-1, pp)
     members = {
         "tp": grid.ranks.reshape(-1, tp),                           # share each matrix
         "dp": grid.ranks.permute(1, 2, 0).reshape(-1, grid.dp),     # hold the same weights
         "pp": pipelines,                                            # share the layers
-        "embedding": pipelines[:, [0, -1]],     # both end stages hold the tied token matrix
+        "embedding": pipelines[:, [0, -1]],     # hold the tied matrix (one rank twice if pp is 1)
         "world": grid.ranks.reshape(1, world),
     }
     backend = "gloo" if device.type == "cpu" else "nccl"
@@ -162,32 +155,31 @@ class Work:
 
 def _exchange(outgoing: list, incoming: list, group) -> list:
     """Send outgoing[r] to every other rank r of the group and receive incoming[r] from it; returns
-    the handles. All ranks start their exchanges in the same order: gloo matches messages by it."""
+    the handles. All ranks must start exchanges in the same order: gloo pairs messages of equal tag
+    by order."""
     others = [r for r in range(group.size()) if r != group.rank()]
-    sends = [dist.isend(outgoing[r], group=group, group_dst=r) for r in others]
-    receives = [dist.irecv(incoming[r], group=group, group_src=r) for r in others]
-    return sends + receives
+    return ([dist.isend(outgoing[r], group=group, group_dst=r) for r in others]
+            + [dist.irecv(incoming[r], group=group, group_src=r) for r in others])
 
 
 def all_reduce(x: torch.Tensor, group, op=dist.ReduceOp.SUM) -> Work:
-    """Sum x (or apply `op`) over the group, in place. Two ranks on the CPU exchange messages
-    for a sum of up to 1 MiB: half the time of gloo's (`nano` on 2 x 2 x 2 ranks: 10% faster)."""
+    """Sum x (or apply `op`) over the group, in place. Two CPU ranks swap small tensors directly, in
+    half the time of gloo's all-reduce (`nano` on 2 x 2 x 2 ranks: a step is 10% faster)."""
     if group is None:
         return Work(x)
     small = x.device.type == "cpu" and x.nbytes <= 2 ** 20
     with comm_errors("all-reduce", group):
         if small and group.size() == 2 and op == dist.ReduceOp.SUM:
             theirs = torch.empty_like(x)
-            # _exchange uses one entry of each list, that of the other rank.
-            handles = _exchange([x, x], [theirs, theirs], group)
-            return Work(x, handles, "all-reduce", group, lambda x: x.add_(theirs))
+            handles = _exchange([x] * 2, [theirs] * 2, group)       # uses the other rank's entry
+            return Work(theirs, handles, "all-reduce", group, finish=x.add_)
         return Work(x, [dist.all_reduce(x, op, group, async_op=True)], "all-reduce", group)
 
 
 def reduce_scatter(x: torch.Tensor, group) -> Work:
-    """Cut x along dimension 0 into one slice for each rank. This rank's slice becomes the sum over
-    the ranks, in place; the other slices keep their values. On the CPU each rank sends every other
-    rank its slice: gloo's own is an all-reduce of a copy, with twice the traffic and memory."""
+    """Cut x along dimension 0 into a slice for each rank. This rank's becomes the sum over ranks,
+    in place. On the CPU each rank sends every other one its slice: gloo's own is an all-reduce of
+    a copy, with twice the traffic and memory."""
     if group is None:
         return Work(x)
     slices = x.chunk(group.size())
@@ -208,8 +200,8 @@ def reduce_scatter(x: torch.Tensor, group) -> Work:
 
 
 def all_gather(x: torch.Tensor, group, finish: Callable = lambda x: x) -> Work:
-    """The reverse of `reduce_scatter`: each rank's slice of x is copied to all ranks, in place. On
-    the CPU by messages too, because gloo gathers into a copy."""
+    """Copy each rank's slice of x to all ranks, in place: the reverse of `reduce_scatter`. On the
+    CPU by messages too, because gloo gathers into a copy."""
     if group is None:
         return Work(x, finish=finish)
     slices = x.chunk(group.size())
@@ -235,8 +227,8 @@ def all_gather(x: torch.Tensor, group, finish: Callable = lambda x: x) -> Work:
 #   f: identity forward,   all-reduce backward   (x is used on both ranks, so its gradient is a sum)
 #   g: all-reduce forward, identity backward     (y is a sum, so each term has the gradient of y)
 #
-# Attention is the same with heads for columns. nn.Linear stores its weight as (out, in), so "by
-# columns" cuts dimension 0 here. `plain_mlp` is the whole technique, for the default group:
+# Attention is cut the same way: each rank has some heads instead of some columns. nn.Linear stores
+# its weight as (out, in), so "by columns" cuts dimension 0. `plain_mlp` is the whole technique:
 # ---------------------------------------------------------------------------------------------
 
 
@@ -265,30 +257,28 @@ class g(torch.autograd.Function):
 
 
 def plain_mlp(x, up, up_bias, down, down_bias):
-    """(B, T, C) -> (B, T, C), as model.MLP. Every rank is given the whole matrices (out, in) and
-    uses its part of them."""
+    """(B, T, C) -> (B, T, C), as model.MLP. Every rank of the default group is given the whole
+    matrices (out, in) and uses its part of them."""
     rank, tp = dist.get_rank(), dist.get_world_size()
     h = F.linear(f.apply(x), up.chunk(tp)[rank], up_bias.chunk(tp)[rank])       # (B, T, 4C / tp)
     h = F.gelu(h, approximate="tanh")
     return g.apply(F.linear(h, down.chunk(tp, dim=1)[rank])) + down_bias        # after the sum
 
 
-# The rest of this section differs from `plain_mlp` in:
+# The rest of this section differs from `plain_mlp`:
 #
-#   T1  a rank stores its shard of a matrix only   memory / tp             ParamSpec.shard
-#   T2  sequence parallelism between g and f       activations / tp there  gather_positions
-#   T3  g sums in place                            no copy of (B, T, C)    _Reduce
-#   T4  f and its product are one Function         sums dx during dW       _ColumnParallel
-#   T5  the token matrix, the largest, is cut too  memory / tp             VocabParallelEmbedding
-#   T6  ranks exchange three numbers a position    logits are not sent     chunk_loss
-#   T7  the loss computes gradients in forward     logits of one chunk     VocabParallelCrossEntropy
-#   T8  the token gradient adds up in main_grad    0.80 of a step's time   _LookupToMainGrad
-#   T9  CPUs without 16-bit products use fp32      4 to 27 times faster    model.upcast_for_matmul
+#        difference                             gain                      where
+#   TP1  a rank stores only its shard           memory / tp               ParamSpec.shard
+#   TP2  sequence parallelism from g to f       activations / tp there    gather_positions
+#   TP3  f is fused with the next product       sum of dx runs during dW  _ColumnParallel
+#   TP4  the token matrix, the largest, is cut  memory / tp               VocabParallelEmbedding
+#   TP5  the loss sends 3 numbers per position  not V / tp logits         chunk_loss
+#   TP6  its forward computes its gradients     logits of one chunk       VocabParallelCrossEntropy
 
 
 @dataclass
 class ParamSpec:
-    """One parameter: its global name, its shape, and how tensor parallelism cuts it."""
+    """One parameter: its global name, its shape, and how tensor parallelism cuts it (TP1)."""
     name: str
     shape: tuple                # of the full parameter, without padding
     padded_rows: int            # shape[0] with the padding
@@ -300,7 +290,6 @@ class ParamSpec:
 
     @property
     def local_shape(self) -> list[int]:
-        """The shape of one rank's shard."""
         shape = [self.padded_rows, *self.shape[1:]]
         if self.partition_dim is not None:
             shape[self.partition_dim] //= self.tp
@@ -310,11 +299,15 @@ class ParamSpec:
     def numel(self) -> int:
         return math.prod(self.local_shape)
 
+    @property
+    def decays(self) -> bool:
+        """Weight decay is for matrices, not vectors (Loshchilov and Hutter 2019, algorithm 2)."""
+        return len(self.shape) >= 2
+
     def shard(self, full: torch.Tensor, tp_rank: int) -> torch.Tensor:
-        """T1: full parameter -> one tensor-parallel rank's shard."""
+        """Full parameter -> one tensor-parallel rank's shard."""
         if self.padded_rows > self.shape[0]:
-            # F.pad counts from the last dimension: no columns, then rows at the end.
-            full = F.pad(full, (0, 0, 0, self.padded_rows - self.shape[0]))
+            full = F.pad(full, (0, 0, 0, self.padded_rows - self.shape[0]))     # rows at the end
         if self.partition_dim is None:
             return full
         dim = self.partition_dim                                    # qkv's weight: (3C, C)
@@ -331,38 +324,38 @@ class ParamSpec:
         return torch.cat(stacked, dim + 1).flatten(dim, dim + 1)[:self.shape[0]]    # (3C, C)
 
 
-# T2: sequence parallelism (Korthikanti et al. 2022, section 4.2.2). From g to the next f all ranks
-# hold the same activations. Let each hold T / tp positions of them. Then f is an all-gather forward
-# and a reduce-scatter backward, and g the reverse. Backward also gathers x again (_ColumnParallel),
-# so a block sends 5 / 4 of the bytes.
-#
-# LayerNorm, the bias after g and the position embedding are whole on every rank. They see T / tp
-# positions, so each rank has a part of their gradients; `finish_grad_sync` adds the parts up.
+# TP2: sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f all
+# ranks hold the same activations; instead, let each hold T / tp positions. Then f is an all-gather
+# forward and a reduce-scatter backward, and g is a reduce-scatter forward and an all-gather
+# backward. Backward also gathers x again (_ColumnParallel), so a block sends 5 / 4 of the bytes.
+# LayerNorm, the bias after g and the position embedding see T / tp positions, so each rank has a
+# part of their gradients: `finish_grad_sync` adds the parts up.
 
 
 def gather_positions(x: torch.Tensor, grid: Grid) -> Work:
-    """f forward, g backward: x itself. With T2, (B, T / tp, C) -> (B, T, C)."""
+    """What f does in forward and g in backward: nothing. With TP2, gather all positions:
+    (B, T / tp, C) -> (B, T, C)."""
     if not grid.sequence_parallel:
         return Work(x)
     parts = x.new_empty(grid.tp, *x.shape)                              # (tp, B, T / tp, C)
     parts[grid.tp_rank] = x
-    return all_gather(parts, grid.group("tp"), lambda parts: parts.transpose(0, 1).flatten(1, 2))
+    return all_gather(parts, grid.groups["tp"], lambda parts: parts.transpose(0, 1).flatten(1, 2))
 
 
 def sum_over_ranks(x: torch.Tensor, grid: Grid) -> Work:
-    """g forward, f backward: the sum of the ranks' x (B, T, C), in place. With T2, only this rank's
-    positions of the sum, (B, T / tp, C), in new memory."""
+    """What g does in forward and f in backward: sum the ranks' x (B, T, C), in place. With TP2,
+    only this rank's positions, (B, T / tp, C), in new memory."""
     if not grid.sequence_parallel:
-        return all_reduce(x, grid.group("tp"))
+        return all_reduce(x, grid.groups["tp"])
     B, T, C = x.shape
     parts = x.view(B, grid.tp, T // grid.tp, C).transpose(0, 1)         # (tp, B, T / tp, C)
     # A copy, also at B = 1: reduce_scatter writes into it, and x must not change behind autograd.
     parts = parts.clone(memory_format=torch.contiguous_format)
-    return reduce_scatter(parts.view(-1, T // grid.tp, C), grid.group("tp"))
+    return reduce_scatter(parts.view(-1, T // grid.tp, C), grid.groups["tp"])
 
 
 class _Reduce(torch.autograd.Function):
-    """g. T3: without T2 it overwrites x, (B, T, C)."""
+    """g. Without TP2 it overwrites x, which saves a copy of (B, T, C)."""
 
     @staticmethod
     def forward(ctx, x, grid):
@@ -377,8 +370,8 @@ class _Reduce(torch.autograd.Function):
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """y = f(x) W^T + b. T4: one Function, so that the all-reduce of dx overlaps with dW. With T2
-    backward gathers x again, because saving f(x) would take tp times the memory."""
+    """y = f(x) W^T + b. TP3: the all-reduce of dx runs while dW is computed. With TP2 backward
+    gathers x again, because saving f(x) would take tp times the memory."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, grid):
@@ -398,13 +391,13 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """a @ b; T9."""
+    """a @ b, in fp32 on CPUs without 16-bit products, where it is 4 to 27 times as fast."""
     return upcast_for_matmul(torch.matmul, a, b, out=out)
 
 
 class TensorParallel(nn.Module):
-    """Takes over the parameters of a plain module. `partition_dim` says in which dimension they are
-    cut (those it does not name are whole), `stride` how many matrices are stacked there."""
+    """Takes over a plain module's parameters. `partition_dim` says in which dimension they are cut
+    (those it does not name are whole), `stride` how many matrices are stacked there."""
     partition_dim = {}
     stride = 1
 
@@ -416,7 +409,8 @@ class TensorParallel(nn.Module):
 
 
 class ColumnParallelLinear(TensorParallel):
-    """(B, T, in), equal on all ranks (T2: T / tp positions) -> (B, T, out / tp), its columns."""
+    """(B, T, in), equal on all ranks (TP2: T / tp positions) -> (B, T, out / tp), this rank's
+    columns."""
     partition_dim = {"weight": 0, "bias": 0}
 
     def forward(self, x):
@@ -426,13 +420,12 @@ class ColumnParallelLinear(TensorParallel):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """The matrices of q, k and v, one above the other: each is cut by heads on its own."""
-    stride = 3
+    stride = 3          # the matrices of q, k and v, stacked: each is cut by heads on its own
 
 
 class RowParallelLinear(TensorParallel):
-    """(B, T, in / tp), this rank's rows -> (B, T, out), equal on all ranks (T2: T / tp positions).
-    So is the bias, which is added after the sum, not on every rank."""
+    """(B, T, in / tp), this rank's rows -> (B, T, out), equal on all ranks (TP2: T / tp positions).
+    The bias, equal on all ranks, is added after the sum; before it, it would count tp times."""
     partition_dim = {"weight": 1}
 
     def forward(self, x):
@@ -442,7 +435,7 @@ class RowParallelLinear(TensorParallel):
 
 
 class PositionEmbedding(TensorParallel):
-    """positions 0, 1, ... n - 1 -> (n, C), counted from where this rank's slice starts."""
+    """positions 0, 1, ... n - 1, counted from where this rank's slice starts -> (n, C)."""
 
     def forward(self, positions):
         first = self.grid.tp_rank * len(positions) if self.grid.sequence_parallel else 0
@@ -450,7 +443,7 @@ class PositionEmbedding(TensorParallel):
 
 
 class VocabParallelEmbedding(TensorParallel):
-    """tokens (B, T) -> (B, T, C). T5: tokens outside this rank's rows give a zero vector; g sums
+    """tokens (B, T) -> (B, T, C). TP4: tokens outside this rank's rows give a zero vector; g sums
     over the ranks."""
     partition_dim = {"weight": 0}
 
@@ -458,7 +451,7 @@ class VocabParallelEmbedding(TensorParallel):
         rows = tokens - self.grid.tp_rank * len(self.weight)
         is_local = (rows >= 0) & (rows < len(self.weight))
         rows = rows.where(is_local, 0)
-        if hasattr(self.weight, "main_grad"):                           # T8
+        if hasattr(self.weight, "main_grad"):
             x = _LookupToMainGrad.apply(rows, self.weight)
         else:
             x = F.embedding(rows, self.weight)                          # (B, T, C)
@@ -468,12 +461,10 @@ class VocabParallelEmbedding(TensorParallel):
 class _LookupToMainGrad(torch.autograd.Function):
     """F.embedding, whose gradient is added to the rows of `main_grad` that were looked up.
 
-    T8. An embedding reads few rows of the token matrix, and the gradient of the head comes in
-    chunks. FlatParameters (section 4) gives the weight a method `main_grad`, which returns the
-    tensor that collects its gradient, in fp32 (as in Megatron-LM). Both gradients are added there,
-    and autograd gets None. With 50304 tokens a step takes 0.80 of the time in fp32, 0.70 in bf16.
-    (Other matrices do not gain: 0.98, 1.08.) Without `main_grad` autograd gets the gradients.
-    """
+    FlatParameters (section 4) gives each weight a method `main_grad`, which returns the tensor that
+    collects its gradient, in fp32 (as in Megatron-LM). The embedding, which reads few rows, and the
+    head, which works in chunks, add their gradients there, and autograd gets None: with 50304
+    tokens a step takes 0.80 of the time, in bf16 0.70. (Other matrices do not gain: 0.98, 1.08.)"""
 
     @staticmethod
     def forward(ctx, rows, weight):
@@ -489,102 +480,94 @@ class _LookupToMainGrad(torch.autograd.Function):
 
 
 def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """grad (out, in) += dy^T x, for dy (N, out) and x (N, in): one matrix product if the types are
-    equal, or on CUDA, which adds products of 16 bits to fp32; else in parts that fit the cache."""
+    """grad (out, in) += dy^T x, for dy (N, out) and x (N, in)."""
     if multiplies_in_fp32(x.dtype, x.device):
         dy, x = dy.float(), x.float()           # so the product is not rounded to 16 bits
     if grad.dtype == x.dtype:
         grad.addmm_(dy.t(), x)
-    elif grad.device.type == "cuda":
+    elif grad.device.type == "cuda":            # adds 16-bit products to fp32
         torch.addmm(grad, dy.t(), x, out_dtype=grad.dtype, out=grad)
-    else:
+    else:                                       # in parts that fit the cache
         for rows, columns in zip(grad.split(2048), dy.split(2048, dim=1)):
             rows += matmul(columns.t(), x)
 
 
-def chunk_loss(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, grid: Grid,
-               scale: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def chunk_loss(logits: torch.Tensor, p: torch.Tensor, targets: torch.Tensor, vocab_size: int,
+               grid: Grid, scale: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The summed cross-entropy of n positions in nats, the same on all ranks; and its gradient with
     respect to the logits, times `scale`, which overwrites `logits` (None if `scale` is None).
 
-    logits      (n, V / tp): the columns of this rank's rows of the token matrix
+    logits      (n, V / tp): this rank's columns
+    p           memory to compute in, like logits, but fp32 or fp64; it may be `logits`
     targets     (n,) tokens of the whole vocabulary; IGNORE_INDEX adds nothing
 
         loss = log sum_v exp(z_v) - z_target        gradient = softmax(z), less 1 at the target
 
-    T6. s_r = log of the sum of exp(z_v) over the columns of rank r (`local_logsumexp`). s is the
-    largest of them (`max_logsumexp`): exp(s_r - s) cannot overflow. Over the ranks
-
-        sum_v exp(z_v) = sum_r exp(s_r) = exp(s) total     share_r = exp(s_r - s), total their sum
-        softmax(z)_v = exp(z_v) / sum_v exp(z_v) = (softmax of rank r)_v share_r / total
+    TP5. Three numbers of each position travel: its largest logit, which all ranks subtract so that
+    exp cannot overflow (it cancels), then the sum of the exp(z_v) and the target's logit.
     """
-    group = grid.group("tp")
-    wide = torch.promote_types(logits.dtype, torch.float32)
+    group = grid.groups["tp"]
     n, width = logits.shape
     first = grid.tp_rank * width                            # this rank's first token
     is_local = (targets >= first) & (targets < first + width)
+    counted = targets != IGNORE_INDEX
     rows = torch.arange(n, device=logits.device)
     columns = (targets - first).where(is_local, 0)
-    first_padded = max(vocab_size - first, 0)               # the columns from here on are no tokens
-    logits[:, first_padded:] = torch.finfo(logits.dtype).min    # a softmax of -inf alone is NaN
-    target_logit = logits[rows, columns].to(wide)                                   # (n,)
-    largest = logits.amax(dim=1).to(wide)
+    logits[:, max(vocab_size - first, 0):] = -math.inf      # columns from here on are padding
 
-    # In fp32, p is `logits` itself: the two tensors above are copies, and no logit is read again.
-    p = logits.to(wide)
-    torch.softmax(p, 1, out=p)                              # over this rank's columns
-    local_logsumexp = largest - p.amax(dim=1).log()         # p's largest is exp(largest - s_r)
-    max_logsumexp = all_reduce(local_logsumexp.clone(), group, dist.ReduceOp.MAX).wait()
-    share = (local_logsumexp - max_logsumexp).exp()
-    local_target = (target_logit - max_logsumexp).where(is_local, 0)    # one rank has the target
-    total, shifted_target = all_reduce(torch.stack([share, local_target]), group).wait()
-    counted = targets != IGNORE_INDEX
-    loss = (total.log() - shifted_target).where(counted, 0).sum()       # s cancels
+    p.copy_(logits)
+    largest = all_reduce(p.amax(1), group, dist.ReduceOp.MAX).wait()                    # (n,)
+    p -= largest.unsqueeze(1)
+    target_logit = p[rows, columns].where(is_local, 0)      # one rank has it
+    p.exp_()
+    total, target_logit = all_reduce(torch.stack([p.sum(1), target_logit]), group).wait()
+    loss = (total.log() - target_logit).where(counted, 0).sum()
     if scale is None:
         return loss, None
 
-    weight = counted.to(wide) * scale                       # (n,) of each position in the loss
-    p *= (weight * share / total).unsqueeze(1)
+    weight = counted.to(p.dtype) * scale                    # (n,) of each position in the loss
+    p *= (weight / total).unsqueeze(1)
     p[rows, columns] -= weight * is_local
     return loss, logits.copy_(p)
 
 
-# The most logits of a chunk (measured on the CPU only).
+# Upper limit on the logits of a chunk (measured on the CPU only).
 MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}
 
 
 def chunk_size(positions: int, vocab: int, device_type: str) -> int:
-    """Number of positions whose logits, of `vocab` tokens each, are materialized at once."""
+    """Number of positions whose logits, of `vocab` tokens each, exist at once."""
     max_logits = MAX_LOGITS["cpu" if device_type == "cpu" else "gpu"]
     return min(positions, max(1, max_logits // vocab))
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), with T2 (B, T / tp, C),
-    targets (B, T), W (V / tp, C) this rank's rows. T7: forward also computes the gradients, times
-    `scale` (None: no gradients), while the logits of a chunk exist. Backward returns them."""
+    """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), with TP2 T / tp
+    positions, targets (B, T), W (V / tp, C) this rank's rows. TP6: forward also computes the
+    gradients, times `scale` (None: no gradients). Backward returns them."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, grid, scale):
         x = gather_positions(x, grid).wait()
         shape = x.shape
         x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
-        in_main_grad = hasattr(weight, "main_grad")                         # T8
+        in_main_grad = hasattr(weight, "main_grad")                 # as in _LookupToMainGrad
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dx = torch.empty_like(x)
         if scale is not None:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            dx = torch.empty_like(x)
             dw = weight.main_grad() if in_main_grad else torch.zeros_like(weight, dtype=wide)
         loss = 0.0
         size = chunk_size(len(x), len(weight), x.device.type)
         memory = x.new_empty(size, len(weight))                             # of all chunks
-        for i in range(0, len(x), size):
-            chunk = slice(i, min(i + size, len(x)))
-            logits = matmul(x[chunk], weight.t(), out=memory[:chunk.stop - i])  # (n, V / tp)
-            term, dz = chunk_loss(logits, targets[chunk], vocab_size, grid, scale)
-            loss += term
+        p = memory.to(wide)                                                 # in fp32 the same
+        for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
+            n = len(x_i)
+            logits = matmul(x_i, weight.t(), out=memory[:n])                # (n, V / tp)
+            loss_i, dz = chunk_loss(logits, p[:n], targets_i, vocab_size, grid, scale)
+            loss += loss_i
             if scale is not None:
-                matmul(dz, weight, out=dx[chunk])
-                add_product(dw, dz, x[chunk])
+                matmul(dz, weight, out=dx_i)
+                add_product(dw, dz, x_i)
 
         if scale is not None:
             dx = sum_over_ranks(dx.view(shape), grid).wait()
@@ -598,8 +581,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         if dw is not None:
             dx, dw = dx * upstream, dw * upstream
-        # Not checked on a GPU: it would synchronize.
-        elif upstream.device.type == "cpu" and upstream != 1:
+        elif upstream.device.type == "cpu" and upstream != 1:       # (a GPU would synchronize)
             raise RuntimeError("the gradient of the loss is not 1, but the token matrix's gradient "
                                "has been added to main_grad: call backward() on the loss itself, "
                                "and set head.scale instead")
@@ -607,9 +589,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 class VocabParallelHead(TensorParallel):
-    """x (B, T, C), with T2 (B, T / tp, C), and targets (B, T) -> the summed loss of model.Head, the
-    same on every rank. If you change the loss, change model.Head too. The gradients are multiplied
-    by `self.scale`. `self.norms` sums the norms of x's positions over the forwards."""
+    """x (B, T, C), with TP2 T / tp positions, and targets (B, T) -> the summed loss of model.Head,
+    the same on every rank. If you change the loss, change model.Head too. The gradients are
+    multiplied by `scale`. `norms`: sum over all positions of |x|, for the log."""
     partition_dim = {"weight": 0}
 
     def __init__(self, head: nn.Module, grid: Grid):
@@ -627,7 +609,7 @@ class VocabParallelHead(TensorParallel):
             self.scale if torch.is_grad_enabled() else None)
 
 
-TP_PLAN = {         # which module of model.py becomes what
+TP_PLAN = {         # which module of model.py becomes what (build_stage)
     "attn.qkv": QKVParallelLinear,
     "attn.proj": RowParallelLinear,
     "mlp.up": ColumnParallelLinear,
@@ -639,69 +621,53 @@ TP_PLAN = {         # which module of model.py becomes what
 TIED = {"head.weight": "embed.token.weight"}    # one matrix: its name in the head, its global name
 
 
-def parallelize(model: GPT, grid: Grid) -> None:
-    """Replace the modules of TP_PLAN. Their parameters are still whole, and the caller replaces
-    them by shards (`param_specs` gives the ParamSpec of each)."""
-    for name, module in list(model.named_modules()):
-        name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
-        if name_in_plan in TP_PLAN:
-            model.set_submodule(name, TP_PLAN[name_in_plan](module, grid))
-    for block in model.blocks.values():
-        # Different heads need different dropout masks.
-        block.attn.core_attention.rng_offset = grid.tp_rank
-
-
 # ---------------------------------------------------------------------------------------------
 # 3. Pipeline parallelism (GPipe, Huang et al. 2019)
 #
 # The layers are cut into p stages, one for each rank, and the batch into m microbatches, which pass
-# through the stages one after another. `plain_pipeline` is the whole technique for two stages:
+# through the stages one after another. `plain_pipeline` is the whole technique:
 # ---------------------------------------------------------------------------------------------
 
 
 def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, total: int) -> None:
-    """The two ranks of the default group accumulate the gradients of the mean loss over `total`
-    tokens. `batch` is a list of microbatches (tokens (B, T), targets (B, T)). Rank 0's stage maps
-    tokens to activations (B, T, C), like `activation_like`; rank 1's maps these and the targets to
-    the sum of the losses."""
+    """Each rank of the default group is a stage; they accumulate the gradients of the mean loss
+    over `total` tokens. `batch` is a list of microbatches (tokens (B, T), targets (B, T)). A stage
+    maps tokens, or activations like `activation_like` (B, T, C), to activations; the last one maps
+    them and the targets to the sum of the losses."""
     rank = dist.get_rank()
+    last = dist.get_world_size() - 1
     kept = []
     for tokens, targets in batch:                       # all forwards
-        if rank == 0:
-            x = tokens
-            y = stage(tokens)
-            dist.send(y.detach(), dst=1)
-        else:
+        x = tokens
+        if rank > 0:
             x = torch.empty_like(activation_like)
-            dist.recv(x, src=0)
-            y = stage(x.requires_grad_(), targets)
+            dist.recv(x, src=rank - 1)
+            x.requires_grad_()
+        y = stage(x, targets)
+        if rank < last:
+            dist.send(y.detach(), dst=rank + 1)
         kept.append((x, y))
 
     for x, y in reversed(kept):                         # then all backwards, in reverse
-        if rank == 0:
+        if rank < last:
             dy = torch.empty_like(y)
-            dist.recv(dy, src=1)
+            dist.recv(dy, src=rank + 1)
             y.backward(dy)
         else:
             (y / total).backward()
-            dist.send(x.grad, dst=0)
+        if rank > 0:
+            dist.send(x.grad, dst=rank - 1)
 
 
-# The rest of this section differs from `plain_pipeline` in:
+# The rest of this section differs from `plain_pipeline`:
 #
-#   P1   a list of ops for each stage: one executor runs any order of any stages  run_schedule
-#   P2   1F1B: a stage stores at most p microbatches' activations, not m          one_f_one_b
-#   P3   the next input is requested early: GPipe 3 to 10% faster on CPUs         run_schedule
-#   P4   a send is awaited late: it travels while the next ops run                run_schedule
-#   P5   messages between two stages that cross start together: NCCL keeps their  start_messages,
-#        order, and the stages would hang if both sent first, or received first   connect
-#   P6   a message's tag is its microbatch, so gloo cannot confuse two messages   start_messages
-#   P7   a rank has only its own stage's layers: parameters / p                   build_stage
-#   P8   replicas reduce gradients, in ZeRO 0 and 1 only in the last backward     section 4
-#   P9   the tied matrix is on both end stages, which sum its gradients           section 4
-#   P10  backward recomputes a block's activations from its input: 1 number is    wrap_blocks
-#        kept for a position and channel, not 16, for a third more FLOPs
-#   P11  errors name the microbatch and the stage                                 start_messages
+#        difference                          gain                                  where
+#   PP1  a stage's ops are a list            one executor runs any schedule        run_schedule
+#   PP2  1F1B: backwards start early         activations of p microbatches, not m  one_f_one_b
+#   PP3  crossing messages start together    NCCL cannot hang                      start_messages
+#   PP4  a rank has only its stage's layers  parameters / p                        build_stage
+#   PP5  both ends have the tied matrix      only its gradients travel             finish_grad_sync
+#   PP6  backward recomputes a block         stores 1 value instead of about 16    wrap_blocks
 #
 # GPipe and 1F1B on three stages. F2 is the forward of microbatch 2, a backward takes two units of
 # time, and a dot is idle time. Both idle for (p - 1) / (m + p - 1) of the time, the bubble; the
@@ -723,10 +689,9 @@ def gpipe(stage: int, stages: int, num_microbatches: int) -> list[tuple[str, int
 
 
 def one_f_one_b(stage: int, stages: int, num_microbatches: int) -> list[tuple[str, int]]:
-    """P2 (PipeDream-flush, Narayanan et al. 2021, section 2.2)."""
-    # Warm-up: as many forwards as there are later stages, which have to see a microbatch first.
-    # Steady: one forward and one backward in turn, so no more activations are stored.
-    # Drain: the backwards of the microbatches from the warm-up.
+    """PP2 (PipeDream-flush, Narayanan et al. 2021, section 2.2)."""
+    # Warm-up: one forward for every later stage; a backward cannot arrive before those have run.
+    # Then one forward and one backward in turn, and at the end the backwards that are left.
     warmup = min(num_microbatches, stages - stage - 1)
     ops = [("F", m) for m in range(warmup)]
     for m in range(num_microbatches - warmup):
@@ -735,7 +700,7 @@ def one_f_one_b(stage: int, stages: int, num_microbatches: int) -> list[tuple[st
 
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
-OP_NAMES = {"F": "forward", "B": "backward"}        # for errors (P11)
+OP_NAMES = {"F": "forward", "B": "backward"}        # for errors
 
 
 def make_schedule(name: str, grid: Grid, num_microbatches: int) -> list[tuple[str, int]]:
@@ -744,28 +709,33 @@ def make_schedule(name: str, grid: Grid, num_microbatches: int) -> list[tuple[st
     return schedule(grid.stage, grid.pp, num_microbatches)
 
 
-def start_messages(grid: Grid, messages: list[tuple]) -> list[Work]:
-    """Start all messages together (P5): on NCCL as one operation, on gloo singly, with tags (P6).
-    A message is (dist.isend, op, microbatch, result) or (dist.irecv, op, microbatch, a tensor like
-    the input). Returns a Work for each. Beyond the ends of the pipeline its result is None."""
+class Message(NamedTuple):
+    sending: bool               # an op's result; else its input is received
+    op: str
+    microbatch: int
+    tensor: torch.Tensor        # the result, or a tensor like the input
+
+
+def start_messages(grid: Grid, messages: list[Message]) -> list[Work]:
+    """Start all messages together: on NCCL as one operation, on gloo singly, where the tag, the
+    microbatch, tells them apart. Returns a Work for each; beyond the pipeline's ends its result is
+    None. PP3: when two neighbors send to each other, each starts its send and its receive as one
+    operation; otherwise NCCL could have both send first and wait forever."""
     works, operations = [], []
-    for kind, op, m, x in messages:
+    for sending, op, m, x in messages:
         step = 1 if op == "F" else -1       # activations go to the next stage, gradients back
-        if kind is dist.isend:
-            stage = grid.stage + step
-            direction = "send to"
-        else:
-            stage = grid.stage - step
-            direction = "receive from"
+        stage = grid.stage + step if sending else grid.stage - step
         if not 0 <= stage < grid.pp:
             works.append(Work(None))
             continue
-        x = x.detach().contiguous() if kind is dist.isend else torch.empty_like(x)
+        kind = dist.isend if sending else dist.irecv
+        x = x.detach().contiguous() if sending else torch.empty_like(x)
         peer = grid.rank + (stage - grid.stage) * grid.tp
-        operations.append(dist.P2POp(kind, x, peer, grid.group("pp"), m))
+        operations.append(dist.P2POp(kind, x, peer, grid.groups["pp"], m))
+        direction = "send to" if sending else "receive from"
         works.append(Work(x, operation=f"{OP_NAMES[op]} of microbatch {m}: {direction} rank {peer} "
                                        f"(stage {stage})"))
-    started = [work for work in works if work.operation]
+    started = [work for work in works if work.result is not None]
     if started:
         with comm_errors(", ".join(work.operation for work in started)):
             handles = dist.batch_isend_irecv(operations)
@@ -777,22 +747,21 @@ def start_messages(grid: Grid, messages: list[tuple]) -> list[Work]:
 
 
 def connect(grid: Grid, device: torch.device) -> None:
-    """Make NCCL's connections before anything else communicates (P5): a group's first collective
-    creates a communicator, and the first message between two stages a connection. Both wait for the
-    other rank and for all work that the device has started. If that is a receive whose sender waits
-    for this connection, both hang. We saw this with GPipe on two H100s."""
+    """NCCL connects two ranks at their first message, and connecting waits for all work queued on
+    the device. If that work is a receive whose sender is itself waiting to connect, both hang (seen
+    with GPipe on two H100s). So connect everything first."""
     one = torch.zeros(1, device=device)
     for group in grid.groups.values():
         all_reduce(one, group).wait()
-    messages = [(kind, op, 0, one) for kind in (dist.isend, dist.irecv) for op in "FB"]
+    messages = [Message(sending, op, 0, one) for sending in (True, False) for op in "FB"]
     for work in start_messages(grid, messages):
         work.wait()
 
 
 def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like: torch.Tensor,
                  flat=None, scale: float = 1.0) -> torch.Tensor:
-    """Run this stage's list of ops. Returns the sum of the losses on the last stage, not scaled, in
-    `sum_dtype`; 0 on the other stages. Raises PeerError if another rank is gone or hangs.
+    """PP1: run this stage's list of ops. Returns the sum of the losses, not scaled, in `sum_dtype`;
+    0 on all stages but the last. Raises PeerError if another rank is gone or hangs.
 
     batch            microbatch -> (tokens (B, T), targets (B, T), dropout seed)
     activation_like  a tensor like the activations between stages, (B, T, C) or (B, T / tp, C)
@@ -822,44 +791,44 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like:
         if not grid.is_last:
             # Its gradient is dy. (torch.autograd.backward(y, dy) imports a compiler, for 0.5 s.)
             y = (y * dy).sum()
-        flat.prepare_grad_sync(m == backwards[-1])                              # P8
+        flat.prepare_grad_sync(m == backwards[-1])                              # DP1
         y.backward()
         return x.grad
 
     sends = {"F": Work(None), "B": Work(None)}      # the last ones
-    [arriving] = start_messages(grid, [(dist.irecv, *schedule[0], activation_like)])
-    for (op, m), following in zip(schedule, schedule[1:] + [None]):
+    [arriving] = start_messages(grid, [Message(False, *schedule[0], activation_like)])
+    for i, (op, m) in enumerate(schedule):
         x = arriving.wait()
-        # If the next op has the same kind, its input comes from one neighbor and this op's result
-        # goes to the other, so the receive may start now (P3). If not, both messages are with one
-        # neighbor, whose messages cross them: they start together, after this op (P5).
-        requests = [] if following is None else [(dist.irecv, *following, activation_like)]
-        if requests and following[0] == op:
-            [arriving] = start_messages(grid, requests)
-            requests = []
+        following = [Message(False, *other, activation_like) for other in schedule[i + 1:i + 2]]
+        # Same kind next (F, F): its input comes from the other neighbor, so receive now (GPipe is 3
+        # to 10% faster on CPUs). Kind changes (F, B): both messages are with one neighbor and
+        # cross, so start them together after the op.
+        if following and following[0].op == op:
+            [arriving] = start_messages(grid, following)
+            following = []
         try:
             y = forward(m, x) if op == "F" else backward(m, x)
         except PeerError as error:
             raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
-        sends[op].wait()                                                        # P4
-        works = start_messages(grid, [(dist.isend, op, m, y)] + requests)
-        sends[op] = works[0]
-        if requests:
-            arriving = works[1]
+        sends[op].wait()                # the one before, which has traveled during this op
+        sends[op], *receives = start_messages(grid, [Message(True, op, m, y)] + following)
+        if following:
+            [arriving] = receives
     for work in sends.values():
         work.wait()
     return loss
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
-    """The numbers of a stage's blocks (P7). Stages differ by one block at most. The last stage,
-    which also has the head, never has more blocks than another."""
+    """The numbers of a stage's blocks. Stages differ by one block at most. The last stage, which
+    also has the head, never has more blocks than another."""
     return range(ceil_div(stage * n_layer, pp), ceil_div((stage + 1) * n_layer, pp))
 
 
 def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
-    """This rank's part of the GPT, with the modules of section 2, on the meta device, without
-    memory: its stage's blocks (P7); the first stage has `embed`, the last `head`."""
+    """This rank's part of the GPT, on the meta device, without memory: its stage's blocks (PP4; the
+    first stage also has `embed`, the last `head`) with the modules of section 2, whose parameters
+    are still whole: the caller replaces them by shards (`param_specs`)."""
     with torch.device("meta"):
         model = GPT(cfg)
     layers = stage_layers(cfg.n_layer, grid.pp, grid.stage)
@@ -870,14 +839,20 @@ def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
         model.embed = None
     if not grid.is_last:
         model.head = None
-    parallelize(model, grid)
+    for name, module in list(model.named_modules()):
+        name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
+        if name_in_plan in TP_PLAN:
+            model.set_submodule(name, TP_PLAN[name_in_plan](module, grid))
+    for block in model.blocks.values():     # different heads need different dropout masks
+        block.attn.core_attention.rng_offset = grid.tp_rank
     return model
 
 
 def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
-    """Compile each block's forward, recompute its activations in backward (P10; GPipe,
-    section 2.3, by blocks as in Chen et al. 2016), or both. Communication and dropout run eagerly;
-    the rest is compiled once for all blocks."""
+    """Compile each block's forward, or recompute its activations, or both. Communication and
+    dropout run eagerly; the rest is compiled once for all blocks. PP6: backward recomputes a block
+    from its input: 1 stored value per position and channel instead of about 16, for a third more
+    FLOPs (by blocks as in Chen et al. 2016)."""
     def runs_eagerly(module):
         communicates = isinstance(module, TensorParallel) and module.grid.tp > 1
         return communicates or (isinstance(module, Dropout) and module.p > 0)
@@ -894,56 +869,61 @@ def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
                                     preserve_rng_state=False)
 
 
-TimedOp = namedtuple("TimedOp", "op microbatch start end")
+UNITS = {"F": 1, "B": 2}        # of time that an op takes
 
 
-def clock(schedules) -> list[list[TimedOp]]:
-    """Simulate the stages' schedules without processes; returns each stage's ops. A forward takes
-    one unit of time, a backward two. An op starts when its stage is free and its input has arrived.
-    Raises ValueError on a deadlock."""
-    p = len(schedules)
-    # A microbatch passes 2p places: forward through stages 0 to p - 1, backward through p - 1 to 0.
-    arrival = {(m, 0): 0 for _, m in schedules[0]}      # (microbatch, place) -> time
-    timeline = [[] for _ in schedules]
-    while any(len(row) < len(schedule) for row, schedule in zip(timeline, schedules)):
-        arrivals_before = len(arrival)
-        for stage, (row, schedule) in enumerate(zip(timeline, schedules)):
-            for op, m in schedule[len(row):]:
-                place = stage if op == "F" else 2 * p - 1 - stage
-                if (m, place) not in arrival:
-                    break                               # another stage has to go first
-                free = row[-1].end if row else 0
-                start = max(arrival[m, place], free)
-                end = start + (1 if op == "F" else 2)
-                row.append(TimedOp(op, m, start, end))
-                arrival[m, place + 1] = end
-        if len(arrival) == arrivals_before:
+def clock(schedules: list) -> list[dict]:
+    """Simulate the stages' schedules without processes; returns {op: its end} of each stage. An op
+    starts when its stage is free and its input has arrived. Raises ValueError on a deadlock."""
+    ends = [{} for _ in schedules]
+    arrived = {(0, "F", m): 0 for _, m in schedules[0]}     # (stage, op, microbatch) -> input there
+    while any(len(row) < len(ops) for row, ops in zip(ends, schedules)):
+        arrivals_before = len(arrived)
+        for stage, (row, ops) in enumerate(zip(ends, schedules)):
+            for op, m in ops[len(row):]:
+                if (stage, op, m) not in arrived:
+                    break                                   # another stage has to go first
+                free = max(row.values(), default=0)
+                row[op, m] = max(arrived[stage, op, m], free) + UNITS[op]
+                if op == "B":
+                    follower = (stage - 1, "B", m)
+                elif stage == len(schedules) - 1:
+                    follower = (stage, "B", m)              # the loss
+                else:
+                    follower = (stage + 1, "F", m)
+                arrived[follower] = row[op, m]
+        if len(arrived) == arrivals_before:
             raise ValueError("the schedules wait for each other: deadlock")
-    return timeline
+    return ends
 
 
-def bubble(timeline) -> float:
-    """The fraction of all stages' time that is idle."""
-    span = max(row[-1].end for row in timeline)
-    busy = sum(op.end - op.start for row in timeline for op in row)
-    return 1 - busy / (span * len(timeline))
+def bubble(ends: list[dict]) -> float:
+    """The fraction of all stages' time that is idle, from `clock`'s table."""
+    span = max(max(row.values()) for row in ends)
+    busy = sum(UNITS[op] for row in ends for op, _ in row)
+    return 1 - busy / (span * len(ends))
 
 
-def live_activations(schedule) -> int:
+def live_activations(schedule: list) -> int:
     """The largest number of microbatches between their forward and their backward."""
-    return max(accumulate(1 if op == "F" else -1 for op, _ in schedule))
+    live = 0
+    largest = 0
+    for op, _ in schedule:
+        live += 1 if op == "F" else -1
+        largest = max(largest, live)
+    return largest
 
 
-def draw(timeline) -> str:
-    """A line for each stage, a column for each unit of time, as in the picture above."""
-    span = max(row[-1].end for row in timeline)
-    width = max(len(str(op.microbatch)) for row in timeline for op in row) + 2
+def draw(ends: list[dict]) -> str:
+    """`clock`'s table as a line for each stage, a column for each unit of time, as shown above."""
+    span = max(max(row.values()) for row in ends)
+    width = 1 + max(len(f"{op}{m}") for op, m in ends[0])
     lines = []
-    for s, row in enumerate(timeline):
+    for stage, row in enumerate(ends):
         cells = ["."] * span
-        for op, m, start, end in row:
-            cells[start:end] = [f"{op}{m}"] * (end - start)
-        lines.append(f"stage {s:2d}  " + "".join(c.ljust(width) for c in cells).rstrip())
+        for (op, m), end in row.items():
+            cells[end - UNITS[op]:end] = [f"{op}{m}"] * UNITS[op]
+        lines.append(f"stage {stage:2d}  " + "".join(cell.ljust(width) for cell in cells).rstrip())
     return "\n".join(lines)
 
 
@@ -991,28 +971,27 @@ def plain_zero_step(model, shard, optimizer, tokens, targets):
 # rest. ZeRO 3 keeps no `full` either: it gathers a block's parameters before its forward and before
 # its backward, while another block runs, and frees them after (FSDP, Zhao et al. 2023).
 #
-# Bytes of a parameter's state; in the last column, bytes that a step of m microbatches sends, times
-# (dp - 1) / dp. In fp32 a parameter is its own master. (ZeRO's stages are not a pipeline's.)
+# A step of m microbatches (in fp32 a parameter is its own master; the last column: 16 bits):
 #
-#     ZeRO    masters, moments    grad     data     16 bits      fp32          sent, 16 bits
-#       0     full                full     full     18           16            8
-#       1     shard               full     full     6 + 12/dp    8 + 8/dp      4 + 2
-#       2     shard               shard    full     2 + 16/dp    4 + 12/dp     4m + 2
-#       3     shard               shard    shard    18/dp        16/dp         4m + 4m
+#             masters,                     bytes kept per parameter    bytes sent per parameter
+#     ZeRO    moments    grad     data     16 bits      fp32           and step, x (dp-1)/dp
+#       0     full       full     full     18           16             8
+#       1     shard      full     full     6 + 12/dp    8 + 8/dp       4 + 2
+#       2     shard      shard    full     2 + 16/dp    4 + 12/dp      4m + 2
+#       3     shard      shard    shard    18/dp        16/dp          4m + 4m
 #
-# The rest of this section differs from `plain_step` in (numbers of GPT-2 124M in 16 bits):
+# The rest of this section differs from `plain_step` (numbers of GPT-2 124M in 16 bits):
 #
-#   D1   microbatches add up, one sync a step       1/m of the traffic           prepare_grad_sync
-#   D2   parameters are views into flat buckets     26 messages, not 148         Bucket
-#   D3   gradients add up in the masters' type      bf16 sums stall at 256 terms _grad_ready
-#   D4   a hook starts a full bucket's all-reduce   24 of 26 overlap backward    _start_grad_sync
-#   D5   all of them are awaited at the end         ZeRO 0: no hook waits        finish_grad_sync
-#   D6   the tied matrix has a bucket of its own    no other bucket waits for it make_buckets
-#   D7   ZeRO 1: a replica updates one shard        12 of 18 bytes become 12/dp  _start_grad_sync
-#   D8   ZeRO 2: and keeps one shard of gradients   4 more bytes become 4/dp     _start_grad_sync
-#   D9   ZeRO 3: and one shard of parameters        2 more bytes become 2/dp     fully_shard
-#   D10  masters, moments and AdamW on the host     leaves 6 of 18 on the GPU    step
-#   D11  the norm counts shared parameters once     clips as one process does    grad_norm_squares
+#        difference                              gain                          where
+#   DP1  microbatches add up, one sync a step    1/m of the traffic            prepare_grad_sync
+#   DP2  parameters are views into flat buckets  26 messages, not 148          Bucket
+#   DP3  gradients add up in the masters' type   (in bf16, 256 + 1 = 256)      _grad_ready
+#   DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
+#   DP5  all are awaited at the end              in ZeRO 0 no hook waits       finish_grad_sync
+#   DP6  the tied matrix has its own bucket      no other bucket waits for it  make_buckets
+#   DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/dp   _start_grad_sync
+#   DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/dp      _start_grad_sync
+#   DP9  ZeRO 3: and only its parameters         2 more bytes become 2/dp      fully_shard
 #
 # The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
 # for each block. Backward completes them from the right; every rank communicates in that order.
@@ -1041,7 +1020,8 @@ def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
 
 
 class Bucket:
-    """D2: parameters that are communicated together, laid out flat, padded to dp equal shards.
+    """DP2: parameters that are communicated together, laid out flat, padded to dp equal shards.
+    `name` is as drawn above: tied, ends, 0.attn ...
 
     data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
     grad            (numel,) their gradients; from ZeRO 2 on None from a sync to the next gradient
@@ -1056,7 +1036,9 @@ class Bucket:
     unsharding      ZeRO 3: the all-gather of `data` under way, or None
     """
 
-    def __init__(self, specs: list[ParamSpec], dp: int, num_shards: int = 1, shard_rank: int = 0):
+    def __init__(self, name: str, specs: list[ParamSpec], dp: int, num_shards: int = 1,
+                 shard_rank: int = 0):
+        self.name = name
         self.specs = specs
         self.data = None
         self.grad = None
@@ -1084,14 +1066,14 @@ class Bucket:
                 self.shard_ranges.append((spec, shard_slice, param_slice))
 
     def view(self, flat: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
-        """The part of a full bucket that belongs to a parameter, in the parameter's shape."""
+        """The part of `data` or `grad` that belongs to a parameter, in the parameter's shape."""
         offset = self.offsets[spec.name]
         return flat[offset:offset + spec.numel].view(spec.local_shape)
 
     def main_grad(self, spec: ParamSpec) -> torch.Tensor:
-        """Where a parameter's gradient adds up (the name is Megatron-LM's). From ZeRO 2 on, that
-        memory exists from a first gradient to the bucket's sync. The head adds its gradients in
-        forward: under GPipe those of all microbatches before the first backward syncs them."""
+        """Where a parameter's gradient adds up. From ZeRO 2 on this memory is created by the first
+        gradient and freed by the sync. The head adds in forward, so under GPipe the first backward
+        syncs all microbatches' head gradients and the later ones find none."""
         if self.grad is None:
             self.grad = torch.zeros_like(self.data, dtype=self.shard["grad"].dtype)
         return self.view(self.grad, spec)
@@ -1099,27 +1081,28 @@ class Bucket:
 
 def make_buckets(specs: list[ParamSpec], dp: int, num_shards: int = 1,
                  shard_rank: int = 0) -> list[Bucket]:
-    """The buckets drawn above. D6: the tied gradient is complete only at the end of backward."""
-    groups = {"tied": [], "ends": []}
+    """The buckets drawn above. DP6: the tied gradient is complete only at backward's end."""
+    contents = {"tied": [], "ends": []}
     for spec in specs:
-        if spec.name in TIED.values():
-            key = "tied"
-        elif not spec.name.startswith("blocks."):
-            key = "ends"
-        else:
-            _, block, module, *_ = spec.name.split(".")
-            key = (block, "mlp" if module in ("norm2", "mlp") else "attn")      # with its norm
-        groups.setdefault(key, []).append(spec)
-    return [Bucket(group, dp, num_shards, shard_rank) for group in groups.values() if group]
+        match spec.name.split("."):
+            case ["blocks", number, "norm1" | "attn", *_]:
+                bucket = f"{number}.attn"
+            case ["blocks", number, *_]:
+                bucket = f"{number}.mlp"
+            case _:
+                bucket = "tied" if spec.name in TIED.values() else "ends"
+        contents.setdefault(bucket, []).append(spec)
+    return [Bucket(name, group, dp, num_shards, shard_rank)
+            for name, group in contents.items() if group]
 
 
 class FlatParameters:
     """This rank's parameters (of type `dtype`) and, for `training`, their gradients, masters and
-    Adam moments (of type `master_dtype`), in buckets.
+    Adam moments (of type `master_dtype`), in buckets. With `host`, masters and moments are there,
+    and AdamW runs there: 6 of 18 bytes per parameter stay on the GPU.
 
     A training step calls zero_grad, then prepare_grad_sync before each backward, and at the end
-    finish_grad_sync, grad_norm_squares and step. Masters and moments are on `host` if given (D10).
-    """
+    finish_grad_sync, grad_norm_squares and step."""
 
     def __init__(self, specs: list[ParamSpec], grid: Grid, dtype, master_dtype, device,
                  zero: int = 0, host=None, training: bool = True):
@@ -1135,7 +1118,7 @@ class FlatParameters:
             self._allocate(bucket, dtype, master_dtype, device, host)
             self._attach(bucket)
             if zero == 3:
-                self.reshard(bucket)
+                self.reshard([bucket])
 
     def _allocate(self, bucket: Bucket, dtype, master_dtype, device, host) -> None:
         """Create the bucket's tensors, all zero, of the sizes in the table of ZeRO stages."""
@@ -1162,11 +1145,11 @@ class FlatParameters:
         """Replace the modules' parameters by views into the bucket, and give each its function
         `main_grad` and the hook that autograd calls when its gradient is complete."""
         for spec in bucket.specs:
-            # A tied matrix has two owners and becomes two parameters on the same memory. With one,
-            # autograd would hold its first gradient until the second came, at backward's end.
+            # A tied matrix becomes two Parameters on one memory; as one Parameter its hook would
+            # run only after both uses.
             for module, attribute in spec.owners:
-                # `.data` has a version counter of its own: ZeRO 3 gathers into this memory between
-                # forward and backward, and autograd must not take that for a modified weight.
+                # `.data` has its own version counter: ZeRO 3 gathers into this memory between
+                # forward and backward, which autograd must not take for a modified weight.
                 view = bucket.view(bucket.data, spec)
                 parameter = nn.Parameter(view.data)
                 setattr(module, attribute, parameter)
@@ -1182,8 +1165,8 @@ class FlatParameters:
                 bucket.shard[name][shard_slice].copy_(value.flatten()[param_slice])
 
     def initialize(self, cfg: GPTConfig, seed: int, parameters: dict | None = None) -> None:
-        """Set the state of step 0. Only one full parameter is in memory at a time. The weights come
-        from `parameters` {name: full tensor} if given, else from the seed."""
+        """Set the state of step 0, also after a rollback to it. Only one full parameter is in
+        memory at a time. The weights come from `parameters` {name: full tensor}, or the seed."""
         def initial(name, shape):
             if parameters is None:
                 return initial_value(cfg, name, shape, seed)
@@ -1204,13 +1187,13 @@ class FlatParameters:
     @torch.no_grad()
     def _start_params_sync(self, bucket: Bucket) -> Work:
         data, master = bucket.shard["data"], bucket.shard["master"]
-        if master.device != data.device:        # D10; pinned, to copy in the background
+        if master.device != data.device:        # pinned, to copy in the background
             pinned = data.device.type == "cuda"
             master = torch.empty_like(master, dtype=data.dtype, pin_memory=pinned).copy_(master)
         if master is not data:
             data.copy_(master, non_blocking=True)
-        if self.zero in (1, 2):                 # D7 and D8; ZeRO 3 gathers before use
-            return all_gather(bucket.data, self.grid.group("dp"))
+        if self.zero in (1, 2):                 # (ZeRO 3 gathers before use)
+            return all_gather(bucket.data, self.grid.groups["dp"])
         return Work(bucket.data)
 
     def zero_grad(self) -> None:
@@ -1219,8 +1202,8 @@ class FlatParameters:
             grad.zero_()
 
     def prepare_grad_sync(self, last: bool) -> None:
-        """Before each backward. D1: only the `last` of a step communicates; from ZeRO 2 on each one
-        does. Everything is a sum: the head has scaled the gradients (`run_schedule`)."""
+        """Before each backward. DP1: only the `last` of a step communicates; from ZeRO 2 on each
+        one does. Everything is a sum: the head has scaled the gradients (`run_schedule`)."""
         self.buckets_to_sync = []
         if last or self.zero >= 2:
             self.buckets_to_sync = list(self.buckets)
@@ -1228,33 +1211,32 @@ class FlatParameters:
             bucket.pending_grads = sum(len(spec.owners) for spec in bucket.specs)
 
     def _grad_ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """D3 and D4: autograd calls this hook when a parameter's gradient is complete, on the
+        """DP3, DP4: autograd calls this hook when a parameter's gradient is complete, on the
         backward's thread and CUDA stream: collectives start after the kernels of the gradient."""
         # `grad` is None if a Function of section 2 has added the gradient to main_grad itself.
         if parameter.grad is not None:
             parameter.main_grad().add_(parameter.grad)
             parameter.grad = None
         bucket.pending_grads -= 1
-        # All ranks must communicate in the same order. A bucket that is full too early waits.
+        # All ranks must communicate in the same order. A bucket completed out of turn waits.
         while self.buckets_to_sync and self.buckets_to_sync[-1].pending_grads == 0:
             self._start_grad_sync(self.buckets_to_sync.pop())
 
     def _start_grad_sync(self, bucket: Bucket) -> None:
-        """D4, D7 to D9: start the communication of a full bucket."""
-        group = self.grid.group("dp")
+        """DP4, DP7 to DP9: start the communication of a complete bucket."""
+        group = self.grid.groups["dp"]
         if self.zero == 0:
             self.in_flight.append((bucket, all_reduce(bucket.grad, group)))
         # `grad` is None if nothing was added since the last sync (see Bucket.main_grad).
         elif bucket.grad is not None:
-            # One bucket at a time where a sync keeps memory: from ZeRO 2 on its gradients; on a CPU
-            # buffers for the shards that arrive.
+            # Wait for the previous bucket first, where a sync in flight holds extra memory.
             if self.zero >= 2 or bucket.grad.device.type == "cpu":
                 self._wait_grad_sync()
             self.in_flight.append((bucket, reduce_scatter(bucket.grad, group)))
         if self.zero >= 2:
             bucket.grad = None
         if self.zero == 3:
-            self.reshard(bucket)                # this backward does not need it again
+            self.reshard([bucket])              # this backward does not need it again
 
     @torch.no_grad()
     def _wait_grad_sync(self) -> None:
@@ -1266,25 +1248,25 @@ class FlatParameters:
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
-        """D5: wait for all buckets. Then sum two kinds of gradients of which other ranks have a
-        part: the tied matrix's on the two ends of a pipeline (P9), and, with sequence parallelism,
-        those of parameters that tensor parallelism replicates (T2)."""
+        """DP5: wait for all buckets. Then sum two kinds of gradients of which other ranks have a
+        part: the tied matrix's on the two ends of a pipeline (PP5), and, with sequence parallelism,
+        those of parameters that tensor parallelism replicates (TP2)."""
         assert not self.buckets_to_sync, "a parameter got no gradient"
         self._wait_grad_sync()
-        if self.buckets[0].specs[0].name in TIED.values():
-            all_reduce(self.buckets[0].shard["grad"], self.grid.group("embedding")).wait()
+        if self.buckets[0].name == "tied":
+            all_reduce(self.buckets[0].shard["grad"], self.grid.groups["embedding"]).wait()
         if self.grid.sequence_parallel:
             replicated = [bucket.shard["grad"][shard_slice] for bucket in self.buckets
                           for spec, shard_slice, _ in bucket.shard_ranges
                           if spec.partition_dim is None]
             if replicated:
-                sums = all_reduce(torch.cat(replicated), self.grid.group("tp")).wait()
+                sums = all_reduce(torch.cat(replicated), self.grid.groups["tp"]).wait()
                 torch._foreach_copy_(replicated, sums.split([len(x) for x in replicated]))
 
     def grad_norm_squares(self) -> torch.Tensor:
-        """D11: sums of squares of this rank's gradients, (2,) of `sum_dtype`: [those that count for
-        the global norm, all of them]. Summed over the world, the first counts each
-        parameter of the whole model once. The second shows where a gradient is not finite."""
+        """Sums of squares of this rank's gradients, (2,) of `sum_dtype`: [those that count for the
+        global norm, all of them]. The first, summed over the world, counts every parameter once.
+        The second shows where a gradient is not finite."""
         counted, others = [], []
         is_replica = self.zero == 0 and self.grid.dp_rank > 0
         for bucket in self.buckets:
@@ -1295,8 +1277,7 @@ class FlatParameters:
                     others += pieces
                 else:
                     counted += pieces
-        # One fp32 sum over 10M values can be off in its fourth digit. A CPU converts to float64,
-        # in pieces that fit its cache.
+        # (One fp32 sum over 10M values can be off in its fourth digit. Pieces fit a CPU's cache.)
         dtype = sum_dtype(self.buckets[0].data.device)
         squares = torch.stack(torch._foreach_norm(counted + others, 2, dtype=dtype)).square()
         return torch.stack([squares[:len(counted)].sum(), squares.sum()])
@@ -1305,12 +1286,11 @@ class FlatParameters:
     def step(self, grad_scale: float, step: int, lr: float, beta1: float, beta2: float,
              weight_decay: float) -> None:
         """AdamW update number `step` (from 1) of this rank's shards, with the gradients times
-        `grad_scale`; afterwards all replicas have the new parameters. A bucket's parameters are
-        gathered while AdamW updates the next one."""
+        `grad_scale`. A bucket's parameters are gathered while AdamW updates the next one."""
         grads = [bucket.shard["grad"] for bucket in self.buckets]
         torch._foreach_mul_(grads, grad_scale)
         offload = self.buckets[0].shard["master"].device != grads[0].device
-        if offload:                     # D10: all gradients leave, a bucket at a time
+        if offload:             # start all copies, then use each when it has arrived
             copies = [copy_to_host_async(grad) for grad in grads]
         works = []
         for i, bucket in enumerate(self.buckets):
@@ -1329,15 +1309,15 @@ class FlatParameters:
             if bucket.data.untyped_storage().size() == 0:
                 bucket.data.untyped_storage().resize_(bucket.data.nbytes)
                 bucket.data.chunk(self.num_shards)[self.shard_rank].copy_(bucket.shard["data"])
-                bucket.unsharding = all_gather(bucket.data, self.grid.group("dp"))
+                bucket.unsharding = all_gather(bucket.data, self.grid.groups["dp"])
         for bucket in buckets:
             if bucket.unsharding is not None:
                 bucket.unsharding.wait()
                 bucket.unsharding = None
 
-    def reshard(self, *buckets: Bucket) -> None:
-        """Free the gathered parameters; the shard stays. A view refers to a storage, not to an
-        address, so `unshard` makes the parameters valid again by filling the same storage."""
+    def reshard(self, buckets: list[Bucket]) -> None:
+        """Free the gathered parameters. They are views of a storage, not of an address: `unshard`
+        makes them valid again by filling the same storage."""
         for bucket in buckets:
             assert bucket.unsharding is None, "a gather would write into freed memory"
             bucket.data.untyped_storage().resize_(0)
@@ -1345,31 +1325,28 @@ class FlatParameters:
 
 def adamw_step(bucket: Bucket, grad: torch.Tensor, step: int, lr: float, beta1: float,
                beta2: float, weight_decay: float) -> None:
-    """torch's fused AdamW on the parameters in this rank's shard, whose gradient is `grad`.
-    Matrices decay, vectors do not (Loshchilov and Hutter 2019, algorithm 2)."""
-    for is_matrix, decay in ((True, weight_decay), (False, 0.0)):
+    """torch's fused AdamW on the parameters in this rank's shard, whose gradient is `grad`."""
+    for decays, decay in ((True, weight_decay), (False, 0.0)):
         slices = [shard_slice for spec, shard_slice, _ in bucket.shard_ranges
-                  if (len(spec.shape) >= 2) == is_matrix]
-        params = [bucket.shard["master"][s] for s in slices]
-        grads = [grad[s] for s in slices]
-        exp_avgs = [bucket.shard["exp_avg"][s] for s in slices]
-        exp_avg_sqs = [bucket.shard["exp_avg_sq"][s] for s in slices]
-        if slices:
-            # adamw adds 1 to each step number. (The empty list is amsgrad's.)
-            steps = torch.full((len(slices),), step - 1.0, device=grad.device).unbind()
-            adamw(params, grads, exp_avgs, exp_avg_sqs, [], list(steps), fused=True, amsgrad=False,
-                  maximize=False, lr=lr, beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
+                  if spec.decays == decays]
+        shard = bucket.shard
+        tensors = [[x[s] for s in slices]
+                   for x in (shard["master"], grad, shard["exp_avg"], shard["exp_avg_sq"])]
+        # adamw adds 1 to each step number. (The empty list is amsgrad's.)
+        steps = torch.full((len(slices),), step - 1.0, device=grad.device).unbind()
+        adamw(*tensors, [], list(steps), fused=True, amsgrad=False, maximize=False, lr=lr,
+              beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
 
 def fully_shard(model: GPT, flat: FlatParameters) -> None:
-    """D9: wrap the forward of the embedding, each block and the head in unshard and reshard.
+    """DP9: wrap the forward of the embedding, each block and the head in unshard and reshard.
 
         forward    unshard block i, prefetch i + 1, run, reshard
         backward   unshard block i, prefetch i - 1, run; _start_grad_sync reduces and reshards
 
-    The tied matrix stays unsharded from the embedding to the head, whose gradients are computed in
-    forward. The other parameters of the two, and the last block, stay unsharded until backward.
-    """
+    The tied matrix stays gathered from the embedding to the end of the head's forward, because the
+    head computes its gradients there. The other parameters of the ends, and the last block, stay
+    gathered until backward."""
     tied, ends = flat.buckets[:2]
     blocks = list(zip(flat.buckets[2::2], flat.buckets[3::2]))      # [(attention, MLP)]
 
@@ -1383,21 +1360,21 @@ def fully_shard(model: GPT, flat: FlatParameters) -> None:
         if y.requires_grad:         # the hook runs when y's gradient is there, before the block's
             y.register_hook(lambda dy: flat.unshard(current, prefetch=previous))
         if following or not y.requires_grad:
-            flat.reshard(*current)
+            flat.reshard(current)
         return y
 
     def run_head(forward, *args):
         y = forward(*args)
-        flat.reshard(tied)
+        flat.reshard([tied])
         if not torch.is_grad_enabled():
-            flat.reshard(ends)
+            flat.reshard([ends])
         return y
 
     model.embed.forward = partial(run_embed, model.embed.forward)
     model.head.forward = partial(run_head, model.head.forward)
-    neighbors = [(), *blocks, ()]                       # block i is neighbors[i + 1]
-    for i, block in enumerate(model.blocks.values()):
-        block.forward = partial(run_block, block.forward, blocks[i], neighbors[i], neighbors[i + 2])
+    for block, current, previous, following in zip(model.blocks.values(), blocks, [(), *blocks],
+                                                   [*blocks[1:], ()]):
+        block.forward = partial(run_block, block.forward, current, previous, following)
 
 
 def state_bytes(numel: int, dp: int, dtypes: tuple, zero: int, offload: bool) -> tuple[dict, dict]:
@@ -1464,8 +1441,7 @@ class RunError(Exception):
 
 
 class PeerError(RuntimeError):
-    """Another rank is gone or did not answer within the timeout. The message names the operation
-    and the ranks that take part; `run_schedule` adds the microbatch."""
+    """Another rank is gone or did not answer in time. The message names the operation and ranks."""
 
 
 @contextmanager
@@ -1584,11 +1560,9 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
     raise RuntimeError(f"no answer in {timeout.total_seconds():.0f} s")
 
 
-def pick_device(name: str, local_rank: int, local_world: int, visible: str = "",
-                on_mps: bool = True) -> torch.device:
+def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.device:
     """The device of this process. `auto` is the first that is available of CUDA, MPS (Apple's GPU)
-    if `on_mps`, and the CPU. `visible` is CUDA_VISIBLE_DEVICES: a launcher may show each process a
-    single GPU of its own. Raises ValueError."""
+    if `on_mps`, and the CPU. Raises ValueError."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
                  "cpu": True}
     if name == "auto":
@@ -1599,12 +1573,8 @@ def pick_device(name: str, local_rank: int, local_world: int, visible: str = "",
                          f"the flag out, or give --device cpu")
     if name != "cuda":
         return torch.device(name)
-    count = torch.cuda.device_count()
-    has_its_own = count == 1 and visible != ""
-    if local_world > count and not has_its_own:
-        raise ValueError(f"{local_world} processes on this machine, but {count} CUDA devices: "
-                         f"lower --nproc_per_node, or give --device cpu")
-    device = torch.device("cuda", 0 if has_its_own else local_rank)
+    # A launcher may show each process a GPU of its own, as the only one.
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")      # fp32 products by TF32: several times as fast
     return device
@@ -1615,8 +1585,8 @@ def assert_own_gpu(device: torch.device) -> None:
     if device.type == "cuda":
         gpus = all_gather_object(str(torch.cuda.get_device_properties(device).uuid))
         if len(set(gpus)) < len(gpus):
-            raise RunError("two processes share a GPU: lower --nproc_per_node, or give "
-                           "--device cpu", 2)
+            raise RunError(f"{len(gpus)} processes, but {len(set(gpus))} CUDA devices: lower "
+                           f"--nproc_per_node, or give --device cpu", 2)
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -1627,7 +1597,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 class StopSignal:
     """Ctrl-C and SIGTERM request a stop after the current step. A second signal exits at once,
     unless it comes within half a second: a launcher may forward a signal that the terminal has
-    already sent. (Python runs no handler in a wait for a rank that hangs, until --timeout.)"""
+    already sent. (A handler cannot run while Python waits for a hung rank.)"""
 
     def __init__(self):
         self.requested = None           # time of the first signal, in seconds
@@ -1675,8 +1645,8 @@ def copy_to_host_async(x: torch.Tensor) -> tuple:
 
 
 def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
-    """x on the host, when the device has computed it; PeerError if that takes more than `timeout`
-    seconds. (If a rank hangs, a plain copy blocks until NCCL's own watchdog, for minutes.)"""
+    """x on the host; PeerError if the device takes more than `timeout` seconds to compute it. (If
+    a rank hangs, a plain copy blocks until NCCL's own watchdog, for minutes.)"""
     if x.device.type == "cpu":
         return x
     host, event = copy_to_host_async(x)
@@ -1701,11 +1671,11 @@ def main() -> None:
     if p < 1 or m < 1:
         parser.error("--pp and --microbatches must be at least 1")
     schedules = [SCHEDULES[args.pp_schedule](stage, p, m) for stage in range(p)]
-    timeline = clock(schedules)
+    ends = clock(schedules)
     counts = [f"stage {stage}: {live_activations(ops)}" for stage, ops in enumerate(schedules)]
     print(f"{args.pp_schedule}, {p} stages, {m} microbatches; a backward takes two units of time")
-    print(f"\n{draw(timeline)}\n")
-    print(f"bubble {bubble(timeline):.1%} of the time, "
+    print(f"\n{draw(ends)}\n")
+    print(f"bubble {bubble(ends):.1%} of the time, "
           f"(p - 1) / (m + p - 1) = {(p - 1) / (m + p - 1):.1%}")
     print(f"live activations, in microbatches: {', '.join(counts)}")
 

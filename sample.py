@@ -213,7 +213,7 @@ def main() -> None:
     parser.error = lambda message: parser.exit(2, f"sample.py: {message}\n")
     args = parse_flags(parser)
     try:
-        device = pick_device(args.device, 0, 1)
+        device = pick_device(args.device)
         model, state = load_model(Path(args.ckpt))
         tokenizer = get_tokenizer(state["tokenizer"])
         prompts = read_prompts(args)

@@ -1191,9 +1191,9 @@ def grid_of_eight(rank, world):
     with traffic(note):
         parallel.connect(grid, torch.device("cpu"))
     ranks = {name: dist.get_process_group_ranks(group) for name, group in grid_groups.items()}
-    assert grid.group("dp") is None             # this rank is alone in it
+    assert grid.groups["dp"] is None             # this rank is alone in it
     with pytest.raises(KeyError):
-        grid.group("embeddings")
+        grid.groups["embeddings"]
     grid.groups.clear()
     return ranks, backends, connected.call_count, used
 
@@ -1286,8 +1286,8 @@ def test_a_stage_has_no_input_or_result_beyond_the_pipelines_ends():
     def peers(rank, op):
         messages, x = [], torch.zeros(1)
         with messages_started(messages.extend):
-            parallel.start_messages(Grid(1, 3, 2, rank), [(kind, op, 0, x) for kind in (
-                dist.irecv, dist.isend)])
+            parallel.start_messages(Grid(1, 3, 2, rank), [(sending, op, 0, x) for sending in (
+                False, True)])
         return [peer for _, _, peer, *_ in messages]
     assert [peers(2, op) for op in "FB"] == [[0, 4], [4, 0]]
     assert [peers(0, op) for op in "FB"] == [[2], [2]]
@@ -1338,30 +1338,30 @@ def test_1f1b_cannot_hang_on_nccl_where_single_messages_do():
 
 
 def pipelined_and_whole(rank, world):
-    """{parameter: (its gradient by plain_pipeline, by run_schedule, of the whole model)} on one of
-    two stages; the tied matrix's plain gradient is the sum of its two ends'."""
-    cfg = replace(CFG, n_layer=2)
+    """{parameter: (its gradient by plain_pipeline, by run_schedule, of the whole model)} on a stage
+    of one block; the tied matrix's plain gradient is the sum of its two ends'."""
+    cfg = replace(CFG, n_layer=world)
     tokens, targets = tokens_of(cfg, 8), tokens_of(cfg, 8, seed=1)
     activation_like = torch.empty(2, cfg.seq_len, cfg.n_embd, dtype=torch.float64)
     whole, stage = random_gpt(cfg), random_gpt(cfg)
     (whole(tokens, targets) / targets.numel()).backward()
     tied = stage.head.weight
-    del stage.blocks["1" if rank == 0 else "0"]
-    if rank == 0:
-        stage.head = None
-    else:
+    stage.blocks = nn.ModuleDict({str(rank): stage.blocks[str(rank)]})
+    if rank > 0:
         stage.embed = None
+    if rank < world - 1:
+        stage.head = None
     parallel.plain_pipeline(stage, list(zip(tokens.split(2), targets.split(2))), activation_like,
                             targets.numel())
-    dist.all_reduce(tied.grad)
     plain = {name: p.grad for name, p in stage.named_parameters()}
-    plain["embed.token.weight"] = tied.grad
+    plain["embed.token.weight"] = torch.zeros_like(tied) if tied.grad is None else tied.grad
+    dist.all_reduce(plain["embed.token.weight"])
 
-    with gridded(rank, world, 1, 2) as grid:
+    with gridded(rank, world, 1, world) as grid:
         local, flat = staged(cfg, grid, torch.float64)
         flat.load("master", lambda name, shape: whole.get_parameter(name)[:shape[0]])
         batch = [(x, y, 0) for x, y in zip(tokens.split(2), targets.split(2))]
-        run_schedule(one_f_one_b(rank, 2, 4), local, grid, batch, activation_like, flat,
+        run_schedule(one_f_one_b(rank, world, 4), local, grid, batch, activation_like, flat,
                      1 / targets.numel())
         flat.finish_grad_sync()
     return {spec.name: (plain[spec.name][:spec.shape[0]],
@@ -1371,11 +1371,11 @@ def pipelined_and_whole(rank, world):
 
 
 def test_the_plain_pipeline_and_1f1b_have_the_whole_models_gradients(pool):
-    """Each of the two stages has its own parameters' gradients, to 1e-12 in fp64."""
-    gradients = pool.run(2, pipelined_and_whole)
+    """Each of three stages has its own parameters' gradients, to 1e-12 in fp64."""
+    gradients = pool.run(3, pipelined_and_whole)
     for plain, scheduled, whole in itertools.chain(*(rank.values() for rank in gradients)):
         assert relative(plain, whole) < 1e-12 and relative(scheduled, whole) < 1e-12
-    assert set().union(*gradients) == set(dict(random_gpt(replace(CFG, n_layer=2)
+    assert set().union(*gradients) == set(dict(random_gpt(replace(CFG, n_layer=3)
                                                           ).named_parameters()))
 
 
@@ -1443,8 +1443,7 @@ def plain_form_and_others(rank, world):
     expected = mlp_gradients(whole, full, x, dy)
     plain = mlp_gradients(parallel.plain_mlp, full, x, dy)
     with gridded(rank, world, world, 1) as grid:
-        model = GPT(replace(CFG, n_layer=1))
-        parallel.parallelize(model, grid)
+        model = parallel.build_stage(replace(CFG, n_layer=1), grid)
         specs = {spec.name: spec for spec in parallel.param_specs(model, model.cfg, grid)}
         specs = [specs[f"blocks.0.mlp.{name}"] for name in names]
         mlp = model.blocks["0"].mlp
@@ -1479,8 +1478,7 @@ def lifted_out(rank, world):
     cfg = replace(CFG, n_layer=2)
     plain = random_gpt(cfg)
     with gridded(rank, world, world, 1) as grid, mock.patch.dict(parallel.MAX_LOGITS, cpu=7 * 192):
-        ours = GPT(cfg)
-        parallel.parallelize(ours, grid)
+        ours = parallel.build_stage(cfg, grid)
         specs = parallel.param_specs(ours, cfg, grid)
         for spec in specs:
             full = plain.get_parameter(spec.name)[:spec.shape[0]]
@@ -2129,12 +2127,12 @@ def events_of_a_step(rank, world, zero):
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_buckets_travel_while_backward_goes_on(pool, zero):
     """Mechanism (that backward hides communication, and that ZeRO 2 needs its memory): each bucket
-    starts as soon as it is full, the tied matrix last; without ZeRO all at once, with it one at a
-    time on a CPU. ZeRO 2 reduces every microbatch, and holds one block's half beside the one on its
-    way."""
+    starts as soon as it is complete, the tied matrix last; without ZeRO all at once, with it one at
+    a time on a CPU. ZeRO 2 reduces every microbatch, and holds one block's half beside the one on
+    its way."""
     expected = []
     for microbatch in range(2):
-        expected += ["tied", "ends"]            # of the head: these two are not full yet
+        expected += ["tied", "ends"]            # of the head: not complete yet
         for full in ("1.mlp", "1.attn", "0.mlp", "0.attn", "ends", "tied"):
             expected.append(full)
             if microbatch == 1 or zero == 2:
@@ -2955,23 +2953,22 @@ def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, t
         assert "allocate memory" in error and advice in error
 
 
-@pytest.mark.parametrize("gpus, mps, processes, visible, picked", [
-    (2, True, 2, "", "cuda:1"), (1, False, 2, "1", "cuda:0"),       # one each, as srun may show it
-    (1, True, 1, "", "cuda:0"), (0, True, 1, "", "mps"), (0, True, 2, "", "cpu"),
-    (0, False, 1, "", "cpu")])
-def test_each_process_has_a_device_of_its_own(gpus, mps, processes, visible, picked):
-    """The device of the last process; of eight there are too many."""
+@pytest.mark.parametrize("gpus, mps, processes, picked", [
+    (2, True, 2, "cuda:1"), (1, False, 2, "cuda:0"),                # one each, as srun may show it
+    (1, True, 1, "cuda:0"), (0, True, 1, "mps"), (0, True, 2, "cpu"), (0, False, 1, "cpu")])
+def test_each_process_has_a_device_of_its_own(gpus, mps, processes, picked):
+    """The device of the last process. Two processes with the same GPU are refused."""
     with mock.patch.multiple(torch.cuda, is_available=lambda: gpus > 0, set_device=nothing,
                              device_count=lambda: gpus, get_device_properties=mock.Mock()), \
             mock.patch.object(torch.backends.mps, "is_available", lambda: mps):
-        device = parallel.pick_device("auto", processes - 1, processes, visible, processes == 1)
-        assert str(device) == picked and parallel.pick_device("cpu", 0, 8).type == "cpu"
-        with pytest.raises(ValueError, match=f"8 processes.*{gpus} CUDA.*--device cpu" if gpus else
-                           "no CUDA device"):
-            parallel.pick_device("cuda", 0, 8)
+        device = parallel.pick_device("auto", processes - 1, processes == 1)
+        assert str(device) == picked and parallel.pick_device("cpu").type == "cpu"
+        if gpus == 0:
+            with pytest.raises(ValueError, match="no CUDA device"):
+                parallel.pick_device("cuda")
         for other, refused in (("another", False), (None, device.type == "cuda")):
             with mock.patch.object(parallel, "all_gather_object", lambda x: [x, other or x]), \
-                    pytest.raises(RunError, match="share a GPU") if refused else nullcontext():
+                    pytest.raises(RunError, match="but 1 CUDA") if refused else nullcontext():
                 parallel.assert_own_gpu(device)
 
 

@@ -340,7 +340,7 @@ class Run:
         # `squares` counts each parameter once; `all_squares` counts replicas too, so it is not
         # finite if any gradient of any rank is not.
         mean_loss, activation_norm, stopping, squares, all_squares = self.to_floats(
-            all_reduce(local, grid.group("world")).wait())
+            all_reduce(local, grid.groups["world"]).wait())
         return StepStats(
             mean_loss, activation_norm, math.sqrt(squares) / scaler.scale,
             found_inf=not (math.isfinite(mean_loss) and math.isfinite(all_squares)),
@@ -389,7 +389,7 @@ class Run:
             loss_sum += run_schedule(forwards, self.model, self.grid, batch, self.activation_like)
         if self.grid.tp_rank > 0:       # all tp ranks have the same loss: count it once
             loss_sum.zero_()            # (it is 0 on every stage but the last)
-        loss_sum = self.to_floats(all_reduce(loss_sum, self.grid.group("world")).wait())
+        loss_sum = self.to_floats(all_reduce(loss_sum, self.grid.groups["world"]).wait())
         self.model.train()
         return loss_sum / (count * self.cfg.seq_len)
 
@@ -1096,11 +1096,10 @@ def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -
               config=dataclasses.asdict(config), step=run.step)
 
 
-def choose_device(config: Config, world: int, local_rank: int, local_world: int) -> torch.device:
+def choose_device(config: Config, world: int, local_rank: int) -> torch.device:
     """This process's device. Raises ValueError if the flags ask for one that cannot be used."""
     on_mps = world == 1 and config.dtype != "fp64"
-    device = pick_device(config.device, local_rank, local_world,
-                         os.environ.get("CUDA_VISIBLE_DEVICES", ""), on_mps)
+    device = pick_device(config.device, local_rank, on_mps)
     if device.type == "mps" and not on_mps:
         raise ValueError("mps is for one process and has no fp64: give --device cpu")
     compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
@@ -1123,7 +1122,7 @@ def main() -> None:
         given = parse_flags(sys.argv[1:])
         config = Config(**given)
         check_grid(world, config.tp, config.pp, config.zero, config.sequence_parallel)
-        device = choose_device(config, world, local_rank, local_world)
+        device = choose_device(config, world, local_rank)
     except ValueError as error:
         if rank > 0:
             time.sleep(5)           # torchrun ends all ranks when one exits: rank 0 prints first
