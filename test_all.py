@@ -399,38 +399,41 @@ def test_logits_loss_and_gradients_are_those_of_torchs_own_layers(activation):
     assert relative(gradients, theirs) < 1e-11
 
 
-# Billions of parameters, layers, width, channels of a head, positions, activation. GPT-2: the
-# released checkpoints, to the last parameter; GPT-3: table 2.1; OPT: table 1. Their numbers of
-# parameters are those of the names, which round to 3%.
+# Billions of parameters, layers, width, channels of a head, positions, activation, learning rate.
+# GPT-2: the released checkpoints, to the last parameter (the learning rate: that of GPT-3's row);
+# GPT-3: table 2.1; OPT: table 1. Their numbers of parameters are those of the names, which round
+# to 3%.
 PUBLISHED = {
-    "gpt2": (0.124439808, 12, 768, 64, 1024, "gelu"),
-    "gpt2-medium": (0.354823168, 24, 1024, 64, 1024, "gelu"),
-    "gpt2-large": (0.774030080, 36, 1280, 64, 1024, "gelu"),
-    "gpt2-xl": (1.557611200, 48, 1600, 64, 1024, "gelu"),
-    "gpt3-125m": (0.125, 12, 768, 64, 2048, "gelu"),
-    "gpt3-350m": (0.350, 24, 1024, 64, 2048, "gelu"),
-    "gpt3-760m": (0.760, 24, 1536, 96, 2048, "gelu"),
-    "gpt3-1.3b": (1.3, 24, 2048, 128, 2048, "gelu"),
-    "gpt3-2.7b": (2.7, 32, 2560, 80, 2048, "gelu"),
-    "gpt3-6.7b": (6.7, 32, 4096, 128, 2048, "gelu"),
-    "gpt3-13b": (13, 40, 5120, 128, 2048, "gelu"),         # the paper's 5140 is not 40 x 128
-    "gpt3-175b": (175, 96, 12288, 128, 2048, "gelu"),
-    "opt-125m": (0.125, 12, 768, 64, 2048, "relu"),
-    "opt-1.3b": (1.3, 24, 2048, 64, 2048, "relu"),
-    "opt-2.7b": (2.7, 32, 2560, 80, 2048, "relu"),
-    "opt-6.7b": (6.7, 32, 4096, 128, 2048, "relu"),
-    "opt-13b": (13, 40, 5120, 128, 2048, "relu"),
-    "opt-30b": (30, 48, 7168, 128, 2048, "relu"),
-    "opt-66b": (66, 64, 9216, 128, 2048, "relu"),
-    "opt-175b": (175, 96, 12288, 128, 2048, "relu"),
+    "gpt2": (0.124439808, 12, 768, 64, 1024, "gelu", 6e-4),
+    "gpt2-medium": (0.354823168, 24, 1024, 64, 1024, "gelu", 3e-4),
+    "gpt2-large": (0.774030080, 36, 1280, 64, 1024, "gelu", 2.5e-4),
+    "gpt2-xl": (1.557611200, 48, 1600, 64, 1024, "gelu", 2e-4),
+    "gpt3-125m": (0.125, 12, 768, 64, 2048, "gelu", 6e-4),
+    "gpt3-350m": (0.350, 24, 1024, 64, 2048, "gelu", 3e-4),
+    "gpt3-760m": (0.760, 24, 1536, 96, 2048, "gelu", 2.5e-4),
+    "gpt3-1.3b": (1.3, 24, 2048, 128, 2048, "gelu", 2e-4),
+    "gpt3-2.7b": (2.7, 32, 2560, 80, 2048, "gelu", 1.6e-4),
+    "gpt3-6.7b": (6.7, 32, 4096, 128, 2048, "gelu", 1.2e-4),
+    "gpt3-13b": (13, 40, 5120, 128, 2048, "gelu", 1e-4),         # the paper's 5140 is not 40 x 128
+    "gpt3-175b": (175, 96, 12288, 128, 2048, "gelu", 0.6e-4),
+    "opt-125m": (0.125, 12, 768, 64, 2048, "relu", 6e-4),
+    "opt-1.3b": (1.3, 24, 2048, 64, 2048, "relu", 2e-4),
+    "opt-2.7b": (2.7, 32, 2560, 80, 2048, "relu", 1.6e-4),
+    "opt-6.7b": (6.7, 32, 4096, 128, 2048, "relu", 1.2e-4),
+    "opt-13b": (13, 40, 5120, 128, 2048, "relu", 1e-4),
+    "opt-30b": (30, 48, 7168, 128, 2048, "relu", 1e-4),
+    "opt-66b": (66, 64, 9216, 128, 2048, "relu", 0.8e-4),
+    "opt-175b": (175, 96, 12288, 128, 2048, "relu", 1.2e-4),
 }
 
 
 def test_named_sizes_hold_the_published_numbers_of_parameters():
-    """And the published shapes. A count of the parameters held is that of parameter_count."""
+    """And the published shapes and peak learning rates. A count of the parameters held is that of
+    parameter_count."""
     assert PUBLISHED.keys() == SIZES.keys() - {"nano"}
-    for name, (billions, *shape) in PUBLISHED.items():
+    for name, (billions, *shape, lr) in PUBLISHED.items():
         cfg = GPTConfig(vocab_size=50257, **SIZES[name])
+        assert model.PEAK_LR[name] == lr, name
         assert shape == [cfg.n_layer, cfg.n_embd, cfg.n_embd // cfg.n_head, cfg.seq_len,
                          cfg.activation], name
         bound = 1e-12 if name.startswith("gpt2") else 0.03
@@ -3283,10 +3286,12 @@ def test_learning_rate_warms_up_then_decays_to_the_ratio():
     ("--pp 2 --batch-size 5", 2, dict(micro_batch=1)), ("--micro-batch 8", 1, dict(micro_batch=8)),
     ("--model opt-125m --n_layer 3 --dropout 0.3 --init-from a_b", 1,
      dict(asdict(GPTConfig(257, 16, 3, 12, 768, "relu", 0.3)), init_from="a_b")),
-    ("--model opt-125m --activation gelu", 1, dict(activation="gelu", n_layer=12))])
+    ("--model opt-125m --activation gelu", 1, dict(activation="gelu", n_layer=12, lr=6e-4)),
+    ("--model gpt3-1.3b", 1, dict(lr=2e-4)), ("--model gpt2 --lr 1e-3", 1, dict(lr=1e-3)),
+    ("--n-layer 3", 1, dict(lr=4e-3))])
 def test_flags_make_the_model_and_a_microbatch_that_suits_the_layout(shards, flags, world,
                                                                      expected):
-    """And their underscores are dashes."""
+    """And choose a learning rate. Their underscores are dashes."""
     given = train.parse_flags(["--data", str(shards), "--seq_len", "16", *flags.split()])
     config, cfg = train.validate(given, None, world)
     assert {**asdict(config), **asdict(cfg)}.items() >= expected.items()

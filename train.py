@@ -51,7 +51,7 @@ import checkpoint
 from amp import (LEAD_IN, MAX_SKIPPED, PRECISIONS, SPIKE_STEPS, DivergenceMonitor, LossScaler,
                  StepStats, clip_factor, make_scaler)
 from data import Source, TokenDataset, parse_arguments
-from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
+from model import (IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, flops_per_token,
                    multiplies_in_fp32, parameter_count, peak_flops)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
@@ -92,7 +92,8 @@ class Config:
                            "SEQUENCES; none: no ramp", form="START:INCREMENT:SEQUENCES")
     steps: int = flag(800, "steps of the whole run", low=1)
     epochs: int = flag(None, "train for N epochs, instead of --steps", low=1)
-    lr: float = flag(4e-3, "peak learning rate", low=0)
+    lr: float = flag(None, "peak learning rate (default: that of the papers for --model, 4e-3 for "
+                     "nano)", low=0)
     min_lr_ratio: float = flag(0.1, "final learning rate / peak; 1: constant", low=0)
     warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
     lr_schedule: str = flag("cosine", "decay: cosine or linear", choices=["cosine", "linear"])
@@ -722,9 +723,9 @@ def print_notes(run: Run, given: dict, resumed: bool) -> None:
     if many_threads and hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count():
         print_rank0("note     this machine is busy: set OMP_NUM_THREADS=1, or threads wait for "
                     "each other")
-    if not resumed and "lr" not in given and parameter_count(run.cfg) > 2e7:
+    if not resumed and not {"lr", "model"} & set(given) and parameter_count(run.cfg) > 2e7:
         print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 used 6e-4 for "
-                    f"125M parameters, 2e-4 for 1.3B")
+                    f"125M parameters, 2e-4 for 1.3B: give --lr")
     if config.warmup_steps > config.steps / 2:
         print_rank0(f"note     most of the {config.steps} steps are warm-up")
     if config.skip_steps is not None and step_range(config.skip_steps)[1] <= run.step:
@@ -906,7 +907,8 @@ def default_micro_batch(sizes: range, replicas: float, pp: int) -> int:
 
 def check_config(config: Config, shape: dict, vocab_size: int,
                  world: int) -> tuple[Config, GPTConfig]:
-    """The config with a microbatch, and the model. Raises ValueError if they cannot run."""
+    """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
+    cannot run."""
     cfg = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
     replicas = world / (config.tp * config.pp)
     sizes, _ = batch_sizes(config)
@@ -917,6 +919,8 @@ def check_config(config: Config, shape: dict, vocab_size: int,
     if config.micro_batch is None:
         micro_batch = default_micro_batch(sizes, replicas, config.pp)
         config = dataclasses.replace(config, micro_batch=micro_batch)
+    if config.lr is None:
+        config = dataclasses.replace(config, lr=PEAK_LR[config.model])
     if config.eval_only:            # an evaluation ignores --batch-size
         sizes = [max(1, int(replicas)) * config.micro_batch]
         config = dataclasses.replace(config, batch_size=sizes[0])
