@@ -24,6 +24,7 @@ import math
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -74,6 +75,7 @@ class Grid:
     def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, sequence_parallel: bool = False):
         self.dp, self.pp, self.tp, self.rank = dp, pp, tp, rank
         self.world = dp * pp * tp
+        self.hosts = [socket.gethostname()] * self.world        # each rank's machine
         self.ranks = torch.arange(self.world).view(dp, pp, tp)
         self.dp_rank, rank_in_replica = divmod(rank, pp * tp)
         self.stage, self.tp_rank = divmod(rank_in_replica, tp)
@@ -93,6 +95,7 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
     Every rank must call this, because all ranks create every group together. `timeout` is how long
     an operation waits for another rank (None: 30 minutes)."""
     grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel)
+    grid.hosts = all_gather_object(socket.gethostname())
     pipelines = grid.ranks.permute(0, 2, 1).reshape(-1, pp)
     members = {
         "tp": grid.ranks.reshape(-1, tp),                           # share each matrix
@@ -105,12 +108,36 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
     for name, rows in members.items():
         for ranks in rows.tolist():
             if len(set(ranks)) > 1:
-                group = dist.new_group(ranks, timeout=timeout, backend=backend)
+                group = dist.new_group(ranks, timeout=timeout, backend=backend,
+                                       group_desc=describe_ranks(ranks, grid.hosts))
                 if rank in ranks:
                     grid.groups[name] = group
     if device.type != "cpu":
         connect(grid, device)
     return grid
+
+
+def ranks_by_host(ranks: list[int], hosts: list[str]) -> dict[str, list[int]]:
+    """The ranks on each machine; `hosts` has the machine of every rank."""
+    by_host = {}
+    for rank in ranks:
+        by_host.setdefault(hosts[rank], []).append(rank)
+    return by_host
+
+
+def describe_ranks(ranks: list[int], hosts: list[str]) -> str:
+    """"ranks [0, 1]"; on several machines "ranks [0] on node1, [1] on node2"."""
+    if len(set(hosts)) == 1:
+        return f"ranks {ranks}"
+    by_host = ranks_by_host(ranks, hosts)
+    return "ranks " + ", ".join(f"{ranks} on {host}" for host, ranks in by_host.items())
+
+
+def describe_rank(rank: int, hosts: list[str]) -> str:
+    """"rank 1"; on several machines "rank 1 on node2"."""
+    if len(set(hosts)) == 1:
+        return f"rank {rank}"
+    return f"rank {rank} on {hosts[rank]}"
 
 
 def check_grid(world: int, tp: int, pp: int, zero: int, sequence_parallel: bool) -> None:
@@ -763,8 +790,8 @@ def start_messages(grid: Grid, messages: list[tuple]) -> list[Work]:
         x = x.detach().contiguous() if kind is dist.isend else torch.empty_like(x)
         peer = grid.rank + (stage - grid.stage) * grid.tp
         operations.append(dist.P2POp(kind, x, peer, grid.group("pp"), m))
-        works.append(Work(x, operation=f"{OP_NAMES[op]} of microbatch {m}: {direction} rank {peer} "
-                                       f"(stage {stage})"))
+        works.append(Work(x, operation=f"{OP_NAMES[op]} of microbatch {m}: {direction} "
+                                       f"{describe_rank(peer, grid.hosts)} (stage {stage})"))
     started = [work for work in works if work.operation]
     if started:
         with comm_errors(", ".join(work.operation for work in started)):
@@ -1469,14 +1496,14 @@ class PeerError(RuntimeError):
 @contextmanager
 def comm_errors(operation: str, group=None):
     """Turn a RuntimeError of torch.distributed into a PeerError that names `operation` and, if a
-    group is given, its ranks."""
+    group of `make_grid` is given, its ranks."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, PeerError) or out_of_memory(error):    # named inside, or a local error
             raise
         if group is not None:
-            operation += f" with ranks {dist.get_process_group_ranks(group)}"
+            operation += f" with {group.group_desc}"
         # without gloo's source file and advice
         reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", first_line(error))
         raise PeerError(f"{operation}: {reason}") from error
@@ -1533,11 +1560,12 @@ def all_ranks(action: Callable, status: int = 2):
         result = action()
     except (ValueError, OSError, RunError) as error:
         failure = str(error), getattr(error, "status", status)
-    for rank, failure in enumerate(all_gather_object(failure)):
+    hosts, failures = zip(*all_gather_object((socket.gethostname(), failure)))
+    for rank, failure in enumerate(failures):
         if failure is not None:
             message, status = failure
             if rank > 0:
-                message = f"rank {rank}: {message}"
+                message = f"{describe_rank(rank, hosts)}: {message}"
             raise RunError(message, status)
     return result
 

@@ -1305,12 +1305,15 @@ def messages_started(started):
 
 
 def test_a_stage_has_no_input_or_result_beyond_the_pipelines_ends():
-    """The second of three stages, tp 2: rank 2 exchanges with ranks 0 and 4."""
+    """The second of three stages, tp 2: rank 2 exchanges with ranks 0 and 4, which errors name."""
     def peers(rank, op):
-        messages, x = [], torch.zeros(1)
+        messages, x, grid = [], torch.zeros(1), Grid(1, 3, 2, rank)
+        grid.hosts = ["n0", "n0", "n1", "n1", "n2", "n2"]
         with messages_started(messages.extend):
-            parallel.start_messages(Grid(1, 3, 2, rank), [(kind, op, 0, x) for kind in (
+            works = parallel.start_messages(grid, [(kind, op, 0, x) for kind in (
                 dist.irecv, dist.isend)])
+        for work, (_, _, peer, *_) in zip([w for w in works if w.operation], messages):
+            assert f" rank {peer} on n{peer // 2} (stage {peer // 2})" in work.operation
         return [peer for _, _, peer, *_ in messages]
     assert [peers(2, op) for op in "FB"] == [[0, 4], [4, 0]]
     assert [peers(0, op) for op in "FB"] == [[2], [2]]
@@ -3106,6 +3109,7 @@ def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_
     assert all(row["loss_scale"] == 1.0 and len(repr(row["loss"])) > 8 for row in rows)
     assert kinds(events) == ["start", "end", "resume", "end", "resume", "end"]
     assert events[2]["path"].endswith("step_00000004.pt") and events[2]["config"]["beta2"] == 0.9
+    assert events[2]["environment"]["hosts"] == {socket.gethostname(): [0]}
     assert events[2]["given"] == dict(data=str(shards), out=str(out), steps=8)
     assert [rows[4]["lr"], rows[8]["lr"]] == pytest.approx([5.5e-3, 0.1 * (0.1 + 0.9 / 8)])
     # A longer schedule may raise the loss of a healthy run; a higher --lr is not trusted so far.
@@ -3907,6 +3911,34 @@ def test_a_peer_that_hangs_or_vanishes_is_named(shards, tmp_path, fate):
     finally:
         for process in itertools.chain(*jobs):
             process.process.kill()
+
+
+def test_of_several_machines_messages_and_events_name_them(shards, things, tmp_path):
+    """Two ranks that are told different host names: the start, a failed action, a lost peer."""
+    (tmp_path / "wrapper.py").write_text("""
+import os, socket, train
+socket.gethostname = lambda: "node" + os.environ["RANK"]
+os.environ["LOCAL_WORLD_SIZE"] = "1"
+train.main()
+""")
+    flags = ["--data", shards, "--out", tmp_path / "out", *TINY, "--steps", 1_000_000, "--tp", 2,
+             "--save-every", 0, "--eval-every", 0]
+    first, second = launch(2, *flags, "--data", things / "beyond", file=tmp_path / "wrapper.py")
+    expect_mistake(first.finish(), "rank 1 on node1: ")
+    assert second.finish() == (2, "", "")
+    first, second = launch(2, *flags, file=tmp_path / "wrapper.py")
+    wait_for_step(tmp_path / "out", 3, first)
+    second.send_signal(signal.SIGKILL)
+    _, text, error = first.finish()
+    second.finish()
+    both = "ranks [0] on node0, [1] on node1"
+    assert re.match(r"train.py: rank 0 on node0: stage 0, step \d+: ", error), error
+    assert f"all-reduce with {both}: " in error and "hosts    node0, node1\n" in text
+    assert f"note     tensor-parallel {both}: " in text
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert read_metrics(tmp_path / "out")[1][0]["environment"] == dict(
+        python=".".join(map(str, sys.version_info[:3])), pytorch=torch.__version__,
+        commit=commit.stdout.strip() or None, hosts=dict(node0=[0], node1=[1]))
 
 
 def contents(folder):

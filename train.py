@@ -30,16 +30,18 @@ import dataclasses
 import importlib.util
 import math
 import os
+import platform
 import re
 import shlex
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import time
 import traceback
 from collections import deque
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -56,8 +58,9 @@ from model import (IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, flops_p
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
                       assert_own_gpu, build_stage, check_grid, check_layout, check_memory,
-                      fatal_message, fully_shard, make_grid, make_schedule, on_rank0, param_specs,
-                      pick_device, print_rank0, process_group, run_schedule, state_bytes, to_host,
+                      describe_rank, describe_ranks, fatal_message, fully_shard, make_grid,
+                      make_schedule, on_rank0, param_specs, pick_device, print_rank0,
+                      process_group, ranks_by_host, run_schedule, state_bytes, to_host,
                       wrap_blocks)
 
 
@@ -714,6 +717,8 @@ def print_summary(run: Run) -> None:
         f"batch    {batch}; {config.batch_size * cfg.seq_len:,} tokens a step\n"
         f"data     {data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
         f"{', '.join(epochs)}")
+    if len(set(run.grid.hosts)) > 1:
+        print_rank0(f"hosts    {', '.join(dict.fromkeys(run.grid.hosts))}")
 
 
 def print_notes(run: Run, given: dict, resumed: bool) -> None:
@@ -726,6 +731,11 @@ def print_notes(run: Run, given: dict, resumed: bool) -> None:
     if not resumed and not {"lr", "model"} & set(given) and parameter_count(run.cfg) > 2e7:
         print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 used 6e-4 for "
                     f"125M parameters, 2e-4 for 1.3B: give --lr")
+    spanning = [ranks for ranks in run.grid.ranks.reshape(-1, run.grid.tp).tolist()
+                if len(ranks_by_host(ranks, run.grid.hosts)) > 1]
+    if spanning:
+        print_rank0(f"note     tensor-parallel {describe_ranks(spanning[0], run.grid.hosts)}: they "
+                    f"communicate most: choose a --tp that divides the ranks of each machine")
     if config.warmup_steps > config.steps / 2:
         print_rank0(f"note     most of the {config.steps} steps are warm-up")
     if config.skip_steps is not None and step_range(config.skip_steps)[1] <= run.step:
@@ -1046,7 +1056,8 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
     print_summary(run)
     if state is None:
         line = f"weights  those of {config.init_from}" if begin.kind == "init-from" else None
-        run.event("start", line, step=0, config=dataclasses.asdict(config))
+        run.event("start", line, step=0, config=dataclasses.asdict(config),
+                  environment=environment(run.grid))
     else:
         report_resume(run, state, begin, given)
     if begin.kind in ("init-from", "resume"):   # after this save FILE is not needed any more
@@ -1061,6 +1072,23 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
         file = shlex.quote(f"{config.out}/latest.pt")
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
     return None
+
+
+def source_commit() -> str | None:
+    """The git commit that this source was taken from; None without git or its repository."""
+    folder = Path(__file__).resolve().parent
+    if (folder / ".git").exists():              # and not that of a directory above
+        with suppress(OSError):                 # there is no git
+            command = ["git", "rev-parse", "HEAD"]
+            git = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            return git.stdout.strip() or None
+    return None
+
+
+def environment(grid: Grid) -> dict:
+    """Versions, source and machines of this start, for its event. Every rank must call it."""
+    return dict(python=platform.python_version(), pytorch=torch.__version__,
+                commit=on_rank0(source_commit), hosts=ranks_by_host(range(grid.world), grid.hosts))
 
 
 def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -> None:
@@ -1088,7 +1116,7 @@ def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -
     for event in begin.events:
         run.metrics.write(**event, step=run.step)
     run.event("resume", line, path=str(begin.path), given=given, changed=changed, lr_factor=factor,
-              config=dataclasses.asdict(config), step=run.step)
+              config=dataclasses.asdict(config), environment=environment(run.grid), step=run.step)
 
 
 def choose_device(config: Config, world: int, local_rank: int, local_world: int) -> torch.device:
@@ -1141,7 +1169,10 @@ def main() -> None:
     except Exception as error:
         message = fatal_message(error)
         if message is not None:
-            complain(f"rank {rank}: {message}")
+            name = f"rank {rank}"
+            if world > local_world:             # on several machines
+                name += f" on {socket.gethostname()}"
+            complain(f"{name}: {message}")
         elif world == 1:
             raise
         else:
