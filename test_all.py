@@ -3650,6 +3650,8 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, fla
     assert (spike["step"], rollback["step"], rollback["to"]) == (at, at, to)
     assert spike["reason"] == rollback["reason"] and (at == 39) == ("in a row" in spike["reason"])
     assert rollback["sequences"] == left_out == skip["sequences"]
+    windows = Memory(CFG).sample_indices(1337, 0, left_out[1]).tolist()
+    assert spike["windows"] == windows[before[at - 11][0]:]
     assert skip["batches"] == at - first
     end = saved(tmp_path, 42)
     assert end["optimizer_steps"] == 42
@@ -3806,6 +3808,23 @@ def test_a_number_that_is_not_finite_is_traced_to_its_rank_parameter_and_batch(p
     flat.buckets[-1].grad.fill_(1e160)
     assert not flat.grad_norm_squares()[1].isfinite()
     assert train.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
+
+
+def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
+    """That which the shard has; the run's learning rate is absurd."""
+    shutil.copytree(shards, tmp_path / "data" / "python")
+    status, _, error = Command("train.py", *TINY, "--seq-len", 128, "--lr", 1e19,
+                               "--max-rollbacks", 0, cwd=tmp_path).finish()
+    assert status == 1 and "are spent; the run has diverged" in error
+    recipe = next(block for block in README.split("```")[1::2] if "spike" in block)
+    text = subprocess.run(["bash", "-c", recipe], cwd=tmp_path, capture_output=True, text=True)
+    [spike] = [event for event in read_metrics(tmp_path / "out")[1] if event["event"] == "spike"]
+    windows = data.TokenDataset(shards, "train", 128).sample_indices(1337, 0, 4 * spike["step"])
+    tokens = np.fromfile(shards / "train_000000.bin", np.uint16, offset=1024)
+    texts = [tokens[128 * i:128 * i + 129] for i in windows.tolist()]
+    assert text.stdout == "\n----------\n".join(
+        bytes(part.tolist()).decode(errors="replace") for part in texts) + "\n", text.stderr
+    assert spike["windows"] == windows.tolist() and len(texts) >= 4
 
 
 @pytest.mark.parametrize("layout, flags", [

@@ -182,6 +182,7 @@ class Run:
         self.metrics = None                     # checkpoint.Metrics, for `train`
         self.prefetched = None                  # the batch of the next step
         self.recent_seconds = deque(maxlen=20)
+        self.recent_windows = deque(maxlen=LEAD_IN + SPIKE_STEPS)   # of the last batches
 
         param_dtype, master_dtype = PRECISIONS[config.dtype]
         host = "cpu" if config.offload else device
@@ -518,14 +519,16 @@ class Run:
     def report(self, row: dict, batch: Batch, stats: StepStats, loss_sum: torch.Tensor,
                divergence: str | None) -> None:
         """Write events for a step that is not finite, or diverged. TokenDataset.windows rebuilds
-        the batch from the windows in the event."""
+        the batch, or the batches that led to the divergence, from the windows in the event."""
+        self.recent_windows.append(batch.windows.tolist())
         seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
         if stats.found_inf:
             where = locate_nonfinite(loss_sum.item(), self.flat)
             self.event("skip", reason="not finite", **seen, **where, windows=batch.windows.tolist())
         if divergence is not None:
             self.event("spike", f"diverged: {divergence}", reason=divergence,
-                       limit=self.monitor.limit(), **seen)
+                       limit=self.monitor.limit(), windows=sum(self.recent_windows, []), **seen)
+            self.recent_windows.clear()         # a rollback undoes these steps
 
     def log_step(self, row: dict) -> None:
         """Write the step's row to metrics.jsonl and its line to the console."""
