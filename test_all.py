@@ -4629,7 +4629,41 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((
         "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",
-        "--job", "--cpus", "--max-restarts", "--tasks", "--include", "--num"))}
+        "--job", "--cpus", "--max-restarts", "--tasks", "--include", "--num", "--time", "--signal",
+        "--requeue", "--open-mode", "--kill-on", "--shutdown-timeout"))}
+
+
+def test_the_readmes_slurm_script_requeues_until_the_run_has_ended(shards, tmp_path):
+    """Slurm is imitated: a signal, as before the time limit; then a second start, to the end."""
+    from torch.distributed.run import get_args_parser       # torchrun's
+    script = next(block for block in README.split("```")[1::2] if "#SBATCH" in block)
+    launcher = re.search(r"torchrun (.*?train\.py)", script.replace("\\\n", " "))[1]
+    seconds = get_args_parser().parse_args(shlex.split(launcher)).shutdown_timeout
+    assert seconds < int(re.search(r"--signal=TERM@(\d+)", script)[1])
+    flags = ["--data", shards, "--out", tmp_path / "out", *TINY, "--save-every", 0]
+    for name, body in [
+            ("scontrol", f'echo "$@" >> {tmp_path}/asked; echo node0; echo node1'),
+            ("srun", f'shift; "$@" & echo $! > {tmp_path}/pid; wait $!'),
+            ("torchrun", shlex.join(map(str, ["exec", sys.executable, ROOT / "train.py", *flags]))
+             + " --steps $STEPS")]:
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def start(steps):
+        return subprocess.Popen(
+            ["bash", "-c", script], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=dict(os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_ID="7",
+                     SLURM_JOB_NODELIST="node[0-1]", STEPS=str(steps)))
+    job = start(1_000_000)
+    wait_for_step(tmp_path / "out", 3, job)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+    text, _ = job.communicate(timeout=60)
+    last = read_metrics(tmp_path / "out")[0][-1]["step"] + 5
+    text += start(last).communicate(timeout=60)[0]
+    assert (tmp_path / "asked").read_text().splitlines() == [
+        "show hostnames node[0-1]", "requeue 7", "show hostnames node[0-1]"], text
+    assert saved(tmp_path / "out", last)["step"] == last
+    assert kinds(read_metrics(tmp_path / "out")[1]) == ["start", "stop", "resume", "end"]
 
 
 IMPORTS = {     # of our files: those that each may import
