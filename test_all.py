@@ -3960,6 +3960,37 @@ train.main()
         commit=commit.stdout.strip() or None, hosts=dict(node0=[0], node1=[1]))
 
 
+def totals_now(run):
+    return run.stragglers.totals.tolist()
+
+
+def sleep_on_rank_1(run):
+    forward_backward = run.forward_backward
+    if run.grid.rank == 1:
+        run.forward_backward = lambda batch: time.sleep(0.1) or forward_backward(batch)
+
+
+def test_a_rank_that_computes_for_longer_than_others_of_its_stage_is_named(pool, tmp_path, capsys):
+    """Its seconds without waits reach every rank; nothing is sent of one process or of GPUs."""
+    config = settings(tmp_path, pp=2)
+    answers = pool.run(4, run_steps, (2, 1, 2), config, replace(CFG, n_layer=2),
+                       totals_now, None, sleep_on_rank_1)
+    totals, *others = [seen[-1] for _, seen, _ in answers]
+    assert others == [totals] * 3 and totals[1] >= 2 and sorted(totals)[2] < totals[1] / 1.5, totals
+    grid = Grid(3, 2, 1)
+    grid.hosts = ["a", "a", "b", "b", "c", "c"]
+    stragglers = train.Stragglers(grid, torch.device("cpu"))
+    stragglers.add([1.0, 3.0, 1.4, 3.0, 1.0, 3.1])
+    assert capsys.readouterr().out == "" and stragglers.totals.sum() == 12.5
+    stragglers.since -= 60
+    stragglers.add([1.0, 3.0, 1.7, 3.0, 1.0, 3.0])
+    assert capsys.readouterr().out == ("note     rank 2 on b is slow: it computed for 3.1 s, the "
+                                       "median of its stage for 2.0 s\n")
+    assert stragglers.totals.sum() == 0
+    for grid, device in [(Grid(1, 1, 1), "cpu"), (Grid(2, 1, 1), "cuda")]:
+        assert len(train.Stragglers(grid, torch.device(device)).local_seconds()) == 0
+
+
 def contents(folder):
     """{name: (time of writing, bytes)} of a folder's files."""
     return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}

@@ -55,7 +55,7 @@ from amp import (LEAD_IN, MAX_SKIPPED, PRECISIONS, SPIKE_STEPS, DivergenceMonito
 from data import Source, TokenDataset, parse_arguments
 from model import (IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, flops_per_token,
                    multiplies_in_fp32, parameter_count, peak_flops)
-from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
+from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal, Work,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
                       assert_own_gpu, build_stage, check_grid, check_layout, check_memory,
                       describe_rank, describe_ranks, fatal_message, fully_shard, make_grid,
@@ -182,6 +182,7 @@ class Run:
         self.metrics = None                     # checkpoint.Metrics, for `train`
         self.prefetched = None                  # the batch of the next step
         self.recent_seconds = deque(maxlen=20)
+        self.stragglers = Stragglers(grid, device)
         self.recent_windows = deque(maxlen=LEAD_IN + SPIKE_STEPS)   # of the last batches
 
         param_dtype, master_dtype = PRECISIONS[config.dtype]
@@ -208,6 +209,7 @@ class Run:
         self.model.train()
         while self.step < config.steps:
             started = time.perf_counter()
+            self.stragglers.start_step()
             self.skip_excluded()                            # by --skip-steps or a rollback
             batch = self.next_batch()
             lr = learning_rate(config, self.step + 1) * self.monitor.lr_factor
@@ -334,10 +336,12 @@ class Run:
             norms = self.model.head.norms.to(loss_sum) / tokens
         stop = loss_sum.new_full((), bool(stop_requested))
         local = torch.stack([loss, norms, stop, *self.flat.grad_norm_squares()])
+        local = torch.cat([local, self.stragglers.local_seconds().to(local)])
         # `squares` counts each parameter once; `all_squares` counts replicas too, so it is not
         # finite if any gradient of any rank is not.
-        mean_loss, activation_norm, stopping, squares, all_squares = self.to_floats(
+        mean_loss, activation_norm, stopping, squares, all_squares, *seconds = self.to_floats(
             all_reduce(local, grid.group("world")).wait())
+        self.stragglers.add(seconds)
         return StepStats(
             mean_loss, activation_norm, math.sqrt(squares) / scaler.scale,
             found_inf=not (math.isfinite(mean_loss) and math.isfinite(all_squares)),
@@ -538,6 +542,50 @@ class Run:
             print_rank0(format_step(self, row, statistics.median_low(self.recent_seconds)))
         if "val_loss" in row:
             print_rank0(format_eval(row, self))
+
+
+class Stragglers:
+    """Names the ranks that compute for longer than others, once a minute: their machines may be
+    slow or busy. It compares ranks of one stage, because stages differ in blocks and ends. On GPUs,
+    where a wait does not hold up the process, it does nothing."""
+    INTERVAL = 60           # seconds between reports
+    LIMIT = 1.5             # times the median
+
+    def __init__(self, grid: Grid, device: torch.device):
+        self.grid = grid
+        self.on = grid.world > 1 and device.type == "cpu"
+        self.restart()
+
+    def restart(self) -> None:
+        self.totals = np.zeros(self.grid.world)         # each rank's seconds since then
+        self.since = time.perf_counter()
+
+    def start_step(self) -> None:
+        self.start = time.perf_counter() - Work.seconds_waited
+
+    def local_seconds(self) -> torch.Tensor:
+        """(world,): this rank's seconds of the step so far, without waits; 0 for the others."""
+        if not self.on:
+            return torch.empty(0)
+        seconds = torch.zeros(self.grid.world)
+        seconds[self.grid.rank] = time.perf_counter() - Work.seconds_waited - self.start
+        return seconds
+
+    def add(self, seconds: list[float]) -> None:
+        """Add the seconds of each rank."""
+        if not self.on:
+            return
+        self.totals += seconds
+        if time.perf_counter() - self.since < self.INTERVAL:
+            return
+        for ranks in self.grid.ranks.transpose(0, 1).flatten(1).tolist():   # of each stage
+            median = statistics.median_low(self.totals[ranks])
+            for rank in ranks:
+                if self.totals[rank] > self.LIMIT * median:
+                    print_rank0(f"note     {describe_rank(rank, self.grid.hosts)} is slow: it "
+                                f"computed for {self.totals[rank]:.1f} s, the median of its stage "
+                                f"for {median:.1f} s")
+        self.restart()
 
 
 def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
