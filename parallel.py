@@ -109,7 +109,7 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
         for ranks in rows.tolist():
             if len(set(ranks)) > 1:
                 group = dist.new_group(ranks, timeout=timeout, backend=backend,
-                                       group_desc=describe_ranks(ranks, grid.hosts))
+                                       group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
                 if rank in ranks:
                     grid.groups[name] = group
     if device.type != "cpu":
@@ -117,27 +117,11 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
     return grid
 
 
-def ranks_by_host(ranks: list[int], hosts: list[str]) -> dict[str, list[int]]:
-    """The ranks on each machine; `hosts` has the machine of every rank."""
-    by_host = {}
-    for rank in ranks:
-        by_host.setdefault(hosts[rank], []).append(rank)
-    return by_host
-
-
-def describe_ranks(ranks: list[int], hosts: list[str]) -> str:
-    """"ranks [0, 1]"; on several machines "ranks [0] on node1, [1] on node2"."""
+def on_hosts(ranks: list[int], hosts: list[str]) -> str:
+    """" on node1, node2", the machines of these ranks; "" if the whole job is on one machine."""
     if len(set(hosts)) == 1:
-        return f"ranks {ranks}"
-    by_host = ranks_by_host(ranks, hosts)
-    return "ranks " + ", ".join(f"{ranks} on {host}" for host, ranks in by_host.items())
-
-
-def describe_rank(rank: int, hosts: list[str]) -> str:
-    """"rank 1"; on several machines "rank 1 on node2"."""
-    if len(set(hosts)) == 1:
-        return f"rank {rank}"
-    return f"rank {rank} on {hosts[rank]}"
+        return ""
+    return " on " + ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
 
 
 def check_grid(world: int, tp: int, pp: int, zero: int, sequence_parallel: bool) -> None:
@@ -793,8 +777,8 @@ def start_messages(grid: Grid, messages: list[tuple]) -> list[Work]:
         x = x.detach().contiguous() if kind is dist.isend else torch.empty_like(x)
         peer = grid.rank + (stage - grid.stage) * grid.tp
         operations.append(dist.P2POp(kind, x, peer, grid.group("pp"), m))
-        works.append(Work(x, operation=f"{OP_NAMES[op]} of microbatch {m}: {direction} "
-                                       f"{describe_rank(peer, grid.hosts)} (stage {stage})"))
+        works.append(Work(x, operation=f"{OP_NAMES[op]} of microbatch {m}: {direction} rank {peer}"
+                                       f"{on_hosts([peer], grid.hosts)} (stage {stage})"))
     started = [work for work in works if work.operation]
     if started:
         with comm_errors(", ".join(work.operation for work in started)):
@@ -1568,7 +1552,7 @@ def all_ranks(action: Callable, status: int = 2):
         if failure is not None:
             message, status = failure
             if rank > 0:
-                message = f"{describe_rank(rank, hosts)}: {message}"
+                message = f"rank {rank}{on_hosts([rank], hosts)}: {message}"
             raise RunError(message, status)
     return result
 

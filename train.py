@@ -41,7 +41,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -58,10 +58,9 @@ from model import (IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, flops_p
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal, Work,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
                       assert_own_gpu, build_stage, check_grid, check_layout, check_memory,
-                      describe_rank, describe_ranks, fatal_message, fully_shard, make_grid,
-                      make_schedule, on_rank0, param_specs, pick_device, print_rank0,
-                      process_group, ranks_by_host, run_schedule, state_bytes, to_host,
-                      wrap_blocks)
+                      fatal_message, fully_shard, make_grid, make_schedule, on_hosts, on_rank0,
+                      param_specs, pick_device, print_rank0, process_group, run_schedule,
+                      state_bytes, to_host, wrap_blocks)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -545,47 +544,41 @@ class Run:
 
 
 class Stragglers:
-    """Names the ranks that compute for longer than others, once a minute: their machines may be
-    slow or busy. It compares ranks of one stage, because stages differ in blocks and ends. On GPUs,
-    where a wait does not hold up the process, it does nothing."""
-    INTERVAL = 60           # seconds between reports
-    LIMIT = 1.5             # times the median
+    """Once a minute, names the ranks that compute for longer than others of their stage: their
+    machines may be slow or busy. (Stages differ in blocks and ends, so they are not compared.) On
+    GPUs, where a wait does not hold up the process, it does nothing."""
 
     def __init__(self, grid: Grid, device: torch.device):
         self.grid = grid
         self.on = grid.world > 1 and device.type == "cpu"
-        self.restart()
-
-    def restart(self) -> None:
-        self.totals = np.zeros(self.grid.world)         # each rank's seconds since then
-        self.since = time.perf_counter()
+        self.totals = np.zeros(grid.world)      # seconds of each rank since `reported`
+        self.reported = time.perf_counter()
 
     def start_step(self) -> None:
         self.start = time.perf_counter() - Work.seconds_waited
 
     def local_seconds(self) -> torch.Tensor:
         """(world,): this rank's seconds of the step so far, without waits; 0 for the others."""
-        if not self.on:
-            return torch.empty(0)
         seconds = torch.zeros(self.grid.world)
         seconds[self.grid.rank] = time.perf_counter() - Work.seconds_waited - self.start
-        return seconds
+        return seconds if self.on else torch.empty(0)
 
     def add(self, seconds: list[float]) -> None:
-        """Add the seconds of each rank."""
+        """Add each rank's seconds of a step."""
         if not self.on:
             return
         self.totals += seconds
-        if time.perf_counter() - self.since < self.INTERVAL:
+        if time.perf_counter() - self.reported < 60:
             return
         for ranks in self.grid.ranks.transpose(0, 1).flatten(1).tolist():   # of each stage
             median = statistics.median_low(self.totals[ranks])
             for rank in ranks:
-                if self.totals[rank] > self.LIMIT * median:
-                    print_rank0(f"note     {describe_rank(rank, self.grid.hosts)} is slow: it "
-                                f"computed for {self.totals[rank]:.1f} s, the median of its stage "
-                                f"for {median:.1f} s")
-        self.restart()
+                if self.totals[rank] > 1.5 * median:
+                    print_rank0(f"note     rank {rank}{on_hosts([rank], self.grid.hosts)} is slow: "
+                                f"it computed for {self.totals[rank]:.1f} s, the median of its "
+                                f"stage for {median:.1f} s")
+        self.totals[:] = 0
+        self.reported = time.perf_counter()
 
 
 def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
@@ -763,13 +756,11 @@ def print_summary(run: Run) -> None:
         f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
         f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
         f"{flops_per_token(cfg):.3g} FLOPs a token\n"
-        f"layout   {layout}\n"
+        f"layout   {layout}{on_hosts(range(run.grid.world), run.grid.hosts)}\n"
         f"memory   {', '.join(memory)} (rank {run.grid.rank})\n"
         f"batch    {batch}; {config.batch_size * cfg.seq_len:,} tokens a step\n"
         f"data     {data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
         f"{', '.join(epochs)}")
-    if len(set(run.grid.hosts)) > 1:
-        print_rank0(f"hosts    {', '.join(dict.fromkeys(run.grid.hosts))}")
 
 
 def print_notes(run: Run, given: dict, resumed: bool) -> None:
@@ -782,11 +773,11 @@ def print_notes(run: Run, given: dict, resumed: bool) -> None:
     if not resumed and not {"lr", "model"} & set(given) and parameter_count(run.cfg) > 2e7:
         print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 used 6e-4 for "
                     f"125M parameters, 2e-4 for 1.3B: give --lr")
-    spanning = [ranks for ranks in run.grid.ranks.reshape(-1, run.grid.tp).tolist()
-                if len(ranks_by_host(ranks, run.grid.hosts)) > 1]
-    if spanning:
-        print_rank0(f"note     tensor-parallel {describe_ranks(spanning[0], run.grid.hosts)}: they "
-                    f"communicate most: choose a --tp that divides the ranks of each machine")
+    for ranks in run.grid.ranks.reshape(-1, run.grid.tp).tolist():
+        if len({run.grid.hosts[rank] for rank in ranks}) > 1:
+            print_rank0(f"note     tensor-parallel ranks {ranks} communicate most, but are"
+                        f"{on_hosts(ranks, run.grid.hosts)}: --tp should divide a machine's ranks")
+            break
     if config.warmup_steps > config.steps / 2:
         print_rank0(f"note     most of the {config.steps} steps are warm-up")
     if config.skip_steps is not None and step_range(config.skip_steps)[1] <= run.step:
@@ -1126,20 +1117,18 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
 
 
 def source_commit() -> str | None:
-    """The git commit that this source was taken from; None without git or its repository."""
+    """The git commit that this source is based on; None without git or its repository."""
     folder = Path(__file__).resolve().parent
-    if (folder / ".git").exists():              # and not that of a directory above
-        with suppress(OSError):                 # there is no git
-            command = ["git", "rev-parse", "HEAD"]
-            git = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-            return git.stdout.strip() or None
-    return None
+    if shutil.which("git") is None or not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
 def environment(grid: Grid) -> dict:
-    """Versions, source and machines of this start, for its event. Every rank must call it."""
+    """Versions, source and each rank's machine, for an event. Every rank must call it."""
     return dict(python=platform.python_version(), pytorch=torch.__version__,
-                commit=on_rank0(source_commit), hosts=ranks_by_host(range(grid.world), grid.hosts))
+                commit=on_rank0(source_commit), hosts=grid.hosts)
 
 
 def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -> None:
@@ -1220,10 +1209,8 @@ def main() -> None:
     except Exception as error:
         message = fatal_message(error)
         if message is not None:
-            name = f"rank {rank}"
-            if world > local_world:             # on several machines
-                name += f" on {socket.gethostname()}"
-            complain(f"{name}: {message}")
+            host = f" on {socket.gethostname()}" if world > local_world else ""
+            complain(f"rank {rank}{host}: {message}")
         elif world == 1:
             raise
         else:
