@@ -49,7 +49,7 @@ import torch.distributed as dist
 from data import TokenDataset
 from model import GPT, GPTConfig
 from parallel import (Bucket, FlatParameters, Grid, RunError, build_stage, comm_errors, first_line,
-                      make_buckets, param_specs)
+                      make_buckets, on_hosts, param_specs)
 
 FORMAT = 7
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -117,7 +117,7 @@ def collect_shard(flat: FlatParameters, bucket: Bucket, name: str, rank: int) ->
         return bucket.shard[name].cpu()
     # Other stages' buckets have no tensors here; all buckets have the same types.
     shard = torch.empty(bucket.numel // flat.num_shards, dtype=flat.buckets[0].shard[name].dtype)
-    with comm_errors(f"save, receive from rank {rank}"):
+    with comm_errors(f"save, receive from rank {rank}{on_hosts([rank], flat.grid.hosts)}"):
         dist.recv(shard, rank)
     return shard
 

@@ -10,8 +10,8 @@ The shape legend of the whole project:
     V vocabulary
 
 Papers: GPT-2 (Radford et al. 2019, section 2.3) for the architecture and its initialization,
-GPT-3 (Brown et al. 2020, table 2.1) and OPT (Zhang et al. 2022, table 1) for the sizes, PaLM
-(Chowdhery et al. 2022, appendix B) for the count of FLOPs.
+GPT-3 (Brown et al. 2020, table 2.1) and OPT (Zhang et al. 2022, table 1) for the sizes and their
+learning rates, PaLM (Chowdhery et al. 2022, appendix B) for the count of FLOPs.
 
 This file knows nothing of parallelism and can be used alone:
 
@@ -336,34 +336,36 @@ def ceil_div(a: int, b: int) -> int:
     return (a + b - 1) // b
 
 
-# {name: (n_layer, n_head, n_embd, seq_len, activation)}. GPT-3's table gives XL 24 heads of 128 at
-# width 2048 and 13B a width of 5140: neither divides, so they are 16 and 5120 here. OPT-350m is
-# post-LayerNorm, another architecture, and left out.
+# {name: (n_layer, n_head, n_embd, seq_len, activation, peak learning rate)}. GPT-3's table gives XL
+# 24 heads of 128 at width 2048 and 13B a width of 5140: neither divides, so they are 16 and 5120
+# here. OPT-350m is post-LayerNorm, another architecture, and left out. GPT-2's learning rates are
+# unpublished: they are those of GPT-3's models of about the same size.
 _TABLE = {
-    "nano": (2, 4, 192, 128, "gelu"),
-    "gpt2": (12, 12, 768, 1024, "gelu"),
-    "gpt2-medium": (24, 16, 1024, 1024, "gelu"),
-    "gpt2-large": (36, 20, 1280, 1024, "gelu"),
-    "gpt2-xl": (48, 25, 1600, 1024, "gelu"),
-    "gpt3-125m": (12, 12, 768, 2048, "gelu"),
-    "gpt3-350m": (24, 16, 1024, 2048, "gelu"),
-    "gpt3-760m": (24, 16, 1536, 2048, "gelu"),
-    "gpt3-1.3b": (24, 16, 2048, 2048, "gelu"),
-    "gpt3-2.7b": (32, 32, 2560, 2048, "gelu"),
-    "gpt3-6.7b": (32, 32, 4096, 2048, "gelu"),
-    "gpt3-13b": (40, 40, 5120, 2048, "gelu"),
-    "gpt3-175b": (96, 96, 12288, 2048, "gelu"),
-    "opt-125m": (12, 12, 768, 2048, "relu"),
-    "opt-1.3b": (24, 32, 2048, 2048, "relu"),
-    "opt-2.7b": (32, 32, 2560, 2048, "relu"),
-    "opt-6.7b": (32, 32, 4096, 2048, "relu"),
-    "opt-13b": (40, 40, 5120, 2048, "relu"),
-    "opt-30b": (48, 56, 7168, 2048, "relu"),
-    "opt-66b": (64, 72, 9216, 2048, "relu"),
-    "opt-175b": (96, 96, 12288, 2048, "relu"),
+    "nano": (2, 4, 192, 128, "gelu", 4e-3),
+    "gpt2": (12, 12, 768, 1024, "gelu", 6e-4),
+    "gpt2-medium": (24, 16, 1024, 1024, "gelu", 3e-4),
+    "gpt2-large": (36, 20, 1280, 1024, "gelu", 2.5e-4),
+    "gpt2-xl": (48, 25, 1600, 1024, "gelu", 2e-4),
+    "gpt3-125m": (12, 12, 768, 2048, "gelu", 6e-4),
+    "gpt3-350m": (24, 16, 1024, 2048, "gelu", 3e-4),
+    "gpt3-760m": (24, 16, 1536, 2048, "gelu", 2.5e-4),
+    "gpt3-1.3b": (24, 16, 2048, 2048, "gelu", 2e-4),
+    "gpt3-2.7b": (32, 32, 2560, 2048, "gelu", 1.6e-4),
+    "gpt3-6.7b": (32, 32, 4096, 2048, "gelu", 1.2e-4),
+    "gpt3-13b": (40, 40, 5120, 2048, "gelu", 1e-4),
+    "gpt3-175b": (96, 96, 12288, 2048, "gelu", 0.6e-4),
+    "opt-125m": (12, 12, 768, 2048, "relu", 6e-4),
+    "opt-1.3b": (24, 32, 2048, 2048, "relu", 2e-4),
+    "opt-2.7b": (32, 32, 2560, 2048, "relu", 1.6e-4),
+    "opt-6.7b": (32, 32, 4096, 2048, "relu", 1.2e-4),
+    "opt-13b": (40, 40, 5120, 2048, "relu", 1e-4),
+    "opt-30b": (48, 56, 7168, 2048, "relu", 1e-4),
+    "opt-66b": (64, 72, 9216, 2048, "relu", 0.8e-4),
+    "opt-175b": (96, 96, 12288, 2048, "relu", 1.2e-4),
 }
-SIZES = {name: dict(zip(("n_layer", "n_head", "n_embd", "seq_len", "activation"), row))
-         for name, row in _TABLE.items()}
+SIZES = {name: dict(zip(("n_layer", "n_head", "n_embd", "seq_len", "activation"), shape))
+         for name, (*shape, _) in _TABLE.items()}
+PEAK_LR = {name: lr for name, (*_, lr) in _TABLE.items()}
 
 
 def parameter_count(cfg: GPTConfig) -> int:

@@ -23,6 +23,7 @@ import math
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -72,6 +73,7 @@ class Grid:
     def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, sequence_parallel: bool = False):
         self.dp, self.pp, self.tp, self.rank = dp, pp, tp, rank
         self.world = dp * pp * tp
+        self.hosts = [socket.gethostname()] * self.world        # each rank's machine
         self.ranks = torch.arange(self.world).view(dp, pp, tp)
         self.dp_rank, rank_in_replica = divmod(rank, pp * tp)
         self.stage, self.tp_rank = divmod(rank_in_replica, tp)
@@ -86,6 +88,7 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
     """The grid of `world` ranks, with process groups by gloo or, on GPUs, NCCL; all ranks create
     every group together. An operation waits `timeout` for another rank (None: 30 minutes)."""
     grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel)
+    grid.hosts = all_gather_object(socket.gethostname())
     pipelines = grid.ranks.permute(0, 2, 1).reshape(-1, pp)
     members = {
         "tp": grid.ranks.reshape(-1, tp),                           # share each matrix
@@ -98,12 +101,20 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
     for name, rows in members.items():
         for ranks in rows.tolist():
             if len(set(ranks)) > 1:
-                group = dist.new_group(ranks, timeout=timeout, backend=backend)
+                group = dist.new_group(ranks, timeout=timeout, backend=backend,
+                                       group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
                 if rank in ranks:
                     grid.groups[name] = group
     if device.type != "cpu":
         connect(grid, device)
     return grid
+
+
+def on_hosts(ranks: list[int], hosts: list[str]) -> str:
+    """" on node1, node2", the machines of these ranks; "" if the whole job is on one machine."""
+    if len(set(hosts)) == 1:
+        return ""
+    return " on " + ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
 
 
 def check_grid(world: int, tp: int, pp: int, zero: int, sequence_parallel: bool) -> None:
@@ -145,11 +156,14 @@ class Work:
     operation: str = ""                                 # for errors, with the ranks of the group
     group: object = None
     finish: Callable = lambda result: result
+    seconds_waited = 0.0        # of this class, so far: the seconds in all waits of this process
 
     def wait(self) -> torch.Tensor:
+        started = time.perf_counter()
         with comm_errors(self.operation, self.group):
             for handle in self.handles:
                 handle.wait()
+        Work.seconds_waited += time.perf_counter() - started
         return self.finish(self.result)
 
 
@@ -733,8 +747,8 @@ def start_messages(grid: Grid, messages: list[Message]) -> list[Work]:
         peer = grid.rank + (stage - grid.stage) * grid.tp
         operations.append(dist.P2POp(kind, x, peer, grid.groups["pp"], m))
         direction = "send to" if sending else "receive from"
-        works.append(Work(x, operation=f"{OP_NAMES[op]} of microbatch {m}: {direction} rank {peer} "
-                                       f"(stage {stage})"))
+        works.append(Work(x, operation=f"{OP_NAMES[op]} of microbatch {m}: {direction} rank {peer}"
+                                       f"{on_hosts([peer], grid.hosts)} (stage {stage})"))
     started = [work for work in works if work.result is not None]
     if started:
         with comm_errors(", ".join(work.operation for work in started)):
@@ -1447,14 +1461,15 @@ class PeerError(RuntimeError):
 @contextmanager
 def comm_errors(operation: str, group=None):
     """Turn a RuntimeError of torch.distributed into a PeerError that names `operation` and, if a
-    group is given, its ranks. Not an error of this process: a failed kernel, too little memory."""
+    group of `make_grid` is given, its ranks. Not an error of this process: a failed kernel, too
+    little memory."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, (PeerError, torch.AcceleratorError)) or out_of_memory(error):
             raise
         if group is not None:
-            operation += f" with ranks {dist.get_process_group_ranks(group)}"
+            operation += f" with {group.group_desc}"
         # without gloo's source file and advice
         reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", first_line(error))
         raise PeerError(f"{operation}: {reason}") from error
@@ -1511,11 +1526,12 @@ def all_ranks(action: Callable, status: int = 2):
         result = action()
     except (ValueError, OSError, RunError) as error:
         failure = str(error), getattr(error, "status", status)
-    for rank, failure in enumerate(all_gather_object(failure)):
+    hosts, failures = zip(*all_gather_object((socket.gethostname(), failure)))
+    for rank, failure in enumerate(failures):
         if failure is not None:
             message, status = failure
             if rank > 0:
-                message = f"rank {rank}: {message}"
+                message = f"rank {rank}{on_hosts([rank], hosts)}: {message}"
             raise RunError(message, status)
     return result
 

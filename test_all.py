@@ -399,38 +399,41 @@ def test_logits_loss_and_gradients_are_those_of_torchs_own_layers(activation):
     assert relative(gradients, theirs) < 1e-11
 
 
-# Billions of parameters, layers, width, channels of a head, positions, activation. GPT-2: the
-# released checkpoints, to the last parameter; GPT-3: table 2.1; OPT: table 1. Their numbers of
-# parameters are those of the names, which round to 3%.
+# Billions of parameters, layers, width, channels of a head, positions, activation, learning rate.
+# GPT-2: the released checkpoints, to the last parameter (the learning rate: that of GPT-3's row);
+# GPT-3: table 2.1; OPT: table 1. Their numbers of parameters are those of the names, which round
+# to 3%.
 PUBLISHED = {
-    "gpt2": (0.124439808, 12, 768, 64, 1024, "gelu"),
-    "gpt2-medium": (0.354823168, 24, 1024, 64, 1024, "gelu"),
-    "gpt2-large": (0.774030080, 36, 1280, 64, 1024, "gelu"),
-    "gpt2-xl": (1.557611200, 48, 1600, 64, 1024, "gelu"),
-    "gpt3-125m": (0.125, 12, 768, 64, 2048, "gelu"),
-    "gpt3-350m": (0.350, 24, 1024, 64, 2048, "gelu"),
-    "gpt3-760m": (0.760, 24, 1536, 96, 2048, "gelu"),
-    "gpt3-1.3b": (1.3, 24, 2048, 128, 2048, "gelu"),
-    "gpt3-2.7b": (2.7, 32, 2560, 80, 2048, "gelu"),
-    "gpt3-6.7b": (6.7, 32, 4096, 128, 2048, "gelu"),
-    "gpt3-13b": (13, 40, 5120, 128, 2048, "gelu"),         # the paper's 5140 is not 40 x 128
-    "gpt3-175b": (175, 96, 12288, 128, 2048, "gelu"),
-    "opt-125m": (0.125, 12, 768, 64, 2048, "relu"),
-    "opt-1.3b": (1.3, 24, 2048, 64, 2048, "relu"),
-    "opt-2.7b": (2.7, 32, 2560, 80, 2048, "relu"),
-    "opt-6.7b": (6.7, 32, 4096, 128, 2048, "relu"),
-    "opt-13b": (13, 40, 5120, 128, 2048, "relu"),
-    "opt-30b": (30, 48, 7168, 128, 2048, "relu"),
-    "opt-66b": (66, 64, 9216, 128, 2048, "relu"),
-    "opt-175b": (175, 96, 12288, 128, 2048, "relu"),
+    "gpt2": (0.124439808, 12, 768, 64, 1024, "gelu", 6e-4),
+    "gpt2-medium": (0.354823168, 24, 1024, 64, 1024, "gelu", 3e-4),
+    "gpt2-large": (0.774030080, 36, 1280, 64, 1024, "gelu", 2.5e-4),
+    "gpt2-xl": (1.557611200, 48, 1600, 64, 1024, "gelu", 2e-4),
+    "gpt3-125m": (0.125, 12, 768, 64, 2048, "gelu", 6e-4),
+    "gpt3-350m": (0.350, 24, 1024, 64, 2048, "gelu", 3e-4),
+    "gpt3-760m": (0.760, 24, 1536, 96, 2048, "gelu", 2.5e-4),
+    "gpt3-1.3b": (1.3, 24, 2048, 128, 2048, "gelu", 2e-4),
+    "gpt3-2.7b": (2.7, 32, 2560, 80, 2048, "gelu", 1.6e-4),
+    "gpt3-6.7b": (6.7, 32, 4096, 128, 2048, "gelu", 1.2e-4),
+    "gpt3-13b": (13, 40, 5120, 128, 2048, "gelu", 1e-4),         # the paper's 5140 is not 40 x 128
+    "gpt3-175b": (175, 96, 12288, 128, 2048, "gelu", 0.6e-4),
+    "opt-125m": (0.125, 12, 768, 64, 2048, "relu", 6e-4),
+    "opt-1.3b": (1.3, 24, 2048, 64, 2048, "relu", 2e-4),
+    "opt-2.7b": (2.7, 32, 2560, 80, 2048, "relu", 1.6e-4),
+    "opt-6.7b": (6.7, 32, 4096, 128, 2048, "relu", 1.2e-4),
+    "opt-13b": (13, 40, 5120, 128, 2048, "relu", 1e-4),
+    "opt-30b": (30, 48, 7168, 128, 2048, "relu", 1e-4),
+    "opt-66b": (66, 64, 9216, 128, 2048, "relu", 0.8e-4),
+    "opt-175b": (175, 96, 12288, 128, 2048, "relu", 1.2e-4),
 }
 
 
 def test_named_sizes_hold_the_published_numbers_of_parameters():
-    """And the published shapes. A count of the parameters held is that of parameter_count."""
+    """And the published shapes and peak learning rates. A count of the parameters held is that of
+    parameter_count."""
     assert PUBLISHED.keys() == SIZES.keys() - {"nano"}
-    for name, (billions, *shape) in PUBLISHED.items():
+    for name, (billions, *shape, lr) in PUBLISHED.items():
         cfg = GPTConfig(vocab_size=50257, **SIZES[name])
+        assert model.PEAK_LR[name] == lr, name
         assert shape == [cfg.n_layer, cfg.n_embd, cfg.n_embd // cfg.n_head, cfg.seq_len,
                          cfg.activation], name
         bound = 1e-12 if name.startswith("gpt2") else 0.03
@@ -1282,12 +1285,15 @@ def messages_started(started):
 
 
 def test_a_stage_has_no_input_or_result_beyond_the_pipelines_ends():
-    """The second of three stages, tp 2: rank 2 exchanges with ranks 0 and 4."""
+    """The second of three stages, tp 2: rank 2 exchanges with ranks 0 and 4, which errors name."""
     def peers(rank, op):
-        messages, x = [], torch.zeros(1)
+        messages, x, grid = [], torch.zeros(1), Grid(1, 3, 2, rank)
+        grid.hosts = ["n0", "n0", "n1", "n1", "n2", "n2"]
         with messages_started(messages.extend):
-            parallel.start_messages(Grid(1, 3, 2, rank), [(sending, op, 0, x) for sending in (
+            works = parallel.start_messages(grid, [(sending, op, 0, x) for sending in (
                 False, True)])
+        for work, (_, _, peer, *_) in zip([w for w in works if w.operation], messages):
+            assert f" rank {peer} on n{peer // 2} (stage {peer // 2})" in work.operation
         return [peer for _, _, peer, *_ in messages]
     assert [peers(2, op) for op in "FB"] == [[0, 4], [4, 0]]
     assert [peers(0, op) for op in "FB"] == [[2], [2]]
@@ -3105,6 +3111,7 @@ def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_
     assert all(row["loss_scale"] == 1.0 and len(repr(row["loss"])) > 8 for row in rows)
     assert kinds(events) == ["start", "end", "resume", "end", "resume", "end"]
     assert events[2]["path"].endswith("step_00000004.pt") and events[2]["config"]["beta2"] == 0.9
+    assert events[2]["environment"]["hosts"] == [socket.gethostname()]
     assert events[2]["given"] == dict(data=str(shards), out=str(out), steps=8)
     assert [rows[4]["lr"], rows[8]["lr"]] == pytest.approx([5.5e-3, 0.1 * (0.1 + 0.9 / 8)])
     # A longer schedule may raise the loss of a healthy run; a higher --lr is not trusted so far.
@@ -3306,10 +3313,12 @@ def test_learning_rate_warms_up_then_decays_to_the_ratio():
     ("--pp 2 --batch-size 5", 2, dict(micro_batch=1)), ("--micro-batch 8", 1, dict(micro_batch=8)),
     ("--model opt-125m --n_layer 3 --dropout 0.3 --init-from a_b", 1,
      dict(asdict(GPTConfig(257, 16, 3, 12, 768, "relu", 0.3)), init_from="a_b")),
-    ("--model opt-125m --activation gelu", 1, dict(activation="gelu", n_layer=12))])
+    ("--model opt-125m --activation gelu", 1, dict(activation="gelu", n_layer=12, lr=6e-4)),
+    ("--model gpt3-1.3b", 1, dict(lr=2e-4)), ("--model gpt2 --lr 1e-3", 1, dict(lr=1e-3)),
+    ("--n-layer 3", 1, dict(lr=4e-3))])
 def test_flags_make_the_model_and_a_microbatch_that_suits_the_layout(shards, flags, world,
                                                                      expected):
-    """And their underscores are dashes."""
+    """And choose a learning rate. Their underscores are dashes."""
     given = train.parse_flags(["--data", str(shards), "--seq_len", "16", *flags.split()])
     config, cfg = train.validate(given, None, world)
     assert {**asdict(config), **asdict(cfg)}.items() >= expected.items()
@@ -3677,6 +3686,8 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, fla
     assert (spike["step"], rollback["step"], rollback["to"]) == (at, at, to)
     assert spike["reason"] == rollback["reason"] and "3 bad steps in a row" in spike["reason"]
     assert rollback["sequences"] == left_out == skip["sequences"]
+    windows = Memory(CFG).sample_indices(1337, 0, left_out[1]).tolist()
+    assert spike["windows"] == windows[straight[at - 11][0]:]
     assert skip["batches"] == at - first
     end = saved(tmp_path, 50)
     assert end["optimizer_steps"] == 50
@@ -3886,6 +3897,23 @@ def test_a_number_that_is_not_finite_is_traced_to_its_rank_parameter_and_batch(p
     assert train.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
 
 
+def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
+    """That which the shard has; the run's learning rate is absurd."""
+    shutil.copytree(shards, tmp_path / "data" / "python")
+    status, _, error = Command("train.py", *TINY, "--seq-len", 128, "--lr", 1e19,
+                               "--max-rollbacks", 0, cwd=tmp_path).finish()
+    assert status == 1 and "are spent; the run has diverged" in error
+    recipe = next(block for block in README.split("```")[1::2] if "spike" in block)
+    text = subprocess.run(["bash", "-c", recipe], cwd=tmp_path, capture_output=True, text=True)
+    [spike] = [event for event in read_metrics(tmp_path / "out")[1] if event["event"] == "spike"]
+    windows = data.TokenDataset(shards, "train", 128).sample_indices(1337, 0, 4 * spike["step"])
+    tokens = np.fromfile(shards / "train_000000.bin", np.uint16, offset=1024)
+    texts = [tokens[128 * i:128 * i + 129] for i in windows.tolist()]
+    assert text.stdout == "\n----------\n".join(
+        bytes(part.tolist()).decode(errors="replace") for part in texts) + "\n", text.stderr
+    assert spike["windows"] == windows.tolist() and len(texts) >= 4
+
+
 @pytest.mark.parametrize("layout, flags", [
     ((2, 2, 2), {}), ((1, 2, 1), dict(sequence_parallel=True))])
 def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, flags):
@@ -3989,6 +4017,65 @@ def test_a_peer_that_hangs_or_vanishes_is_named(shards, tmp_path, fate):
     finally:
         for process in itertools.chain(*jobs):
             process.process.kill()
+
+
+def test_of_several_machines_messages_and_events_name_them(shards, things, tmp_path):
+    """Two ranks that are told different host names: the start, a failed action, a lost peer."""
+    (tmp_path / "wrapper.py").write_text("""
+import os, socket, train
+socket.gethostname = lambda: "node" + os.environ["RANK"]
+os.environ["LOCAL_WORLD_SIZE"] = "1"
+train.main()
+""")
+    flags = ["--data", shards, "--out", tmp_path / "out", *TINY, "--steps", 1_000_000, "--tp", 2,
+             "--save-every", 0, "--eval-every", 0]
+    first, second = launch(2, *flags, "--data", things / "beyond", file=tmp_path / "wrapper.py")
+    expect_mistake(first.finish(), "rank 1 on node1: ")
+    assert second.finish() == (2, "", "")
+    first, second = launch(2, *flags, file=tmp_path / "wrapper.py")
+    wait_for_step(tmp_path / "out", 3, first)
+    second.send_signal(signal.SIGKILL)
+    _, text, error = first.finish()
+    second.finish()
+    assert re.match(r"train.py: rank 0 on node0: stage 0, step \d+: (.*: )?all-reduce with ranks "
+                    r"\[0, 1\] on node0, node1: ", error), error
+    assert "zero 0 on node0, node1\n" in text and "but are on node0, node1: --tp should" in text
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert read_metrics(tmp_path / "out")[1][0]["environment"] == dict(
+        python=".".join(map(str, sys.version_info[:3])), pytorch=torch.__version__,
+        commit=commit.stdout.strip() or None, hosts=["node0", "node1"])
+
+
+def totals_now(run):
+    return run.stragglers.totals.tolist()
+
+
+def sleep_on_rank_1(run):
+    forward_backward = run.forward_backward
+    if run.grid.rank == 1:
+        run.forward_backward = lambda batch: time.sleep(0.1) or forward_backward(batch)
+
+
+def test_a_rank_that_computes_for_longer_than_others_of_its_stage_is_named(pool, tmp_path, capsys):
+    """Its seconds without waits reach every rank; nothing is sent of one process or of GPUs."""
+    config = settings(tmp_path, pp=2)
+    answers = pool.run(4, run_steps, (2, 1, 2), config, replace(CFG, n_layer=2),
+                       totals_now, None, sleep_on_rank_1)
+    totals, *others = [seen[-1] for _, seen, _ in answers]
+    assert others == [totals] * 3 and totals[1] >= 2 and sorted(totals)[2] < totals[1] / 1.5, totals
+    grid = Grid(3, 2, 1)
+    grid.hosts = ["a", "a", "b", "b", "c", "c"]
+    stragglers = train.Stragglers(grid, torch.device("cpu"))
+    stragglers.add([1.0, 3.0, 1.4, 3.0, 1.0, 3.1])
+    assert capsys.readouterr().out == ""
+    stragglers.reported -= 60
+    stragglers.add([1.0, 3.0, 1.7, 3.0, 1.0, 3.0])
+    assert capsys.readouterr().out == ("note     rank 2 on b is slow: it computed for 3.1 s, the "
+                                       "median of its stage for 2.0 s\n")
+    for world, device in [(1, "cpu"), (2, "cuda")]:
+        stragglers = train.Stragglers(Grid(world, 1, 1), torch.device(device))
+        stragglers.start_step()
+        assert len(stragglers.local_seconds()) == 0
 
 
 def contents(folder):
@@ -4667,7 +4754,36 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((
         "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",
-        "--job", "--cpus", "--max-restarts", "--tasks", "--include", "--num"))}
+        "--job", "--cpus", "--max-restarts", "--tasks", "--include", "--num", "--time", "--signal",
+        "--requeue", "--open-mode", "--kill-on", "--shutdown-timeout"))}
+
+
+def test_the_readmes_slurm_script_requeues_until_the_run_has_ended(shards, tmp_path):
+    """Slurm is imitated: a signal, as before the time limit; then a second start, to the end."""
+    script = next(block for block in README.split("```")[1::2] if "#SBATCH" in block)
+    out, run = tmp_path / "out", [sys.executable, ROOT / "train.py", "--data", shards, "--out",
+                                  tmp_path / "out", *TINY, "--save-every", 0]
+    for name, body in [("scontrol", f'echo "$@" >> {tmp_path}/asked; echo node0; echo node1'),
+                       ("torchrun", f"exec {shlex.join(map(str, run))} --steps $STEPS"),
+                       ("srun", f'shift; "$@" & echo $! > {tmp_path}/pid; wait $!')]:
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def start(steps):
+        return subprocess.Popen(
+            ["bash", "-c", script], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=dict(os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_ID="7",
+                     SLURM_JOB_NODELIST="node[0-1]", STEPS=str(steps)))
+    job = start(1_000_000)
+    wait_for_step(out, 3, job)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+    text, _ = job.communicate(timeout=60)
+    last = read_metrics(out)[0][-1]["step"] + 5
+    text += start(last).communicate(timeout=60)[0]
+    assert (tmp_path / "asked").read_text().splitlines() == [
+        "show hostnames node[0-1]", "requeue 7", "show hostnames node[0-1]"], text
+    assert kinds(read_metrics(out)[1]) == ["start", "stop", "resume", "end"]
+    assert saved(out, last)["step"] == last
 
 
 IMPORTS = {     # of our files: those that each may import

@@ -30,9 +30,11 @@ import dataclasses
 import importlib.util
 import math
 import os
+import platform
 import re
 import shlex
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -48,17 +50,17 @@ import numpy as np
 import torch
 
 import checkpoint
-from amp import (BAD_STEPS, MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepStats,
+from amp import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepStats,
                  clip_factor, make_scaler)
 from data import Source, TokenDataset, parse_arguments
-from model import (IGNORE_INDEX, SIZES, GPTConfig, derive_seed, flops_per_token,
+from model import (IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, flops_per_token,
                    multiplies_in_fp32, parameter_count, peak_flops)
-from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal,
+from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal, Work,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
                       assert_own_gpu, build_stage, check_grid, check_layout, check_memory,
-                      fatal_message, fully_shard, make_grid, make_schedule, on_rank0, param_specs,
-                      pick_device, print_rank0, process_group, run_schedule, state_bytes, to_host,
-                      wrap_blocks)
+                      fatal_message, fully_shard, make_grid, make_schedule, on_hosts, on_rank0,
+                      param_specs, pick_device, print_rank0, process_group, run_schedule,
+                      state_bytes, to_host, wrap_blocks)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -92,7 +94,8 @@ class Config:
                            "SEQUENCES; none: no ramp", form="START:INCREMENT:SEQUENCES")
     steps: int = flag(800, "steps of the whole run", low=1)
     epochs: int = flag(None, "train for N epochs, instead of --steps", low=1)
-    lr: float = flag(4e-3, "peak learning rate", low=0)
+    lr: float = flag(None, "peak learning rate (default: that of the papers for --model, 4e-3 for "
+                     "nano)", low=0)
     min_lr_ratio: float = flag(0.1, "final learning rate / peak; 1: constant", low=0)
     warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
     lr_schedule: str = flag("cosine", "decay: cosine or linear", choices=["cosine", "linear"])
@@ -181,6 +184,7 @@ class Run:
         self.metrics = None                     # checkpoint.Metrics, for `train`
         self.prefetched = None                  # the batch of the next step
         self.recent_seconds = deque(maxlen=20)
+        self.stragglers = Stragglers(grid, device)
 
         param_dtype, master_dtype = PRECISIONS[config.dtype]
         host = "cpu" if config.offload else device
@@ -207,6 +211,7 @@ class Run:
         self.model.train()
         while self.step < config.steps:
             started = time.perf_counter()
+            self.stragglers.start_step()
             self.skip_excluded()                            # by --skip-steps or a rollback
             batch = self.next_batch()
             lr = learning_rate(config, self.step + 1) * self.monitor.lr_factor
@@ -337,10 +342,12 @@ class Run:
             norms = self.model.head.norms.to(loss_sum) / tokens
         stop = loss_sum.new_full((), bool(stop_requested))
         local = torch.stack([loss, norms, stop, *self.flat.grad_norm_squares()])
+        local = torch.cat([local, self.stragglers.local_seconds().to(local)])
         # `squares` counts each parameter once; `all_squares` counts replicas too, so it is not
         # finite if any gradient of any rank is not.
-        mean_loss, activation_norm, stopping, squares, all_squares = self.to_floats(
+        mean_loss, activation_norm, stopping, squares, all_squares, *seconds = self.to_floats(
             all_reduce(local, grid.groups["world"]).wait())
+        self.stragglers.add(seconds)
         return StepStats(
             mean_loss, activation_norm, math.sqrt(squares) / scaler.scale,
             found_inf=not (math.isfinite(mean_loss) and math.isfinite(all_squares)),
@@ -531,14 +538,17 @@ class Run:
     def report(self, row: dict, batch: Batch, stats: StepStats, loss_sum: torch.Tensor,
                divergence: str | None) -> None:
         """Write events for a step that is not finite, or diverged. TokenDataset.windows rebuilds
-        the batch from the windows in the event."""
+        the batch, or the batches that led to the divergence, from the windows in the event."""
         seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
         if stats.found_inf:
             where = locate_nonfinite(loss_sum.item(), self.flat)
             self.event("skip", reason="not finite", **seen, **where, windows=batch.windows.tolist())
         if divergence is not None:
+            first = self.monitor.starts[-LEAD_IN - BAD_STEPS:][0]
+            windows = self.train_data.sample_indices(self.config.seed, first,
+                                                     self.consumed_samples - first)
             self.event("spike", f"diverged: {divergence}", reason=divergence,
-                       limit=self.monitor.limit(), **seen)
+                       limit=self.monitor.limit(), windows=windows.tolist(), **seen)
 
     def log_step(self, row: dict) -> None:
         """Write the step's row to metrics.jsonl and its line to the console."""
@@ -548,6 +558,44 @@ class Run:
             print_rank0(format_step(self, row, statistics.median_low(self.recent_seconds)))
         if "val_loss" in row:
             print_rank0(format_eval(row, self))
+
+
+class Stragglers:
+    """Once a minute, names the ranks that compute for longer than others of their stage: their
+    machines may be slow or busy. (Stages differ in blocks and ends, so they are not compared.) On
+    GPUs, where a wait does not hold up the process, it does nothing."""
+
+    def __init__(self, grid: Grid, device: torch.device):
+        self.grid = grid
+        self.on = grid.world > 1 and device.type == "cpu"
+        self.totals = np.zeros(grid.world)      # seconds of each rank since `reported`
+        self.reported = time.perf_counter()
+
+    def start_step(self) -> None:
+        self.start = time.perf_counter() - Work.seconds_waited
+
+    def local_seconds(self) -> torch.Tensor:
+        """(world,): this rank's seconds of the step so far, without waits; 0 for the others."""
+        seconds = torch.zeros(self.grid.world)
+        seconds[self.grid.rank] = time.perf_counter() - Work.seconds_waited - self.start
+        return seconds if self.on else torch.empty(0)
+
+    def add(self, seconds: list[float]) -> None:
+        """Add each rank's seconds of a step."""
+        if not self.on:
+            return
+        self.totals += seconds
+        if time.perf_counter() - self.reported < 60:
+            return
+        for ranks in self.grid.ranks.transpose(0, 1).flatten(1).tolist():   # of each stage
+            median = statistics.median_low(self.totals[ranks])
+            for rank in ranks:
+                if self.totals[rank] > 1.5 * median:
+                    print_rank0(f"note     rank {rank}{on_hosts([rank], self.grid.hosts)} is slow: "
+                                f"it computed for {self.totals[rank]:.1f} s, the median of its "
+                                f"stage for {median:.1f} s")
+        self.totals[:] = 0
+        self.reported = time.perf_counter()
 
 
 def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
@@ -736,7 +784,7 @@ def print_summary(run: Run) -> None:
         f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
         f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
         f"{flops_per_token(cfg):.3g} FLOPs a token\n"
-        f"layout   {layout}\n"
+        f"layout   {layout}{on_hosts(range(run.grid.world), run.grid.hosts)}\n"
         f"memory   {', '.join(memory)} (rank {run.grid.rank})\n"
         f"batch    {batch}; {config.batch_size * cfg.seq_len:,} tokens a step\n"
         f"data     {data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
@@ -750,9 +798,14 @@ def print_notes(run: Run, given: dict, resumed: bool) -> None:
     if many_threads and hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count():
         print_rank0("note     this machine is busy: set OMP_NUM_THREADS=1, or threads wait for "
                     "each other")
-    if not resumed and "lr" not in given and parameter_count(run.cfg) > 2e7:
+    if not resumed and not {"lr", "model"} & set(given) and parameter_count(run.cfg) > 2e7:
         print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 used 6e-4 for "
-                    f"125M parameters, 2e-4 for 1.3B")
+                    f"125M parameters, 2e-4 for 1.3B: give --lr")
+    for ranks in run.grid.ranks.reshape(-1, run.grid.tp).tolist():
+        if len({run.grid.hosts[rank] for rank in ranks}) > 1:
+            print_rank0(f"note     tensor-parallel ranks {ranks} communicate most, but are"
+                        f"{on_hosts(ranks, run.grid.hosts)}: --tp should divide a machine's ranks")
+            break
     if config.warmup_steps > config.steps / 2:
         print_rank0(f"note     most of the {config.steps} steps are warm-up")
     if config.skip_steps is not None and step_range(config.skip_steps)[1] <= run.step:
@@ -931,7 +984,8 @@ def default_micro_batch(sizes: range, replicas: float, pp: int) -> int:
 
 def check_config(config: Config, shape: dict, vocab_size: int,
                  world: int) -> tuple[Config, GPTConfig]:
-    """The config with a microbatch, and the model. Raises ValueError if they cannot run."""
+    """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
+    cannot run."""
     cfg = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
     replicas = world / (config.tp * config.pp)
     sizes, _ = batch_sizes(config)
@@ -942,6 +996,8 @@ def check_config(config: Config, shape: dict, vocab_size: int,
     if config.micro_batch is None:
         micro_batch = default_micro_batch(sizes, replicas, config.pp)
         config = dataclasses.replace(config, micro_batch=micro_batch)
+    if config.lr is None:
+        config = dataclasses.replace(config, lr=PEAK_LR[config.model])
     if config.eval_only:            # an evaluation ignores --batch-size
         sizes = [max(1, int(replicas)) * config.micro_batch]
         config = dataclasses.replace(config, batch_size=sizes[0])
@@ -1054,7 +1110,8 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
     print_summary(run)
     if state is None:
         line = f"weights  those of {config.init_from}" if begin.kind == "init-from" else None
-        run.event("start", line, step=0, config=dataclasses.asdict(config))
+        run.event("start", line, step=0, config=dataclasses.asdict(config),
+                  environment=environment(run.grid))
     else:
         report_resume(run, state, begin, given)
     if begin.kind in ("init-from", "resume"):   # after this save FILE is not needed any more
@@ -1068,6 +1125,21 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
         file = shlex.quote(f"{config.out}/latest.pt")
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
     return None
+
+
+def source_commit() -> str | None:
+    """The git commit that this source is based on; None without git or its repository."""
+    folder = Path(__file__).resolve().parent
+    if shutil.which("git") is None or not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+
+
+def environment(grid: Grid) -> dict:
+    """Versions, source and each rank's machine, for an event. Every rank must call it."""
+    return dict(python=platform.python_version(), pytorch=torch.__version__,
+                commit=on_rank0(source_commit), hosts=grid.hosts)
 
 
 def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -> None:
@@ -1093,7 +1165,7 @@ def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -
     for event in begin.events:
         run.metrics.write(**event, step=run.step)
     run.event("resume", line, path=str(begin.path), given=given, changed=changed, lr_factor=factor,
-              config=dataclasses.asdict(config), step=run.step)
+              config=dataclasses.asdict(config), environment=environment(run.grid), step=run.step)
 
 
 def choose_device(config: Config, world: int, local_rank: int) -> torch.device:
@@ -1143,7 +1215,8 @@ def main() -> None:
     except Exception as error:
         message = fatal_message(error)
         if message is not None:
-            complain(f"rank {rank}: {message}")
+            host = f" on {socket.gethostname()}" if world > local_world else ""
+            complain(f"rank {rank}{host}: {message}")
         elif world == 1:
             raise
         else:
