@@ -50,8 +50,8 @@ import numpy as np
 import torch
 
 import checkpoint
-from amp import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler, StepStats,
-                 clip_factor, make_scaler)
+from amp import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler,
+                 StepStats, clip_factor, make_scaler)
 from data import Source, TokenDataset, parse_arguments
 from model import (IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, flops_per_token,
                    multiplies_in_fp32, parameter_count, peak_flops)
