@@ -159,11 +159,12 @@ class Work:
     seconds_waited = 0.0        # of this class, so far: the seconds in all waits of this process
 
     def wait(self) -> torch.Tensor:
-        started = time.perf_counter()
-        with comm_errors(self.operation, self.group):
-            for handle in self.handles:
-                handle.wait()
-        Work.seconds_waited += time.perf_counter() - started
+        if self.handles:
+            started = time.perf_counter()
+            with comm_errors(self.operation, self.group):
+                for handle in self.handles:
+                    handle.wait()
+            Work.seconds_waited += time.perf_counter() - started
         return self.finish(self.result)
 
 

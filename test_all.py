@@ -2741,17 +2741,17 @@ def test_what_is_something_else_or_contradicts_itself_is_no_checkpoint(tmp_path,
 
 
 def test_another_format_is_refused_in_one_line_and_never_passed_over(run_train, shards, tmp_path):
-    """Format 5 had no run's id. An older file of this format beside it changes nothing."""
+    """Format 6 had another monitor. An older file of this format beside it changes nothing."""
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     run_train(*flags)
     state = torch.load(tmp_path / "o" / "step_00000004.pt")
-    state["format"] = 5
-    del state["run"]
+    state["format"] = 6
+    del state["monitor"]["norms"]
     assert f"format      {checkpoint.FORMAT}: " in checkpoint.__doc__
     for file in ("o/latest.pt", "other.pt"):
         torch.save(state, tmp_path / file)
     for more in ([], ["--eval-only"], ["--init-from", tmp_path / "other.pt", "--out", "new"]):
-        expect_mistake(run_train(*flags, *more), "has format 5, this code reads format 6: use the")
+        expect_mistake(run_train(*flags, *more), "has format 6, this code reads format 7: use the")
     assert not Path("new").exists()
 
 
@@ -3775,7 +3775,7 @@ def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
 def test_a_rollback_waits_for_the_file_system_and_takes_no_older_file(tmp_path, monkeypatch, call):
     monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0, 0, 0, 0))
     with failing(".pt", call, 99 * [errno.EIO]), pytest.raises(RunError) as stop:
-        watched(settings(tmp_path, steps=24, save_every=4, keep=9), poison)
+        watched(settings(tmp_path, steps=44, save_every=4, keep=9), poison)
     assert stop.value.status == 1 and re.match(rf"{tmp_path}/step_.* could not be", str(stop.value))
 
 
@@ -4714,19 +4714,19 @@ def test_characters_come_out_whole_and_without_a_prompt_after_an_end_of_text(run
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("starter", [launch, pytest.param(torchrun, marks=pytest.mark.slow)])
-def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, starter):
+@pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, by_torchrun):
     (_, make), (_, ranks, *run), (_, *draw) = (
         shlex.split(line) for line in README.split("```")[1].splitlines()
         if line.startswith(("python data", "torchrun", "python sample")))
     assert [ranks, *run] == ["--nproc_per_node=8", "train.py", "--tp", "2", "--pp", "2"]
     flags = [*run[1:], "--steps", "3", "--eval-every", "0"]
     ends = [Command(make, cwd=tmp_path).finish(200)]
-    if starter is launch:
-        ends += [rank.finish(200) for rank in launch(8, *flags, cwd=tmp_path)]
-    else:
+    if by_torchrun:
         process = torchrun(8, ROOT / "train.py", *flags, cwd=tmp_path)
         ends += [(process.wait(200), *process.communicate())]
+    else:
+        ends += [rank.finish(200) for rank in launch(8, *flags, cwd=tmp_path)]
     ends += [Command(*draw, cwd=tmp_path).finish(200)]
     assert all(status == 0 and "warn" not in error.lower() for status, _, error in ends), ends
     made, trained, *_, sampled = (text for _, text, _ in ends)

@@ -572,13 +572,16 @@ class Stragglers:
         self.reported = time.perf_counter()
 
     def start_step(self) -> None:
-        self.start = time.perf_counter() - Work.seconds_waited
+        if self.on:
+            self.start = time.perf_counter() - Work.seconds_waited
 
     def local_seconds(self) -> torch.Tensor:
         """(world,): this rank's seconds of the step so far, without waits; 0 for the others."""
+        if not self.on:
+            return torch.empty(0)
         seconds = torch.zeros(self.grid.world)
         seconds[self.grid.rank] = time.perf_counter() - Work.seconds_waited - self.start
-        return seconds if self.on else torch.empty(0)
+        return seconds
 
     def add(self, seconds: list[float]) -> None:
         """Add each rank's seconds of a step."""
