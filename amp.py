@@ -25,6 +25,7 @@ move on. The batch is not tried again: a batch that always overflows would stop 
 import math
 import statistics
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -148,12 +149,12 @@ def clip_factor(norm: float, clip: float, scale: float) -> float:
 #                           |  |////////////|
 #               go back there, skip these batches, from LEAD_IN before the first bad step on
 #
-# A checkpoint is healthy, as OPT's team judged it, if its last step was not bad, the median of the
-# last losses was known and within one deviation of the lowest, the norm of the last activations was
-# at most twice its own median and, in fp16, the loss scale was above its floor. Or if the user chose
-# it: a run that begins from a file saves a checkpoint first.
+# A checkpoint is healthy, as OPT's team judged it, if its last step was neither bad nor skipped,
+# the median of the last losses was known and within one deviation of the lowest, the norm of the
+# last activations was at most twice its own median and, in fp16, the loss scale was above its
+# floor. The checkpoint with which a run from a file begins always counts as healthy.
 #
-# The first loss behind the skipped batches decides. If it is high again, we attribute the divergence
+# The first loss after the skipped batches decides. If it is high again, we attribute the divergence
 # to the data: twice as many batches are skipped, and the last reduction of the learning rate is
 # undone. Otherwise the learning rate is multiplied by the first of LR_CUTS, and as long as the run
 # does not get beyond a checkpoint that it has returned to, by the next. A third return to the same
@@ -183,6 +184,12 @@ class StepStats:
     scale_can_fall: bool        # fp16: this scale is above its floor
 
 
+class Divergence(NamedTuple):
+    """What `DivergenceMonitor.observe` has found."""
+    reason: str
+    steps: int                  # number of the last steps that led to it
+
+
 @dataclass
 class DivergenceMonitor:
     """The losses and rollbacks of a run so far, and the judgement of each step. A function of
@@ -192,7 +199,7 @@ class DivergenceMonitor:
     norms: list = field(default_factory=list)       # of the last activations in the same steps
     starts: list = field(default_factory=list)      # first sequences of the last batches
     lowest: float = math.inf        # lowest median of the losses so far
-    bad: int = 0                    # bad steps in a row, or those that led to a risen median
+    bad: int = 0                    # bad steps in a row
     skipped: int = 0                # steps in a row without an update
     health: dict = field(default_factory=dict)      # of the checkpoint that holds this monitor
     # History: it outlasts a rollback.
@@ -218,9 +225,8 @@ class DivergenceMonitor:
             return math.inf
         return self.lowest + SPIKE_MARGIN * self.deviation()
 
-    def observe(self, first: int, stats: StepStats) -> str | None:
-        """Judge a step, whose batch begins with sequence `first`. Returns the reason of a
-        divergence, once for each divergence, or None."""
+    def observe(self, first: int, stats: StepStats) -> Divergence | None:
+        """Judge a step, whose batch begins with sequence `first`. Returns a divergence once."""
         limit = self.limit()
         self.starts = [*self.starts, first][-(WINDOW + LEAD_IN):]
         self.skipped = self.skipped + 1 if stats.found_inf else 0
@@ -238,10 +244,10 @@ class DivergenceMonitor:
             return self._risen_median()
         self.bad += 1
         if self.bad == BAD_STEPS:
-            return f"{BAD_STEPS} bad steps in a row: {problem}"
+            return Divergence(f"{BAD_STEPS} bad steps in a row: {problem}", BAD_STEPS)
         return None
 
-    def _risen_median(self) -> str | None:
+    def _risen_median(self) -> Divergence | None:
         """A slow divergence: the median has risen, without high losses. Noise around a constant
         loss stays below two deviations for 20,000 steps and more."""
         if len(self.losses) < MIN_WINDOW:
@@ -251,10 +257,11 @@ class DivergenceMonitor:
             self.lowest = median
         elif len(self.losses) == WINDOW and median - self.lowest > 2 * self.deviation():
             reason = f"the loss has risen from {self.lowest:.4f} to {median:.4f}"
-            while self.bad < WINDOW and self.losses[-1 - self.bad] > self.lowest:
-                self.bad += 1
+            steps = 1
+            while steps < WINDOW and self.losses[-1 - steps] > self.lowest:
+                steps += 1
             self.lowest = median
-            return reason
+            return Divergence(reason, steps)
         return None
 
     def forget_losses(self) -> None:
@@ -264,48 +271,50 @@ class DivergenceMonitor:
         self.lowest = math.inf
 
     def add_checkpoint(self, step: int, file: str, keep: int, scheduled: bool, at_floor: bool,
-                       chosen: bool) -> None:
+                       is_start: bool) -> None:
         """Judge a checkpoint that is about to be written. The last `keep` stay, and the newest
         healthy one. One that is not `scheduled`, because a signal stopped the run, is no place to
-        return to: a run without the stop does not have it. `chosen`: the run begins here."""
-        known = len(self.losses) >= MIN_WINDOW
-        rise, norm = 0.0, 0.0
-        if known:
-            rise = (statistics.median(self.losses) - self.lowest) / self.deviation()
-            norm = self.norms[-1] / statistics.median(self.norms)
-        self.health = dict(known=known, bad=self.bad, rise=rise, norm=norm, at_floor=at_floor,
-                           scheduled=scheduled, chosen=chosen)
-        healthy = known and self.bad == 0 and rise <= 1 and norm <= 2 and not at_floor
-        healthy = chosen or (healthy and scheduled)
-        listed = [c for c in self.checkpoints if c[0] < step] + [[step, file, healthy]]
+        return to: a run without the stop does not have it."""
+        self.health = dict(known=len(self.losses) >= MIN_WINDOW, bad=self.bad, skipped=self.skipped,
+                           at_floor=at_floor, scheduled=scheduled, is_start=is_start)
+        healthy = False
+        if self.health["known"]:
+            rise = statistics.median(self.losses) - self.lowest
+            norm, usual_norm = self.norms[-1], statistics.median(self.norms)
+            self.health.update(rise=rise, norm=norm, usual_norm=usual_norm)
+            healthy = (scheduled and self.bad == 0 and self.skipped == 0 and not at_floor
+                       and rise <= self.deviation() and norm <= 2 * usual_norm)
+        listed = [c for c in self.checkpoints if c[0] < step] + [[step, file, healthy or is_start]]
         newest_healthy = [c for c in listed if c[2]][-1:]
         self.checkpoints = [c for c in listed if c in listed[-keep:] or c in newest_healthy]
 
-    def candidates(self, onset: int) -> list[str]:
-        """The files to return to from a divergence whose first bad step is `onset`, best first: the
-        healthy ones from before the skipped batches, the newest first; at the end those to which
-        the run has returned twice. Empty if there never was a healthy one."""
+    def to_exclude(self, steps: int, end: int) -> tuple[list[int], bool]:
+        """The sequences [first, end) to skip after a divergence to which the last `steps` led and
+        whose last batch ends at `end`; and whether the data are to blame: the first bad batch came
+        directly after skipped ones."""
+        first_bad = self.starts[-steps:][0]
+        if self.rollbacks > 0 and self.excluded[-1][1] == first_bad:
+            first, last = self.excluded[-1]
+            return [first_bad, first_bad + 2 * (last - first)], True
+        return [self.starts[-steps - LEAD_IN:][0], end], False
+
+    def candidates(self, step: int) -> list[str]:
+        """The files to return to if the batches from step `step` on are skipped, best first: the
+        healthy ones from before, the newest first; at the end those to which the run has returned
+        twice. Empty if there never was a healthy one."""
         healthy = [c for c in self.checkpoints if c[2]]
-        before = [c for c in healthy if c[0] < onset - LEAD_IN] or healthy[:1]
+        before = [c for c in healthy if c[0] < step] or healthy[:1]
         tried = [c for c in before if self.returned_to.count(c[0]) >= 2]
         fresh = [c for c in before if c not in tried]
         return [file for _, file, _ in reversed(tried + fresh)]
 
-    def to_exclude(self, end: int) -> tuple[list[int], bool]:
-        """The sequences [first, end) to skip after a divergence whose last batch ends at `end`, and
-        whether the data are to blame: the first batch behind skipped ones was bad."""
-        onset = self.starts[-self.bad:][0]
-        if self.rollbacks > 0 and self.excluded[-1][1] == onset:
-            first, last = self.excluded[-1]
-            return [onset, onset + 2 * (last - first)], True
-        return [self.starts[-self.bad - LEAD_IN:][0], end], False
-
-    def rolled_back(self, step: int, excluded: list, data: bool, then: "DivergenceMonitor") -> None:
+    def rolled_back(self, step: int, excluded: list, data_to_blame: bool,
+                    restored: "DivergenceMonitor") -> None:
         """Record a rollback to `step` that skips these sequences. The statistics are those of
-        `then`, the checkpoint's monitor. `data`: they are to blame."""
+        `restored`, the checkpoint's monitor."""
         for name in STATISTICS:
-            setattr(self, name, getattr(then, name))
-        if data:
+            setattr(self, name, getattr(restored, name))
+        if data_to_blame:
             if self.last_cut < 1:                   # that reduction was in vain
                 self.lr_factor /= self.last_cut
                 self.returned_to.pop()

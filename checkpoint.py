@@ -487,7 +487,7 @@ def check_origin(out: Path, run: dict, kind: str, file: Path) -> None:
 def start_branch(state: dict, new_lr: bool) -> None:
     """Reset the history of rollbacks in a state with which a branch begins and, if the branch has a
     learning rate of its own (`new_lr`), the corrections of the learning rate."""
-    state["monitor"].update(checkpoints=[], rollbacks=0, returned_to=[], last_cut=1.0)
+    state["monitor"].update(checkpoints=[], rollbacks=0, returned_to=[], last_cut=1.0, bad=0)
     if new_lr:
         state["monitor"]["lr_factor"] = 1.0
 

@@ -83,8 +83,9 @@ def open_shard(path: Path) -> np.memmap:
     header = np.fromfile(path, "<i4", 3).tolist()
     count = header[2] if header[:2] == [MAGIC, VERSION] else 0
     if count < 1 or size != HEADER_BYTES + 2 * count:
-        raise ValueError(f"{path} is not a complete shard of {MAGIC}, {VERSION}: its header is "
-                         f"{header}, its size {size} bytes: remove it, and make or copy it again")
+        raise ValueError(f"{path} is not a complete shard: expected header {MAGIC}, {VERSION}, n "
+                         f"and {HEADER_BYTES} + 2 n bytes, got {header} and {size} bytes: remove "
+                         f"it, and make or copy it again")
     return np.memmap(path, "<u2", "r", HEADER_BYTES, (count,))
 
 
@@ -95,8 +96,8 @@ def find_shards(directory: Path, split: str) -> list[Path]:
                     if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name))
     if not shards:
         raise FileNotFoundError(
-            f"{directory} is no directory with {split} shards: give the one that data.py made, not "
-            f"a text, a shard or a folder of such. `python data.py` makes {DEFAULT_OUT}, `python "
+            f"{directory} has no {split} shards: give the directory that data.py made, not a file "
+            f"in it, nor the directory above it. `python data.py` makes {DEFAULT_OUT}, `python "
             f"data.py --input FILE --out DIR` makes another")
     return shards
 
@@ -192,12 +193,15 @@ class TokenDataset:
         return windows
 
     def windows(self, indices) -> np.ndarray:
-        """int64 (B, T+1): these windows."""
+        """int64 (B, T+1): these windows. Raises ValueError for a token beyond the vocabulary."""
         batch = np.empty((len(indices), self.seq_len + 1), np.int64)
         for row, index in zip(batch, indices):
             shard = bisect_right(self.firsts, index) - 1
             start = int(index - self.firsts[shard]) * self.seq_len
             row[:] = self.shards[shard][start:start + len(row)]
+        if batch.max(initial=0) >= self.meta["vocab_size"]:
+            raise ValueError(f"token {batch.max()} is beyond a vocabulary of "
+                             f"{self.meta['vocab_size']}: run data.py again")
         return batch
 
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
@@ -303,14 +307,14 @@ def parse_mixture(text: str) -> dict[Path, int]:
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. Raises ValueError if a file is not text, if there is
-    too little, or, before it tokenises, if `out` holds others than these documents and flags make:
-    a run may be training on them."""
+    too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
+    run may be training on."""
     encoding = get_tokenizer(tokenizer)
     digest, cuts, size, counts = index_documents(files, seed)
     source = f"{digest}, {tokenizer}, {shard_tokens}"
     meta_path = out / "meta.json"
     held = [*out.glob("*.bin"), *out.glob("meta.json")]
-    if held and not (meta_path.exists() and source.encode() in meta_path.read_bytes()):
+    if held and not (meta_path.exists() and f'"{source}"' in meta_path.read_text()):
         raise ValueError(f"{held[0]} was made of other text, with other flags or by another "
                          f"program: give another --out, or remove the shards and meta.json")
     out.mkdir(parents=True, exist_ok=True)
@@ -425,7 +429,7 @@ def tokenise(files, cuts, encoding):
         return split, tokens, len("".join(texts).encode())
 
     documents = (blocks for path in files for blocks in read_documents(path))
-    pieces = (piece for blocks, cut in zip(documents, cuts.tolist()) if cut >= 0
+    pieces = (piece for blocks, cut in zip(documents, map(int, cuts)) if cut >= 0
               for piece in split_document(blocks, cut))
     cores = os.cpu_count() or 1
     texts = {split: [] for split in SPLITS}
@@ -568,7 +572,8 @@ def download(url: str, path: Path, sha256: str | None = None) -> None:
         except requests.RequestException as problem:
             error = problem
             continue
-        if size == total > 0 and sha256 in (None, sha256_of(part)):
+        is_whole = size == total > 0 if sha256 is None else sha256_of(part) == sha256
+        if is_whole:
             os.replace(part, path)
             return
         error = f"got {size} bytes that are not the file's"

@@ -156,7 +156,7 @@ class Work:
     operation: str = ""                                 # for errors, with the ranks of the group
     group: object = None
     finish: Callable = lambda result: result
-    seconds_waited = 0.0        # of this class, so far: the seconds in all waits of this process
+    seconds_waited = 0.0        # of the class: total over all waits of this process
 
     def wait(self) -> torch.Tensor:
         if self.handles:
@@ -568,8 +568,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
         in_main_grad = hasattr(weight, "main_grad")                 # as in _LookupToMainGrad
         wide = torch.promote_types(x.dtype, torch.float32)
-        dx = torch.empty_like(x)
+        dx = x                                                      # not written without a scale
         if scale is not None:
+            dx = torch.empty_like(x)
             dw = weight.main_grad() if in_main_grad else torch.zeros_like(weight, dtype=wide)
         loss = 0.0
         size = chunk_size(len(x), len(weight), x.device.type)
@@ -988,8 +989,8 @@ def plain_zero_step(model, shard, optimizer, tokens, targets):
 #
 # A step of m microbatches (in fp32 a parameter is its own master; the last column: 16 bits):
 #
-#             masters,                     bytes kept per parameter    bytes sent per parameter
-#     ZeRO    moments    grad     data     16 bits      fp32           and step, x (dp-1)/dp
+#             masters,                     bytes kept per parameter    bytes sent per step and
+#     ZeRO    moments    grad     data     16 bits      fp32           parameter, x (dp-1)/dp
 #       0     full       full     full     18           16             8
 #       1     shard      full     full     6 + 12/dp    8 + 8/dp       4 + 2
 #       2     shard      shard    full     2 + 16/dp    4 + 12/dp      4m + 2

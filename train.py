@@ -50,8 +50,8 @@ import numpy as np
 import torch
 
 import checkpoint
-from amp import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, PRECISIONS, DivergenceMonitor, LossScaler,
-                 StepStats, clip_factor, make_scaler)
+from amp import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, PRECISIONS, Divergence, DivergenceMonitor,
+                 LossScaler, StepStats, clip_factor, make_scaler)
 from data import Source, TokenDataset, parse_arguments
 from model import (IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, flops_per_token,
                    multiplies_in_fp32, parameter_count, peak_flops)
@@ -135,7 +135,7 @@ class Config:
     rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning rate",
                          choices=["on", "off"], group="stability", form="{on,off}")
     max_rollbacks: int = flag(5, "rollbacks of the whole run, then it stops", low=0)
-    skip_steps: str = flag(None, "skip the batches of steps A to B, inclusive; none: of no steps",
+    skip_steps: str = flag(None, "skip the batches of steps A to B, inclusive; none: skip nothing",
                            form="A:B")
 
 
@@ -146,9 +146,10 @@ LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens"
          "pp", "pp_schedule", "device", "compile", "timeout", "micro_batch", "zero", "recompute",
          "sequence_parallel", "offload", "dtype", "epochs"}
 STORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
-# Losses under different values of these flags are not compared (`losses_stay_comparable`).
-SETS_THE_LOSS = ("dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio",
-                 "warmup_steps", "lr_schedule", "weight_decay", "beta1", "beta2", "clip", "dtype")
+# Besides --lr and the data; losses under different values are not compared.
+FLAGS_THAT_CHANGE_THE_LOSS = (
+    "dropout", "batch_size", "batch_ramp", "steps", "min_lr_ratio", "warmup_steps", "lr_schedule",
+    "weight_decay", "beta1", "beta2", "clip", "dtype")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -239,7 +240,8 @@ class Run:
             if done or (self.is_due(config.eval_every) and not stopping):
                 row |= self.evaluate()
             self.log_step(row)
-            if self.monitor.skipped >= MAX_SKIPPED and not stats.scale_can_fall:
+            hopeless = self.monitor.skipped >= MAX_SKIPPED and not stats.scale_can_fall
+            if hopeless and config.rollback == "off":
                 self.fail(self.step, f"{MAX_SKIPPED} steps in a row were not finite")
             if done or stopping or self.is_due(config.save_every):
                 self.save()
@@ -427,12 +429,13 @@ class Run:
             self.scaler.load_state_dict(state["scaler"])
         checkpoint.restore(state, self.flat)
 
-    def save(self, chosen: bool = False) -> None:
-        """Judge and write a checkpoint. `chosen`: the user chose it as the run's beginning."""
-        at_floor = self.config.dtype == "fp16" and self.scaler.scale <= self.scaler.min_scale
-        self.monitor.add_checkpoint(
-            self.step, checkpoint.step_file(Path(), self.step).name, self.config.keep,
-            scheduled=self.is_due(self.config.save_every), at_floor=at_floor, chosen=chosen)
+    def save(self, is_start: bool = False) -> None:
+        """Judge and write a checkpoint. `is_start`: a run from a file begins with it."""
+        config = self.config
+        at_floor = config.dtype == "fp16" and self.scaler.scale <= self.scaler.min_scale
+        scheduled = self.is_due(config.save_every) or self.step == config.steps
+        file = checkpoint.step_file(Path(), self.step).name
+        self.monitor.add_checkpoint(self.step, file, config.keep, scheduled, at_floor, is_start)
         self.write_checkpoint()
 
     def write_checkpoint(self) -> None:
@@ -462,30 +465,34 @@ class Run:
             how = "go on with --resume auto"
         self.event("stop", f"stopped and saved after step {self.step}; {how}", step=self.step)
 
-    def rollback(self, reason: str) -> None:
+    def rollback(self, divergence: Divergence) -> None:
         """Return to a healthy checkpoint, pass over the batches that led to the divergence, and
         save at once, so that a kill cannot undo the rollback."""
         config, monitor = self.config, self.monitor
         diverged_at = self.step + 1
         if monitor.rollbacks >= config.max_rollbacks:
-            self.fail(diverged_at, f"{reason}, and --max-rollbacks {monitor.rollbacks} are spent")
-        excluded, data = monitor.to_exclude(self.consumed_samples)
-        candidates = monitor.candidates(onset=diverged_at - monitor.bad + 1)
+            self.fail(diverged_at, f"{divergence.reason}, and --max-rollbacks "
+                      f"{config.max_rollbacks} are used up")
+        excluded, data_to_blame = monitor.to_exclude(divergence.steps, self.consumed_samples)
+        first_skipped = diverged_at - divergence.steps + 1
+        if not data_to_blame:
+            first_skipped -= LEAD_IN
+        candidates = monitor.candidates(first_skipped)
         files = [Path(config.out, name) for name in candidates] or [None]       # None: step 0
 
         self.writer.wait()                          # we may load the file being written
         path, events = on_rank0(lambda: checkpoint.latest_valid(files))
         self.restore(all_ranks(lambda: load_state(path), status=1))     # with its own monitor
         excluded[0] = max(excluded[0], self.consumed_samples)
-        monitor.rolled_back(self.step, excluded, data, then=self.monitor)
+        monitor.rolled_back(self.step, excluded, data_to_blame, restored=self.monitor)
         self.monitor = monitor
         for event in events:
             self.metrics.write(**event, step=diverged_at)
         self.event("rollback", f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: "
                    f"back to step {self.step}, leaving out sequences {excluded[0]} to "
                    f"{excluded[1] - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
-                   reason=reason, to=self.step, sequences=excluded, lr_factor=monitor.lr_factor,
-                   rollbacks=monitor.rollbacks, step=diverged_at)
+                   reason=divergence.reason, to=self.step, sequences=excluded,
+                   lr_factor=monitor.lr_factor, rollbacks=monitor.rollbacks, step=diverged_at)
         self.write_checkpoint()
         all_ranks(self.writer.finish)
 
@@ -536,19 +543,20 @@ class Run:
                     tokens_per_second=round(batch.size * self.cfg.seq_len / seconds, 1))
 
     def report(self, row: dict, batch: Batch, stats: StepStats, loss_sum: torch.Tensor,
-               divergence: str | None) -> None:
+               divergence: Divergence | None) -> None:
         """Write events for a step that is not finite, or diverged. TokenDataset.windows rebuilds
-        the batch, or the batches that led to the divergence, from the windows in the event."""
+        the batch, or the last batches, from the windows in the event."""
         seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
         if stats.found_inf:
             where = locate_nonfinite(loss_sum.item(), self.flat)
             self.event("skip", reason="not finite", **seen, **where, windows=batch.windows.tolist())
         if divergence is not None:
-            first = self.monitor.starts[-LEAD_IN - BAD_STEPS:][0]
-            windows = self.train_data.sample_indices(self.config.seed, first,
-                                                     self.consumed_samples - first)
-            self.event("spike", f"diverged: {divergence}", reason=divergence,
-                       limit=self.monitor.limit(), windows=windows.tolist(), **seen)
+            windows = []
+            for first in self.monitor.starts[-LEAD_IN - BAD_STEPS:]:
+                indices = self.train_data.sample_indices(self.config.seed, first, batch.size)
+                windows += indices.tolist()
+            self.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
+                       limit=self.monitor.limit(), windows=windows, **seen)
 
     def log_step(self, row: dict) -> None:
         """Write the step's row to metrics.jsonl and its line to the console."""
@@ -561,23 +569,23 @@ class Run:
 
 
 class Stragglers:
-    """Once a minute, names the ranks that compute for longer than others of their stage: their
-    machines may be slow or busy. (Stages differ in blocks and ends, so they are not compared.) On
-    GPUs, where a wait does not hold up the process, it does nothing."""
+    """Once a minute, names the ranks whose forward and backward take longer than others' of their
+    stage: their machines may be slow or busy. (Stages differ in blocks and ends.) Disabled on GPUs:
+    waits are asynchronous there, so a process's time does not show them."""
 
     def __init__(self, grid: Grid, device: torch.device):
         self.grid = grid
-        self.on = grid.world > 1 and device.type == "cpu"
+        self.enabled = grid.world > 1 and device.type == "cpu"
         self.totals = np.zeros(grid.world)      # seconds of each rank since `reported`
         self.reported = time.perf_counter()
 
     def start_step(self) -> None:
-        if self.on:
+        if self.enabled:
             self.start = time.perf_counter() - Work.seconds_waited
 
     def local_seconds(self) -> torch.Tensor:
         """(world,): this rank's seconds of the step so far, without waits; 0 for the others."""
-        if not self.on:
+        if not self.enabled:
             return torch.empty(0)
         seconds = torch.zeros(self.grid.world)
         seconds[self.grid.rank] = time.perf_counter() - Work.seconds_waited - self.start
@@ -585,7 +593,7 @@ class Stragglers:
 
     def add(self, seconds: list[float]) -> None:
         """Add each rank's seconds of a step."""
-        if not self.on:
+        if not self.enabled:
             return
         self.totals += seconds
         if time.perf_counter() - self.reported < 60:
@@ -595,8 +603,8 @@ class Stragglers:
             for rank in ranks:
                 if self.totals[rank] > 1.5 * median:
                     print_rank0(f"note     rank {rank}{on_hosts([rank], self.grid.hosts)} is slow: "
-                                f"it computed for {self.totals[rank]:.1f} s, the median of its "
-                                f"stage for {median:.1f} s")
+                                f"in the last minute it computed for {self.totals[rank]:.1f} s, "
+                                f"the median of its stage for {median:.1f} s")
         self.totals[:] = 0
         self.reported = time.perf_counter()
 
@@ -684,14 +692,14 @@ def steps_of_epochs(config: Config, data: TokenDataset, state: dict | None) -> i
 
 
 def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:
-    """Whether the losses before a resume or a rollback tell which losses are high after it: only
-    under the same flags. But where the peak learning rate rises more than threefold, which is
-    likely a mistake, only the old losses can show it."""
+    """Whether losses from before a resume or a rollback can be compared with later ones: only under
+    the same flags. But where the peak learning rate rises more than threefold, which is likely a
+    mistake, only the old losses can show it."""
     stored = state["config"]
-    if config.lr > 3 * stored["lr"]:
-        return True
-    same_flags = all(stored[name] == getattr(config, name) for name in SETS_THE_LOSS)
-    return same_flags and state["data"][-1][1] == data.phases[-1][1]
+    same_flags = all(stored[name] == getattr(config, name) for name in FLAGS_THAT_CHANGE_THE_LOSS)
+    same_data = state["data"][-1][1] == data.phases[-1][1]
+    same_lr = config.lr == stored["lr"] or config.lr > 3 * stored["lr"]
+    return same_flags and same_data and same_lr
 
 
 # ---------------------------------------------------------------------------------------------
@@ -985,6 +993,15 @@ def default_micro_batch(sizes: range, replicas: float, pp: int) -> int:
     return 1
 
 
+def default_lr(model: str, shape: dict) -> float:
+    """The papers' peak learning rate for this depth and width: of `model` if it has them (a file of
+    --init-from may have another shape), else of another size that has, else of `model`."""
+    for name in (model, *SIZES):
+        if (SIZES[name]["n_layer"], SIZES[name]["n_embd"]) == (shape["n_layer"], shape["n_embd"]):
+            return PEAK_LR[name]
+    return PEAK_LR[model]
+
+
 def check_config(config: Config, shape: dict, vocab_size: int,
                  world: int) -> tuple[Config, GPTConfig]:
     """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
@@ -1000,7 +1017,7 @@ def check_config(config: Config, shape: dict, vocab_size: int,
         micro_batch = default_micro_batch(sizes, replicas, config.pp)
         config = dataclasses.replace(config, micro_batch=micro_batch)
     if config.lr is None:
-        config = dataclasses.replace(config, lr=PEAK_LR[config.model])
+        config = dataclasses.replace(config, lr=default_lr(config.model, shape))
     if config.eval_only:            # an evaluation ignores --batch-size
         sizes = [max(1, int(replicas)) * config.micro_batch]
         config = dataclasses.replace(config, batch_size=sizes[0])
@@ -1118,7 +1135,7 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
     else:
         report_resume(run, state, begin, given)
     if begin.kind in ("init-from", "resume"):   # after this save FILE is not needed any more
-        run.save(chosen=True)
+        run.save(is_start=True)
     print_notes(run, given, resumed=state is not None)
     stop = StopSignal()
     run.train(stop)
