@@ -168,7 +168,7 @@ SPIKE_MARGIN = 6.0      # deviations between the lowest median and a loss that i
 BAD_STEPS = 3           # bad steps in a row that are a divergence
 MAX_SKIPPED = 20        # the most steps in a row without an update, with --rollback off
 LEAD_IN = 8             # batches before the first bad step that are skipped too
-LR_CUTS = (0.6, 0.2, 0.05)      # the last one is repeated
+LR_CUTS = (0.6, 0.1, 0.05)      # the last one is repeated
 STATISTICS = ("losses", "norms", "starts", "lowest", "bad", "skipped", "health")
 
 

@@ -146,10 +146,10 @@ LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens"
          "pp", "pp_schedule", "device", "compile", "timeout", "micro_batch", "zero", "recompute",
          "sequence_parallel", "offload", "dtype", "epochs"}
 STORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
-# Besides --lr and the data; losses under different values are not compared.
+# Losses under different values of these flags are not compared (`losses_stay_comparable`).
 FLAGS_THAT_CHANGE_THE_LOSS = (
-    "dropout", "batch_size", "batch_ramp", "steps", "min_lr_ratio", "warmup_steps", "lr_schedule",
-    "weight_decay", "beta1", "beta2", "clip", "dtype")
+    "dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio", "warmup_steps",
+    "lr_schedule", "weight_decay", "beta1", "beta2", "clip", "dtype")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -696,10 +696,10 @@ def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> b
     the same flags. But where the peak learning rate rises more than threefold, which is likely a
     mistake, only the old losses can show it."""
     stored = state["config"]
+    if config.lr > 3 * stored["lr"]:
+        return True
     same_flags = all(stored[name] == getattr(config, name) for name in FLAGS_THAT_CHANGE_THE_LOSS)
-    same_data = state["data"][-1][1] == data.phases[-1][1]
-    same_lr = config.lr == stored["lr"] or config.lr > 3 * stored["lr"]
-    return same_flags and same_data and same_lr
+    return same_flags and state["data"][-1][1] == data.phases[-1][1]
 
 
 # ---------------------------------------------------------------------------------------------
