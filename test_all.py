@@ -1674,18 +1674,16 @@ def megatrons_batch_size(config, consumed_samples):
     return start + int(consumed_samples / samples_per_increment) * increment
 
 
-@pytest.mark.parametrize("batch_size, ramp, until", [
-    (16, None, 960), (16, "4:4:100", 900), (24, "8:2:77", 1400), (9, "1:1:7", 530),
-    (16, "16:3:50", 960), (8, "1:7:1", 480), (64, "1:1:5000", 10000),
-    (1536, "16:16:585937", 1171874)])
-def test_the_batch_grows_as_megatrons(batch_size, ramp, until):
-    """Up to the sample `until`, twice the ramp or more, batches begin where Megatron-LM's do and
-    have their size, also from samples between, where one may begin after a rollback."""
+@pytest.mark.parametrize("batch_size, ramp, steps", [
+    (16, None, 60), (16, "4:4:100", 60), (24, "8:2:77", 60), (9, "1:1:7", 60), (16, "16:3:50", 60),
+    (8, "1:7:1", 60), (64, "1:1:5000", 460), (1536, "16:16:585937", 2400)])
+def test_the_batch_grows_as_megatrons(batch_size, ramp, steps):
+    """Past the ramp's end batches begin where Megatron-LM's do and have their size, also from
+    samples between, where one may begin after a rollback."""
     config = train.Config(batch_size=batch_size, batch_ramp=ramp)
-    starts = [0]
-    while starts[-1] < until:
-        starts.append(starts[-1] + megatrons_batch_size(config, starts[-1]))
-    for at in (0, 1, 2, 5, 30, len(starts) // 2, len(starts) - 1):
+    starts = [first for first, _ in batches_from(config, 0, steps + 1)]
+    assert starts[-1] - starts[-2] == batch_size
+    for at in (0, 1, 2, 5, 30, steps // 2, steps):
         assert train.samples_after(config, 0, at) == starts[at]
         assert train.steps_between(config, 0, starts[at]) == at
     for position in range(0, starts[-1], 1 + starts[-1] // 5000):
@@ -1704,13 +1702,10 @@ def train_theirs(config, model, kind=torch.optim.AdamW, rows=slice(None), backwa
         dict(params=[p for p in parameters if p.dim() > 1], weight_decay=config.weight_decay),
         dict(params=[p for p in parameters if p.dim() == 1], weight_decay=0.0)],
         lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, **more)
-    first = 0
     seen = []
-    for step in range(1, config.steps + 1):
-        size = megatrons_batch_size(config, first)
-        windows = tokens.sample_indices(config.seed, first, size)
-        first += size
-        batch = torch.from_numpy(tokens.windows(windows))[rows]
+    for step, (first, size) in enumerate(batches_from(config, 0, config.steps), 1):
+        windows = tokens.windows(tokens.sample_indices(config.seed, first, size))
+        batch = torch.from_numpy(windows)[rows]
         optimizer.zero_grad()
         loss = (backward or backward_of_mean)(batch[:, :-1], batch[:, 1:])
         norm = nn.utils.clip_grad_norm_(parameters, config.clip) if config.clip else None
@@ -1802,8 +1797,7 @@ def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool, tmp_
 
 
 @pytest.mark.parametrize("theirs, world, flags", [
-    (replicated, 4, dict(zero=1)), (replicated, 2, dict(zero=2)),
-    (fully_sharded, 2, dict(zero=3)),
+    (replicated, 4, dict(zero=1)), (replicated, 2, dict(zero=2)), (fully_sharded, 2, dict(zero=3)),
     pytest.param(fully_sharded, 4, dict(zero=3, recompute=True), marks=pytest.mark.slow),
     (pipelined, 2, dict(pp=2, pp_schedule="gpipe", clip=0.0)),
     (pipelined, 2, dict(pp=2, pp_schedule="1f1b", clip=0.0))])
@@ -1985,22 +1979,19 @@ def events_of_a_step(rank, world, zero):
     """(what one step of two microbatches starts and waits for, and each parameter's bucket when its
     gradient is there; the most buckets of blocks that had memory for gradients at once)"""
     events, held = [], []
-    cfg = replace(CFG, n_layer=2)
     with gridded(rank, world, 1, 1) as grid:
-        local, flat = staged(cfg, grid, zero=zero)
+        local, flat = staged(replace(CFG, n_layer=2), grid, zero=zero)
 
         def note(name, gradient):
             events.append(name)
             held.append(sum(bucket.grad is not None for bucket in flat.buckets[2:]))
         for bucket in flat.buckets:
-            for spec in bucket.specs:
-                for module, attribute in spec.owners:
-                    parameter = getattr(module, attribute)
-                    parameter.register_hook(functools.partial(note, bucket.name))
+            for module, attribute in sum((spec.owners for spec in bucket.specs), []):
+                getattr(module, attribute).register_hook(functools.partial(note, bucket.name))
         with traffic(lambda name, *_, **__: events.append(name)):
             flat.zero_grad()
             run_schedule(one_f_one_b(0, 1, 2), local, grid,
-                         [(x, x, 0) for x in tokens_of(cfg, 4).split(2)], torch.empty(0), flat)
+                         [(x, x, 0) for x in tokens_of(CFG, 4).split(2)], torch.empty(0), flat)
             flat.finish_grad_sync()
             flat.step(1.0, 1, 1e-3, 0.9, 0.95, 0.1)
     return in_turn(events), max(held)
@@ -2116,19 +2107,9 @@ class Second(torch.Tensor):
 def second_device():
     """(the device of Second tensors; what unregisters it when it goes). Autograd must not have run
     in the process before."""
-    class Event:
-        def record(self):
-            SECOND_LOG.append(("event", 0))
-            return True
-        query = record
-        synchronize = record
-
-    def yes():
+    def event():
+        SECOND_LOG.append(("event", 0))
         return True
-    setup_privateuseone_for_python_backend("second", SimpleNamespace(       # torch.second
-        Event=Event, default_generators=[torch.default_generator], is_available=yes,
-        is_initialized=yes, current_device=lambda: 0, _is_in_bad_fork=lambda: False,
-        get_amp_supported_dtype=lambda: [torch.float32]))
 
     def on_cpu(function):
         return lambda *args, dtype=None, **_: Second(function(*args, dtype=dtype))
@@ -2137,6 +2118,11 @@ def second_device():
         log_copy(source, target.device, source.element_size())
         target.held.copy_(source)
         return target
+    setup_privateuseone_for_python_backend("second", SimpleNamespace(       # torch.second
+        Event=lambda: SimpleNamespace(record=event, query=event, synchronize=event),
+        default_generators=[torch.default_generator], is_available=lambda: True,
+        is_initialized=lambda: True, current_device=lambda: 0, _is_in_bad_fork=lambda: False,
+        get_amp_supported_dtype=lambda: [torch.float32]))
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in [("empty.memory_format", on_cpu(torch.empty)),
                          ("empty_strided", on_cpu(torch.empty_strided)),
