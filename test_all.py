@@ -3145,130 +3145,52 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_s
 # ---------------------------------------------------------------------------------------------
 
 
-def judge(losses):
-    """What a DivergenceMonitor says to a series of losses: {index: reason}. "overflow" stands for a
-    step that an infinite gradient skips, "at floor" for one that no loss scale can cure."""
-    monitor, reasons = amp.DivergenceMonitor(), {}
-    for i, loss in enumerate(losses):
-        skipped = isinstance(loss, str)
-        stats = amp.StepStats(2.0 if skipped else loss, 1.0, 1.0, skipped, stop_requested=False,
-                              loss_scale=1.0, scale_can_fall=loss == "overflow")
-        reason = monitor.observe(i, stats)
-        if reason is not None:
-            reasons[i] = reason
-    return reasons
+def high_losses(run):
+    poison(run)
 
 
-NOISY = list(2 + 0.1 * np.random.default_rng(0).standard_normal(100))       # 2.9: nine deviations
+def torn_file(run):
+    """The losses are high, and the file of step 32, the first choice, is torn."""
+    poison(run)
+    file = checkpoint.step_file(Path(run.config.out), 32)
+    after_backward(run, lambda step: step == 40 and file.write_bytes(b"torn"))
 
 
-@pytest.mark.parametrize("losses, told, words", [
-    ([*NOISY, 2.9, 2.9, *NOISY, 2.9], [], ""),                      # outliers
-    ([*NOISY, 2.9, 2.9, 2.9, 2.9], [102], "3 bad steps in a row: the loss is 2.9000, above 2.4"),
-    ([*NOISY, *[2.48] * 3], [], ""), ([*NOISY, *[2.50] * 3], [102], ""),    # six deviations
-    ([3.0] * 15 + [9.0] * 3, [], ""),                               # too few to judge by
-    ([3.0] * 16 + [9.0] * 3, [18], "above 3.1800"),
-    ([2.0] * 50 + [2.11] * 5, [], ""),          # no noise at all: 1% counts as a deviation
-    ([2.0] * 50 + [2.13] * 3, [52], "above 2.1200"),
-    ([2.0] * 20 + [9.0, 9.0, 2.0] * 40 + [9.0] * 3, [142], ""),     # high ones make no median
-    ([9.0] * 200 + [2.0] * 33 + [3.0] * 3, [235], ""),              # old ones are forgotten
-    ([math.nan, math.inf, 2.0] * 9, [], ""), ([math.nan, math.inf, math.nan], [2], "not finite"),
-    (["at floor", "at floor", 2.0] * 9, [], ""), (["at floor"] * 4, [2], "gradient is not finite"),
-    ([*NOISY, 9.0, math.nan, "at floor"], [102], "gradient"),       # three kinds in a row
-    (["overflow"] * 40, [], "")])
-def test_a_divergence_is_three_bad_steps_in_a_row(losses, told, words):
-    """A series of losses, the steps at which the monitor tells of a divergence, and its reason."""
-    reasons = judge(losses)
-    assert list(reasons) == told, reasons
-    assert not told or re.search(words, reasons[told[0]])
+def late_file(run):
+    """The losses are high, and the file of step 39 is written once the rollback waits for it."""
+    poison(run)
+    wanted, wait = threading.Event(), run.writer.wait
+
+    def want():
+        if run.step > 39:
+            wanted.set()
+        return wait()
+    run.writer.wait = want
+    after_backward(run, lambda step: step == 39 and run.writer.thread.submit(wanted.wait, 60))
 
 
-def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is():
-    """By four deviations, so that few losses are high: told within a window of 64, and again only
-    when the median has risen by two more."""
-    noise = 0.1 * np.random.default_rng(1).standard_normal(300)
-    told = judge(np.repeat([2.0, 2.0, 2.4], 100) + noise)
-    assert 210 <= min(told) < 264 and "has risen from 1.9" in told[min(told)] and len(told) <= 3
-    for seed in range(10):
-        rng = np.random.default_rng(seed)
-        plateau = 1.4 + 0.03 * rng.standard_normal(5000)
-        fall = 2 + 3.5 * np.exp(-np.arange(1000) / rng.uniform(20, 200))
-        fall += rng.standard_t(4, 1000) * rng.uniform(0.005, 0.2)       # tails wider than normal
-        for healthy in (plateau, fall):
-            assert judge(healthy) == {}, seed
+def infinite_gradients(run):
+    def spoil(step):
+        if step >= 40 and run.monitor.rollbacks == 0:
+            run.flat.buckets[0].shard["grad"][0] = math.inf
+    after_backward(run, spoil)
 
 
-@pytest.mark.parametrize("changes, healthy", [
-    ({}, True), (dict(losses=15), False), (dict(at_floor=True), False), (dict(bad=1), False),
-    (dict(scheduled=False), False), (dict(scheduled=False, chosen=True, losses=0), True),
-    (dict(lowest=1.981), True), (dict(lowest=1.979), False),    # a deviation is 1% here
-    (dict(norm=6.0), True), (dict(norm=6.1), False)])
-def test_a_checkpoint_is_judged_as_opts_team_did(changes, healthy):
-    """By the losses, the norm of the last activations and the loss scale; and not if it is a stop's
-    own (a run without the stop has no such file), but always if the user began with it."""
-    facts = dict(losses=64, lowest=1.99, norm=4.0, bad=0, at_floor=False, scheduled=True,
-                 chosen=False) | changes
-    monitor = amp.DivergenceMonitor([2.0] * facts["losses"], [3.0] * 15 + [facts["norm"]],
-                                    bad=facts["bad"], lowest=facts["lowest"])
-    monitor.add_checkpoint(7, "file", 1, facts["scheduled"], facts["at_floor"], facts["chosen"])
-    assert monitor.checkpoints == [[7, "file", healthy]]
-    assert {"known", "rise", "norm", "at_floor", "scheduled"} <= set(monitor.health)
-
-
-def test_a_rollback_takes_the_newest_healthy_checkpoint_from_before_the_skipped_batches():
-    """From a divergence that began at `onset` to these steps, the best first."""
-    monitor = amp.DivergenceMonitor([2.0] * 64, [3.0] * 64, lowest=2.0)
-    assert monitor.candidates(9) == []                  # never a healthy one: the seed
-    for step in (10, 20, 30, 40):
-        monitor.add_checkpoint(step, step, 9, True, at_floor=step == 30, chosen=False)
-    for onset, steps in [(99, [40, 20, 10]), (49, [40, 20, 10]), (48, [20, 10]), (28, [10]),
-                         (12, [10])]:                   # none before them: the oldest
-        assert monitor.candidates(onset) == steps, onset
-    monitor.returned_to = [20, 40, 40]
-    assert monitor.candidates(99) == [20, 10, 40]
-    for step in (50, 60):                               # the newest healthy one outlives the others
-        monitor.add_checkpoint(step, step, 1, True, at_floor=True, chosen=False)
-    assert monitor.checkpoints == [[40, 40, True], [60, 60, False]]
-
-
-@pytest.mark.parametrize("rollbacks, end, excluded, data", [
-    (1, 504, [480, 656], True),
-    (1, 512, [424, 512], False),            # not at once
-    (0, 504, [416, 504], False)])           # they are --skip-steps'
-def test_what_diverges_again_right_behind_excluded_samples_doubles_them(rollbacks, end, excluded,
-                                                                        data):
-    """The data is to blame, and not the learning rate. Sequences 392 to 479 are excluded; the last
-    of three bad batches of 8 ends at `end`."""
-    monitor = amp.DivergenceMonitor(bad=3, rollbacks=rollbacks, starts=[*range(0, end, 8)],
-                                    excluded=[[480, 488], [392, 480]])
-    assert monitor.to_exclude(end) == (excluded, data)
-
-
-@pytest.mark.parametrize("fault, flags, at, to, first", [
-    ("poison", dict(save_every=4), 43, 32, 32), ("bad files", dict(save_every=2), 43, 30, 32),
-    ("poison", {}, 43, 0, 32),                          # no checkpoint yet
-    ("bad files", dict(save_every=39), 43, 39, 39),     # behind the skipped ones, but the only one
-    ("not finite", dict(save_every=10), 42, 30, 31),
-    ("poison", dict(save_every=4, batch_size=24, batch_ramp="2:2:450"), 43, 32, 32)])
-def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, flags, at, to, first):
-    """What goes wrong, flags, the step that rolls back and where to, and the first batch that is
-    left out: eight before the first bad step, but none that the checkpoint has read. Bad files:
-    that of step 32 is torn, that of step 39 not yet written when it is wanted."""
-    def prepare(run):
-        def spoil(step):
-            if fault == "bad files" and step == 39:
-                run.writer.thread.submit(time.sleep, 0.5)
-            if fault == "bad files" and step == 40:
-                checkpoint.step_file(tmp_path, 32).write_bytes(b"torn")
-            if fault == "not finite" and step >= 40 and run.monitor.rollbacks == 0:
-                run.flat.buckets[0].shard["grad"][0] = math.inf
-        poison(run, times=fault != "not finite")
-        after_backward(run, spoil)
+@pytest.mark.parametrize("fault, flags, at, to, first, damaged", [
+    (high_losses, dict(save_every=4), 43, 32, 32, []),
+    (torn_file, dict(save_every=2), 43, 30, 32, ["damaged"]),
+    (high_losses, dict(), 43, 0, 32, []),                   # no checkpoint yet
+    (late_file, dict(save_every=39), 43, 39, 39, []),       # behind the skipped, but the only one
+    (infinite_gradients, dict(save_every=10), 42, 30, 31, []),
+    (high_losses, dict(save_every=4, batch_size=24, batch_ramp="2:2:450"), 43, 32, 32, [])])
+def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, flags, at, to, first,
+                                                            damaged):
+    """After three bad steps, the last of them `at`, the run goes back to step `to`, leaves out the
+    batches from the one with index `first` on (eight before the first bad one, but none that the
+    checkpoint has read) and multiplies the learning rate by 0.6; metrics.jsonl tells it. A run
+    that is resumed behind the rollback ends bit for bit alike."""
     config = settings(tmp_path, steps=50, keep=99, **flags)
-    with mock.patch.object(amp.DivergenceMonitor, "observe", autospec=True,
-                           side_effect=amp.DivergenceMonitor.observe) as observed:
-        seen = watched(config, prepare)
-    assert [call.args[1] for call in observed.mock_calls] == [start for start, _ in seen.batches]
+    seen = watched(config, fault)
     straight = batches_from(config, 0, 50)      # a step has the same size after a rollback
     left_out = [straight[first][0], sum(straight[at - 1])]
     shift = left_out[1] - left_out[0]
@@ -3277,59 +3199,92 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, fla
     assert column(seen.rows, "step") == [*range(1, at + 1), *range(to + 1, 51)]
     assert column(seen.rows[at:], "lr") == pytest.approx(
         [0.6 * train.learning_rate(config, step) for step in range(to + 1, 51)])
-    assert first == to or seen.rows[at]["loss"] == seen.rows[to]["loss"]    # the same parameters
-    spike, *damaged, rollback, skip = (e for e in seen.events if e["reason"] != "not finite")
-    assert kinds([spike, rollback, skip, *damaged]) == [
-        "spike", "rollback", "skip", *["damaged"] * (config.save_every == 2)]
+    if first > to:                              # the same parameters and batch again
+        assert seen.rows[at]["loss"] == seen.rows[to]["loss"]
+    events = [e for e in seen.events if e["reason"] != "not finite"]
+    assert kinds(events) == ["spike", *damaged, "rollback", "skip"]
+    spike, (rollback, skip) = events[0], events[-2:]
     assert (spike["step"], rollback["step"], rollback["to"]) == (at, at, to)
     assert spike["reason"] == rollback["reason"] and "3 bad steps in a row" in spike["reason"]
     assert rollback["sequences"] == left_out == skip["sequences"]
+    assert skip["batches"] == at - first
     windows = Memory(CFG).sample_indices(1337, 0, left_out[1]).tolist()
     assert spike["windows"] == windows[straight[at - 11][0]:]
-    assert skip["batches"] == at - first
     end = saved(tmp_path, 50)
     assert end["optimizer_steps"] == 50
     assert end["monitor"]["losses"] == column(seen.rows[:to] + seen.rows[at:], "loss")
-    assert to > 0 or not any(t.any() for key in ("exp_avg", "exp_avg_sq")
-                             for t in saved(tmp_path, 0)[key].values())
-    # Killed right after, it goes on with the correction.
-    watched(replace(config, out=str(tmp_path / "o")), prepare, checkpoint.step_file(tmp_path, to))
+    if to == 0:
+        moments = [*saved(tmp_path, 0)["exp_avg"].values(),
+                   *saved(tmp_path, 0)["exp_avg_sq"].values()]
+        assert not any(moment.any() for moment in moments)
+    watched(replace(config, out=str(tmp_path / "o")), fault, checkpoint.step_file(tmp_path, to))
     assert_same_state(saved(tmp_path / "o", 50), end)
 
 
-@pytest.mark.parametrize("steps, rollbacks", [((40,), []), ((40, 42), []), ((40, 41, 42), [36])])
-def test_single_steps_that_are_not_finite_are_skipped_and_three_go_back(tmp_path, steps, rollbacks):
-    """Never to step 0, although one file is kept and that of step 40 is saved after a bad step."""
+def report_instead(run, when, **facts):
+    """Where when() holds, the statistics of a step contain these facts."""
+    reduce = run.reduce_stats
+
+    def reduced(*args):
+        stats = reduce(*args)
+        return replace(stats, **facts) if when() else stats
+    run.reduce_stats = reduced
+
+
+NOT_FINITE = dict(loss=math.nan, found_inf=True)
+
+
+@pytest.mark.parametrize("bad, facts, keep, back, read, lr_factor", [
+    ([39], NOT_FINITE, 1, [], [(0, 50)], 1.0),
+    ([39, 41], NOT_FINITE, 1, [], [(0, 50)], 1.0),
+    ([39, 40, 41], NOT_FINITE, 1, [(42, 36)], [(0, 42), (42, 56)], 0.6),
+    (range(40, 80), dict(loss=99.0), 99, [(43, 32), (35, 24), (35, 24)],
+     [(0, 43), (43, 46), (24, 32), (65, 68), (24, 32), (109, 127)], 1.0)])
+def test_bad_batches_are_skipped_and_three_in_a_row_go_back(tmp_path, bad, facts, keep, back, read,
+                                                            lr_factor):
+    """The indices of bad batches, which rollbacks they lead to (from step, to step), the batches
+    read and the final learning rate. Two that are not finite skip their updates; of three, the run
+    goes back, and not to the seed, although one file is kept and that of step 40 follows a bad
+    step. Forty with a high loss take three rollbacks, and the learning rate is restored."""
     def prepare(run):
-        reduce = run.reduce_stats
-        run.reduce_stats = lambda *facts: replace(reduce(*facts), **(
-            dict(loss=math.nan, found_inf=True)
-            if run.step + 1 in steps and run.monitor.rollbacks == 0 else {}))
-    seen = watched(settings(tmp_path, steps=50, save_every=4, keep=1), prepare)
-    assert [e["to"] for e in seen.events if e["event"] == "rollback"] == rollbacks
-    assert [r["step"] for r in seen.rows if r["skipped"]] == list(steps)
+        report_instead(run, lambda: run.consumed_samples // 8 - 1 in bad, **facts)
+    seen = watched(settings(tmp_path, steps=50, save_every=4, keep=keep), prepare)
+    assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == back
+    assert [first // 8 for first, _ in seen.batches] == [k for part in read for k in range(*part)]
+    assert seen.run.monitor.lr_factor == lr_factor
+    skipped = [first // 8 for (first, _), row in zip(seen.batches, seen.rows) if row["skipped"]]
+    assert skipped == (bad if facts is NOT_FINITE else [])
 
 
-def test_losses_are_compared_under_the_same_flags_only(tmp_path):
-    """A resume with these flags, and a rollback behind it, forget the losses of before; unless the
-    learning rate rises more than threefold, which only the old losses can show to be a mistake."""
-    def count(run):
-        counts.append(len(run.monitor.losses))
-        run.restore(checkpoint.load(file))          # as a rollback does
-        counts.append(len(run.monitor.losses))
-        raise ZeroDivisionError                     # there is no need to train
-    config, file = settings(tmp_path), saved_file(tmp_path, 20)
-    watched(config)
-    for changes, stay in [
-            (dict(), True), (dict(micro_batch=4, zero=1, keep=2), True), (dict(lr=3.1e-3), True),
-            (dict(lr=2.9e-3), False), (dict(lr=5e-4), False), (dict(dropout=0.1), False),
-            (dict(weight_decay=0.2), False), (dict(batch_size=4), False), (dict(steps=60), False),
-            (dict(batch_ramp="4:4:9"), False), (dict(dtype="bf16"), False),
-            (dict(warmup_steps=2), False), (dict(clip=0.5), False)]:
-        counts = []
-        with suppress(ZeroDivisionError):
-            watched(replace(config, **changes), count, file)
-        assert counts == [20 * stay] * 2, changes
+def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
+    """A run that diverges after each rollback multiplies its learning rate by 0.6, 0.2, 0.05 and
+    0.05, goes to an older file when it has returned to one twice, and ends with exit status 1 after
+    --max-rollbacks 4."""
+    runs = []
+
+    def prepare(run):
+        runs.append(run)
+        poison(run, times=9)
+    config = settings(tmp_path, steps=50, save_every=4, keep=9, max_rollbacks=4)
+    with pytest.raises(RunError, match="--max-rollbacks 4 are spent.*--skip-steps") as stop:
+        watched(config, prepare)
+    *events, end = runs[0].events
+    assert (stop.value.status, end["event"], kinds(events).count("spike")) == (1, "stop", 5)
+    assert "--max-rollbacks 4" in end["reason"]
+    assert [(e["to"], e["lr_factor"]) for e in events if e["event"] == "rollback"] == [
+        (32, 0.6), (32, pytest.approx(0.6 * 0.2)), (28, pytest.approx(0.6 * 0.2 * 0.05)),
+        (28, pytest.approx(0.6 * 0.2 * 0.05 ** 2))]
+
+
+def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_with_it(tmp_path):
+    """Three losses that are not finite end the first run; the resumed one rolls back."""
+    def prepare(run):
+        report_instead(run, lambda: run.monitor.rollbacks == 0 and run.step >= 3, loss=math.nan)
+    config = settings(tmp_path, steps=6, save_every=2, keep=9, rollback="off")
+    assert kinds(watched(config, prepare).events) == ["spike"]
+    config = settings(tmp_path / "on", steps=8, max_rollbacks=1)
+    seen = watched(config, prepare, checkpoint.step_file(tmp_path, 6))
+    assert "rollback" in kinds(seen.events)
 
 
 def monitor_now(run):
@@ -3339,8 +3294,11 @@ def monitor_now(run):
 @pytest.mark.parametrize("layout, zero", [
     ((2, 1, 1), 3), pytest.param((2, 2, 2), 1, marks=pytest.mark.slow)])
 def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, zero):
+    """All ranks have the same monitor, events and position after each step; they roll back as one
+    process does, with its losses to 1e-5 in fp32."""
     dp, tp, pp = layout
-    cfg, config = replace(CFG, n_layer=2), settings(tmp_path, steps=44, save_every=4, keep=9)
+    cfg = replace(CFG, n_layer=2)
+    config = settings(tmp_path, steps=44, save_every=4, keep=9)
     one = watched(replace(config, out=str(tmp_path / "one")), poison, cfg=cfg)
     ranks = pool.run(dp * tp * pp, run_steps, layout, replace(config, tp=tp, pp=pp, zero=zero),
                      cfg, monitor_now, None, poison)
@@ -3354,23 +3312,9 @@ def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, z
     assert len(losses[0]) == 52 and relative(*losses) <= 1e-5       # but for the poisoned ones
 
 
-def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
-    runs, config = [], settings(tmp_path, steps=50, save_every=4, keep=9, max_rollbacks=4)
-    with pytest.raises(RunError, match="--max-rollbacks 4 are spent.*--skip-steps") as stop:
-        watched(config, lambda run: runs.append(run) or poison(run, times=9))
-    *events, end = runs[0].events
-    assert (stop.value.status, end["event"], kinds(events).count("spike")) == (1, "stop", 5)
-    assert "--max-rollbacks 4" in end["reason"]
-    assert [(e["to"], e["lr_factor"]) for e in events if e["event"] == "rollback"] == [
-        (32, 0.6), (32, pytest.approx(0.6 * 0.2)), (28, pytest.approx(0.6 * 0.2 * 0.05)),
-        (28, pytest.approx(0.6 * 0.2 * 0.05 ** 2))]
-    monitor = amp.DivergenceMonitor(returned_to=[32, 28], excluded=[])
-    monitor.rolled_back(36, [0, 8], False, then=amp.DivergenceMonitor())
-    assert monitor.lr_factor == 0.6                     # the run got beyond both
-
-
 @pytest.mark.parametrize("call", ["open", "read"])
 def test_a_rollback_waits_for_the_file_system_and_takes_no_older_file(tmp_path, monkeypatch, call):
+    """A file that cannot be read for a while is not damaged: the run ends with exit status 1."""
     monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0, 0, 0, 0))
     with failing(".pt", call, 99 * [errno.EIO]), pytest.raises(RunError) as stop:
         watched(settings(tmp_path, steps=44, save_every=4, keep=9), poison)
@@ -3378,89 +3322,55 @@ def test_a_rollback_waits_for_the_file_system_and_takes_no_older_file(tmp_path, 
 
 
 def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
+    """Also with a batch ramp, whose sizes are those of a run without the skip; at a resume only
+    what lies ahead, and nothing twice; and not again after a rollback. A divergence right behind
+    them does not double them."""
     config = settings(tmp_path, steps=6, skip_steps="3:5", save_every=1, keep=9,
                       batch_ramp="2:2:40")
     seen, batches = watched(config), batches_from(config, 0, 10)
-    shift = batches[5][0] - batches[2][0]       # the sizes are those of a run without the skip
+    shift = batches[5][0] - batches[2][0]
     assert seen.batches == batches[:2] + [(start + shift, size) for start, size in batches[2:6]]
-    (event,) = seen.events
-    assert event == dict(event="skip", step=3, reason="left out", batches=3,
-                         sequences=[batches[2][0], batches[5][0]])
+    assert seen.events == [dict(event="skip", step=3, reason="left out", batches=3,
+                                sequences=[batches[2][0], batches[5][0]])]
     config = replace(config, batch_ramp=None)
     watched(config)
     batches = batches_from(config, 0, 15)
-    for step, skip, first in [(2, "3:5", 5), (3, "3:5", 6),             # not twice
-                              (4, "2:5", 8), (4, "2:4", 7)]:            # only what lies ahead
+    for step, skip, first in [(2, "3:5", 5), (3, "3:5", 6), (4, "2:5", 8), (4, "2:4", 7)]:
         resumed = watched(replace(config, skip_steps=skip, out=str(tmp_path / "resumed")),
                           state=checkpoint.step_file(tmp_path, step))
         assert resumed.batches == batches[first:first + 6 - step], (step, skip)
-    config = settings(tmp_path / "rollback", steps=44, skip_steps="36:38", save_every=4, keep=9)
-    seen, batches = watched(config, poison), batches_from(config, 0, 60)   # nor after a rollback
+    config = settings(tmp_path / "rollback", steps=44, skip_steps="41:43", save_every=4, keep=9)
+    seen, batches = watched(config, poison), batches_from(config, 0, 60)
     assert kinds(seen.events) == ["skip", "spike", "rollback", "skip"]
-    assert seen.batches == [*batches[:35], *batches[38:46], *batches[46:58]]
-
-
-def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_batch_is_skipped(
-        tmp_path):
-    def prepare(run):
-        run.train_data.phases = [[0, {"memory": 1}], [16, {"memory": 1}]]
-    config = settings(tmp_path, steps=4, skip_steps="3:3")
-    rows, seen, _ = run_steps(0, 1, (1, 1, 1), config, replace(CFG, n_layer=1),
-                              lambda run: len(run.monitor.losses), prepare=prepare)
-    assert seen == [1, 2, 1, 2] and len(rows) == 4
-
-
-def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_with_it(tmp_path):
-    """Three losses that are not finite end the first run; the next, after the resume, rolls back.
-    """
-    def prepare(run):
-        reduce = run.reduce_stats
-        run.reduce_stats = lambda *facts: replace(
-            reduce(*facts), loss=math.nan if run.monitor.rollbacks == 0 and run.step >= 3 else 2.0)
-    config = settings(tmp_path, steps=6, save_every=2, keep=9, rollback="off")
-    assert kinds(watched(config, prepare).events) == ["spike"]
-    config = settings(tmp_path / "on", steps=8, max_rollbacks=1)
-    seen = watched(config, prepare, checkpoint.step_file(tmp_path, 6))
-    assert "rollback" in kinds(seen.events)
-
-
-def test_bad_batches_in_a_row_take_three_rollbacks_and_leave_the_learning_rate(tmp_path):
-    def prepare(run):
-        reduce = run.reduce_stats
-        run.reduce_stats = lambda *facts: replace(reduce(*facts), **(
-            dict(loss=99.0) if 40 <= run.consumed_samples // 8 - 1 < 80 else {}))
-    seen = watched(settings(tmp_path, steps=50, save_every=4, keep=99), prepare)
-    assert kinds(seen.events) == ["spike", "rollback", "skip"] * 3
-    assert [(e["step"], e["to"]) for e in seen.events[1::3]] == [(43, 32), (35, 24), (35, 24)]
-    parts = [(0, 43), (43, 46), (24, 32), (65, 68), (24, 32), (109, 127)]
-    assert [first // 8 for first, _ in seen.batches] == [k for part in parts for k in range(*part)]
-    assert seen.run.monitor.lr_factor == 1.0
+    assert seen.batches == [*batches[:40], *batches[43:58]]
 
 
 def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_path):
-    """A correction stays with the run, but not against a learning rate that is given."""
-    base, by_hand = tmp_path / "o", tmp_path / "by_hand.pt"
+    """A reduction of the learning rate goes on in a branch, unless --lr is given; the branch's
+    first file has the state that it began from, bit for bit, and names its run and step."""
+    base = tmp_path / "o"
+    by_hand = tmp_path / "by_hand.pt"
     run_train("--data", shards, "--out", base, *TINY)
     state = saved(base, 2)
     state["monitor"].update(lr_factor=0.25, rollbacks=2, returned_to=[2])
     torch.save(state, by_hand)
-    for flags, factor, told, changed in [
-            ("", 0.25, "learning rate x 0.25", {}),
+    for flags, factor, told, events, changed in [
+            ("", 0.25, "learning rate x 0.25", ["resume", "end"], {}),
             ("--lr 1.0 --clip 0.5 --beta2 0.9 --skip-steps 3:3", 1.0, "lr 1.0 instead of 0.004",
+             ["resume", "skip", "end"],
              dict(lr=[4e-3, 1.0], clip=[1.0, 0.5], beta2=[0.95, 0.9], skip_steps=[None, "3:3"]))]:
         out = tmp_path / f"factor {factor}"
         text = run_train("--data", shards, "--out", out, "--resume", os.path.relpath(by_hand),
                          *flags.split())[1]
-        rows, (resume, *skips, _) = read_metrics(out)
-        assert told in text and column(rows, "step") == [3, 4]
+        rows, found = read_metrics(out)
+        resume = found[0]
+        assert told in text and column(rows, "step") == [3, 4] and kinds(found) == events
         assert rows[0]["lr"] == factor * train.learning_rate(train.Config(**resume["config"]), 3)
-        assert kinds([resume, *skips]) == ["resume"] + ["skip"] * bool(flags)
         assert (resume["changed"], resume["lr_factor"]) == (changed, factor)
         monitor = saved(out, 4)["monitor"]
         assert monitor.items() >= dict(lr_factor=factor, rollbacks=0, returned_to=[]).items()
         assert monitor["checkpoints"][0] == [2, "step_00000002.pt", True]
         assert monitor["checkpoints"][-1] == [4, "step_00000004.pt", False]
-        # The branch has a checkpoint of its beginning, and names the step that it began from.
         assert_same_state(saved(out, 2), state, but=("config", "monitor", "run"))
         assert saved(out, 2)["run"] == saved(out, 4)["run"]
         assert saved(out, 4)["run"]["origin"] == ["resume", state["run"]["id"], 2]
@@ -3468,27 +3378,35 @@ def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_p
 
 def spoil_in_turn(run):
     """At step k rank k - 1 alone has an infinite gradient, at step 9 rank 6 alone such a loss."""
+    forward_backward = run.forward_backward
+
     def spoil(batch):
-        loss, bucket = forward_backward(batch), run.flat.buckets[-1]
+        loss = forward_backward(batch)
+        bucket = run.flat.buckets[-1]
         if run.grid.rank == run.step:
             bucket.view(bucket.grad, bucket.specs[-1])[0] = math.inf
-        return loss + (math.inf if (run.step, run.grid.rank) == (8, 6) else 0.0)
-    forward_backward, run.forward_backward = run.forward_backward, spoil
+        if (run.step, run.grid.rank) == (8, 6):
+            loss = loss + math.inf
+        return loss
+    run.forward_backward = spoil
 
 
 def test_a_number_that_is_not_finite_is_traced_to_its_rank_parameter_and_batch(pool, tmp_path):
+    """On dp 2 tp 2 pp 2, with each rank's gradient and one loss. No rank is named if every number
+    is finite, but the sum of their squares is beyond float64."""
     config = settings(tmp_path, steps=9, tp=2, pp=2, rollback="off")
     ranks = pool.run(8, run_steps, (2, 2, 2), config, replace(CFG, n_layer=2), monitor_now, None,
                      spoil_in_turn)
-    events = [e for e in ranks[0][1][-1][2] if e["event"] == "skip"]
-    assert [(e["step"], e["rank"], e["what"]) for e in events] == [
-        *((k, k - 1, "gradient") for k in range(1, 9)), (9, 6, "loss")]
-    for event in events:
-        stage, of_loss = event["rank"] // 2 % 2, event["what"] == "loss"
-        assert of_loss or event["parameter"].startswith(f"blocks.{stage}.mlp")
+    *of_gradients, of_loss = [e for e in ranks[0][1][-1][2] if e["event"] == "skip"]
+    assert [(e["step"], e["rank"], e["what"], e["parameter"][:12]) for e in of_gradients] == [
+        (1, 0, "gradient", "blocks.0.mlp"), (2, 1, "gradient", "blocks.0.mlp"),
+        (3, 2, "gradient", "blocks.1.mlp"), (4, 3, "gradient", "blocks.1.mlp"),
+        (5, 4, "gradient", "blocks.0.mlp"), (6, 5, "gradient", "blocks.0.mlp"),
+        (7, 6, "gradient", "blocks.1.mlp"), (8, 7, "gradient", "blocks.1.mlp")]
+    assert (of_loss["step"], of_loss["rank"], of_loss["what"]) == (9, 6, "loss")
+    for event in (*of_gradients, of_loss):
         windows = Memory(CFG).sample_indices(1337, 8 * event["step"] - 8, 8)
         assert event["windows"] == windows.tolist() and event["loss_scale"] == 1.0
-    # No rank is named if every number is finite, but the sum of squares is beyond float64.
     _, flat = staged(CFG, Grid(1, 1, 1), torch.float64)
     flat.buckets[-1].grad.fill_(1e160)
     assert not flat.grad_norm_squares()[1].isfinite()
@@ -3496,7 +3414,8 @@ def test_a_number_that_is_not_finite_is_traced_to_its_rank_parameter_and_batch(p
 
 
 def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
-    """That which the shard has; the run's learning rate is absurd."""
+    """The README's lines print the text that the shard has where a run with an absurd learning rate
+    diverged."""
     shutil.copytree(shards, tmp_path / "data" / "python")
     status, _, error = Command("train.py", *TINY, "--seq-len", 128, "--lr", 1e19,
                                "--max-rollbacks", 0, cwd=tmp_path).finish()
@@ -3515,16 +3434,151 @@ def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
 @pytest.mark.parametrize("layout, flags", [
     ((2, 2, 2), {}), ((1, 2, 1), dict(sequence_parallel=True))])
 def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, flags):
-    (dp, tp, pp), cfg, memory, norms = layout, replace(CFG, n_layer=2), Memory(CFG), []
+    """The mean norm of the last activations in each step, to 1e-5 in fp32."""
+    dp, tp, pp = layout
+    cfg = replace(CFG, n_layer=2)
     config = settings(tmp_path, steps=2, lr=0.0, eval_every=1, tp=tp, pp=pp, **flags)
     rows, *_ = pool.run(dp * tp * pp, run_steps, layout, config, cfg)[0]
+    norms = []
     plain = GPT(cfg).initialize(1337)
     plain.head.register_forward_pre_hook(
         lambda module, args: norms.append(args[0].norm(dim=-1).mean().item()))
-    for step in (0, 1):
-        windows = memory.windows(memory.sample_indices(1337, 8 * step, 8))
+    memory = Memory(CFG)
+    for first in (0, 8):
+        windows = memory.windows(memory.sample_indices(1337, first, 8))
         plain(torch.from_numpy(windows)[:, :-1])
     assert column(rows, "activation_norm") == pytest.approx(norms, rel=1e-5)
+
+
+# ---- Mechanisms
+
+NOISY = list(2 + 0.1 * np.random.default_rng(0).standard_normal(100))       # 2.9: nine deviations
+
+
+def judge(losses):
+    """What a DivergenceMonitor says to a series of losses: {index: reason}. "overflow" stands for a
+    step that an infinite gradient skips, "at floor" for one that no loss scale can cure."""
+    monitor = amp.DivergenceMonitor()
+    reasons = {}
+    for i, loss in enumerate(losses):
+        skipped = isinstance(loss, str)
+        stats = amp.StepStats(2.0 if skipped else loss, 1.0, 1.0, skipped, stop_requested=False,
+                              loss_scale=1.0, scale_can_fall=loss == "overflow")
+        reason = monitor.observe(i, stats)
+        if reason is not None:
+            reasons[i] = reason
+    return reasons
+
+
+@pytest.mark.parametrize("losses, told", [
+    (NOISY + [2.9, 2.9] + NOISY + [2.9], {}),                       # outliers
+    (NOISY + [2.9] * 4, {102: "3 bad steps in a row: the loss is 2.9000, above 2.4"}),
+    (NOISY + [2.48] * 3, {}),                                       # six deviations are 2.49
+    (NOISY + [2.50] * 3, {102: "the loss is 2.5000"}),
+    ([3.0] * 15 + [9.0] * 3, {}),                                   # too few to judge by
+    ([3.0] * 16 + [9.0] * 3, {18: "above 3.1800"}),
+    ([2.0] * 50 + [2.11] * 5, {}),              # no noise at all: 1% counts as a deviation
+    ([2.0] * 50 + [2.13] * 3, {52: "above 2.1200"}),
+    ([2.0] * 20 + [9.0, 9.0, 2.0] * 40 + [9.0] * 3, {142: ""}),     # high ones make no median
+    ([9.0] * 200 + [2.0] * 33 + [3.0] * 3, {235: ""}),              # old ones are forgotten
+    ([math.nan, math.inf, 2.0] * 9, {}),
+    ([math.nan, math.inf, math.nan], {2: "the loss is not finite"}),
+    (["at floor", "at floor", 2.0] * 9, {}),
+    (["at floor"] * 4, {2: "a gradient is not finite"}),
+    (NOISY + [9.0, math.nan, "at floor"], {102: "a gradient is not finite"}),   # three kinds
+    (["overflow"] * 40, {})])
+def test_a_divergence_is_three_bad_steps_in_a_row(losses, told):
+    """Serves "goes back, skips and slows": the losses at which the monitor tells of a divergence,
+    and its reason."""
+    reasons = judge(losses)
+    assert list(reasons) == list(told), reasons
+    assert all(told[i] in reasons[i] for i in told)
+
+
+def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is():
+    """Serves the same claim. A rise by four deviations, so that few losses are high, is told within
+    a window of 64, and again only when the median has risen by two more."""
+    noise = 0.1 * np.random.default_rng(1).standard_normal(300)
+    told = judge(np.repeat([2.0, 2.0, 2.4], 100) + noise)
+    assert 210 <= min(told) < 264 and "has risen from 1.9" in told[min(told)] and len(told) <= 3
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        plateau = 1.4 + 0.03 * rng.standard_normal(5000)
+        fall = 2 + 3.5 * np.exp(-np.arange(1000) / rng.uniform(20, 200))
+        fall += rng.standard_t(4, 1000) * rng.uniform(0.005, 0.2)       # tails wider than normal
+        assert judge(plateau) == judge(fall) == {}, seed
+
+
+@pytest.mark.parametrize("changes, healthy", [
+    (dict(), True), (dict(losses=15), False), (dict(at_floor=True), False), (dict(bad=1), False),
+    (dict(scheduled=False), False), (dict(scheduled=False, chosen=True, losses=0), True),
+    (dict(lowest=1.981), True), (dict(lowest=1.979), False),    # a deviation is 1% here
+    (dict(norm=6.0), True), (dict(norm=6.1), False)])
+def test_a_checkpoint_is_judged_as_opts_team_did(changes, healthy):
+    """Serves "goes back": a file is healthy by the losses, the norm of the last activations and the
+    loss scale; never if it is a stop's own (a run without the stop has no such file), and always if
+    the user began with it."""
+    facts = dict(losses=64, lowest=1.99, norm=4.0, bad=0, at_floor=False, scheduled=True,
+                 chosen=False) | changes
+    monitor = amp.DivergenceMonitor([2.0] * facts["losses"], [3.0] * 15 + [facts["norm"]],
+                                    bad=facts["bad"], lowest=facts["lowest"])
+    monitor.add_checkpoint(7, "file", 1, facts["scheduled"], facts["at_floor"], facts["chosen"])
+    assert monitor.checkpoints == [[7, "file", healthy]]
+
+
+def test_a_rollback_takes_the_newest_healthy_checkpoint_from_before_the_skipped_batches():
+    """Serves "goes back": from a divergence that began at `onset` to these steps, the best first;
+    those that a run returned to twice come last, and the newest healthy file is never removed."""
+    monitor = amp.DivergenceMonitor([2.0] * 64, [3.0] * 64, lowest=2.0)
+    assert monitor.candidates(9) == []                  # never a healthy one: the seed
+    for step in (10, 20, 30, 40):
+        monitor.add_checkpoint(step, step, 9, True, at_floor=step == 30, chosen=False)
+    for onset, steps in [(99, [40, 20, 10]), (49, [40, 20, 10]), (48, [20, 10]), (28, [10]),
+                         (12, [10])]:                   # none before them: the oldest
+        assert monitor.candidates(onset) == steps, onset
+    monitor.returned_to = [20, 40, 40]
+    assert monitor.candidates(99) == [20, 10, 40]
+    for step in (50, 60):
+        monitor.add_checkpoint(step, step, 1, True, at_floor=True, chosen=False)
+    assert monitor.checkpoints == [[40, 40, True], [60, 60, False]]
+    monitor.rolled_back(60, [0, 8], False, then=amp.DivergenceMonitor())
+    assert monitor.lr_factor == 0.6                     # the first cut: it got beyond the others
+
+
+def test_losses_are_compared_under_the_same_flags_only(tmp_path):
+    """Serves "three bad steps": a resume with these flags, and a rollback behind it, keep so many of
+    20 losses. If the learning rate rises more than threefold they stay, for only the old losses
+    show the mistake."""
+    def count(run):
+        counts.append(len(run.monitor.losses))
+        run.restore(checkpoint.load(file))          # as a rollback does
+        counts.append(len(run.monitor.losses))
+        raise ZeroDivisionError                     # there is no need to train
+    config = settings(tmp_path)
+    file = saved_file(tmp_path, 20)
+    watched(config)
+    for changes, kept in [
+            (dict(), 20), (dict(micro_batch=4, zero=1, keep=2), 20), (dict(lr=3.1e-3), 20),
+            (dict(lr=2.9e-3), 0), (dict(lr=5e-4), 0), (dict(dropout=0.1), 0),
+            (dict(weight_decay=0.2), 0), (dict(batch_size=4), 0), (dict(steps=60), 0),
+            (dict(batch_ramp="4:4:9"), 0), (dict(dtype="bf16"), 0), (dict(warmup_steps=2), 0),
+            (dict(clip=0.5), 0)]:
+        counts = []
+        with suppress(ZeroDivisionError):
+            watched(replace(config, **changes), count, file)
+        assert counts == [kept, kept], changes
+
+
+def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_batch_is_skipped(
+        tmp_path):
+    """Serves the same claim: their number after each of four steps, of which the third skips the
+    batch with which the other mixture begins."""
+    def prepare(run):
+        run.train_data.phases = [[0, {"memory": 1}], [16, {"memory": 1}]]
+    _, seen, _ = run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=4, skip_steps="3:3"),
+                           replace(CFG, n_layer=1), lambda run: len(run.monitor.losses),
+                           prepare=prepare)
+    assert seen == [1, 2, 1, 2]
 
 
 # ---------------------------------------------------------------------------------------------
