@@ -3100,130 +3100,58 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_s
 # ---------------------------------------------------------------------------------------------
 
 
-def judge(losses):
-    """What a DivergenceMonitor says to a series of losses: {index: reason}. "overflow" stands for a
-    step that an infinite gradient skips, "at floor" for one that no loss scale can cure."""
-    monitor, reasons = amp.DivergenceMonitor(), {}
-    for i, loss in enumerate(losses):
-        skipped = isinstance(loss, str)
-        stats = amp.StepStats(2.0 if skipped else loss, 1.0, 1.0, skipped, stop_requested=False,
-                              loss_scale=1.0, scale_can_fall=loss == "overflow")
-        reason = monitor.observe(i, stats)
-        if reason is not None:
-            reasons[i] = reason
-    return reasons
+def at_step(run, number, act):
+    """act() when the gradients of this step are complete."""
+    after_backward(run, lambda step: act() if step == number else None)
 
 
-NOISY = list(2 + 0.1 * np.random.default_rng(0).standard_normal(100))       # 2.9: nine deviations
+def high_losses(run):
+    poison(run)
 
 
-@pytest.mark.parametrize("losses, told, words", [
-    ([*NOISY, 2.9, 2.9, *NOISY, 2.9], [], ""),                      # outliers
-    ([*NOISY, 2.9, 2.9, 2.9, 2.9], [102], "3 bad steps in a row: the loss is 2.9000, above 2.4"),
-    ([*NOISY, *[2.48] * 3], [], ""), ([*NOISY, *[2.50] * 3], [102], ""),    # six deviations
-    ([3.0] * 15 + [9.0] * 3, [], ""),                               # too few to judge by
-    ([3.0] * 16 + [9.0] * 3, [18], "above 3.1800"),
-    ([2.0] * 50 + [2.11] * 5, [], ""),          # no noise at all: 1% counts as a deviation
-    ([2.0] * 50 + [2.13] * 3, [52], "above 2.1200"),
-    ([2.0] * 20 + [9.0, 9.0, 2.0] * 40 + [9.0] * 3, [142], ""),     # high ones make no median
-    ([9.0] * 200 + [2.0] * 33 + [3.0] * 3, [235], ""),              # old ones are forgotten
-    ([math.nan, math.inf, 2.0] * 9, [], ""), ([math.nan, math.inf, math.nan], [2], "not finite"),
-    (["at floor", "at floor", 2.0] * 9, [], ""), (["at floor"] * 4, [2], "gradient is not finite"),
-    ([*NOISY, 9.0, math.nan, "at floor"], [102], "gradient"),       # three kinds in a row
-    (["overflow"] * 40, [], "")])
-def test_a_divergence_is_three_bad_steps_in_a_row(losses, told, words):
-    """A series of losses, the steps at which the monitor tells of a divergence, and its reason."""
-    reasons = judge(losses)
-    assert list(reasons) == told, reasons
-    assert not told or re.search(words, reasons[told[0]])
+def torn_file(run):
+    """The losses are high, and the file of step 32, the first choice, is torn."""
+    poison(run)
+    file = checkpoint.step_file(Path(run.config.out), 32)
+    at_step(run, 40, lambda: file.write_bytes(b"torn"))
 
 
-def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is():
-    """By four deviations, so that few losses are high: told within a window of 64, and again only
-    when the median has risen by two more."""
-    noise = 0.1 * np.random.default_rng(1).standard_normal(300)
-    told = judge(np.repeat([2.0, 2.0, 2.4], 100) + noise)
-    assert 210 <= min(told) < 264 and "has risen from 1.9" in told[min(told)] and len(told) <= 3
-    for seed in range(10):
-        rng = np.random.default_rng(seed)
-        plateau = 1.4 + 0.03 * rng.standard_normal(5000)
-        fall = 2 + 3.5 * np.exp(-np.arange(1000) / rng.uniform(20, 200))
-        fall += rng.standard_t(4, 1000) * rng.uniform(0.005, 0.2)       # tails wider than normal
-        for healthy in (plateau, fall):
-            assert judge(healthy) == {}, seed
+def late_file(run):
+    """The losses are high, and the file of step 39 is written once the rollback waits for it."""
+    poison(run)
+    wanted = threading.Event()
+    wait = run.writer.wait
+
+    def want():
+        if run.step > 39:
+            wanted.set()
+        return wait()
+    run.writer.wait = want
+    at_step(run, 39, lambda: run.writer.thread.submit(wanted.wait, 60))
 
 
-@pytest.mark.parametrize("changes, healthy", [
-    ({}, True), (dict(losses=15), False), (dict(at_floor=True), False), (dict(bad=1), False),
-    (dict(scheduled=False), False), (dict(scheduled=False, chosen=True, losses=0), True),
-    (dict(lowest=1.981), True), (dict(lowest=1.979), False),    # a deviation is 1% here
-    (dict(norm=6.0), True), (dict(norm=6.1), False)])
-def test_a_checkpoint_is_judged_as_opts_team_did(changes, healthy):
-    """By the losses, the norm of the last activations and the loss scale; and not if it is a stop's
-    own (a run without the stop has no such file), but always if the user began with it."""
-    facts = dict(losses=64, lowest=1.99, norm=4.0, bad=0, at_floor=False, scheduled=True,
-                 chosen=False) | changes
-    monitor = amp.DivergenceMonitor([2.0] * facts["losses"], [3.0] * 15 + [facts["norm"]],
-                                    bad=facts["bad"], lowest=facts["lowest"])
-    monitor.add_checkpoint(7, "file", 1, facts["scheduled"], facts["at_floor"], facts["chosen"])
-    assert monitor.checkpoints == [[7, "file", healthy]]
-    assert {"known", "rise", "norm", "at_floor", "scheduled"} <= set(monitor.health)
+def infinite_gradients(run):
+    def spoil(step):
+        if step >= 40 and run.monitor.rollbacks == 0:
+            run.flat.buckets[0].shard["grad"][0] = math.inf
+    after_backward(run, spoil)
 
 
-def test_a_rollback_takes_the_newest_healthy_checkpoint_from_before_the_skipped_batches():
-    """From a divergence that began at `onset` to these steps, the best first."""
-    monitor = amp.DivergenceMonitor([2.0] * 64, [3.0] * 64, lowest=2.0)
-    assert monitor.candidates(9) == []                  # never a healthy one: the seed
-    for step in (10, 20, 30, 40):
-        monitor.add_checkpoint(step, step, 9, True, at_floor=step == 30, chosen=False)
-    for onset, steps in [(99, [40, 20, 10]), (49, [40, 20, 10]), (48, [20, 10]), (28, [10]),
-                         (12, [10])]:                   # none before them: the oldest
-        assert monitor.candidates(onset) == steps, onset
-    monitor.returned_to = [20, 40, 40]
-    assert monitor.candidates(99) == [20, 10, 40]
-    for step in (50, 60):                               # the newest healthy one outlives the others
-        monitor.add_checkpoint(step, step, 1, True, at_floor=True, chosen=False)
-    assert monitor.checkpoints == [[40, 40, True], [60, 60, False]]
-
-
-@pytest.mark.parametrize("rollbacks, end, excluded, data", [
-    (1, 504, [480, 656], True),
-    (1, 512, [424, 512], False),            # not at once
-    (0, 504, [416, 504], False)])           # they are --skip-steps'
-def test_what_diverges_again_right_behind_excluded_samples_doubles_them(rollbacks, end, excluded,
-                                                                        data):
-    """The data is to blame, and not the learning rate. Sequences 392 to 479 are excluded; the last
-    of three bad batches of 8 ends at `end`."""
-    monitor = amp.DivergenceMonitor(bad=3, rollbacks=rollbacks, starts=[*range(0, end, 8)],
-                                    excluded=[[480, 488], [392, 480]])
-    assert monitor.to_exclude(end) == (excluded, data)
-
-
-@pytest.mark.parametrize("fault, flags, at, to, first", [
-    ("poison", dict(save_every=4), 43, 32, 32), ("bad files", dict(save_every=2), 43, 30, 32),
-    ("poison", {}, 43, 0, 32),                          # no checkpoint yet
-    ("bad files", dict(save_every=39), 43, 39, 39),     # behind the skipped ones, but the only one
-    ("not finite", dict(save_every=10), 42, 30, 31),
-    ("poison", dict(save_every=4, batch_size=24, batch_ramp="2:2:450"), 43, 32, 32)])
-def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, flags, at, to, first):
-    """What goes wrong, flags, the step that rolls back and where to, and the first batch that is
-    left out: eight before the first bad step, but none that the checkpoint has read. Bad files:
-    that of step 32 is torn, that of step 39 not yet written when it is wanted."""
-    def prepare(run):
-        def spoil(step):
-            if fault == "bad files" and step == 39:
-                run.writer.thread.submit(time.sleep, 0.5)
-            if fault == "bad files" and step == 40:
-                checkpoint.step_file(tmp_path, 32).write_bytes(b"torn")
-            if fault == "not finite" and step >= 40 and run.monitor.rollbacks == 0:
-                run.flat.buckets[0].shard["grad"][0] = math.inf
-        poison(run, times=fault != "not finite")
-        after_backward(run, spoil)
+@pytest.mark.parametrize("fault, flags, at, to, first, damaged", [
+    (high_losses, dict(save_every=4), 43, 32, 32, []),
+    (torn_file, dict(save_every=2), 43, 30, 32, ["damaged"]),
+    (high_losses, dict(), 43, 0, 32, []),                   # no checkpoint yet
+    (late_file, dict(save_every=39), 43, 39, 39, []),       # behind the skipped, but the only one
+    (infinite_gradients, dict(save_every=10), 42, 30, 31, []),
+    (high_losses, dict(save_every=4, batch_size=24, batch_ramp="2:2:450"), 43, 32, 32, [])])
+def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, flags, at, to, first,
+                                                            damaged):
+    """After three bad steps, the last of them `at`, the run goes back to step `to`, leaves out the
+    batches from the one with index `first` on (eight before the first bad one, but none that the
+    checkpoint has read) and multiplies the learning rate by 0.6; metrics.jsonl tells it. A run
+    that is resumed behind the rollback ends bit for bit alike."""
     config = settings(tmp_path, steps=50, keep=99, **flags)
-    with mock.patch.object(amp.DivergenceMonitor, "observe", autospec=True,
-                           side_effect=amp.DivergenceMonitor.observe) as observed:
-        seen = watched(config, prepare)
-    assert [call.args[1] for call in observed.mock_calls] == [start for start, _ in seen.batches]
+    seen = watched(config, fault)
     straight = batches_from(config, 0, 50)      # a step has the same size after a rollback
     left_out = [straight[first][0], sum(straight[at - 1])]
     shift = left_out[1] - left_out[0]
@@ -3232,59 +3160,92 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, fla
     assert column(seen.rows, "step") == [*range(1, at + 1), *range(to + 1, 51)]
     assert column(seen.rows[at:], "lr") == pytest.approx(
         [0.6 * train.learning_rate(config, step) for step in range(to + 1, 51)])
-    assert first == to or seen.rows[at]["loss"] == seen.rows[to]["loss"]    # the same parameters
-    spike, *damaged, rollback, skip = (e for e in seen.events if e["reason"] != "not finite")
-    assert kinds([spike, rollback, skip, *damaged]) == [
-        "spike", "rollback", "skip", *["damaged"] * (config.save_every == 2)]
+    if first > to:                              # the same parameters and batch again
+        assert seen.rows[at]["loss"] == seen.rows[to]["loss"]
+    events = [e for e in seen.events if e["reason"] != "not finite"]
+    assert kinds(events) == ["spike", *damaged, "rollback", "skip"]
+    spike, (rollback, skip) = events[0], events[-2:]
     assert (spike["step"], rollback["step"], rollback["to"]) == (at, at, to)
     assert spike["reason"] == rollback["reason"] and "3 bad steps in a row" in spike["reason"]
     assert rollback["sequences"] == left_out == skip["sequences"]
+    assert skip["batches"] == at - first
     windows = Memory(CFG).sample_indices(1337, 0, left_out[1]).tolist()
     assert spike["windows"] == windows[straight[at - 11][0]:]
-    assert skip["batches"] == at - first
     end = saved(tmp_path, 50)
     assert end["optimizer_steps"] == 50
     assert end["monitor"]["losses"] == column(seen.rows[:to] + seen.rows[at:], "loss")
-    assert to > 0 or not any(t.any() for key in ("exp_avg", "exp_avg_sq")
-                             for t in saved(tmp_path, 0)[key].values())
-    # Killed right after, it goes on with the correction.
-    watched(replace(config, out=str(tmp_path / "o")), prepare, checkpoint.step_file(tmp_path, to))
+    if to == 0:
+        moments = [*saved(tmp_path, 0)["exp_avg"].values(),
+                   *saved(tmp_path, 0)["exp_avg_sq"].values()]
+        assert not any(moment.any() for moment in moments)
+    watched(replace(config, out=str(tmp_path / "o")), fault, checkpoint.step_file(tmp_path, to))
     assert_same_state(saved(tmp_path / "o", 50), end)
 
 
-@pytest.mark.parametrize("steps, rollbacks", [((40,), []), ((40, 42), []), ((40, 41, 42), [36])])
-def test_single_steps_that_are_not_finite_are_skipped_and_three_go_back(tmp_path, steps, rollbacks):
-    """Never to step 0, although one file is kept and that of step 40 is saved after a bad step."""
+def report_instead(run, when, **facts):
+    """Where when() holds, the statistics of a step contain these facts."""
+    reduce = run.reduce_stats
+
+    def reduced(*args):
+        stats = reduce(*args)
+        return replace(stats, **facts) if when() else stats
+    run.reduce_stats = reduced
+
+
+NOT_FINITE = dict(loss=math.nan, found_inf=True)
+
+
+@pytest.mark.parametrize("bad, facts, keep, back, read, lr_factor", [
+    ([39], NOT_FINITE, 1, [], [(0, 50)], 1.0),
+    ([39, 41], NOT_FINITE, 1, [], [(0, 50)], 1.0),
+    ([39, 40, 41], NOT_FINITE, 1, [(42, 36)], [(0, 42), (42, 56)], 0.6),
+    (range(40, 80), dict(loss=99.0), 99, [(43, 32), (35, 24), (35, 24)],
+     [(0, 43), (43, 46), (24, 32), (65, 68), (24, 32), (109, 127)], 1.0)])
+def test_bad_batches_are_skipped_and_three_in_a_row_go_back(tmp_path, bad, facts, keep, back, read,
+                                                            lr_factor):
+    """The indices of bad batches, which rollbacks they lead to (from step, to step), the batches
+    read and the final learning rate. Two that are not finite skip their updates; of three, the run
+    goes back, and not to the seed, although one file is kept and that of step 40 follows a bad
+    step. Forty with a high loss take three rollbacks, and the learning rate is restored."""
     def prepare(run):
-        reduce = run.reduce_stats
-        run.reduce_stats = lambda *facts: replace(reduce(*facts), **(
-            dict(loss=math.nan, found_inf=True)
-            if run.step + 1 in steps and run.monitor.rollbacks == 0 else {}))
-    seen = watched(settings(tmp_path, steps=50, save_every=4, keep=1), prepare)
-    assert [e["to"] for e in seen.events if e["event"] == "rollback"] == rollbacks
-    assert [r["step"] for r in seen.rows if r["skipped"]] == list(steps)
+        report_instead(run, lambda: run.consumed_samples // 8 - 1 in bad, **facts)
+    seen = watched(settings(tmp_path, steps=50, save_every=4, keep=keep), prepare)
+    assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == back
+    assert [first // 8 for first, _ in seen.batches] == [k for part in read for k in range(*part)]
+    assert seen.run.monitor.lr_factor == lr_factor
+    skipped = [first // 8 for (first, _), row in zip(seen.batches, seen.rows) if row["skipped"]]
+    assert skipped == (bad if facts is NOT_FINITE else [])
 
 
-def test_losses_are_compared_under_the_same_flags_only(tmp_path):
-    """A resume with these flags, and a rollback behind it, forget the losses of before; unless the
-    learning rate rises more than threefold, which only the old losses can show to be a mistake."""
-    def count(run):
-        counts.append(len(run.monitor.losses))
-        run.restore(checkpoint.load(file))          # as a rollback does
-        counts.append(len(run.monitor.losses))
-        raise ZeroDivisionError                     # there is no need to train
-    config, file = settings(tmp_path), saved_file(tmp_path, 20)
-    watched(config)
-    for changes, stay in [
-            (dict(), True), (dict(micro_batch=4, zero=1, keep=2), True), (dict(lr=3.1e-3), True),
-            (dict(lr=2.9e-3), False), (dict(lr=5e-4), False), (dict(dropout=0.1), False),
-            (dict(weight_decay=0.2), False), (dict(batch_size=4), False), (dict(steps=60), False),
-            (dict(batch_ramp="4:4:9"), False), (dict(dtype="bf16"), False),
-            (dict(warmup_steps=2), False), (dict(clip=0.5), False)]:
-        counts = []
-        with suppress(ZeroDivisionError):
-            watched(replace(config, **changes), count, file)
-        assert counts == [20 * stay] * 2, changes
+def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
+    """A run that diverges after each rollback multiplies its learning rate by 0.6, 0.2, 0.05 and
+    0.05, goes to an older file when it has returned to one twice, and ends with exit status 1 after
+    --max-rollbacks 4."""
+    runs = []
+
+    def prepare(run):
+        runs.append(run)
+        poison(run, times=9)
+    config = settings(tmp_path, steps=50, save_every=4, keep=9, max_rollbacks=4)
+    with pytest.raises(RunError, match="--max-rollbacks 4 are spent.*--skip-steps") as stop:
+        watched(config, prepare)
+    *events, end = runs[0].events
+    assert (stop.value.status, end["event"], kinds(events).count("spike")) == (1, "stop", 5)
+    assert "--max-rollbacks 4" in end["reason"]
+    assert [(e["to"], e["lr_factor"]) for e in events if e["event"] == "rollback"] == [
+        (32, 0.6), (32, pytest.approx(0.6 * 0.2)), (28, pytest.approx(0.6 * 0.2 * 0.05)),
+        (28, pytest.approx(0.6 * 0.2 * 0.05 ** 2))]
+
+
+def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_with_it(tmp_path):
+    """Three losses that are not finite end the first run; the resumed one rolls back."""
+    def prepare(run):
+        report_instead(run, lambda: run.monitor.rollbacks == 0 and run.step >= 3, loss=math.nan)
+    config = settings(tmp_path, steps=6, save_every=2, keep=9, rollback="off")
+    assert kinds(watched(config, prepare).events) == ["spike"]
+    config = settings(tmp_path / "on", steps=8, max_rollbacks=1)
+    seen = watched(config, prepare, checkpoint.step_file(tmp_path, 6))
+    assert "rollback" in kinds(seen.events)
 
 
 def monitor_now(run):
@@ -3294,8 +3255,11 @@ def monitor_now(run):
 @pytest.mark.parametrize("layout, zero", [
     ((2, 1, 1), 3), pytest.param((2, 2, 2), 1, marks=pytest.mark.slow)])
 def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, zero):
+    """All ranks have the same monitor, events and position after each step; they roll back as one
+    process does, with its losses to 1e-5 in fp32."""
     dp, tp, pp = layout
-    cfg, config = replace(CFG, n_layer=2), settings(tmp_path, steps=44, save_every=4, keep=9)
+    cfg = replace(CFG, n_layer=2)
+    config = settings(tmp_path, steps=44, save_every=4, keep=9)
     one = watched(replace(config, out=str(tmp_path / "one")), poison, cfg=cfg)
     ranks = pool.run(dp * tp * pp, run_steps, layout, replace(config, tp=tp, pp=pp, zero=zero),
                      cfg, monitor_now, None, poison)
@@ -3309,23 +3273,9 @@ def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, z
     assert len(losses[0]) == 52 and relative(*losses) <= 1e-5       # but for the poisoned ones
 
 
-def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
-    runs, config = [], settings(tmp_path, steps=50, save_every=4, keep=9, max_rollbacks=4)
-    with pytest.raises(RunError, match="--max-rollbacks 4 are spent.*--skip-steps") as stop:
-        watched(config, lambda run: runs.append(run) or poison(run, times=9))
-    *events, end = runs[0].events
-    assert (stop.value.status, end["event"], kinds(events).count("spike")) == (1, "stop", 5)
-    assert "--max-rollbacks 4" in end["reason"]
-    assert [(e["to"], e["lr_factor"]) for e in events if e["event"] == "rollback"] == [
-        (32, 0.6), (32, pytest.approx(0.6 * 0.2)), (28, pytest.approx(0.6 * 0.2 * 0.05)),
-        (28, pytest.approx(0.6 * 0.2 * 0.05 ** 2))]
-    monitor = amp.DivergenceMonitor(returned_to=[32, 28], excluded=[])
-    monitor.rolled_back(36, [0, 8], False, then=amp.DivergenceMonitor())
-    assert monitor.lr_factor == 0.6                     # the run got beyond both
-
-
 @pytest.mark.parametrize("call", ["open", "read"])
 def test_a_rollback_waits_for_the_file_system_and_takes_no_older_file(tmp_path, monkeypatch, call):
+    """A file that cannot be read for a while is not damaged: the run ends with exit status 1."""
     monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0, 0, 0, 0))
     with failing(".pt", call, 99 * [errno.EIO]), pytest.raises(RunError) as stop:
         watched(settings(tmp_path, steps=44, save_every=4, keep=9), poison)
@@ -3333,89 +3283,55 @@ def test_a_rollback_waits_for_the_file_system_and_takes_no_older_file(tmp_path, 
 
 
 def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
+    """Also with a batch ramp, whose sizes are those of a run without the skip; at a resume only
+    what lies ahead, and nothing twice; and not again after a rollback. A divergence right behind
+    them does not double them."""
     config = settings(tmp_path, steps=6, skip_steps="3:5", save_every=1, keep=9,
                       batch_ramp="2:2:40")
     seen, batches = watched(config), batches_from(config, 0, 10)
-    shift = batches[5][0] - batches[2][0]       # the sizes are those of a run without the skip
+    shift = batches[5][0] - batches[2][0]
     assert seen.batches == batches[:2] + [(start + shift, size) for start, size in batches[2:6]]
-    (event,) = seen.events
-    assert event == dict(event="skip", step=3, reason="left out", batches=3,
-                         sequences=[batches[2][0], batches[5][0]])
+    assert seen.events == [dict(event="skip", step=3, reason="left out", batches=3,
+                                sequences=[batches[2][0], batches[5][0]])]
     config = replace(config, batch_ramp=None)
     watched(config)
     batches = batches_from(config, 0, 15)
-    for step, skip, first in [(2, "3:5", 5), (3, "3:5", 6),             # not twice
-                              (4, "2:5", 8), (4, "2:4", 7)]:            # only what lies ahead
+    for step, skip, first in [(2, "3:5", 5), (3, "3:5", 6), (4, "2:5", 8), (4, "2:4", 7)]:
         resumed = watched(replace(config, skip_steps=skip, out=str(tmp_path / "resumed")),
                           state=checkpoint.step_file(tmp_path, step))
         assert resumed.batches == batches[first:first + 6 - step], (step, skip)
-    config = settings(tmp_path / "rollback", steps=44, skip_steps="36:38", save_every=4, keep=9)
-    seen, batches = watched(config, poison), batches_from(config, 0, 60)   # nor after a rollback
+    config = settings(tmp_path / "rollback", steps=44, skip_steps="41:43", save_every=4, keep=9)
+    seen, batches = watched(config, poison), batches_from(config, 0, 60)
     assert kinds(seen.events) == ["skip", "spike", "rollback", "skip"]
-    assert seen.batches == [*batches[:35], *batches[38:46], *batches[46:58]]
-
-
-def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_batch_is_skipped(
-        tmp_path):
-    def prepare(run):
-        run.train_data.phases = [[0, {"memory": 1}], [16, {"memory": 1}]]
-    config = settings(tmp_path, steps=4, skip_steps="3:3")
-    rows, seen, _ = run_steps(0, 1, (1, 1, 1), config, replace(CFG, n_layer=1),
-                              lambda run: len(run.monitor.losses), prepare=prepare)
-    assert seen == [1, 2, 1, 2] and len(rows) == 4
-
-
-def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_with_it(tmp_path):
-    """Three losses that are not finite end the first run; the next, after the resume, rolls back.
-    """
-    def prepare(run):
-        reduce = run.reduce_stats
-        run.reduce_stats = lambda *facts: replace(
-            reduce(*facts), loss=math.nan if run.monitor.rollbacks == 0 and run.step >= 3 else 2.0)
-    config = settings(tmp_path, steps=6, save_every=2, keep=9, rollback="off")
-    assert kinds(watched(config, prepare).events) == ["spike"]
-    config = settings(tmp_path / "on", steps=8, max_rollbacks=1)
-    seen = watched(config, prepare, checkpoint.step_file(tmp_path, 6))
-    assert "rollback" in kinds(seen.events)
-
-
-def test_bad_batches_in_a_row_take_three_rollbacks_and_leave_the_learning_rate(tmp_path):
-    def prepare(run):
-        reduce = run.reduce_stats
-        run.reduce_stats = lambda *facts: replace(reduce(*facts), **(
-            dict(loss=99.0) if 40 <= run.consumed_samples // 8 - 1 < 80 else {}))
-    seen = watched(settings(tmp_path, steps=50, save_every=4, keep=99), prepare)
-    assert kinds(seen.events) == ["spike", "rollback", "skip"] * 3
-    assert [(e["step"], e["to"]) for e in seen.events[1::3]] == [(43, 32), (35, 24), (35, 24)]
-    parts = [(0, 43), (43, 46), (24, 32), (65, 68), (24, 32), (109, 127)]
-    assert [first // 8 for first, _ in seen.batches] == [k for part in parts for k in range(*part)]
-    assert seen.run.monitor.lr_factor == 1.0
+    assert seen.batches == [*batches[:40], *batches[43:58]]
 
 
 def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_path):
-    """A correction stays with the run, but not against a learning rate that is given."""
-    base, by_hand = tmp_path / "o", tmp_path / "by_hand.pt"
+    """A reduction of the learning rate goes on in a branch, unless --lr is given; the branch's
+    first file has the state that it began from, bit for bit, and names its run and step."""
+    base = tmp_path / "o"
+    by_hand = tmp_path / "by_hand.pt"
     run_train("--data", shards, "--out", base, *TINY)
     state = saved(base, 2)
     state["monitor"].update(lr_factor=0.25, rollbacks=2, returned_to=[2])
     torch.save(state, by_hand)
-    for flags, factor, told, changed in [
-            ("", 0.25, "learning rate x 0.25", {}),
+    for flags, factor, told, events, changed in [
+            ("", 0.25, "learning rate x 0.25", ["resume", "end"], {}),
             ("--lr 1.0 --clip 0.5 --beta2 0.9 --skip-steps 3:3", 1.0, "lr 1.0 instead of 0.004",
+             ["resume", "skip", "end"],
              dict(lr=[4e-3, 1.0], clip=[1.0, 0.5], beta2=[0.95, 0.9], skip_steps=[None, "3:3"]))]:
         out = tmp_path / f"factor {factor}"
         text = run_train("--data", shards, "--out", out, "--resume", os.path.relpath(by_hand),
                          *flags.split())[1]
-        rows, (resume, *skips, _) = read_metrics(out)
-        assert told in text and column(rows, "step") == [3, 4]
+        rows, found = read_metrics(out)
+        resume = found[0]
+        assert told in text and column(rows, "step") == [3, 4] and kinds(found) == events
         assert rows[0]["lr"] == factor * train.learning_rate(train.Config(**resume["config"]), 3)
-        assert kinds([resume, *skips]) == ["resume"] + ["skip"] * bool(flags)
         assert (resume["changed"], resume["lr_factor"]) == (changed, factor)
         monitor = saved(out, 4)["monitor"]
         assert monitor.items() >= dict(lr_factor=factor, rollbacks=0, returned_to=[]).items()
         assert monitor["checkpoints"][0] == [2, "step_00000002.pt", True]
         assert monitor["checkpoints"][-1] == [4, "step_00000004.pt", False]
-        # The branch has a checkpoint of its beginning, and names the step that it began from.
         assert_same_state(saved(out, 2), state, but=("config", "monitor", "run"))
         assert saved(out, 2)["run"] == saved(out, 4)["run"]
         assert saved(out, 4)["run"]["origin"] == ["resume", state["run"]["id"], 2]
@@ -3423,27 +3339,35 @@ def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_p
 
 def spoil_in_turn(run):
     """At step k rank k - 1 alone has an infinite gradient, at step 9 rank 6 alone such a loss."""
+    forward_backward = run.forward_backward
+
     def spoil(batch):
-        loss, bucket = forward_backward(batch), run.flat.buckets[-1]
+        loss = forward_backward(batch)
+        bucket = run.flat.buckets[-1]
         if run.grid.rank == run.step:
             bucket.view(bucket.grad, bucket.specs[-1])[0] = math.inf
-        return loss + (math.inf if (run.step, run.grid.rank) == (8, 6) else 0.0)
-    forward_backward, run.forward_backward = run.forward_backward, spoil
+        if (run.step, run.grid.rank) == (8, 6):
+            loss = loss + math.inf
+        return loss
+    run.forward_backward = spoil
 
 
 def test_a_number_that_is_not_finite_is_traced_to_its_rank_parameter_and_batch(pool, tmp_path):
+    """On dp 2 tp 2 pp 2, with each rank's gradient and one loss. No rank is named if every number
+    is finite, but the sum of their squares is beyond float64."""
     config = settings(tmp_path, steps=9, tp=2, pp=2, rollback="off")
     ranks = pool.run(8, run_steps, (2, 2, 2), config, replace(CFG, n_layer=2), monitor_now, None,
                      spoil_in_turn)
-    events = [e for e in ranks[0][1][-1][2] if e["event"] == "skip"]
-    assert [(e["step"], e["rank"], e["what"]) for e in events] == [
-        *((k, k - 1, "gradient") for k in range(1, 9)), (9, 6, "loss")]
-    for event in events:
-        stage, of_loss = event["rank"] // 2 % 2, event["what"] == "loss"
-        assert of_loss or event["parameter"].startswith(f"blocks.{stage}.mlp")
+    *of_gradients, of_loss = [e for e in ranks[0][1][-1][2] if e["event"] == "skip"]
+    assert [(e["step"], e["rank"], e["what"], e["parameter"][:12]) for e in of_gradients] == [
+        (1, 0, "gradient", "blocks.0.mlp"), (2, 1, "gradient", "blocks.0.mlp"),
+        (3, 2, "gradient", "blocks.1.mlp"), (4, 3, "gradient", "blocks.1.mlp"),
+        (5, 4, "gradient", "blocks.0.mlp"), (6, 5, "gradient", "blocks.0.mlp"),
+        (7, 6, "gradient", "blocks.1.mlp"), (8, 7, "gradient", "blocks.1.mlp")]
+    assert (of_loss["step"], of_loss["rank"], of_loss["what"]) == (9, 6, "loss")
+    for event in (*of_gradients, of_loss):
         windows = Memory(CFG).sample_indices(1337, 8 * event["step"] - 8, 8)
         assert event["windows"] == windows.tolist() and event["loss_scale"] == 1.0
-    # No rank is named if every number is finite, but the sum of squares is beyond float64.
     _, flat = staged(CFG, Grid(1, 1, 1), torch.float64)
     flat.buckets[-1].grad.fill_(1e160)
     assert not flat.grad_norm_squares()[1].isfinite()
@@ -3451,7 +3375,8 @@ def test_a_number_that_is_not_finite_is_traced_to_its_rank_parameter_and_batch(p
 
 
 def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
-    """That which the shard has; the run's learning rate is absurd."""
+    """The README's lines print the text that the shard has where a run with an absurd learning rate
+    diverged."""
     shutil.copytree(shards, tmp_path / "data" / "python")
     status, _, error = Command("train.py", *TINY, "--seq-len", 128, "--lr", 1e19,
                                "--max-rollbacks", 0, cwd=tmp_path).finish()
@@ -3470,16 +3395,151 @@ def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
 @pytest.mark.parametrize("layout, flags", [
     ((2, 2, 2), {}), ((1, 2, 1), dict(sequence_parallel=True))])
 def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, flags):
-    (dp, tp, pp), cfg, memory, norms = layout, replace(CFG, n_layer=2), Memory(CFG), []
+    """The mean norm of the last activations in each step, to 1e-5 in fp32."""
+    dp, tp, pp = layout
+    cfg = replace(CFG, n_layer=2)
     config = settings(tmp_path, steps=2, lr=0.0, eval_every=1, tp=tp, pp=pp, **flags)
     rows, *_ = pool.run(dp * tp * pp, run_steps, layout, config, cfg)[0]
+    norms = []
     plain = GPT(cfg).initialize(1337)
     plain.head.register_forward_pre_hook(
         lambda module, args: norms.append(args[0].norm(dim=-1).mean().item()))
-    for step in (0, 1):
-        windows = memory.windows(memory.sample_indices(1337, 8 * step, 8))
+    memory = Memory(CFG)
+    for first in (0, 8):
+        windows = memory.windows(memory.sample_indices(1337, first, 8))
         plain(torch.from_numpy(windows)[:, :-1])
     assert column(rows, "activation_norm") == pytest.approx(norms, rel=1e-5)
+
+
+# ---- Mechanisms
+
+NOISY = list(2 + 0.1 * np.random.default_rng(0).standard_normal(100))       # 2.9: nine deviations
+
+
+def judge(losses):
+    """What a DivergenceMonitor says to a series of losses: {index: reason}. "overflow" stands for a
+    step that an infinite gradient skips, "at floor" for one that no loss scale can cure."""
+    monitor = amp.DivergenceMonitor()
+    reasons = {}
+    for i, loss in enumerate(losses):
+        skipped = isinstance(loss, str)
+        stats = amp.StepStats(2.0 if skipped else loss, 1.0, 1.0, skipped, stop_requested=False,
+                              loss_scale=1.0, scale_can_fall=loss == "overflow")
+        reason = monitor.observe(i, stats)
+        if reason is not None:
+            reasons[i] = reason
+    return reasons
+
+
+@pytest.mark.parametrize("losses, told", [
+    (NOISY + [2.9, 2.9] + NOISY + [2.9], {}),                       # outliers
+    (NOISY + [2.9] * 4, {102: "3 bad steps in a row: the loss is 2.9000, above 2.4"}),
+    (NOISY + [2.48] * 3, {}),                                       # six deviations are 2.49
+    (NOISY + [2.50] * 3, {102: "the loss is 2.5000"}),
+    ([3.0] * 15 + [9.0] * 3, {}),                                   # too few to judge by
+    ([3.0] * 16 + [9.0] * 3, {18: "above 3.1800"}),
+    ([2.0] * 50 + [2.11] * 5, {}),              # no noise at all: 1% counts as a deviation
+    ([2.0] * 50 + [2.13] * 3, {52: "above 2.1200"}),
+    ([2.0] * 20 + [9.0, 9.0, 2.0] * 40 + [9.0] * 3, {142: ""}),     # high ones make no median
+    ([9.0] * 200 + [2.0] * 33 + [3.0] * 3, {235: ""}),              # old ones are forgotten
+    ([math.nan, math.inf, 2.0] * 9, {}),
+    ([math.nan, math.inf, math.nan], {2: "the loss is not finite"}),
+    (["at floor", "at floor", 2.0] * 9, {}),
+    (["at floor"] * 4, {2: "a gradient is not finite"}),
+    (NOISY + [9.0, math.nan, "at floor"], {102: "a gradient is not finite"}),   # three kinds
+    (["overflow"] * 40, {})])
+def test_a_divergence_is_three_bad_steps_in_a_row(losses, told):
+    """Serves "goes back, skips and slows": the losses at which the monitor tells of a divergence,
+    and its reason."""
+    reasons = judge(losses)
+    assert list(reasons) == list(told), reasons
+    assert all(told[i] in reasons[i] for i in told)
+
+
+def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is():
+    """Serves the same claim. A rise by four deviations, so that few losses are high, is told within
+    a window of 64, and again only when the median has risen by two more."""
+    noise = 0.1 * np.random.default_rng(1).standard_normal(300)
+    told = judge(np.repeat([2.0, 2.0, 2.4], 100) + noise)
+    assert 210 <= min(told) < 264 and "has risen from 1.9" in told[min(told)] and len(told) <= 3
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        plateau = 1.4 + 0.03 * rng.standard_normal(5000)
+        fall = 2 + 3.5 * np.exp(-np.arange(1000) / rng.uniform(20, 200))
+        fall += rng.standard_t(4, 1000) * rng.uniform(0.005, 0.2)       # tails wider than normal
+        assert judge(plateau) == judge(fall) == {}, seed
+
+
+@pytest.mark.parametrize("changes, healthy", [
+    (dict(), True), (dict(losses=15), False), (dict(at_floor=True), False), (dict(bad=1), False),
+    (dict(scheduled=False), False), (dict(scheduled=False, chosen=True, losses=0), True),
+    (dict(lowest=1.981), True), (dict(lowest=1.979), False),    # a deviation is 1% here
+    (dict(norm=6.0), True), (dict(norm=6.1), False)])
+def test_a_checkpoint_is_judged_as_opts_team_did(changes, healthy):
+    """Serves "goes back": a file is healthy by the losses, the norm of the last activations and the
+    loss scale; never if it is a stop's own (a run without the stop has no such file), and always if
+    the user began with it."""
+    facts = dict(losses=64, lowest=1.99, norm=4.0, bad=0, at_floor=False, scheduled=True,
+                 chosen=False) | changes
+    monitor = amp.DivergenceMonitor([2.0] * facts["losses"], [3.0] * 15 + [facts["norm"]],
+                                    bad=facts["bad"], lowest=facts["lowest"])
+    monitor.add_checkpoint(7, "file", 1, facts["scheduled"], facts["at_floor"], facts["chosen"])
+    assert monitor.checkpoints == [[7, "file", healthy]]
+
+
+def test_a_rollback_takes_the_newest_healthy_checkpoint_from_before_the_skipped_batches():
+    """Serves "goes back": from a divergence that began at `onset` to these steps, the best first;
+    those that a run returned to twice come last, and the newest healthy file is never removed."""
+    monitor = amp.DivergenceMonitor([2.0] * 64, [3.0] * 64, lowest=2.0)
+    assert monitor.candidates(9) == []                  # never a healthy one: the seed
+    for step in (10, 20, 30, 40):
+        monitor.add_checkpoint(step, step, 9, True, at_floor=step == 30, chosen=False)
+    for onset, steps in [(99, [40, 20, 10]), (49, [40, 20, 10]), (48, [20, 10]), (28, [10]),
+                         (12, [10])]:                   # none before them: the oldest
+        assert monitor.candidates(onset) == steps, onset
+    monitor.returned_to = [20, 40, 40]
+    assert monitor.candidates(99) == [20, 10, 40]
+    for step in (50, 60):
+        monitor.add_checkpoint(step, step, 1, True, at_floor=True, chosen=False)
+    assert monitor.checkpoints == [[40, 40, True], [60, 60, False]]
+    monitor.rolled_back(60, [0, 8], False, then=amp.DivergenceMonitor())
+    assert monitor.lr_factor == 0.6                     # the first cut: it got beyond the others
+
+
+def test_losses_are_compared_under_the_same_flags_only(tmp_path):
+    """Serves "three bad steps": a resume with these flags, and a rollback behind it, keep so many
+    of 20 losses. If the learning rate rises more than threefold they stay, for only the old losses
+    show the mistake."""
+    def count(run):
+        counts.append(len(run.monitor.losses))
+        run.restore(checkpoint.load(file))          # as a rollback does
+        counts.append(len(run.monitor.losses))
+        raise ZeroDivisionError                     # there is no need to train
+    config = settings(tmp_path)
+    file = saved_file(tmp_path, 20)
+    watched(config)
+    for changes, kept in [
+            (dict(), 20), (dict(micro_batch=4, zero=1, keep=2), 20), (dict(lr=3.1e-3), 20),
+            (dict(lr=2.9e-3), 0), (dict(lr=5e-4), 0), (dict(dropout=0.1), 0),
+            (dict(weight_decay=0.2), 0), (dict(batch_size=4), 0), (dict(steps=60), 0),
+            (dict(batch_ramp="4:4:9"), 0), (dict(dtype="bf16"), 0), (dict(warmup_steps=2), 0),
+            (dict(clip=0.5), 0)]:
+        counts = []
+        with suppress(ZeroDivisionError):
+            watched(replace(config, **changes), count, file)
+        assert counts == [kept, kept], changes
+
+
+def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_batch_is_skipped(
+        tmp_path):
+    """Serves the same claim: their number after each of four steps, of which the third skips the
+    batch with which the other mixture begins."""
+    def prepare(run):
+        run.train_data.phases = [[0, {"memory": 1}], [16, {"memory": 1}]]
+    _, seen, _ = run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=4, skip_steps="3:3"),
+                           replace(CFG, n_layer=1), lambda run: len(run.monitor.losses),
+                           prepare=prepare)
+    assert seen == [1, 2, 1, 2]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -3487,48 +3547,54 @@ def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, 
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full):
-    """Until the next is due: then it waits, also on a full disk, for memory holds the state twice
-    and not three times. And the file holds the state of its step, not of the one that is on."""
-    def save_two_steps_later(state, out, keep):
-        assert reached[min(state["step"] + 2, 6)].wait(60)
-        time.sleep(0.2)         # if nothing waited for this file, more steps would be done by now
+@pytest.mark.parametrize("full, whole", [(False, [2, 4, 6]), (True, [6])])
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
+    """Each file is written while two more steps run; when the next is due, training waits for it,
+    also on a full disk, and no older state is left in memory. A file holds the state of its step,
+    bit for bit that of a run whose files are written at once."""
+    save, gather, wait = checkpoint.save, checkpoint.gather_full_state, checkpoint.Writer.wait
+    waits = threading.Semaphore(0)
+    done, living, states = [], [], []
+
+    def save_when_waited_for(state, out, keep):
+        assert waits.acquire(timeout=20)
         done.append(f"file {state['step']}")
         if full and state["step"] < 6:
             raise OSError("the disk is full")
         return save(state, out, keep)
+
+    def wait_and_tell(writer):
+        if writer.pending is not None:
+            waits.release()
+        return wait(writer)
 
     def gather_and_count(*facts):
         living.append(sum(reference() is not None for reference in states))
         state = gather(*facts)
         states.append(weakref.ref(state["master"]["embed.token.weight"]))
         return state
-
-    def reach(step):
-        done.append(step)
-        reached[step].set()
-    save, gather, reached = checkpoint.save, checkpoint.gather_full_state, {
-        step: threading.Event() for step in range(1, 7)}
-    done, living, states, outs = [], [], [], (tmp_path / "fast", tmp_path / "slow")
-    fast, slow = (settings(out, steps=6, save_every=2, keep=9) for out in outs)
+    fast = settings(tmp_path / "fast", steps=6, save_every=2, keep=9)
     watched(fast)
-    with mock.patch.multiple(checkpoint, save=save_two_steps_later,
-                             gather_full_state=gather_and_count):
-        watched(slow, lambda run: after_backward(run, reach))
-    assert done == [1, 2, 3, 4, "file 2", 5, 6, "file 4", "file 6"] and living[:3] == [0] * 3
-    for step in (6,) if full else (2, 4, 6):
-        assert_same_state(*(saved(out, step) for out in outs))
+    with mock.patch.multiple(checkpoint, save=save_when_waited_for,
+                             gather_full_state=gather_and_count), \
+            mock.patch.object(checkpoint.Writer, "wait", wait_and_tell):
+        watched(replace(fast, out=str(tmp_path / "slow")),
+                lambda run: after_backward(run, done.append))
+    assert done == [1, 2, 3, 4, "file 2", 5, 6, "file 4", "file 6"] and living[:3] == [0, 0, 0]
+    for step in whole:
+        assert_same_state(saved(tmp_path / "fast", step), saved(tmp_path / "slow", step))
 
 
 def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(run_train, shards,
                                                                          tmp_path):
+    """The refusal names the first run's machine and process. --eval-only is allowed; when the first
+    has been killed, the same command goes on."""
     flags = ["--data", shards, "--out", tmp_path, *TINY]
-    first = Command("train.py", *flags, "--steps", 1_000_000)
+    first = Command("train.py", *flags, "--steps", 1_000_000, "--keep", 1000)
     wait_for_step(tmp_path, 5, first)               # so a file is whole
     expect_mistake(run_train(*flags), f"another run writes to {tmp_path} ({socket.gethostname()}, "
                                       f"process {first.pid}): ")
-    assert "nats" in run_train(*flags, "--eval-only")[1]        # to look is allowed
+    assert "nats" in run_train(*flags, "--eval-only")[1]
     first.send_signal(signal.SIGKILL)
     first.finish()
     path, _ = checkpoint.latest_valid(checkpoint.list_checkpoints(tmp_path))
@@ -3536,23 +3602,10 @@ def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(run_tra
     assert run_train(*flags, "--steps", last)[0] == 0 and saved(tmp_path, last)["step"] == last
 
 
-def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monkeypatch, capfd):
-    monkeypatch.setattr(signal, "signal", lambda *_: None)    # pytest keeps its own handlers
-    monkeypatch.setattr(os, "_exit", lambda status: ended.append(status))
-    stop, ended = parallel.StopSignal(), []
-    assert not stop.requested
-    for seconds, expected in [(100, []), (100.4, []), (100.6, [1])]:
-        monkeypatch.setattr(parallel, "time", SimpleNamespace(monotonic=lambda: seconds))
-        stop.handle(signal.SIGINT, None)
-        assert stop.requested and ended == expected
-    assert capfd.readouterr().out.splitlines() == [
-        "saving after this step; a second signal ends at once, without saving",
-        "ended without saving"]
-
-
 @pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_peer_that_hangs_or_vanishes_is_named(shards, tmp_path, fate):
-    """Of two stages each is the victim once; both jobs at the same time."""
+    """The survivor of two stages exits with status 1 and one line: its step, what it waited for and
+    which rank. Each stage is the victim once; both jobs run at the same time."""
     flags = ["--data", shards, *TINY, "--steps", 1_000_000, "--save-every", 0, "--eval-every", 0,
              "--pp", 2, "--timeout", 4]
     jobs = [launch(2, *flags, "--out", tmp_path / f"{victim}") for victim in (0, 1)]
@@ -3573,7 +3626,8 @@ def test_a_peer_that_hangs_or_vanishes_is_named(shards, tmp_path, fate):
 
 
 def test_of_several_machines_messages_and_events_name_them(shards, things, tmp_path):
-    """Two ranks that are told different host names: the start, a failed action, a lost peer."""
+    """Two ranks that are told different host names: a mistake of one, the start's lines and event,
+    and the message of a lost peer name them."""
     (tmp_path / "wrapper.py").write_text("""
 import os, socket, train
 socket.gethostname = lambda: "node" + os.environ["RANK"]
@@ -3599,18 +3653,184 @@ train.main()
         commit=commit.stdout.strip() or None, hosts=["node0", "node1"])
 
 
+def contents(folder):
+    """{name: (time of writing, bytes)} of a folder's files."""
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
+
+
+def test_the_same_command_goes_on_with_its_branch(run_train, shards, tmp_path, torchrun_job):
+    """--resume FILE, given again by a person or by torchrun after a kill at its start or in the
+    middle, or with other flags, goes on with the run in --out; FILE's run is not touched, and need
+    not exist after a restart."""
+    base = tmp_path / "base"
+    out = tmp_path / "branch"
+    flags = ["--data", shards, *TINY]
+    run_train(*flags, "--out", base)
+    before = contents(base)
+    branch = [*flags, "--resume", base / "step_00000002.pt", "--out", out]
+    job = torchrun_job()
+    for losses, more, environment, told in [
+            ([ZeroDivisionError], ["--lr", 0.5], {}, "base/step_00000002.pt, after step 2"),
+            ([1.0, ZeroDivisionError], ["--lr", 0.5, "--steps", 6], job, "branch/step_00000002.pt"),
+            ([1.0], ["--lr", 0.5, "--steps", 6], job, "branch/step_00000004.pt, after step 4"),
+            ([], ["--lr", 0.1], {}, "nothing left to do")]:
+        with mock.patch.object(train.Run, "evaluate_source", side_effect=losses), \
+                suppress(ZeroDivisionError):
+            text = run_train(*branch, *more, **environment)[1]
+            assert told in text, more
+    assert column(read_metrics(out)[0], "step") == [3, 3, 4, 5, 5, 6]
+    assert kinds(read_metrics(out)[1]) == ["resume"] * 3 + ["end"]
+    assert before == contents(base)
+    shutil.rmtree(base)
+    expect_mistake(run_train(*branch, "--steps", 7), "drop --resume to go on with that run")
+    assert run_train(*branch, "--steps", 7, **job)[0] == 0
+    assert run_train(*flags, "--out", out, "--steps", 8)[0] == 0
+    assert len({str(saved(out, step)["run"]) for step in (2, 6, 7, 8)}) == 1
+
+
+def test_a_run_is_known_by_its_id_and_not_by_the_path_of_its_beginning(run_train, shards, tmp_path,
+                                                                       monkeypatch, torchrun_job):
+    """The same file under another path, as a link or in a renamed folder goes on with its branch;
+    its neighbour is refused and changes nothing. A branch whose newest file is damaged says so and
+    goes on from its own first one, also where that is the only other and the base is gone."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--data", shards, *TINY, "--keep", 1, "--save-every", 100, "--out"]
+    run_train("--data", shards, *TINY, "--out", "base")
+    run_train(*flags, "branch", "--resume", "base/step_00000002.pt")
+    os.symlink("base/step_00000002.pt", "link.pt")
+    os.rename("base/step_00000004.pt", "base/step_00000003.pt")         # a name says nothing
+    for step, file, out in [(5, "./base/step_00000002.pt", "branch"), (6, "link.pt", "./branch"),
+                            (7, "old/step_00000002.pt", f"../{tmp_path.name}/branch"),
+                            (8, "old/step_00000002.pt", "new")]:
+        if step == 7:
+            os.rename("base", "old")
+        if step == 8:
+            os.rename("branch", "new")
+        text = run_train(*flags, out, "--resume", file, "--steps", step)[1]
+        assert f"after step {step - 1}" in text, file
+    base = saved(Path("old"), 2)["run"]["id"]
+    job = torchrun_job()
+    before = contents(Path("new")), contents(Path("old"))
+    for _ in range(2):              # torchrun starts a refused command again
+        expect_mistake(run_train(*flags, "new", "--resume", "old/step_00000003.pt", **job),
+                       f"did not begin with --resume old/step_00000003.pt (step 4 of run {base})")
+    assert before == (contents(Path("new")), contents(Path("old")))
+    shutil.rmtree("old")
+    assert names_in(Path("new")) == ["latest.pt", "lock", "metrics.jsonl", "step_00000002.pt",
+                                     "step_00000008.pt"]
+    os.truncate("new/step_00000008.pt", 1000)                   # latest.pt is the same file
+    status, text, error = run_train(*flags, "new", "--steps", 9)
+    assert status == 0 and "step_00000008.pt is damaged" in error
+    assert "new/step_00000002.pt, after step 2" in text
+    assert kinds(read_metrics(Path("new"))[1])[-3:] == ["damaged", "resume", "end"]
+
+
+def damages(content, part, count):
+    """Yields `count` times the bytes of a checkpoint with one bit flipped at a random place of a
+    part: the "pickle" with its settings and names, the "directory" at the zip's end, or "anywhere";
+    or cut off at one ("end"); or with a "block" lost, cleared, doubled or reversed."""
+    rng = random.Random(0)
+    first = 0
+    last = len(content)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        if part == "pickle":
+            entry = next(e for e in archive.infolist() if e.filename.endswith("data.pkl"))
+            first = entry.header_offset
+            last = first + entry.file_size
+        if part == "directory":
+            first = archive.start_dir
+    for _ in range(count):
+        i, j = rng.sample(range(first, last), 2)
+        if part == "end":
+            yield content[:i]
+        elif part == "block":
+            i, j = sorted((i, j))
+            block = rng.choice([b"", bytes(j - i), 2 * content[i:j], content[i:j][::-1]])
+            yield content[:i] + block + content[j:]
+        else:
+            yield content[:i] + bytes([content[i] ^ 1 << rng.randrange(8)]) + content[i + 1:]
+
+
+@pytest.mark.parametrize("part, count, fewest", [
+    ("pickle", 400, 0.98), ("directory", 400, 0.4), ("anywhere", 800, 0.9), ("block", 200, 0.9),
+    ("end", 100, 1.0)])
+def test_a_damaged_newest_file_is_passed_over_or_nothing_has_changed(tmp_path, part, count, fewest):
+    """A resume passes over the file and names it, or the state in it is equal bit for bit. At least
+    this share is recognised: some bytes of a zip mean nothing, such as padding and dates."""
+    state = small_state(2)
+    newest = checkpoint.save(state, tmp_path, keep=2)
+    recognised = 0
+    for damaged in damages(newest.read_bytes(), part, count):
+        newest.write_bytes(damaged)
+        path, events = checkpoint.latest_valid([newest, None])
+        if path == newest:
+            assert_same_state(checkpoint.load(newest), state, but=())
+        else:
+            [event] = events
+            assert event["path"] == str(newest) and str(newest) in event["reason"]
+            recognised += 1
+    assert recognised >= fewest * count
+
+
+def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, links):
+    """At the step's file or, without hard links, at latest.pt, which is then written too: the error
+    names the file, and the earlier ones are unchanged. With room again, a save is whole."""
+    checkpoint.save(small_state(1), tmp_path, keep=2)
+    before = (tmp_path / "latest.pt").read_bytes()
+    size = len(before)
+    rng = random.Random(links)
+    full = "step_00000002.pt" if links else "latest.pt"
+    files = ["latest.pt", "step_00000001.pt"]
+    if not links:
+        files.append("step_00000002.pt")
+    write = checkpoint.write_file
+
+    def write_on_a_full_disk(state, aside, path):
+        with no_file_above(place) if path.name == full else nullcontext():
+            write(state, aside, path)
+    for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(60)),
+                  *(size - rng.randrange(20_000) for _ in range(40))]:      # the zip's directory
+        with mock.patch.object(checkpoint, "write_file", write_on_a_full_disk), \
+                pytest.raises(OSError, match=f"{full} could not be.*File too large"):
+            checkpoint.save(small_state(2), tmp_path, keep=2)
+        assert names_in(tmp_path) == files, place
+        assert all((tmp_path / file).read_bytes() == before for file in files[:2]), place
+    checkpoint.save(small_state(2), tmp_path, keep=2)
+    assert names_in(tmp_path) == ["latest.pt", "step_00000001.pt", "step_00000002.pt"]
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 2
+
+
+# ---- Mechanisms
+
+
+def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monkeypatch, capfd):
+    """Serves "a signal saves": torchrun's copy comes within 0.5 s and does not count."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)    # pytest keeps its own handlers
+    monkeypatch.setattr(os, "_exit", lambda status: ended.append(status))
+    ended = []
+    stop = parallel.StopSignal()
+    assert not stop.requested
+    for seconds, expected in [(100, []), (100.4, []), (100.6, [1])]:
+        monkeypatch.setattr(parallel, "time", SimpleNamespace(monotonic=lambda: seconds))
+        stop.handle(signal.SIGINT, None)
+        assert stop.requested and ended == expected
+    assert capfd.readouterr().out.splitlines() == [
+        "saving after this step; a second signal ends at once, without saving",
+        "ended without saving"]
+
+
 def totals_now(run):
     return run.stragglers.totals.tolist()
 
 
 def sleep_on_rank_1(run):
-    forward_backward = run.forward_backward
     if run.grid.rank == 1:
-        run.forward_backward = lambda batch: time.sleep(0.1) or forward_backward(batch)
+        after_backward(run, lambda step: time.sleep(0.1))
 
 
 def test_a_rank_that_computes_for_longer_than_others_of_its_stage_is_named(pool, tmp_path, capsys):
-    """Its seconds without waits reach every rank; nothing is sent of one process or of GPUs."""
+    """Serves the note of a slow rank: all ranks know each rank's seconds without waits; a note
+    comes once a minute, for 1.5 times the stage's median; one process or GPUs measure nothing."""
     config = settings(tmp_path, pp=2)
     answers = pool.run(4, run_steps, (2, 1, 2), config, replace(CFG, n_layer=2),
                        totals_now, None, sleep_on_rank_1)
@@ -3631,97 +3851,11 @@ def test_a_rank_that_computes_for_longer_than_others_of_its_stage_is_named(pool,
         assert len(stragglers.local_seconds()) == 0
 
 
-def contents(folder):
-    """{name: (time of writing, bytes)} of a folder's files."""
-    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
-
-
-def test_the_same_command_goes_on_with_its_branch(run_train, shards, tmp_path, torchrun_job):
-    """Given again by a person or by torchrun, after a kill at its start and in the middle. Other
-    flags do not make another run of it, another --out does."""
-    base, out = tmp_path / "base", tmp_path / "branch"
-    flags = ["--data", shards, *TINY]
-    run_train(*flags, "--out", base)
-    before = contents(base)
-    branch = [*flags, "--resume", base / "step_00000002.pt", "--out", out]
-    job = torchrun_job()
-    for losses, more, environment, told in [
-            ([ZeroDivisionError], ["--lr", 0.5], {}, "base/step_00000002.pt, after step 2"),
-            ([1.0, ZeroDivisionError], ["--lr", 0.5, "--steps", 6], job, "branch/step_00000002.pt"),
-            ([1.0], ["--lr", 0.5, "--steps", 6], job, "branch/step_00000004.pt, after step 4"),
-            ([], ["--lr", 0.1], {}, "nothing left to do")]:
-        with mock.patch.object(train.Run, "evaluate_source", side_effect=losses), \
-                suppress(ZeroDivisionError):
-            text = run_train(*branch, *more, **environment)[1]
-            assert told in text, more
-    assert column(read_metrics(out)[0], "step") == [3, 3, 4, 5, 5, 6]
-    assert kinds(read_metrics(out)[1]) == ["resume"] * 3 + ["end"]
-    assert before == contents(base)
-    # A restart does not need the file any more.
-    shutil.rmtree(base)
-    expect_mistake(run_train(*branch, "--steps", 7), "drop --resume to go on with that run")
-    assert run_train(*branch, "--steps", 7, **job)[0] == 0
-    assert run_train(*flags, "--out", out, "--steps", 8)[0] == 0
-    assert len({str(saved(out, step)["run"]) for step in (2, 6, 7, 8)}) == 1
-
-
-def test_no_start_touches_another_runs_files(run_train, shards, tmp_path):
-    """A file that is given beside the --out of another run is refused, and neither its run nor the
-    other has changed, also in the order of their files."""
-    flags = ["--data", shards, *TINY]
-    for name in "ab":
-        run_train(*flags, "--out", tmp_path / name)
-    before = [contents(tmp_path / name) for name in "ab"]
-    for kind in ("resume", "init-from"):
-        other, own = (saved(tmp_path / name, 4)["run"]["id"] for name in "ab")
-        expect_mistake(run_train(*flags, "--out", tmp_path / "b", f"--{kind}",
-                                 tmp_path / "a" / "step_00000002.pt"),
-                       f"b holds run {own}, which did not begin with --{kind} ")
-        assert run_train(*flags, "--out", tmp_path / kind, f"--{kind}",
-                         tmp_path / "a" / "step_00000002.pt")[0] == 0
-        assert saved(tmp_path / kind, 4)["run"]["origin"] == [kind, other, 2]
-    assert before == [contents(tmp_path / name) for name in "ab"]
-
-
-def test_a_run_is_known_by_its_id_and_not_by_the_path_of_its_beginning(run_train, shards, tmp_path,
-                                                                       monkeypatch, torchrun_job):
-    """The same file as ./base/FILE, as a link, and in a renamed directory; but not its neighbour.
-    The branch's damaged newest file is told, and the branch falls back on its own first one, also
-    where that is the only other and the base is gone."""
-    monkeypatch.chdir(tmp_path)
-    flags = ["--data", shards, *TINY, "--keep", 1, "--save-every", 100, "--out"]
-    run_train("--data", shards, *TINY, "--out", "base")
-    run_train(*flags, "branch", "--resume", "base/step_00000002.pt")
-    Path("link.pt").symlink_to("base/step_00000002.pt")
-    Path("base/step_00000004.pt").rename("base/step_00000003.pt")       # a name says nothing
-    steps = itertools.count(5)
-    for rename, file, out in [(None, "./base/step_00000002.pt", "branch"),
-                              (None, "link.pt", "./branch"),
-                              (("base", "old"), "old/step_00000002.pt", "../" + tmp_path.name +
-                               "/branch"), (("branch", "new"), "old/step_00000002.pt", "new")]:
-        if rename:
-            os.rename(*rename)
-        step = next(steps)
-        text = run_train(*flags, out, "--resume", file, "--steps", step)[1]
-        assert f"after step {step - 1}" in text, file
-    base = saved(Path("old"), 2)["run"]["id"]
-    job = torchrun_job()
-    for _ in range(2):              # torchrun starts a refused command again
-        expect_mistake(run_train(*flags, "new", "--resume", "old/step_00000003.pt", **job),
-                       f"did not begin with --resume old/step_00000003.pt (step 4 of run {base})")
-    shutil.rmtree("old")
-    assert names_in(Path("new"))[:3] == ["latest.pt", "lock", "metrics.jsonl"]
-    assert names_in(Path("new"))[3:] == ["step_00000002.pt", "step_00000008.pt"]
-    os.truncate("new/step_00000008.pt", 1000)                   # latest.pt is the same file
-    status, text, error = run_train(*flags, "new", "--steps", 9)
-    assert status == 0 and "step_00000008.pt is damaged" in error
-    assert "new/step_00000002.pt, after step 2" in text
-    assert kinds(read_metrics(Path("new"))[1])[-3:] == ["damaged", "resume", "end"]
-
-
 def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(monkeypatch):
-    """Three ranks, as threads; the store holds what the groups before wrote."""
-    store, threads = dist.HashStore(), checkpoint.ThreadPoolExecutor(3)
+    """Serves restarts by torchrun: three ranks, as threads, meet three times under a new prefix of
+    a store that holds what the groups before wrote; without the others there is no answer."""
+    store = dist.HashStore()
+    threads = checkpoint.ThreadPoolExecutor(3)
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, None, None)]))
 
     def meet(rank, attempt):
@@ -3736,109 +3870,28 @@ def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(mon
     with pytest.raises(RuntimeError, match="no answer"):        # nobody but the dead
         parallel.rendezvous(1, 3, timedelta(seconds=0.3))
 
-
-def damages(content, part, count):
-    """That often, the bytes of a checkpoint with one bit flipped at a random place of a part: the
-    "pickle" with its settings and names, the "directory" at the zip's end, or "anywhere"; or, as
-    "block", a block of them lost, cleared, doubled or reversed."""
-    rng = random.Random(0)
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        entry = next(e for e in archive.infolist() if e.filename.endswith("data.pkl"))
-        first, end = dict(pickle=(entry.header_offset, entry.header_offset + entry.file_size),
-                          directory=(archive.start_dir, len(content))).get(part, (0, len(content)))
-    for _ in range(count):
-        i, j = rng.sample(range(first, end), 2)
-        if part == "block":
-            i, j = min(i, j), max(i, j)
-            block = rng.choice([b"", bytes(j - i), 2 * content[i:j], content[i:j][::-1]])
-            yield content[:i] + block + content[j:]
-        else:
-            yield content[:i] + bytes([content[i] ^ 1 << rng.randrange(8)]) + content[i + 1:]
-
-
-@pytest.mark.parametrize("part", [
-    "pickle", *(pytest.param(part, marks=pytest.mark.slow) for part in ("directory", "anywhere"))])
-def test_a_damaged_newest_file_never_ends_a_run_that_has_another(run_train, shards, tmp_path, part):
-    """By one bit, or cut off: it is told and the file before is taken, or nothing changes. Not even
-    what it says of settings, counters and names gets in the way."""
-    flags = ["--data", shards, "--out", tmp_path, *TINY]
-    assert run_train(*flags)[0] == 0
-    newest, evaluate = tmp_path / "step_00000004.pt", [*flags, "--eval-only", "--micro-batch", 128]
-    content = newest.read_bytes()
-    whole, older = (run_train(*evaluate, "--resume", tmp_path / f"step_0000000{step}.pt")[:2]
-                    for step in (4, 2))
-    assert "step 4, on " in whole[1] and "step 2, on " in older[1]
-    for i, damaged in enumerate(damages(content, part, 75)):
-        newest.write_bytes(damaged[:i * 999 % len(content)] if i % 5 == 0 else damaged)
-        status, text, error = run_train(*evaluate, "--steps", 3)
-        passed_over = "step_00000004.pt is" in error and error.endswith("; passed over\n")
-        assert (status, text) == (older if passed_over else whole), (i, error)
-        assert passed_over or error == ""
-    (fingerprint,) = saved(tmp_path, 2)["data"][0][1]       # other data, says the damaged file
-    other = "0" * len(fingerprint)
-    newest.write_bytes(content.replace(fingerprint.encode(), other.encode()))
-    assert checkpoint.load(newest)["data"] == [[0, {other: 1}]]
-    assert "after step 2" in run_train(*flags)[1]
-
-
-@pytest.mark.parametrize("part, count, fewest", [
-    ("pickle", 400, 0.98), ("directory", 400, 0.4), ("anywhere", 800, 0.9), ("block", 200, 0.9)])
-def test_a_bit_flipped_anywhere_is_recognised_or_changes_nothing(tmp_path, part, count, fewest):
-    """The part of the file, how often it is damaged, and the share that is recognised at least:
-    some bytes of a zip mean nothing, such as padding and dates."""
-    state, recognised = small_state(1), 0
-    path = checkpoint.save(state, tmp_path, keep=1)
-    for damaged in damages(path.read_bytes(), part, count):
-        path.write_bytes(damaged)
-        try:
-            assert_same_state(checkpoint.load_model(path)[1], state, but=())
-        except checkpoint.CorruptCheckpoint as error:
-            assert str(path) in str(error)
-            recognised += 1
-    assert recognised >= fewest * count
-
-
-def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, links):
-    """At the step's file or, without hard links, at latest.pt, which is then written too."""
-    checkpoint.save(small_state(1), tmp_path, keep=2)
-    before, rng = (tmp_path / "latest.pt").read_bytes(), random.Random(links)
-    size, files = len(before), ["latest.pt", "step_00000001.pt", "step_00000002.pt"]
-    write, full = checkpoint.write_file, "step_00000002.pt" if links else "latest.pt"
-
-    def write_on_a_full_disk(state, aside, path):
-        with no_file_above(place) if path.name == full else nullcontext():
-            write(state, aside, path)
-    for place in [0, 1, size - 1, *(rng.randrange(size) for _ in range(60)),
-                  *(size - rng.randrange(20_000) for _ in range(40))]:      # the zip's directory
-        with mock.patch.object(checkpoint, "write_file", write_on_a_full_disk), \
-                pytest.raises(OSError, match=f"{full} could not be.*File too large"):
-            checkpoint.save(small_state(2), tmp_path, keep=2)
-        assert names_in(tmp_path) == files[:2 if links else 3], place
-        assert all((tmp_path / file).read_bytes() == before for file in files[:2]), place
-    checkpoint.save(small_state(2), tmp_path, keep=2)               # when there is room again
-    assert names_in(tmp_path) == files
-    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 2
-
-
 # ---------------------------------------------------------------------------------------------
 # train.py: chains of stops, layouts and faults, drawn at random
 # ---------------------------------------------------------------------------------------------
 
 
 def train_until(rank, world, config, cfg, file, diverges, at, fate):
-    """Train on from a file. At step `at` one rank gets a signal, or all are killed. On the way
-    another rank finds infinite gradients, or the run diverges after step 40 and rolls back."""
+    """Train on from a file, or from the seed. At step `at` one rank gets a signal, or all are
+    killed. In steps 3 and 9 a rank finds infinite gradients; a run that diverges does so after step
+    40, and rolls back."""
+    stop = SimpleNamespace(requested=False)
+
     def hurt(step):
         if step in (3, 9) and rank == step % world:
             run.flat.buckets[-1].shard["grad"][0] = math.inf
         if step == at and fate != "signal":
             raise ZeroDivisionError
-        stop.requested = stop.requested or (step == at and rank == step % world)
-    stop = SimpleNamespace(requested=False)
+        if step == at and rank == step % world:
+            stop.requested = True
     Path(config.out).mkdir(exist_ok=True)
     with gridded(rank, world, config.tp, config.pp, config.sequence_parallel) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
-                        Memory(cfg, 13, seed=1), file and checkpoint.load(file))
+                        Memory(cfg, 13, seed=1), train.load_state(file))
         if diverges:
             poison(run)
         after_backward(run, hurt)
@@ -3849,7 +3902,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
 
 
 def drawn_layout(rng, config, most):
-    """Of at most so many ranks -> (ranks, the config with this layout and flags that suit it)."""
+    """A layout of at most so many ranks: (ranks, the config with it and flags that suit it)."""
     dp, tp, pp = rng.choice([layout for layout in LAYOUTS
                              if math.prod(layout) <= most and layout[2] <= 2])
     return dp * tp * pp, replace(
@@ -3859,44 +3912,60 @@ def drawn_layout(rng, config, most):
         sequence_parallel=tp > 1 and rng.random() < 0.5)
 
 
-@pytest.mark.parametrize("seed, dtype, layouts, most", [
-    (0, "fp16", "same", 2), *(pytest.param(*row, marks=pytest.mark.slow) for row in [
-        (2, "fp64", "others", 4), (4, "fp32", "same", 8), (5, "fp32", "same", 8),
-        (6, "fp32", "others", 8), (7, "fp64", "others", 8), (10, "fp16", "same", 8)])])
-def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(pool, tmp_path, seed, dtype,
-                                                                    layouts, most):
-    """The seed of everything drawn (odd: the run diverges; a damaged file would make it go back
-    elsewhere, so there is none); whether each part of the chain has the "same" layout as the
-    straight run (then, with dropout, all is bit-equal) or one of "others"; ranks at most."""
-    rng, chain, file, step = random.Random(seed), [], None, 0
-    straight, chained = tmp_path / "straight", tmp_path / "chained"
-    diverges, cfg = seed % 2 == 1, replace(CFG, n_layer=2, dropout=0.1 * (layouts == "same"))
-    config = settings(straight, steps=45 if diverges else 12, save_every=1, keep=99, dtype=dtype)
-    world, config = drawn_layout(rng, config, most)
+FATES = ["signal", "kill", "damage"]
+
+
+@pytest.mark.parametrize("seed, dtype, most, same_layout, steps, fates, dropout, bound", [
+    (0, "fp16", 2, True, 12, FATES, 0.1, 0),
+    pytest.param(2, "fp64", 4, False, 12, FATES, 0.0, 1e-10, marks=pytest.mark.slow),
+    pytest.param(4, "fp32", 8, True, 12, FATES, 0.1, 0, marks=pytest.mark.slow),
+    pytest.param(5, "fp32", 8, True, 45, FATES[:2], 0.1, 0, marks=pytest.mark.slow),
+    pytest.param(6, "fp32", 8, False, 12, FATES, 0.0, 1e-5, marks=pytest.mark.slow),
+    pytest.param(7, "fp64", 8, False, 45, FATES[:2], 0.0, 1e-10, marks=pytest.mark.slow),
+    pytest.param(10, "fp16", 8, True, 12, FATES, 0.1, 0, marks=pytest.mark.slow)])
+def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
+        pool, tmp_path, seed, dtype, most, same_layout, steps, fates, dropout, bound):
+    """A run of up to `most` ranks that is stopped at random steps by these fates ends as one
+    without stops: bit for bit if each part has the same layout, to `bound` in its losses, norms and
+    learning rates if each draws its own. The runs of 45 steps diverge once and roll back (without
+    damaged files, which would make the rollback go elsewhere)."""
+    rng = random.Random(seed)
+    diverges = steps == 45
+    cfg = replace(CFG, n_layer=2, dropout=dropout)
+    straight = tmp_path / "straight"
+    chained = tmp_path / "chained"
+    world, config = drawn_layout(rng, settings(straight, steps=steps, save_every=1, keep=99,
+                                               dtype=dtype), most)
     pool.run(world, train_until, config, cfg, None, diverges, 0, None)
-    while step < config.steps:
-        if layouts == "others":
+    chain = []
+    file = None
+    step = 0
+    while step < steps:
+        if not same_layout:
             world, config = drawn_layout(rng, config, most)
-        at, fate = step + rng.randint(1, 8), rng.choice(["signal", "kill", "damage"][:3 - diverges])
+        at = step + rng.randint(1, 8)
+        fate = rng.choice(fates)
         chain.append((world, config, at, fate))
+        assert len(chain) < 60, chain
         pool.run(world, train_until, replace(config, out=str(chained)), cfg, file, diverges, at,
                  fate)
         files = checkpoint.list_checkpoints(chained)
-        for path in files[:rng.randint(1, 3) if fate == "damage" and len(files) > 3 else 0]:
-            path.write_bytes(path.read_bytes()[:rng.randrange(path.stat().st_size)])
+        if fate == "damage" and len(files) > 3:
+            for path in files[:rng.randint(1, 3)]:
+                path.write_bytes(path.read_bytes()[:rng.randrange(path.stat().st_size)])
         file = checkpoint.find_start(chained, "auto", None, False, False).path
-        step = checkpoint.load(file)["step"] if file else 0
-        assert len(chain) < 60, chain
-    bound = dict(same=0, others=1e-5 if dtype == "fp32" else 1e-10)[layouts]
+        if file is not None:
+            step = checkpoint.load(file)["step"]
     one, two = ({row["step"]: row for row in read_metrics(folder)[0]}         # the last row counts
                 for folder in (straight, chained))
-    assert column(one.values(), "skipped") == [two[step]["skipped"] for step in one]
-    for step, name in itertools.product(one, ("loss", "grad_norm", "lr")):
-        mine, other = one[step][name], two[step][name]
-        assert one[step]["skipped"] or abs(mine - other) <= bound * mine, (step, name, chain)
-    states = [saved(folder, config.steps) for folder in (straight, chained)]
-    assert [state["monitor"]["rollbacks"] for state in states] == 2 * [diverges]
-    if layouts == "same":
+    for step, row in one.items():
+        assert row["skipped"] == two[step]["skipped"], (step, chain)
+        if not row["skipped"]:
+            for name in ("loss", "grad_norm", "lr"):
+                assert abs(row[name] - two[step][name]) <= bound * row[name], (step, name, chain)
+    states = [saved(folder, steps) for folder in (straight, chained)]
+    assert [state["monitor"]["rollbacks"] for state in states] == [diverges, diverges]
+    if same_layout:
         assert_same_state(*states)
 
 
@@ -3909,8 +3978,7 @@ SMALL = ["--n-layer", 2, "--n-head", 2, "--n-embd", 64, "--seq-len", 64, "--batc
 
 
 def with_noise(source, folder, steps, batch, seq_len, every=1):
-    """A copy of the data in which what these steps read is random bytes, or one sequence in
-    `every`."""
+    """A copy of the data. One of `every` sequences that these steps read is random bytes."""
     shutil.copytree(source, folder)
     dataset = data.TokenDataset(folder, "train", seq_len)
     windows = dataset.sample_indices(train.Config.seed, (steps[0] - 1) * batch, len(steps) * batch)
@@ -3924,79 +3992,87 @@ def with_noise(source, folder, steps, batch, seq_len, every=1):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The standard library's source in bytes: what `python data.py` makes."""
+    """Shards of the standard library's source in bytes, as `python data.py` makes them."""
     folder = tmp_path_factory.mktemp("library") / "python"
     data.prepare(data.standard_library(), folder, "bytes")
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault, most", [("bad data", 1.02), (0.12, 1.03), (1.2, 1.06),
-                                         (12.0, 1.06), ("fp16 overflow", 1.05)])
-def test_a_run_made_to_diverge_ends_near_the_healthy_one(library, tmp_path, fault, most):
-    """By 41 batches of noise; a learning rate 30, 300 or 3000 times too high, given in the middle to
-    a branch (30) or to the same command, where one file is kept; activations that overflow in fp16
-    (slow on a CPU: fewer steps). The validation loss at its end is at most this multiple of the
-    healthy run's, and no rollback goes to step 0."""
-    half, outs = fault == "fp16 overflow", [tmp_path / name for name in ("healthy", "on", "off")]
-    flags = ["--data", library, *SMALL, *(["--steps", 300, "--dtype", "fp16"] if half else
-                                          ["--steps", 400])]
-    assert Command("train.py", "--out", outs[0], *flags).finish(600)[0] == 0
+@pytest.mark.parametrize("fault, run_flags, fault_flags, most, hopeless", [
+    ("bad data", ["--steps", 400], [], 1.02, False),
+    ("branch", ["--steps", 400], ["--lr", 0.12, "--keep", 1], 1.03, False),
+    ("same command", ["--steps", 400], ["--lr", 1.2, "--keep", 1], 1.06, False),
+    ("same command", ["--steps", 400], ["--lr", 12.0, "--keep", 1], 1.06, True),
+    ("overflow", ["--steps", 300, "--dtype", "fp16"], [], 1.05, True)])    # slow on a CPU
+def test_a_run_made_to_diverge_ends_near_the_healthy_one(library, tmp_path, fault, run_flags,
+                                                         fault_flags, most, hopeless):
+    """By 41 batches of noise; by a learning rate 30, 300 or 3000 times too high from step 200 on,
+    given to a branch or to the same command, where one file is kept; by activations that overflow
+    in fp16. Its last validation loss is at most `most` times that of the healthy run, and no
+    rollback goes to step 0. Without rollback it is 2% worse at least; if hopeless, nothing but
+    overflows follow, and that run exits with status 1."""
+    healthy, on, off = (tmp_path / name for name in ("healthy", "on", "off"))
+    flags = ["--data", library, *SMALL, *run_flags]
+    assert Command("train.py", "--out", healthy, *flags).finish(600)[0] == 0
+    flags += fault_flags
     if fault == "bad data":
         flags += ["--data", with_noise(library, tmp_path / "noisy", range(200, 241), 16, 64)]
-    elif not half:
-        flags += ["--lr", fault, "--keep", 1]
-        if fault == 0.12:
-            flags += ["--resume", saved_file(outs[0], 200)]
+    if fault == "branch":
+        flags += ["--resume", saved_file(healthy, 200)]
     runs = []
-    for out in outs[1:]:
-        if fault in (1.2, 12.0):
+    for out in (on, off):
+        if fault == "same command":
             out.mkdir()
-            checkpoint.save(torch.load(saved_file(outs[0], 200)), out, keep=1)
-        if half:                # a matrix goes wrong just before step 150
-            state = torch.load(outs[0] / "step_00000150.pt")
+            checkpoint.save(torch.load(saved_file(healthy, 200)), out, keep=1)
+        if fault == "overflow":             # a matrix goes wrong just before step 150
+            state = torch.load(saved_file(healthy, 150))
             state["parameters"]["blocks.1.mlp.up.weight"] *= 1e5
             out.mkdir()
-            shutil.copy(outs[0] / "step_00000100.pt", out)
+            shutil.copy(saved_file(healthy, 100), out)
             checkpoint.save(state, out, keep=9)
         runs.append(Command("train.py", "--out", out, *flags, "--rollback", out.name))
     (status, *_), (failed, _, error) = (run.finish(600) for run in runs)
-    (goal, healthy), (on, helped), (off, told) = (
-        (rows[-1].get("val_loss", math.inf), kinds(events))
-        for rows, events in map(read_metrics, outs))
-    print(f"\n{fault}: healthy {goal:.4f}, rollback on {on / goal - 1:+.1%}, off "
-          f"{off / goal - 1:+.1%}")
-    assert healthy == ["start", "end"] and {"spike", "rollback"} <= set(helped)
-    assert "spike" in told and "rollback" not in told
-    assert all(e["to"] > 0 for e in read_metrics(outs[1])[1] if e["event"] == "rollback")
-    assert status == 0 and on < goal * most and off > on * 1.02
-    hopeless = half or fault == 12.0            # nothing but overflows from then on
+    goal, helped, alone = (read_metrics(out)[0][-1].get("val_loss", math.inf)
+                           for out in (healthy, on, off))
+    print(f"\n{fault}: healthy {goal:.4f}, rollback on {helped / goal - 1:+.1%}, off "
+          f"{alone / goal - 1:+.1%}")
+    events = read_metrics(on)[1]
+    assert kinds(read_metrics(healthy)[1]) == ["start", "end"]
+    assert {"spike", "rollback"} <= set(kinds(events))
+    assert all(e["to"] > 0 for e in events if e["event"] == "rollback")
+    assert "spike" in kinds(read_metrics(off)[1]) and "rollback" not in kinds(read_metrics(off)[1])
+    assert status == 0 and helped < goal * most and alone > helped * 1.02
     assert failed == hopeless and ("diverged" in error) == hopeless
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, flags", [
-    ("plain", ["--lr", 1.2e-2, "--batch-size", 8]), ("plain", ["--seq-len", 32, "--dropout", 0.1]),
-    ("noisy", []), ("fine-tuned", ["--init-from"])])
-def test_healthy_runs_never_roll_back(run_train, shards, library, tmp_path, kind, flags):
-    """Nor those with noise in one sequence of twenty, which no rollback can help; nor on data other
-    than their beginning. (Two more: the healthy runs of the test before, in fp32 and fp16.)"""
-    folder, out = library, tmp_path / "o"
-    if kind == "noisy":
-        folder = with_noise(library, tmp_path / "noisy", range(1, 301), 16, 64, every=20)
-    if kind == "fine-tuned":
-        run_train("--data", shards, "--out", tmp_path / "base", *SMALL, "--steps", 100)
-        flags = [*flags, tmp_path / "base" / "latest.pt"]
-    assert run_train("--data", folder, "--out", out, *SMALL, "--steps", 300, *flags)[0] == 0
-    assert kinds(read_metrics(out)[1]) == ["start", "end"]
+@pytest.mark.parametrize("flags", ["--lr 1.2e-2 --batch-size 8", "--seq-len 32 --dropout 0.1",
+                                   "--data NOISY", "--init-from BASE/latest.pt"])
+def test_healthy_runs_never_roll_back(run_train, shards, library, tmp_path, flags):
+    """Also with noise in one sequence of twenty, which no rollback can help, and on data other than
+    those of the weights that it begins with. (Two more: the healthy runs of the test before.)"""
+    base = tmp_path / "base"
+    noisy = tmp_path / "noisy"
+    if "NOISY" in flags:
+        with_noise(library, noisy, range(1, 301), 16, 64, every=20)
+    if "BASE" in flags:
+        run_train("--data", shards, "--out", base, *SMALL, "--steps", 100)
+    flags = flags.replace("NOISY", str(noisy)).replace("BASE", str(base)).split()
+    assert run_train("--data", library, "--out", tmp_path / "o", *SMALL, "--steps", 300,
+                     *flags)[0] == 0
+    assert kinds(read_metrics(tmp_path / "o")[1]) == ["start", "end"]
 
 
 @pytest.mark.slow
 def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path):
-    """Two replicas under ZeRO 1. Rank 0 is killed twice under torchrun, which starts both again
-    once; then one of the two 18 times, at some moment between its start and a later step."""
-    noisy, rng = with_noise(shards, tmp_path / "noisy", range(100, 110), 4, 16), random.Random(0)
-    straight, out = tmp_path / "straight", tmp_path / "out"
+    """The straight run's state after step 300, of two replicas under ZeRO 1. Rank 0 is killed twice
+    under torchrun, which starts both again once; then one of the two 18 times, at some moment
+    between its start and a later step."""
+    noisy = with_noise(shards, tmp_path / "noisy", range(100, 110), 4, 16)
+    rng = random.Random(0)
+    straight = tmp_path / "straight"
+    out = tmp_path / "out"
     flags = ["--data", noisy, *TINY, "--steps", 300, "--save-every", 10, "--eval-every", 20,
              "--zero", 1, "--timeout", 60, "--out"]
     assert [rank.finish(300)[0] for rank in launch(2, *flags, straight)] == [0, 0]
@@ -4025,15 +4101,15 @@ def test_a_run_killed_twenty_times_ends_bit_equal(shards, tmp_path):
 
 @pytest.mark.slow
 def test_the_readmes_two_machines_survive_a_link_that_goes_down(shards, tmp_path):
-    """For fifteen seconds; and they end where four ranks of one machine do. Two network namespaces
-    are the machines, each with a host name of its own."""
-    straight, out = tmp_path / "straight", tmp_path / "out"
+    """The link of two machines is down for fifteen seconds; they go on by themselves and end bit
+    for bit where four ranks of one machine do. Network namespaces with host names are machines."""
+    straight = tmp_path / "straight"
+    out = tmp_path / "out"
     flags = ["--data", shards, *TINY, "--steps", 200, "--save-every", 20, "--tp", 2, "--timeout", 8]
     assert {rank.finish(300)[0] for rank in launch(4, *flags, "--out", straight)} == {0}
-    blocks = (ROOT / "README.md").read_text().split("```")[1::2]
-    line = next(block for block in blocks if "until torchrun --nnodes=2" in block).strip()
-    line = re.sub(r"train\.py .*?--out \S+", lambda _: shlex.join(map(str, [
-        ROOT / "train.py", *flags, "--out", out])), line.replace("\\\n", " "), flags=re.DOTALL)
+    line = next(x for x in README.split("```")[1::2] if "until torchrun --nnodes=2" in x)
+    ours = shlex.join(map(str, [ROOT / "train.py", *flags, "--out", out]))
+    line = re.sub(r"train\.py .*?--out \S+", ours, line.strip().replace("\\\n", " "), flags=re.S)
     python = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
     for ours, theirs in (("until torchrun", f"until {python}"), ("HOST", "node0"),
                          ("--nproc_per_node=8", "--nproc_per_node=2")):
@@ -4093,15 +4169,21 @@ def run_sample(things, monkeypatch, capsys):
 def greedy(plain, tokens, count):
     """The most probable `count` tokens behind `tokens`, each from all of the window before it; the
     window is cut to its newest half when it is full."""
-    seq_len, window, drawn = plain.cfg.seq_len, list(tokens), []
+    seq_len = plain.cfg.seq_len
+    window = list(tokens)
+    drawn = []
     for _ in range(count):
-        window = window if len(window) <= seq_len else window[-max(1, seq_len // 2):]
+        if len(window) > seq_len:
+            window = window[-max(1, seq_len // 2):]
         drawn.append(plain(torch.tensor([window]))[0, -1].argmax().item())
         window.append(drawn[-1])
     return drawn
 
 
 def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(run_sample, things):
+    """Greedy sampling, a temperature near 0, --top-k 1 and a small --top-p print the most probable
+    tokens of the plain model. Of a prompt longer than the context only the end counts, and a
+    warning says so."""
     def text(*flags, **options):
         status, out, error = run_sample("--max-tokens", 30, "--seed", 1, *flags, **options)
         assert (status, error) == (0, "") and out.startswith("line ") and out.endswith("\n")
@@ -4116,42 +4198,19 @@ def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(r
                   "--temperature 9 --top-p 1e-6"):
         assert text(*prompt, *flags.split()) == expected, flags
     assert text("--prompt", "-", "--temperature", 0, stdin="line ") == expected
-    # Of a prompt longer than the context the end is seen, and a warning tells.
     status, out, error = run_sample("--temperature", 0, "--prompt", "x" * 10 + "line 12: some wo")
     assert status == 0 and error.count("\n") == 1 and "26 tokens" in error
     assert run_sample("--temperature", 0, "--prompt", "line 12: some wo") == (0, out[10:], "")
 
 
-def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token():
-    """In fp32 use_fast_rows multiplies a single row in halves, if the matrix has any."""
-    odd = replace(CFG, n_head=5, n_embd=15)
-    for cfg, batch, dtype in ((CFG, 2, torch.float64), (CFG, 1, torch.float32),
-                              (odd, 1, torch.float32)):
-        plain, tokens = random_gpt(cfg).to(dtype), tokens_of(cfg, batch)
-        whole, cache = plain(tokens), plain.new_kv_cache(batch)
-        sample.use_fast_rows(plain)
-        parts = [plain(tokens[:, :5], cache=cache)]
-        parts += [plain(tokens[:, i:i + 1], cache=cache, start=i) for i in range(5, CFG.seq_len)]
-        parts += [plain(tokens[:, 1:2], cache=cache, start=1)]
-        assert relative(torch.cat(parts, 1), whole[:, [*range(4, CFG.seq_len), 1]]) <= (
-            100 * torch.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("seq_len, positions", [
-    (1, 24 * [1]), (5, [3, 1, 1, *5 * [2, 1, 1, 1], 2]), (16, [3, *13 * [1], 8, *8 * [1], 8])])
-def test_sampling_computes_each_token_once_and_in_half_a_window_one_half_again(seq_len, positions):
-    plain, seen = random_gpt(replace(CFG, seq_len=seq_len)), []
-    plain.embed.register_forward_hook(lambda module, args, x: seen.append(x.shape[1]))
-    drawn = [of[0] for of in sample.generate(plain, [1, 2, 3], 40, 256, temperature=0)]
-    assert seen[:24] == positions and drawn == greedy(plain, [1, 2, 3][-seq_len:], 40)
-
-
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_samples_of_a_batch_are_those_drawn_one_by_one_and_each_ends_by_itself(temperature):
-    """Sample i does not depend on how many there are, nor on when others end."""
+    """Sample i, token by token, is that of seed i alone: it does not depend on how many there are,
+    nor on when others end."""
     def drawn(seeds, end):
         """The tokens of each sample."""
-        generators, tokens = [torch.Generator().manual_seed(i) for i in seeds], [[] for _ in seeds]
+        generators = [torch.Generator().manual_seed(i) for i in seeds]
+        tokens = [[] for _ in seeds]
         for of in sample.generate(random_gpt(CFG), [1, 2, 3], 40, end, temperature,
                                   generators=generators):
             for i, token in of.items():
@@ -4165,22 +4224,24 @@ def test_samples_of_a_batch_are_those_drawn_one_by_one_and_each_ends_by_itself(t
 
 
 def test_samples_end_before_the_stop_text_and_stand_between_lines_of_dashes(run_sample):
-    flags, line = ("--max-tokens", 40, "--temperature", 1, "--prompt"), "-" * 40 + "\n"
+    """Of 40 samples of a prompt, number 7 is that of --seed 7. Each ends before the --stop text of
+    three tokens; what looks like the beginning of a text that never comes is not lost. Each line of
+    standard input is a prompt."""
+    flags = ("--max-tokens", 40, "--temperature", 1, "--prompt")
+    line = "-" * 40 + "\n"
     many = run_sample(*flags, "line ", "--num-samples", 40)[1].split(line)
     assert len(many) == 40 and len(set(many)) > 30
     assert many[7] == run_sample(*flags, "line ", "--seed", 7)[1]
     seed, stop = next((i, found[0]) for i, text in enumerate(many)
-                      if (found := re.search("[ -~]{3}", text[7:])))        # of three tokens
-    cut = ["line " + (text[5:].partition(stop)[0] + "\n" if stop in text[5:] else text[5:])
+                      if (found := re.search("[ -~]{3}", text[7:])))
+    cut = [re.sub(f"(?s)(?<=^line )(.*?){re.escape(stop)}.*", r"\1\n", text)
            for text in many[seed:seed + 3]]
     assert 6 < len(cut[0]) < len(many[seed])
     for count in (1, 3):
         assert run_sample(*flags, "line ", "--seed", seed, "--num-samples", count, "--stop",
                           stop) == (0, line.join(cut[:count]), "")
-    # What looks like the beginning of a text that never comes is not lost.
     never = many[seed].rstrip("\n")[-2:] + "\0"
     assert run_sample(*flags, "line ", "--seed", seed, "--stop", never)[1] == many[seed]
-    # Each line of standard input is a prompt.
     both = [run_sample(*flags, prompt, "--num-samples", 2)[1] for prompt in ("line 1", "", "so")]
     assert run_sample(*flags, "-", "--num-samples", 2,
                       stdin="line 1\n\nso\n") == (0, line.join(both), "")
@@ -4197,12 +4258,13 @@ def test_samples_end_before_the_stop_text_and_stand_between_lines_of_dashes(run_
     ("--seed 99999999999999999999", "--seed"), ("--prompt \udce9", "surrogates not allowed"),
     ("--stop \udce9", "surrogates not allowed")])
 def test_sampling_mistakes_end_in_one_line_and_exit_2(run_sample, flags, message):
+    """Nothing else is printed; the line names the flag, and the one meant if it knows it."""
     status, out, error = run_sample(*flags.split())
     assert (status, out) == (2, "") and message in error and error.count("\n") == 1
 
 
 def test_more_samples_than_there_is_memory_for_end_in_one_line(things):
-    """Before the system kills a process that fills the memory."""
+    """Exit status 1, before the system kills a process that fills the memory."""
     for number in (os.sysconf("SC_PHYS_PAGES"), 2 ** 60):
         flags = ["--ckpt", things / "whole.pt", "--num-samples", number]
         status, out, error = Command("sample.py", *flags).finish()
@@ -4211,7 +4273,7 @@ def test_more_samples_than_there_is_memory_for_end_in_one_line(things):
 
 
 def test_a_closed_input_or_output_ends_quietly(things):
-    """The first in one line, `| head` in none."""
+    """`--prompt -` without standard input ends in one line and status 2, `| head` in no line."""
     command = f"{sys.executable} sample.py --ckpt {things / 'whole.pt'} --max-tokens 3000 --prompt "
     closed, head = (subprocess.run(command + end, shell=True, capture_output=True, text=True,
                                    errors="replace", cwd=ROOT)
@@ -4221,7 +4283,51 @@ def test_a_closed_input_or_output_ends_quietly(things):
     assert (head.returncode, head.stdout[:4], head.stderr) == (0, "line", "")
 
 
+def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
+    """At a temperature at which all tokens are nearly as probable, 256 comes within 2,000 tokens
+    and ends the sample, and none of the padding above it comes."""
+    drawn = list(sample.generate(random_gpt(CFG), [1], 2000, 256, temperature=1000.0,
+                                 generators=[torch.Generator().manual_seed(0)]))
+    assert 0 < len(drawn) < 2000 and max(of.get(0, 0) for of in drawn) < 256
+
+
+# ---- Mechanisms
+
+
+def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token():
+    """Serves "greedy sampling": five tokens, the others one by one and the second again give the
+    logits of one forward to 100 eps, also by use_fast_rows, which multiplies a single row in fp32
+    in halves if the matrix has any (`odd` has none)."""
+    odd = replace(CFG, n_head=5, n_embd=15)
+    for cfg, batch, dtype in ((CFG, 2, torch.float64), (CFG, 1, torch.float32),
+                              (odd, 1, torch.float32)):
+        plain = random_gpt(cfg).to(dtype)
+        tokens = tokens_of(cfg, batch)
+        whole = plain(tokens)
+        cache = plain.new_kv_cache(batch)
+        sample.use_fast_rows(plain)
+        parts = [plain(tokens[:, :5], cache=cache)]
+        parts += [plain(tokens[:, i:i + 1], cache=cache, start=i) for i in range(5, CFG.seq_len)]
+        parts += [plain(tokens[:, 1:2], cache=cache, start=1)]
+        assert relative(torch.cat(parts, 1), whole[:, [*range(4, CFG.seq_len), 1]]) <= (
+            100 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("seq_len, positions", [
+    (1, [1] * 24), (5, [3, 1, 1] + [2, 1, 1, 1] * 5 + [2]), (16, [3] + [1] * 13 + [8] + [1] * 8)])
+def test_sampling_computes_each_token_once_and_in_half_a_window_one_half_again(seq_len, positions):
+    """Serves the speed of "greedy sampling": the number of positions in each forward; the tokens
+    are those of the plain model without a cache."""
+    plain = random_gpt(replace(CFG, seq_len=seq_len))
+    seen = []
+    plain.embed.register_forward_hook(lambda module, args, x: seen.append(x.shape[1]))
+    drawn = [of[0] for of in sample.generate(plain, [1, 2, 3], 40, 256, temperature=0)]
+    assert seen[:len(positions)] == positions
+    assert drawn == greedy(plain, [1, 2, 3][-seq_len:], 40)
+
+
 def test_top_k_and_top_p_keep_what_they_should():
+    """Serves --top-k and --top-p: the softmax of the tokens that stay, of each row for itself."""
     one = torch.tensor([2.0, -1.0, 3.0, 0.5, 1.0])      # probabilities .238 .012 .647 .053 .088
     logits = torch.stack([one, one.flip(0)])            # each row for itself
     for k, p, kept in ((1, 1.0, 1), (2, 1.0, 2), (3, 1.0, 3), (0, 1.0, 5), (9, 1.0, 5),
@@ -4233,22 +4339,17 @@ def test_top_k_and_top_p_keep_what_they_should():
     assert sample.filter_logits(one, 1e-40, 0, 1.0).tolist() == [0, 0, 1, 0, 0]
 
 
-def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
-    """Nearly uniform: 256 comes up soon."""
-    drawn = list(sample.generate(random_gpt(CFG), [1], 2000, 256, temperature=1000.0,
-                                 generators=[torch.Generator().manual_seed(0)]))
-    assert 0 < len(drawn) < 2000 and max(of.get(0, 0) for of in drawn) < 256
-
-
 def test_characters_come_out_whole_and_without_a_prompt_after_an_end_of_text(run_sample,
                                                                              monkeypatch):
-    """From weights and a cache of the flag's type. A terminal shows a question mark for a character
-    that it lacks."""
-    seen, text = [], "é漢🙂!"
+    """Serves "prints only text": bytes that are no character print as one replacement character. A
+    terminal shows a question mark for a character that it lacks. Weights and cache have the type of
+    --dtype."""
+    seen = []
+    text = "é漢🙂!"
 
     def generate(model, tokens, *_):
-        seen.append([tokens, *{x.dtype for x in (*model.parameters(),
-                                                 *model.new_kv_cache(1).values())}])
+        tensors = *model.parameters(), *model.new_kv_cache(1).values()
+        seen.append([tokens, *{tensor.dtype for tensor in tensors}])
         yield from ({0: token} for token in text.encode() + b"\xff!" + "é".encode()[:1])
     monkeypatch.setattr(sample, "generate", generate)
     assert run_sample() == (0, text + "\ufffd!\ufffd\n", "")
@@ -4268,6 +4369,8 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, by_torchrun):
+    """data.py, train.py on eight ranks with 3 steps, and sample.py; the sample begins with the
+    prompt, and there is no warning."""
     (_, make), (_, ranks, *run), (_, *draw) = (
         shlex.split(line) for line in README.split("```")[1].splitlines()
         if line.startswith(("python data", "torchrun", "python sample")))
@@ -4288,6 +4391,7 @@ def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, by_torch
 
 
 def test_the_readme_names_only_tests_and_flags_that_exist():
+    """And its table of flags has the names in other programs for which train.py suggests ours."""
     tests = set(re.findall(r"`(test_\w+)`", README))
     tools = list(ROOT.glob("tools/*.py"))
     of_tools = re.findall(r"def (test_\w+)", "".join(file.read_text() for file in tools))
@@ -4311,10 +4415,12 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
 
 
 def test_the_readmes_slurm_script_requeues_until_the_run_has_ended(shards, tmp_path):
-    """Slurm is imitated: a signal, as before the time limit; then a second start, to the end."""
+    """Slurm is imitated: a signal, as before the time limit, asks for one more start, which goes on
+    to the end and asks for no other."""
     script = next(block for block in README.split("```")[1::2] if "#SBATCH" in block)
-    out, run = tmp_path / "out", [sys.executable, ROOT / "train.py", "--data", shards, "--out",
-                                  tmp_path / "out", *TINY, "--save-every", 0]
+    out = tmp_path / "out"
+    run = [sys.executable, ROOT / "train.py", "--data", shards, "--out", out, *TINY,
+           "--save-every", 0]
     for name, body in [("scontrol", f'echo "$@" >> {tmp_path}/asked; echo node0; echo node1'),
                        ("torchrun", f"exec {shlex.join(map(str, run))} --steps $STEPS"),
                        ("srun", f'shift; "$@" & echo $! > {tmp_path}/pid; wait $!')]:
@@ -4346,7 +4452,7 @@ IMPORTS = {     # of our files: those that each may import
 
 
 def test_imports_run_one_way_and_no_file_imports_a_tool():
-    """With tools/ deleted the core still works."""
+    """Each file imports only those of ours that the table allows: without tools/ the core works."""
     ours = {*IMPORTS, "tools", "test_all", *(file.stem for file in ROOT.glob("tools/*.py"))}
     for file, allowed in IMPORTS.items():
         found = set()
@@ -4359,6 +4465,7 @@ def test_imports_run_one_way_and_no_file_imports_a_tool():
 
 
 def test_the_readmes_layouts_are_not_refused(shards):
+    """All seven train.py commands, with the model and the number of ranks that they name."""
     blocks = "".join(README.split("```")[1::2]).replace("\\\n", " ")
     blocks = re.sub("for lr in (\\S+) .*; do (.*); done",      # its first turn
                     lambda loop: loop[2].replace("$lr", loop[1]), blocks)
