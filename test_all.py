@@ -3182,6 +3182,17 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, fla
     assert_same_state(saved(tmp_path / "o", 50), end)
 
 
+def test_an_fp16_run_with_a_high_loss_scale_rolls_back_too(tmp_path):
+    """From 2^18 the scale falls for 18 steps, which are skipped; three bad ones at its floor roll
+    back, to a file from before all of them."""
+    def prepare(run):
+        run.scaler.scale = 2.0 ** 18
+        infinite_gradients(run)
+    seen = watched(settings(tmp_path, steps=70, save_every=2, keep=99, dtype="fp16"), prepare)
+    assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == [(60, 38)]
+    assert len(seen.rows) == 60 + 70 - 38
+
+
 def report_instead(run, when, **facts):
     """Where when() holds, the statistics of a step contain these facts."""
     reduce = run.reduce_stats
@@ -3199,8 +3210,8 @@ NOT_FINITE = dict(loss=math.nan, found_inf=True)
     ([39], NOT_FINITE, 1, [], [(0, 50)], 1.0),
     ([39, 41], NOT_FINITE, 1, [], [(0, 50)], 1.0),
     ([39, 40, 41], NOT_FINITE, 1, [(42, 36)], [(0, 42), (42, 56)], 0.6),
-    (range(40, 80), dict(loss=99.0), 99, [(43, 32), (35, 24), (35, 24)],
-     [(0, 43), (43, 46), (24, 32), (65, 68), (24, 32), (109, 127)], 1.0)])
+    (range(40, 80), dict(loss=99.0), 99, [(43, 32), (35, 32), (35, 32)],
+     [(0, 43), (43, 46), (65, 68), (109, 127)], 1.0)])
 def test_bad_batches_are_skipped_and_three_in_a_row_go_back(tmp_path, bad, facts, keep, back, read,
                                                             lr_factor):
     """The indices of bad batches, which rollbacks they lead to (from step, to step), the batches
@@ -3218,7 +3229,7 @@ def test_bad_batches_are_skipped_and_three_in_a_row_go_back(tmp_path, bad, facts
 
 
 def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
-    """A run that diverges after each rollback multiplies its learning rate by 0.6, 0.2, 0.05 and
+    """A run that diverges after each rollback multiplies its learning rate by 0.6, 0.1, 0.05 and
     0.05, goes to an older file when it has returned to one twice, and ends with exit status 1 after
     --max-rollbacks 4."""
     runs = []
@@ -3227,14 +3238,14 @@ def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
         runs.append(run)
         poison(run, times=9)
     config = settings(tmp_path, steps=50, save_every=4, keep=9, max_rollbacks=4)
-    with pytest.raises(RunError, match="--max-rollbacks 4 are spent.*--skip-steps") as stop:
+    with pytest.raises(RunError, match="--max-rollbacks 4 are used up.*--skip-steps") as stop:
         watched(config, prepare)
     *events, end = runs[0].events
     assert (stop.value.status, end["event"], kinds(events).count("spike")) == (1, "stop", 5)
     assert "--max-rollbacks 4" in end["reason"]
     assert [(e["to"], e["lr_factor"]) for e in events if e["event"] == "rollback"] == [
-        (32, 0.6), (32, pytest.approx(0.6 * 0.2)), (28, pytest.approx(0.6 * 0.2 * 0.05)),
-        (28, pytest.approx(0.6 * 0.2 * 0.05 ** 2))]
+        (32, 0.6), (32, pytest.approx(0.06)), (28, pytest.approx(0.003)),
+        (28, pytest.approx(0.00015))]
 
 
 def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_with_it(tmp_path):
@@ -3380,7 +3391,7 @@ def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
     shutil.copytree(shards, tmp_path / "data" / "python")
     status, _, error = Command("train.py", *TINY, "--seq-len", 128, "--lr", 1e19,
                                "--max-rollbacks", 0, cwd=tmp_path).finish()
-    assert status == 1 and "are spent; the run has diverged" in error
+    assert status == 1 and "are used up; the run has diverged" in error
     recipe = next(block for block in README.split("```")[1::2] if "spike" in block)
     text = subprocess.run(["bash", "-c", recipe], cwd=tmp_path, capture_output=True, text=True)
     [spike] = [event for event in read_metrics(tmp_path / "out")[1] if event["event"] == "spike"]
@@ -3425,9 +3436,9 @@ def judge(losses):
         skipped = isinstance(loss, str)
         stats = amp.StepStats(2.0 if skipped else loss, 1.0, 1.0, skipped, stop_requested=False,
                               loss_scale=1.0, scale_can_fall=loss == "overflow")
-        reason = monitor.observe(i, stats)
-        if reason is not None:
-            reasons[i] = reason
+        divergence = monitor.observe(i, stats)
+        if divergence is not None:
+            reasons[i] = divergence.reason
     return reasons
 
 
@@ -3472,37 +3483,44 @@ def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is(
 
 @pytest.mark.parametrize("changes, healthy", [
     (dict(), True), (dict(losses=15), False), (dict(at_floor=True), False), (dict(bad=1), False),
-    (dict(scheduled=False), False), (dict(scheduled=False, chosen=True, losses=0), True),
+    (dict(skipped=7), False),               # an fp16 overflow whose scale is still falling
+    (dict(scheduled=False), False), (dict(scheduled=False, is_start=True, losses=0), True),
     (dict(lowest=1.981), True), (dict(lowest=1.979), False),    # a deviation is 1% here
     (dict(norm=6.0), True), (dict(norm=6.1), False)])
 def test_a_checkpoint_is_judged_as_opts_team_did(changes, healthy):
     """Serves "goes back": a file is healthy by the losses, the norm of the last activations and the
     loss scale; never if it is a stop's own (a run without the stop has no such file), and always if
     the user began with it."""
-    facts = dict(losses=64, lowest=1.99, norm=4.0, bad=0, at_floor=False, scheduled=True,
-                 chosen=False) | changes
+    facts = dict(losses=64, lowest=1.99, norm=4.0, bad=0, skipped=0, at_floor=False,
+                 scheduled=True, is_start=False) | changes
     monitor = amp.DivergenceMonitor([2.0] * facts["losses"], [3.0] * 15 + [facts["norm"]],
-                                    bad=facts["bad"], lowest=facts["lowest"])
-    monitor.add_checkpoint(7, "file", 1, facts["scheduled"], facts["at_floor"], facts["chosen"])
+                                    bad=facts["bad"], skipped=facts["skipped"],
+                                    lowest=facts["lowest"])
+    monitor.add_checkpoint(7, "file", 1, facts["scheduled"], facts["at_floor"], facts["is_start"])
     assert monitor.checkpoints == [[7, "file", healthy]]
+    assert monitor.health["known"] == (facts["losses"] >= 16)
+    at_zero = amp.DivergenceMonitor([0.0] * 64, [3.0] * 64, lowest=0.0)     # no deviation at all
+    at_zero.add_checkpoint(7, "file", 1, True, False, False)
+    assert at_zero.checkpoints == [[7, "file", True]]
 
 
 def test_a_rollback_takes_the_newest_healthy_checkpoint_from_before_the_skipped_batches():
-    """Serves "goes back": from a divergence that began at `onset` to these steps, the best first;
-    those that a run returned to twice come last, and the newest healthy file is never removed."""
+    """Serves "goes back": if the batches from `first` on are skipped, to these steps, the best
+    first; those that a run returned to twice come last. The newest healthy file is never removed.
+    """
     monitor = amp.DivergenceMonitor([2.0] * 64, [3.0] * 64, lowest=2.0)
     assert monitor.candidates(9) == []                  # never a healthy one: the seed
     for step in (10, 20, 30, 40):
-        monitor.add_checkpoint(step, step, 9, True, at_floor=step == 30, chosen=False)
-    for onset, steps in [(99, [40, 20, 10]), (49, [40, 20, 10]), (48, [20, 10]), (28, [10]),
-                         (12, [10])]:                   # none before them: the oldest
-        assert monitor.candidates(onset) == steps, onset
+        monitor.add_checkpoint(step, step, 9, True, at_floor=step == 30, is_start=False)
+    for first, steps in [(91, [40, 20, 10]), (41, [40, 20, 10]), (40, [20, 10]), (20, [10]),
+                         (4, [10])]:                    # none before them: the oldest
+        assert monitor.candidates(first) == steps, first
     monitor.returned_to = [20, 40, 40]
     assert monitor.candidates(99) == [20, 10, 40]
     for step in (50, 60):
-        monitor.add_checkpoint(step, step, 1, True, at_floor=True, chosen=False)
+        monitor.add_checkpoint(step, step, 1, True, at_floor=True, is_start=False)
     assert monitor.checkpoints == [[40, 40, True], [60, 60, False]]
-    monitor.rolled_back(60, [0, 8], False, then=amp.DivergenceMonitor())
+    monitor.rolled_back(60, [0, 8], False, restored=amp.DivergenceMonitor())
     assert monitor.lr_factor == 0.6                     # the first cut: it got beyond the others
 
 

@@ -552,9 +552,10 @@ class Run:
             self.event("skip", reason="not finite", **seen, **where, windows=batch.windows.tolist())
         if divergence is not None:
             windows = []
-            for first in self.monitor.starts[-LEAD_IN - BAD_STEPS:]:
-                indices = self.train_data.sample_indices(self.config.seed, first, batch.size)
-                windows += indices.tolist()
+            starts = self.monitor.starts[-LEAD_IN - BAD_STEPS:]
+            for first, following in zip(starts, [*starts[1:], self.consumed_samples]):
+                size = min(batch.size, following - first)       # less, if batches were skipped
+                windows += self.train_data.sample_indices(self.config.seed, first, size).tolist()
             self.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
                        limit=self.monitor.limit(), windows=windows, **seen)
 
