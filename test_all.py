@@ -4635,7 +4635,10 @@ def relative(ours, theirs):
     def difference(*pair):
         ours, theirs = (torch.as_tensor(x, dtype=torch.float64) for x in pair)
         assert ours.shape == theirs.shape
-        return ((ours - theirs).norm() / theirs.norm()).item()
+        off = (ours - theirs).norm()
+        if off == 0:
+            return 0.0              # also from zero
+        return (off / theirs.norm()).nan_to_num(math.inf).item()    # max() would pass over a NaN
     return max(tree_leaves(tree_map(difference, ours, theirs)))
 
 
