@@ -4618,6 +4618,14 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
     return rows.steps, rows.seen, whole
 
 
+def trained(pool, layout, out, cfg=CFG, look=nothing, state=None, prepare=nothing, **flags):
+    """A run on dp x tp x pp processes -> (rows, what `look` saw after each step, final state)."""
+    dp, tp, pp = layout
+    Path(out).mkdir(exist_ok=True)
+    config = settings(out, tp=tp, pp=pp, **flags)
+    return pool.run(dp * tp * pp, run_steps, layout, config, cfg, look, state, prepare)[0]
+
+
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
     """This rank's stage at step 0 of seed 0 -> (model, its FlatParameters)."""
     local = parallel.build_stage(cfg, grid)
