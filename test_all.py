@@ -115,38 +115,350 @@ def deep_enough(layout):
 
 # ---------------------------------------------------------------------------------------------
 # The main claims
+#
+# Two forms of test: each rank returns {what: (ours, theirs)} and `assert_close` bounds the
+# differences; or `trained` runs train.Run in a layout, and its rows of metrics, its gradients and
+# its state are compared with those of another run.
 # ---------------------------------------------------------------------------------------------
 
 BOUNDS = dict(fp32=1e-5, fp64=1e-10)
 GPT2_TOKENS = GPTConfig(vocab_size=50257, seq_len=8, n_layer=3, n_head=4, n_embd=16)
 
 
+def assert_close(ranks, bound):
+    for rank, pairs in enumerate(ranks):
+        for name, (ours, theirs) in pairs.items():
+            assert relative(ours, theirs) <= bound, (rank, name)
+
+
 @pytest.fixture(scope="session")
 def reference(pool, tmp_path_factory):
     """reference(model, layout, settings) -> the run of one process, or of a layout, once."""
     @functools.cache
-    def run(cfg, layout=(1, 1, 1), **changes):
-        config = settings(tmp_path_factory.mktemp("reference"), tp=layout[1], pp=layout[2],
-                          **{"micro_batch": changes.get("batch_size", 8), **changes})
-        return pool.run(math.prod(layout), run_steps, layout, config, cfg, whole_gradient)[0]
+    def run(cfg, layout=(1, 1, 1), **flags):
+        flags.setdefault("micro_batch", flags.get("batch_size", 8))
+        return trained(pool, layout, tmp_path_factory.mktemp("reference"), cfg, whole_gradient,
+                       **flags)
     return run
 
 
-@pytest.mark.parametrize("layout, cfg, flags", [
-    *((layout, deep_enough(layout), dict(dtype="fp64", steps=5)) for layout in [
-        (8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (1, 2, 4), (4, 1, 2)]),
-    ((2, 2, 2), CFG, dict(dtype="fp32", steps=5)),
+@pytest.mark.parametrize("layout, cfg, flags", [        # (dp, tp, pp)
+    ((8, 1, 1), CFG, dict(dtype="fp64")),
+    ((1, 8, 1), CFG, dict(dtype="fp64")),
+    ((1, 1, 8), replace(CFG, n_layer=9), dict(dtype="fp64")),
+    ((1, 4, 2), CFG, dict(dtype="fp64")),
+    ((1, 2, 4), CFG, dict(dtype="fp64")),
+    ((4, 1, 2), CFG, dict(dtype="fp64")),
+    ((2, 2, 2), CFG, dict(dtype="fp32")),
+    # Two ranks swap small tensors directly; GPT-2's token matrix is too large for that.
     ((1, 2, 2), GPT2_TOKENS, dict(dtype="fp32", steps=2)),
-    *(((3, 1, 1), CFG, dict(dtype="fp64", steps=5, batch_size=6, zero=zero)) for zero in range(4)),
+    # Three replicas cut a bucket into shards whose sizes are no powers of two.
+    ((3, 1, 1), CFG, dict(dtype="fp64", batch_size=6)),
+    ((3, 1, 1), CFG, dict(dtype="fp64", batch_size=6, zero=1)),
+    ((3, 1, 1), CFG, dict(dtype="fp64", batch_size=6, zero=2)),
+    ((3, 1, 1), CFG, dict(dtype="fp64", batch_size=6, zero=3)),
     *(pytest.param(layout, deep_enough(layout), dict(dtype=dtype, steps=20), marks=pytest.mark.slow)
-      for layout in LAYOUTS for dtype in BOUNDS)])
+      for layout, dtype in itertools.product(LAYOUTS, BOUNDS))])
 def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, cfg, flags):
-    """(dp, tp, pp), with fewer microbatches than stages where pp is 4 or 8; all of them are slow.
-    Three replicas cut a bucket into slices that are no powers of two. Two ranks swap small tensors;
-    GPT-2's token matrix is too large for that."""
+    """In each layout the loss and the norm of each step, each parameter's gradient and the
+    validation loss are those of one process, to 1e-10 in fp64 and 1e-5 in fp32. With pp 4 and 8
+    there are fewer microbatches than stages."""
+    flags = dict(steps=5) | flags
     one = reference(cfg, **{name: value for name, value in flags.items() if name != "zero"})
     found = equality_row(pool, layout, one, settings(tmp_path, **flags), cfg)
     assert max(found) <= BOUNDS[flags["dtype"]], f"(loss, gradient, norm) differ by {found}"
+
+
+# ---- Tensor parallelism: the layers of tp ranks are the plain layers
+
+def random_tensor(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def plain_mlp_and_whole(rank, world):
+    """The output and gradients of parallel.plain_mlp, on the ranks of a group, and of model.MLP."""
+    mlp = random_gpt(replace(CFG, n_layer=1)).blocks["0"].mlp
+    inputs = [random_tensor(2, 16, 32, seed=1).requires_grad_(), *mlp.parameters()]
+    pairs = []
+    for y in (parallel.plain_mlp(*inputs), mlp(inputs[0])):
+        pairs.append([y, *torch.autograd.grad(y, inputs, random_tensor(2, 16, 32, seed=2))])
+    for part in pairs[0][2:5]:          # of a cut matrix each rank has its part of the gradient
+        dist.all_reduce(part)
+    return dict(zip(["y", "dx", "up.weight", "up.bias", "down.weight", "down.bias"], zip(*pairs)))
+
+
+def test_the_plain_form_of_tensor_parallelism_is_the_whole_mlp(pool):
+    """On two ranks plain_mlp, as it stands in parallel.py, gives the output and all gradients of
+    the whole MLP under a random upstream gradient, to 1e-12 in fp64."""
+    assert_close(pool.run(2, plain_mlp_and_whole), 1e-12)
+
+
+def outputs_and_dx(gpt, tokens, targets, x, dy):
+    """The embedding, a block that sees x, and the loss of the head that sees x; and dx under the
+    upstream gradients dy of the first two."""
+    x = x.clone().requires_grad_()
+    outputs = gpt.embed(tokens), gpt.blocks["0"](x), gpt.head(x, targets)
+    torch.autograd.backward(outputs, [dy, dy, torch.ones_like(outputs[2])])
+    return dict(zip(("embedding", "block", "loss", "dx"), (*outputs, x.grad)))
+
+
+def stage_of(plain, grid):
+    """This rank's part of an fp64 model, with its values -> (model, its FlatParameters)."""
+    local, flat = staged(plain.cfg, grid, torch.float64)
+    flat.load("master", lambda name, shape: plain.get_parameter(name)[:shape[0]])
+    return local, flat
+
+
+def gradient_pairs(flat, plain):
+    """{parameter: (this rank's gradient, its part of the plain model's)}"""
+    pairs = {}
+    for bucket in flat.buckets:
+        for spec in bucket.specs:
+            full = plain.get_parameter(spec.name).grad[:spec.shape[0]]
+            pairs[spec.name] = bucket.view(bucket.grad, spec), spec.shard(full, flat.grid.tp_rank)
+    return pairs
+
+
+def parallel_and_plain(rank, world, sequence_parallel):
+    """Outputs, dx and the gradient of every parameter: of this rank's layers, and its part of the
+    plain layers'."""
+    plain = random_gpt(replace(CFG, n_layer=1))
+    tokens, targets = tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)
+    targets[:, ::7] = IGNORE_INDEX
+    x, dy = random_tensor(2, 16, 32, seed=1), random_tensor(2, 16, 32, seed=2)
+    theirs = outputs_and_dx(plain, tokens, targets, x, dy)
+
+    def part(x):                        # sequence parallelism: a slice of the positions
+        return x.chunk(world, 1)[rank] if sequence_parallel and x.dim() else x
+    with gridded(rank, world, world, 1, sequence_parallel) as grid, \
+            mock.patch.dict(parallel.MAX_LOGITS, cpu=7 * 384 // world):     # a shorter last chunk
+        local, flat = stage_of(plain, grid)
+        flat.prepare_grad_sync(True)
+        ours = outputs_and_dx(local, tokens, targets, part(x), part(dy))
+        flat.finish_grad_sync()
+    outputs = {name: (ours[name], part(theirs[name])) for name in theirs}
+    return outputs | gradient_pairs(flat, plain)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_parallel_layers_are_the_plain_ones(pool, tp, sequence_parallel):
+    """With tp 2, 4 and 8 embedding, block and head with its loss give the plain layers' output and
+    all gradients under random upstream gradients, to 1e-12 in fp64."""
+    assert_close(pool.run(tp, parallel_and_plain, sequence_parallel), 1e-12)
+
+
+# ---- Pipeline parallelism: the stages' gradients are the whole model's
+
+def stages_and_whole(rank, world):
+    """{parameter of this stage: (gradients by plain_pipeline and by 1F1B, of the whole model)}"""
+    cfg = replace(CFG, n_layer=world)
+    tokens, targets = tokens_of(cfg, 8), tokens_of(cfg, 8, seed=1)
+    activation_like = torch.empty(2, cfg.seq_len, cfg.n_embd, dtype=torch.float64)
+    whole, stage = random_gpt(cfg), random_gpt(cfg)
+    (whole(tokens, targets) / targets.numel()).backward()
+
+    tied = stage.head.weight
+    stage.blocks = nn.ModuleDict({str(rank): stage.blocks[str(rank)]})
+    if rank > 0:
+        stage.embed = None
+    if rank < world - 1:
+        stage.head = None
+    microbatches = list(zip(tokens.split(2), targets.split(2)))
+    parallel.plain_pipeline(stage, microbatches, activation_like, targets.numel())
+    plain = {name: p.grad for name, p in stage.named_parameters()}
+    plain["embed.token.weight"] = torch.zeros_like(tied) if tied.grad is None else tied.grad
+    dist.all_reduce(plain["embed.token.weight"])            # the sum of its two ends
+
+    with gridded(rank, world, 1, world) as grid:
+        local, flat = stage_of(whole, grid)
+        batch = [(*pair, 0) for pair in microbatches]
+        run_schedule(one_f_one_b(rank, world, 4), local, grid, batch, activation_like, flat,
+                     1 / targets.numel())
+        flat.finish_grad_sync()
+    return {name: ((plain[name], ours), (theirs, theirs))
+            for name, (ours, theirs) in gradient_pairs(flat, whole).items()}
+
+
+def test_the_plain_pipeline_and_1f1b_have_the_whole_models_gradients(pool):
+    """On three stages with four microbatches plain_pipeline and run_schedule give each parameter
+    the gradient of the whole model, to 1e-12 in fp64."""
+    ranks = pool.run(3, stages_and_whole)
+    assert_close(ranks, 1e-12)
+    assert set().union(*ranks) == set(checkpoint.parameter_shapes(replace(CFG, n_layer=3)))
+
+
+# ---- Data parallelism and ZeRO: replicas train as one process
+
+def replicas_and_one(rank, world):
+    """{form: (parameters after five AdamW steps on this rank's share of a batch of 4, those of one
+    process that sees the whole batch)}"""
+    tokens, targets = tokens_of(CFG, 4), tokens_of(CFG, 4, seed=1)
+    one, plain, sharded = (GPT(CFG).initialize(0).double() for _ in range(3))
+    whole = nn.utils.parameters_to_vector(sharded.parameters()).detach()
+    whole = F.pad(whole, (0, 6 + len(whole) % 2))           # any padding to a multiple of dp
+    shard = nn.Parameter(whole.chunk(world)[rank].clone())
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
+    of_one, of_plain, of_shard = map(adamw, (one.parameters(), plain.parameters(), [shard]))
+    with gridded(rank, world, 1, 1) as grid:
+        local, flat = stage_of(one, grid)
+        share = tokens.chunk(world)[rank], targets.chunk(world)[rank], 0
+        for step in range(1, 6):
+            of_one.zero_grad()
+            (one(tokens, targets) / targets.numel()).backward()
+            of_one.step()
+
+            parallel.plain_step(plain, of_plain, tokens, targets)
+            parallel.plain_zero_step(sharded, shard, of_shard, tokens, targets)
+
+            flat.zero_grad()
+            run_schedule(gpipe(0, 1, 1), local, grid, [share], torch.empty(0), flat,
+                         1 / targets.numel())
+            flat.finish_grad_sync()
+            flat.step(1.0, step, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0)
+    forms = {"plain_step": dict(plain.named_parameters()),
+             "plain_zero_step": dict(sharded.named_parameters()),
+             "FlatParameters": {spec.name: bucket.view(bucket.data, spec)
+                                for bucket in flat.buckets for spec in bucket.specs}}
+    expected = comparable(dict(one.named_parameters()))
+    return {form: (comparable(ours), expected) for form, ours in forms.items()}
+
+
+def test_replicas_train_as_one_process_and_stay_equal(pool):
+    """Five AdamW steps on two ranks, by plain_step, plain_zero_step and FlatParameters, end at the
+    parameters of one process, to 1e-12 in fp64, and at the same bits on both ranks."""
+    one, other = ranks = pool.run(2, replicas_and_one)
+    assert_close(ranks, 1e-12)
+    for form in one:
+        for name, parameter in one[form][0].items():
+            assert parameter.equal(other[form][0][name]), (form, name)
+
+
+# ---- The loss scaler is torch's
+
+def test_the_plain_scaled_step_is_that_of_torchs_scaler_and_of_ours():
+    """Dynamic loss scaling in its plainest form, torch.amp.GradScaler, and LossScaler with
+    clip_factor make the same 30 steps, to the bit: the same weights and scales. In fp32, as
+    GradScaler wants it: a gradient of 2^113 overflows until the scale is 2^14."""
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizers = [torch.optim.SGD([weight], lr=2.0 ** -113) for weight in weights]
+    plain_scale = 2.0 ** 16
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0 ** 16)
+    ours = amp.LossScaler()
+    for step in range(30):
+        gradient = 2.0 ** 113 if step % 5 == 0 else 2.0 ** 111
+        losses = [(weight * gradient).sum() for weight in weights]
+        plain_scale = amp.plain_scaled_step(losses[0], optimizers[0], plain_scale)
+
+        optimizers[1].zero_grad()
+        theirs.scale(losses[1]).backward()
+        theirs.step(optimizers[1])
+        theirs.update()
+
+        optimizers[2].zero_grad()
+        (losses[2] * ours.scale).backward()
+        found_inf = not weights[2].grad.isfinite().all()
+        if not found_inf:
+            weights[2].grad *= amp.clip_factor(1.0, 0.0, ours.scale)
+            optimizers[2].step()
+        ours.update(found_inf)
+        assert plain_scale == theirs.get_scale() == ours.scale
+        assert weights[0].equal(weights[1]) and weights[0].equal(weights[2])
+    assert plain_scale == 2.0 ** 14 and weights[0][0] < -8
+
+
+@pytest.mark.parametrize("init_scale, growth_factor, backoff_factor, growth_interval, share", [
+    (2.0 ** 16, 2.0, 0.5, 5, 0.1),
+    (2.0 ** 16, 2.0, 0.5, 1, 0.4),
+    (1.7, 1.01, 0.95, 3, 0.02),
+    (1e15, 8.9, 0.05, 2, 0.25),
+    (3e4, 1.37, 0.83, 4, 0.1),
+    (0.3, 1e12, 0.3, 1, 0.02),          # up to where fp32 ends
+    (1e18, 2.0 ** 5, 0.07, 1, 0.1)])
+def test_the_scale_moves_as_in_torch(init_scale, growth_factor, backoff_factor, growth_interval,
+                                     share):
+    """For 300 steps, a `share` of which overflow, the scale equals torch.amp.GradScaler's to the
+    bit, although after each step another LossScaler goes on from the state; a state that is not
+    whole is refused."""
+    numbers = dict(init_scale=init_scale, growth_factor=growth_factor,
+                   backoff_factor=backoff_factor, growth_interval=growth_interval)
+    draw, weight = random.Random(0), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    ours = amp.LossScaler(**numbers, min_scale=0.0)
+    theirs = torch.amp.GradScaler("cpu", **numbers)
+    for step in range(300):
+        overflow = draw.random() < share
+        weight.grad = torch.full((2,), math.inf if overflow else 0.0)
+        theirs.scale(torch.ones(()))
+        theirs.step(optimizer)
+        theirs.update()
+        state = json.dumps(ours.state_dict())
+        ours = amp.LossScaler()
+        ours.load_state_dict(json.loads(state))
+        ours.update(overflow)
+        assert ours.scale == theirs.get_scale() > 1e-37, step
+    with pytest.raises(ValueError, match="state"):
+        ours.load_state_dict(dict(scale=1.0))
+
+
+# ---- Whole runs: stopped and resumed, moved to other layouts, and 50 recorded losses
+
+def overflow(run):
+    """Steps 2 and 6 overflow."""
+    def spoil(step):
+        if step in (2, 6):
+            run.flat.buckets[0].shard["grad"][0] = math.inf
+    after_backward(run, spoil)
+
+
+@pytest.mark.parametrize("layout, flags", [
+    ((1, 1, 1), dict(dtype="fp32")),
+    ((1, 1, 1), dict(dtype="bf16")),
+    ((1, 1, 1), dict(dtype="fp16")),
+    ((2, 1, 2), dict(dtype="fp32", zero=1, pp_schedule="1f1b")),
+    ((2, 1, 1), dict(dtype="fp32", zero=2)),
+    ((1, 1, 2), dict(dtype="fp32", pp_schedule="1f1b", batch_size=16, batch_ramp="4:4:25")),
+    ((1, 2, 1), dict(dtype="bf16", sequence_parallel=True)),
+    ((2, 1, 1), dict(dtype="fp16", zero=3, recompute=True, offload=True))])
+def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, layout, flags):
+    """A run that begins from the straight run's file of step 3 has the same rows and, at step 6,
+    the same checkpoint, to the bit: with dropout, skipped steps and the scaler's state."""
+    files, rows = [], []
+    for state in (None, tmp_path / "straight" / "step_00000003.pt"):
+        out = tmp_path / ("resumed" if state else "straight")
+        steps, _, _ = trained(pool, layout, out, replace(CFG, dropout=0.1, n_layer=2), nothing,
+                              state, overflow, steps=6, save_every=3,
+                              micro_batch=4 // layout[0], **flags)      # two microbatches each
+        rows.append(steps[-3:])
+        files.append(saved(out, 6))
+    assert column(rows[1], "step") == [4, 5, 6] and len(steps) == 3
+    for name in ("loss", "grad_norm", "lr", "loss_scale", "tokens"):
+        assert repr(column(rows[1], name)) == repr(column(rows[0], name)), name     # nan is nan
+    assert_same_state(*files)
+    assert saved(tmp_path / "straight", 3)["optimizer_steps"] == 2
+    assert files[0]["optimizer_steps"] == 4
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+def test_a_run_goes_on_in_another_layout(pool, tmp_path, seed):
+    """A run that moves to the next of ten layouts after every step, in an order drawn by the seed,
+    has the rows and the final state of one that stays, to 1e-10 in fp64."""
+    moves = [((1, 1, 1), {}), ((2, 1, 1), dict(zero=1)), ((1, 2, 1), {}), ((2, 1, 1), dict(zero=2)),
+             ((1, 1, 2), dict(pp_schedule="1f1b")), ((2, 1, 1), dict(zero=3)), ((2, 1, 1), {}),
+             ((1, 2, 1), dict(sequence_parallel=True)), ((2, 2, 1), dict(zero=1)),
+             ((1, 1, 1), dict(offload=True))]
+    random.Random(seed).shuffle(moves)
+    constant = dict(min_lr_ratio=1.0, dtype="fp64")
+    straight, _, end = trained(pool, (1, 1, 1), tmp_path / "stays", steps=10, **constant)
+    file = None
+    for step, (layout, flags) in enumerate(moves, 1):
+        rows, _, ours = trained(pool, layout, tmp_path / "moves", state=file, steps=step,
+                                micro_batch=4 // layout[0], **constant, **flags)
+        file = tmp_path / "moves" / "latest.pt"
+        assert column(rows, "step") == [step]
+        for name in ("tokens", "lr", "loss", "grad_norm"):
+            assert rows[0][name] == pytest.approx(straight[step - 1][name], rel=1e-10), (step, name)
+    assert relative(ours, end) <= 1e-10
 
 
 GOLDEN = GPTConfig(vocab_size=257, seq_len=16, n_layer=3, n_head=4, n_embd=16)
@@ -162,285 +474,24 @@ GOLDEN_LOSSES = [
     5.24752749178, 5.22088411553]
 
 
-def write_golden_weights(path):
-    """A file of weights in fp64 that are the same numbers on every machine: integers, scaled by
-    exact divisions. (The normal distribution of torch and NumPy depends on the CPU.)"""
-    draw, parameters = np.random.default_rng(0), {}
-    for name, shape in checkpoint.parameter_shapes(GOLDEN).items():
-        values = torch.from_numpy(draw.integers(-2 ** 20, 2 ** 20, size=shape) / 2 ** 24)
-        parameters[name] = values + 1 if "norm" in name and name.endswith("weight") else values
-    torch.save(small_state(0) | dict(model=asdict(GOLDEN), parameters=parameters, exp_avg={},
-                                     exp_avg_sq={}), path)
-
-
 @pytest.mark.parametrize("layout, flags", [
     ((1, 1, 1), dict(micro_batch=8)),
     ((2, 2, 2), dict(micro_batch=2, zero=1, pp_schedule="1f1b", sequence_parallel=True))])
 def test_fifty_losses_are_the_recorded_ones(pool, tmp_path, layout, flags):
-    """Golden curve: on any CPU and in any layout 50 steps in fp64 give the losses in GOLDEN_LOSSES,
-    to 1e-9. A change of the code that moves a number shows here at once."""
-    write_golden_weights(tmp_path / "weights.pt")
-    config = settings(tmp_path, dtype="fp64", steps=50, lr=3e-3, tp=layout[1], pp=layout[2],
-                      init_from=str(tmp_path / "weights.pt"), **flags)
-    rows, _, _ = pool.run(math.prod(layout), run_steps, layout, config, GOLDEN)[0]
+    """On any CPU and in any layout 50 steps in fp64 give the losses in GOLDEN_LOSSES, to 1e-9: a
+    change of the code that moves a number shows here at once. The weights are integers, scaled by
+    exact divisions, because the normal distribution of torch and NumPy depends on the CPU."""
+    draw = np.random.default_rng(0)
+    parameters = {}
+    for name, shape in checkpoint.parameter_shapes(GOLDEN).items():
+        values = torch.from_numpy(draw.integers(-2 ** 20, 2 ** 20, size=shape) / 2 ** 24)
+        parameters[name] = values + 1 if re.search(r"norm.*weight", name) else values
+    file = tmp_path / "weights.pt"
+    torch.save(small_state(0) | dict(model=asdict(GOLDEN), parameters=parameters, exp_avg={},
+                                     exp_avg_sq={}), file)
+    rows, _, _ = trained(pool, layout, tmp_path, GOLDEN, dtype="fp64", steps=50, lr=3e-3,
+                         init_from=str(file), **flags)
     assert relative(column(rows, "loss"), GOLDEN_LOSSES) <= 1e-9
-
-
-def random_tensor(*shape, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def outputs_and_gradient(gpt, tokens, targets, x, dy):
-    """(B, T, C) of the embedding, of a block that sees x, and the loss of the head that sees x; and
-    dx under the upstream gradients dy of the first two."""
-    x = x.clone().requires_grad_()
-    outputs = gpt.embed(tokens), gpt.blocks["0"](x), gpt.head(x, targets)
-    torch.autograd.backward(outputs, [dy, dy, torch.ones_like(outputs[2])])
-    return dict(zip(("embedding", "block", "loss", "dx"), (*outputs, x.grad)))
-
-
-def parallel_and_plain(rank, world, sequence_parallel):
-    """{what: how far this rank's is from its part of the plain model's}"""
-    cfg = replace(CFG, n_layer=1)
-    tokens, targets = tokens_of(cfg, 2), tokens_of(cfg, 2, seed=1)
-    targets[:, ::7] = IGNORE_INDEX
-    x, dy = (random_tensor(2, 16, 32, seed=seed) for seed in (1, 2))
-    plain = random_gpt(cfg)
-    expected = outputs_and_gradient(plain, tokens, targets, x, dy)
-
-    def part(x):                        # of what is the same everywhere: a slice of the positions
-        return x.chunk(world, 1)[rank] if sequence_parallel and x.dim() else x
-    with gridded(rank, world, world, 1, sequence_parallel) as grid, \
-            mock.patch.dict(parallel.MAX_LOGITS, cpu=7 * 384 // world):     # a shorter last chunk
-        local, flat = staged(cfg, grid, torch.float64)
-        flat.load("master", lambda name, shape: plain.get_parameter(name)[:shape[0]])
-        flat.prepare_grad_sync(True)
-        found = outputs_and_gradient(local, tokens, targets, part(x), part(dy))
-        flat.finish_grad_sync()
-    found = {name: relative(x, part(expected[name])) for name, x in found.items()}
-    for bucket in flat.buckets:
-        for spec in bucket.specs:
-            full = plain.get_parameter(spec.name).grad[:spec.shape[0]]
-            found[spec.name] = relative(bucket.view(bucket.grad, spec), spec.shard(full, rank))
-    return found
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("tp", [2, 4, 8])
-def test_parallel_layers_are_the_plain_ones_under_random_upstream_gradients(pool, tp,
-                                                                            sequence_parallel):
-    for found in pool.run(tp, parallel_and_plain, sequence_parallel):
-        assert max(found.values()) < 1e-10, found
-
-
-def mlp_gradients(mlp, parameters, x, dy):
-    """[output, dx, gradient of each parameter] of mlp(x, *parameters) under dy."""
-    x, *parameters = (p.detach().clone().requires_grad_() for p in (x, *parameters))
-    y = mlp(x, *parameters)
-    return [y, *torch.autograd.grad(y, [x, *parameters], dy)]
-
-
-def plain_form_and_others(rank, world):
-    """parallel.plain_mlp, whose ranks have parts of the gradients of the cut matrices, against the
-    whole MLP and the parallel modules."""
-    names = ["up.weight", "up.bias", "down.weight", "down.bias"]
-    mlp = random_gpt(replace(CFG, n_layer=1)).blocks["0"].mlp.double()
-    full = [mlp.get_parameter(name) for name in names]
-    x, dy = (random_tensor(2, 16, 32, seed=seed) for seed in (1, 2))
-
-    def whole(x, *parameters):
-        return torch.func.functional_call(mlp, dict(zip(names, parameters)), x)
-    expected = mlp_gradients(whole, full, x, dy)
-    plain = mlp_gradients(parallel.plain_mlp, full, x, dy)
-    with gridded(rank, world, world, 1) as grid:
-        model = parallel.build_stage(replace(CFG, n_layer=1), grid)
-        specs = {spec.name: spec for spec in parallel.param_specs(model, model.cfg, grid)}
-        specs = [specs[f"blocks.0.mlp.{name}"] for name in names]
-        mlp = model.blocks["0"].mlp
-        ours = mlp_gradients(whole, [spec.shard(p, rank) for spec, p in zip(specs, full)], x, dy)
-    ours_plain = plain[:2] + [spec.shard(p, rank) for spec, p in zip(specs, plain[2:])]
-    for part in plain[2:5]:
-        dist.all_reduce(part)
-    return relative(plain, expected), relative(ours, ours_plain)
-
-
-def test_the_plain_form_of_tensor_parallelism_is_the_whole_mlp_and_the_modules(pool):
-    """On two ranks, as it stands: outputs and gradients in fp64, to 1e-12."""
-    for differences in pool.run(2, plain_form_and_others):
-        assert max(differences) < 1e-12
-
-
-def pipelined_and_whole(rank, world):
-    """{parameter: (its gradient by plain_pipeline, by run_schedule, of the whole model)} on a stage
-    of one block; the tied matrix's plain gradient is the sum of its two ends'."""
-    cfg = replace(CFG, n_layer=world)
-    tokens, targets = tokens_of(cfg, 8), tokens_of(cfg, 8, seed=1)
-    activation_like = torch.empty(2, cfg.seq_len, cfg.n_embd, dtype=torch.float64)
-    whole, stage = random_gpt(cfg), random_gpt(cfg)
-    (whole(tokens, targets) / targets.numel()).backward()
-    tied = stage.head.weight
-    stage.blocks = nn.ModuleDict({str(rank): stage.blocks[str(rank)]})
-    if rank > 0:
-        stage.embed = None
-    if rank < world - 1:
-        stage.head = None
-    parallel.plain_pipeline(stage, list(zip(tokens.split(2), targets.split(2))), activation_like,
-                            targets.numel())
-    plain = {name: p.grad for name, p in stage.named_parameters()}
-    plain["embed.token.weight"] = torch.zeros_like(tied) if tied.grad is None else tied.grad
-    dist.all_reduce(plain["embed.token.weight"])
-
-    with gridded(rank, world, 1, world) as grid:
-        local, flat = staged(cfg, grid, torch.float64)
-        flat.load("master", lambda name, shape: whole.get_parameter(name)[:shape[0]])
-        batch = [(x, y, 0) for x, y in zip(tokens.split(2), targets.split(2))]
-        run_schedule(one_f_one_b(rank, world, 4), local, grid, batch, activation_like, flat,
-                     1 / targets.numel())
-        flat.finish_grad_sync()
-    return {spec.name: (plain[spec.name][:spec.shape[0]],
-                        bucket.view(bucket.grad, spec)[:spec.shape[0]],
-                        whole.get_parameter(spec.name).grad[:spec.shape[0]])
-            for bucket in flat.buckets for spec in bucket.specs}
-
-
-def test_the_plain_pipeline_and_1f1b_have_the_whole_models_gradients(pool):
-    """Each of three stages has its own parameters' gradients, to 1e-12 in fp64."""
-    gradients = pool.run(3, pipelined_and_whole)
-    for plain, scheduled, whole in itertools.chain(*(rank.values() for rank in gradients)):
-        assert relative(plain, whole) < 1e-12 and relative(scheduled, whole) < 1e-12
-    assert set().union(*gradients) == set(dict(random_gpt(replace(CFG, n_layer=3)
-                                                          ).named_parameters()))
-
-
-def plain_and_flat(rank, world):
-    """Five AdamW steps of a batch of 4 on two replicas -> (parameters by plain_step, by
-    plain_zero_step, by FlatParameters)."""
-    tokens, targets = tokens_of(CFG, 4), tokens_of(CFG, 4, seed=1)
-    plain, sharded = (GPT(CFG).initialize(0).double() for _ in range(2))
-    whole = nn.utils.parameters_to_vector(sharded.parameters()).detach()
-    whole = F.pad(whole, (0, 6 + len(whole) % 2))           # any padding to a multiple of dp
-    shard = nn.Parameter(whole.chunk(world)[rank].clone())
-    optimizer, optimizer_of_shard = (
-        torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
-        for parameters in (plain.parameters(), [shard]))
-    with gridded(rank, world, 1, 1) as grid:
-        local, flat = staged(CFG, grid, torch.float64)
-        batch = [(tokens.chunk(world)[rank], targets.chunk(world)[rank], 0)]
-        for step in range(1, 6):
-            parallel.plain_step(plain, optimizer, tokens, targets)
-            parallel.plain_zero_step(sharded, shard, optimizer_of_shard, tokens, targets)
-            flat.zero_grad()
-            run_schedule(gpipe(0, 1, 1), local, grid, batch, torch.empty(0), flat,
-                         1 / targets.numel())
-            flat.finish_grad_sync()
-            flat.step(1.0, step, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0)
-        whole = checkpoint.gather_full_state(flat, CFG, grid, ["master"])
-    plain, sharded = ({name: p.detach() for name, p in model.named_parameters()}
-                      for model in (plain, sharded))
-    return plain, sharded, whole and whole["master"]
-
-
-def test_the_plain_forms_of_data_parallelism_train_as_one_process_and_as_flat_parameters(pool):
-    """Five steps on two ranks, without and with ZeRO, end at the parameters of one process and of
-    FlatParameters, to 1e-12 in fp64."""
-    (plain, sharded, flat), (other, other_sharded, _) = pool.run(2, plain_and_flat)
-    one, (tokens, targets) = GPT(CFG).initialize(0).double(), (tokens_of(CFG, 4, s) for s in (0, 1))
-    initial = {name: p.detach().clone() for name, p in one.named_parameters()}
-    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
-    for _ in range(5):
-        optimizer.zero_grad()
-        (one(tokens, targets) / targets.numel()).backward()
-        optimizer.step()
-    expected = comparable(dict(one.named_parameters()))
-    assert relative(comparable(initial), expected) > 0.01           # it trains
-    for name in plain:                                              # replicas stay equal
-        assert plain[name].equal(other[name]) and sharded[name].equal(other_sharded[name])
-    assert relative(comparable(plain), expected) <= 1e-12
-    assert relative(comparable(sharded), expected) <= 1e-12
-    assert relative(comparable(flat), expected) <= 1e-12
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_scale_moves_as_in_torch(seed):
-    """And its state is whole: at each step another scaler goes on from it."""
-    rng = random.Random(seed)
-    numbers = dict(init_scale=2.0 ** rng.uniform(0, 60), growth_factor=rng.uniform(1.01, 9),
-                   backoff_factor=rng.uniform(0.05, 0.95), growth_interval=rng.randint(1, 5))
-    if seed % 4 == 0:                           # up to where fp32 ends
-        numbers.update(growth_factor=2.0 ** rng.randint(5, 60), growth_interval=1)
-    share, weight = rng.choice([0.02, 0.1, 0.4]), nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    ours = amp.LossScaler(**numbers, min_scale=0.0)
-    theirs = torch.amp.GradScaler("cpu", **numbers)
-    for step in range(300):
-        overflow = rng.random() < share
-        weight.grad = torch.full((2,), math.inf if overflow else 0.0)
-        theirs.scale(torch.ones(()))
-        theirs.step(optimizer)
-        theirs.update()
-        if theirs.get_scale() < 1e-37:
-            break                               # the floor, torch has none
-        ours, state = amp.LossScaler(), json.dumps(ours.state_dict())
-        ours.load_state_dict(json.loads(state))
-        ours.update(overflow)
-        assert ours.scale == theirs.get_scale(), (step, numbers)
-    assert step > 30
-    with pytest.raises(ValueError, match="state"):
-        ours.load_state_dict(dict(scale=1.0))
-
-
-def overflow(run):
-    """Steps 2 and 6 overflow."""
-    def spoil(step):
-        if step in (2, 6):
-            run.flat.buckets[0].shard["grad"][0] = math.inf
-    after_backward(run, spoil)
-
-
-@pytest.mark.parametrize("dtype, layout, flags", [
-    ("fp32", (1, 1, 1), {}), ("bf16", (1, 1, 1), {}), ("fp16", (1, 1, 1), {}),
-    ("fp32", (2, 1, 2), dict(zero=1, pp_schedule="1f1b")), ("fp32", (2, 1, 1), dict(zero=2)),
-    ("fp32", (1, 1, 2), dict(pp_schedule="1f1b", batch_size=16, batch_ramp="4:4:25")),
-    ("bf16", (1, 2, 1), dict(sequence_parallel=True)),
-    ("fp16", (2, 1, 1), dict(zero=3, recompute=True, offload=True))])
-def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, dtype, layout, flags):
-    """With dropout, skipped steps and the scaler's state; from the file of the middle."""
-    outs, (dp, tp, pp), ran = [tmp_path / "straight", tmp_path / "resumed"], layout, []
-    for out, file in zip(outs, (None, outs[0] / "step_00000003.pt")):
-        out.mkdir()
-        config = settings(out, dtype=dtype, steps=6, save_every=3, tp=tp, pp=pp,
-                          micro_batch=4 // dp, **flags)             # two microbatches each
-        ran.append(pool.run(dp * tp * pp, run_steps, layout, config, replace(
-            CFG, dropout=0.1, n_layer=2), nothing, file, overflow)[0])
-    (steps, *_), (again, *_) = ran
-    assert column(again, "step") == [4, 5, 6]
-    for name in ("loss", "grad_norm", "lr", "loss_scale", "tokens"):
-        assert repr(column(again, name)) == repr(column(steps[3:], name)), name     # nan is nan
-    assert_same_state(saved(outs[0], 6), saved(outs[1], 6))
-    assert [saved(outs[0], step)["optimizer_steps"] for step in (3, 6)] == [2, 4]
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
-def test_a_run_goes_on_in_another_layout(pool, tmp_path, seed):
-    """One run that moves to the next of these layouts, in an order by the seed, after every step;
-    and one that stays."""
-    moves = [((1, 1, 1), {}), ((2, 1, 1), dict(zero=1)), ((1, 2, 1), {}), ((2, 1, 1), dict(zero=2)),
-             ((1, 1, 2), dict(pp_schedule="1f1b")), ((2, 1, 1), dict(zero=3)), ((2, 1, 1), {}),
-             ((1, 2, 1), dict(sequence_parallel=True)), ((2, 2, 1), dict(zero=1)),
-             ((1, 1, 1), dict(offload=True))]
-    random.Random(seed).shuffle(moves)
-    stays, moves_on = tmp_path / "stays", tmp_path / "moves on"
-    stays.mkdir(), moves_on.mkdir()
-    config = settings(stays, steps=len(moves), min_lr_ratio=1.0, dtype="fp64")
-    straight, _, end = run_steps(0, 1, (1, 1, 1), config, CFG)
-    for step, ((dp, tp, pp), flags) in enumerate(moves, 1):
-        moved = replace(config, out=str(moves_on), steps=step, tp=tp, pp=pp, micro_batch=4 // dp,
-                        **flags)
-        (row,), _, ours = pool.run(dp * tp * pp, run_steps, (dp, tp, pp), moved, CFG, nothing,
-                                   moves_on / "latest.pt" if step > 1 else None)[0]
-        for name in ("step", "tokens", "lr", "loss", "grad_norm"):
-            assert row[name] == pytest.approx(straight[step - 1][name], rel=1e-10), (step, name)
-    assert relative(ours, end) <= 1e-10
 
 
 # ---------------------------------------------------------------------------------------------
