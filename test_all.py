@@ -336,35 +336,23 @@ def test_replicas_train_as_one_process_and_stay_equal(pool):
 
 # ---- The loss scaler is torch's
 
-def test_the_plain_scaled_step_is_that_of_torchs_scaler_and_of_ours():
-    """Dynamic loss scaling in its plainest form, torch.amp.GradScaler, and LossScaler with
-    clip_factor make the same 30 steps, to the bit: the same weights and scales. In fp32, as
-    GradScaler wants it: a gradient of 2^113 overflows until the scale is 2^14."""
-    weights = [nn.Parameter(torch.ones(4)) for _ in range(3)]
-    optimizers = [torch.optim.SGD([weight], lr=2.0 ** -113) for weight in weights]
-    plain_scale = 2.0 ** 16
+def test_the_plain_scaled_step_is_that_of_torchs_scaler():
+    """Dynamic loss scaling in its plainest form and torch.amp.GradScaler make the same 30 steps, to
+    the bit: the same weights and scales. In fp32, as GradScaler wants it: a gradient of 2^113
+    overflows until the scale is 2^14."""
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    plain, torchs = (torch.optim.SGD([weight], lr=2.0 ** -113) for weight in weights)
+    scale = 2.0 ** 16
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0 ** 16)
-    ours = amp.LossScaler()
     for step in range(30):
-        gradient = 2.0 ** 113 if step % 5 == 0 else 2.0 ** 111
-        losses = [(weight * gradient).sum() for weight in weights]
-        plain_scale = amp.plain_scaled_step(losses[0], optimizers[0], plain_scale)
-
-        optimizers[1].zero_grad()
+        losses = [(weight * 2.0 ** (111 + step % 3)).sum() for weight in weights]
+        scale = amp.plain_scaled_step(losses[0], plain, scale)
+        torchs.zero_grad()
         theirs.scale(losses[1]).backward()
-        theirs.step(optimizers[1])
+        theirs.step(torchs)
         theirs.update()
-
-        optimizers[2].zero_grad()
-        (losses[2] * ours.scale).backward()
-        found_inf = not weights[2].grad.isfinite().all()
-        if not found_inf:
-            weights[2].grad *= amp.clip_factor(1.0, 0.0, ours.scale)
-            optimizers[2].step()
-        ours.update(found_inf)
-        assert plain_scale == theirs.get_scale() == ours.scale
-        assert weights[0].equal(weights[1]) and weights[0].equal(weights[2])
-    assert plain_scale == 2.0 ** 14 and weights[0][0] < -8
+        assert scale == theirs.get_scale() and weights[0].equal(weights[1])
+    assert scale == 2.0 ** 14 and weights[0][0] < -8
 
 
 @pytest.mark.parametrize("init_scale, growth_factor, backoff_factor, growth_interval, share", [
@@ -662,7 +650,7 @@ SHARED = ROOT.parent / "shared"         # what is downloaded elsewhere, where th
 
 
 def run_data(capsys, *arguments):
-    """(exit status, standard output, standard error) of `python data.py ...`."""
+    """`python data.py ...` -> (exit status, standard output, standard error)."""
     try:
         status = data.main(list(map(str, arguments)))
     except SystemExit as stop:
@@ -677,7 +665,7 @@ def shard(tokens, magic=20240520, version=1, count=None):
 
 
 def texts_of(directory, *splits):
-    """The documents of a split, or of both where each is in both, whose tokens are bytes."""
+    """The documents of a split in tokens that are bytes; of two splits, document by document."""
     found = []
     for split in splits:
         tokens = np.concatenate([np.fromfile(file, "<u2", offset=1024)
@@ -688,39 +676,16 @@ def texts_of(directory, *splits):
     return ["".join(parts) for parts in zip(*found, strict=True)]
 
 
-def test_pieces_encode_to_the_tokens_of_the_whole(monkeypatch):
-    """They have its words, by GPT-2's pattern, and BPE merges nothing across two words."""
-    import regex
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    def words(parts):
-        return [word for part in parts for word in regex.findall(r50k_pat_str, part)]
-
-    def cut(blocks):
-        splits, (begin, *pieces) = zip(*data.split_document(blocks, 10 ** 6))
-        assert set(splits) == {"train"} and begin == ""
-        return pieces
-
-    rng, cut_anywhere = random.Random(0), 0
-    for size in rng.choices(range(100, 200), k=300):
-        text = "".join(rng.choices(NASTY, k=rng.randrange(1, 200)))
-        monkeypatch.setattr(data, "BLOCK", size)
-        pieces = cut(text[i:i + 7] for i in range(0, len(text), 7))
-        assert "".join(pieces) == text and max(map(len, pieces)) <= size
-        assert words(pieces) == words([text])
-        cut_anywhere += words(text[i:i + size] for i in range(0, len(text), size)) != words(pieces)
-    assert cut_anywhere > 100                   # the place of a cut makes a difference
-    assert cut(["x" * 500]) == ["x" * size] * (500 // size) + ["x" * (500 % size)]
-
-
 def test_documents_stay_in_order_and_seed_and_text_alone_decide_the_split(tmp_path, monkeypatch,
                                                                           capsys):
-    """However the threads take turns; <|endoftext|> within a text is ordinary text."""
+    """Each of 400 documents is in one split, in the order of the input, with its text unchanged,
+    <|endoftext|> within it too. Another order, or fewer documents, does not move one to the other
+    split; another seed does. Of 20 documents at least one validates and one trains."""
     monkeypatch.setattr(data.os, "cpu_count", lambda: 1)        # 4 jobs, 3 of them under way
     monkeypatch.chdir(tmp_path)
-    Path("in/sub").mkdir(parents=True)          # of folders .txt and .jsonl are read
-    Path("in/other.md").write_text("not read")
-    Path("in/empty.txt").touch()                # what is empty is counted
+    Path("in/sub").mkdir(parents=True)
+    Path("in/other.md").write_text("neither .txt nor .jsonl: not read")
+    Path("in/empty.txt").touch()
     Path("in/link.jsonl").symlink_to("nowhere")
     texts = [f"{i} " + "".join(random.Random(i).sample(NASTY, 9)) for i in range(400)]
 
@@ -729,16 +694,14 @@ def test_documents_stay_in_order_and_seed_and_text_alone_decide_the_split(tmp_pa
         Path("in/sub/a.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in texts))
         status, told, _ = run_data(capsys, "--input", "in", "--tokenizer", "bytes", "--out",
                                    "my data", "--seed", seed)
-        assert status == 0 and told.splitlines()[-2].startswith(
-            "python train.py --data 'my data' --out 'out/my data'")
-        train, val = (texts_of("my data", split) for split in data.SPLITS)
+        assert status == 0 and "python train.py --data 'my data' --out 'out/my data'" in told
         assert f"{len(texts)} documents, 0 duplicates dropped, 1 without text skipped" in told
+        train, val = (texts_of("my data", split) for split in data.SPLITS)
         assert train == [t for t in texts if t not in val] and min(len(train), len(val)) > 0
         assert val == [t for t in texts if t not in train]
         meta = json.loads(Path("my data/meta.json").read_text())
         assert meta["bytes_per_token"] == sum(len(t.encode()) for t in val) / meta["tokens"]["val"]
         return set(val)
-
     first = split(texts)
     assert 5 <= len(first) <= 40 and split(texts[::-1]) == first != split(texts, 1)
     assert split(texts[:300]) == first & set(texts[:300])
@@ -748,8 +711,9 @@ def test_documents_stay_in_order_and_seed_and_text_alone_decide_the_split(tmp_pa
 
 def test_of_few_documents_each_gives_its_last_twentieth_in_shards_of_llm_c(tmp_path, monkeypatch,
                                                                            capsys):
-    """Cut at a character. Duplicates and blank documents are dropped and counted; line ends stay;
-    shards end where asked."""
+    """With fewer than 20 documents each is cut at a character, at most 5% from its end. Duplicates
+    and blank documents are dropped and counted, line ends stay, and a shard has llm.c's header and
+    --shard-tokens tokens."""
     monkeypatch.setattr(data, "BLOCK", 70)
     texts = ["é" * 101, "abcdefghij" * 200, "漢字" * 40 + "x", "one text\n", "one text\r\n"]
     for number, text in enumerate([*texts, texts[1], texts[3], " \n", "\n"]):
@@ -769,71 +733,62 @@ def test_of_few_documents_each_gives_its_last_twentieth_in_shards_of_llm_c(tmp_p
 
 
 def test_a_data_set_stays_until_a_new_one_is_whole(tmp_path):
-    """A run that trains on it could not go on with another, which is refused before it is made. A
-    kill while it takes its place leaves what is refused too, and not taken for GPT-2's, which has
-    no meta.json; the same text, in the same shards, mends it."""
+    """Other text or flags for the same --out are refused before anything is made, because a run
+    may train on it. After a kill while the new files take their place the data set is refused as
+    damaged, not taken for one of GPT-2's tokens; the same text and flags mend it, to the bit."""
     text, out = tmp_path / "a.txt", tmp_path / "new"
     text.write_text("abcdefghij" * 500)
     prepare = functools.partial(data.prepare, [text], out, "bytes")
+    replace_file = os.replace
 
-    def killed(path, target, replace=os.replace):
+    def killed(path, target):
         if target.name == "meta.json":
             raise KeyboardInterrupt
-        replace(path, target)
+        replace_file(path, target)
     with mock.patch.object(os, "replace", killed), pytest.raises(KeyboardInterrupt):
         prepare()
     with pytest.raises(ValueError, match="meta.json is damaged.*run data.py again"):
         data.TokenDataset(out, "train", 4)
     fingerprint = prepare()["fingerprint"]
-    assert fingerprint == data.sha256_of(*sorted(out.glob("*.bin")))
     assert names_in(out) == ["meta.json", "train_000000.bin", "val_000000.bin"]
     before = {path: path.read_bytes() for path in out.iterdir()}
-    with mock.patch.object(data, "sha256_of", side_effect=OSError), pytest.raises(OSError):
-        prepare()                                           # fails when its shards are written
-    with mock.patch.object(data, "tokenise", side_effect=AssertionError):
-        for changed in (dict(shard_tokens=1024), dict(seed=1), {}):
-            if not changed:
-                text.write_text("abcdefghij" * 499 + "abcdefghiJ")
-            with pytest.raises(ValueError, match="of other text, .* give another --out, or remove"):
-                prepare(**changed)
+    assert fingerprint == hashlib.sha256(before[out / "train_000000.bin"]
+                                         + before[out / "val_000000.bin"]).hexdigest()
+    with mock.patch.object(data, "tokenise", side_effect=OSError), pytest.raises(OSError):
+        prepare()
+    for changed in (dict(shard_tokens=1024), dict(seed=1)):
+        with pytest.raises(ValueError, match="of other text, .* give another --out, or remove"):
+            prepare(**changed)
+    text.write_text("abcdefghij" * 499 + "abcdefghiJ")
+    with pytest.raises(ValueError, match="of other text, .* give another --out, or remove"):
+        prepare()
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
     text.write_text("abcdefghij" * 500)
     (out / "val_000000.bin").write_bytes(b"damaged")
-    assert prepare()["fingerprint"] == fingerprint          # the same text mends it
+    assert prepare()["fingerprint"] == fingerprint
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 
-def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, monkeypatch, capsys):
-    file, index_documents = tmp_path / "a.jsonl", data.index_documents
-    lines = [json.dumps(dict(text=f"text number {i}")) + "\n" for i in range(5)]
-    for changed in (lines[:4], lines[:4] + ["\n"]):
-        file.write_text("".join(lines))
+@pytest.mark.parametrize("second", ["", "\n"])
+def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, capsys, second):
+    """Of two lines the second goes, or becomes blank: exit 2 and "changed while"."""
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "some text"}\n{"text": "more"}\n')
+    read = data.read_documents
 
-        def then_changes(*arguments):
-            answer = index_documents(*arguments)
-            file.write_text("".join(changed))
-            return answer
-        monkeypatch.setattr(data, "index_documents", then_changes)
+    def then_changes(path):
+        yield from read(path)
+        file.write_text('{"text": "some text"}\n' + second)
+    with mock.patch.object(data, "read_documents", then_changes):
         status, out, error = run_data(capsys, "--input", file, "--tokenizer", "bytes", "--out",
                                       tmp_path / "out")
-        assert (status, out, error.count("\n")) == (2, "", 1) and "changed while" in error, error
-
-
-def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "BLOCK", 4096)
-    monkeypatch.setattr(data.os, "cpu_count", lambda: 2)
-    peaks = []
-    for size in (100_000, 1_000_000):
-        (tmp_path / "a.txt").write_text("All work and no play. " * (size // 22))
-        tracemalloc.start()
-        data.prepare([tmp_path / "a.txt"], tmp_path / f"{size}", "bytes")
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < peaks[0] + 100_000, peaks
+    assert (status, out, error.count("\n")) == (2, "", 1) and "changed while" in error, error
 
 
 def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path, monkeypatch,
                                                                         capsys):
-    """The end of a link that leads nowhere is not read."""
+    """`python data.py` reads the .py files of Python's library: equal files once, and no link that
+    leads nowhere."""
     assert Path(json.__file__) in data.standard_library()
     for folder in ("tests", "test", "idle_test", "site-packages", "dist-packages", "a", "b"):
         (tmp_path / "lib" / folder).mkdir(parents=True)
@@ -858,8 +813,9 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("latin.jsonl", b'{"text": "ok"}\n{"text": "\xe4"}\n', "latin.jsonl line 2"),
     ("bad.jsonl", b'{"text": "ok"}\n\n{"text": }\n', "bad.jsonl line 3 JSON"),
     ("half.jsonl", b'{"text": "\\ud800"}\n', "half.jsonl line 1 surrogate"),
-    *(("no.jsonl", b'{"text": "ok"}\n' + line, 'no.jsonl line 2 "text"') for line in (
-        b'{"txt": "a"}\n', b'{"text": 5}\n', b'["text"]\n')),
+    ("no.jsonl", b'{"text": "ok"}\n{"txt": "a"}\n', 'no.jsonl line 2 "text"'),
+    ("no.jsonl", b'{"text": "ok"}\n{"text": 5}\n', 'no.jsonl line 2 "text"'),
+    ("no.jsonl", b'{"text": "ok"}\n["text"]\n', 'no.jsonl line 2 "text"'),
     ("a.txt --seed -1", b"x" * 9, "--seed"), ("a.txt --shard-tokens 9", b"x" * 9, "1024"),
     ("--dataset none", None, "none"), ("--input a.txt", b"x" * 9, "--out"),
     ("--out a.txt", b"x" * 9, "exists a.txt"),
@@ -867,51 +823,61 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("--dataset fineweb --shards 104", None, "--shards 1 to 103"),
     ("--dataset fineweb --tokenizer bytes", None, "GPT-2's tokens"),
     # Shards made by others are neither deleted nor mixed in.
-    ("a.txt --out .", b"x" * 9, "fineweb_train_000001.bin"),
-    ("--out out --input a.txt", b"x" * 9, """TIKTOKEN_CACHE_DIR --tokenizer bytes /vocab.bpe
-     put the file at cache/6d1cbeee0f20b3d9449abfede4726ed8212e3aee"""),
-])
+    ("a.txt --out .", b"x" * 9, "fineweb_train_000001.bin")])
 def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatch, capsys, flags,
                                                             content, words):
-    """Where nothing can be downloaded. The flags, or those behind --input; the content of the
-    file; what the line says."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(data.time, "sleep", nothing)
-    monkeypatch.setattr(requests, "get", mock.Mock(side_effect=requests.ConnectionError))
+    """The flags, or those behind --input; the content of the file; what the line says. Nothing is
+    written."""
+    monkeypatch.chdir(tmp_path)
     Path("fineweb_train_000001.bin").write_bytes(shard([1, 2]))
     if content is not None:
         Path(re.search(r"\w+\.\w+", flags)[0]).write_bytes(content)
     if not flags.startswith("--"):
         flags = f"--out out --tokenizer bytes --input {flags}"
-    before = {path for path in Path().iterdir()}
+    before = set(Path().iterdir())
     status, out, line = run_data(capsys, *flags.split())
-    assert (status, out) == (1 if "CACHE" in words else 2, "")
-    assert line.startswith("data.py: ") and line.count("\n") == 1
+    assert (status, out, line.count("\n")) == (2, "", 1) and line.startswith("data.py: ")
     assert all(word in line for word in words.split()), line
-    assert {path for path in Path().rglob("*")} <= before | {Path("out")}
+    assert set(Path().rglob("*")) <= before | {Path("out")}
+
+
+def test_without_gpt2s_vocabulary_one_line_says_where_to_put_it(tmp_path, monkeypatch, capsys):
+    """Where nothing can be downloaded the exit status is 1, and bytes are offered instead."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(data.time, "sleep", nothing)
+    monkeypatch.setattr(requests, "get", mock.Mock(side_effect=requests.ConnectionError))
+    (tmp_path / "a.txt").write_text("some text")
+    status, out, line = run_data(capsys, "--out", tmp_path, "--input", tmp_path / "a.txt")
+    assert (status, out, line.count("\n")) == (1, "", 1) and "/vocab.bpe" in line
+    assert f"put the file at {tmp_path}/cache/6d1cbeee0f20b3d9449abfede4726ed8212e3aee" in line
+    assert "--tokenizer bytes" in line and "TIKTOKEN_CACHE_DIR" in line
 
 
 BODY = np.random.default_rng(0).bytes(1 << 16).hex().encode()
 SIZE = len(BODY)
-STORIES = b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n"
 
 
 @pytest.fixture
 def server(monkeypatch):
-    """What a server on this machine does: body is all its files; ranges: it knows Range; drop: so
-    many replies end half way; length: it says how long the body is. It notes what is asked."""
+    """A server on this machine. body: of each of its files; ranges: it knows Range; drop: so many
+    replies end half way; length: it says how long the body is; asked: (file, first byte) of each
+    request."""
     server = SimpleNamespace(body=BODY, ranges=True, drop=0, length=True, asked=[])
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            ranged, size = server.ranges and self.headers["Range"], len(server.body)
-            start = int(ranged[6:-1]) if ranged else 0
+            size = len(server.body)
+            start = 0
+            if server.ranges:
+                start = int(self.headers["Range"][len("bytes="):-1])
             server.asked.append((Path(self.path).name, start))
-            self.send_response(416 if start >= size else 206 if ranged else 200)
-            if ranged:
+            if start >= size:
+                self.send_response(416)
+            elif server.ranges:
+                self.send_response(206)
                 self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
+            else:
+                self.send_response(200)
             if server.length:
                 self.send_header("Content-Length", str(max(size - start, 0)))
             self.end_headers()
@@ -930,44 +896,56 @@ def server(monkeypatch):
         httpd.shutdown()
 
 
-@pytest.mark.parametrize("name, served, part, starts", [
-    ("shakespeare", dict(drop=2), b"", [0, SIZE // 2, SIZE * 3 // 4]),  # when it is dropped goes on
-    ("shakespeare", dict(drop=2, ranges=False), b"", [0, 0, 0]),        # or starts over
-    ("shakespeare", {}, BODY[:SIZE // 2], [SIZE // 2]),     # so does that of an earlier run
-    ("shakespeare", {}, b"x" * 999, [999, 0]),        # or starts over if it is another's
-    ("shakespeare", {}, b"x" * SIZE, [SIZE, 0]),
-    ("shakespeare", {}, b"x" * 5 * SIZE, [5 * SIZE, 0]),
-    ("shakespeare", dict(body=b"another text"), b"", None),
-    ("tinystories", dict(body=STORIES), b"", [0]), ("tinystories", dict(drop=99), b"", None),
-    ("tinystories", dict(length=False, ranges=False), b"", None)])  # nothing says that it is whole
-def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, monkeypatch, capsys, name,
-                                                   served, part, starts):
-    """What the server does; what there is of the file before; where the requests begin, of which
-    there are four if it stays wrong. The sha256 of the one is known, of the other the length."""
+@pytest.mark.parametrize("served, part, starts", [
+    (dict(drop=2), b"", [0, SIZE // 2, SIZE * 3 // 4]),     # a dropped connection: it continues
+    (dict(drop=2, ranges=False), b"", [0, 0, 0]),           # or starts over
+    ({}, BODY[:SIZE // 2], [SIZE // 2]),                    # it continues an earlier run's
+    ({}, b"x" * 999, [999, 0]),                             # or starts over if it is another's
+    ({}, b"x" * SIZE, [SIZE, 0]),
+    ({}, b"x" * 5 * SIZE, [5 * SIZE, 0]),
+    (dict(body=b"another text"), b"", None)])
+def test_a_download_of_known_sha256_is_whole_in_the_end_or_refused(tmp_path, server, monkeypatch,
+                                                                   capsys, served, part, starts):
+    """What the server does; what .part holds before; where the requests begin. After four that are
+    wrong (None) it ends with exit 1. A damaged file is replaced, and a whole one not asked for."""
     vars(server).update(served)
-    _, sha256, suffix = data.DOWNLOADS[name]
-    sha256 = sha256 and hashlib.sha256(BODY).hexdigest()
-    monkeypatch.setitem(data.DOWNLOADS, name, (f"{server.url}/file", sha256, suffix))
-    file = tmp_path / "raw" / f"{name}{suffix}"
-    file.parent.mkdir()
-    file.with_name(f"{file.name}.part").write_bytes(part)
-    if sha256:
-        file.write_bytes(b"damaged")
-    fetch = functools.partial(run_data, capsys, "--dataset", name, "--tokenizer", "bytes", "--out",
-                              tmp_path)
+    monkeypatch.setitem(data.DOWNLOADS, "shakespeare", (
+        f"{server.url}/file", hashlib.sha256(BODY).hexdigest(), ".txt"))
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/shakespeare.txt").write_bytes(b"damaged")
+    (tmp_path / "raw/shakespeare.txt.part").write_bytes(part)
+    fetch = functools.partial(run_data, capsys, "--dataset", "shakespeare", "--tokenizer", "bytes",
+                              "--out", tmp_path)
     status, out, error = fetch()
     if starts is None:
         assert (status, out, len(server.asked)) == (1, "", 4)
         assert error.splitlines()[-1].startswith("data.py: cannot download")
     else:
         assert status == fetch()[0] == 0 and [start for _, start in server.asked] == starts
-        assert names_in(file.parent) == [file.name]
-        assert texts_of(tmp_path, *data.SPLITS) == (
-            [BODY.decode()] if sha256 else ["Once\nupon", "The end <|endoftext|> not"])
+        assert names_in(tmp_path / "raw") == ["shakespeare.txt"]
+        assert texts_of(tmp_path, *data.SPLITS) == [BODY.decode()]
+
+
+@pytest.mark.parametrize("served, requests", [
+    ({}, 1), (dict(drop=99), 4), (dict(length=False, ranges=False), 4)])
+def test_tinystories_are_whole_by_their_length_and_cut_at_their_separators(
+        tmp_path, server, monkeypatch, capsys, served, requests):
+    """Without a sha256 a file is whole if the server says its length. A line of <|endoftext|> ends
+    a story, the same characters within a line do not."""
+    vars(server).update(served, body=b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n"
+                                     b"<|endoftext|>\n")
+    monkeypatch.setitem(data.DOWNLOADS, "tinystories", (f"{server.url}/file", None, ".eot"))
+    status, _, _ = run_data(capsys, "--dataset", "tinystories", "--tokenizer", "bytes", "--out",
+                            tmp_path)
+    assert len(server.asked) == requests and status == int(requests == 4)
+    if status == 0:
+        assert texts_of(tmp_path, *data.SPLITS) == ["Once\nupon", "The end <|endoftext|> not"]
 
 
 def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path, server,
                                                                        monkeypatch, capsys):
+    """Two training shards and the validation shard: a download continues, a second run asks for
+    nothing, a shard that is cut short is refused, and one that is missing is fetched again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     fetch = functools.partial(run_data, capsys, "--dataset", "fineweb", "--shards", 2)
@@ -992,39 +970,22 @@ def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path,
     assert "holds other shards" in fetch()[2]
 
 
-def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys):
-    """Of all bytes, if their number is known; and of lines without text too. A clock that is asked
-    moves on by four seconds."""
-    clock = SimpleNamespace(monotonic=itertools.count(0, 4).__next__)
-    monkeypatch.setattr(data, "time", clock)
-    note = data.progress("x", 5_000_000, done=1_000_000)
-    for _ in range(4):
-        note(1_000_000)
-    assert capsys.readouterr().err == "x: 3.0 of 5.0 MB\nx: 5.0 of 5.0 MB\n"
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": ""}\n' * 2000 + '{"text": "some text"}\n' * 9)
-    status, _, error = run_data(capsys, "--input", file, "--tokenizer", "bytes", "--out", tmp_path)
-    assert status == 0 and re.fullmatch("(reading: 0.0 MB\n)+(tokenising: 0.0 of 0.0 MB\n)*", error)
-
-
 def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, capsys):
-    """Sixty documents of one character. A text too short for the default windows is said to be,
-    and the command printed trains on it."""
-    assert data.SEQ_LEN == GPTConfig().seq_len
+    """Sixty .TXT documents of one character are too little text for the default windows: the
+    output says so, and its command trains on windows that fit."""
     for i in range(60):
         (tmp_path / f"{i}.TXT").write_text(chr(ord("A") + i))
     status, out, _ = run_data(capsys, "--input", tmp_path, "--tokenizer", "bytes", "--out",
                               tmp_path / "out")
     assert status == 0 and out.startswith("60 documents, 0 duplicates dropped, 0 without")
-    tokens = json.loads((tmp_path / "out/meta.json").read_text())["tokens"]
-    assert f"too little text for windows of {data.SEQ_LEN} + 1 tokens" in out
-    assert f" --seq-len {tokens['val'] - 1}\n" in out
-    assert sum(tokens.values()) == 120
-    for split in data.SPLITS:
-        assert data.TokenDataset(tmp_path / "out", split, tokens["val"] - 1).n_windows
+    assert f"too little text for windows of {GPTConfig().seq_len} + 1 tokens" in out
+    seq_len = int(re.search(r" --seq-len (\d+)\n", out)[1])
+    made = [data.TokenDataset(tmp_path / "out", split, seq_len) for split in data.SPLITS]
+    assert sum(one.n_tokens for one in made) == 120 and min(one.n_windows for one in made) > 0
 
 
 def dataset(directory, shards, meta=True, seq_len=4):
+    """A TokenDataset of these shards: {name: tokens}."""
     for name, tokens in shards.items():
         (directory / f"{name}.bin").write_bytes(shard(tokens))
     if meta:
@@ -1034,7 +995,8 @@ def dataset(directory, shards, meta=True, seq_len=4):
 
 
 def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
-    """Of the split that is a word of the shard's name."""
+    """Of each shard that has the split as a word of its name. Without meta.json the names and sizes
+    of the files tell one source from another."""
     made = dataset(tmp_path, {"TinyStories-train": range(13), "retrieval_train_1": range(99, 102),
                               "train_2": range(100, 112), "constrained_val_0": range(9)})
     assert (made.n_tokens, made.n_windows) == (28, 5)
@@ -1042,15 +1004,17 @@ def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
         [8, 9, 10, 11, 12], [0, 1, 2, 3, 4], [104, 105, 106, 107, 108], [100, 101, 102, 103, 104]]
     assert made.windows([1]).dtype == np.int64
     assert data.TokenDataset(tmp_path, "val", 4).n_tokens == 9
-    (tmp_path / "meta.json").unlink()           # then names and sizes tell one from another
+    (tmp_path / "meta.json").unlink()
     keys = [dataset(tmp_path, {"train_2": range(n)}, meta=False).sources.keys() for n in (9, 9, 8)]
     assert keys[0] == keys[1] != keys[2]
 
 
 def mixture(n_windows, phases):
     """A TokenDataset without tokens; phases are [first sequence, {source: weight}] each."""
-    made, first = data.TokenDataset.__new__(data.TokenDataset), 0
-    made.sources, made.phases = {}, phases
+    made = data.TokenDataset.__new__(data.TokenDataset)
+    made.sources = {}
+    made.phases = phases
+    first = 0
     for name, n in n_windows.items():
         made.sources[name] = data.Source(name, phases[-1][1][name], first, n, {})
         first += n
@@ -1059,16 +1023,19 @@ def mixture(n_windows, phases):
 
 @pytest.mark.parametrize("n", [*range(1, 40), 255, 256, 257, 1000, 4097, 10 ** 6])
 def test_an_epoch_is_a_permutation_and_a_function_of_seed_and_epoch(n):
+    """An epoch reads each of n windows once. Another epoch, or seed, agrees in no more places than
+    chance does, and neighbours in the order are uncorrelated, to four deviations. A later version
+    must read the same data: the windows of sequences 995 to 1004 are recorded."""
     made, in_order = mixture({"d": n}, [[0, {"d": 1}]]), np.arange(n)
-    one, two = epochs = made.sample_indices(7, 0, 2 * n).reshape(2, n)
-    assert all(np.array_equal(np.sort(epoch), in_order) for epoch in epochs)    # no replacement
-    if n == 1000:           # a run that goes on with a later version must read the same data
+    one, two = made.sample_indices(7, 0, 2 * n).reshape(2, n)
+    assert np.array_equal(np.sort(one), in_order) and np.array_equal(np.sort(two), in_order)
+    if n == 1000:
         assert made.sample_indices(1337, 995, 10).tolist() == [
             483, 950, 50, 473, 32, 918, 294, 124, 291, 217]
     if n > 250:
         for other in (two, made.sample_indices(8, 0, n), in_order):
             assert (other == one).mean() < 10 / n + 1e-3
-        for other in (in_order, np.roll(one, 1)):           # four deviations
+        for other in (in_order, np.roll(one, 1)):
             assert abs(np.corrcoef(one, other)[0, 1]) < 4 / n ** 0.5
 
 
@@ -1080,22 +1047,138 @@ def test_an_epoch_is_a_permutation_and_a_function_of_seed_and_epoch(n):
     (dict(a=50, b=300, c=70, d=9), [[0, dict(a=7, b=3, c=0)], [100, dict(a=1, b=1, c=2, d=4)]])])
 def test_a_mixture_is_exact_in_proportion_and_reads_each_source_without_replacement(n_windows,
                                                                                     phases):
-    made, n = mixture(n_windows, phases), 2000
+    """After any number of sequences of a phase, each source has given its share of them, to less
+    than one sequence a source. It gives its windows in the order in which it would alone, and the
+    answer does not depend on how one asks."""
+    n = 2000
+    made = mixture(n_windows, phases)
     windows = made.sample_indices(7, 0, n)
-    for first, count in [(0, 1), (17, 16), (90, 99), (n - 3, 3), (5, 0)]:   # any order of asking
+    for first, count in [(0, 1), (17, 16), (90, 99), (n - 3, 3), (5, 0)]:
         assert np.array_equal(made.sample_indices(7, first, count), windows[first:first + count])
+    ends = [*(first for first, _ in phases[1:]), n]
     for name, source in made.sources.items():
         its = (source.first <= windows) & (windows < source.first + source.n_windows)
         alone = mixture({name: source.n_windows}, [[0, {name: 1}]]).sample_indices(7, 0, its.sum())
         assert np.array_equal(windows[its] - source.first, alone)
         assert made.epochs(n)[name] == its.sum() / source.n_windows
-        for (first, weights), end in zip(phases, [*(first for first, _ in phases[1:]), n]):
-            counts, share = np.cumsum(its[first:end]), weights.get(name, 0) / sum(weights.values())
-            off = counts - np.arange(1, end - first + 1) * share        # wherever one looks
+        for (first, weights), end in zip(phases, ends):
+            share = weights.get(name, 0) / sum(weights.values())
+            off = np.cumsum(its[first:end]) - np.arange(1, end - first + 1) * share
             assert abs(off).max() < len(weights)
 
 
+def test_other_weights_begin_a_phase_in_place_of_those_of_later_files():
+    """A run that goes back to sequence 60 forgets the phase that it began at 100."""
+    made = mixture(dict(a=50, b=300), [[0, dict(a=1, b=2)]])
+    made.go_on([[0, dict(a=7, b=3)], [100, dict(a=1, b=1)]], 60)
+    assert made.phases == [[0, dict(a=7, b=3)], [60, dict(a=1, b=2)]]
+
+
+@pytest.mark.parametrize("text, weights", [
+    ("day=1", {"day=1": 1}),
+    ("data/a=0.7,b=0.3", {"data/a": 7, "b": 3}),
+    ("a=.000001,b=1000,k=v=0", {"a": 1, "b": 10 ** 9, "k=v": 0})])
+def test_data_is_a_directory_or_several_by_weight(tmp_path, monkeypatch, text, weights):
+    """--data is DIR, whose name may have a "=", or DIR=WEIGHT,... in lowest terms."""
+    monkeypatch.chdir(tmp_path)
+    Path("day=1").mkdir()
+    assert data.parse_mixture(text) == {Path(folder): w for folder, w in weights.items()}
+
+
+def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path):
+    """Wherever it stands in two shards: rank r of three checks the blocks r, r + 3, ..."""
+    for at in range(38):
+        tokens = 256 - np.arange(38)
+        tokens[at] = 257
+        bad = dataset(tmp_path, {"train_0": tokens[:17], "train_1": tokens[17:]})
+        found = []
+        for part in range(3):
+            try:
+                bad.check(part, 3)
+            except ValueError as error:
+                found.append(str(error))
+        file = "train_0.bin" if at < 17 else "train_1.bin"
+        assert len(found) == 1 and f"{file} holds token 257, beyond a vocabulary of 257" in found[0]
+
+
+@pytest.mark.parametrize("file, damage, words", [
+    ("train_0.bin", shard(range(20), magic=20240521), "20240521"),
+    ("train_0.bin", shard(range(20), version=2), "20240520, 2"),
+    ("train_0.bin", shard(range(20), count=21), "21 1064"),
+    ("train_0.bin", shard(range(20), count=19), "19 1064"), ("train_0.bin", shard([]), "1024"),
+    ("train_0.bin", b"short", "5 bytes"), ("train_0.bin", b"", "0 bytes"),
+    ("train_0.bin", shard(range(4)), "4 tokens 4 + 1"), ("meta.json", b"{", ""),
+    ("meta.json", b"[]", ""), ("meta.json", b'{"tokenizer": "gpt2"}', "")])
+def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file, damage, words):
+    """Five tokens make a window of 4 + 1; with the damage the ValueError names file and cause."""
+    assert dataset(tmp_path, {"train_0": range(5)}).n_windows == 1
+    (tmp_path / file).write_bytes(damage)
+    with pytest.raises(ValueError) as error:
+        data.TokenDataset(tmp_path, "train", 4)
+    assert all(word in str(error.value) for word in [file, *words.split()])
+
+
+@pytest.mark.parametrize("directory", ["data/python", "here", "nowhere", "a.txt",
+                                       "all/x/train_0.bin", "all"])
+def test_without_shards_the_message_says_the_command(tmp_path, monkeypatch, directory):
+    """Nothing, an empty folder, a text, a shard, and a folder of folders in place of a data set."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("here", "all/x"):
+        Path(folder).mkdir(parents=True)
+    for file in ("a.txt", "all/x/train_0.bin"):
+        Path(file).touch()
+    with pytest.raises(FileNotFoundError, match=f"^{directory} is no .* with train shards: give the"
+                       " one that .* `python data.py` makes data/python, .*--input FILE"):
+        data.TokenDataset(directory, "train", 4)
+
+
+# ---- Mechanisms
+
+def test_pieces_encode_to_the_tokens_of_the_whole(monkeypatch):
+    """Mechanism of the bounded memory: the pieces of 300 texts have the words of the whole, by
+    GPT-2's own pattern, and BPE merges nothing across words; cut anywhere, a third of these texts
+    would have others. A text without white space is cut at BLOCK."""
+    import regex
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    def words(parts):
+        return [word for part in parts for word in regex.findall(r50k_pat_str, part)]
+
+    def cut(blocks):
+        splits, (begin, *pieces) = zip(*data.split_document(blocks, 10 ** 6))
+        assert set(splits) == {"train"} and begin == ""
+        return pieces
+
+    rng = random.Random(0)
+    cut_anywhere = 0
+    for size in rng.choices(range(100, 200), k=300):
+        text = "".join(rng.choices(NASTY, k=rng.randrange(1, 200)))
+        monkeypatch.setattr(data, "BLOCK", size)
+        pieces = cut(text[i:i + 7] for i in range(0, len(text), 7))
+        assert "".join(pieces) == text and max(map(len, pieces)) <= size
+        assert words(pieces) == words([text])
+        cut_anywhere += words(text[i:i + size] for i in range(0, len(text), size)) != words(pieces)
+    assert cut_anywhere > 100
+    assert cut(["x" * 500]) == ["x" * size] * (500 // size) + ["x" * (500 % size)]
+
+
+def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch):
+    """Mechanism of the bounded memory: ten times the text takes at most 100 kB more."""
+    monkeypatch.setattr(data, "BLOCK", 4096)
+    monkeypatch.setattr(data.os, "cpu_count", lambda: 2)
+    peaks = []
+    for size in (100_000, 1_000_000):
+        (tmp_path / "a.txt").write_text("All work and no play. " * (size // 22))
+        tracemalloc.start()
+        data.prepare([tmp_path / "a.txt"], tmp_path / f"{size}", "bytes")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 100_000, peaks
+
+
 def test_a_mixture_of_a_long_run_is_exact_too_and_takes_no_memory():
+    """Mechanism of the exact proportions: whole numbers, so that they hold after 8 * 10^9 sequences
+    of 10^9 windows; they are computed, in less than 100 kB."""
     n, total = 8 * 10 ** 9, 10 ** 9
     made = mixture(dict(a=10 ** 9, b=10), [[0, dict(a=total - 1, b=1)]])
     tracemalloc.start()
@@ -1108,62 +1191,19 @@ def test_a_mixture_of_a_long_run_is_exact_too_and_takes_no_memory():
     assert peak < 10 ** 5 and len(set(windows.tolist())) == 256 and windows.max() < 10 ** 9 + 10
 
 
-def test_other_weights_begin_a_phase_in_place_of_those_of_later_files():
-    old, made = [0, dict(a=7, b=3)], mixture(dict(a=50, b=300), [[0, dict(a=1, b=2)]])
-    made.go_on([old, [100, dict(a=1, b=1)]], 60)
-    assert made.phases == [old, [60, dict(a=1, b=2)]]
-
-
-def test_data_is_a_directory_or_several_by_weight(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("day=1").mkdir()
-    for text, weights in {"day=1": {"day=1": 1}, "data/a=0.7,b=0.3": {"data/a": 7, "b": 3},
-                          "a=.000001,b=1000,k=v=0": {"a": 1, "b": 10 ** 9, "k=v": 0}}.items():
-        assert data.parse_mixture(text) == {Path(folder): w for folder, w in weights.items()}
-
-
-def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path):
-    for at in range(38):
-        tokens = 256 - np.arange(38)
-        tokens[at] = 257
-        bad = dataset(tmp_path, {"train_0": tokens[:17], "train_1": tokens[17:]})
-        found = []
-        for part in range(3):
-            try:
-                bad.check(part, 3)
-            except ValueError as error:
-                found.append(str(error))
-        where = f"train_{int(at >= 17)}.bin holds token 257, .* 257"
-        assert len(found) == 1 and re.search(where, found[0]), (at, found)
-    assert bad.windows([0, 1]).shape == (2, 5)
-
-
-@pytest.mark.parametrize("file, damage, words", [
-    ("train_0.bin", shard(range(20), magic=20240521), "20240521"),
-    ("train_0.bin", shard(range(20), version=2), "20240520, 2"),
-    ("train_0.bin", shard(range(20), count=21), "21 1064"),
-    ("train_0.bin", shard(range(20), count=19), "19 1064"), ("train_0.bin", shard([]), "1024"),
-    ("train_0.bin", b"short", "5 bytes"), ("train_0.bin", b"", "0 bytes"),
-    ("train_0.bin", shard(range(4)), "4 tokens 4 + 1"), ("meta.json", b"{", ""),
-    ("meta.json", b"[]", ""), ("meta.json", b'{"tokenizer": "gpt2"}', "")])
-def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file, damage, words):
-    assert dataset(tmp_path, {"train_0": range(5)}).n_windows == 1      # the fewest tokens
-    (tmp_path / file).write_bytes(damage)
-    with pytest.raises(ValueError) as error:
-        data.TokenDataset(tmp_path, "train", 4)
-    assert all(word in str(error.value) for word in [file, *words.split()])
-
-
-def test_without_shards_the_message_says_the_command(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for folder in ("here", "all/x"):
-        Path(folder).mkdir(parents=True)
-    for file in ("a.txt", "all/x/train_0.bin"):
-        Path(file).touch()
-    for directory in ("data/python", "here", "nowhere", "a.txt", "all/x/train_0.bin", "all"):
-        with pytest.raises(FileNotFoundError, match=f"^{directory} is no .* with train shards: give"
-                           " the one that .* `python data.py` makes data/python, .*--input FILE"):
-            data.TokenDataset(directory, "train", 4)
+def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys):
+    """Mechanism of the lines on standard error: they count the bytes, with the total where it is
+    known, and lines without text move the clock too. Each look at it is four seconds later."""
+    clock = SimpleNamespace(monotonic=itertools.count(0, 4).__next__)
+    monkeypatch.setattr(data, "time", clock)
+    note = data.progress("x", 5_000_000, done=1_000_000)
+    for _ in range(4):
+        note(1_000_000)
+    assert capsys.readouterr().err == "x: 3.0 of 5.0 MB\nx: 5.0 of 5.0 MB\n"
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": ""}\n' * 2000 + '{"text": "some text"}\n' * 9)
+    status, _, error = run_data(capsys, "--input", file, "--tokenizer", "bytes", "--out", tmp_path)
+    assert status == 0 and re.fullmatch("(reading: 0.0 MB\n)+(tokenising: 0.0 of 0.0 MB\n)*", error)
 
 
 # ---------------------------------------------------------------------------------------------
