@@ -327,8 +327,8 @@ def replicas_and_one(rank, world):
 def test_replicas_train_as_one_process_and_stay_equal(pool):
     """Five AdamW steps on two ranks, by plain_step, plain_zero_step and FlatParameters, end at the
     parameters of one process, to 1e-12 in fp64, and at the same bits on both ranks."""
-    one, other = ranks = pool.run(2, replicas_and_one)
-    assert_close(ranks, 1e-12)
+    one, other = pool.run(2, replicas_and_one)
+    assert_close([one, other], 1e-12)
     for form in one:
         for name, parameter in one[form][0].items():
             assert parameter.equal(other[form][0][name]), (form, name)
@@ -630,13 +630,12 @@ def test_the_loss_of_16_bit_logits_is_computed_in_fp32():
         torch.testing.assert_close(kind(tokens, tokens), expected)
 
 
-@pytest.mark.parametrize("name, teraflops", [
-    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 NVL", 835), ("NVIDIA H100 PCIe", 756),
-    ("NVIDIA GB200", 2500), ("NVIDIA B200", 2250), ("Tesla V100-SXM2-16GB", 125),
-    ("NVIDIA GeForce RTX 4090", 0)])
-def test_a_devices_peak_is_that_of_its_full_name(name, teraflops):
-    """The MFU is of the dense 16-bit FLOP/s in the maker's data sheet; 0 for an unknown device."""
-    assert model.peak_flops(name) == teraflops * 1e12
+def test_a_devices_peak_is_that_of_its_full_name():
+    """The dense 16-bit TFLOP/s of the maker's data sheet, which the MFU divides by; unknown: 0."""
+    for name, teraflops in {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 NVL": 835,
+                            "NVIDIA H100 PCIe": 756, "NVIDIA GB200": 2500, "NVIDIA B200": 2250,
+                            "Tesla V100-SXM2-16GB": 125, "NVIDIA GeForce RTX 4090": 0}.items():
+        assert model.peak_flops(name) == teraflops * 1e12, name
 
 
 # ---------------------------------------------------------------------------------------------
@@ -736,8 +735,8 @@ def test_a_data_set_stays_until_a_new_one_is_whole(tmp_path):
     """Other text or flags for the same --out are refused before anything is made, because a run
     may train on it. After a kill while the new files take their place the data set is refused as
     damaged, not taken for one of GPT-2's tokens; the same text and flags mend it, to the bit."""
-    text, out = tmp_path / "a.txt", tmp_path / "new"
-    text.write_text("abcdefghij" * 500)
+    text, out, letters = tmp_path / "a.txt", tmp_path / "new", "abcdefghij" * 500
+    text.write_text(letters)
     prepare = functools.partial(data.prepare, [text], out, "bytes")
     replace_file = os.replace
 
@@ -756,14 +755,13 @@ def test_a_data_set_stays_until_a_new_one_is_whole(tmp_path):
                                          + before[out / "val_000000.bin"]).hexdigest()
     with mock.patch.object(data, "tokenise", side_effect=OSError), pytest.raises(OSError):
         prepare()
-    for changed in (dict(shard_tokens=1024), dict(seed=1)):
+    for other, flags in [(letters, dict(shard_tokens=1024)), (letters, dict(seed=1)),
+                         (letters[:-1] + "J", {})]:
+        text.write_text(other)
         with pytest.raises(ValueError, match="of other text, .* give another --out, or remove"):
-            prepare(**changed)
-    text.write_text("abcdefghij" * 499 + "abcdefghiJ")
-    with pytest.raises(ValueError, match="of other text, .* give another --out, or remove"):
-        prepare()
+            prepare(**flags)
     assert {path: path.read_bytes() for path in out.iterdir()} == before
-    text.write_text("abcdefghij" * 500)
+    text.write_text(letters)
     (out / "val_000000.bin").write_bytes(b"damaged")
     assert prepare()["fingerprint"] == fingerprint
     assert {path: path.read_bytes() for path in out.iterdir()} == before
@@ -1074,15 +1072,13 @@ def test_other_weights_begin_a_phase_in_place_of_those_of_later_files():
     assert made.phases == [[0, dict(a=7, b=3)], [60, dict(a=1, b=2)]]
 
 
-@pytest.mark.parametrize("text, weights", [
-    ("day=1", {"day=1": 1}),
-    ("data/a=0.7,b=0.3", {"data/a": 7, "b": 3}),
-    ("a=.000001,b=1000,k=v=0", {"a": 1, "b": 10 ** 9, "k=v": 0})])
-def test_data_is_a_directory_or_several_by_weight(tmp_path, monkeypatch, text, weights):
+def test_data_is_a_directory_or_several_by_weight(tmp_path, monkeypatch):
     """--data is DIR, whose name may have a "=", or DIR=WEIGHT,... in lowest terms."""
     monkeypatch.chdir(tmp_path)
     Path("day=1").mkdir()
-    assert data.parse_mixture(text) == {Path(folder): w for folder, w in weights.items()}
+    for text, weights in {"day=1": {"day=1": 1}, "data/a=0.7,b=0.3": {"data/a": 7, "b": 3},
+                          "a=.000001,b=1000,k=v=0": {"a": 1, "b": 10 ** 9, "k=v": 0}}.items():
+        assert data.parse_mixture(text) == {Path(folder): w for folder, w in weights.items()}
 
 
 def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path):
@@ -1192,10 +1188,9 @@ def test_a_mixture_of_a_long_run_is_exact_too_and_takes_no_memory():
 
 
 def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys):
-    """Mechanism of the lines on standard error: they count the bytes, with the total where it is
-    known, and lines without text move the clock too. Each look at it is four seconds later."""
-    clock = SimpleNamespace(monotonic=itertools.count(0, 4).__next__)
-    monkeypatch.setattr(data, "time", clock)
+    """Mechanism of the lines on standard error: bytes done, of the total where it is known, and
+    lines without text move the clock too. Each look at the clock is four seconds later."""
+    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
     note = data.progress("x", 5_000_000, done=1_000_000)
     for _ in range(4):
         note(1_000_000)
