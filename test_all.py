@@ -126,6 +126,7 @@ GPT2_TOKENS = GPTConfig(vocab_size=50257, seq_len=8, n_layer=3, n_head=4, n_embd
 
 
 def assert_close(ranks, bound):
+    """On every rank each of ours is theirs, to a relative difference of `bound`."""
     for rank, pairs in enumerate(ranks):
         for name, (ours, theirs) in pairs.items():
             assert relative(ours, theirs) <= bound, (rank, name)
@@ -172,6 +173,7 @@ def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, c
 # ---- Tensor parallelism: the layers of tp ranks are the plain layers
 
 def random_tensor(*shape, seed):
+    """Standard normal numbers in fp64."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -658,7 +660,7 @@ def run_data(capsys, *arguments):
 
 
 def shard(tokens, magic=20240520, version=1, count=None):
-    """The bytes of a file of tokens."""
+    """The bytes of a shard, whose header can be wrong."""
     header = np.array([magic, version, len(tokens) if count is None else count], "<i4").tobytes()
     return header.ljust(1024, b"\0") + np.array(tokens, "<u2").tobytes()
 
