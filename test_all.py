@@ -1084,18 +1084,18 @@ def test_data_is_a_directory_or_several_by_weight(tmp_path, monkeypatch):
 
 
 def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path):
-    """Wherever it stands in two shards: rank r of three checks the blocks r, r + 3, ..."""
-    for at in range(38):
-        tokens = 256 - np.arange(38)
+    """Wherever it stands in two shards of four and two blocks, which three ranks share."""
+    for at in (0, 65_535, 65_536, 131_072, 199_999, 200_000, 299_999):
+        tokens = np.full(300_000, 256)
         tokens[at] = 257
-        bad = dataset(tmp_path, {"train_0": tokens[:17], "train_1": tokens[17:]})
+        bad = dataset(tmp_path, {"train_0": tokens[:200_000], "train_1": tokens[200_000:]})
         found = []
         for part in range(3):
             try:
                 bad.check(part, 3)
             except ValueError as error:
                 found.append(str(error))
-        file = "train_0.bin" if at < 17 else "train_1.bin"
+        file = "train_0.bin" if at < 200_000 else "train_1.bin"
         assert len(found) == 1 and f"{file} holds token 257, beyond a vocabulary of 257" in found[0]
 
 
