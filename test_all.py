@@ -1125,8 +1125,8 @@ def test_without_shards_the_message_says_the_command(tmp_path, monkeypatch, dire
         Path(folder).mkdir(parents=True)
     for file in ("a.txt", "all/x/train_0.bin"):
         Path(file).touch()
-    with pytest.raises(FileNotFoundError, match=f"^{directory} is no .* with train shards: give the"
-                       " one that .* `python data.py` makes data/python, .*--input FILE"):
+    with pytest.raises(FileNotFoundError, match=f"^{directory} has no train shards: give the "
+                       "directory that .* `python data.py` makes data/python, .*--input FILE"):
         data.TokenDataset(directory, "train", 4)
 
 
@@ -2622,7 +2622,7 @@ def things(shards, tmp_path_factory):
         "--data a=-1,b=2", "--data a=0,b=0", "--data a=1001,b=1", "--data a=1,a=2",
         "--data one/a=1,two/a=1", "--data ,", "--data a=1,"]),
     ("python data.py", ["--data nowhere"]), ("too few", ["--seq-len 100000"]),
-    ("nowhere is no directory", ["--data other=1,nowhere=1"]),
+    ("nowhere has no train shards", ["--data other=1,nowhere=1"]),
     ("different tokenizers", ["--data other=1,toy=0"]),
     ("train_000000.bin", ["--data torn=1,other=1"]),
     ("two of these hold the same text or", ["--data beyond=1,beyond_val=1"]),
@@ -4033,8 +4033,9 @@ def test_a_rank_that_computes_for_longer_than_others_of_its_stage_is_named(pool,
     assert capsys.readouterr().out == ""
     stragglers.reported -= 60
     stragglers.add([1.0, 3.0, 1.7, 3.0, 1.0, 3.0])
-    assert capsys.readouterr().out == ("note     rank 2 on b is slow: it computed for 3.1 s, the "
-                                       "median of its stage for 2.0 s\n")
+    assert capsys.readouterr().out == (
+        "note     rank 2 on b is slow: in the last minute it computed for 3.1 s, the median of its "
+        "stage for 2.0 s\n")
     for world, device in [(1, "cpu"), (2, "cuda")]:
         stragglers = train.Stragglers(Grid(world, 1, 1), torch.device(device))
         stragglers.start_step()
