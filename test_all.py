@@ -1,4 +1,4 @@
-"""Every claim of this project, once.
+"""A test for every claim of this project.
 
     python -m pytest test_all.py                what a change must pass: minutes, on two CPU cores
     python -m pytest test_all.py -m slow        the same claims at a size that takes longer
@@ -18,7 +18,11 @@ parallel.py: every layout ... all pairs of options; AdamW; dropout      one proc
 parallel.py: ZeRO ...         what a rank holds, and when               the table in parallel.py
 Every branch for GPUs ...     order of kernels, copies and waits        a device made of Python
 checkpoint.py                 format, kills, damage, full disks         the plain model's state
-train.py: ...                 flags, divergence, signals, lost peers    literals, straight runs
+train.py: the command line    flags, mistakes, metrics.jsonl, resuming  literals
+train.py: divergence ...      when a run rolls back, and where to       literals, runs without faults
+train.py: saving beside ...   locks, signals, lost and slow ranks       runs without them
+train.py: chains of stops ... random stops, layouts and faults          uninterrupted runs
+train.py: whole runs ...      the README's table of faults (slow)       healthy runs
 sample.py                     sampling, cache, stop text                one token at a time
 README.md                     its commands, flags, names of tests       the files
 The harness                   processes, commands, runs of train.py
@@ -31,7 +35,7 @@ a program in a process of its own, `launch` one on several ranks as torchrun doe
 runs train.py to its end. `relative(ours, theirs)` is the largest relative difference.
 
 Upstream gradients are random: all-ones hide what is transposed. But for -m gpu nothing here needs
-a network or a GPU. The harness and tables that tests share come last.
+a network or a GPU. The harness comes last.
 """
 import ast
 import errno
@@ -1681,7 +1685,7 @@ def overlapped(rank, world, sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel, expected", [
     (False, ["product", "start", "product", "wait"]),
     (True, ["start", "product", "start", "wait", "product", "wait"])])
-def test_the_input_gradient_travels_while_the_weights_is_computed(pool, sequence_parallel,
+def test_dx_is_reduced_while_dw_is_computed(pool, sequence_parallel,
                                                                   expected):
     """Mechanism (that products hide tensor parallelism's communication): dx is summed during the
     product of dW; with sequence parallelism x is gathered again during that of dx."""
@@ -1908,7 +1912,7 @@ def masks(rank, world, config, cfg):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_dropout_masks_are_shared_by_who_shares_the_activation(pool, tmp_path, sequence_parallel):
+def test_dropout_masks_are_equal_where_activations_are(pool, tmp_path, sequence_parallel):
     """Ranks 0 and 1, 2 and 3 have other heads of the same rows, and without sequence parallelism
     the same activations between. In 2 steps of 2 microbatches each draws for the embedding and
     thrice in a layer, once of it for attention; no mask comes twice, none in another seed's run."""

@@ -14,8 +14,8 @@
     checkpoints, metrics.jsonl          checkpoint.py  Writer, Metrics
     learning rate                       learning_rate, below the class Run
 
-A checkpoint holds everything that a resumed run needs: on the CPU, in the same layout, an
-interrupted run ends bit-identical to an uninterrupted one. On resume, command-line flags override
+A resumed run continues exactly: on the CPU, in the same layout, it ends bit-identical to an
+uninterrupted one. On resume, command-line flags override
 stored ones, which override the defaults. Layout, precision and paths are never stored.
 
 Exit status: 0 done, or saved after a signal; 1 the run failed; 2 usage error, reported in one line.
@@ -189,9 +189,9 @@ class Run:
 
         param_dtype, master_dtype = PRECISIONS[config.dtype]
         host = "cpu" if config.offload else device
-        # This stage's blocks, and this rank's slice of each matrix: pp and tp.
+        # pp and tp: only this stage's blocks, with this rank's slice of each matrix.
         self.model = build_stage(cfg, grid)
-        # Parameters become views into flat buffers, where dp, ZeRO and AdamW act.
+        # dp and ZeRO: parameters become views into flat buffers, which also hold AdamW's state.
         self.flat = FlatParameters(param_specs(self.model, cfg, grid), grid, param_dtype,
                                    master_dtype, device, config.zero, host,
                                    training=not config.eval_only)
@@ -223,7 +223,7 @@ class Run:
 
             divergence = self.monitor.observe(batch.first, stats)
             roll_back = divergence is not None and config.rollback == "on"
-            if not roll_back and not stats.found_inf:       # an overflow skips the update only
+            if not roll_back and not stats.found_inf:       # on overflow, skip only the update
                 self.update_parameters(stats, lr)           # unscale, clip, AdamW
             self.scaler.update(stats.found_inf)
 
@@ -332,7 +332,7 @@ class Run:
         return loss_sum
 
     def reduce_stats(self, loss_sum: torch.Tensor, batch: Batch, stop_requested) -> StepStats:
-        """The one all-reduce after which every rank has the same statistics of the step."""
+        """Sum loss, norms and stop flag in one all-reduce, so that all ranks decide alike."""
         grid, scaler = self.grid, self.scaler
         tokens = batch.size * self.cfg.seq_len
         loss, norms = loss_sum.new_zeros(2)
@@ -430,7 +430,8 @@ class Run:
         checkpoint.restore(state, self.flat)
 
     def save(self, is_start: bool = False) -> None:
-        """Judge and write a checkpoint. `is_start`: a run from a file begins with it."""
+        """Judge and write a checkpoint. `is_start`: the first one of a run that began from a file.
+        """
         config = self.config
         at_floor = config.dtype == "fp16" and self.scaler.scale <= self.scaler.min_scale
         scheduled = self.is_due(config.save_every) or self.step == config.steps
@@ -466,8 +467,8 @@ class Run:
         self.event("stop", f"stopped and saved after step {self.step}; {how}", step=self.step)
 
     def rollback(self, divergence: Divergence) -> None:
-        """Return to a healthy checkpoint, pass over the batches that led to the divergence, and
-        save at once, so that a kill cannot undo the rollback."""
+        """Return to a healthy checkpoint, skip the batches that led to the divergence, and save at
+        once, so that the rollback survives a kill."""
         config, monitor = self.config, self.monitor
         diverged_at = self.step + 1
         if monitor.rollbacks >= config.max_rollbacks:
@@ -659,7 +660,7 @@ def batch_sizes(config: Config) -> tuple[range, int]:
 
 
 def batch_size_at(config: Config, samples: int) -> int:
-    """The size of the next batch of a run that has trained on so many sequences."""
+    """Size of the next batch after training on `samples` sequences."""
     if config.batch_ramp is None:
         return config.batch_size
     sizes, sequences = batch_sizes(config)
@@ -667,14 +668,14 @@ def batch_size_at(config: Config, samples: int) -> int:
 
 
 def samples_after(config: Config, samples: int, steps: int) -> int:
-    """How many sequences a run has trained on `steps` steps after it has trained on `samples`."""
+    """Sequences trained on after `steps` more steps."""
     for _ in range(steps):
         samples += batch_size_at(config, samples)
     return samples
 
 
 def steps_between(config: Config, samples: int, end: int) -> int:
-    """The steps after which a run that has trained on `samples` sequences has trained on `end`."""
+    """Steps needed to get from `samples` to `end` sequences trained on."""
     steps = 0
     while samples < end:
         samples += batch_size_at(config, samples)
@@ -694,8 +695,8 @@ def steps_of_epochs(config: Config, data: TokenDataset, state: dict | None) -> i
 
 def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:
     """Whether losses from before a resume or a rollback can be compared with later ones: only under
-    the same flags. But where the peak learning rate rises more than threefold, which is likely a
-    mistake, only the old losses can show it."""
+    the same flags. Exception: if the peak learning rate has more than tripled, probably by mistake,
+    the old losses stay, because only they show it."""
     stored = state["config"]
     if config.lr > 3 * stored["lr"]:
         return True
@@ -995,8 +996,8 @@ def default_micro_batch(sizes: range, replicas: float, pp: int) -> int:
 
 
 def default_lr(model: str, shape: dict) -> float:
-    """The papers' peak learning rate for this depth and width: of `model` if it has them (a file of
-    --init-from may have another shape), else of another size that has, else of `model`."""
+    """Published peak learning rate of the size with this depth and width (`model` first, but the
+    weights of --init-from may have another shape); without one, that of `model`."""
     for name in (model, *SIZES):
         if (SIZES[name]["n_layer"], SIZES[name]["n_embd"]) == (shape["n_layer"], shape["n_embd"]):
             return PEAK_LR[name]
@@ -1114,7 +1115,7 @@ def launch(given: dict, device: torch.device, rank: int, world: int, local_world
 
 def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
           stack: ExitStack) -> int | None:
-    """Evaluate; or print how the run begins, and train. `state` is without its tensors."""
+    """Evaluate; or print how the run begins, and train. `state` no longer holds tensors."""
     config = run.config
     if config.eval_only:
         text = format_eval(run.evaluate(), run)
@@ -1135,7 +1136,7 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
                   environment=environment(run.grid))
     else:
         report_resume(run, state, begin, given)
-    if begin.kind in ("init-from", "resume"):   # after this save FILE is not needed any more
+    if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run.save(is_start=True)
     print_notes(run, given, resumed=state is not None)
     stop = StopSignal()
@@ -1228,7 +1229,7 @@ def main() -> None:
             try:
                 with ExitStack() as stack:
                     signal_number = launch(given, device, rank, world, local_world, stack)
-            except RunError as error:               # raised alike on every rank
+            except RunError as error:               # every rank raises the same error
                 status = error.status
                 if rank == 0:
                     complain(error)
