@@ -300,13 +300,14 @@ class DivergenceMonitor:
 
     def candidates(self, step: int) -> list[str]:
         """The files to return to if the batches from step `step` on are skipped, best first: the
-        healthy ones from before, the newest first; at the end those to which the run has returned
-        twice. Empty if there never was a healthy one."""
+        healthy ones from before, the newest first, then those to which the run has returned twice.
+        The later ones, the oldest first, are the last resort. Empty without a healthy one."""
         healthy = [c for c in self.checkpoints if c[2]]
-        before = [c for c in healthy if c[0] < step] or healthy[:1]
+        before = [c for c in healthy if c[0] < step]
+        later = [c for c in healthy if c[0] >= step]
         tried = [c for c in before if self.returned_to.count(c[0]) >= 2]
         fresh = [c for c in before if c not in tried]
-        return [file for _, file, _ in reversed(tried + fresh)]
+        return [file for _, file, _ in [*reversed(tried + fresh), *later]]
 
     def rolled_back(self, step: int, excluded: list, data_to_blame: bool,
                     restored: "DivergenceMonitor") -> None:

@@ -3682,14 +3682,15 @@ def test_a_checkpoint_is_judged_as_opts_team_did(changes, healthy):
 
 def test_a_rollback_takes_the_newest_healthy_checkpoint_from_before_the_skipped_batches():
     """Serves "goes back": if the batches from `first` on are skipped, to these steps, the best
-    first; those that a run returned to twice come last. The newest healthy file is never removed.
+    first; then those that a run returned to twice, and later ones. The newest healthy file is
+    never removed.
     """
     monitor = amp.DivergenceMonitor([2.0] * 64, [3.0] * 64, lowest=2.0)
     assert monitor.candidates(9) == []                  # never a healthy one: the seed
     for step in (10, 20, 30, 40):
         monitor.add_checkpoint(step, step, 9, True, at_floor=step == 30, is_start=False)
-    for first, steps in [(91, [40, 20, 10]), (41, [40, 20, 10]), (40, [20, 10]), (20, [10]),
-                         (4, [10])]:                    # none before them: the oldest
+    for first, steps in [(91, [40, 20, 10]), (41, [40, 20, 10]), (40, [20, 10, 40]),
+                         (20, [10, 20, 40]), (4, [10, 20, 40])]:        # later ones last
         assert monitor.candidates(first) == steps, first
     monitor.returned_to = [20, 40, 40]
     assert monitor.candidates(99) == [20, 10, 40]
