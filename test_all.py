@@ -3145,7 +3145,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
     run = SimpleNamespace(config=train.Config(), cfg=CFG, val_data=Memory(CFG),
                           device=torch.device("cpu"))
     assert "perplexity inf" in train.format_eval(dict(val_loss=1e3), run)
-    row = dict(rows[0], loss=5.28014, lr=8e-5, grad_norm=7.9496, activation_norm=0.4251,
+    row = dict(rows[0], loss=5.28014, lr=8e-5, grad_norm=7.9496, activation_norm=0.9251,
                tokens_per_second=7241.2)
     assert train.format_step(run, row, 226 / 799) in README.splitlines()
     used = f"MFU {1e9 * model.flops_per_token(CFG) / (2 * 756e12):.1%}"
