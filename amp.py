@@ -280,7 +280,8 @@ class DivergenceMonitor:
         healthy = False
         if self.health["known"]:
             rise = statistics.median(self.losses) - self.lowest
-            norm, usual_norm = self.norms[-1], statistics.median(self.norms)
+            norm = self.norms[-1]
+            usual_norm = statistics.median(self.norms)
             self.health.update(rise=rise, norm=norm, usual_norm=usual_norm)
             healthy = (scheduled and self.bad == 0 and self.skipped == 0 and not at_floor
                        and rise <= self.deviation() and norm <= 2 * usual_norm)

@@ -19,7 +19,7 @@ parallel.py: ZeRO ...         what a rank holds, and when               the tabl
 Every branch for GPUs ...     order of kernels, copies and waits        a device made of Python
 checkpoint.py                 format, kills, damage, full disks         the plain model's state
 train.py: the command line    flags, mistakes, metrics.jsonl, resuming  literals
-train.py: divergence ...      when a run rolls back, and where to       literals, runs without faults
+train.py: divergence ...      when a run rolls back, and where to       runs without faults
 train.py: saving beside ...   locks, signals, lost and slow ranks       runs without them
 train.py: chains of stops ... random stops, layouts and faults          uninterrupted runs
 train.py: whole runs ...      the README's table of faults (slow)       healthy runs
@@ -762,6 +762,7 @@ def test_a_data_set_stays_until_a_new_one_is_whole(tmp_path):
     with mock.patch.object(data, "tokenise", side_effect=OSError), pytest.raises(OSError):
         prepare()
     for other, flags in [(letters, dict(shard_tokens=1024)), (letters, dict(seed=1)),
+                         (letters, dict(shard_tokens=10 ** 6)),      # the beginning of 10 ** 8
                          (letters[:-1] + "J", {})]:
         text.write_text(other)
         with pytest.raises(ValueError, match="of other text, .* give another --out, or remove"):
@@ -2999,6 +3000,7 @@ def test_learning_rate_warms_up_then_decays_to_the_ratio():
      dict(asdict(GPTConfig(257, 16, 3, 12, 768, "relu", 0.3)), init_from="a_b")),
     ("--model opt-125m --activation gelu", 1, dict(activation="gelu", n_layer=12, lr=6e-4)),
     ("--model gpt3-1.3b", 1, dict(lr=2e-4)), ("--model gpt2 --lr 1e-3", 1, dict(lr=1e-3)),
+    ("--n-layer 12 --n-embd 768", 1, dict(lr=6e-4)),        # by shape, as with --init-from
     ("--n-layer 3", 1, dict(lr=4e-3))])
 def test_flags_make_the_model_and_a_microbatch_that_suits_the_layout(shards, flags, world,
                                                                      expected):

@@ -555,7 +555,7 @@ class Run:
             windows = []
             starts = self.monitor.starts[-LEAD_IN - BAD_STEPS:]
             for first, following in zip(starts, [*starts[1:], self.consumed_samples]):
-                size = min(batch.size, following - first)       # less, if batches were skipped
+                size = min(batch.size, following - first)   # skipped batches leave a gap
                 windows += self.train_data.sample_indices(self.config.seed, first, size).tolist()
             self.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
                        limit=self.monitor.limit(), windows=windows, **seen)
