@@ -290,6 +290,9 @@ def verify(path: Path) -> None:
         bad = archive.testzip()
         if bad is not None:
             raise ValueError(f"the CRC of {bad} does not match")
+        for entry in archive.infolist():
+            if entry.external_attr != 0:        # a directory's bit: torch.load would not read it
+                raise ValueError(f"the attributes of {entry.filename} are not 0")
 
 
 @retry_transient

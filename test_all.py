@@ -3969,6 +3969,17 @@ def test_a_damaged_newest_file_is_passed_over_or_nothing_has_changed(tmp_path, p
     assert recognised >= fewest * count
 
 
+def test_an_entry_marked_as_a_directory_is_damage(tmp_path):
+    """The bit is in no CRC, and torch.load would leave the memory of such an entry as it finds it."""
+    path = checkpoint.save(small_state(2), tmp_path, keep=2)
+    content = bytearray(path.read_bytes())
+    entry = content.index(b"PK\x01\x02")                 # in the zip's directory
+    content[entry + 38] |= 0x10
+    path.write_bytes(content)
+    with pytest.raises(checkpoint.CorruptCheckpoint, match="attributes of archive/data.pkl"):
+        checkpoint.verify(path)
+
+
 def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, links):
     """At the step's file or, without hard links, at latest.pt, which is then written too: the error
     names the file, and the earlier ones are unchanged. With room again, a save is whole."""
