@@ -1822,6 +1822,19 @@ def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout, f
     assert relative(comparable(whole["master"]), expected) <= 1e-8
 
 
+def test_the_plain_loop_trains_as_a_run(tmp_path):
+    """plain_train, as it stands in train.py, gives the losses and norms of a Run, to 1e-10 in fp64,
+    and its parameters after five steps, to 1e-8."""
+    config = settings(tmp_path, dtype="fp64", steps=5, clip=0.35, lr=1e-2, warmup_steps=2)
+    plain = GPT(CFG).initialize(config.seed).double()
+    losses, norms = zip(*train.plain_train(config, plain, Memory(CFG)))
+    steps, _, whole = run_steps(0, 1, (1, 1, 1), config, CFG)
+    assert relative(column(steps, "loss"), list(losses)) <= 1e-10
+    assert relative(column(steps, "grad_norm"), list(norms)) <= 1e-10
+    expected = comparable(dict(plain.named_parameters()))
+    assert relative(comparable(whole["master"]), expected) <= 1e-8
+
+
 def replicated(rank, world, config, what="data"):
     """{name: parameter, or its gradient} by DistributedDataParallel and ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -3,20 +3,20 @@
     python train.py                                             # one process
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (tp pp) = 2
 
-`Run.train` is the loop. The parts of a step are in:
+`plain_train` is the training loop in its plainest form, `Run.train` the real one. It differs in:
 
-    batches, mixtures of sources        data.py      TokenDataset
-    the model and its loss              model.py     GPT; Head computes the cross-entropy
-    the loss with tensor parallelism    parallel.py  section 2: VocabParallelHead
-    pipeline schedules                  parallel.py  section 3: run_schedule
-    all-reduce, ZeRO, AdamW             parallel.py  section 4: FlatParameters
-    loss scaler, divergence             amp.py       LossScaler, DivergenceMonitor
-    checkpoints, metrics.jsonl          checkpoint.py  Writer, Metrics
-    learning rate                       learning_rate, below the class Run
+    batches of several sources                    data.py      TokenDataset
+    microbatches, read ahead                      train.py     Run.load_microbatches, prefetch
+    layers and loss cut by tensor parallelism     parallel.py  section 2
+    forward and backward in stages of a pipeline  parallel.py  section 3: run_schedule
+    all-reduce of gradients, ZeRO, AdamW          parallel.py  section 4: FlatParameters
+    one all-reduce, so that all ranks decide alike  train.py   Run.reduce_stats
+    loss scale, recovery from divergence          amp.py       LossScaler, DivergenceMonitor
+    checkpoints, metrics.jsonl                    checkpoint.py  Writer, Metrics
 
 A resumed run continues exactly: on the CPU, in the same layout, it ends bit-identical to an
-uninterrupted one. On resume, command-line flags override
-stored ones, which override the defaults. Layout, precision and paths are never stored.
+uninterrupted one. Its flags are those of the command line, then the stored ones, then the defaults;
+layout, precision and paths are never stored.
 
 Exit status: 0 done, or saved after a signal; 1 the run failed; 2 usage error, reported in one line.
 """
@@ -53,7 +53,7 @@ import checkpoint
 from amp import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, PRECISIONS, Divergence, DivergenceMonitor,
                  LossScaler, StepStats, clip_factor, make_scaler)
 from data import Source, TokenDataset, parse_arguments
-from model import (IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, flops_per_token,
+from model import (GPT, IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, flops_per_token,
                    multiplies_in_fp32, parameter_count, peak_flops)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal, Work,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
@@ -61,6 +61,37 @@ from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, Stop
                       fatal_message, fully_shard, make_grid, make_schedule, on_hosts, on_rank0,
                       param_specs, pick_device, print_rank0, process_group, run_schedule,
                       state_bytes, to_host, wrap_blocks)
+
+
+# ---------------------------------------------------------------------------------------------
+# The plain form
+# ---------------------------------------------------------------------------------------------
+
+
+def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, float]]:
+    """Train on one device with PyTorch's own optimizer. Returns (loss, gradient norm) of each step.
+    """
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]           # biases, LayerNorm
+    optimizer = torch.optim.AdamW(
+        [dict(params=matrices, weight_decay=config.weight_decay),
+         dict(params=vectors, weight_decay=0.0)], betas=(config.beta1, config.beta2))
+    history = []
+    for step in range(1, config.steps + 1):
+        first = (step - 1) * config.batch_size                          # position in the data
+        windows = data.sample_indices(config.seed, first, config.batch_size)
+        tokens = torch.from_numpy(data.windows(windows))                # (B, T + 1)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]                 # (B, T) each
+
+        optimizer.zero_grad()
+        loss = model(inputs, targets) / targets.numel()     # the model returns the sum over tokens
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        optimizer.step()
+        history.append((loss.item(), norm.item()))
+    return history
 
 
 # ---------------------------------------------------------------------------------------------
@@ -314,11 +345,10 @@ class Run:
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Forward and backward of all microbatches. Returns the sum of this rank's losses in nats.
-        On one stage this is, in plain PyTorch:
+        On one stage:
 
             for tokens, targets, dropout_seed in batch.microbatches:
-                loss = model(tokens, targets, dropout_seed)     # a sum; Head: cross_entropy
-                (loss * scale).backward()
+                (model(tokens, targets, dropout_seed) * scale).backward()
 
         Gradients are sums over tokens, microbatches and replicas. `scale` makes them the gradient
         of the mean loss over all tokens of the batch, times the loss scale.
@@ -335,25 +365,26 @@ class Run:
         """Sum loss, norms and stop flag in one all-reduce, so that all ranks decide alike."""
         grid, scaler = self.grid, self.scaler
         tokens = batch.size * self.cfg.seq_len
-        loss, norms = loss_sum.new_zeros(2)
+        zero = loss_sum.new_zeros(())
+        local = dict(loss=zero, activation_norm=zero, stop=zero + bool(stop_requested))
         # All tp ranks have the same loss: count it once. Their last activations are the same too,
         # unless sequence parallelism splits the positions.
         if grid.is_last and grid.tp_rank == 0:
-            loss = loss_sum / tokens
+            local["loss"] = loss_sum / tokens
         if grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel):
-            norms = self.model.head.norms.to(loss_sum) / tokens
-        stop = loss_sum.new_full((), bool(stop_requested))
-        local = torch.stack([loss, norms, stop, *self.flat.grad_norm_squares()])
-        local = torch.cat([local, self.stragglers.local_seconds().to(local)])
+            local["activation_norm"] = self.model.head.norms.to(loss_sum) / tokens
         # `squares` counts each parameter once; `all_squares` counts replicas too, so it is not
         # finite if any gradient of any rank is not.
-        mean_loss, activation_norm, stopping, squares, all_squares, *seconds = self.to_floats(
-            all_reduce(local, grid.groups["world"]).wait())
-        self.stragglers.add(seconds)
+        local["squares"], local["all_squares"] = self.flat.grad_norm_squares()
+        packed = torch.stack([*local.values()])
+        packed = torch.cat([packed, self.stragglers.local_seconds().to(packed)])
+        sums = self.to_floats(all_reduce(packed, grid.groups["world"]).wait())
+        self.stragglers.add(sums[len(local):])
+        total = dict(zip(local, sums))
+        finite = math.isfinite(total["loss"]) and math.isfinite(total["all_squares"])
         return StepStats(
-            mean_loss, activation_norm, math.sqrt(squares) / scaler.scale,
-            found_inf=not (math.isfinite(mean_loss) and math.isfinite(all_squares)),
-            stop_requested=stopping > 0, loss_scale=scaler.scale,
+            total["loss"], total["activation_norm"], math.sqrt(total["squares"]) / scaler.scale,
+            found_inf=not finite, stop_requested=total["stop"] > 0, loss_scale=scaler.scale,
             scale_can_fall=self.config.dtype == "fp16" and scaler.scale > scaler.min_scale)
 
     def to_floats(self, x: torch.Tensor):
@@ -404,17 +435,21 @@ class Run:
 
     # ---- checkpoints and rollback
 
-    def restore(self, state: dict | None) -> None:
-        """Restore the run from a checkpoint, or initialize it at step 0."""
+    def initialize(self) -> None:
+        """Begin at step 0, from the seed or from the weights of --init-from."""
+        self.step = 0                       # the last completed step
+        self.consumed_samples = 0           # position in the data, in sequences
+        self.tokens = 0                     # read so far
+        self.optimizer_steps = 0            # updates; a skipped step makes none
+        self.monitor = DivergenceMonitor()
         self.scaler = make_scaler(self.config.dtype)
+        weights = all_ranks(lambda: load_state(self.config.init_from)) or {}
+        self.flat.initialize(self.cfg, self.config.seed, weights.get("parameters"))
+
+    def restore(self, state: dict | None) -> None:
+        """Go on from a checkpoint, or without one from step 0."""
         if state is None:
-            self.step = 0                   # the last completed step
-            self.consumed_samples = 0       # position in the data, in sequences
-            self.tokens = 0                 # read so far
-            self.optimizer_steps = 0        # updates; a skipped step makes none
-            self.monitor = DivergenceMonitor()
-            initial = all_ranks(lambda: load_state(self.config.init_from)) or {}
-            self.flat.initialize(self.cfg, self.config.seed, initial.get("parameters"))
+            self.initialize()
             return
         self.step = state["step"]
         self.consumed_samples = state["consumed_samples"]
@@ -425,6 +460,7 @@ class Run:
             self.monitor.bad = min(self.monitor.bad, BAD_STEPS - 1)
         if not losses_stay_comparable(self.config, self.train_data, state):
             self.monitor.forget_losses()
+        self.scaler = make_scaler(self.config.dtype)
         if state["config"]["dtype"] == self.config.dtype:
             self.scaler.load_state_dict(state["scaler"])
         checkpoint.restore(state, self.flat)
