@@ -2930,7 +2930,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, nu
     last = rows[-1]["step"]
     assert events[-1].items() >= dict(event="stop", step=last).items()
     assert "val_loss" not in rows[-1]
-    assert f"saved after step {last}; the same command goes on" in text
+    assert f"saved after step {last}; run the same command to go on" in text
     assert checkpoint.load(tmp_path / "latest.pt")["step"] == last >= 3
     ends = [process.finish() for process in launch(ranks, *flags, "--steps", last + 1)]
     assert [status for status, *_ in ends] == [0] * ranks, ends
@@ -3983,7 +3983,7 @@ def test_a_damaged_newest_file_is_passed_over_or_nothing_has_changed(tmp_path, p
 
 
 def test_an_entry_marked_as_a_directory_is_damage(tmp_path):
-    """The bit is in no CRC, and torch.load would leave the memory of such an entry as it finds it."""
+    """The bit is in no CRC; torch.load would leave the memory of such an entry as it finds it."""
     path = checkpoint.save(small_state(2), tmp_path, keep=2)
     content = bytearray(path.read_bytes())
     entry = content.index(b"PK\x01\x02")                 # in the zip's directory

@@ -3,26 +3,28 @@
     python train.py                                             # one process
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (tp pp) = 2
 
-`plain_train` is the training loop in its plainest form, `Run.train` the real one. It differs in:
+`plain_train` is the training loop in its plainest form; a test compares it with `Run.train`, the
+loop in use, which adds:
 
-    batches of several sources                    data.py      TokenDataset
-    microbatches, read ahead                      train.py     Run.load_microbatches, prefetch
-    layers and loss cut by tensor parallelism     parallel.py  section 2
-    forward and backward in stages of a pipeline  parallel.py  section 3: run_schedule
-    all-reduce of gradients, ZeRO, AdamW          parallel.py  section 4: FlatParameters
-    one all-reduce, so that all ranks decide alike  train.py   Run.reduce_stats
-    loss scale, recovery from divergence          amp.py       LossScaler, DivergenceMonitor
-    checkpoints, metrics.jsonl                    checkpoint.py  Writer, Metrics
+    mixtures of data sources                        data.py      TokenDataset
+    prefetched microbatches                         train.py     Run.load_microbatches, prefetch
+    layers and loss sharded by tensor parallelism   parallel.py  section 2
+    forward and backward of a pipeline's stages     parallel.py  section 3: run_schedule
+    gradient all-reduce, ZeRO, AdamW                parallel.py  section 4: FlatParameters
+    statistics on which all ranks agree             train.py     Run.reduce_stats
+    loss scaling, recovery from divergence          amp.py       LossScaler, DivergenceMonitor
+    checkpoints, metrics.jsonl                      checkpoint.py  Writer, Metrics
 
-A resumed run continues exactly: on the CPU, in the same layout, it ends bit-identical to an
-uninterrupted one. Its flags are those of the command line, then the stored ones, then the defaults;
-layout, precision and paths are never stored.
+Resuming is exact: on the CPU, in the same layout, the result is bit-identical to that of an
+uninterrupted run. Flags come from the command line, then the checkpoint, then the defaults; layout,
+precision and paths are not restored.
 
-Exit status: 0 done, or saved after a signal; 1 the run failed; 2 usage error, reported in one line.
+Exit status: 0 done; 1 the run failed; 2 usage error, reported in one line. A run that has saved
+after a signal exits with 0 under torchrun, and by that signal without.
 """
 import signal
 
-if __name__ == "__main__":      # until training starts, Ctrl-C ends it at once
+if __name__ == "__main__":      # until training starts, Ctrl-C exits immediately
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
@@ -69,8 +71,8 @@ from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, Stop
 
 
 def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, float]]:
-    """Train on one device with PyTorch's own optimizer. Returns (loss, gradient norm) of each step.
-    """
+    """Train on the CPU with PyTorch's own AdamW. Returns (loss, gradient norm) of each step.
+    (`config.clip` must be above 0.)"""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]           # biases, LayerNorm
     optimizer = torch.optim.AdamW(
@@ -100,8 +102,8 @@ def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, flo
 
 
 def flag(default, help, low=None, below=None, choices=None, group=None, form=None):
-    """A field of Config. low <= x < below is the valid range; `group` is the heading in --help that
-    this flag opens, `form` how --help writes the value."""
+    """A field of Config. low <= x < below is the valid range; `group` begins a section of --help,
+    `form` is the value's placeholder there."""
     return dataclasses.field(default=default, metadata=dict(
         help=help, low=low, below=below, choices=choices, group=group, form=form))
 
@@ -125,14 +127,14 @@ class Config:
                            "SEQUENCES; none: no ramp", form="START:INCREMENT:SEQUENCES")
     steps: int = flag(800, "steps of the whole run", low=1)
     epochs: int = flag(None, "train for N epochs, instead of --steps", low=1)
-    lr: float = flag(None, "peak learning rate (default: that of the papers for --model, 4e-3 for "
+    lr: float = flag(None, "peak learning rate (default: the published one of --model, 4e-3 for "
                      "nano)", low=0)
     min_lr_ratio: float = flag(0.1, "final learning rate / peak; 1: constant", low=0)
     warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
     lr_schedule: str = flag("cosine", "decay: cosine or linear", choices=["cosine", "linear"])
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only", low=0)
-    beta1: float = flag(0.9, "AdamW decay rate of the mean of gradients", low=0, below=1)
-    beta2: float = flag(0.95, "AdamW decay rate of the mean of their squares", low=0, below=1)
+    beta1: float = flag(0.9, "AdamW beta1: decay rate of the mean of gradients", low=0, below=1)
+    beta2: float = flag(0.95, "AdamW beta2: the same of their squares", low=0, below=1)
     clip: float = flag(1.0, "maximum global gradient norm; 0: no clipping", low=0)
     seed: int = flag(1337, "random seed of initial weights, data order and dropout", low=0)
     tp: int = flag(1, "tensor-parallel ranks", low=1, group="layout")
@@ -149,7 +151,7 @@ class Config:
     recompute: bool = flag(False, "recompute the activations of a block in backward")
     sequence_parallel: bool = flag(False, "shard activations along the sequence outside the "
                                    "tensor-parallel layers")
-    offload: bool = flag(False, "keep the optimizer state in host memory and update there")
+    offload: bool = flag(False, "keep the optimizer state in host memory and run AdamW on the CPU")
     dtype: str = flag("fp32", "type of parameters and activations: " + ", ".join(PRECISIONS),
                       choices=list(PRECISIONS), group="precision")
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
@@ -165,7 +167,7 @@ class Config:
     log_every: int = flag(1, "steps between lines on the console", low=1)
     rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning rate",
                          choices=["on", "off"], group="stability", form="{on,off}")
-    max_rollbacks: int = flag(5, "rollbacks of the whole run, then it stops", low=0)
+    max_rollbacks: int = flag(5, "rollbacks of the whole run before it fails", low=0)
     skip_steps: str = flag(None, "skip the batches of steps A to B, inclusive; none: skip nothing",
                            form="A:B")
 
@@ -176,7 +178,7 @@ SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
 LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens", "log_every", "tp",
          "pp", "pp_schedule", "device", "compile", "timeout", "micro_batch", "zero", "recompute",
          "sequence_parallel", "offload", "dtype", "epochs"}
-STORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
+RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 # Losses under different values of these flags are not compared (`losses_stay_comparable`).
 FLAGS_THAT_CHANGE_THE_LOSS = (
     "dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio", "warmup_steps",
@@ -201,8 +203,8 @@ class Batch(NamedTuple):
 
 
 class Run:
-    """A training run on this rank. `self.step` counts completed steps; the body of the loop works
-    on step `self.step + 1`."""
+    """A training run on this rank. `self.step` counts completed steps; the body of the loop runs
+    step `self.step + 1`."""
 
     def __init__(self, config: Config, cfg: GPTConfig, grid: Grid, device: torch.device,
                  train_data: TokenDataset, val_data: TokenDataset, state: dict | None,
@@ -235,7 +237,7 @@ class Run:
             positions //= grid.tp
         self.activation_like = torch.empty(config.micro_batch, positions, cfg.n_embd,
                                            dtype=param_dtype, device=device)
-        self.restore(state)
+        self.restore(state)                     # step, position in the data, scaler, monitor
 
     def train(self, stop: StopSignal) -> None:
         """Train up to --steps, or until `stop.requested`."""
@@ -295,8 +297,8 @@ class Run:
         return batch
 
     def advance(self, position: int) -> None:
-        """Move to another position in the data. If the mixture of sources changes on the way,
-        forget the recent losses: they are not comparable."""
+        """Move to another position in the data. If the mixture of sources changes before it, forget
+        the recent losses: they are not comparable."""
         if self.train_data.phase_begins(self.consumed_samples, position):
             self.monitor.forget_losses()
         self.consumed_samples = position
@@ -313,7 +315,7 @@ class Run:
         return self.tokens // self.cfg.seq_len
 
     def load_batch(self, step: int, first: int) -> Batch:
-        """The batch of step `step`, the next one, which begins with sequence `first`."""
+        """The batch of step `step`, the next one, from sequence `first` on."""
         size = batch_size_at(self.config, self.samples)
         windows = self.train_data.sample_indices(self.config.seed, first, size)
         return Batch(step, first, windows, self.load_microbatches(self.train_data, windows, step))
@@ -329,7 +331,7 @@ class Run:
             mask_owner.append(grid.tp_rank)
         microbatches = []
         for m in range(len(windows) // (grid.dp * size)):
-            first_row = (m * grid.dp + grid.dp_rank) * size     # replicas take turns
+            first_row = (m * grid.dp + grid.dp_rank) * size     # interleaved over the replicas
             rows = windows[first_row:first_row + size]
             x, y = None, None
             if grid.is_first or grid.is_last:
@@ -348,7 +350,9 @@ class Run:
         On one stage:
 
             for tokens, targets, dropout_seed in batch.microbatches:
-                (model(tokens, targets, dropout_seed) * scale).backward()
+                loss = model(tokens, targets, dropout_seed)
+                (loss * scale).backward()
+                loss_sum += loss
 
         Gradients are sums over tokens, microbatches and replicas. `scale` makes them the gradient
         of the mean loss over all tokens of the batch, times the loss scale.
@@ -362,7 +366,7 @@ class Run:
         return loss_sum
 
     def reduce_stats(self, loss_sum: torch.Tensor, batch: Batch, stop_requested) -> StepStats:
-        """Sum loss, norms and stop flag in one all-reduce, so that all ranks decide alike."""
+        """Sum loss, norms and stop flag in one all-reduce, so that all ranks decide the same."""
         grid, scaler = self.grid, self.scaler
         tokens = batch.size * self.cfg.seq_len
         zero = loss_sum.new_zeros(())
@@ -388,7 +392,7 @@ class Run:
             scale_can_fall=self.config.dtype == "fp16" and scaler.scale > scaler.min_scale)
 
     def to_floats(self, x: torch.Tensor):
-        """The numbers in x. Waits for the device, up to --timeout if other ranks may be late."""
+        """Copy x to Python numbers. Waits for the device, up to --timeout if ranks may be late."""
         timeout = self.config.timeout if self.grid.world > 1 else math.inf
         return to_host(x, timeout).tolist()
 
@@ -422,16 +426,16 @@ class Run:
         windows = np.full(math.ceil(count / at_once) * at_once, -1)
         evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
         windows[:count] = source.first + evenly_spaced
-        loss_sum = 0.0
+        local = 0.0
         for part in np.split(windows, range(64 * at_once, len(windows), 64 * at_once)):
             batch = self.load_microbatches(self.val_data, part, step=0)
             forwards = [("F", m) for m in range(len(batch))]
-            loss_sum += run_schedule(forwards, self.model, self.grid, batch, self.activation_like)
+            local += run_schedule(forwards, self.model, self.grid, batch, self.activation_like)
         if self.grid.tp_rank > 0:       # all tp ranks have the same loss: count it once
-            loss_sum.zero_()            # (it is 0 on every stage but the last)
-        loss_sum = self.to_floats(all_reduce(loss_sum, self.grid.groups["world"]).wait())
+            local.zero_()               # (it is 0 on every stage but the last)
+        total = self.to_floats(all_reduce(local, self.grid.groups["world"]).wait())
         self.model.train()
-        return loss_sum / (count * self.cfg.seq_len)
+        return total / (count * self.cfg.seq_len)
 
     # ---- checkpoints and rollback
 
@@ -439,15 +443,15 @@ class Run:
         """Begin at step 0, from the seed or from the weights of --init-from."""
         self.step = 0                       # the last completed step
         self.consumed_samples = 0           # position in the data, in sequences
-        self.tokens = 0                     # read so far
-        self.optimizer_steps = 0            # updates; a skipped step makes none
+        self.tokens = 0                     # trained on
+        self.optimizer_steps = 0            # updates; a skipped step counts as none
         self.monitor = DivergenceMonitor()
         self.scaler = make_scaler(self.config.dtype)
         weights = all_ranks(lambda: load_state(self.config.init_from)) or {}
         self.flat.initialize(self.cfg, self.config.seed, weights.get("parameters"))
 
     def restore(self, state: dict | None) -> None:
-        """Go on from a checkpoint, or without one from step 0."""
+        """Restore a checkpoint; without one, initialize."""
         if state is None:
             self.initialize()
             return
@@ -456,7 +460,7 @@ class Run:
         self.tokens = state["tokens"]
         self.optimizer_steps = state["optimizer_steps"]
         self.monitor = DivergenceMonitor(**state["monitor"])
-        if self.config.rollback == "on":        # with "off", it may have been saved in a divergence
+        if self.config.rollback == "on":        # with "off", it may be from a divergence
             self.monitor.bad = min(self.monitor.bad, BAD_STEPS - 1)
         if not losses_stay_comparable(self.config, self.train_data, state):
             self.monitor.forget_losses()
@@ -466,8 +470,8 @@ class Run:
         checkpoint.restore(state, self.flat)
 
     def save(self, is_start: bool = False) -> None:
-        """Judge and write a checkpoint. `is_start`: the first one of a run that began from a file.
-        """
+        """Write a checkpoint, and record whether it is healthy. `is_start`: the run has just begun
+        from a file."""
         config = self.config
         at_floor = config.dtype == "fp16" and self.scaler.scale <= self.scaler.min_scale
         scheduled = self.is_due(config.save_every) or self.step == config.steps
@@ -497,14 +501,14 @@ class Run:
         if self.step == self.config.steps:
             self.event("end", step=self.step)
             return
-        how = "the same command goes on"
+        how = "run the same command to go on"
         if self.config.resume == "never":
             how = "go on with --resume auto"
         self.event("stop", f"stopped and saved after step {self.step}; {how}", step=self.step)
 
     def rollback(self, divergence: Divergence) -> None:
         """Return to a healthy checkpoint, skip the batches that led to the divergence, and save at
-        once, so that the rollback survives a kill."""
+        once, so that a kill does not undo the rollback."""
         config, monitor = self.config, self.monitor
         diverged_at = self.step + 1
         if monitor.rollbacks >= config.max_rollbacks:
@@ -534,8 +538,8 @@ class Run:
         all_ranks(self.writer.finish)
 
     def skip_excluded(self) -> None:
-        """Pass over the excluded samples that come next in the data: those of --skip-steps and
-        those of rollbacks. No batch may contain any of them."""
+        """Advance past the excluded samples that the next batch would contain: those of
+        --skip-steps and those of rollbacks."""
         monitor, skip = self.monitor, self.config.skip_steps
         start = self.consumed_samples
         size = batch_size_at(self.config, self.samples)
@@ -607,9 +611,9 @@ class Run:
 
 
 class Stragglers:
-    """Once a minute, names the ranks whose forward and backward take longer than others' of their
-    stage: their machines may be slow or busy. (Stages differ in blocks and ends.) Disabled on GPUs:
-    waits are asynchronous there, so a process's time does not show them."""
+    """Once a minute, reports the ranks that compute for longer than the median of their pipeline
+    stage: their machines may be slow or busy. CPU only: on GPUs, where waits are asynchronous, a
+    process's time does not show them."""
 
     def __init__(self, grid: Grid, device: torch.device):
         self.grid = grid
@@ -650,9 +654,9 @@ class Stragglers:
 def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
     """Find where a number is not finite; every rank must call it. Reports the first rank with a
     non-finite loss or, if there is none, with a non-finite gradient; and the last parameter with
-    such a gradient, which backward reaches first. Gradients are summed over the replicas by then,
-    so another replica may be the source. If all numbers are finite but their squares are not,
-    `what` is "norm"."""
+    such a gradient, which backward reaches first. Gradients have already been summed over the
+    replicas, so another replica may be the source. If all numbers are finite but their squares are
+    not, `what` is "norm"."""
     own_parameter = None
     for bucket in flat.buckets:
         for spec, shard_slice, _ in bucket.shard_ranges:
@@ -697,8 +701,6 @@ def batch_sizes(config: Config) -> tuple[range, int]:
 
 def batch_size_at(config: Config, samples: int) -> int:
     """Size of the next batch after training on `samples` sequences."""
-    if config.batch_ramp is None:
-        return config.batch_size
     sizes, sequences = batch_sizes(config)
     return sizes[min(samples, sequences) * (len(sizes) - 1) // sequences]
 
@@ -732,7 +734,7 @@ def steps_of_epochs(config: Config, data: TokenDataset, state: dict | None) -> i
 def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:
     """Whether losses from before a resume or a rollback can be compared with later ones: only under
     the same flags. Exception: if the peak learning rate has more than tripled, probably by mistake,
-    the old losses stay, because only they show it."""
+    the old losses stay: they are the only evidence of it."""
     stored = state["config"]
     if config.lr > 3 * stored["lr"]:
         return True
@@ -815,7 +817,7 @@ def format_layout(config: Config, grid: Grid, device: str) -> tuple[str, str]:
 
 
 def print_summary(run: Run) -> None:
-    """Model, layout, memory, batch and data of the run that begins."""
+    """Print model, layout, memory, batch and data."""
     config, cfg, data = run.config, run.cfg, run.train_data
     device = run.device.type
     if multiplies_in_fp32(run.activation_like.dtype, run.device):
@@ -880,8 +882,8 @@ def check_follower(log: str) -> None:
 
 @contextmanager
 def follower(config: Config):
-    """Run tools.follow during the block; it can neither slow nor end the run. It has a session of
-    its own, so that it can send the last lines after a Ctrl-C or torchrun's SIGTERM."""
+    """Run tools.follow during the block, as a process that can neither slow nor end the run. Its
+    own session lets it send the last lines after Ctrl-C or torchrun's SIGTERM."""
     command = [sys.executable, "-m", "tools.follow", os.path.abspath(config.out),
                "--to", config.log, "--parent"]
     try:
@@ -1002,8 +1004,8 @@ def model_shape(flags: dict) -> dict:
 
 def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[Config, dict]:
     """Command line, then checkpoint, then defaults -> the config and the model's shape (without
-    vocabulary and dropout). With `weights_only` nothing but the shape is the checkpoint's, and
-    seq_len may be shorter. Raises ValueError where the command line asks for another model."""
+    vocabulary and dropout). With `weights_only` the checkpoint gives the shape alone, and seq_len
+    may be shorter. Raises ValueError if the command line asks for another model."""
     config = Config(**given)
     shape = model_shape(given)
     if state is None:
@@ -1016,9 +1018,13 @@ def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[C
                              f"flag, or use another --out or checkpoint")
     shape = {name: state["model"][name] for name in SHAPE} | shape
     if not weights_only:
-        stored = {name: state["config"][name] for name in STORED if name in state["config"]}
-        config = Config(**{**stored, **given})
+        config = Config(**(restored_flags(state) | given))
     return config, shape
+
+
+def restored_flags(state: dict) -> dict:
+    """The flags that a checkpoint restores."""
+    return {name: state["config"][name] for name in RESTORED if name in state["config"]}
 
 
 def default_micro_batch(sizes: range, replicas: float, pp: int) -> int:
@@ -1051,11 +1057,12 @@ def check_config(config: Config, shape: dict, vocab_size: int,
         raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
                          f"{config.batch_size}: START and INCREMENTs must add up to it (none: no "
                          f"ramp)")
+    defaults = {}
     if config.micro_batch is None:
-        micro_batch = default_micro_batch(sizes, replicas, config.pp)
-        config = dataclasses.replace(config, micro_batch=micro_batch)
+        defaults["micro_batch"] = default_micro_batch(sizes, replicas, config.pp)
     if config.lr is None:
-        config = dataclasses.replace(config, lr=default_lr(config.model, shape))
+        defaults["lr"] = default_lr(config.model, shape)
+    config = dataclasses.replace(config, **defaults)
     if config.eval_only:            # an evaluation ignores --batch-size
         sizes = [max(1, int(replicas)) * config.micro_batch]
         config = dataclasses.replace(config, batch_size=sizes[0])
@@ -1092,7 +1099,7 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device,
     """Resolve configuration and checkpoint on rank 0: config, model, and where the run begins.
     Finally lock --out; `stack` releases the lock. Raises ValueError, OSError or RunError."""
     store = torch.distributed.HashStore()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":    # torchrun's outlives the group
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":    # this one persists
         store, _, _ = next(torch.distributed.rendezvous("env://"))
     restarted = store.check(["begun"])          # a refused start leaves no key
     config = Config(**given)
@@ -1115,8 +1122,11 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device,
 
 def launch(given: dict, device: torch.device, rank: int, world: int, local_world: int,
            stack: ExitStack) -> int | None:
-    """Start the run on this rank and train, or evaluate, to its end. Returns the number of the
-    signal that stopped it, or None."""
+    """Build the run on this rank and train, or evaluate, to its end. Returns the number of the
+    signal that stopped it, or None.
+
+    `on_rank0` returns the result of rank 0 on every rank; `all_ranks` runs its action on every
+    rank. If it raises on one of them, either raises on all."""
     assert_own_gpu(device)
     config, cfg, begin = on_rank0(lambda: prepare(given, world, local_world, device, stack))
     path = begin.path if begin.kind in ("continue", "resume") else None
@@ -1137,7 +1147,7 @@ def launch(given: dict, device: torch.device, rank: int, world: int, local_world
 
     grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel,
                      timedelta(seconds=config.timeout), device)
-    stack.callback(grid.groups.clear)   # gloo's threads, if they outlive main, can abort it
+    stack.callback(grid.groups.clear)   # gloo's threads can abort a process that exits
     run = Run(config, cfg, grid, device, train_data, val_data, state, begin.run)
     stack.callback(run.writer.wait)
     if state is not None:
@@ -1160,14 +1170,14 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
         return None
     if run.step >= config.steps:
         print_rank0(f"{begin.path} is step {run.step} of {config.steps}: nothing left to do; raise "
-                    f"--steps or --epochs to go on, or give another --out")
+                    f"--steps or --epochs to continue, or give another --out")
         return None
     run.metrics = all_ranks(lambda: checkpoint.Metrics(Path(config.out), run.grid.rank))
     if config.log is not None and run.grid.rank == 0:
         stack.enter_context(follower(config))
     print_summary(run)
     if state is None:
-        line = f"weights  those of {config.init_from}" if begin.kind == "init-from" else None
+        line = f"weights  from {config.init_from}" if begin.kind == "init-from" else None
         run.event("start", line, step=0, config=dataclasses.asdict(config),
                   environment=environment(run.grid))
     else:
@@ -1205,7 +1215,7 @@ def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -
     next step's learning rate changes."""
     config, factor = run.config, run.monitor.lr_factor
     changed = {}
-    for name in STORED:
+    for name in RESTORED:
         if state["config"].get(name) != getattr(config, name):
             changed[name] = [state["config"].get(name), getattr(config, name)]
     if state["data"] != run.train_data.phases:
@@ -1214,7 +1224,7 @@ def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -
     for name, (old, new) in changed.items():
         line += f", {name.replace('_', ' ')} {new} instead of {old}"
 
-    stored = Config(**{name: state["config"][name] for name in STORED if name in state["config"]})
+    stored = Config(**restored_flags(state))
     old, new = learning_rate(stored, run.step + 1), learning_rate(config, run.step + 1)
     if not 0.8 * old <= new <= 1.25 * old:
         line += f"; so the next step's learning rate is {new:.2e} instead of {old:.2e}"
@@ -1239,7 +1249,7 @@ def choose_device(config: Config, world: int, local_rank: int) -> torch.device:
     return device
 
 
-def complain(message) -> None:
+def print_error(message) -> None:
     print(f"train.py: {message}", file=sys.stderr, flush=True)
 
 
@@ -1248,7 +1258,7 @@ def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    try:                            # mistakes in the flags need no communication
+    try:                            # before any communication
         given = parse_flags(sys.argv[1:])
         config = Config(**given)
         check_grid(world, config.tp, config.pp, config.zero, config.sequence_parallel)
@@ -1257,7 +1267,7 @@ def main() -> None:
         if rank > 0:
             time.sleep(5)           # torchrun ends all ranks when one exits: rank 0 prints first
         if local_rank == 0:
-            complain(error)
+            print_error(error)
         sys.exit(2)
     status, signal_number = 0, None
     try:
@@ -1268,13 +1278,13 @@ def main() -> None:
             except RunError as error:               # every rank raises the same error
                 status = error.status
                 if rank == 0:
-                    complain(error)
-                all_gather_object(None)             # no rank leaves before rank 0 has printed
+                    print_error(error)
+                all_gather_object(None)             # wait until rank 0 has printed
     except Exception as error:
         message = fatal_message(error)
         if message is not None:
             host = f" on {socket.gethostname()}" if world > local_world else ""
-            complain(f"rank {rank}{host}: {message}")
+            print_error(f"rank {rank}{host}: {message}")
         elif world == 1:
             raise
         else:
