@@ -2818,12 +2818,13 @@ def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_
     assert {"beta2": 0.9, "lr": 0.1, "steps": 10, "clip": 1.0}.items() <= state["config"].items()
 
 
-def test_none_unsets_a_stored_ramp_and_skip_and_the_console_shows_every_nth_step(run_train, shards,
+def test_none_unsets_a_stored_ramp_and_skip_and_the_console_shows_every_nth_step(run_train, things,
                                                                                  tmp_path):
     """--batch-ramp none and --skip-steps none, at a resume. With --log-every 3 metrics.jsonl still
-    has a row for every step."""
-    flags = ["--data", shards, "--out", tmp_path, *TINY, "--eval-every", 0]
-    run_train(*flags, "--batch-ramp", "2:2:40", "--skip-steps", "3:3")
+    has a row for every step. There is no sample.py for tokens that it cannot decode."""
+    flags = ["--data", things / "opt", "--out", tmp_path, *TINY, "--eval-every", 0]
+    text = run_train(*flags, "--batch-ramp", "2:2:40", "--skip-steps", "3:3")[1]
+    assert "sample.py" not in text
     stored = saved(tmp_path, 4)["config"]
     assert (stored["batch_ramp"], stored["skip_steps"]) == ("2:2:40", "3:3")
     expect_mistake(run_train(*flags, "--batch-size", 3), "--batch-ramp 2:2:40 does not end at "
@@ -2836,30 +2837,77 @@ def test_none_unsets_a_stored_ramp_and_skip_and_the_console_shows_every_nth_step
     assert (stored["batch_ramp"], stored["skip_steps"]) == (None, None)
 
 
-def test_resume_auto_and_never(run_train, run_sample, shards, things, tmp_path, torchrun_job):
-    """The first run ends with the command that samples from it, if sample.py can. never and FILE
-    are refused where --out is in use, but a group that torchrun restarts goes on. auto
-    passes over damaged files; if none is whole, the run ends with exit status 1."""
-    out = tmp_path / "my run"
-    flags = ["--data", shards, "--out", out, *TINY]
-    job, other = torchrun_job(), torchrun_job()
-    command = shlex.split(run_train(*flags, "--resume", "never", **job)[1].splitlines()[-1])
-    assert command == ["python", "sample.py", "--ckpt", f"{out}/latest.pt"]
-    assert run_sample(*command[2:], "--max-tokens", 3)[0] == 0
-    assert "sample" not in run_train(*flags, "--data", things / "opt", "--out", tmp_path)[1]
-    for environment in ({}, other, other):                      # the last is a restart
-        for given, words in [("never", "--resume never, but"), ("nowhere.pt", "drop --resume to")]:
-            expect_mistake(run_train(*flags, "--resume", given, **environment), words)
-    status, text, _ = run_train(*flags, "--resume", "never", **job)
-    assert status == 0 and "nothing left" in text
-    os.truncate(out / "step_00000004.pt", 1000)                 # latest.pt is the same file
-    status, text, error = run_train(*flags)
-    assert status == 0 and "step_00000004.pt is damaged" in error and "after step 2" in text
-    assert kinds(read_metrics(out)[1]) == ["start", "end", "damaged", "resume", "end"]
-    for path in out.glob("*.pt"):
-        path.write_bytes(b"no checkpoint")
-    status, _, error = run_train(*flags)
-    assert status == 1 and "is whole" in error.splitlines()[-1]
+STORIES = {     # shell commands, or: job of torchrun, flags of train.py, exit status, what it says
+    "resume never, resume auto": [
+        ("A", "--out 'my run' --resume never", 0, r"\npython sample.py --ckpt 'my run/latest.pt'$"),
+        ("", "--out 'my run' --resume never", 2, "--resume never, but my run holds"),
+        ("B", "--out 'my run' --resume never", 2, "--resume never, but my run holds"),
+        ("B", "--out 'my run' --resume never", 2, "--resume never, but my run holds"),
+        ("A", "--out 'my run' --resume never", 0, "nothing left"),
+        "truncate -s 1000 'my run/step_00000004.pt'",           # latest.pt is the same file
+        ("", "--out 'my run'", 0, "/step_00000004.pt is damaged.*after step 2"),
+        "grep 'event.*damaged' 'my run/metrics.jsonl'",
+        "truncate -s 9 'my run'/*.pt",
+        ("", "--out 'my run'", 1, "is whole")],
+    "resume FILE, killed and started again": [
+        "cp -r base copy",
+        ("", "--out new --resume base/step_00000002.pt --lr 0.5", 9, "base/step_00000002.pt, "),
+        ("A", "--out new --resume base/step_00000002.pt --steps 6 --eval-every 6", 9, "step 2"),
+        ("A", "--out new --resume base/step_00000002.pt --steps 6", 0, "new/.*after step 4"),
+        ("", "--out new --resume base/step_00000002.pt --lr 0.1", 0, "nothing left to do"),
+        "diff -r base copy && rm -r base",
+        ("", "--out new --resume base/step_00000002.pt --steps 7", 2, "drop --resume to go on"),
+        ("A", "--out new --resume base/step_00000002.pt --steps 7", 0, "after step 6")],
+    "resume FILE by other paths": [
+        ("", "--out new --keep 1 --resume base/step_00000002.pt", 0, ""),
+        "ln -s base/step_00000002.pt link.pt",
+        "mv base/step_00000004.pt base/step_00000003.pt",       # a name says nothing
+        ("", "--out ./new --keep 1 --resume link.pt --steps 5", 0, "after step 4"),
+        "rm link.pt && mv base old",
+        ("", "--out old/../new --keep 1 --resume ./old/step_00000002.pt --steps 6", 0, "step 5"),
+        ("", "--out new --resume old/step_00000003.pt", 2,
+         r"did not begin with --resume old/step_00000003.pt \(step 4 of run BASE\)"),
+        "rm -r old && mv new newer",
+        "truncate -s 1000 newer/step_00000006.pt",              # it keeps its own first file
+        ("", "--out newer", 0, "6.pt is damaged.*newer/step_00000002.pt, after step 2")],
+    "init-from FILE": [
+        ("", "--out new --init-from base/step_00000004.pt", 0, "weights  those of base/"),
+        "mv base old",
+        ("A", "--out new --init-from ./old/step_00000004.pt --steps 5", 0, "after step 4"),
+        "rm -r old",
+        ("", "--out new --init-from old/step_00000004.pt --steps 6", 2, "drop --init-from to"),
+        ("A", "--out new --init-from old/step_00000004.pt --steps 6", 0, "after step 5"),
+        ("", "--out new --steps 7", 0, "after step 6")]}
+
+
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+def test_where_a_run_begins(run_train, shards, tmp_path, monkeypatch, torchrun_job, story):
+    """An --out with checkpoints goes on from its newest whole one, and keeps its id; if not, a run
+    begins from FILE or the seed. FILE is known by its run and step, and not by its path; it need
+    not exist when a torchrun starts its group again. A refusal changes no file. Status 9: killed in
+    the first evaluation."""
+    monkeypatch.chdir(tmp_path)
+    run_train("--data", shards, "--out", "base", *TINY)
+    base = saved(Path("base"), 4)["run"]["id"]
+    jobs = {"": {}, "A": torchrun_job(), "B": torchrun_job()}
+    ids = set()
+    for line in story:
+        if isinstance(line, str):
+            subprocess.run(line, shell=True, check=True)
+            continue
+        job, flags, status, words = line
+        given = shlex.split(flags)
+        before = contents(tmp_path)
+        killed = mock.patch.object(train.Run, "evaluate_source", side_effect=SystemExit(9))
+        with killed if status == 9 else nullcontext():
+            found, out, error = run_train("--data", shards, *TINY, *given, **jobs[job])
+        assert found == status, (line, out, error)
+        assert re.search(words.replace("BASE", base), error + out.strip(), re.S), (line, out, error)
+        if status == 2:
+            assert contents(tmp_path) == before and error.count("\n") == 1
+        if status in (0, 9):
+            ids.add(torch.load(Path(given[1], "latest.pt"))["run"]["id"])
+    assert len(ids - {base}) == 1
 
 
 def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
@@ -3162,16 +3210,13 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
 
 
 def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_sources, things,
-                                                                tmp_path, torchrun_job):
-    """From step 0 with its own flags, and with a file to roll back to. The same command goes on if
-    FILE was renamed; another FILE is refused. Once FILE is gone, a group that torchrun restarts and
-    the command without the flag go on."""
-    base, out = tmp_path / "base.pt", tmp_path / "out"
-    one = torch.load(shutil.copy(things / "whole.pt", base))
-    flags = ["--data", two_sources / "b", "--out", out, "--warmup-steps", 2, "--seq-len", 8,
-             "--batch-size", 8, "--dropout", 0.1, "--save-every", 1, "--steps"]
-    assert f"weights  those of {base}" in run_train(*flags, 1, "--lr", 0, "--init-from", base)[1]
-    two = saved(out, 1)
+                                                                tmp_path):
+    """From step 0 with its own flags, and with a file to roll back to."""
+    base = things / "whole.pt"
+    run_train("--data", two_sources / "b", "--out", tmp_path, "--init-from", base, "--steps", 1,
+              "--lr", 0, "--warmup-steps", 2, "--seq-len", 8, "--batch-size", 8, "--dropout", 0.1)
+    one = torch.load(base)
+    two = saved(tmp_path, 1)
     for name, full in one["parameters"].items():
         assert full[:len(two["parameters"][name])].equal(two["parameters"][name]), name
     assert two["parameters"]["embed.position.weight"].shape == (8, 16)
@@ -3179,16 +3224,6 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_s
     assert len(two["monitor"]["losses"]) == 1
     assert two["monitor"]["checkpoints"][0] == [0, "step_00000000.pt", True]
     assert two["run"]["origin"] == ["init-from", one["run"]["id"], 4]
-    renamed = ["--init-from", os.path.relpath(base.rename(tmp_path / "renamed.pt"))]
-    job = torchrun_job()
-    assert run_train(*flags, 2, *renamed, **job)[0] == 0 and saved(out, 2)["optimizer_steps"] == 2
-    expect_mistake(run_train(*flags, 3, "--init-from", saved_file(out, 2)),
-                   f"holds run {two['run']['id']}, which did not begin with --init-from "
-                   f"{saved_file(out, 2)} (step 2 of run {two['run']['id']}): drop --init-from")
-    Path(renamed[1]).unlink()
-    expect_mistake(run_train(*flags, 3, *renamed), "drop --init-from to go on with that run")
-    assert run_train(*flags, 3, *renamed, **job)[0] == 0
-    assert run_train(*flags, 4)[0] == 0 and saved(out, 4)["run"] == two["run"]
 
 
 def test_gpt2s_tokens_end_to_end(run_train, run_sample, capsys, tmp_path, monkeypatch):
@@ -3848,78 +3883,6 @@ train.main()
     assert read_metrics(tmp_path / "out")[1][0]["environment"] == dict(
         python=".".join(map(str, sys.version_info[:3])), pytorch=torch.__version__,
         commit=commit.stdout.strip() or None, hosts=["node0", "node1"])
-
-
-def contents(folder):
-    """{name: (time of writing, bytes)} of a folder's files."""
-    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
-
-
-def test_the_same_command_goes_on_with_its_branch(run_train, shards, tmp_path, torchrun_job):
-    """--resume FILE, given again by a person or by torchrun after a kill at its start or in the
-    middle, or with other flags, goes on with the run in --out; FILE's run is not touched, and need
-    not exist after a restart."""
-    base = tmp_path / "base"
-    out = tmp_path / "branch"
-    flags = ["--data", shards, *TINY]
-    run_train(*flags, "--out", base)
-    before = contents(base)
-    branch = [*flags, "--resume", base / "step_00000002.pt", "--out", out]
-    job = torchrun_job()
-    for losses, more, environment, told in [
-            ([ZeroDivisionError], ["--lr", 0.5], {}, "base/step_00000002.pt, after step 2"),
-            ([1.0, ZeroDivisionError], ["--lr", 0.5, "--steps", 6], job, "branch/step_00000002.pt"),
-            ([1.0], ["--lr", 0.5, "--steps", 6], job, "branch/step_00000004.pt, after step 4"),
-            ([], ["--lr", 0.1], {}, "nothing left to do")]:
-        with mock.patch.object(train.Run, "evaluate_source", side_effect=losses), \
-                suppress(ZeroDivisionError):
-            text = run_train(*branch, *more, **environment)[1]
-            assert told in text, more
-    assert column(read_metrics(out)[0], "step") == [3, 3, 4, 5, 5, 6]
-    assert kinds(read_metrics(out)[1]) == ["resume"] * 3 + ["end"]
-    assert before == contents(base)
-    shutil.rmtree(base)
-    expect_mistake(run_train(*branch, "--steps", 7), "drop --resume to go on with that run")
-    assert run_train(*branch, "--steps", 7, **job)[0] == 0
-    assert run_train(*flags, "--out", out, "--steps", 8)[0] == 0
-    assert len({str(saved(out, step)["run"]) for step in (2, 6, 7, 8)}) == 1
-
-
-def test_a_run_is_known_by_its_id_and_not_by_the_path_of_its_beginning(run_train, shards, tmp_path,
-                                                                       monkeypatch, torchrun_job):
-    """The same file under another path, as a link or in a renamed folder goes on with its branch;
-    its neighbour is refused and changes nothing. A branch whose newest file is damaged says so and
-    goes on from its own first one, also where that is the only other and the base is gone."""
-    monkeypatch.chdir(tmp_path)
-    flags = ["--data", shards, *TINY, "--keep", 1, "--save-every", 100, "--out"]
-    run_train("--data", shards, *TINY, "--out", "base")
-    run_train(*flags, "branch", "--resume", "base/step_00000002.pt")
-    os.symlink("base/step_00000002.pt", "link.pt")
-    os.rename("base/step_00000004.pt", "base/step_00000003.pt")         # a name says nothing
-    for step, file, out in [(5, "./base/step_00000002.pt", "branch"), (6, "link.pt", "./branch"),
-                            (7, "old/step_00000002.pt", f"../{tmp_path.name}/branch"),
-                            (8, "old/step_00000002.pt", "new")]:
-        if step == 7:
-            os.rename("base", "old")
-        if step == 8:
-            os.rename("branch", "new")
-        text = run_train(*flags, out, "--resume", file, "--steps", step)[1]
-        assert f"after step {step - 1}" in text, file
-    base = saved(Path("old"), 2)["run"]["id"]
-    job = torchrun_job()
-    before = contents(Path("new")), contents(Path("old"))
-    for _ in range(2):              # torchrun starts a refused command again
-        expect_mistake(run_train(*flags, "new", "--resume", "old/step_00000003.pt", **job),
-                       f"did not begin with --resume old/step_00000003.pt (step 4 of run {base})")
-    assert before == (contents(Path("new")), contents(Path("old")))
-    shutil.rmtree("old")
-    assert names_in(Path("new")) == ["latest.pt", "lock", "metrics.jsonl", "step_00000002.pt",
-                                     "step_00000008.pt"]
-    os.truncate("new/step_00000008.pt", 1000)                   # latest.pt is the same file
-    status, text, error = run_train(*flags, "new", "--steps", 9)
-    assert status == 0 and "step_00000008.pt is damaged" in error
-    assert "new/step_00000002.pt, after step 2" in text
-    assert kinds(read_metrics(Path("new"))[1])[-3:] == ["damaged", "resume", "end"]
 
 
 def damages(content, part, count):
@@ -4981,6 +4944,11 @@ def small_state(step):
                 optimizer_steps=1, model=asdict(cfg), tokenizer="bytes", scaler={},
                 data=[[0, {"d": 1}]], monitor={}, run=dict(id="x", origin=["seed", None, 0]),
                 **{key: tensors for key in checkpoint.STATE})
+
+
+def contents(folder):
+    """{path: (time of writing, bytes)} of the files in a folder and in its folders."""
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*.*")}
 
 
 def names_in(folder):
