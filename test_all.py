@@ -865,32 +865,28 @@ SIZE = len(BODY)
 @pytest.fixture
 def server(monkeypatch):
     """A server on this machine. body: of each of its files; ranges: it knows Range; drop: so many
-    replies end half way; length: it says how long the body is; asked: (file, first byte) of each
+    replies end half way; length: it says how long a reply is; asked: (file, first byte) of each
     request."""
     server = SimpleNamespace(body=BODY, ranges=True, drop=0, length=True, asked=[])
 
     class Handler(http.server.BaseHTTPRequestHandler):
+        log_message = mock.Mock()
+
         def do_GET(self):
-            size = len(server.body)
-            start = 0
+            start, status = 0, 200
             if server.ranges:
                 start = int(self.headers["Range"][len("bytes="):-1])
+                status = 206 if start < len(server.body) else 416
             server.asked.append((Path(self.path).name, start))
-            if start >= size:
-                self.send_response(416)
-            elif server.ranges:
-                self.send_response(206)
-                self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
-            else:
-                self.send_response(200)
+            reply = server.body[start:]
+            self.send_response(status)
             if server.length:
-                self.send_header("Content-Length", str(max(size - start, 0)))
+                self.send_header("Content-Length", str(len(reply)))
             self.end_headers()
-            end = (start + size) // 2 if server.drop > 0 else size
-            self.wfile.write(server.body[start:end])
+            if server.drop > 0:
+                reply = reply[:len(reply) // 2]
             server.drop -= 1
-
-        log_message = mock.Mock()
+            self.wfile.write(reply)
 
     monkeypatch.setattr(data, "BLOCK", 4096)
     monkeypatch.setattr(data.time, "sleep", nothing)        # between tries
@@ -901,50 +897,49 @@ def server(monkeypatch):
         httpd.shutdown()
 
 
-@pytest.mark.parametrize("served, part, starts", [
-    (dict(drop=2), b"", [0, SIZE // 2, SIZE * 3 // 4]),     # a dropped connection: it continues
-    (dict(drop=2, ranges=False), b"", [0, 0, 0]),           # or starts over
-    ({}, BODY[:SIZE // 2], [SIZE // 2]),                    # it continues an earlier run's
-    ({}, b"x" * 999, [999, 0]),                             # or starts over if it is another's
-    ({}, b"x" * SIZE, [SIZE, 0]),
-    ({}, b"x" * 5 * SIZE, [5 * SIZE, 0]),
-    (dict(body=b"another text"), b"", None)])
-def test_a_download_of_known_sha256_is_whole_in_the_end_or_refused(tmp_path, server, monkeypatch,
-                                                                   capsys, served, part, starts):
-    """What the server does; what .part holds before; where the requests begin. After four that are
-    wrong (None) it ends with exit 1. A damaged file is replaced, and a whole one not asked for."""
+SHA256 = hashlib.sha256(BODY).hexdigest()
+
+
+@pytest.mark.parametrize("served, part, sha256, starts", [
+    (dict(drop=2), b"", SHA256, [0, SIZE // 2, SIZE * 3 // 4]),     # after a lost connection it
+    (dict(drop=2, ranges=False), b"", SHA256, [0, 0, 0]),           # continues, or starts over
+    ({}, BODY[:SIZE // 2], SHA256, [SIZE // 2]),                    # it continues an earlier run's
+    ({}, b"x" * 999, SHA256, [999, 0]),                             # or starts over if another's
+    ({}, b"x" * SIZE, SHA256, [SIZE, 0]),
+    ({}, b"x" * 5 * SIZE, SHA256, [5 * SIZE, 0]),
+    (dict(body=b"another text"), b"", SHA256, None),
+    ({}, b"", None, [0]), (dict(drop=99), b"", None, None),
+    (dict(length=False, ranges=False), b"", None, None)])
+def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, part, sha256, starts):
+    """What the server does; what .part holds before; where the requests begin, of which four that
+    are wrong (None) are an error. A file is whole by its sha256, if it is known, or by the length
+    that the server says. A damaged one is replaced, and a whole one not asked for."""
     vars(server).update(served)
-    monkeypatch.setitem(data.DOWNLOADS, "shakespeare", (
-        f"{server.url}/file", hashlib.sha256(BODY).hexdigest(), ".txt"))
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw/shakespeare.txt").write_bytes(b"damaged")
-    (tmp_path / "raw/shakespeare.txt.part").write_bytes(part)
-    fetch = functools.partial(run_data, capsys, "--dataset", "shakespeare", "--tokenizer", "bytes",
-                              "--out", tmp_path)
-    status, out, error = fetch()
+    if sha256 is not None:
+        (tmp_path / "file").write_bytes(b"damaged")
+    (tmp_path / "file.part").write_bytes(part)
+    fetch = functools.partial(data.download, f"{server.url}/a", tmp_path / "file", sha256)
     if starts is None:
-        assert (status, out, len(server.asked)) == (1, "", 4)
-        assert error.splitlines()[-1].startswith("data.py: cannot download")
+        with pytest.raises(ConnectionError, match="cannot download"):
+            fetch()
+        assert len(server.asked) == 4
     else:
-        assert status == fetch()[0] == 0 and [start for _, start in server.asked] == starts
-        assert names_in(tmp_path / "raw") == ["shakespeare.txt"]
-        assert texts_of(tmp_path, *data.SPLITS) == [BODY.decode()]
+        fetch()
+        fetch()
+        assert [start for _, start in server.asked] == starts
+        assert names_in(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == BODY
 
 
-@pytest.mark.parametrize("served, requests", [
-    ({}, 1), (dict(drop=99), 4), (dict(length=False, ranges=False), 4)])
-def test_tinystories_are_whole_by_their_length_and_cut_at_their_separators(
-        tmp_path, server, monkeypatch, capsys, served, requests):
-    """Without a sha256 a file is whole if the server says its length. A line of <|endoftext|> ends
-    a story, the same characters within a line do not."""
-    vars(server).update(served, body=b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n"
-                                     b"<|endoftext|>\n")
-    monkeypatch.setitem(data.DOWNLOADS, "tinystories", (f"{server.url}/file", None, ".eot"))
-    status, _, _ = run_data(capsys, "--dataset", "tinystories", "--tokenizer", "bytes", "--out",
-                            tmp_path)
-    assert len(server.asked) == requests and status == int(requests == 4)
-    if status == 0:
-        assert texts_of(tmp_path, *data.SPLITS) == ["Once\nupon", "The end <|endoftext|> not"]
+def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, capsys):
+    """The same characters within a line do not. With another sha256 than that of DOWNLOADS the exit
+    status is 1."""
+    server.body = b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n"
+    for sha256, expected in [(SHA256, 1), (hashlib.sha256(server.body).hexdigest(), 0)]:
+        monkeypatch.setitem(data.DOWNLOADS, "tinystories", (f"{server.url}/file", sha256, ".eot"))
+        status, _, error = run_data(capsys, "--dataset", "tinystories", "--tokenizer", "bytes",
+                                    "--out", tmp_path)
+        assert status == expected and ("data.py: cannot download" in error) == (status == 1)
+    assert texts_of(tmp_path, *data.SPLITS) == ["Once\nupon", "The end <|endoftext|> not"]
 
 
 def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path, server,
