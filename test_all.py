@@ -1228,38 +1228,64 @@ def test_without_a_loss_scale_small_gradients_vanish_in_fp16(tmp_path):
     assert abs(scaled - exact).max() < 0.05 < 0.15 < stalled[-1] - exact[-1]
 
 
-def spoil_a_rank(run):
-    """At step k, rank k - 1 alone finds a gradient that is not finite, after the reductions: only
+def spoil_in_turn(run):
+    """At step k rank k - 1 alone finds a gradient that is not finite, after the reductions: only
     the agreement can tell the others. Without ZeRO it is a LayerNorm's: in the global norm this
-    counts on one tensor-parallel rank alone."""
-    def spoil(step):
-        if run.grid.rank == step - 1:
-            bucket = run.flat.buckets[-1]
-            assert bucket.specs[0].partition_dim is None
-            bucket.shard["grad"][0] = math.inf if step <= 4 else math.nan
-    after_backward(run, spoil)
+    counts on one tensor-parallel rank alone. At step 9 the loss of rank 6 is infinite."""
+    forward_backward = run.forward_backward
+
+    def spoil(batch):
+        loss = forward_backward(batch)
+        bucket = run.flat.buckets[-1]
+        assert bucket.specs[0].partition_dim is None
+        if run.grid.rank == run.step:
+            bucket.shard["grad"][0] = math.inf if run.step < 4 else math.nan
+        if (run.step, run.grid.rank) == (8, 6):
+            loss = loss + math.inf
+        return loss
+    run.forward_backward = spoil
 
 
-@pytest.mark.parametrize("dtype, zero, scales", [
-    ("fp16", 2, [65536, 32768, 16384, 8192, 4096, 2048, 1024, 512]),
-    pytest.param("fp16", 0, [65536, 32768, 16384, 8192, 4096, 2048, 1024, 512],
-                 marks=pytest.mark.slow),
-    pytest.param("fp32", 0, [1] * 8, marks=pytest.mark.slow)])
-def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, zero, scales):
-    """Each of eight ranks overflows once, by an inf or a NaN. All ranks skip all eight steps and
-    halve the scale; the learning rate goes on, and the state stays that of step 0, to the bit."""
+HALVED = [65536, 32768, 16384, 8192, 4096, 2048, 1024, 512, 256]
+
+
+@pytest.mark.parametrize("dtype, zero, scales, parameters", [
+    ("fp16", 2, HALVED, ["norm2.weight", "mlp.up.bias"]),           # in the replicas' halves
+    ("fp32", 0, [1] * 9, ["norm2.weight", "norm2.weight"]),
+    pytest.param("fp16", 0, HALVED, ["norm2.weight", "norm2.weight"], marks=pytest.mark.slow)])
+def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, zero, scales,
+                                                       parameters):
+    """Each of eight ranks overflows once, by an inf or a NaN, and a loss is infinite. All ranks
+    skip all nine steps and halve the scale; an event names the rank, the parameter and the data;
+    the learning rate goes on, and the state stays that of step 0, to the bit."""
     cfg = replace(CFG, n_layer=2)
-    config = settings(tmp_path, dtype=dtype, steps=8, tp=2, pp=2, zero=zero, rollback="off")
-    ranks = pool.run(8, run_steps, (2, 2, 2), config, cfg, nothing, None, spoil_a_rank)
-    for steps, *_ in ranks:
-        assert column(steps, "skipped") == [1, 2, 3, 4, 5, 6, 7, 8]
-        assert column(steps, "loss_scale") == scales
+    config = settings(tmp_path, dtype=dtype, steps=9, tp=2, pp=2, zero=zero, rollback="off")
+    ranks = pool.run(8, run_steps, (2, 2, 2), config, cfg, monitor_now, None, spoil_in_turn)
+    for steps, seen, _ in ranks:
+        assert column(steps, "skipped") == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        assert column(steps, "loss_scale") == scales and repr(seen) == repr(ranks[0][1])
         assert column(steps, "lr")[:5] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
         assert steps[6]["lr"] < steps[5]["lr"] < 1e-3
+    skips = [event for event in ranks[0][1][-1][2] if event["event"] == "skip"]
+    assert [(e["step"], e["rank"], e["what"]) for e in skips] == [
+        *((step, step - 1, "gradient") for step in range(1, 9)), (9, 6, "loss")]
+    assert [e["parameter"] for e in skips[:8]] == [f"blocks.{block}.{name}" for name in parameters
+                                                   for block in (0, 0, 1, 1)]
+    for event, scale in zip(skips, scales):
+        windows = Memory(CFG).sample_indices(1337, 8 * event["step"] - 8, 8)
+        assert event["windows"] == windows.tolist() and event["loss_scale"] == scale
     whole = ranks[0][2]
     for name, parameter in GPT(cfg).initialize(config.seed).named_parameters():
         assert whole["master"][name].equal(parameter[:len(whole["master"][name])]), name
         assert not whole["exp_avg"][name].any() and not whole["exp_avg_sq"][name].any()
+
+
+def test_of_finite_gradients_whose_norm_is_not_no_rank_is_named():
+    """The sum of the squares of 1e160 is beyond float64."""
+    _, flat = staged(CFG, Grid(1, 1, 1), torch.float64)
+    flat.buckets[-1].grad.fill_(1e160)
+    assert not flat.grad_norm_squares()[1].isfinite()
+    assert train.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
 
 
 def test_a_run_that_always_overflows_ends_with_a_clear_message(tmp_path):
@@ -3554,43 +3580,6 @@ def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_p
         assert_same_state(saved(out, 2), state, but=("config", "monitor", "run"))
         assert saved(out, 2)["run"] == saved(out, 4)["run"]
         assert saved(out, 4)["run"]["origin"] == ["resume", state["run"]["id"], 2]
-
-
-def spoil_in_turn(run):
-    """At step k rank k - 1 alone has an infinite gradient, at step 9 rank 6 alone such a loss."""
-    forward_backward = run.forward_backward
-
-    def spoil(batch):
-        loss = forward_backward(batch)
-        bucket = run.flat.buckets[-1]
-        if run.grid.rank == run.step:
-            bucket.view(bucket.grad, bucket.specs[-1])[0] = math.inf
-        if (run.step, run.grid.rank) == (8, 6):
-            loss = loss + math.inf
-        return loss
-    run.forward_backward = spoil
-
-
-def test_a_number_that_is_not_finite_is_traced_to_its_rank_parameter_and_batch(pool, tmp_path):
-    """On dp 2 tp 2 pp 2, with each rank's gradient and one loss. No rank is named if every number
-    is finite, but the sum of their squares is beyond float64."""
-    config = settings(tmp_path, steps=9, tp=2, pp=2, rollback="off")
-    ranks = pool.run(8, run_steps, (2, 2, 2), config, replace(CFG, n_layer=2), monitor_now, None,
-                     spoil_in_turn)
-    *of_gradients, of_loss = [e for e in ranks[0][1][-1][2] if e["event"] == "skip"]
-    assert [(e["step"], e["rank"], e["what"], e["parameter"][:12]) for e in of_gradients] == [
-        (1, 0, "gradient", "blocks.0.mlp"), (2, 1, "gradient", "blocks.0.mlp"),
-        (3, 2, "gradient", "blocks.1.mlp"), (4, 3, "gradient", "blocks.1.mlp"),
-        (5, 4, "gradient", "blocks.0.mlp"), (6, 5, "gradient", "blocks.0.mlp"),
-        (7, 6, "gradient", "blocks.1.mlp"), (8, 7, "gradient", "blocks.1.mlp")]
-    assert (of_loss["step"], of_loss["rank"], of_loss["what"]) == (9, 6, "loss")
-    for event in (*of_gradients, of_loss):
-        windows = Memory(CFG).sample_indices(1337, 8 * event["step"] - 8, 8)
-        assert event["windows"] == windows.tolist() and event["loss_scale"] == 1.0
-    _, flat = staged(CFG, Grid(1, 1, 1), torch.float64)
-    flat.buckets[-1].grad.fill_(1e160)
-    assert not flat.grad_norm_squares()[1].isfinite()
-    assert train.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
 
 
 def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
