@@ -1311,13 +1311,6 @@ def test_a_shape_or_a_scaler_that_makes_no_sense_is_refused(kind, name, value):
         kind(**{name: value})
 
 
-def test_the_factor_on_the_gradients_unscales_and_clips():
-    """It is 1 / scale, times clip / norm where the norm is above the clip; clip 0 clips nothing."""
-    assert amp.clip_factor(4.0, 1.0, 8.0) == pytest.approx(1 / 4 / 8, rel=1e-6)
-    assert amp.clip_factor(0.5, 1.0, 8.0) == 1 / 8
-    assert amp.clip_factor(9.0, 0.0, 8.0) == 1 / 8
-
-
 # ---- Mechanisms
 
 def test_the_gradient_norm_is_exact_over_many_elements():
@@ -1381,15 +1374,6 @@ def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
         assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(ValueError, match="deadlock"):
         parallel.clock([[("F", 0), ("F", 1)], [("F", 1), ("B", 1), ("F", 2)]])
-
-
-@pytest.mark.parametrize("words, shape, tp, sequence_parallel", [
-    ("padded vocabulary 384 is not divisible by tp 5", dict(n_head=5, n_embd=40), 5, False),
-    ("n_head 8 is not divisible by tp 16", {}, 16, False), ("tp is 1", {}, 1, True)])
-def test_a_layout_that_cannot_run_is_refused_by_its_numbers(words, shape, tp, sequence_parallel):
-    """(Others are rows of test_a_users_mistake_ends_in_one_line_and_exit_2.)"""
-    with pytest.raises(ValueError, match=words):
-        parallel.check_layout(replace(CFG, **shape), tp, tp, 1, 8, 1, 0, sequence_parallel)
 
 
 def test_an_error_of_a_pipelines_messages_names_rank_machine_and_stage():
@@ -2637,6 +2621,8 @@ def things(shards, tmp_path_factory):
     ("needs a C++ compiler: install g++", ["--compile"]),
     ("install tensorboard", ["--log tensorboard,wandb"]), ("install wandb", ["--log wandb"]),
     ("zero 3 with pp 2", ["--zero 3 --pp 2"]),
+    ("padded vocabulary 384 is not divisible by tp 5", ["--tp 5 --n-head 5 --n-embd 40"]),
+    ("n_head 2 is not divisible by tp 16", ["--tp 16"]), ("tp is 1", ["--sequence-parallel"]),
     ("seq_len 15 is not divisible", ["--sequence-parallel --tp 2 --seq-len 15"]),
     ("batch size 6 is not divisible by dp 1 x micro-batch 4", ["--batch-size 6 --micro-batch 4"]),
     ("batch size 5 is not divisible", ["--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2"]),
@@ -2694,18 +2680,22 @@ def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, 
 
 
 def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, tmp_path):
-    """Exit status 1: training with an exabyte of activations, sampling with one of positions."""
+    """Exit status 1: training with an exabyte of activations, sampling with one of positions or
+    with more samples than the memory holds, before the system kills what fills it."""
     state = torch.load(things / "whole.pt")
     state["model"]["seq_len"] = 2 ** 54
     for key in checkpoint.STATE:            # on the disk a single number
         state[key]["embed.position.weight"] = torch.zeros(()).expand(2 ** 54, 16)
     torch.save(state, tmp_path / "large.pt")
     most = ["--out", tmp_path, *TINY, "--batch-size", 2 ** 50, "--micro-batch", 2 ** 50]
-    for advice, file, *flags in [("lower --micro-batch", "train.py", "--data", shards, *most),
-                                 ("--device cpu", "sample.py", "--ckpt", tmp_path / "large.pt")]:
+    samples = ["--ckpt", things / "whole.pt", "--num-samples"]
+    for words, file, *flags in [
+            ("allocate memory.* lower --micro-batch", "train.py", "--data", shards, *most),
+            ("allocate memory.* --device cpu", "sample.py", "--ckpt", tmp_path / "large.pt"),
+            ("out of memory .* samples", "sample.py", *samples, os.sysconf("SC_PHYS_PAGES")),
+            ("out of memory .* samples", "sample.py", *samples, 2 ** 60)]:
         status, _, error = Command(file, *flags).finish()
-        assert status == 1 and error.startswith(f"{file}: ") and error.count("\n") == 1, error
-        assert "allocate memory" in error and advice in error
+        assert status == 1 and re.fullmatch(rf"{file}: .*{words}.*\n", error), error
 
 
 def test_mps_is_for_one_process_without_float64(run_train, shards, tmp_path, monkeypatch):
@@ -4417,15 +4407,6 @@ def test_sampling_mistakes_end_in_one_line_and_exit_2(run_sample, flags, message
     """Nothing else is printed; the line names the flag, and the one meant if it knows it."""
     status, out, error = run_sample(*flags.split())
     assert (status, out) == (2, "") and message in error and error.count("\n") == 1
-
-
-def test_more_samples_than_there_is_memory_for_end_in_one_line(things):
-    """Exit status 1, before the system kills a process that fills the memory."""
-    for number in (os.sysconf("SC_PHYS_PAGES"), 2 ** 60):
-        flags = ["--ckpt", things / "whole.pt", "--num-samples", number]
-        status, out, error = Command("sample.py", *flags).finish()
-        assert (status, out) == (1, "") and error.count("\n") == 1
-        assert error.startswith(f"sample.py: out of memory ({number} samples take ")
 
 
 def test_a_closed_input_or_output_ends_quietly(things):
