@@ -654,15 +654,6 @@ NASTY = ["a  b", " \n\n \tx", "don't 've ''s", "\u00e9t\u00e9 \u6f22\u5b57 \u00a
 SHARED = ROOT.parent / "shared"         # what is downloaded elsewhere, where there is a copy
 
 
-def run_data(capsys, *arguments):
-    """`python data.py ...` -> (exit status, standard output, standard error)."""
-    try:
-        status = data.main(list(map(str, arguments)))
-    except SystemExit as stop:
-        status = stop.code
-    return status, *capsys.readouterr()
-
-
 def shard(tokens, magic=20240520, version=1, count=None):
     """The bytes of a shard, whose header can be wrong."""
     header = np.array([magic, version, len(tokens) if count is None else count], "<i4").tobytes()
@@ -682,7 +673,7 @@ def texts_of(directory, *splits):
 
 
 def test_documents_stay_in_order_and_seed_and_text_alone_decide_the_split(tmp_path, monkeypatch,
-                                                                          capsys):
+                                                                          run_data):
     """Each of 400 documents is in one split, in the order of the input, with its text unchanged,
     <|endoftext|> within it too. Another order, or fewer documents, does not move one to the other
     split; another seed does. Of 20 documents at least one validates and one trains."""
@@ -697,7 +688,7 @@ def test_documents_stay_in_order_and_seed_and_text_alone_decide_the_split(tmp_pa
     def split(texts, seed=0):
         shutil.rmtree("my data", ignore_errors=True)
         Path("in/sub/a.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in texts))
-        status, told, _ = run_data(capsys, "--input", "in", "--tokenizer", "bytes", "--out",
+        status, told, _ = run_data("--input", "in", "--tokenizer", "bytes", "--out",
                                    "my data", "--seed", seed)
         assert status == 0 and "python train.py --data 'my data' --out 'out/my data'" in told
         assert f"{len(texts)} documents, 0 duplicates dropped, 1 without text skipped" in told
@@ -715,7 +706,7 @@ def test_documents_stay_in_order_and_seed_and_text_alone_decide_the_split(tmp_pa
 
 
 def test_of_few_documents_each_gives_its_last_twentieth_in_shards_of_llm_c(tmp_path, monkeypatch,
-                                                                           capsys):
+                                                                           run_data):
     """With fewer than 20 documents each is cut at a character, at most 5% from its end. Duplicates
     and blank documents are dropped and counted, line ends stay, and a shard has llm.c's header and
     --shard-tokens tokens."""
@@ -723,7 +714,7 @@ def test_of_few_documents_each_gives_its_last_twentieth_in_shards_of_llm_c(tmp_p
     texts = ["é" * 101, "abcdefghij" * 200, "漢字" * 40 + "x", "one text\n", "one text\r\n"]
     for number, text in enumerate([*texts, texts[1], texts[3], " \n", "\n"]):
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
-    status, told, _ = run_data(capsys, "--input", tmp_path, "--tokenizer", "bytes", "--out",
+    status, told, _ = run_data("--input", tmp_path, "--tokenizer", "bytes", "--out",
                                tmp_path / "out", "--shard-tokens", 1024)
     assert status == 0 and told.startswith("5 documents, 2 duplicates dropped, 2 without text skip"
                                            "ped; 2,342 tokens to train on, 130 to validate on.\n")
@@ -775,7 +766,7 @@ def test_a_data_set_stays_until_a_new_one_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("second", ["", "\n"])
-def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, capsys, second):
+def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, run_data, second):
     """Of two lines the second goes, or becomes blank: exit 2 and "changed while"."""
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "some text"}\n{"text": "more"}\n')
@@ -785,24 +776,23 @@ def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, capsys
         yield from read(path)
         file.write_text('{"text": "some text"}\n' + second)
     with mock.patch.object(data, "read_documents", then_changes):
-        status, out, error = run_data(capsys, "--input", file, "--tokenizer", "bytes", "--out",
+        status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out",
                                       tmp_path / "out")
     assert (status, out, error.count("\n")) == (2, "", 1) and "changed while" in error, error
 
 
 def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path, monkeypatch,
-                                                                        capsys):
+                                                                        run_data):
     """`python data.py` reads the .py files of Python's library: equal files once, and no link that
     leads nowhere."""
     assert Path(json.__file__) in data.standard_library()
     for folder in ("tests", "test", "idle_test", "site-packages", "dist-packages", "a", "b"):
         (tmp_path / "lib" / folder).mkdir(parents=True)
         (tmp_path / "lib" / folder / "x.txt").write_text("not read")
-        (tmp_path / "lib" / folder / "x.py").write_text(
-            "some text" if folder in "ab" else folder)
+        (tmp_path / "lib" / folder / "x.py").write_text("some text" if folder in "ab" else folder)
     (tmp_path / "lib" / "link.py").symlink_to("nowhere")
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
-    _, out, _ = run_data(capsys, "--out", tmp_path / "out")
+    _, out, _ = run_data("--out", tmp_path / "out")
     assert out.startswith("1 documents, 1 duplicates dropped, 0 without text skipped; ")
     assert texts_of(tmp_path / "out", *data.SPLITS) == ["some text"]
 
@@ -829,7 +819,7 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("--dataset fineweb --tokenizer bytes", None, "GPT-2's tokens"),
     # Shards made by others are neither deleted nor mixed in.
     ("a.txt --out .", b"x" * 9, "fineweb_train_000001.bin")])
-def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatch, capsys, flags,
+def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatch, run_data, flags,
                                                             content, words):
     """The flags, or those behind --input; the content of the file; what the line says. Nothing is
     written."""
@@ -840,19 +830,19 @@ def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatc
     if not flags.startswith("--"):
         flags = f"--out out --tokenizer bytes --input {flags}"
     before = set(Path().iterdir())
-    status, out, line = run_data(capsys, *flags.split())
+    status, out, line = run_data(*flags.split())
     assert (status, out, line.count("\n")) == (2, "", 1) and line.startswith("data.py: ")
     assert all(word in line for word in words.split()), line
     assert set(Path().rglob("*")) <= before | {Path("out")}
 
 
-def test_without_gpt2s_vocabulary_one_line_says_where_to_put_it(tmp_path, monkeypatch, capsys):
+def test_without_gpt2s_vocabulary_one_line_says_where_to_put_it(tmp_path, monkeypatch, run_data):
     """Where nothing can be downloaded the exit status is 1, and bytes are offered instead."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(data.time, "sleep", nothing)
     monkeypatch.setattr(requests, "get", mock.Mock(side_effect=requests.ConnectionError))
     (tmp_path / "a.txt").write_text("some text")
-    status, out, line = run_data(capsys, "--out", tmp_path, "--input", tmp_path / "a.txt")
+    status, out, line = run_data("--out", tmp_path, "--input", tmp_path / "a.txt")
     assert (status, out, line.count("\n")) == (1, "", 1) and "/vocab.bpe" in line
     assert f"put the file at {tmp_path}/cache/6d1cbeee0f20b3d9449abfede4726ed8212e3aee" in line
     assert "--tokenizer bytes" in line and "TIKTOKEN_CACHE_DIR" in line
@@ -930,25 +920,25 @@ def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, par
         assert names_in(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == BODY
 
 
-def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, capsys):
+def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, run_data):
     """The same characters within a line do not. With another sha256 than that of DOWNLOADS the exit
     status is 1."""
     server.body = b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n"
     for sha256, expected in [(SHA256, 1), (hashlib.sha256(server.body).hexdigest(), 0)]:
         monkeypatch.setitem(data.DOWNLOADS, "tinystories", (f"{server.url}/file", sha256, ".eot"))
-        status, _, error = run_data(capsys, "--dataset", "tinystories", "--tokenizer", "bytes",
+        status, _, error = run_data("--dataset", "tinystories", "--tokenizer", "bytes",
                                     "--out", tmp_path)
         assert status == expected and ("data.py: cannot download" in error) == (status == 1)
     assert texts_of(tmp_path, *data.SPLITS) == ["Once\nupon", "The end <|endoftext|> not"]
 
 
 def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path, server,
-                                                                       monkeypatch, capsys):
+                                                                       monkeypatch, run_data):
     """Two training shards and the validation shard: a download continues, a second run asks for
     nothing, a shard that is cut short is refused, and one that is missing is fetched again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", server.url)
-    fetch = functools.partial(run_data, capsys, "--dataset", "fineweb", "--shards", 2)
+    fetch = functools.partial(run_data, "--dataset", "fineweb", "--shards", 2)
     names = [f"fineweb_{name}.bin" for name in ("val_000000", "train_000001", "train_000002")]
     val, *train = [Path("data/fineweb", name) for name in names]
     server.body = shard(range(200))
@@ -970,12 +960,12 @@ def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path,
     assert "holds other shards" in fetch()[2]
 
 
-def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, capsys):
+def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, run_data):
     """Sixty .TXT documents of one character are too little text for the default windows: the
     output says so, and its command trains on windows that fit."""
     for i in range(60):
         (tmp_path / f"{i}.TXT").write_text(chr(ord("A") + i))
-    status, out, _ = run_data(capsys, "--input", tmp_path, "--tokenizer", "bytes", "--out",
+    status, out, _ = run_data("--input", tmp_path, "--tokenizer", "bytes", "--out",
                               tmp_path / "out")
     assert status == 0 and out.startswith("60 documents, 0 duplicates dropped, 0 without")
     assert f"too little text for windows of {GPTConfig().seq_len} + 1 tokens" in out
@@ -1189,7 +1179,7 @@ def test_a_mixture_of_a_long_run_is_exact_too_and_takes_no_memory():
     assert peak < 10 ** 5 and len(set(windows.tolist())) == 256 and windows.max() < 10 ** 9 + 10
 
 
-def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys):
+def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys, run_data):
     """Mechanism of the lines on standard error: bytes done, of the total where it is known, and
     lines without text move the clock too. Each look at the clock is four seconds later."""
     monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
@@ -1199,7 +1189,7 @@ def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "x: 3.0 of 5.0 MB\nx: 5.0 of 5.0 MB\n"
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": ""}\n' * 2000 + '{"text": "some text"}\n' * 9)
-    status, _, error = run_data(capsys, "--input", file, "--tokenizer", "bytes", "--out", tmp_path)
+    status, _, error = run_data("--input", file, "--tokenizer", "bytes", "--out", tmp_path)
     assert status == 0 and re.fullmatch("(reading: 0.0 MB\n)+(tokenising: 0.0 of 0.0 MB\n)*", error)
 
 
@@ -1691,8 +1681,7 @@ def overlapped(rank, world, sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel, expected", [
     (False, ["product", "start", "product", "wait"]),
     (True, ["start", "product", "start", "wait", "product", "wait"])])
-def test_dx_is_reduced_while_dw_is_computed(pool, sequence_parallel,
-                                                                  expected):
+def test_dx_is_reduced_while_dw_is_computed(pool, sequence_parallel, expected):
     """Mechanism (that products hide tensor parallelism's communication): dx is summed during the
     product of dW; with sequence parallelism x is gathered again during that of dx."""
     assert pool.run(2, overlapped, sequence_parallel) == [expected] * 2
@@ -3237,7 +3226,7 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_s
     assert two["run"]["origin"] == ["init-from", one["run"]["id"], 4]
 
 
-def test_gpt2s_tokens_end_to_end(run_train, run_sample, capsys, tmp_path, monkeypatch):
+def test_gpt2s_tokens_end_to_end(run_train, run_sample, run_data, tmp_path, monkeypatch):
     """data.py's default tokenizer, 40 steps, and sample.py: its text, of characters of up to three
     tokens, is that of all greedy tokens decoded at once. Skipped without the vocabulary in
     ../shared or tiktoken's cache."""
@@ -3249,7 +3238,7 @@ def test_gpt2s_tokens_end_to_end(run_train, run_sample, capsys, tmp_path, monkey
     monkeypatch.setattr(data, "download", is_there)
     line = "\U0001f642 \u6f22\u5b57 \u00e9t\u00e9 \u20ac!\n"
     (tmp_path / "a.txt").write_text(line * 500)
-    assert run_data(capsys, "--input", tmp_path / "a.txt", "--out", tmp_path / "d")[0] == 0
+    assert run_data("--input", tmp_path / "a.txt", "--out", tmp_path / "d")[0] == 0
     flags = ["--data", tmp_path / "d", "--out", tmp_path / "o", *TINY, "--n-layer", 1, "--n-embd",
              32, "--batch-size", 8, "--steps", 40, "--lr", 0.02, "--eval-every", 0]
     assert "vocabulary 50257" in run_train(*flags)[1]
@@ -4301,14 +4290,8 @@ def test_the_readmes_two_machines_survive_a_link_that_goes_down(shards, tmp_path
 def run_sample(things, monkeypatch, capsys):
     """run_sample(*flags) -> (exit status, standard output, standard error) of sample.py."""
     def run(*flags, stdin=""):
-        monkeypatch.setattr(sys, "argv", ["sample.py", "--ckpt", str(things / "whole.pt"),
-                                         *map(str, flags)])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        try:
-            status = sample.main() or 0
-        except SystemExit as stop:
-            status = stop.code
-        return status, *capsys.readouterr()
+        return run_main(capsys, sample, "--ckpt", things / "whole.pt", *flags)
     return run
 
 
@@ -4940,18 +4923,31 @@ def shards(tmp_path_factory):
     return folder / "d"
 
 
+def run_main(capsys, program, *flags):
+    """`python PROGRAM.py FLAGS`, in this process -> (exit status, stdout, stderr)."""
+    with mock.patch.object(sys, "argv", [f"{program.__name__}.py", *map(str, flags)]):
+        try:
+            status = program.main() or 0
+        except SystemExit as stop:
+            status = stop.code
+    return status, *capsys.readouterr()
+
+
+@pytest.fixture
+def run_data(capsys):
+    """run_data(*flags) -> (exit status, standard output, standard error) of data.py."""
+    return functools.partial(run_main, capsys, data)
+
+
 @pytest.fixture
 def run_train(capsys):
     """run_train(*flags, **environment) -> (exit status, stdout, stderr) of train.main here. With a
     WORLD_SIZE above 1 this is rank 0, without the others: for mistakes, which it alone tells."""
     def run(*flags, **environment):
-        with mock.patch.object(sys, "argv", ["train.py", *map(str, flags)]), \
-                mock.patch.dict(os.environ, {k: str(v) for k, v in environment.items()}), \
+        with mock.patch.dict(os.environ, {k: str(v) for k, v in environment.items()}), \
                 mock.patch.object(signal, "signal"), mock.patch.object(train.time, "sleep"), \
-                mock.patch.object(train, "process_group", lambda *_: nullcontext()), \
-                pytest.raises(SystemExit) as end:
-            train.main()
-        return end.value.code, *capsys.readouterr()
+                mock.patch.object(train, "process_group", lambda *_: nullcontext()):
+            return run_main(capsys, train, *flags)
     return run
 
 
