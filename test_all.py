@@ -3169,7 +3169,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
     assert [line.split("left ")[-1] for line in capsys.readouterr().out.splitlines()[:5]] == [
         "1m20s", "0m40s", evaluated, "0m00s", evaluated]
     assert column(rows, "tokens_per_second") == [8 * 16 / 40] * 3
-    run = SimpleNamespace(config=train.Config(), cfg=CFG, val_data=Memory(CFG),
+    run = SimpleNamespace(config=train.Config(), cfg=CFG, val_data=Memory(CFG), grid=Grid(2, 1, 1),
                           device=torch.device("cpu"))
     assert "perplexity inf" in train.format_eval(dict(val_loss=1e3), run)
     row = dict(rows[0], loss=5.28014, lr=8e-5, grad_norm=7.9496, activation_norm=0.9251,
@@ -3180,8 +3180,8 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
                                        ("NVIDIA H100 PCIe", "fp32", 12, "tok/s  left 2h39m"),
                                        ("GeForce GTX 1080", "fp16", 1, "/s  scale 8  left 13m19s")]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        run = SimpleNamespace(cfg=CFG, grid=Grid(2, 1, 1), device=torch.device("cuda"),
-                              config=train.Config(dtype=dtype))
+        run.device = torch.device("cuda")
+        run.config = train.Config(dtype=dtype)
         row |= dict(tokens_per_second=1e9, loss_scale=8.0)
         assert train.format_step(run, row, seconds).endswith(told)
 
@@ -3656,8 +3656,7 @@ def test_a_checkpoint_is_judged_as_opts_team_did(changes, healthy):
 def test_a_rollback_takes_the_newest_healthy_checkpoint_from_before_the_skipped_batches():
     """Serves "goes back": if the batches from `first` on are skipped, to these steps, the best
     first; then those that a run returned to twice, and later ones. The newest healthy file is
-    never removed.
-    """
+    never removed."""
     monitor = amp.DivergenceMonitor([2.0] * 64, [3.0] * 64, lowest=2.0)
     assert monitor.candidates(9) == []                  # never a healthy one: the seed
     for step in (10, 20, 30, 40):
@@ -4459,21 +4458,16 @@ def test_characters_come_out_whole_and_without_a_prompt_after_an_end_of_text(run
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, by_torchrun):
+def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path):
     """data.py, train.py on eight ranks with 3 steps, and sample.py; the sample begins with the
-    prompt, and there is no warning."""
+    prompt, and there is no warning. (.ci/run starts the eight by torchrun.)"""
     (_, make), (_, ranks, *run), (_, *draw) = (
         shlex.split(line) for line in README.split("```")[1].splitlines()
         if line.startswith(("python data", "torchrun", "python sample")))
     assert [ranks, *run] == ["--nproc_per_node=8", "train.py", "--tp", "2", "--pp", "2"]
-    flags = [*run[1:], "--steps", "3", "--eval-every", "0"]
     ends = [Command(make, cwd=tmp_path).finish(200)]
-    if by_torchrun:
-        process = torchrun(8, ROOT / "train.py", *flags, cwd=tmp_path)
-        ends += [(process.wait(200), *process.communicate())]
-    else:
-        ends += [rank.finish(200) for rank in launch(8, *flags, cwd=tmp_path)]
+    ends += [rank.finish(200) for rank in launch(8, *run[1:], "--steps", 3, "--eval-every", 0,
+                                                 cwd=tmp_path)]
     ends += [Command(*draw, cwd=tmp_path).finish(200)]
     assert all(status == 0 and "warn" not in error.lower() for status, _, error in ends), ends
     made, trained, *_, sampled = (text for _, text, _ in ends)
@@ -4485,8 +4479,7 @@ def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path, by_torch
 def test_the_readme_names_only_tests_and_flags_that_exist():
     """And its table of flags has the names in other programs for which train.py suggests ours."""
     tests = set(re.findall(r"`(test_\w+)`", README))
-    tools = list(ROOT.glob("tools/*.py"))
-    of_tools = re.findall(r"def (test_\w+)", "".join(file.read_text() for file in tools))
+    of_tools = re.findall(r"def (test_\w+)", (ROOT / "tools/test_tools.py").read_text())
     assert len(tests) > 10 and tests <= {*globals(), *of_tools}
     section = re.search(r"## Flags.*?(?=\n## )", README, re.S)[0]
     rows = [[re.findall(r"`-*([\w-]+)", cell) for cell in line.split("|")[1:-1]]
