@@ -1717,8 +1717,8 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
     cfg = replace(CFG, n_layer=2) if half and pp < 4 else CFG
     changes = dict(steps=60, lr=4e-3) if half and long else dict(steps=20 if long else 5)
     microbatch = 2 if row["pp_schedule"] == "1f1b" else 4       # of 1F1B four, of GPipe two
-    ours = trained(pool, (dp, tp, pp), tmp_path, cfg, whole_gradient,
-                   micro_batch=microbatch // dp, **row, **changes)
+    ours = pool.run(dp * tp * pp, run_steps, (dp, tp, pp), settings(
+        tmp_path, micro_batch=microbatch // dp, **row, **changes), cfg, whole_gradient)[0]
     masters = torch.float64 if dtype == "fp64" else torch.float32
     assert {x.dtype for x in ours[2]["master"].values()} == {masters}
     one = reference(cfg, dtype="fp64" if half else dtype, **changes)
@@ -2600,9 +2600,9 @@ def things(shards, tmp_path_factory):
     ("no MPS device here: leave the flag out, or give --device cpu", ["--device mps"]),
     ("needs a C++ compiler: install g++", ["--compile"]),
     ("install tensorboard", ["--log tensorboard,wandb"]), ("install wandb", ["--log wandb"]),
-    ("zero 3 with pp 2", ["--zero 3 --pp 2"]),
     ("padded vocabulary 384 is not divisible by tp 5", ["--tp 5 --n-head 5 --n-embd 40"]),
     ("n_head 2 is not divisible by tp 16", ["--tp 16"]), ("tp is 1", ["--sequence-parallel"]),
+    ("zero 3 with pp 2", ["--zero 3 --pp 2"]),
     ("seq_len 15 is not divisible", ["--sequence-parallel --tp 2 --seq-len 15"]),
     ("batch size 6 is not divisible by dp 1 x micro-batch 4", ["--batch-size 6 --micro-batch 4"]),
     ("batch size 5 is not divisible", ["--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2"]),
@@ -4769,7 +4769,7 @@ def trained(pool, layout, out, cfg=CFG, look=nothing, state=None, prepare=nothin
     """A run on dp x tp x pp processes -> (rows, what `look` saw after each step, final state)."""
     dp, tp, pp = layout
     Path(out).mkdir(exist_ok=True)
-    config = settings(out, **flags | dict(tp=tp, pp=pp))
+    config = settings(out, tp=tp, pp=pp, **flags)
     return pool.run(dp * tp * pp, run_steps, layout, config, cfg, look, state, prepare)[0]
 
 
@@ -4856,13 +4856,14 @@ def small_state(step):
                 **{key: tensors for key in checkpoint.STATE})
 
 
-def contents(folder):
-    """{path: (time of writing, bytes)} of the files in a folder and in its folders."""
-    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*.*")}
-
-
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
+
+
+def contents(folder):
+    """{path: (time of writing, bytes)} of the files in a folder and in its folders."""
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*")
+            if path.is_file()}
 
 
 @contextmanager
