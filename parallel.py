@@ -107,6 +107,8 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
                     grid.groups[name] = group
     if device.type != "cpu":
         connect(grid, device)
+    if world > 1:               # for checkpoints, which a thread sends while training goes on
+        grid.groups["save"] = dist.new_group(timeout=timeout, backend="gloo")
     return grid
 
 
@@ -1017,7 +1019,7 @@ def plain_zero_step(model, shard, optimizer, tokens, targets):
 
 def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
     """The parameters of a stage. They depend on the stage alone, so any rank can compute the layout
-    of another one (`checkpoint.gather_full_state`)."""
+    of another one (`checkpoint.file_order`)."""
     specs = {}
     for module_name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):

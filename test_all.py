@@ -1392,8 +1392,8 @@ def grid_of_eight(rank, world):
     new_group, connect = dist.new_group, parallel.connect
     started = []
 
-    def on_gloo(ranks, backend, **options):
-        assert backend == "nccl"
+    def on_gloo(ranks=None, *, backend, **options):
+        assert backend == ("gloo" if ranks is None else "nccl")     # "save" sends host memory
         return new_group(ranks, backend="gloo", **options)
 
     def note(function, x, *args, **kwargs):
@@ -1417,12 +1417,13 @@ def test_the_grid_counts_tp_fastest_and_makes_a_gpus_connections(pool):
         assert all(rank in group for group in ranks.values())
         for name, group in ranks.items():
             seen.setdefault(name, set()).add(group)
-        assert {name for name, _, _ in started} == set(ranks)
+        assert {name for name, _, _ in started} == set(ranks) - {"save"}
         neighbors = {stage for stage in (rank // 2 - 1, rank // 2 + 1) if 0 <= stage < 4}
         assert {x for x in started if x[0] == "pp" and x[1] != "all_reduce"} == {
             ("pp", function, stage) for function in ("isend", "irecv") for stage in neighbors}
     assert seen == dict(tp={(0, 1), (2, 3), (4, 5), (6, 7)}, pp={(0, 2, 4, 6), (1, 3, 5, 7)},
-                        embedding={(0, 6), (1, 7)}, world={tuple(range(8))})
+                        embedding={(0, 6), (1, 7)}, world={tuple(range(8))},
+                        save={tuple(range(8))})
 
 
 def messages_of(schedule, stages, num_microbatches):
@@ -2232,7 +2233,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         rows = Rows(run, lambda run: len(SECOND_LOG))
         run.metrics = rows
         run.train(SimpleNamespace(requested=False))
-        whole = checkpoint.gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
+        whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
         full = parallel.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
@@ -3749,7 +3750,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
     """Each file is written while two more steps run; when the next is due, training waits for it,
     also on a full disk, and no older state is left in memory. A file holds the state of its step,
     bit for bit that of a run whose files are written at once."""
-    save, gather, wait = checkpoint.save, checkpoint.gather_full_state, checkpoint.Writer.wait
+    save, copy, wait = checkpoint.save, checkpoint.copy_shards, checkpoint.Writer.wait
     waits = threading.Semaphore(0)
     done, living, states = [], [], []
 
@@ -3765,15 +3766,15 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
             waits.release()
         return wait(writer)
 
-    def gather_and_count(*facts):
+    def copy_and_count(*facts):
         living.append(sum(reference() is not None for reference in states))
-        state = gather(*facts)
-        states.append(weakref.ref(state["master"]["embed.token.weight"]))
-        return state
+        copies = copy(*facts)
+        states.extend(map(weakref.ref, copies))
+        return copies
     fast = settings(tmp_path / "fast", steps=6, save_every=2, keep=9)
     watched(fast)
     with mock.patch.multiple(checkpoint, save=save_when_waited_for,
-                             gather_full_state=gather_and_count), \
+                             copy_shards=copy_and_count), \
             mock.patch.object(checkpoint.Writer, "wait", wait_and_tell):
         watched(replace(fast, out=str(tmp_path / "slow")),
                 lambda run: after_backward(run, done.append))
@@ -4866,8 +4867,21 @@ def settings(out, **changes):
     return train.Config(**{**usual, **changes, "out": str(out)})
 
 
+def gather_full_state(flat, cfg, grid, names):
+    """{flat name: {global parameter name: full tensor}} on rank 0, by the parts of a save; None on
+    the others."""
+    names = list(names)
+    copies = checkpoint.copy_shards(flat, names, 60)
+    if grid.rank > 0:
+        return checkpoint.send_shards(copies, grid)
+    order = checkpoint.file_order(cfg, grid, flat.num_shards)
+    dtype = copies[0].dtype
+    return {name: {place[0].name: checkpoint.receive_parameter(*place, dtype, copies, grid)
+                   for place in order} for name in names}
+
+
 def whole_gradient(run):
-    whole = checkpoint.gather_full_state(run.flat, run.cfg, run.grid, ["grad"])
+    whole = gather_full_state(run.flat, run.cfg, run.grid, ["grad"])
     return whole and whole["grad"]
 
 
@@ -4885,7 +4899,7 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
         rows = Rows(run, look)
         run.metrics = rows
         run.train(SimpleNamespace(requested=False))
-        whole = checkpoint.gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
+        whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
     return rows.steps, rows.seen, whole
 
 
