@@ -136,10 +136,12 @@ def receive_parameter(spec: ParamSpec, bucket: Bucket, ranks: list, dtype: torch
             if len(part) > 0 and rank == 0:
                 part.copy_(copies.popleft())
             elif len(part) > 0:
-                receives.append((rank, dist.irecv(part, rank, grid.groups["save"])))
+                operation = f"save, receive from rank {rank}{on_hosts([rank], grid.hosts)}"
+                with comm_errors(operation):
+                    receives.append((operation, dist.irecv(part, rank, grid.groups["save"])))
         shards.append(shard.view(spec.local_shape))
-    for rank, receive in receives:
-        with comm_errors(f"save, receive from rank {rank}{on_hosts([rank], grid.hosts)}"):
+    for operation, receive in receives:
+        with comm_errors(operation):
             receive.wait()
     return spec.unshard(shards)
 
@@ -182,15 +184,17 @@ def step_file(out: Path, step: int) -> Path:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The system's error, which zipfile and torch's zip writer hide behind their own."""
-    while error.__context__ is not None:
+    """The system's error, or that of a lost peer, which zipfile and torch's zip writer hide behind
+    their own."""
+    while error.__context__ is not None and not isinstance(error, PeerError):
         error = error.__context__
     return error
 
 
 def write_file(content: dict | Path, aside: Path, path: Path) -> None:
     """Write a state, or copy a file, to the file `aside` and, once it is whole and on the disk,
-    rename it to `path`. Raises OSError if it cannot be written."""
+    rename it to `path`. Raises OSError if it cannot be written, PeerError if a rank that sends
+    its shards is gone."""
     try:
         with open(aside, "wb") as file:
             if isinstance(content, Path):
@@ -201,11 +205,12 @@ def write_file(content: dict | Path, aside: Path, path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except PeerError:
-        raise
     except (OSError, RuntimeError) as error:
         aside.unlink(missing_ok=True)
-        raise OSError(f"{path} could not be written: {first_cause(error)}") from error
+        cause = first_cause(error)
+        if isinstance(cause, PeerError):
+            raise cause
+        raise OSError(f"{path} could not be written: {cause}") from error
 
 
 def save(state: dict, out: Path, keep: int) -> Path:
