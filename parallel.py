@@ -323,10 +323,13 @@ class ParamSpec:
 
     def shard(self, full: torch.Tensor, tp_rank: int) -> torch.Tensor:
         """Full parameter -> one tensor-parallel rank's shard."""
-        if self.padded_rows > self.shape[0]:
-            full = F.pad(full, (0, 0, 0, self.padded_rows - self.shape[0]))     # rows at the end
         if self.partition_dim is None:
             return full
+        if self.padded_rows > self.shape[0]:            # the vocabulary: rows at the end are zero
+            rows = self.padded_rows // self.tp
+            mine = full[tp_rank * rows:(tp_rank + 1) * rows]
+            padding = rows - len(mine)
+            return F.pad(mine, (0, 0, 0, padding)) if padding > 0 else mine     # a view: not read
         dim = self.partition_dim                                    # qkv's weight: (3C, C)
         stacked = full.unflatten(dim, (self.stride, self.tp, -1))   # (3, tp, C / tp, C)
         mine = stacked.select(dim + 1, tp_rank)                     # (3, C / tp, C)
