@@ -85,7 +85,9 @@ def warn(text: str) -> None:
 def copy_shards(flat: FlatParameters, names, timeout: float) -> deque:
     """Copy to host memory the parts of parameters that the file takes from this rank, for each of
     the flat tensors `names`, in the order of the file. Without ZeRO the replicas hold the same, and
-    the file takes the first one's. PeerError if a GPU hangs for `timeout` seconds."""
+    the file takes the first one's. PeerError if a GPU hangs for `timeout` seconds. (PyTorch rounds
+    a copy from CUDA, which is pinned, up to a power of two: see its pinned_max_round_threshold_mb.)
+    """
     copies = deque()
     if flat.grid.dp_rank >= flat.num_shards:
         return copies
@@ -95,17 +97,17 @@ def copy_shards(flat: FlatParameters, names, timeout: float) -> deque:
                 is_replica = spec.partition_dim is None and flat.grid.tp_rank > 0
                 if not spec.is_tied_copy and not is_replica:
                     part = bucket.shard[name][shard_slice]
-                    host = to_host(part, timeout)
-                    copies.append(host.clone() if part.device.type == "cpu" else host)
+                    on_cpu = part.device.type == "cpu"
+                    copies.append(part.clone() if on_cpu else to_host(part, timeout))
     return copies
 
 
-def send_shards(copies: deque, grid: Grid) -> None:
+def send_shards(copies: deque, grid: Grid, tag: int) -> None:
     """Send the copies to rank 0, in order, and free each once it is sent. Rank 0 receives them as
-    fast as it can write; if it dies, the connection breaks."""
+    fast as it can write; if it dies, the connection breaks. `tag` keeps saves apart."""
     while copies:
         with comm_errors("save, send to rank 0"):
-            dist.isend(copies.popleft(), 0, grid.groups["save"]).wait(timedelta(days=1))
+            dist.isend(copies.popleft(), 0, grid.groups["save"], tag).wait(timedelta(days=1))
 
 
 def file_order(cfg: GPTConfig, grid: Grid, num_shards: int) -> list[tuple]:
@@ -124,8 +126,9 @@ def file_order(cfg: GPTConfig, grid: Grid, num_shards: int) -> list[tuple]:
 
 
 def receive_parameter(spec: ParamSpec, bucket: Bucket, ranks: list, dtype: torch.dtype,
-                      copies: deque, grid: Grid) -> torch.Tensor:
-    """On rank 0: join the next parameter, of which `ranks` send parts and rank 0 has `copies`."""
+                      copies: deque, grid: Grid, tag: int) -> torch.Tensor:
+    """On rank 0: the next full parameter, joined from the parts that `ranks` send with this tag and
+    from the rank's own `copies`."""
     length = bucket.numel // len(ranks[0])
     shards, receives = [], []
     for row in ranks:
@@ -138,7 +141,8 @@ def receive_parameter(spec: ParamSpec, bucket: Bucket, ranks: list, dtype: torch
             elif len(part) > 0:
                 operation = f"save, receive from rank {rank}{on_hosts([rank], grid.hosts)}"
                 with comm_errors(operation):
-                    receives.append((operation, dist.irecv(part, rank, grid.groups["save"])))
+                    receive = dist.irecv(part, rank, grid.groups["save"], tag)
+                receives.append((operation, receive))
         shards.append(shard.view(spec.local_shape))
     for operation, receive in receives:
         with comm_errors(operation):
@@ -155,8 +159,8 @@ class Streamed:
         self.read = read
 
     def __reduce__(self):
-        """As that of a tensor on the CPU. torch.save copies each storage that is not there by its
-        method `cpu`, one after the other."""
+        """Reduce as a tensor on the CPU does. Of a storage that is not there, torch.save writes the
+        copy that the method `cpu` returns: of one storage after the other."""
         storage = torch.UntypedStorage(self.like.nbytes, device="meta")
         storage.cpu = lambda: self.read().untyped_storage()
         typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=self.like.dtype,
@@ -269,9 +273,9 @@ class Writer:
 
     def _write(self, facts: dict, copies: deque, dtype, num_shards: int) -> str | None:
         if self.grid.rank > 0:
-            return send_shards(copies, self.grid)
+            return send_shards(copies, self.grid, facts["step"])
         order = file_order(self.cfg, self.grid, num_shards)
-        full = (receive_parameter(*place, dtype, copies, self.grid)
+        full = (receive_parameter(*place, dtype, copies, self.grid, facts["step"])
                 for _ in STATE for place in order)
         tensors = {key: {spec.name: Streamed(spec.shape, dtype, partial(next, full))
                          for spec, *_ in order} for key in STATE}

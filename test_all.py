@@ -2386,8 +2386,8 @@ def lose_the_file_of_step_2(run):
 def test_ranks_that_outlive_a_failed_save_write_the_next_one_whole(pool, tmp_path):
     """The state that rank 0 could not write is not mistaken for that of the next save."""
     for prepare in (nothing, lose_the_file_of_step_2):
-        trained(pool, (2, 2, 2), tmp_path / prepare.__name__, prepare=prepare, zero=1, micro_batch=1,
-                steps=4, save_every=2)
+        trained(pool, (2, 2, 2), tmp_path / prepare.__name__, prepare=prepare, zero=1, steps=4,
+                micro_batch=1, save_every=2)
     lost = tmp_path / "lose_the_file_of_step_2"
     assert names_in(lost) == ["latest.pt", "step_00000004.pt"]
     assert_same_state(saved(lost, 4), saved(tmp_path / "nothing", 4))
@@ -3808,9 +3808,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
         assert_same_state(saved(tmp_path / "fast", step), saved(tmp_path / "slow", step))
 
 
-def kilobytes(name):
+def bytes_held(name):
     """A number of /proc/self/status, in bytes."""
-    return 1024 * int(re.search(rf"^{name}:\s+(\d+)", Path("/proc/self/status").read_text(), re.M)[1])
+    lines = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"^{name}:\s+(\d+)", lines, re.M)[1])
 
 
 def save_in_little_memory(rank, world, layout, config, cfg):
@@ -3825,16 +3826,16 @@ def save_in_little_memory(rank, world, layout, config, cfg):
             allowed += 2 * largest - largest // (grid.tp * run.flat.num_shards)
         gc.collect()
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-3, 2 ** 20)       # M_MMAP_THRESHOLD: else glibc keeps up to 64 MB of freed memory
+        libc.mallopt(-3, 2 ** 20)   # M_MMAP_THRESHOLD: or glibc keeps up to 64 MB that are freed
         libc.malloc_trim(0)
-        seen = [kilobytes("RssAnon")]
+        seen = [bytes_held("RssAnon")]
         limits = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (int(kilobytes("VmData") + 1.1 * allowed + 3e7),
+        resource.setrlimit(resource.RLIMIT_DATA, (int(bytes_held("VmData") + 1.1 * allowed + 3e7),
                                                   limits[1]))
         try:
             run.write_checkpoint()
             while not run.writer.pending.done():
-                seen.append(kilobytes("RssAnon"))
+                seen.append(bytes_held("RssAnon"))
                 time.sleep(0.001)
             run.writer.finish()
         finally:
@@ -3846,16 +3847,17 @@ def save_in_little_memory(rank, world, layout, config, cfg):
     ((2, 2, 2), 1, replace(CFG, n_layer=6, n_embd=384, vocab_size=8192)),
     *[pytest.param((2, 2, 2), zero, GPT_100M, marks=pytest.mark.slow) for zero in (0, 1, 2)],
     pytest.param((4, 2, 1), 3, GPT_100M, marks=pytest.mark.slow)])
-def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(pool, tmp_path, layout, zero, cfg):
-    """Under a limit far below the state, each rank's memory grows by what it sends, within 10%, and
-    rank 0's by its own part, the parts of the largest tensor and their union. All parts together are
-    the state, once."""
+def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(pool, tmp_path, layout, zero,
+                                                                  cfg):
+    """Under a limit far below the state, each rank's memory grows by what it sends, within 10% and 10 MB, and
+    rank 0's by its own part, the parts of the largest tensor and their union. All parts together
+    are the state, once."""
     config = settings(tmp_path, tp=layout[1], pp=layout[2], micro_batch=1, zero=zero)
     seen = pool.run(8, save_in_little_memory, layout, config, cfg)
     state = 12 * (model.parameter_count(cfg) + (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd)
     assert sum(own for own, *_ in seen) == state
     for own, allowed, grown in seen:
-        assert 0.9 * allowed - 2e6 < grown < 1.1 * allowed + 2e6 < 0.7 * state, seen
+        assert 0.9 * allowed - 1e7 < grown < 1.1 * allowed + 1e7 < 0.7 * state, seen
     checkpoint.verify(tmp_path / "latest.pt")
 
 
@@ -3927,7 +3929,7 @@ train.main()
             assert status == 1 and error.count("\n") == 1, error
             job[victim].process.kill()
             job[victim].finish()
-            assert [checkpoint.load(file)["step"] for file in checkpoint.list_checkpoints(out)] == [5]
+            assert checkpoint.list_checkpoints(out) == [saved_file(out, 5)]
             checkpoint.verify(out / "latest.pt")
             again = launch(2, *flags, "--out", out, "--steps", 6)
             assert [rank.finish()[0] for rank in again] == [0, 0] and saved(out, 6)["step"] == 6
@@ -4989,10 +4991,10 @@ def gather_full_state(flat, cfg, grid, names):
     names = list(names)
     copies = checkpoint.copy_shards(flat, names, 60)
     if grid.rank > 0:
-        return checkpoint.send_shards(copies, grid)
+        return checkpoint.send_shards(copies, grid, 0)
     order = checkpoint.file_order(cfg, grid, flat.num_shards)
     dtype = copies[0].dtype
-    return {name: {place[0].name: checkpoint.receive_parameter(*place, dtype, copies, grid)
+    return {name: {place[0].name: checkpoint.receive_parameter(*place, dtype, copies, grid, 0)
                    for place in order} for name in names}
 
 

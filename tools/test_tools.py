@@ -488,7 +488,8 @@ def test_the_readmes_plan_is_what_the_command_prints():
                   f"{plan['goodput']:.0%} goodput", f"tp {best['tp']} and sequence parallelism",
                   f"{best['days']:.0f} days", f"{best['memory_bytes'] / 1e9:.0f} GB",
                   f"ZeRO {best['zero']}", f"{plan['checkpoint_bytes'] / 1e12:.1f} TB",
-                  f"pauses {plan['pause_seconds']:.1f} s", f"{plan['write_seconds'] / 60:.0f} minutes",
+                  f"pauses {plan['pause_seconds']:.1f} s",
+                  f"{plan['write_seconds'] / 60:.0f} minutes",
                   f"{plan['read_seconds'] / 60:.0f} to read"):
         assert words in " ".join(section.split()), words
     assert best["sequence_parallel"] and not best["recompute"]
