@@ -3849,9 +3849,9 @@ def save_in_little_memory(rank, world, layout, config, cfg):
     pytest.param((4, 2, 1), 3, GPT_100M, marks=pytest.mark.slow)])
 def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(pool, tmp_path, layout, zero,
                                                                   cfg):
-    """Under a limit far below the state, each rank's memory grows by what it sends, within 10% and 10 MB, and
-    rank 0's by its own part, the parts of the largest tensor and their union. All parts together
-    are the state, once."""
+    """Under a limit far below the state, each rank's memory grows by what it sends, within 10% and
+    10 MB (code, the threads' own), and rank 0's by its own part, the parts of the largest tensor
+    and their union. All parts together are the state, once."""
     config = settings(tmp_path, tp=layout[1], pp=layout[2], micro_batch=1, zero=zero)
     seen = pool.run(8, save_in_little_memory, layout, config, cfg)
     state = 12 * (model.parameter_count(cfg) + (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd)
