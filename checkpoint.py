@@ -1,13 +1,12 @@
 """State to disk and back, and the directory of a run. A checkpoint has no layout.
 
-    every rank                     rank 0                            out/
-    shards of flat buffers  -->  full tensors by global name   -->  step_00000200.pt  <-+ hard link
-    (tp, pp, ZeRO, 16 bit)       (fp32 masters, Adam's moments)     latest.pt  ---------+
+    every rank                  rank 0                             out/
+    copies of its shards   -->  one full tensor at a time,    -->  step_00000200.pt  <-+ hard link
+    (tp, pp, ZeRO)              under its global name              latest.pt  ---------+
 
-One file holds the whole state under global names: layers are numbered over all stages, tied weights
-are stored once, and the vocabulary has no padding. So any layout can load what any other layout
-wrote, and so can sample.py in one process. The price: one host's memory must hold the model with
-its two moments.
+One file holds the whole state under global names: fp32 masters and Adam's moments. Layers are
+numbered over all stages, tied weights are stored once, and the vocabulary has no padding. So any
+layout can load what any other layout wrote, and so can sample.py in one process.
 
     format      7: the version of these keys and of the order of the data
     step        the last completed step       consumed_samples  position in the data, in sequences
@@ -22,8 +21,10 @@ A file either does not exist or is complete: it is written under another name, f
 then renamed. Reading it runs no code from it. It is a zip whose members carry CRCs; torch.load does
 not check them, `verify` does. A file of weights alone (no moments) is for `train.py --init-from`.
 
-Training waits only for the copy to rank 0's host memory. A thread there writes the file (`Writer`)
-while the next steps run; until it has finished, the host holds the state twice.
+Training waits only while each rank copies its own shards to host memory. Then a thread of each rank
+sends them to rank 0 and a thread there writes the file (`Writer`), while the next steps run. So a
+rank needs memory for its shards once more, and rank 0 also for two full tensors (the parts of one,
+and their union), whatever the size of the model.
 """
 import errno
 import json
@@ -32,24 +33,27 @@ import os
 import pickle
 import re
 import secrets
+import shutil
 import socket
 import stat
 import sys
 import time
 import zipfile
+from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import wraps
+from datetime import timedelta
+from functools import partial, wraps
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from data import TokenDataset
 from model import GPT, GPTConfig
-from parallel import (Bucket, FlatParameters, Grid, RunError, build_stage, comm_errors, first_line,
-                      make_buckets, on_hosts, param_specs)
+from parallel import (Bucket, FlatParameters, Grid, ParamSpec, PeerError, RunError, build_stage,
+                      comm_errors, first_line, make_buckets, on_hosts, param_specs, to_host)
 
 FORMAT = 7
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -78,48 +82,92 @@ def warn(text: str) -> None:
 
 
 @torch.no_grad()
-def gather_full_state(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -> dict | None:
-    """Gather the flat tensors `names` of all ranks as full CPU tensors on rank 0.
-
-    Returns {name: {global parameter name: full tensor}} on rank 0, None on the other ranks. Bucket
-    by bucket, each rank of the first replica, with ZeRO of all replicas, sends its shard.
+def copy_shards(flat: FlatParameters, names, timeout: float) -> deque:
+    """Copy to host memory the parts of parameters that the file takes from this rank, for each of
+    the flat tensors `names`, in the order of the file. Without ZeRO the replicas hold the same, and
+    the file takes the first one's. PeerError if a GPU hangs for `timeout` seconds. (PyTorch rounds
+    a copy from CUDA, which is pinned, up to a power of two: see its pinned_max_round_threshold_mb.)
     """
-    if grid.rank != 0:
-        if grid.dp_rank < flat.num_shards:
-            for bucket in flat.buckets:
-                for name in names:
-                    with comm_errors("save, send to rank 0"):
-                        dist.send(bucket.shard[name].cpu(), 0)
-        return None
-    full = {name: {} for name in names}
+    copies = deque()
+    if flat.grid.dp_rank >= flat.num_shards:
+        return copies
+    for name in names:
+        for bucket in flat.buckets:
+            for spec, shard_slice, _ in bucket.shard_ranges:
+                is_replica = spec.partition_dim is None and flat.grid.tp_rank > 0
+                if not spec.is_tied_copy and not is_replica:
+                    part = bucket.shard[name][shard_slice]
+                    on_cpu = part.device.type == "cpu"
+                    copies.append(part.clone() if on_cpu else to_host(part, timeout))
+    return copies
+
+
+def send_shards(copies: deque, grid: Grid, tag: int) -> None:
+    """Send the copies to rank 0, in order, and free each once it is sent. Rank 0 receives them as
+    fast as it can write; if it dies, the connection breaks. `tag` keeps saves apart."""
+    while copies:
+        with comm_errors("save, send to rank 0"):
+            dist.isend(copies.popleft(), 0, grid.groups["save"], tag).wait(timedelta(days=1))
+
+
+def file_order(cfg: GPTConfig, grid: Grid, num_shards: int) -> list[tuple]:
+    """The parameters of all stages as [(spec, bucket, ranks[tp rank][shard] that hold them)]: a
+    function of the model and the layout."""
+    order = []
     for stage in range(grid.pp):
-        buckets = flat.buckets
-        if stage > 0:               # the layout of another stage: a function of (cfg, stage)
-            stage_grid = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp)
-            specs = param_specs(build_stage(cfg, stage_grid), cfg, stage_grid)
-            buckets = make_buckets(specs, grid.dp)
-        senders = grid.ranks[:flat.num_shards, stage].T.tolist()        # [tp rank][shard]
-        for bucket in buckets:
-            for name in names:
-                tp_parts = [torch.cat([collect_shard(flat, bucket, name, rank) for rank in ranks])
-                            for ranks in senders]
-                for spec in bucket.specs:
-                    if not spec.is_tied_copy:
-                        parts = [bucket.view(part, spec) for part in tp_parts]
-                        # Cloned: a view would write the whole bucket to the file.
-                        full[name][spec.name] = spec.unshard(parts).clone()
-    return full
+        place = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp)
+        ranks = grid.ranks[:num_shards, stage].T.tolist()
+        for bucket in make_buckets(param_specs(build_stage(cfg, place), cfg, place), grid.dp):
+            for spec in bucket.specs:
+                if not spec.is_tied_copy:
+                    cut = spec.partition_dim is not None
+                    order.append((spec, bucket, ranks if cut else ranks[:1]))
+    return order
 
 
-def collect_shard(flat: FlatParameters, bucket: Bucket, name: str, rank: int) -> torch.Tensor:
-    """The shard of a bucket that `rank` holds, on rank 0: its own, or received."""
-    if rank == 0:
-        return bucket.shard[name].cpu()
-    # Other stages' buckets have no tensors here; all buckets have the same types.
-    shard = torch.empty(bucket.numel // flat.num_shards, dtype=flat.buckets[0].shard[name].dtype)
-    with comm_errors(f"save, receive from rank {rank}{on_hosts([rank], flat.grid.hosts)}"):
-        dist.recv(shard, rank)
-    return shard
+def receive_parameter(spec: ParamSpec, bucket: Bucket, ranks: list, dtype: torch.dtype,
+                      copies: deque, grid: Grid, tag: int) -> torch.Tensor:
+    """On rank 0: the next full parameter, joined from the parts that `ranks` send with this tag and
+    from the rank's own `copies`."""
+    length = bucket.numel // len(ranks[0])
+    shards, receives = [], []
+    for row in ranks:
+        shard = torch.empty(spec.numel, dtype=dtype)
+        for i, rank in enumerate(row):
+            first = i * length - bucket.offsets[spec.name]          # of rank's shard of the bucket
+            part = shard[max(0, first):max(0, first + length)]
+            if len(part) > 0 and rank == 0:
+                part.copy_(copies.popleft())
+            elif len(part) > 0:
+                operation = f"save, receive from rank {rank}{on_hosts([rank], grid.hosts)}"
+                with comm_errors(operation):
+                    receive = dist.irecv(part, rank, grid.groups["save"], tag)
+                receives.append((operation, receive))
+        shards.append(shard.view(spec.local_shape))
+    for operation, receive in receives:
+        with comm_errors(operation):
+            receive.wait()
+    return spec.unshard(shards)
+
+
+class Streamed:
+    """Stands in a state for a tensor that exists only while torch.save writes it: `read()` returns
+    the tensor. The file is the same as with the tensor, byte for byte."""
+
+    def __init__(self, shape: tuple, dtype: torch.dtype, read: Callable):
+        self.like = torch.empty(shape, dtype=dtype, device="meta")
+        self.read = read
+
+    def __reduce__(self):
+        """Reduce as a tensor on the CPU does. Of a storage that is not there, torch.save writes the
+        copy that the method `cpu` returns: of one storage after the other."""
+        storage = torch.UntypedStorage(self.like.nbytes, device="meta")
+        storage.cpu = lambda: self.read().untyped_storage()
+        typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=self.like.dtype,
+                                           _internal=True)
+        typed._fake_device = "cpu"
+        shape, stride = tuple(self.like.shape), self.like.stride()
+        return torch._utils._rebuild_tensor_v2, (typed, 0, shape, stride, False, OrderedDict())
 
 
 def restore(state: dict, flat: FlatParameters) -> None:
@@ -140,24 +188,33 @@ def step_file(out: Path, step: int) -> Path:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The system's error, which zipfile and torch's zip writer hide behind their own."""
-    while error.__context__ is not None:
+    """The system's error, or that of a lost peer, which zipfile and torch's zip writer hide behind
+    their own."""
+    while error.__context__ is not None and not isinstance(error, PeerError):
         error = error.__context__
     return error
 
 
-def write_file(state: dict, aside: Path, path: Path) -> None:
-    """Write the state to the file `aside` and, once it is whole and on the disk, rename it to
-    `path`. Raises OSError if it cannot be written."""
+def write_file(content: dict | Path, aside: Path, path: Path) -> None:
+    """Write a state, or copy a file, to the file `aside` and, once it is whole and on the disk,
+    rename it to `path`. Raises OSError if it cannot be written, PeerError if a rank that sends
+    its shards is gone."""
     try:
         with open(aside, "wb") as file:
-            torch.save(state, file)
+            if isinstance(content, Path):
+                with open(content, "rb") as source:
+                    shutil.copyfileobj(source, file)
+            else:
+                torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
     except (OSError, RuntimeError) as error:
         aside.unlink(missing_ok=True)
-        raise OSError(f"{path} could not be written: {first_cause(error)}") from error
+        cause = first_cause(error)
+        if isinstance(cause, PeerError):
+            raise cause
+        raise OSError(f"{path} could not be written: {cause}") from error
 
 
 def save(state: dict, out: Path, keep: int) -> Path:
@@ -176,7 +233,7 @@ def save(state: dict, out: Path, keep: int) -> Path:
     if aside.exists():
         os.replace(aside, latest)
     else:                                       # the file system has no hard links
-        write_file(state, aside, latest)
+        write_file(path, aside, latest)
     if hasattr(os, "O_DIRECTORY"):              # Windows cannot open a folder to flush it
         folder = os.open(out, os.O_RDONLY)
         try:
@@ -194,31 +251,59 @@ def save(state: dict, out: Path, keep: int) -> Path:
 
 
 class Writer:
-    """Writes checkpoints in a thread while training goes on, one at a time."""
+    """Writes checkpoints while training goes on, one at a time: a thread of each rank sends its
+    shards to rank 0, whose thread writes the file. Nobody waits for another rank for more than
+    `timeout` seconds."""
 
-    def __init__(self, out: Path, keep: int):
+    def __init__(self, out: Path, keep: int, cfg: GPTConfig, grid: Grid, timeout: float):
         self.out = out
         self.keep = keep
+        self.cfg = cfg
+        self.grid = grid
+        self.timeout = timeout
         self.thread = ThreadPoolExecutor(1)
         self.pending = None         # the Future of the last write
 
-    def submit(self, state: dict) -> None:
-        """Start to write the state. Call `wait` before you build another one."""
-        self.pending = self.thread.submit(self._write, state)
+    def submit(self, facts: dict, flat: FlatParameters) -> None:
+        """Copy this rank's shards, then start to write the state: `facts` and the tensors. Every
+        rank must call it. Call `wait` before."""
+        copies = copy_shards(flat, STATE.values(), self.timeout)
+        dtype = flat.buckets[0].shard["master"].dtype
+        self.pending = self.thread.submit(self._write, facts, copies, dtype, flat.num_shards)
 
-    def _write(self, state: dict) -> str | None:
+    def _write(self, facts: dict, copies: deque, dtype, num_shards: int) -> str | None:
+        if self.grid.rank > 0:
+            return send_shards(copies, self.grid, facts["step"])
+        order = file_order(self.cfg, self.grid, num_shards)
+        full = (receive_parameter(*place, dtype, copies, self.grid, facts["step"])
+                for _ in STATE for place in order)
+        tensors = {key: {spec.name: Streamed(spec.shape, dtype, partial(next, full))
+                         for spec, *_ in order} for key in STATE}
         try:
-            save(state, self.out, self.keep)
+            save(facts | tensors, self.out, self.keep)
         except OSError as error:            # the run goes on: earlier files are whole
             warn(f"{error}; earlier checkpoints are untouched")
-            return str(error)               # the exception would keep the state in memory
+            for _ in full:                  # the others send the rest too
+                pass
+            return str(error)               # the exception would keep tensors in memory
         return None
 
     def wait(self) -> str | None:
-        """Wait for the last write; returns its error message, None if it succeeded."""
+        """Wait for the last write; returns its error message on rank 0, None if it succeeded.
+        Raises PeerError if another rank is gone or hangs."""
         if self.pending is None:
             return None
-        return self.pending.result()
+        timeout = None if self.grid.rank == 0 else self.timeout
+        try:
+            return self.pending.result(timeout)
+        except TimeoutError:
+            raise PeerError(f"save: rank 0{on_hosts([0], self.grid.hosts)} has not received the "
+                            f"whole state in {timeout} s") from None
+
+    def close(self) -> None:
+        """Wait for the last write at the end, where the run has met the error of a lost peer."""
+        with suppress(PeerError):
+            self.wait()
 
     def finish(self) -> None:
         """Wait for a checkpoint that must not be missing. Raises RunError if it is."""

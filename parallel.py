@@ -107,6 +107,8 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
                     grid.groups[name] = group
     if device.type != "cpu":
         connect(grid, device)
+    if world > 1:               # for checkpoints, which a thread sends while training goes on
+        grid.groups["save"] = dist.new_group(timeout=timeout, backend="gloo")
     return grid
 
 
@@ -321,10 +323,13 @@ class ParamSpec:
 
     def shard(self, full: torch.Tensor, tp_rank: int) -> torch.Tensor:
         """Full parameter -> one tensor-parallel rank's shard."""
-        if self.padded_rows > self.shape[0]:
-            full = F.pad(full, (0, 0, 0, self.padded_rows - self.shape[0]))     # rows at the end
         if self.partition_dim is None:
             return full
+        if self.padded_rows > self.shape[0]:            # the vocabulary: rows at the end are zero
+            rows = self.padded_rows // self.tp
+            mine = full[tp_rank * rows:(tp_rank + 1) * rows]
+            padding = rows - len(mine)
+            return F.pad(mine, (0, 0, 0, padding)) if padding > 0 else mine     # a view: not read
         dim = self.partition_dim                                    # qkv's weight: (3C, C)
         stacked = full.unflatten(dim, (self.stride, self.tp, -1))   # (3, tp, C / tp, C)
         mine = stacked.select(dim + 1, tp_rank)                     # (3, C / tp, C)
@@ -1017,7 +1022,7 @@ def plain_zero_step(model, shard, optimizer, tokens, targets):
 
 def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
     """The parameters of a stage. They depend on the stage alone, so any rank can compute the layout
-    of another one (`checkpoint.gather_full_state`)."""
+    of another one (`checkpoint.file_order`)."""
     specs = {}
     for module_name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):

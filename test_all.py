@@ -38,8 +38,10 @@ Upstream gradients are random: all-ones hide what is transposed. But for -m gpu 
 a network or a GPU. The harness comes last.
 """
 import ast
+import ctypes
 import errno
 import functools
+import gc
 import hashlib
 import http.server
 import io
@@ -126,6 +128,7 @@ def deep_enough(layout):
 # ---------------------------------------------------------------------------------------------
 
 BOUNDS = dict(fp32=1e-5, fp64=1e-10)
+GPT_100M = replace(CFG, vocab_size=50257, n_layer=9, n_embd=768)
 GPT2_TOKENS = GPTConfig(vocab_size=50257, seq_len=8, n_layer=3, n_head=4, n_embd=16)
 
 
@@ -1385,8 +1388,8 @@ def grid_of_eight(rank, world):
     new_group, connect = dist.new_group, parallel.connect
     started = []
 
-    def on_gloo(ranks, backend, **options):
-        assert backend == "nccl"
+    def on_gloo(ranks=None, *, backend, **options):
+        assert backend == ("gloo" if ranks is None else "nccl")     # "save" sends host memory
         return new_group(ranks, backend="gloo", **options)
 
     def note(function, x, *args, **kwargs):
@@ -1410,12 +1413,13 @@ def test_the_grid_counts_tp_fastest_and_makes_a_gpus_connections(pool):
         assert all(rank in group for group in ranks.values())
         for name, group in ranks.items():
             seen.setdefault(name, set()).add(group)
-        assert {name for name, _, _ in started} == set(ranks)
+        assert {name for name, _, _ in started} == set(ranks) - {"save"}
         neighbors = {stage for stage in (rank // 2 - 1, rank // 2 + 1) if 0 <= stage < 4}
         assert {x for x in started if x[0] == "pp" and x[1] != "all_reduce"} == {
             ("pp", function, stage) for function in ("isend", "irecv") for stage in neighbors}
     assert seen == dict(tp={(0, 1), (2, 3), (4, 5), (6, 7)}, pp={(0, 2, 4, 6), (1, 3, 5, 7)},
-                        embedding={(0, 6), (1, 7)}, world={tuple(range(8))})
+                        embedding={(0, 6), (1, 7)}, world={tuple(range(8))},
+                        save={tuple(range(8))})
 
 
 def messages_of(schedule, stages, num_microbatches):
@@ -2233,7 +2237,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         rows = Rows(run, lambda run: len(SECOND_LOG))
         run.metrics = rows
         run.train(SimpleNamespace(requested=False))
-        whole = checkpoint.gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
+        whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
         full = parallel.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
@@ -2366,6 +2370,28 @@ def test_a_loss_scale_stays_with_its_precision(tmp_path, before, after, scale):
     assert row["step"] == 3 and row["loss_scale"] == 2.0 ** scale
 
 
+def lose_the_file_of_step_2(run):
+    """Rank 0 cannot write it, but later ones."""
+    out = run.writer.out
+    run.writer.out = out / "missing"
+
+    def mend(step):
+        if step == 4:
+            run.writer.wait()
+            run.writer.out = out
+    after_backward(run, mend)
+
+
+def test_ranks_that_outlive_a_failed_save_write_the_next_one_whole(pool, tmp_path):
+    """The state that rank 0 could not write is not mistaken for that of the next save."""
+    for prepare in (nothing, lose_the_file_of_step_2):
+        trained(pool, (2, 2, 2), tmp_path / prepare.__name__, prepare=prepare, zero=1, steps=4,
+                micro_batch=1, save_every=2)
+    lost = tmp_path / "lose_the_file_of_step_2"
+    assert names_in(lost) == ["latest.pt", "step_00000004.pt"]
+    assert_same_state(saved(lost, 4), saved(tmp_path / "nothing", 4))
+
+
 @pytest.fixture(params=["hard links", "no hard links"])
 def links(request):
     """Whether the file system has hard links: once with, once without."""
@@ -2377,7 +2403,7 @@ def links(request):
 def kill_saves(rank, world, folder, links):
     """Save in processes that the kernel kills: before each of a save's calls that open, name or
     remove a file, and where the file would exceed a size, 85 random ones."""
-    state, rng = small_state(0), random.Random(0)
+    state, rng = streamed(small_state(0)), random.Random(0)
     size = checkpoint.save(state, folder, keep=1).stat().st_size
     moments = [(call, 9 * size) for call in range(15)]
     moments += [(None, rng.randrange(size)) for _ in range(85)]
@@ -3732,7 +3758,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
     """Each file is written while two more steps run; when the next is due, training waits for it,
     also on a full disk, and no older state is left in memory. A file holds the state of its step,
     bit for bit that of a run whose files are written at once."""
-    save, gather, wait = checkpoint.save, checkpoint.gather_full_state, checkpoint.Writer.wait
+    save, copy, wait = checkpoint.save, checkpoint.copy_shards, checkpoint.Writer.wait
     waits = threading.Semaphore(0)
     done, living, states = [], [], []
 
@@ -3748,21 +3774,74 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
             waits.release()
         return wait(writer)
 
-    def gather_and_count(*facts):
+    def copy_and_count(*facts):
         living.append(sum(reference() is not None for reference in states))
-        state = gather(*facts)
-        states.append(weakref.ref(state["master"]["embed.token.weight"]))
-        return state
+        copies = copy(*facts)
+        states.extend(map(weakref.ref, copies))
+        return copies
     fast = settings(tmp_path / "fast", steps=6, save_every=2, keep=9)
     watched(fast)
     with mock.patch.multiple(checkpoint, save=save_when_waited_for,
-                             gather_full_state=gather_and_count), \
+                             copy_shards=copy_and_count), \
             mock.patch.object(checkpoint.Writer, "wait", wait_and_tell):
         watched(replace(fast, out=str(tmp_path / "slow")),
                 lambda run: after_backward(run, done.append))
     assert done == [1, 2, 3, 4, "file 2", 5, 6, "file 4", "file 6"] and living[:3] == [0, 0, 0]
     for step in whole:
         assert_same_state(saved(tmp_path / "fast", step), saved(tmp_path / "slow", step))
+
+
+def bytes_held(name):
+    """A number of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"^{name}:\s+(\d+)", lines, re.M)[1])
+
+
+def save_in_little_memory(rank, world, layout, config, cfg):
+    """Save under a limit -> (bytes of this rank's part of the state, bytes that the save may add,
+    bytes of anonymous memory that it added at most)."""
+    with gridded(rank, world, config.tp, config.pp) as grid:
+        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
+        own = sum(x.nbytes for x in checkpoint.copy_shards(run.flat, checkpoint.STATE.values(), 60))
+        allowed = own
+        if rank == 0:       # its part of the largest tensor, the first, then leaves the copies
+            largest = 4 * cfg.padded_vocab * cfg.n_embd
+            allowed += 2 * largest - largest // (grid.tp * run.flat.num_shards)
+        gc.collect()
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 2 ** 20)   # M_MMAP_THRESHOLD: or glibc keeps up to 64 MB that are freed
+        libc.malloc_trim(0)
+        seen = [bytes_held("RssAnon")]
+        limits = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (int(bytes_held("VmData") + 1.1 * allowed + 3e7),
+                                                  limits[1]))
+        try:
+            run.write_checkpoint()
+            while not run.writer.pending.done():
+                seen.append(bytes_held("RssAnon"))
+                time.sleep(0.001)
+            run.writer.finish()
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, limits)
+    return own, allowed, max(seen) - seen[0]
+
+
+@pytest.mark.parametrize("layout, zero, cfg", [
+    ((2, 2, 2), 1, replace(CFG, n_layer=6, n_embd=384, vocab_size=8192)),
+    *[pytest.param((2, 2, 2), zero, GPT_100M, marks=pytest.mark.slow) for zero in (0, 1, 2)],
+    pytest.param((4, 2, 1), 3, GPT_100M, marks=pytest.mark.slow)])
+def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(pool, tmp_path, layout, zero,
+                                                                  cfg):
+    """Under a limit far below the state, each rank's memory grows by what it sends, within 10% and
+    10 MB (code, the threads' own), and rank 0's by its own part, the parts of the largest tensor
+    and their union. All parts together are the state, once."""
+    config = settings(tmp_path, tp=layout[1], pp=layout[2], micro_batch=1, zero=zero)
+    seen = pool.run(8, save_in_little_memory, layout, config, cfg)
+    state = 12 * (model.parameter_count(cfg) + (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd)
+    assert sum(own for own, *_ in seen) == state
+    for own, allowed, grown in seen:
+        assert 0.9 * allowed - 1e7 < grown < 1.1 * allowed + 1e7 < 0.7 * state, seen
+    checkpoint.verify(tmp_path / "latest.pt")
 
 
 def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(run_train, shards,
@@ -3800,6 +3879,43 @@ def test_a_peer_that_hangs_or_vanishes_is_named(shards, tmp_path, fate):
                 rf"train.py: rank {witness}: stage {witness}, step \d+: (((forward|backward) of "
                 rf"microbatch \d+: (receive from|send to) rank {victim} \(stage {victim}\)"
                 r"(, (?=forward|backward))?)+|all-reduce with ranks \[0, 1\]): .*\n", error), error
+    finally:
+        for process in itertools.chain(*jobs):
+            process.process.kill()
+
+
+@pytest.mark.parametrize("fate", [signal.SIGKILL,
+                                  pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_rank_lost_during_a_save_costs_at_most_that_save(shards, tmp_path, fate):
+    """Of two stages the one that sends its shards, or the one that writes, is lost: the other exits
+    with status 1 and one line; every file is whole, and the same command goes on."""
+    (tmp_path / "wrapper.py").write_text("""
+import time, checkpoint, train
+receive = checkpoint.receive_parameter
+def receive_late(*args):
+    time.sleep(0.05)
+    return receive(*args)
+checkpoint.receive_parameter = receive_late
+train.main()
+""")
+    flags = ["--data", shards, *TINY, "--steps", 1_000_000, "--eval-every", 0, "--save-every", 5,
+             "--pp", 2, "--timeout", 6]
+    jobs = [launch(2, *flags, "--out", tmp_path / f"{victim}", file=tmp_path / "wrapper.py")
+            for victim in (0, 1)]
+    try:
+        for victim, job in enumerate(jobs):
+            wait_for_step(tmp_path / f"{victim}", 11, job[0])       # file 5 is whole, 10 is not
+            job[victim].send_signal(fate)
+        for victim, job in enumerate(jobs):
+            out = tmp_path / f"{victim}"
+            status, _, error = job[1 - victim].finish()
+            assert status == 1 and error.count("\n") == 1, error
+            job[victim].process.kill()
+            job[victim].finish()
+            assert checkpoint.list_checkpoints(out) == [saved_file(out, 5)]
+            checkpoint.verify(out / "latest.pt")
+            again = launch(2, *flags, "--out", out, "--steps", 6)
+            assert [rank.finish()[0] for rank in again] == [0, 0] and saved(out, 6)["step"] == 6
     finally:
         for process in itertools.chain(*jobs):
             process.process.kill()
@@ -3866,7 +3982,7 @@ def test_a_damaged_newest_file_is_passed_over_or_nothing_has_changed(tmp_path, p
     """A resume passes over the file and names it, or the state in it is equal bit for bit. At least
     this share is recognised: some bytes of a zip mean nothing, such as padding and dates."""
     state = small_state(2)
-    newest = checkpoint.save(state, tmp_path, keep=2)
+    newest = checkpoint.save(streamed(state), tmp_path, keep=2)
     recognised = 0
     for damaged in damages(newest.read_bytes(), part, count):
         newest.write_bytes(damaged)
@@ -3893,9 +4009,12 @@ def test_an_entry_marked_as_a_directory_is_damage(tmp_path):
 
 def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, links):
     """At the step's file or, without hard links, at latest.pt, which is then written too: the error
-    names the file, and the earlier ones are unchanged. With room again, a save is whole."""
-    checkpoint.save(small_state(1), tmp_path, keep=2)
+    names the file, and the earlier ones are unchanged. With room again, a save is whole. A file is
+    what torch.save makes of the state, byte for byte."""
+    checkpoint.save(streamed(small_state(1)), tmp_path, keep=2)
     before = (tmp_path / "latest.pt").read_bytes()
+    torch.save(tree_map_only(torch.Tensor, torch.clone, small_state(1)), plain := io.BytesIO())
+    assert before == plain.getvalue()
     size = len(before)
     rng = random.Random(links)
     full = "step_00000002.pt" if links else "latest.pt"
@@ -3911,10 +4030,10 @@ def test_a_disk_that_is_full_at_any_byte_costs_nothing_but_the_save(tmp_path, li
                   *(size - rng.randrange(20_000) for _ in range(40))]:      # the zip's directory
         with mock.patch.object(checkpoint, "write_file", write_on_a_full_disk), \
                 pytest.raises(OSError, match=f"{full} could not be.*File too large"):
-            checkpoint.save(small_state(2), tmp_path, keep=2)
+            checkpoint.save(streamed(small_state(2)), tmp_path, keep=2)
         assert names_in(tmp_path) == files, place
         assert all((tmp_path / file).read_bytes() == before for file in files[:2]), place
-    checkpoint.save(small_state(2), tmp_path, keep=2)
+    checkpoint.save(streamed(small_state(2)), tmp_path, keep=2)
     assert names_in(tmp_path) == ["latest.pt", "step_00000001.pt", "step_00000002.pt"]
     assert checkpoint.load(tmp_path / "latest.pt")["step"] == 2
 
@@ -4755,8 +4874,21 @@ def settings(out, **changes):
     return train.Config(**{**usual, **changes, "out": str(out)})
 
 
+def gather_full_state(flat, cfg, grid, names):
+    """{flat name: {global parameter name: full tensor}} on rank 0, by the parts of a save; None on
+    the others."""
+    names = list(names)
+    copies = checkpoint.copy_shards(flat, names, 60)
+    if grid.rank > 0:
+        return checkpoint.send_shards(copies, grid, 0)
+    order = checkpoint.file_order(cfg, grid, flat.num_shards)
+    dtype = copies[0].dtype
+    return {name: {place[0].name: checkpoint.receive_parameter(*place, dtype, copies, grid, 0)
+                   for place in order} for name in names}
+
+
 def whole_gradient(run):
-    whole = checkpoint.gather_full_state(run.flat, run.cfg, run.grid, ["grad"])
+    whole = gather_full_state(run.flat, run.cfg, run.grid, ["grad"])
     return whole and whole["grad"]
 
 
@@ -4774,7 +4906,7 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
         rows = Rows(run, look)
         run.metrics = rows
         run.train(SimpleNamespace(requested=False))
-        whole = checkpoint.gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
+        whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
     return rows.steps, rows.seen, whole
 
 
@@ -4867,6 +4999,13 @@ def small_state(step):
                 optimizer_steps=1, model=asdict(cfg), tokenizer="bytes", scaler={},
                 data=[[0, {"d": 1}]], monitor={}, run=dict(id="x", origin=["seed", None, 0]),
                 **{key: tensors for key in checkpoint.STATE})
+
+
+def streamed(state):
+    """The state as a run saves it: each tensor exists while it is written."""
+    def stand_in(tensor):
+        return checkpoint.Streamed(tensor.shape, tensor.dtype, lambda: tensor)
+    return tree_map_only(torch.Tensor, stand_in, state)
 
 
 def names_in(folder):

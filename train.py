@@ -213,7 +213,8 @@ class Run:
         the run's id and origin (checkpoint.new_run)."""
         self.config, self.cfg, self.grid, self.device = config, cfg, grid, device
         self.train_data, self.val_data = train_data, val_data
-        self.writer = checkpoint.Writer(Path(config.out), config.keep)
+        self.writer = checkpoint.Writer(Path(config.out), config.keep, cfg, grid,
+                                        config.timeout)
         self.identity = identity or checkpoint.new_run("seed")
         self.metrics = None                     # checkpoint.Metrics, for `train`
         self.prefetched = None                  # the batch of the next step
@@ -480,20 +481,15 @@ class Run:
         self.write_checkpoint()
 
     def write_checkpoint(self) -> None:
-        """Gather the state on rank 0, where a thread writes it while training goes on."""
-        self.writer.wait()                  # the host holds at most two copies of the state
-        full = checkpoint.gather_full_state(self.flat, self.cfg, self.grid,
-                                            checkpoint.STATE.values())
-        if full is None:                                # not rank 0
-            return
-        tensors = {key: full[flat_name] for key, flat_name in checkpoint.STATE.items()}
+        """Copy the state; threads write it while training goes on."""
+        self.writer.wait()                  # a rank holds at most one copy of its shards
         self.writer.submit(dict(
             format=checkpoint.FORMAT, run=self.identity, step=self.step,
             consumed_samples=self.consumed_samples, tokens=self.tokens,
             optimizer_steps=self.optimizer_steps, config=dataclasses.asdict(self.config),
             model=dataclasses.asdict(self.cfg), tokenizer=self.train_data.meta["tokenizer"],
             data=self.train_data.phases, scaler=self.scaler.state_dict(),
-            monitor=dataclasses.asdict(self.monitor), **tensors))
+            monitor=dataclasses.asdict(self.monitor)), self.flat)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk."""
@@ -1149,7 +1145,7 @@ def launch(given: dict, device: torch.device, rank: int, world: int, local_world
                      timedelta(seconds=config.timeout), device)
     stack.callback(grid.groups.clear)   # gloo's threads can abort a process that exits
     run = Run(config, cfg, grid, device, train_data, val_data, state, begin.run)
-    stack.callback(run.writer.wait)
+    stack.callback(run.writer.close)
     if state is not None:
         for name in checkpoint.STATE:
             del state[name]                             # unmaps the file

@@ -144,11 +144,15 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
         mfu=rate * plan["flops_per_token"] / gpu.peak(PRECISIONS[config.dtype][0].itemsize),
         days=days, gpu_hours=days * 24 * config.world)
 
-    # A checkpoint holds masters and moments; rank 0 gathers them.
+    # A checkpoint holds masters and moments. Each rank copies its own to the host; rank 0 receives
+    # and writes a parameter at a time. Rank 0 reads the whole file once more than the others: CRCs.
     checkpoint = 3 * PRECISIONS[config.dtype][1].itemsize * plan["parameters"]
-    speed = LINK * (gpu.network if config.world > config.gpus_per_node else gpu.link)
+    moments = max(sizes.get("moments", 0) + sizes.get("host_moments", 0) for sizes in memory)
+    speed = LINK * (gpu.network if config.world > config.gpus_per_node else gpu.host)
     nodes = max(1, config.world / config.gpus_per_node)
-    return plan | goodput(checkpoint, speed, nodes, config.mtbf_hours)
+    return plan | dict(checkpoint_bytes=checkpoint) | goodput(
+        1.5 * moments / gpu.host, checkpoint / speed + checkpoint / DISK, 2 * checkpoint / DISK,
+        nodes, config.mtbf_hours)
 
 
 def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
@@ -507,24 +511,23 @@ def step_seconds(cfg: GPTConfig, config: PlanConfig, grids: list, kinds: list,
 # ---------------------------------------------------------------------------------------------
 
 
-def goodput(checkpoint: float, speed: float, nodes: float, mtbf_hours: float) -> dict:
+def goodput(pause: float, write: float, read: float, nodes: float, mtbf_hours: float) -> dict:
     """The fraction of time that makes progress, where each node fails every `mtbf_hours`, with the
-    best interval between checkpoints of so many bytes (Daly 2006, equations 20 and 37; Young's of
-    1974, sqrt(2 M pause), is its first term).
+    best interval between checkpoints (Daly 2006, equations 20 and 37; Young's of 1974,
+    sqrt(2 M pause), is its first term).
 
-    Training pauses while rank 0 gathers a checkpoint at `speed` bytes/s; then a thread writes it.
-    A failure costs the restart, the reading of a checkpoint, and the progress since the last whole
-    one, which is a write's time older than the last.
+    Training pauses for `pause` seconds; then threads write for `write` seconds, one checkpoint at a
+    time. A failure costs the restart, the `read` seconds, and the progress since the last whole
+    checkpoint, which is a write's time older than the last.
     """
     M = mtbf_hours * 3600 / nodes           # seconds between two failures of the job
-    pause, write = checkpoint / speed, checkpoint / DISK
     root = min(1.0, math.sqrt(pause / (2 * M)))
     interval = max(write, 2 * M * root * (1 + root / 3 + root ** 2 / 9) - pause)
-    lost = RESTART + 2 * write
+    lost = RESTART + read + write
     progress = (interval / M * math.exp(-(lost + interval + pause) / M)
                 / -math.expm1(-(interval + pause) / M))
     return dict(failure_hours=M / 3600, pause_seconds=pause, write_seconds=write,
-                interval_seconds=interval, goodput=progress)
+                read_seconds=read, interval_seconds=interval, goodput=progress)
 
 
 def chinchilla_loss(parameters: float, tokens: float) -> float:
@@ -634,10 +637,14 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
         f"{plan['bubble']:.1%}; {plan['tokens_per_second']:,.0f} tokens per second",
         f"failures every {plan['failure_hours']:,.4g} hours; a checkpoint every "
         f"{plan['interval_seconds']:,.0f} s pauses {plan['pause_seconds']:,.4g} s and is written "
-        f"in {plan['write_seconds']:,.4g} s; goodput {plan['goodput']:.1%}",
+        f"in {plan['write_seconds']:,.4g} s and read in {plan['read_seconds']:,.4g} s "
+        f"({format_bytes(plan['checkpoint_bytes'])}); goodput {plan['goodput']:.1%}",
         "assumes  backward hides data parallelism, nothing hides tp and pp; no rank is slow"]
     if plan["tokens"] < plan["compute_optimal_tokens"] / 10:
         lines.append("note     few tokens for this model: give --tokens, or --steps, --batch-size")
+    if plan["write_seconds"] > config.timeout:
+        lines.append("note     the last checkpoint takes longer than --timeout: train.py needs "
+                     f"--timeout {1.5 * plan['write_seconds']:.0f}")
     if config.dtype == "fp32":
         lines.append("note     fp32 is slow: give --dtype bf16 (fp16 on a V100)")
     return "\n".join(lines)

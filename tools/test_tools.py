@@ -304,8 +304,9 @@ def test_scaling_laws_and_flops_are_the_papers():
 
 def simulated(plan, gaps):
     """The fraction of the time that makes progress, with so many seconds between failures."""
-    interval, pause, write = (plan[f"{x}_seconds"] for x in ("interval", "pause", "write"))
-    training = gaps - RESTART - write              # after a checkpoint has been read
+    interval, pause, write, read = (plan[f"{x}_seconds"]
+                                    for x in ("interval", "pause", "write", "read"))
+    training = gaps - RESTART - read               # after a checkpoint has been read
     return interval * np.maximum(0, (training - write) // (interval + pause)).sum() / gaps.sum()
 
 
@@ -314,14 +315,14 @@ def simulated(plan, gaps):
 def test_goodput_is_that_of_a_simulation_with_random_failures(size, mtbf_hours):
     """Of 10,000 GPUs; and no interval is much better than the one that is told."""
     N = model.parameter_count(GPTConfig(50257, **SIZES[size]))
-    told = goodput(12 * N, 18e9, 1250, mtbf_hours)
+    told = goodput(12 * N / 18e9, 12 * N / 2e9, 24 * N / 2e9, 1250, mtbf_hours)
     gaps = np.random.default_rng(0).exponential(told["failure_hours"] * 3600, 1_000_000)
     assert told["goodput"] == pytest.approx(simulated(told, gaps), rel=0.05)
     for factor in (0.5, 2):
         other = dict(told, interval_seconds=factor * told["interval_seconds"])
         assert other["interval_seconds"] < told["write_seconds"] or (
             simulated(other, gaps) < 1.01 * simulated(told, gaps))
-    assert goodput(1e13, 1e9, 1e6, 1)["goodput"] == 0
+    assert goodput(1e4, 5e3, 1e4, 1e6, 1)["goodput"] == 0
 
 
 @pytest.mark.parametrize("missing", [[], [torch.bfloat16]], ids=["bf16", "multiplied in fp32"])
@@ -486,7 +487,10 @@ def test_the_readmes_plan_is_what_the_command_prints():
                   f"{plan['hardware_tflops_per_gpu']:.0f} TFLOP/s per GPU (the paper: 147)",
                   f"{plan['goodput']:.0%} goodput", f"tp {best['tp']} and sequence parallelism",
                   f"{best['days']:.0f} days", f"{best['memory_bytes'] / 1e9:.0f} GB",
-                  f"ZeRO {best['zero']}"):
+                  f"ZeRO {best['zero']}", f"{plan['checkpoint_bytes'] / 1e12:.1f} TB",
+                  f"pauses {plan['pause_seconds']:.1f} s",
+                  f"{plan['write_seconds'] / 60:.0f} minutes",
+                  f"{plan['read_seconds'] / 60:.0f} to read"):
         assert words in " ".join(section.split()), words
     assert best["sequence_parallel"] and not best["recompute"]
     assert not any(isinstance(value, (dict, list)) for value in plan.values())
