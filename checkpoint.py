@@ -95,7 +95,7 @@ def gather_full_state(flat: FlatParameters, cfg: GPTConfig, grid: Grid, names) -
     for stage in range(grid.pp):
         buckets = flat.buckets
         if stage > 0:               # the layout of another stage: a function of (cfg, stage)
-            stage_grid = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp)
+            stage_grid = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp, chunks=grid.chunks)
             specs = param_specs(build_stage(cfg, stage_grid), cfg, stage_grid)
             buckets = make_buckets(specs, grid.dp)
         senders = grid.ranks[:flat.num_shards, stage].T.tolist()        # [tp rank][shard]
