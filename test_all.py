@@ -1448,23 +1448,27 @@ def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FB"):
     to stage, tag) that start together. Nothing is sent."""
     started = [[] for _ in range(stages)]
     one = torch.ones(())
-    gpt = mock.Mock(side_effect=lambda x, *_: x * torch.ones_like(x, requires_grad=True))
+    arrived = SimpleNamespace(wait=lambda: None)
 
     def start(messages):
         started[stage].append([
             (True, stage, peer, tag) if kind is dist.isend else (False, peer, stage, tag)
             for kind, _, peer, _, tag in messages])
-        return [mock.Mock() for _ in messages]
-    def model_chunks(gpt, grid):
-        at_end = [grid.is_last and chunk == chunks - 1 for chunk in range(chunks)]
-        return [mock.Mock(side_effect=gpt.side_effect, head=last or None) for last in at_end]
+        return [arrived] * len(messages)
+
+    class Chunk(SimpleNamespace):
+        def __call__(self, x, *_):
+            return x * torch.ones_like(x, requires_grad=True)
+
+    def model_chunks(model, grid):
+        return [*[Chunk(head=None)] * (chunks - 1), Chunk(head=model.head if grid.is_last else None)]
     with mock.patch.multiple(dist, P2POp=lambda *message: message, batch_isend_irecv=start), \
             mock.patch.object(parallel, "model_chunks", model_chunks):
         for stage in range(stages):
             ops = parallel.SCHEDULES[schedule](stage, stages, num_microbatches, chunks)
             with nullcontext() if "B" in kinds else torch.no_grad():
-                run_schedule([op for op in ops if op[0] in kinds], gpt,
-                             Grid(1, stages, 1, stage, chunks=chunks),
+                run_schedule([op for op in ops if op[0] in kinds],
+                             Chunk(head=SimpleNamespace()), Grid(1, stages, 1, stage, chunks=chunks),
                              [(one, None, 0)] * num_microbatches, one, mock.Mock())
     return started
 
@@ -1492,15 +1496,18 @@ def reach_their_end(started):
 def test_no_schedule_can_hang_on_nccl_where_single_messages_do():
     """Mechanism (of pipelines on GPUs): in a model of NCCL the messages of all schedules arrive,
     also of the forwards alone, of any number (evaluation). Those of 1F1B would not if a send and a
-    receive that cross started one after the other."""
+    receive that cross started one after the other, nor interleaved ones if each op were a turn."""
     for stages, count in itertools.product((2, 3, 4), (2, 3, 8)):
         single = [[[message] for messages in groups for message in messages]
                   for groups in messages_of("1f1b", stages, count)]
         assert not reach_their_end(single)
+        with mock.patch.object(parallel, "split_in_turns", lambda ops, _: [[op] for op in ops]):
+            assert not reach_their_end(messages_of("interleaved", stages, 3 * stages, 2))
     for stages, count, chunks in itertools.product(range(1, 9), range(1, 17), (1, 2, 3, 4)):
         if stages == 1 and chunks > 1:
             continue
-        assert reach_their_end(messages_of("gpipe", stages, count, chunks, "F"))
+        if count in (1, 3, 8):
+            assert reach_their_end(messages_of("gpipe", stages, count, chunks, "F"))
         if chunks == 1:
             assert reach_their_end(messages_of("gpipe", stages, count))
             assert reach_their_end(messages_of("1f1b", stages, count))
@@ -1757,7 +1764,7 @@ for row in COVER:
 def deep_enough_for(row):
     """The model for such a row."""
     if "pp_chunks" in row:
-        return replace(CFG, n_layer=2 * row["pp"] + 1)
+        return replace(CFG, n_layer=2 * row["pp"] + 2)          # chunks of two blocks and of one
     return CFG
 
 
@@ -2685,6 +2692,15 @@ def things(shards, tmp_path_factory):
     ("needs a C++ compiler: install g++", ["--compile"]),
     ("install tensorboard", ["--log tensorboard,wandb"]), ("install wandb", ["--log wandb"]),
     ("zero 3 with pp 2", ["--zero 3 --pp 2"]),
+    ("requires --pp-chunks and --pp of 2 or more, and --pp-chunks requires it", [
+        "--pp 2 --pp-schedule interleaved", "--pp-schedule interleaved --pp-chunks 2",
+        "--pp 2 --pp-chunks 2", "--pp 2 --pp-schedule 1f1b --pp-chunks 2"]),
+    ("n_layer 3 is less than pp 2 x pp-chunks 2", [
+        "--n-layer 3 --pp 2 --pp-schedule interleaved --pp-chunks 2"]),
+    ("3 microbatches are not divisible by pp 2, as the interleaved schedule requires", [
+        "--n-layer 4 --batch-size 3 --micro-batch 1 --pp 2 --pp-schedule interleaved --pp-chunks 2",
+        "--n-layer 4 --batch-size 4 --batch-ramp 3:1:9 --micro-batch 1 --pp 2 --pp-chunks 2 "
+        "--pp-schedule interleaved"]),
     ("seq_len 15 is not divisible", ["--sequence-parallel --tp 2 --seq-len 15"]),
     ("batch size 6 is not divisible by dp 1 x micro-batch 4", ["--batch-size 6 --micro-batch 4"]),
     ("batch size 5 is not divisible", ["--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2"]),
