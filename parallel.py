@@ -7,7 +7,7 @@
     5. Processes               errors, start, signals and devices
 
 Each of sections 2 to 4 starts with a minimal version, which only a test runs, then lists how the
-real code differs and why: TP1 to TP6, PP1 to PP6, DP1 to DP9. Comments refer to these names.
+real code differs and why: TP1 to TP6, PP1 to PP7, DP1 to DP9. Comments refer to these names.
 
 Invariant: the same seed and the same global batch give the same loss, gradients and gradient norm
 in every layout, up to the order of additions. One process is the layout 1 x 1 x 1: a collective
@@ -28,7 +28,7 @@ import socket
 import sys
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -696,6 +696,7 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
 #   PP4  a rank has only its stage's layers  parameters / p                        build_stage
 #   PP5  both ends have the tied matrix      only its gradients travel             finish_grad_sync
 #   PP6  backward recomputes a block         stores 1 value instead of about 16    wrap_blocks
+#   PP7  a rank has v chunks of the layers   bubble / v, for v times the messages  model_chunks
 #
 # GPipe and 1F1B on three stages. F2 is the forward of microbatch 2, a backward takes two units of
 # time, and a dot is idle time. Both idle for (p - 1) / (m + p - 1) of the time, the bubble; the
@@ -708,6 +709,9 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
 #     1F1B     F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 .  B3 B3 .  B4 B4      3
 #              .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .       2
 #              .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .       1
+#
+# PP7. Chunk c of stage s has the layers of place c p + s in a pipeline of v p stages. An op takes
+# 1 / v of the time, so the bubble is (p - 1) / (v m + p - 1). gpipe and 1f1b have v = 1.
 
 
 def gpipe(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
@@ -720,8 +724,7 @@ def gpipe(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> li
 
 
 def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
-    """PP2, and with chunks PP7 (PipeDream-flush and interleaved 1F1B, Narayanan et al. 2021,
-    section 2.2)."""
+    """PP2, with chunks PP7 (PipeDream-flush and interleaved: Narayanan et al. 2021, section 2.2)."""
     # Warm-up: one forward for every later stage; a backward cannot arrive before those have run.
     # Then one forward and one backward in turn, and at the end the backwards that are left. With
     # chunks, the first microbatches have to reach the last chunk, and each later stage adds a turn.
@@ -859,7 +862,7 @@ def run_turns(turns: list, grid: Grid, forward: Callable, backward: Callable,
               activation_like: torch.Tensor) -> None:
     """Run the ops by `forward` or `backward` (microbatch, chunk, input) -> result, and send and
     receive their messages."""
-    sends = deque()             # those that may be under way
+    sends = {"F": Work(None), "B": Work(None)}      # the last ones
     arriving = start_messages(grid, [Message(False, op, activation_like) for op in turns[0]])
     for turn, next_turn in zip(turns, [*turns[1:], []]):
         inputs = arriving
@@ -877,14 +880,13 @@ def run_turns(turns: list, grid: Grid, forward: Callable, backward: Callable,
                 y = run(m, chunk, x.wait())
             except PeerError as error:
                 raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
+            sends[op].wait()            # the one before, which has traveled during this op
             results.append(Message(True, (op, m, chunk), y))
-        while len(sends) >= 2 * grid.pp:        # the next stage may be as many ops behind
-            sends.popleft().wait()
         works = start_messages(grid, results + following)
-        sends += works[:len(results)]
+        sends |= {op: work for (op, *_), work in zip(turn, works)}
         if following:
-            arriving = works[len(results):]
-    for work in sends:
+            arriving = works[len(turn):]
+    for work in sends.values():
         work.wait()
 
 

@@ -127,6 +127,7 @@ def deep_enough(layout):
 # ---------------------------------------------------------------------------------------------
 
 BOUNDS = dict(fp32=1e-5, fp64=1e-10)
+INTERLEAVED = dict(pp_schedule="interleaved", pp_chunks=2)
 GPT2_TOKENS = GPTConfig(vocab_size=50257, seq_len=8, n_layer=3, n_head=4, n_embd=16)
 
 
@@ -156,6 +157,8 @@ def reference(pool, tmp_path_factory):
     ((1, 2, 4), CFG, dict(dtype="fp64")),
     ((4, 1, 2), CFG, dict(dtype="fp64")),
     ((2, 2, 2), CFG, dict(dtype="fp32")),
+    ((2, 2, 2), CFG, dict(dtype="fp64", **INTERLEAVED)),
+    ((1, 1, 4), replace(CFG, n_layer=13), dict(dtype="fp64", **INTERLEAVED | dict(pp_chunks=3))),
     # Two ranks swap small tensors directly; GPT-2's token matrix is too large for that.
     ((1, 2, 2), GPT2_TOKENS, dict(dtype="fp32", steps=2)),
     # Three replicas cut a bucket into shards whose sizes are no powers of two.
@@ -168,9 +171,10 @@ def reference(pool, tmp_path_factory):
 def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, cfg, flags):
     """In each layout the loss and the norm of each step, each parameter's gradient and the
     validation loss are those of one process, to 1e-10 in fp64 and 1e-5 in fp32. With pp 4 and 8
-    there are fewer microbatches than stages."""
+    there are fewer microbatches than stages, if they are not interleaved."""
     flags = dict(steps=5) | flags
-    one = reference(cfg, **{name: value for name, value in flags.items() if name != "zero"})
+    one = reference(cfg, **{name: value for name, value in flags.items()
+                            if name not in ("zero", *INTERLEAVED)})
     found = equality_row(pool, layout, one, settings(tmp_path, **flags), cfg)
     assert max(found) <= BOUNDS[flags["dtype"]], f"(loss, gradient, norm) differ by {found}"
 
@@ -1461,14 +1465,15 @@ def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FB"):
             return x * torch.ones_like(x, requires_grad=True)
 
     def model_chunks(model, grid):
-        return [*[Chunk(head=None)] * (chunks - 1), Chunk(head=model.head if grid.is_last else None)]
+        last = Chunk(head=model.head if grid.is_last else None)
+        return [*[Chunk(head=None)] * (chunks - 1), last]
     with mock.patch.multiple(dist, P2POp=lambda *message: message, batch_isend_irecv=start), \
             mock.patch.object(parallel, "model_chunks", model_chunks):
         for stage in range(stages):
             ops = parallel.SCHEDULES[schedule](stage, stages, num_microbatches, chunks)
             with nullcontext() if "B" in kinds else torch.no_grad():
-                run_schedule([op for op in ops if op[0] in kinds],
-                             Chunk(head=SimpleNamespace()), Grid(1, stages, 1, stage, chunks=chunks),
+                run_schedule([op for op in ops if op[0] in kinds], Chunk(head=SimpleNamespace()),
+                             Grid(1, stages, 1, stage, chunks=chunks),
                              [(one, None, 0)] * num_microbatches, one, mock.Mock())
     return started
 
@@ -5022,7 +5027,7 @@ def equality_row(pool, layout, one, config, cfg):
     """The `differences` from `one`, the run of one process."""
     dp, tp, pp = layout
     # Fewer microbatches than stages where pp is 4 or 8.
-    num_microbatches = max(pp // 2, 1 if tp > 2 else 2)
+    num_microbatches = pp if config.pp_chunks > 1 else max(pp // 2, 1 if tp > 2 else 2)
     config = replace(config, tp=tp, pp=pp, recompute=pp in (2, 8),
                      micro_batch=max(1, 8 // (dp * num_microbatches)))
     return differences(pool.run(dp * tp * pp, run_steps, layout, config, cfg, whole_gradient)[0],
@@ -5030,13 +5035,16 @@ def equality_row(pool, layout, one, config, cfg):
 
 
 def equality_table(pool, dtype, out):
-    """Yields (layout, (loss, gradient, norm)): the README's table."""
+    """Yields (layout, its pp_chunks, (loss, gradient, norm)): the README's table."""
     config = settings(out, dtype=dtype, micro_batch=8)
     one = {cfg: pool.run(1, run_steps, (1, 1, 1), config, cfg, whole_gradient)[0]
            for cfg in map(deep_enough, LAYOUTS)}
     for layout in LAYOUTS:
         cfg = deep_enough(layout)
-        yield layout, equality_row(pool, layout, one[cfg], config, cfg)
+        yield layout, 1, equality_row(pool, layout, one[cfg], config, cfg)
+    cfg = deep_enough((1, 1, 8))
+    for layout in [(1, 1, 2), (4, 1, 2), (2, 2, 2), (1, 1, 4), (2, 1, 4), (1, 2, 4)]:
+        yield layout, 2, equality_row(pool, layout, one[cfg], replace(config, **INTERLEAVED), cfg)
 
 
 def saved_file(out, step):
@@ -5210,9 +5218,10 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         workers = Pool()
         tables = [equality_table(workers, dtype, folder) for dtype in ("fp32", "fp64")]
-        print("| dp x tp x pp | fp32: loss | gradient | norm | fp64: loss | gradient | norm |")
-        print("|---|---|---|---|---|---|---|")
-        for (layout, fp32), (_, fp64) in zip(*tables):
-            cells = [" x ".join(map(str, layout)), *(f"{x:.0e}" for x in fp32 + fp64)]
+        print("| dp x tp x pp | chunks | fp32: loss | gradient | norm | fp64: loss | gradient | "
+              "norm |\n" + "|---" * 8 + "|")
+        for (layout, chunks, fp32), (_, _, fp64) in zip(*tables):
+            cells = [" x ".join(map(str, layout)), str(chunks)]
+            cells += [f"{x:.0e}" for x in fp32 + fp64]
             print("| " + " | ".join(cells) + " |", flush=True)
         workers.stop()
