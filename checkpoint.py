@@ -115,7 +115,7 @@ def file_order(cfg: GPTConfig, grid: Grid, num_shards: int) -> list[tuple]:
     function of the model and the layout."""
     order = []
     for stage in range(grid.pp):
-        place = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp)
+        place = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp, chunks=grid.chunks)
         ranks = grid.ranks[:num_shards, stage].T.tolist()
         for bucket in make_buckets(param_specs(build_stage(cfg, place), cfg, place), grid.dp):
             for spec in bucket.specs:

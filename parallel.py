@@ -7,7 +7,7 @@
     5. Processes               errors, start, signals and devices
 
 Each of sections 2 to 4 starts with a minimal version, which only a test runs, then lists how the
-real code differs and why: TP1 to TP6, PP1 to PP6, DP1 to DP9. Comments refer to these names.
+real code differs and why: TP1 to TP6, PP1 to PP7, DP1 to DP9. Comments refer to these names.
 
 Invariant: the same seed and the same global batch give the same loss, gradients and gradient norm
 in every layout, up to the order of additions. One process is the layout 1 x 1 x 1: a collective
@@ -18,6 +18,7 @@ Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V v
     python parallel.py --pp 4 --microbatches 8      # draw a schedule; count bubble and activations
 """
 import argparse
+import copy
 import json
 import math
 import os
@@ -68,10 +69,12 @@ from model import (GPT, IGNORE_INDEX, Dropout, GPTConfig, ceil_div, initial_valu
 
 class Grid:
     """The layout, this rank's place in it, and its process groups (None where it is alone). With
-    `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers."""
+    `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers; with
+    `chunks`, so many parts of the model, which take turns (interleaved 1F1B)."""
 
-    def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, sequence_parallel: bool = False):
-        self.dp, self.pp, self.tp, self.rank = dp, pp, tp, rank
+    def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, sequence_parallel: bool = False,
+                 chunks: int = 1):
+        self.dp, self.pp, self.tp, self.rank, self.chunks = dp, pp, tp, rank, chunks
         self.world = dp * pp * tp
         self.hosts = [socket.gethostname()] * self.world        # each rank's machine
         self.ranks = torch.arange(self.world).view(dp, pp, tp)
@@ -84,10 +87,10 @@ class Grid:
 
 
 def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
-              timeout: timedelta | None = None, device=torch.device("cpu")) -> Grid:
+              timeout: timedelta | None = None, device=torch.device("cpu"), chunks=1) -> Grid:
     """The grid of `world` ranks, with process groups by gloo or, on GPUs, NCCL; all ranks create
     every group together. An operation waits `timeout` for another rank (None: 30 minutes)."""
-    grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel)
+    grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel, chunks)
     grid.hosts = all_gather_object(socket.gethostname())
     pipelines = grid.ranks.permute(0, 2, 1).reshape(-1, pp)
     members = {
@@ -119,7 +122,8 @@ def on_hosts(ranks: list[int], hosts: list[str]) -> str:
     return " on " + ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
 
 
-def check_grid(world: int, tp: int, pp: int, zero: int, sequence_parallel: bool) -> None:
+def check_grid(world: int, tp: int, pp: int, zero: int, sequence_parallel: bool,
+               schedule: str = "gpipe", chunks: int = 1) -> None:
     """Raise a ValueError that names the numbers if no model can run in this layout."""
     if world % (tp * pp):
         raise ValueError(f"{world} processes are not divisible by tp {tp} x pp {pp} = {tp * pp}; "
@@ -130,12 +134,16 @@ def check_grid(world: int, tp: int, pp: int, zero: int, sequence_parallel: bool)
     if sequence_parallel and tp == 1:
         raise ValueError("sequence parallelism splits the positions over tensor-parallel ranks, "
                          "but tp is 1: give --tp 2 or more")
+    if (schedule == "interleaved") != (chunks > 1) or (chunks > 1 and pp == 1):
+        raise ValueError(f"--pp-schedule interleaved requires --pp-chunks and --pp of 2 or more, "
+                         f"and --pp-chunks requires it; they are {schedule}, {chunks} and {pp}")
 
 
 def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro_batch: int,
-                 zero: int = 0, sequence_parallel: bool = False) -> None:
+                 zero: int = 0, sequence_parallel: bool = False, schedule: str = "gpipe",
+                 chunks: int = 1) -> None:
     """Raise a ValueError that names the numbers if this job cannot run; no communication."""
-    check_grid(world, tp, pp, zero, sequence_parallel)
+    check_grid(world, tp, pp, zero, sequence_parallel, schedule, chunks)
     dp = world // (tp * pp)
     if sequence_parallel and cfg.seq_len % tp:
         raise ValueError(f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by tp {tp}")
@@ -143,11 +151,15 @@ def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro
         raise ValueError(f"n_head {cfg.n_head} is not divisible by tp {tp}")
     if cfg.padded_vocab % tp:
         raise ValueError(f"the padded vocabulary {cfg.padded_vocab} is not divisible by tp {tp}")
-    if cfg.n_layer < pp:
-        raise ValueError(f"n_layer {cfg.n_layer} is less than pp {pp}: a stage would be empty")
+    if cfg.n_layer < pp * chunks:
+        raise ValueError(f"n_layer {cfg.n_layer} is less than pp {pp} x pp-chunks {chunks}: a "
+                         f"stage would be empty")
     if batch % (dp * micro_batch):
         raise ValueError(f"batch size {batch} is not divisible by dp {dp} x micro-batch "
                          f"{micro_batch} = {dp * micro_batch}")
+    if chunks > 1 and batch // (dp * micro_batch) % pp:
+        raise ValueError(f"{batch // (dp * micro_batch)} microbatches are not divisible by pp "
+                         f"{pp}, as the interleaved schedule requires: change the batch size")
 
 
 @dataclass
@@ -689,6 +701,7 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
 #   PP4  a rank has only its stage's layers  parameters / p                        build_stage
 #   PP5  both ends have the tied matrix      only its gradients travel             finish_grad_sync
 #   PP6  backward recomputes a block         stores 1 value instead of about 16    wrap_blocks
+#   PP7  a rank has v chunks of the layers   bubble / v, for v times the messages  model_chunks
 #
 # GPipe and 1F1B on three stages. F2 is the forward of microbatch 2, a backward takes two units of
 # time, and a dot is idle time. Both idle for (p - 1) / (m + p - 1) of the time, the bubble; the
@@ -701,58 +714,86 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
 #     1F1B     F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 .  B3 B3 .  B4 B4      3
 #              .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .       2
 #              .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .       1
+#
+# PP7. Chunk c of stage s has the layers of place c p + s in a pipeline of v p stages. An op takes
+# 1 / v of the time, so the bubble is (p - 1) / (v m + p - 1). gpipe and 1f1b have v = 1.
 
 
-def gpipe(stage: int, stages: int, num_microbatches: int) -> list[tuple[str, int]]:
-    """A stage's ops, ("F" or "B", microbatch), in order: all forwards, then all backwards."""
-    forwards = [("F", m) for m in range(num_microbatches)]
-    return forwards + [("B", m) for m in reversed(range(num_microbatches))]
+def gpipe(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
+    """A stage's ops, ("F" or "B", microbatch, chunk), in order: all forwards, then all backwards.
+    With chunks, groups of `stages` microbatches pass through chunk 0, then 1 and so on."""
+    forwards = [("F", m, chunk) for first in range(0, num_microbatches, stages)
+                for chunk in range(chunks)
+                for m in range(first, min(first + stages, num_microbatches))]
+    return forwards + [("B", m, chunk) for _, m, chunk in reversed(forwards)]
 
 
-def one_f_one_b(stage: int, stages: int, num_microbatches: int) -> list[tuple[str, int]]:
-    """PP2 (PipeDream-flush, Narayanan et al. 2021, section 2.2)."""
+def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
+    """PP2, with chunks PP7 (PipeDream-flush and interleaved: Narayanan et al. 2021, sec. 2.2)."""
     # Warm-up: one forward for every later stage; a backward cannot arrive before those have run.
-    # Then one forward and one backward in turn, and at the end the backwards that are left.
-    warmup = min(num_microbatches, stages - stage - 1)
-    ops = [("F", m) for m in range(warmup)]
-    for m in range(num_microbatches - warmup):
-        ops += [("F", m + warmup), ("B", m)]
-    return ops + [("B", m) for m in range(num_microbatches - warmup, num_microbatches)]
+    # Then one forward and one backward in turn, and at the end the backwards that are left. With
+    # chunks, the first microbatches have to reach the last chunk, and each later stage adds a turn.
+    warmup = stages - stage - 1
+    if chunks > 1:
+        warmup = (chunks - 1) * stages + 2 * warmup
+    forwards = gpipe(stage, stages, num_microbatches, chunks)[:num_microbatches * chunks]
+    backwards = [("B", m, chunks - 1 - chunk) for _, m, chunk in forwards]
+    ops = forwards[:warmup]
+    for pair in zip(forwards[warmup:], backwards):
+        ops += pair
+    return ops + backwards[len(forwards[warmup:]):]
 
 
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": one_f_one_b}
 OP_NAMES = {"F": "forward", "B": "backward"}        # for errors
 
 
-def make_schedule(name: str, grid: Grid, num_microbatches: int) -> list[tuple[str, int]]:
+def make_schedule(name: str, grid: Grid, num_microbatches: int) -> list[tuple]:
     """The ops of this rank's stage. Without a pipeline each forward is followed by its backward."""
     schedule = SCHEDULES[name] if grid.pp > 1 else one_f_one_b
-    return schedule(grid.stage, grid.pp, num_microbatches)
+    return schedule(grid.stage, grid.pp, num_microbatches, grid.chunks)
+
+
+def split_in_turns(schedule: list[tuple], chunks: int) -> list[list[tuple]]:
+    """The ops between which a stage exchanges messages: each op, but where an interleaved schedule
+    alternates, a forward and a backward. (A stage is two forwards ahead of the next one. Sent at
+    once, on NCCL they would wait for their receivers, and these for backwards.)"""
+    kinds = "".join(kind for kind, *_ in schedule)
+    turns = []
+    for i, op in enumerate(schedule):
+        if chunks > 1 and "BF" in kinds and kinds[i - 1:i + 1] == "FB":
+            turns[-1].append(op)
+        else:
+            turns.append([op])
+    return turns
 
 
 class Message(NamedTuple):
     sending: bool               # an op's result; else its input is received
-    op: str
-    microbatch: int
+    op: tuple
     tensor: torch.Tensor        # the result, or a tensor like the input
 
 
 def start_messages(grid: Grid, messages: list[Message]) -> list[Work]:
-    """Start all messages together: on NCCL as one operation, on gloo singly, where the tag, the
-    microbatch, tells them apart. Returns a Work for each; beyond the pipeline's ends its result is
-    None. PP3: when two neighbors send to each other, each starts its send and its receive as one
+    """Start all messages together: on NCCL as one operation, on gloo singly, where the tag, the op
+    that needs it, tells them apart. Returns a Work for each; beyond the pipeline's ends its result
+    is None. PP3: when two neighbors send to each other, each starts its send and its receive as one
     operation; otherwise NCCL could have both send first and wait forever."""
     works, operations = [], []
-    for sending, op, m, x in messages:
-        step = 1 if op == "F" else -1       # activations go to the next stage, gradients back
-        stage = grid.stage + step if sending else grid.stage - step
-        if not 0 <= stage < grid.pp:
+    for sending, (op, m, chunk), x in messages:
+        place = chunk * grid.pp + grid.stage
+        step = 1 if op == "F" else -1       # activations go to the next place, gradients back
+        other = place + step if sending else place - step
+        if not 0 <= other < grid.pp * grid.chunks:
             works.append(Work(None))
             continue
+        receiver = other if sending else place
+        tag = 2 * (m * grid.pp * grid.chunks + receiver) + "FB".index(op)
         kind = dist.isend if sending else dist.irecv
         x = x.detach().contiguous() if sending else torch.empty_like(x)
+        stage = other % grid.pp
         peer = grid.rank + (stage - grid.stage) * grid.tp
-        operations.append(dist.P2POp(kind, x, peer, grid.groups["pp"], m))
+        operations.append(dist.P2POp(kind, x, peer, grid.groups["pp"], tag))
         direction = "send to" if sending else "receive from"
         works.append(Work(x, operation=f"{OP_NAMES[op]} of microbatch {m}: {direction} rank {peer}"
                                        f"{on_hosts([peer], grid.hosts)} (stage {stage})"))
@@ -774,7 +815,8 @@ def connect(grid: Grid, device: torch.device) -> None:
     one = torch.zeros(1, device=device)
     for group in grid.groups.values():
         all_reduce(one, group).wait()
-    messages = [Message(sending, op, 0, one) for sending in (True, False) for op in "FB"]
+    messages = [Message(sending, (op, 0, chunk), one) for sending in (True, False) for op in "FB"
+                for chunk in range(grid.chunks)]
     for work in start_messages(grid, messages):
         work.wait()
 
@@ -791,53 +833,66 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like:
     """
     device = activation_like.device
     loss = torch.zeros((), dtype=sum_dtype(device), device=device)
-    backwards = [m for op, m in schedule if op == "B"]
-    in_flight = {}              # microbatch -> (input, output), from forward to backward
+    last_backward = {chunk: m for op, m, chunk in schedule if op == "B"}
+    in_flight = {}              # (microbatch, chunk) -> (input, output), from forward to backward
+    chunks = model_chunks(model, grid)
     if grid.is_last:
         model.head.scale = scale
         model.head.norms = 0.0
 
-    def forward(m, x):
+    def forward(m, chunk, x):
         tokens, targets, dropout_seed = batch[m]
-        x = tokens if grid.is_first else x.requires_grad_()
-        y = model(x, targets, dropout_seed)         # activations, or on the last stage the loss
-        if grid.is_last:
+        x = tokens if grid.is_first and chunk == 0 else x.requires_grad_()
+        y = chunks[chunk](x, targets, dropout_seed)     # activations, or from the head the loss
+        if chunks[chunk].head is not None:
             loss.add_(y.detach())
         if torch.is_grad_enabled():
-            in_flight[m] = x, y
+            in_flight[m, chunk] = x, y
         return y
 
-    def backward(m, dy):
-        x, y = in_flight.pop(m)
-        if not grid.is_last:
+    def backward(m, chunk, dy):
+        x, y = in_flight.pop((m, chunk))
+        if chunks[chunk].head is None:
             # Its gradient is dy. (torch.autograd.backward(y, dy) imports a compiler, for 0.5 s.)
             y = (y * dy).sum()
-        flat.prepare_grad_sync(m == backwards[-1])                              # DP1
+        flat.prepare_grad_sync(chunks[chunk], m == last_backward[chunk])        # DP1
         y.backward()
         return x.grad
 
+    run_turns(split_in_turns(schedule, grid.chunks), grid, forward, backward, activation_like)
+    return loss
+
+
+def run_turns(turns: list, grid: Grid, forward: Callable, backward: Callable,
+              activation_like: torch.Tensor) -> None:
+    """Run the ops by `forward` or `backward` (microbatch, chunk, input) -> result, and send and
+    receive their messages."""
     sends = {"F": Work(None), "B": Work(None)}      # the last ones
-    [arriving] = start_messages(grid, [Message(False, *schedule[0], activation_like)])
-    for i, (op, m) in enumerate(schedule):
-        x = arriving.wait()
-        following = [Message(False, *other, activation_like) for other in schedule[i + 1:i + 2]]
+    arriving = start_messages(grid, [Message(False, op, activation_like) for op in turns[0]])
+    for turn, next_turn in zip(turns, [*turns[1:], []]):
+        inputs = arriving
+        following = [Message(False, op, activation_like) for op in next_turn]
         # Same kind next (F, F): its input comes from the other neighbor, so receive now (GPipe is 3
         # to 10% faster on CPUs). Kind changes (F, B): both messages are with one neighbor and
-        # cross, so start them together after the op.
-        if following and following[0].op == op:
-            [arriving] = start_messages(grid, following)
+        # cross, so start them together after the op; as in a ring of chunks, where all would wait.
+        if following and next_turn[0][0] == turn[0][0] and grid.chunks == 1:
+            arriving = start_messages(grid, following)
             following = []
-        try:
-            y = forward(m, x) if op == "F" else backward(m, x)
-        except PeerError as error:
-            raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
-        sends[op].wait()                # the one before, which has traveled during this op
-        sends[op], *receives = start_messages(grid, [Message(True, op, m, y)] + following)
+        results = []
+        for (op, m, chunk), x in zip(turn, inputs):
+            run = forward if op == "F" else backward
+            try:
+                y = run(m, chunk, x.wait())
+            except PeerError as error:
+                raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
+            sends[op].wait()            # the one before, which has traveled during this op
+            results.append(Message(True, (op, m, chunk), y))
+        works = start_messages(grid, results + following)
+        sends |= {op: work for (op, *_), work in zip(turn, works)}
         if following:
-            [arriving] = receives
+            arriving = works[len(turn):]
     for work in sends.values():
         work.wait()
-    return loss
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
@@ -846,13 +901,32 @@ def stage_layers(n_layer: int, pp: int, stage: int) -> range:
     return range(ceil_div(stage * n_layer, pp), ceil_div((stage + 1) * n_layer, pp))
 
 
+def chunk_layers(n_layer: int, grid: Grid) -> list[range]:
+    """The numbers of the blocks in each chunk of this rank."""
+    return [stage_layers(n_layer, grid.pp * grid.chunks, chunk * grid.pp + grid.stage)
+            for chunk in range(grid.chunks)]
+
+
+def model_chunks(model: GPT, grid: Grid) -> list[GPT]:
+    """The chunks of this rank's model, as models that share its modules."""
+    chunks = []
+    for number, layers in enumerate(chunk_layers(model.cfg.n_layer, grid)):
+        chunk = copy.copy(model)
+        chunk._modules = dict(
+            embed=model.embed if number == 0 else None,
+            blocks=nn.ModuleDict({str(layer): model.blocks[str(layer)] for layer in layers}),
+            head=model.head if number == grid.chunks - 1 else None)
+        chunks.append(chunk)
+    return chunks
+
+
 def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
     """This rank's part of the GPT, on the meta device, without memory: its stage's blocks (PP4; the
     first stage also has `embed`, the last `head`) with the modules of section 2, whose parameters
     are still whole: the caller replaces them by shards (`param_specs`)."""
     with torch.device("meta"):
         model = GPT(cfg)
-    layers = stage_layers(cfg.n_layer, grid.pp, grid.stage)
+    layers = set().union(*chunk_layers(cfg.n_layer, grid))
     for name in list(model.blocks):
         if int(name) not in layers:
             del model.blocks[name]
@@ -893,26 +967,31 @@ def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
 UNITS = {"F": 1, "B": 2}        # of time that an op takes
 
 
-def clock(schedules: list) -> list[dict]:
+def clock(schedules: list, units: list | None = None) -> list[dict]:
     """Simulate the stages' schedules without processes; returns {op: its end} of each stage. An op
-    starts when its stage is free and its input has arrived. Raises ValueError on a deadlock."""
+    starts when its stage is free and its input has arrived. Raises ValueError on a deadlock.
+    `units`: {kind of op: its time} of each stage."""
     ends = [{} for _ in schedules]
-    arrived = {(0, "F", m): 0 for _, m in schedules[0]}     # (stage, op, microbatch) -> input there
+    free = [0] * len(schedules)
+    places = len(schedules) * len({chunk for _, _, chunk in schedules[0]})
+    arrived = {("F", m, 0): 0 for _, m, _ in schedules[0]}  # (op, microbatch, place) -> input there
     while any(len(row) < len(ops) for row, ops in zip(ends, schedules)):
         arrivals_before = len(arrived)
         for stage, (row, ops) in enumerate(zip(ends, schedules)):
-            for op, m in ops[len(row):]:
-                if (stage, op, m) not in arrived:
+            for op, m, chunk in ops[len(row):]:
+                place = chunk * len(schedules) + stage
+                if (op, m, place) not in arrived:
                     break                                   # another stage has to go first
-                free = max(row.values(), default=0)
-                row[op, m] = max(arrived[stage, op, m], free) + UNITS[op]
+                time_taken = units[stage][op] if units else UNITS[op]
+                free[stage] = max(arrived[op, m, place], free[stage]) + time_taken
+                row[op, m, chunk] = free[stage]
                 if op == "B":
-                    follower = (stage - 1, "B", m)
-                elif stage == len(schedules) - 1:
-                    follower = (stage, "B", m)              # the loss
+                    follower = ("B", m, place - 1)
+                elif place == places - 1:
+                    follower = ("B", m, place)              # the loss
                 else:
-                    follower = (stage + 1, "F", m)
-                arrived[follower] = row[op, m]
+                    follower = ("F", m, place + 1)
+                arrived[follower] = free[stage]
         if len(arrived) == arrivals_before:
             raise ValueError("the schedules wait for each other: deadlock")
     return ends
@@ -921,15 +1000,15 @@ def clock(schedules: list) -> list[dict]:
 def bubble(ends: list[dict]) -> float:
     """The fraction of all stages' time that is idle, from `clock`'s table."""
     span = max(max(row.values()) for row in ends)
-    busy = sum(UNITS[op] for row in ends for op, _ in row)
+    busy = sum(UNITS[op] for row in ends for op, *_ in row)
     return 1 - busy / (span * len(ends))
 
 
 def live_activations(schedule: list) -> int:
-    """The largest number of microbatches between their forward and their backward."""
+    """The largest number of microbatches, in all chunks, between their forward and backward."""
     live = 0
     largest = 0
-    for op, _ in schedule:
+    for op, *_ in schedule:
         live += 1 if op == "F" else -1
         largest = max(largest, live)
     return largest
@@ -938,14 +1017,19 @@ def live_activations(schedule: list) -> int:
 def draw(ends: list[dict]) -> str:
     """`clock`'s table as a line for each stage, a column for each unit of time, as shown above."""
     span = max(max(row.values()) for row in ends)
-    width = 1 + max(len(f"{op}{m}") for op, m in ends[0])
+    is_chunked = any(chunk > 0 for _, _, chunk in ends[0])
     lines = []
-    for stage, row in enumerate(ends):
+    for row in ends:
         cells = ["."] * span
-        for (op, m), end in row.items():
-            cells[end - UNITS[op]:end] = [f"{op}{m}"] * UNITS[op]
-        lines.append(f"stage {stage:2d}  " + "".join(cell.ljust(width) for cell in cells).rstrip())
-    return "\n".join(lines)
+        for (op, m, chunk), end in row.items():
+            cell = f"{op}{m}"
+            if is_chunked:
+                cell += "abcdefghijklmnopqrstuvwxyz"[chunk % 26]
+            cells[end - UNITS[op]:end] = [cell] * UNITS[op]
+        lines.append(cells)
+    width = 1 + max(len(cell) for cells in lines for cell in cells)
+    return "\n".join(f"stage {stage:2d}  " + "".join(cell.ljust(width) for cell in cells).rstrip()
+                     for stage, cells in enumerate(lines))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1174,6 +1258,7 @@ class FlatParameters:
                 view = bucket.view(bucket.data, spec)
                 parameter = nn.Parameter(view.data)
                 setattr(module, attribute, parameter)
+                parameter.bucket = bucket
                 parameter.main_grad = partial(bucket.main_grad, spec)
                 parameter.register_post_accumulate_grad_hook(partial(self._grad_ready, bucket))
 
@@ -1222,14 +1307,15 @@ class FlatParameters:
             grad = bucket.grad if self.zero < 2 else bucket.shard["grad"]
             grad.zero_()
 
-    def prepare_grad_sync(self, last: bool) -> None:
-        """Before each backward. DP1: only the `last` of a step communicates; from ZeRO 2 on each
-        one does. Everything is a sum: the head has scaled the gradients (`run_schedule`)."""
+    def prepare_grad_sync(self, chunk: nn.Module, last: bool) -> None:
+        """Before each backward of a chunk. DP1: only the `last` of a step communicates; from ZeRO 2
+        on each does. Everything is a sum: the head has scaled the gradients (`run_schedule`)."""
+        counts = Counter(parameter.bucket for parameter in chunk.parameters())
+        for bucket, count in counts.items():
+            bucket.pending_grads = count
         self.buckets_to_sync = []
         if last or self.zero >= 2:
-            self.buckets_to_sync = list(self.buckets)
-        for bucket in self.buckets:
-            bucket.pending_grads = sum(len(spec.owners) for spec in bucket.specs)
+            self.buckets_to_sync = [bucket for bucket in self.buckets if bucket in counts]
 
     def _grad_ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         """DP3, DP4: autograd calls this hook when a parameter's gradient is complete, on the
@@ -1424,7 +1510,7 @@ def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torc
     limits = []                         # (bytes by kind, bytes available, what to add)
     on_machine = Counter()
     for rank in range(local_world):
-        place = Grid(grid.dp, grid.pp, grid.tp, rank)
+        place = Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks)
         numel = sum(spec.numel for spec in param_specs(build_stage(cfg, place), cfg, place))
         on_device, on_host = state_bytes(numel, grid.dp, dtypes, config.zero,
                                          config.offload and device.type != "cpu")
@@ -1688,18 +1774,25 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=4, help="stages")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--pp-schedule", default="gpipe", choices=list(SCHEDULES))
+    parser.add_argument("--pp-chunks", type=int, default=1, help="interleaved: chunks of a stage")
     parser.error = lambda message: parser.exit(2, f"parallel.py: {message}\n")
     args = parser.parse_args()
-    p, m = args.pp, args.microbatches
-    if p < 1 or m < 1:
-        parser.error("--pp and --microbatches must be at least 1")
-    schedules = [SCHEDULES[args.pp_schedule](stage, p, m) for stage in range(p)]
+    p, m, v = args.pp, args.microbatches, args.pp_chunks
+    try:
+        if min(p, m, v) < 1:
+            raise ValueError("--pp, --microbatches and --pp-chunks must be at least 1")
+        check_layout(GPTConfig(n_layer=p * v), p, 1, p, m, 1, 0, False, args.pp_schedule, v)
+    except ValueError as error:
+        parser.error(error)
+    schedules = [SCHEDULES[args.pp_schedule](stage, p, m, v) for stage in range(p)]
     ends = clock(schedules)
-    counts = [f"stage {stage}: {live_activations(ops)}" for stage, ops in enumerate(schedules)]
-    print(f"{args.pp_schedule}, {p} stages, {m} microbatches; a backward takes two units of time")
+    counts = [f"stage {s}: {live_activations(ops) / v:g}" for s, ops in enumerate(schedules)]
+    chunks, factor = (f" in {v} chunks", "v m") if v > 1 else ("", "m")
+    print(f"{args.pp_schedule}, {p} stages{chunks}, {m} microbatches; a backward takes two units "
+          f"of time")
     print(f"\n{draw(ends)}\n")
     print(f"bubble {bubble(ends):.1%} of the time, "
-          f"(p - 1) / (m + p - 1) = {(p - 1) / (m + p - 1):.1%}")
+          f"(p - 1) / ({factor} + p - 1) = {(p - 1) / (v * m + p - 1):.1%}")
     print(f"live activations, in microbatches: {', '.join(counts)}")
 
 

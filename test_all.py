@@ -38,6 +38,7 @@ Upstream gradients are random: all-ones hide what is transposed. But for -m gpu 
 a network or a GPU. The harness comes last.
 """
 import ast
+import copy
 import ctypes
 import errno
 import functools
@@ -129,6 +130,7 @@ def deep_enough(layout):
 
 BOUNDS = dict(fp32=1e-5, fp64=1e-10)
 GPT_100M = replace(CFG, vocab_size=50257, n_layer=9, n_embd=768)
+INTERLEAVED = dict(pp_schedule="interleaved", pp_chunks=2)
 GPT2_TOKENS = GPTConfig(vocab_size=50257, seq_len=8, n_layer=3, n_head=4, n_embd=16)
 
 
@@ -158,6 +160,8 @@ def reference(pool, tmp_path_factory):
     ((1, 2, 4), CFG, dict(dtype="fp64")),
     ((4, 1, 2), CFG, dict(dtype="fp64")),
     ((2, 2, 2), CFG, dict(dtype="fp32")),
+    ((2, 2, 2), CFG, dict(dtype="fp64", **INTERLEAVED)),
+    ((1, 1, 4), replace(CFG, n_layer=13), dict(dtype="fp64", **INTERLEAVED | dict(pp_chunks=3))),
     # Two ranks swap small tensors directly; GPT-2's token matrix is too large for that.
     ((1, 2, 2), GPT2_TOKENS, dict(dtype="fp32", steps=2)),
     # Three replicas cut a bucket into shards whose sizes are no powers of two.
@@ -170,9 +174,10 @@ def reference(pool, tmp_path_factory):
 def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, cfg, flags):
     """In each layout the loss and the norm of each step, each parameter's gradient and the
     validation loss are those of one process, to 1e-10 in fp64 and 1e-5 in fp32. With pp 4 and 8
-    there are fewer microbatches than stages."""
+    there are fewer microbatches than stages, if they are not interleaved."""
     flags = dict(steps=5) | flags
-    one = reference(cfg, **{name: value for name, value in flags.items() if name != "zero"})
+    one = reference(cfg, **{name: value for name, value in flags.items()
+                            if name not in ("zero", *INTERLEAVED)})
     found = equality_row(pool, layout, one, tmp_path, cfg, **flags)
     assert max(found) <= BOUNDS[flags["dtype"]], f"(loss, gradient, norm) differ by {found}"
 
@@ -242,7 +247,7 @@ def parallel_and_plain(rank, world, sequence_parallel):
     with gridded(rank, world, world, 1, sequence_parallel) as grid, \
             mock.patch.dict(parallel.MAX_LOGITS, cpu=7 * 384 // world):     # a shorter last chunk
         local, flat = stage_of(plain, grid)
-        flat.prepare_grad_sync(True)
+        flat.prepare_grad_sync(local, True)
         ours = outputs_and_dx(local, tokens, targets, part(x), part(dy))
         flat.finish_grad_sync()
     outputs = {name: (ours[name], part(theirs[name])) for name in theirs}
@@ -416,6 +421,7 @@ def overflow(run):
     ((2, 1, 1), dict(dtype="fp32", zero=2)),
     ((1, 1, 2), dict(dtype="fp32", pp_schedule="1f1b", batch_size=16, batch_ramp="4:4:25")),
     ((1, 2, 1), dict(dtype="bf16", sequence_parallel=True)),
+    ((1, 1, 2), dict(dtype="fp32", zero=2, pp_schedule="interleaved", pp_chunks=2, offload=True)),
     ((2, 1, 1), dict(dtype="fp16", zero=3, recompute=True, offload=True))])
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, layout, flags):
     """A run that begins from the straight run's file of step 3 has the same rows and, at step 6,
@@ -423,9 +429,10 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, layout, f
     files, rows = [], []
     for state in (None, tmp_path / "straight" / "step_00000003.pt"):
         out = tmp_path / ("resumed" if state else "straight")
-        steps, _, _ = trained(pool, layout, out, replace(CFG, dropout=0.1, n_layer=2), nothing,
-                              state, overflow, steps=6, save_every=3,
-                              micro_batch=4 // layout[0], **flags)      # two microbatches each
+        n_layer = 2 * flags.get("pp_chunks", 1)
+        cfg = replace(CFG, dropout=0.1, n_layer=n_layer)
+        steps, _, _ = trained(pool, layout, out, cfg, nothing, state, overflow, steps=6,
+                              save_every=3, micro_batch=4 // layout[0], **flags)    # two each
         rows.append(steps[-3:])
         files.append(saved(out, 6))
     assert column(rows[1], "step") == [4, 5, 6] and len(steps) == 3
@@ -438,15 +445,16 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, layout, f
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 def test_a_run_goes_on_in_another_layout(pool, tmp_path, seed):
-    """A run that moves to the next of ten layouts after every step, in an order drawn by the seed,
+    """A run that moves to the next of 11 layouts after every step, in an order drawn by the seed,
     has the rows and the final state of one that stays, to 1e-10 in fp64."""
     moves = [((1, 1, 1), {}), ((2, 1, 1), dict(zero=1)), ((1, 2, 1), {}), ((2, 1, 1), dict(zero=2)),
              ((1, 1, 2), dict(pp_schedule="1f1b")), ((2, 1, 1), dict(zero=3)), ((2, 1, 1), {}),
              ((1, 2, 1), dict(sequence_parallel=True)), ((2, 2, 1), dict(zero=1)),
-             ((1, 1, 1), dict(offload=True))]
+             ((1, 1, 1), dict(offload=True)),
+             ((1, 1, 2), dict(pp_schedule="interleaved", pp_chunks=2))]
     random.Random(seed).shuffle(moves)
     constant = dict(min_lr_ratio=1.0, dtype="fp64")
-    straight, _, end = trained(pool, (1, 1, 1), tmp_path / "stays", steps=10, **constant)
+    straight, _, end = trained(pool, (1, 1, 1), tmp_path / "stays", steps=11, **constant)
     file = None
     for step, (layout, flags) in enumerate(moves, 1):
         rows, _, ours = trained(pool, layout, tmp_path / "moves", state=file, steps=step,
@@ -1170,6 +1178,7 @@ def test_a_mixture_of_a_long_run_is_exact_too_and_takes_no_memory():
     of 10^9 windows; they are computed, in less than 100 kB."""
     n, total = 8 * 10 ** 9, 10 ** 9
     made = mixture(dict(a=10 ** 9, b=10), [[0, dict(a=total - 1, b=1)]])
+    made.sample_indices(1337, 0, 1)         # the first call imports a module
     tracemalloc.start()
     counts, windows = made.counts(np.array([n, n + 1])), made.sample_indices(1337, n, 256)
     _, peak = tracemalloc.get_traced_memory()
@@ -1334,17 +1343,24 @@ def test_stages_share_the_layers_in_order_and_evenly():
             assert sizes[0] == max(sizes) <= min(sizes) + 1 and sizes[-1] == min(sizes)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 def test_schedules_have_the_papers_bubble_and_live_microbatches(name):
-    """Both schedules idle for (p - 1) / (m + p - 1) of the time; stage s keeps m microbatches under
-    GPipe, min(m, p - s) under 1F1B (Narayanan et al. 2021, section 2.2). No op is lost or twice."""
-    for p, m in itertools.product((1, 2, 3, 4, 8), (1, 2, 5, 8, 32)):
-        schedules = [parallel.SCHEDULES[name](s, p, m) for s in range(p)]
-        assert parallel.bubble(parallel.clock(schedules)) == pytest.approx((p - 1) / (m + p - 1))
+    """GPipe and 1F1B idle for (p - 1) / (m + p - 1) of the time, v chunks for (p - 1) / (v m + p -
+    1); stage s keeps m microbatches under GPipe, min(m, p - s) under 1F1B (Narayanan et al. 2021,
+    section 2.2), the first of v chunks p (1 + (p - 1) / (p v)), if there are so many (Korthikanti
+    et al. 2022, section 4.2.3), the next ones 2 / v less each. No op is lost or twice."""
+    for p, m, v in itertools.product((1, 2, 3, 4, 8), (1, 2, 5, 8, 16, 32), (1, 2, 3, 4)):
+        if (v > 1) != (name == "interleaved") or v > 1 and (p == 1 or m % p):
+            continue
+        schedules = [parallel.SCHEDULES[name](s, p, m, v) for s in range(p)]
+        assert parallel.bubble(parallel.clock(schedules)) == pytest.approx(
+            (p - 1) / (v * m + p - 1))
         for s, schedule in enumerate(schedules):
-            live = m if name == "gpipe" else min(m, p - s)
-            assert parallel.live_activations(schedule) == live
-            assert sorted(schedule) == sorted((op, i) for op in "FB" for i in range(m))
+            live = {"gpipe": m, "1f1b": p - s,
+                    "interleaved": p * (1 + (p - 1) / (p * v)) - 2 * s / v}
+            assert parallel.live_activations(schedule) == pytest.approx(v * min(m, live[name]))
+            assert sorted(schedule) == sorted((*op, c) for op in itertools.product("FB", range(m))
+                                              for c in range(v))
 
 
 def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
@@ -1359,19 +1375,26 @@ def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
         "stage  1  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .", "",
         "bubble 25.0% of the time, (p - 1) / (m + p - 1) = 25.0%",
         "live activations, in microbatches: stage 0: 2, stage 1: 1"]
-    for flag in ("--pp", "--microbatches"):
+    assert output("--pp", "2", "--microbatches", "2", "--pp-schedule", "interleaved",
+                  "--pp-chunks", "2").splitlines() == [
+        "interleaved, 2 stages in 2 chunks, 2 microbatches; a backward takes two units of time", "",
+        "stage  0  F0a F1a F0b F1b .   .   B0b B0b .   B1b B1b B0a B0a B1a B1a",
+        "stage  1  .   F0a F1a F0b B0b B0b F1b B1b B1b B0a B0a B1a B1a .   .", "",
+        "bubble 20.0% of the time, (p - 1) / (v m + p - 1) = 20.0%",
+        "live activations, in microbatches: stage 0: 2, stage 1: 1.5"]
+    for flag in ("--pp", "--microbatches", "--pp-chunks"):
         with pytest.raises(SystemExit, match="2"):
             output(flag, "0")
         assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(ValueError, match="deadlock"):
-        parallel.clock([[("F", 0), ("F", 1)], [("F", 1), ("B", 1), ("F", 2)]])
+        parallel.clock([[("F", 0, 0), ("F", 1, 0)], [("F", 1, 0), ("B", 1, 0), ("F", 2, 0)]])
 
 
 def test_an_error_of_a_pipelines_messages_names_rank_machine_and_stage():
     """With tp 2, rank 2 on the second of three stages has the neighbors 0 and 4."""
     grid = Grid(1, 3, 2, rank=2)
     grid.hosts = ["n0", "n0", "n1", "n1", "n2", "n2"]
-    messages = [(sending, "B", 7, torch.zeros(1)) for sending in (True, False)]
+    messages = [(sending, ("B", 7, 0), torch.zeros(1)) for sending in (True, False)]
     closed = mock.Mock(side_effect=RuntimeError("closed"))
     with mock.patch.multiple(dist, P2POp=mock.Mock(), batch_isend_irecv=closed), pytest.raises(
             parallel.PeerError, match=r"^backward of microbatch 7: send to rank 0 on n0 \(stage 0\)"
@@ -1422,29 +1445,46 @@ def test_the_grid_counts_tp_fastest_and_makes_a_gpus_connections(pool):
                         save={tuple(range(8))})
 
 
-def messages_of(schedule, stages, num_microbatches):
+def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FB"):
     """For each stage the messages of its run_schedule, in order: lists of (is it sent, from stage,
     to stage, tag) that start together. Nothing is sent."""
     started = [[] for _ in range(stages)]
     one = torch.ones(())
-    gpt = mock.Mock(side_effect=lambda x, *_: x * torch.ones_like(x, requires_grad=True))
+    arrived = SimpleNamespace(wait=lambda: None)
 
     def start(messages):
         started[stage].append([
             (True, stage, peer, tag) if kind is dist.isend else (False, peer, stage, tag)
             for kind, _, peer, _, tag in messages])
-        return [mock.Mock() for _ in messages]
-    with mock.patch.multiple(dist, P2POp=lambda *message: message, batch_isend_irecv=start):
+        return [arrived] * len(messages)
+
+    class Chunk(SimpleNamespace):
+        def __call__(self, x, *_):
+            return x * torch.ones_like(x, requires_grad=True)
+
+    def model_chunks(model, grid):
+        last = Chunk(head=model.head if grid.is_last else None)
+        return [*[Chunk(head=None)] * (chunks - 1), last]
+    with mock.patch.multiple(dist, P2POp=lambda *message: message, batch_isend_irecv=start), \
+            mock.patch.object(parallel, "model_chunks", model_chunks):
         for stage in range(stages):
-            run_schedule(parallel.SCHEDULES[schedule](stage, stages, num_microbatches), gpt,
-                         Grid(1, stages, 1, stage), [(one, None, 0)] * num_microbatches, one,
-                         mock.Mock())
+            ops = parallel.SCHEDULES[schedule](stage, stages, num_microbatches, chunks)
+            with nullcontext() if "B" in kinds else torch.no_grad():
+                run_schedule([op for op in ops if op[0] in kinds], Chunk(head=SimpleNamespace()),
+                             Grid(1, stages, 1, stage, chunks=chunks),
+                             [(one, None, 0)] * num_microbatches, one, mock.Mock())
     return started
 
 
 def reach_their_end(started):
     """Whether all stages do on NCCL, where a device does nothing else until the messages that it
-    has started together have met their counterparts."""
+    has started together have met their counterparts; and each gets the message that it expects:
+    NCCL ignores tags, and pairs the messages from one rank to another in order."""
+    paths = {}
+    for sent, *path, tag in itertools.chain(*itertools.chain(*started)):
+        paths.setdefault(tuple(path), ([], []))[sent].append(tag)
+    if any(received != sent for received, sent in paths.values()):
+        return False
     under_way = set()
     while started := [groups for groups in started if groups]:
         under_way.update(*(groups[0] for groups in started))
@@ -1456,16 +1496,26 @@ def reach_their_end(started):
     return True
 
 
-def test_1f1b_cannot_hang_on_nccl_where_single_messages_do():
-    """Mechanism (of pipelines on GPUs): in a model of NCCL the messages of both schedules arrive.
-    Those of 1F1B would not if a send and a receive that cross started one after the other."""
+def test_no_schedule_can_hang_on_nccl_where_single_messages_do():
+    """Mechanism (of pipelines on GPUs): in a model of NCCL the messages of all schedules arrive,
+    also of the forwards alone, of any number (evaluation). Those of 1F1B would not if a send and a
+    receive that cross started one after the other, nor interleaved ones if each op were a turn."""
     for stages, count in itertools.product((2, 3, 4), (2, 3, 8)):
         single = [[[message] for messages in groups for message in messages]
                   for groups in messages_of("1f1b", stages, count)]
         assert not reach_their_end(single)
-    for stages, count in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 8, 16)):
-        assert reach_their_end(messages_of("gpipe", stages, count))
-        assert reach_their_end(messages_of("1f1b", stages, count))
+        with mock.patch.object(parallel, "split_in_turns", lambda ops, _: [[op] for op in ops]):
+            assert not reach_their_end(messages_of("interleaved", stages, 3 * stages, 2))
+    for stages, count, chunks in itertools.product(range(1, 9), range(1, 17), (1, 2, 3, 4)):
+        if stages == 1 and chunks > 1:
+            continue
+        if count in (1, 3, 8):
+            assert reach_their_end(messages_of("gpipe", stages, count, chunks, "F"))
+        if chunks == 1:
+            assert reach_their_end(messages_of("gpipe", stages, count))
+            assert reach_their_end(messages_of("1f1b", stages, count))
+        elif count % stages == 0:
+            assert reach_their_end(messages_of("interleaved", stages, count, chunks))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1704,7 +1754,19 @@ COVER = [dict(zip(COLUMNS, row)) for row in [
     (2, 1, 2, "1f1b", False, False, "fp16"), (2, 1, 2, "gpipe", False, False, "bf16"),
     (2, 1, 4, "1f1b", False, False, "fp64"), (2, 2, 1, "gpipe", True, True, "fp32"),
     (3, 1, 1, "gpipe", False, False, "fp64"), (3, 2, 1, "gpipe", False, False, "fp32"),
-    (3, 2, 1, "gpipe", True, True, "bf16"), (3, 2, 1, "gpipe", False, True, "fp16")]]
+    (3, 2, 1, "gpipe", True, True, "bf16"), (3, 2, 1, "gpipe", False, True, "fp16"),
+    (0, 1, 4, "interleaved", False, False, "fp64"), (0, 2, 2, "interleaved", False, True, "bf16"),
+    (1, 1, 2, "interleaved", True, False, "fp16"), (2, 1, 2, "interleaved", False, False, "fp32")]]
+for row in COVER:
+    if row["pp_schedule"] == "interleaved":
+        row["pp_chunks"] = 2
+
+
+def deep_enough_for(row):
+    """The model for such a row."""
+    if "pp_chunks" in row:
+        return replace(CFG, n_layer=2 * row["pp"] + 2)          # chunks of two blocks and of one
+    return CFG
 
 
 @pytest.mark.parametrize("row, long", [
@@ -1718,9 +1780,11 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
     dtype, tp, pp = row["dtype"], row["tp"], row["pp"]
     half = dtype not in BOUNDS
     dp = min(8 // (tp * pp), 2 if tp * pp > 1 else 4)
-    cfg = replace(CFG, n_layer=2) if half and pp < 4 else CFG
+    cfg = deep_enough_for(row)
+    if half and pp < 4 and cfg is CFG:
+        cfg = replace(CFG, n_layer=2)
     changes = dict(steps=60, lr=4e-3) if half and long else dict(steps=20 if long else 5)
-    microbatch = 2 if row["pp_schedule"] == "1f1b" else 4       # of 1F1B four, of GPipe two
+    microbatch = 4 if row["pp_schedule"] == "gpipe" else 2      # of GPipe two, of others four
     ours = pool.run(dp * tp * pp, run_steps, (dp, tp, pp), settings(
         tmp_path, micro_batch=microbatch // dp, **row, **changes), cfg, whole_gradient)[0]
     masters = torch.float64 if dtype == "fp64" else torch.float32
@@ -1853,13 +1917,27 @@ def pipelined(rank, world, config):
     """{name: parameter} of this stage of two by torch.distributed.pipelining, which leaves the sum
     of the tied matrix's gradients to us."""
     from torch.distributed import pipelining
-    stage = GPT(CFG).initialize(config.seed).double()
-    tied = stage.head.weight
-    for layer in [("3", "4"), ("0", "1", "2")][rank]:
-        del stage.blocks[layer]
-    setattr(stage, ("head", "embed")[rank], None)
-    kind = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[config.pp_schedule]
-    schedule = kind(pipelining.PipelineStage(stage, rank, world, torch.device("cpu")),
+    cuts = [[("0", "1", "2")], [("3", "4")]]
+    if config.pp_chunks == 2:
+        cuts = [[("0", "1"), ("3",)], [("2",), ("4",)]]
+    whole = GPT(CFG).initialize(config.seed).double()
+    tied = whole.head.weight
+    stage = nn.ModuleList()
+    parts = []
+    for chunk, layers in enumerate(cuts[rank]):
+        part = copy.copy(whole)
+        part._modules = dict(whole._modules, blocks=nn.ModuleDict(
+            {layer: whole.blocks[layer] for layer in layers}))
+        if rank > 0 or chunk > 0:
+            part.embed = None
+        if rank == 0 or chunk < config.pp_chunks - 1:
+            part.head = None
+        stage.append(part)
+        parts.append(pipelining.PipelineStage(part, chunk * world + rank, world * config.pp_chunks,
+                                              torch.device("cpu")))
+    kind = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
+            "interleaved": pipelining.ScheduleInterleaved1F1B}[config.pp_schedule]
+    schedule = kind(parts if config.pp_chunks > 1 else parts[0],
                     config.batch_size // config.micro_batch,
                     loss_fn=lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()))
 
@@ -1870,7 +1948,8 @@ def pipelined(rank, world, config):
             schedule.step(target=y, losses=[])
         dist.all_reduce(tied.grad)
     train_theirs(config, stage, backward=step)
-    return {("embed.token.weight" if p is tied else n): p for n, p in stage.named_parameters()}
+    return {("embed.token.weight" if p is tied else n.split(".", 1)[1]): p
+            for n, p in stage.named_parameters()}
 
 
 def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool, tmp_path):
@@ -1885,7 +1964,8 @@ def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool, tmp_
     (replicated, 4, dict(zero=1)), (replicated, 2, dict(zero=2)), (fully_sharded, 2, dict(zero=3)),
     pytest.param(fully_sharded, 4, dict(zero=3, recompute=True), marks=pytest.mark.slow),
     (pipelined, 2, dict(pp=2, pp_schedule="gpipe", clip=0.0)),
-    (pipelined, 2, dict(pp=2, pp_schedule="1f1b", clip=0.0))])
+    (pipelined, 2, dict(pp=2, pp_schedule="1f1b", clip=0.0)),
+    (pipelined, 2, dict(pp=2, pp_schedule="interleaved", pp_chunks=2, clip=0.0))])
 def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, world, flags):
     """The parameters are those of ZeroRedundancyOptimizer, fully_shard (FSDP2) and
     torch.distributed.pipelining, to 1e-8 in fp64."""
@@ -2118,7 +2198,7 @@ def test_zero_3_holds_two_blocks_the_next_on_its_way(recompute):
         block.norm2.weight.register_post_accumulate_grad_hook(look)
     loss = local(tokens, tokens)
     look()                                      # the head has made its gradients already
-    flat.prepare_grad_sync(True)
+    flat.prepare_grad_sync(local, True)
     loss.backward()
     look()
     with torch.no_grad():
@@ -2309,6 +2389,8 @@ def test_a_device_that_never_ends_its_work_ends_the_run():
     (1, ""), (1, "--dtype bf16 --offload"), (1, "--dtype fp16 --recompute"), (1, "--compile"),
     (2, ""), (2, "--zero 1"), (2, "--zero 3 --offload"), (2, "--tp 2 --sequence-parallel"),
     (2, "--pp 2"), (4, "--pp 4 --pp-schedule 1f1b"), (4, "--tp 2 --pp 2 --pp-schedule 1f1b"),
+    (2, "--pp 2 --pp-schedule interleaved --pp-chunks 2"),
+    (4, "--pp 2 --pp-schedule interleaved --pp-chunks 2 --zero 2"),
     (8, "--tp 2 --pp 2 --zero 2 --dtype bf16")])
 def test_gpus_train_as_the_cpu(run_train, shards, tmp_path, monkeypatch, world, flags):
     """Losses and norms are the CPU's, to 1e-5 in fp32 without TF32 and 0.02 in 16 bits, the last
@@ -2642,6 +2724,15 @@ def things(shards, tmp_path_factory):
     ("padded vocabulary 384 is not divisible by tp 5", ["--tp 5 --n-head 5 --n-embd 40"]),
     ("n_head 2 is not divisible by tp 16", ["--tp 16"]), ("tp is 1", ["--sequence-parallel"]),
     ("zero 3 with pp 2", ["--zero 3 --pp 2"]),
+    ("requires --pp-chunks and --pp of 2 or more, and --pp-chunks requires it", [
+        "--pp 2 --pp-schedule interleaved", "--pp-schedule interleaved --pp-chunks 2",
+        "--pp 2 --pp-chunks 2", "--pp 2 --pp-schedule 1f1b --pp-chunks 2"]),
+    ("n_layer 3 is less than pp 2 x pp-chunks 2", [
+        "--n-layer 3 --pp 2 --pp-schedule interleaved --pp-chunks 2"]),
+    ("3 microbatches are not divisible by pp 2, as the interleaved schedule requires", [
+        "--n-layer 4 --batch-size 3 --micro-batch 1 --pp 2 --pp-schedule interleaved --pp-chunks 2",
+        "--n-layer 4 --batch-size 4 --batch-ramp 3:1:9 --micro-batch 1 --pp 2 --pp-chunks 2 "
+        "--pp-schedule interleaved"]),
     ("seq_len 15 is not divisible", ["--sequence-parallel --tp 2 --seq-len 15"]),
     ("batch size 6 is not divisible by dp 1 x micro-batch 4", ["--batch-size 6 --micro-batch 4"]),
     ("batch size 5 is not divisible", ["--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2"]),
@@ -4147,7 +4238,7 @@ def drawn_layout(rng, config, most):
     return dp * tp * pp, replace(
         config, tp=tp, pp=pp, zero=rng.randrange(4 if pp == 1 else 3), recompute=rng.random() < 0.5,
         micro_batch=rng.choice([m for m in (1, 2, 4, 8) if 8 % (dp * m) == 0]),
-        pp_schedule=rng.choice(list(parallel.SCHEDULES)),
+        pp_schedule=rng.choice(["gpipe", "1f1b"]),
         sequence_parallel=tp > 1 and rng.random() < 0.5)
 
 
@@ -4804,10 +4895,10 @@ def launch(world, *flags, file="train.py", **environment):
 
 
 @contextmanager
-def gridded(rank, world, tp, pp, sequence_parallel=False):
+def gridded(rank, world, tp, pp, sequence_parallel=False, chunks=1):
     """This rank's grid, whose process groups end with the block: the gradient hooks of its
     parameters keep it alive for ever, and each group is two threads."""
-    grid = make_grid(world, tp, pp, rank, sequence_parallel)
+    grid = make_grid(world, tp, pp, rank, sequence_parallel, chunks=chunks)
     try:
         yield grid
     finally:
@@ -4899,7 +4990,7 @@ def nothing(run):
 def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepare=nothing):
     """Train with train.Run on this rank -> (rows, what `look` saw, whole final state)."""
     dp, tp, pp = layout
-    with gridded(rank, world, tp, pp, config.sequence_parallel) as grid:
+    with gridded(rank, world, tp, pp, config.sequence_parallel, config.pp_chunks) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
                         Memory(cfg, 13, seed=1), state and checkpoint.load(state))
         prepare(run)
@@ -4959,17 +5050,22 @@ def equality_row(pool, layout, one, out, cfg, **flags):
     dp, tp, pp = layout
     # Fewer microbatches than stages where pp is 4 or 8.
     num_microbatches = max(pp // 2, 1 if tp > 2 else 2)
+    if "pp_chunks" in flags:
+        num_microbatches = pp
     return differences(trained(pool, layout, out, cfg, whole_gradient, recompute=pp in (2, 8),
                                micro_batch=max(1, 8 // (dp * num_microbatches)), **flags), one)
 
 
 def equality_table(pool, dtype, out):
-    """Yields (layout, (loss, gradient, norm)): the README's table."""
+    """Yields (layout, its pp_chunks, (loss, gradient, norm)): the README's table."""
     one = {cfg: trained(pool, (1, 1, 1), out, cfg, whole_gradient, dtype=dtype, micro_batch=8)
            for cfg in map(deep_enough, LAYOUTS)}
     for layout in LAYOUTS:
         cfg = deep_enough(layout)
-        yield layout, equality_row(pool, layout, one[cfg], out, cfg, dtype=dtype)
+        yield layout, 1, equality_row(pool, layout, one[cfg], out, cfg, dtype=dtype)
+    cfg = deep_enough((1, 1, 8))
+    for layout in [(1, 1, 2), (4, 1, 2), (2, 2, 2), (1, 1, 4), (2, 1, 4), (1, 2, 4)]:
+        yield layout, 2, equality_row(pool, layout, one[cfg], out, cfg, dtype=dtype, **INTERLEAVED)
 
 
 def saved_file(out, step):
@@ -5169,9 +5265,10 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         workers = Pool()
         tables = [equality_table(workers, dtype, folder) for dtype in ("fp32", "fp64")]
-        print("| dp x tp x pp | fp32: loss | gradient | norm | fp64: loss | gradient | norm |")
-        print("|---|---|---|---|---|---|---|")
-        for (layout, fp32), (_, fp64) in zip(*tables):
-            cells = [" x ".join(map(str, layout)), *(f"{x:.0e}" for x in fp32 + fp64)]
+        print("| dp x tp x pp | chunks | fp32: loss | gradient | norm | fp64: loss | gradient | "
+              "norm |\n" + "|---" * 8 + "|")
+        for (layout, chunks, fp32), (_, _, fp64) in zip(*tables):
+            cells = [" x ".join(map(str, layout)), str(chunks)]
+            cells += [f"{x:.0e}" for x in fp32 + fp64]
             print("| " + " | ".join(cells) + " |", flush=True)
         workers.stop()

@@ -139,7 +139,9 @@ class Config:
     seed: int = flag(1337, "random seed of initial weights, data order and dropout", low=0)
     tp: int = flag(1, "tensor-parallel ranks", low=1, group="layout")
     pp: int = flag(1, "pipeline stages", low=1)
-    pp_schedule: str = flag("gpipe", "pipeline schedule: gpipe or 1f1b", choices=list(SCHEDULES))
+    pp_schedule: str = flag("gpipe", "pipeline schedule: " + ", ".join(SCHEDULES),
+                            choices=list(SCHEDULES))
+    pp_chunks: int = flag(1, "interleaved: parts of the model on each stage", low=1)
     device: str = flag("auto", "auto: cuda, or mps for one process, where available",
                        choices=["auto", "cpu", "cuda", "mps"])
     compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
@@ -176,8 +178,8 @@ SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
 # These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
 # is stored as the resulting --steps.)
 LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens", "log_every", "tp",
-         "pp", "pp_schedule", "device", "compile", "timeout", "micro_batch", "zero", "recompute",
-         "sequence_parallel", "offload", "dtype", "epochs"}
+         "pp", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch", "zero",
+         "recompute", "sequence_parallel", "offload", "dtype", "epochs"}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 # Losses under different values of these flags are not compared (`losses_stay_comparable`).
 FLAGS_THAT_CHANGE_THE_LOSS = (
@@ -430,7 +432,8 @@ class Run:
         local = 0.0
         for part in np.split(windows, range(64 * at_once, len(windows), 64 * at_once)):
             batch = self.load_microbatches(self.val_data, part, step=0)
-            forwards = [("F", m) for m in range(len(batch))]
+            schedule = make_schedule("gpipe", self.grid, len(batch))
+            forwards = [op for op in schedule if op[0] == "F"]
             local += run_schedule(forwards, self.model, self.grid, batch, self.activation_like)
         if self.grid.tp_rank > 0:       # all tp ranks have the same loss: count it once
             local.zero_()               # (it is 0 on every stage but the last)
@@ -801,6 +804,8 @@ def format_layout(config: Config, grid: Grid, device: str) -> tuple[str, str]:
               f"zero {config.zero}")
     if grid.pp > 1:
         layout += f", {config.pp_schedule}"
+    if grid.chunks > 1:
+        layout += f" in {grid.chunks} chunks"
     for name in ("recompute", "sequence_parallel", "offload", "compile"):
         if getattr(config, name):
             layout += ", " + name.replace("_", " ")
@@ -1060,11 +1065,11 @@ def check_config(config: Config, shape: dict, vocab_size: int,
         defaults["lr"] = default_lr(config.model, shape)
     config = dataclasses.replace(config, **defaults)
     if config.eval_only:            # an evaluation ignores --batch-size
-        sizes = [max(1, int(replicas)) * config.micro_batch]
+        sizes = [max(1, int(replicas)) * config.micro_batch * config.pp]
         config = dataclasses.replace(config, batch_size=sizes[0])
     for size in sizes:
         check_layout(cfg, world, config.tp, config.pp, size, config.micro_batch, config.zero,
-                     config.sequence_parallel)
+                     config.sequence_parallel, config.pp_schedule, config.pp_chunks)
     return config, cfg
 
 
@@ -1106,7 +1111,7 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device,
     if begin.kind == "init-from":
         given = {**given, "init_from": str(begin.path)}
     config, cfg = validate(given, load_state(begin.path), world, begin.kind == "init-from")
-    grid = Grid(world // (config.tp * config.pp), config.pp, config.tp)
+    grid = Grid(world // (config.tp * config.pp), config.pp, config.tp, chunks=config.pp_chunks)
     check_memory(cfg, grid, config, PRECISIONS[config.dtype], device, local_world)
     if not config.eval_only:
         stack.enter_context(checkpoint.lock_output_dir(out))
@@ -1142,7 +1147,7 @@ def launch(given: dict, device: torch.device, rank: int, world: int, local_world
         all_ranks(lambda: val_data.check(rank, world))
 
     grid = make_grid(world, config.tp, config.pp, rank, config.sequence_parallel,
-                     timedelta(seconds=config.timeout), device)
+                     timedelta(seconds=config.timeout), device, config.pp_chunks)
     stack.callback(grid.groups.clear)   # gloo's threads can abort a process that exits
     run = Run(config, cfg, grid, device, train_data, val_data, state, begin.run)
     stack.callback(run.writer.close)
@@ -1257,7 +1262,8 @@ def main() -> None:
     try:                            # before any communication
         given = parse_flags(sys.argv[1:])
         config = Config(**given)
-        check_grid(world, config.tp, config.pp, config.zero, config.sequence_parallel)
+        check_grid(world, config.tp, config.pp, config.zero, config.sequence_parallel,
+                   config.pp_schedule, config.pp_chunks)
         device = choose_device(config, world, local_rank)
     except ValueError as error:
         if rank > 0:

@@ -16,7 +16,7 @@ numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read
 
            for m microbatches, where t is the time of one on each stage, forward and backward
            (GPipe: the sum for forward plus that for backward); data parallelism counts where
-           backward does not hide it
+           backward does not hide it (interleaved 1F1B: by parallel.clock)
 
     t    = FLOPs / (MATRIX * peak) + PASSES * bytes of x / memory bandwidth
            + bytes of tp and pp / (LINK * link speed), none of them hidden
@@ -37,9 +37,9 @@ from typing import NamedTuple
 import train
 from amp import PRECISIONS
 from model import PEAK_FLOPS, GPTConfig, flops_per_token, parameter_count
-from parallel import (Bucket, Grid, ParamSpec, build_stage, check_layout, chunk_size,
-                      live_activations, make_buckets, make_schedule, param_specs, print_rank0,
-                      stage_layers, state_bytes)
+from parallel import (SCHEDULES, Bucket, Grid, ParamSpec, build_stage, check_layout, chunk_layers,
+                      chunk_size, clock, live_activations, make_buckets, make_schedule,
+                      param_specs, print_rank0, state_bytes)
 from train import flag
 
 # Fitted on published runs of up to 18B parameters on A100s and H100s:
@@ -102,8 +102,8 @@ class PlanConfig(train.Config):
     json: bool = flag(False, "print one object, or with --search a list")
 
 
-RUN_FLAGS = ["model", *train.SHAPE, "batch_size", "steps", "tp", "pp", "pp_schedule", "micro_batch",
-             "zero", "recompute", "sequence_parallel", "offload", "dtype"]
+RUN_FLAGS = ["model", *train.SHAPE, "batch_size", "steps", "tp", "pp", "pp_schedule", "pp_chunks",
+             "micro_batch", "zero", "recompute", "sequence_parallel", "offload", "dtype"]
 OWN_FLAGS = ["world", "gpu", "gpus_per_node", "vocab_size", "tokens", "mtbf_hours", "search",
              "json"]
 
@@ -115,7 +115,7 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
     grids, kinds = kinds_of_stages(cfg, config)
     gpu = GPUS[config.gpu]
     layout = ("gpu", "world", "tp", "pp", "micro_batch", "zero", "recompute", "sequence_parallel",
-              "pp_schedule", "steps")
+              "pp_schedule", "pp_chunks", "steps")
     plan = {name: getattr(config, name) for name in layout}
     plan |= dict(dp=grids[0].dp, layers_per_stage=math.ceil(cfg.n_layer / config.pp))
     plan |= compute_of(cfg, config)
@@ -177,14 +177,14 @@ def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
 
 
 def layers_of(cfg: GPTConfig, grid: Grid) -> int:
-    return len(stage_layers(cfg.n_layer, grid.pp, grid.stage))
+    return sum(map(len, chunk_layers(cfg.n_layer, grid)))
 
 
 def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Grid], list[int]]:
     """(the grid of the first rank of each kind of stage, which kind each stage is)"""
     dp = config.world // (config.tp * config.pp)
-    stages = [Grid(dp, config.pp, config.tp, stage * config.tp, config.sequence_parallel)
-              for stage in range(config.pp)]
+    stages = [Grid(dp, config.pp, config.tp, stage * config.tp, config.sequence_parallel,
+                   config.pp_chunks) for stage in range(config.pp)]
     kind_of = [(layers_of(cfg, grid), grid.is_first, grid.is_last) for grid in stages]
     kinds = list(dict.fromkeys(kind_of))
     firsts = [stages[kind_of.index(kind)] for kind in kinds]
@@ -289,7 +289,8 @@ def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
         block    inputs and outputs of 2 LayerNorms     / tp with sequence parallelism
                  q, k, v, attention's output and the MLP's 4C (before and after GELU)     / tp
         stage    what it sends on; or the head's input and its gradient, computed in forward
-    """
+
+    Of chunks (interleaved 1F1B) each is such a stage, with its part of the blocks."""
     size = PRECISIONS[config.dtype][0].itemsize
     unit = config.micro_batch * cfg.seq_len * cfg.n_embd * size
     thin = unit // grid.tp if grid.sequence_parallel else unit
@@ -298,9 +299,10 @@ def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
     end = 2 * thin if grid.is_last else thin
     schedule = make_schedule(config.pp_schedule, grid, microbatches(config, grid))
     in_flight = live_activations(schedule)
+    layers = layers_of(cfg, grid)
     if config.recompute:        # a block's input; and once, in backward, all of a block
-        return in_flight * (layers_of(cfg, grid) * thin + end) + block
-    return in_flight * (layers_of(cfg, grid) * block + end)
+        return in_flight * (layers * thin // grid.chunks + end) + block
+    return in_flight * (layers * block // grid.chunks + end)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -327,7 +329,7 @@ def traffic_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> dict:
     """Bytes that this rank sends in a step, by kind:
 
         tp          see `tensor_parallel_bytes`
-        pp          x (B, T, C) forward, its gradient backward
+        pp          x (B, T, C) forward, its gradient backward, of each chunk
         gradients   `gradient_rings`
         parameters  ZeRO 1, 2: an all-gather; 3: for each microbatch one forward and another
                     backward, where the ends and the last block are still there
@@ -350,7 +352,7 @@ def traffic_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> dict:
     if zero == 3:
         parameters = m * (2 * numel - sum(bucket.numel for bucket, _ in buckets))
 
-    neighbours = 2 - grid.is_first - grid.is_last
+    messages = 2 * grid.chunks - grid.is_first - grid.is_last
     message = config.micro_batch * cfg.seq_len * cfg.n_embd * size
     if grid.sequence_parallel:
         message /= grid.tp
@@ -359,7 +361,7 @@ def traffic_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> dict:
         embedding = master_size * tied
         if zero > 0:
             embedding /= grid.dp
-    return dict(tp=tensor_parallel_bytes(cfg, grid, config, buckets), pp=m * neighbours * message,
+    return dict(tp=tensor_parallel_bytes(cfg, grid, config, buckets), pp=m * messages * message,
                 gradients=ring(grid.dp, master_size * gradients),
                 parameters=ring(grid.dp, size * parameters), embedding=embedding,
                 world=2 * ring(grid.world, 5 * 8))
@@ -442,11 +444,17 @@ def microbatch_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid,
     return seconds, head / rate + blocks * plain_block / block / 3
 
 
-def pipeline_seconds(schedule: str, forward: list, backward: list, m: int) -> float:
+def pipeline_seconds(schedule: str, forward: list, backward: list, m: int, chunks: int) -> float:
     """The time of m microbatches through stages that take so long for one. GPipe: the slowest stage
     works, the others add their time once, forward and backward. 1F1B: a stage starts when the first
     microbatch reaches it, and waits for its first and last backward, from all stages behind it,
-    if the forwards (or backwards) that it has to do meanwhile are shorter."""
+    if the forwards (or backwards) that it has to do meanwhile are shorter. Interleaved: simulated,
+    with chunks that take equally long."""
+    if chunks > 1:
+        stages = range(len(forward))
+        units = [dict(F=f / chunks, B=b / chunks) for f, b in zip(forward, backward)]
+        ends = clock([SCHEDULES[schedule](s, len(stages), m, chunks) for s in stages], units)
+        return max(max(row.values()) for row in ends)
     if schedule == "gpipe":
         return sum(sum(times) + (m - 1) * max(times) for times in (forward, backward))
     both = [f + b for f, b in zip(forward, backward)]
@@ -492,7 +500,7 @@ def step_seconds(cfg: GPTConfig, config: PlanConfig, grids: list, kinds: list,
     backward = [t - f for t, f in zip(both, forward)]
     slowest = both.index(max(both))
     span = pipeline_seconds(config.pp_schedule, [forward[k] for k in kinds],
-                            [backward[k] for k in kinds], m)
+                            [backward[k] for k in kinds], m, config.pp_chunks)
     exposed = max(exposed_seconds(cfg, config, grid, out, both[slowest], backward[slowest])
                   for grid, out in zip(grids, sent))
     # AdamW reads or writes about twelve numbers for each parameter.
@@ -571,7 +579,7 @@ def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict
             continue
         with suppress(ValueError):
             check_layout(cfg, one.world, one.tp, one.pp, one.batch_size, one.micro_batch, one.zero,
-                         one.sequence_parallel)
+                         one.sequence_parallel, one.pp_schedule, one.pp_chunks)
             plan = make_plan(cfg, one)
             if plan["fits"]:
                 plans.append(plan)
@@ -609,6 +617,8 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
     options = [f"zero {config.zero}"]
     if config.pp > 1:
         options.append(config.pp_schedule)
+    if config.pp_chunks > 1:
+        options.append(f"{config.pp_chunks} chunks")
     options += [name.replace("_", " ") for name in ("recompute", "sequence_parallel", "offload")
                 if getattr(config, name)]
     num_microbatches = config.batch_size // (plan["dp"] * config.micro_batch)
@@ -666,7 +676,7 @@ def format_search(plans: list[dict]) -> str:
         lines.append("  ".join(cell.rjust(max(4, len(name))) for cell, name in zip(row, rows[0])))
     first = plans[0]
     flags = [f"--{name.replace('_', '-')} {first[name]}"
-             for name in ("tp", "pp", "pp_schedule", "micro_batch", "zero")]
+             for name in ("tp", "pp", "pp_schedule", "pp_chunks", "micro_batch", "zero")]
     flags += [f"--{name.replace('_', '-')}" for name in ("recompute", "sequence_parallel")
               if first[name]]
     lines.append(f"the first, for train.py: {' '.join(flags)}")

@@ -28,9 +28,10 @@ from unittest import mock
 # test_all.py sets the environment that torch reads at its import: before the imports of torch.
 # Fixtures are found by their names in this module.
 from test_all import (CFG, COVER, FORMULA, NASTY, README, ROOT, SHARED, TINY, Alive, Memory, Rows,
-                      column, expect_mistake, gridded, launch, leave_nothing_behind, names_in,
-                      nothing, own_processes, pool, random_gpt, relative, run_train, saved,
-                      settings, shards, small_state, staged, tokens_of, traffic)
+                      column, deep_enough_for, expect_mistake, gridded, launch,
+                      leave_nothing_behind, names_in, nothing, own_processes, pool, random_gpt,
+                      relative, run_train, saved, settings, shards, small_state, staged,
+                      tokens_of, traffic)
 
 import numpy as np
 import pytest
@@ -86,7 +87,8 @@ def a_step_of_a_run(rank, world, config, cfg):
             ring = 2 * (group.size() - 1) / group.size() if name == "all_reduce" else 1
             kind = next(kind for kind in grid.groups if grid.groups[kind] is group)
             sent[kind] = sent.get(kind, 0) + ring * x.nbytes
-    with gridded(rank, world, config.tp, config.pp, config.sequence_parallel) as grid:
+    with gridded(rank, world, config.tp, config.pp, config.sequence_parallel,
+                 config.pp_chunks) as grid:
         with Alive() as alive:
             run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
             held = alive.bytes() - run.activation_like.nbytes
@@ -102,28 +104,34 @@ def a_step_of_a_run(rank, world, config, cfg):
 
 
 def time_of(schedules, forward, backward):
-    """When the last stage ends whose ops take so long, if messages take no time."""
+    """When the last stage ends whose ops take so long, all chunks together and each its part, if
+    messages take no time."""
+    p, chunks = len(schedules), 1 + max(chunk for _, _, chunk in schedules[0])
+    found = {(op, m, chunk * p + stage): (stage, number) for stage, ops in enumerate(schedules)
+             for number, (op, m, chunk) in enumerate(ops)}
+
     @functools.cache
     def end(stage, number):
         if number < 0:
             return 0
-        op, m = schedules[stage][number]
-        source = stage - 1 if op == "F" else stage + 1
-        ready = 0 if source in (-1, len(schedules)) else end(
-            source, schedules[source].index((op, m)))
-        return max(ready, end(stage, number - 1)) + (forward if op == "F" else backward)[stage]
+        op, m, chunk = schedules[stage][number]
+        source = found.get((op, m, chunk * p + stage + (-1 if op == "F" else 1)))
+        ready = 0 if source is None else end(*source)
+        return max(ready, end(stage, number - 1)) + (
+            forward if op == "F" else backward)[stage] / chunks
     return max(end(stage, len(schedule) - 1) for stage, schedule in enumerate(schedules))
 
 
 @pytest.mark.parametrize("row", [
-    pytest.param(row, marks=() if i in (1, 7, 9, 14) else pytest.mark.slow)     # each ZeRO stage
+    pytest.param(row, marks=() if i in (1, 7, 9, 14, 16) else pytest.mark.slow)  # each ZeRO stage
     for i, row in enumerate(COVER)],
     ids=lambda row: "-".join(map(str, row.values())))
 def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row):
     """On eight ranks, in layouts that cover all pairs: bytes kept, which are ZeRO's formulas, and
     bytes sent, by kind, exactly, of every rank; FLOPs, but for those of vectors; and the bubble,
     within 3%."""
-    cfg = replace(CFG, vocab_size=384)          # no padding, which does work that does not count
+    cfg = deep_enough_for(row)
+    cfg = replace(cfg, vocab_size=384)          # no padding, which does work that does not count
     config = plan_config(out=str(tmp_path), steps=1, world=8, gpu="endless", batch_size=16,
                          micro_batch=1 if row["pp"] > 1 else 2, **row)
     tp, pp = config.tp, config.pp
@@ -131,7 +139,7 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row):
     double = 2 if config.dtype == "fp64" else 1
     ranks = pool.run(8, a_step_of_a_run, config, cfg)
     for rank, (numel, held, sent, *_) in enumerate(ranks):
-        grid = Grid(8 // (tp * pp), pp, tp, rank, config.sequence_parallel)
+        grid = Grid(8 // (tp * pp), pp, tp, rank, config.sequence_parallel, config.pp_chunks)
         sizes = memory_bytes(cfg, grid, config, on_gpu=False)
         assert held == sum(sizes[kind] for kind in KEPT)
         assert held == formula(grid.dp)[config.zero] * numel * double
@@ -147,7 +155,8 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row):
     assert plan["flops_with_recomputation"] - vectors == pytest.approx(flops.sum(), rel=1e-9)
     stages = slice(0, tp * pp, tp)
     m = tools.plan.microbatches(config, grid)
-    time = time_of([parallel.SCHEDULES[config.pp_schedule](s, pp, m) for s in range(pp)],
+    schedule = parallel.SCHEDULES[config.pp_schedule]
+    time = time_of([schedule(s, pp, m, config.pp_chunks) for s in range(pp)],
                    forward[stages] / m, (flops - forward)[stages] / m)
     assert plan["bubble"] == pytest.approx(1 - flops[stages].mean() / time, rel=0.03, abs=1e-9)
 
@@ -156,21 +165,23 @@ A100, OLD_A100, H100 = "a100-80g", "a100-40g", "h100"
 
 
 def published(name, rate, gpu, shape, layout, batch, seq_len=2048, vocab=51200, interleave=1,
-              recompute=True, zero=0, split=False, overlap=False):
+              recompute=True, zero=0, split=False, overlap=False, scattered=False):
     """A row: TFLOP/s a GPU, with what is recomputed; (layers, width, heads), (tp, pp, GPUs),
     (sequences of a microbatch, of a step); with `overlap` the source says that all communication
-    hides behind computation."""
+    hides behind computation, with `scattered` that tp ranks send 1 / tp of a message each."""
     (layers, width, heads), (tp, pp, world), (micro_batch, batch) = shape, layout, batch
-    config = PlanConfig(gpu=gpu, world=world, tp=tp, pp=pp, pp_schedule="1f1b", zero=zero,
-                        micro_batch=micro_batch, batch_size=batch, recompute=recompute,
-                        sequence_parallel=split, dtype="fp16")
-    return SimpleNamespace(name=name, rate=rate, config=config, interleave=interleave,
-                           cfg=GPTConfig(vocab, seq_len, layers, heads, width), overlap=overlap)
+    schedule = "interleaved" if interleave > 1 else "1f1b"
+    config = PlanConfig(gpu=gpu, world=world, tp=tp, pp=pp, pp_schedule=schedule, zero=zero,
+                        pp_chunks=interleave, micro_batch=micro_batch, batch_size=batch,
+                        recompute=recompute, sequence_parallel=split, dtype="fp16")
+    return SimpleNamespace(name=name, rate=rate, config=config, overlap=overlap,
+                           scattered=scattered, cfg=GPTConfig(vocab, seq_len, layers, heads, width))
 
 
 PUBLISHED_RUNS = [
-    # Narayanan et al. 2021, table 1; 175B: Megatron-LM's README
-    *(published(f"A100 {name}", rate, A100, shape, layout, batch, interleave=interleave)
+    # Narayanan et al. 2021, table 1 and section 4.1 (`scattered`); 175B: Megatron-LM's README
+    *(published(f"A100 {name}", rate, A100, shape, layout, batch, interleave=interleave,
+                scattered=True)
       for name, shape, layout, interleave, batch, rate in [
         ("1.7B", (24, 2304, 24), (1, 1, 32), 1, (16, 512), 137),
         ("3.6B", (30, 3072, 32), (2, 1, 64), 1, (16, 512), 138),
@@ -206,11 +217,13 @@ FITTED = ["A100 1.7B", "A100 3.6B", "A100 7.5B", "A100 18B", "H100 1.7B", "H100 
 
 def predicted_rate(row):
     """The plan's TFLOP/s a GPU, with what is recomputed. Two things of theirs are not ours:
-    interleaved stages divide the time that fills the pipeline; and overlap."""
+    messages in parts, which the receivers gather, and overlap."""
     plan = make_plan(row.cfg, row.config)
     seconds = {name: x for name, x in plan.items() if name.startswith("seconds_")}
     assert sum(seconds.values()) == pytest.approx(plan["step_seconds"]) and plan["fits"]
-    seconds["seconds_fill"] /= row.interleave
+    if row.scattered:
+        tp, links = row.config.tp, tools.plan.link_speeds(row.config)
+        seconds["seconds_pp"] *= (1 + (tp - 1) * links.pipeline / links.tensor) / tp
     if row.overlap:
         work, sent = (sum(seconds.pop(f"seconds_{x}") for x in names) for names in (
             ("matrices", "passes"), ("tp", "pp")))
@@ -220,13 +233,13 @@ def predicted_rate(row):
 
 
 def test_plans_predict_published_runs():
-    """Within a tenth on average and a fifth each, without those that the constants were fitted on.
+    """Within 8% on average and 17% each, without those that the constants were fitted on.
     (-s prints the table.)"""
     errors = {row.name: predicted_rate(row) / row.rate - 1 for row in PUBLISHED_RUNS}
     for name, error in errors.items():
         print(f"{name:14} {error:+6.1%}{' fitted' * (name in FITTED)}")
     held_out = [abs(error) for name, error in errors.items() if name not in FITTED]
-    assert len(held_out) == 19 and np.mean(held_out) < 0.1 and max(held_out) < 0.2, errors
+    assert len(held_out) == 19 and np.mean(held_out) < 0.08 and max(held_out) < 0.17, errors
     assert max(abs(errors[name]) for name in FITTED) < 0.05
 
 
@@ -362,7 +375,8 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_activations_are_those_of_the_microbatches_in_flight(schedule):
-    """GPipe holds those of all m microbatches, 1F1B of min(m, p - s)."""
+    """GPipe holds those of all m microbatches, 1F1B of min(m, p - s). (Of interleaved ones, see
+    test_peak_memory_is_what_zeros_formula_and_the_schedule_say.)"""
     for p, m in itertools.product((1, 2, 3, 4, 8), (1, 2, 5, 8, 32)):
         config = plan_config(micro_batch=2, batch_size=2, pp=p, pp_schedule=schedule)
         for s in range(p):
@@ -387,7 +401,8 @@ def test_logits_are_a_chunk_in_the_models_type_and_in_16_bits_another_in_fp32(mo
 
 BIG = GPTConfig(vocab_size=257, seq_len=32, n_layer=8, n_head=8, n_embd=1024)
 LONG = GPTConfig(vocab_size=257, seq_len=512, n_layer=8, n_head=8, n_embd=512)
-PIPELINES = {"gpipe": {}, "1f1b": dict(pp_schedule="1f1b"), "recompute": dict(recompute=True)}
+PIPELINES = {"gpipe": {}, "1f1b": dict(pp_schedule="1f1b"), "recompute": dict(recompute=True),
+             "interleaved": dict(pp_schedule="interleaved", pp_chunks=2)}
 
 
 def resident(what):
@@ -405,8 +420,9 @@ def peak_memory(rank, world, layout, config, cfg):
         run.save = run.evaluate_source = lambda *row: 0.0
         run.metrics = Rows(run, nothing)
         run.train(SimpleNamespace(requested=False))
-    with gridded(rank, world, tp, pp) as grid:
-        step(grid, replace(CFG, n_layer=pp))            # libraries allocate at their first use
+    with gridded(rank, world, tp, pp, chunks=config.pp_chunks) as grid:
+        # Libraries allocate at their first use.
+        step(grid, replace(CFG, n_layer=pp * config.pp_chunks))
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")   # VmHWM starts over
         before = resident("VmRSS")
