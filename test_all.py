@@ -3888,9 +3888,17 @@ def bytes_held(name):
     return 1024 * int(re.search(rf"^{name}:\s+(\d+)", lines, re.M)[1])
 
 
+def bytes_read(file):
+    """Bytes of a file that this process has read through maps of it."""
+    maps = Path("/proc/self/smaps").read_text()
+    read = re.findall(rf"{file.name}\nSize:.*\n.*\n.*\nRss:\s+(\d+)", maps)
+    return 1024 * sum(map(int, read))
+
+
 def save_in_little_memory(rank, world, layout, config, cfg):
-    """Save under a limit -> (bytes of this rank's part of the state, bytes that the save may add,
-    bytes of anonymous memory that it added at most)."""
+    """Save under a limit, then load -> (bytes of this rank's part of the state, bytes that the save
+    may add, bytes of anonymous memory that it added at most, bytes of the file that this rank
+    read, those that its stage has)."""
     with gridded(rank, world, config.tp, config.pp) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
         own = sum(x.nbytes for x in checkpoint.copy_shards(run.flat, checkpoint.STATE.values(), 60))
@@ -3914,23 +3922,29 @@ def save_in_little_memory(rank, world, layout, config, cfg):
             run.writer.finish()
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, limits)
-    return own, allowed, max(seen) - seen[0]
+        file = parallel.on_rank0(lambda: checkpoint.list_checkpoints(Path(config.out))[0])
+        state = checkpoint.load(file)
+        checkpoint.restore(state, run.flat)
+        of_stage = 12 * sum(math.prod(spec.shape) for b in run.flat.buckets for spec in b.specs)
+    return own, allowed, max(seen) - seen[0], bytes_read(file), of_stage
 
 
 @pytest.mark.parametrize("layout, zero, cfg", [
-    ((2, 2, 2), 1, replace(CFG, n_layer=6, n_embd=384, vocab_size=8192)),
+    ((2, 2, 2), 1, replace(CFG, n_layer=6, n_embd=384, vocab_size=8200)),
     *[pytest.param((2, 2, 2), zero, GPT_100M, marks=pytest.mark.slow) for zero in (0, 1, 2)],
     pytest.param((4, 2, 1), 3, GPT_100M, marks=pytest.mark.slow)])
 def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(pool, tmp_path, layout, zero,
                                                                   cfg):
     """Under a limit far below the state, each rank's memory grows by what it sends, within 10% and
     10 MB (code, the threads' own), and rank 0's by its own part, the parts of the largest tensor
-    and their union. All parts together are the state, once."""
+    and their union. All parts together are the state, once. Each rank reads its slices: of rows
+    that tensor parallelism cuts, all pages."""
     config = settings(tmp_path, tp=layout[1], pp=layout[2], micro_batch=1, zero=zero)
     seen = pool.run(8, save_in_little_memory, layout, config, cfg)
     state = 12 * (model.parameter_count(cfg) + (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd)
     assert sum(own for own, *_ in seen) == state
-    for own, allowed, grown in seen:
+    for own, allowed, grown, read, of_stage in seen:
+        assert own < read < 0.75 * of_stage, seen
         assert 0.9 * allowed - 1e7 < grown < 1.1 * allowed + 1e7 < 0.7 * state, seen
     checkpoint.verify(tmp_path / "latest.pt")
 
