@@ -724,7 +724,7 @@ def gpipe(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> li
 
 
 def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
-    """PP2, with chunks PP7 (PipeDream-flush and interleaved: Narayanan et al. 2021, section 2.2)."""
+    """PP2; with chunks PP7 (PipeDream-flush, interleaved: Narayanan et al. 2021, section 2.2)."""
     # Warm-up: one forward for every later stage; a backward cannot arrive before those have run.
     # Then one forward and one backward in turn, and at the end the backwards that are left. With
     # chunks, the first microbatches have to reach the last chunk, and each later stage adds a turn.
