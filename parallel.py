@@ -874,10 +874,10 @@ def run_turns(turns: list, grid: Grid, forward: Callable, backward: Callable,
             arriving = start_messages(grid, following)
             following = []
         results = []
-        for (op, m, chunk), x in zip(turn, inputs):
-            run = forward if op == "F" else backward
+        for (op, m, chunk), arrival in zip(turn, inputs):
+            x = arrival.wait()
             try:
-                y = run(m, chunk, x.wait())
+                y = forward(m, chunk, x) if op == "F" else backward(m, chunk, x)
             except PeerError as error:
                 raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
             sends[op].wait()            # the one before, which has traveled during this op
