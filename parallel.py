@@ -729,7 +729,7 @@ def gpipe(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> li
 
 
 def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
-    """PP2, with chunks PP7 (PipeDream-flush and interleaved: Narayanan et al. 2021, sec. 2.2)."""
+    """PP2; with chunks PP7 (PipeDream-flush, interleaved: Narayanan et al. 2021, section 2.2)."""
     # Warm-up: one forward for every later stage; a backward cannot arrive before those have run.
     # Then one forward and one backward in turn, and at the end the backwards that are left. With
     # chunks, the first microbatches have to reach the last chunk, and each later stage adds a turn.
@@ -879,10 +879,10 @@ def run_turns(turns: list, grid: Grid, forward: Callable, backward: Callable,
             arriving = start_messages(grid, following)
             following = []
         results = []
-        for (op, m, chunk), x in zip(turn, inputs):
-            run = forward if op == "F" else backward
+        for (op, m, chunk), arrival in zip(turn, inputs):
+            x = arrival.wait()
             try:
-                y = run(m, chunk, x.wait())
+                y = forward(m, chunk, x) if op == "F" else backward(m, chunk, x)
             except PeerError as error:
                 raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
             sends[op].wait()            # the one before, which has traveled during this op

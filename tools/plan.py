@@ -563,11 +563,13 @@ def compute_optimal(flops: float) -> dict[str, float]:
 
 def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict]:
     """The plans of the ten fastest layouts that fit, of those with tp inside a machine and
-    microbatches of 1 to 16 sequences, and with 1F1B, which takes less time and memory than GPipe.
-    What `given` names stays as it is in `config`. Raises ValueError if nothing fits."""
+    microbatches of 1 to 16 sequences, and with 1F1B, which takes less time and memory than GPipe,
+    or that interleaved in 2 or 4 chunks. What `given` names stays as it is in `config`. Raises
+    ValueError if nothing fits."""
     divisors = [n for n in range(1, config.world + 1) if config.world % n == 0]
     options = dict(tp=[n for n in divisors if config.gpus_per_node % n == 0],
-                   pp=[n for n in divisors if n <= cfg.n_layer], pp_schedule=["1f1b"],
+                   pp=[n for n in divisors if n <= cfg.n_layer],
+                   pp_schedule=["1f1b", "interleaved"], pp_chunks=[1, 2, 4],
                    micro_batch=[1, 2, 4, 8, 16], zero=range(4), recompute=[False, True],
                    sequence_parallel=[False, True])
     for name in options.keys() & given.keys():
@@ -662,10 +664,11 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
 
 def format_search(plans: list[dict]) -> str:
     """A row for each layout, the fastest first, and train.py's flags of the first."""
-    rows = [["dp", "pp", "tp", "micro-batch", "zero", "recompute", "sequence-parallel", "memory GB",
-             "bubble %", "step s", "MFU %", "days"]]
+    rows = [["dp", "pp", "chunks", "tp", "micro-batch", "zero", "recompute", "sequence-parallel",
+             "memory GB", "bubble %", "step s", "MFU %", "days"]]
+    numbers = ("dp", "pp", "pp_chunks", "tp", "micro_batch", "zero")
     for plan in plans:
-        rows.append([str(plan[name]) for name in ("dp", "pp", "tp", "micro_batch", "zero")])
+        rows.append([str(plan[name]) for name in numbers])
         for switch in ("recompute", "sequence_parallel"):
             rows[-1].append("yes" if plan[switch] else "no")
         rows[-1] += [f"{plan['memory_bytes'] / 1e9:.1f}", f"{100 * plan['bubble']:.1f}",
