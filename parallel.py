@@ -463,13 +463,14 @@ class VocabParallelEmbedding(TensorParallel):
     partition_dim = {"weight": 0}
 
     def forward(self, tokens):
+        lookup = F.embedding
+        if hasattr(self.weight, "main_grad"):
+            lookup = _LookupToMainGrad.apply
+        if self.grid.tp == 1:
+            return lookup(tokens, self.weight)
         rows = tokens - self.grid.tp_rank * len(self.weight)
         is_local = (rows >= 0) & (rows < len(self.weight))
-        rows = rows.where(is_local, 0)
-        if hasattr(self.weight, "main_grad"):
-            x = _LookupToMainGrad.apply(rows, self.weight)
-        else:
-            x = F.embedding(rows, self.weight)                          # (B, T, C)
+        x = lookup(rows.where(is_local, 0), self.weight)                # (B, T, C)
         return _Reduce.apply(x * is_local.unsqueeze(-1), self.grid)
 
 
@@ -507,43 +508,57 @@ def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
             rows += matmul(columns.t(), x)
 
 
-def chunk_loss(logits: torch.Tensor, p: torch.Tensor, targets: torch.Tensor, vocab_size: int,
-               grid: Grid, scale: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The summed cross-entropy of n positions in nats, the same on all ranks; and its gradient with
-    respect to the logits, times `scale`, which overwrites `logits` (None if `scale` is None).
+def softmax_over_ranks(largest: torch.Tensor, total: torch.Tensor, z: torch.Tensor,
+                       is_local: torch.Tensor, group) -> tuple:
+    """TP5: three numbers of each position travel. A rank has its `largest` logit, its `total` of
+    exp(logit - largest) and, if the target `is_local`, the target's logit z. Returns the largest of
+    all ranks, and the total and the target's logit over all ranks, both relative to the largest."""
+    overall = all_reduce(largest.clone(), group, dist.ReduceOp.MAX).wait()
+    local = torch.stack([total * (largest - overall).exp(), (z - overall).where(is_local, 0)])
+    return overall, *all_reduce(local, group).wait()
+
+
+def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor,
+               upstream: torch.Tensor | None, vocab_size: int, grid: Grid,
+               over_ranks: Callable = softmax_over_ranks) -> tuple:
+    """The summed cross-entropy of n positions in nats, the same on all ranks. Its gradient with
+    respect to the logits, times the scalar `upstream`, overwrites them, but for one column of each
+    row: returns (loss, columns (n, 1), gradients there (n, 1)). Without upstream there is none.
 
     logits      (n, V / tp): this rank's columns
-    p           memory to compute in, like logits, but fp32 or fp64; it may be `logits`
+    p           memory to compute in, like logits, but fp32 or fp64; it may be `logits`; None: new
     targets     (n,) tokens of the whole vocabulary; IGNORE_INDEX adds nothing
 
         loss = log sum_v exp(z_v) - z_target        gradient = softmax(z), less 1 at the target
 
-    TP5. Three numbers of each position travel: its largest logit, which all ranks subtract so that
-    exp cannot overflow (it cancels), then the sum of the exp(z_v) and the target's logit.
-    """
-    group = grid.groups["tp"]
+    The largest logit is subtracted so that exp cannot overflow; it cancels. The caller writes the
+    targets' columns: to change them here, a compiled kernel would first have to store all of p."""
     n, width = logits.shape
     first = grid.tp_rank * width                            # this rank's first token
-    is_local = (targets >= first) & (targets < first + width)
-    counted = targets != IGNORE_INDEX
-    rows = torch.arange(n, device=logits.device)
-    columns = (targets - first).where(is_local, 0)
-    logits[:, max(vocab_size - first, 0):] = -math.inf      # columns from here on are padding
+    is_local = ((targets >= first) & (targets < first + width)).unsqueeze(1)
+    counted = (targets != IGNORE_INDEX).unsqueeze(1)
+    columns = (targets - first).unsqueeze(1).where(is_local, 0)
+    # The columns from here on are padding. (-inf would give NaN where a rank has no other.)
+    logits[:, max(vocab_size - first, 0):] = torch.finfo(logits.dtype).min
 
-    p.copy_(logits)
-    largest = all_reduce(p.amax(1), group, dist.ReduceOp.MAX).wait()                    # (n,)
-    p -= largest.unsqueeze(1)
-    target_logit = p[rows, columns].where(is_local, 0)      # one rank has it
-    p.exp_()
-    total, target_logit = all_reduce(torch.stack([p.sum(1), target_logit]), group).wait()
-    loss = (total.log() - target_logit).where(counted, 0).sum()
-    if scale is None:
-        return loss, None
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    z = logits.gather(1, columns).to(wide)                              # (n, 1), as all below
+    largest = logits.amax(1, keepdim=True).to(wide)
+    out = p
+    if p is None:
+        p = logits - largest
+        out = logits
+    else:
+        p.copy_(logits).sub_(largest)
+    total = p.exp_().sum(1, keepdim=True)
+    overall, total, target = over_ranks(largest, total, z, is_local, grid.groups["tp"])
+    loss = (total.log() - target).where(counted, 0).sum()
+    if upstream is None:
+        return loss, None, None
 
-    weight = counted.to(p.dtype) * scale                    # (n,) of each position in the loss
-    p *= (weight / total).unsqueeze(1)
-    p[rows, columns] -= weight * is_local
-    return loss, logits.copy_(p)
+    weight = counted * upstream                             # of each position in the loss
+    logits.copy_(torch.mul(p, (largest - overall).exp() * weight / total, out=out))
+    return loss, columns, ((z - overall).exp() / total - is_local.to(wide)) * weight
 
 
 # Upper limit on the logits of a chunk (measured on the CPU only).
@@ -552,8 +567,8 @@ MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}
 
 def chunk_size(positions: int, vocab: int, device_type: str) -> int:
     """Number of positions whose logits, of `vocab` tokens each, exist at once."""
-    max_logits = MAX_LOGITS["cpu" if device_type == "cpu" else "gpu"]
-    return min(positions, max(1, max_logits // vocab))
+    most = max(1, MAX_LOGITS["cpu" if device_type == "cpu" else "gpu"] // vocab)
+    return ceil_div(positions, ceil_div(positions, most))       # equal chunks
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -562,26 +577,32 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     gradients, times `scale` (None: no gradients). Backward returns them."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, grid, scale):
+    def forward(ctx, x, weight, targets, grid, scale, chunk_loss):
         x = gather_positions(x, grid).wait()
         shape = x.shape
         x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
         in_main_grad = hasattr(weight, "main_grad")                 # as in _LookupToMainGrad
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = x                                                      # not written without a scale
+        upstream = None
         if scale is not None:
             dx = torch.empty_like(x)
+            upstream = x.new_full((), scale, dtype=wide)            # not a constant of a compiler
             dw = weight.main_grad() if in_main_grad else torch.zeros_like(weight, dtype=wide)
         loss = 0.0
         size = chunk_size(len(x), len(weight), x.device.type)
         memory = x.new_empty(size, len(weight))                             # of all chunks
-        p = memory.to(wide)                                                 # in fp32 the same
+        p = None
+        if wide == x.dtype or x.device.type == "cpu":   # (a CPU converts in memory, which is slow)
+            p = memory.to(wide)                                             # in fp32 the same
         for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
             n = len(x_i)
             logits = matmul(x_i, weight.t(), out=memory[:n])                # (n, V / tp)
-            loss_i, dz = chunk_loss(logits, p[:n], targets_i, vocab_size, grid, scale)
+            loss_i, columns, at_columns = chunk_loss(logits, p if p is None else p[:n], targets_i,
+                                                     upstream)
             loss += loss_i
             if scale is not None:
+                dz = logits.scatter_(1, columns, at_columns.to(logits.dtype))
                 matmul(dz, weight, out=dx_i)
                 add_product(dw, dz, x_i)
 
@@ -613,16 +634,21 @@ class VocabParallelHead(TensorParallel):
     def __init__(self, head: nn.Module, grid: Grid):
         super().__init__(head, grid)
         self.norm = head.norm
-        self.vocab_size = head.vocab_size
+        self.chunk_loss = partial(chunk_loss, vocab_size=head.vocab_size, grid=grid)
         self.scale = 1.0
         self.norms = 0.0
 
-    def forward(self, x, targets):
+    def normalize(self, x):
+        """LayerNorm of x, and the sum over all positions of |x|."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        self.norms += torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).sum()
-        return VocabParallelCrossEntropy.apply(
-            self.norm(x), self.weight, targets, self.vocab_size, self.grid,
-            self.scale if torch.is_grad_enabled() else None)
+        return self.norm(x), torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).sum()
+
+    def forward(self, x, targets):
+        x, norms = self.normalize(x)
+        self.norms += norms
+        scale = self.scale if torch.is_grad_enabled() else None
+        return VocabParallelCrossEntropy.apply(x, self.weight, targets, self.grid, scale,
+                                               self.chunk_loss)
 
 
 TP_PLAN = {         # which module of model.py becomes what (build_stage)
@@ -865,7 +891,8 @@ def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
 
 
 def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
-    """Compile each block's forward, or recompute its activations, or both. Communication and
+    """Compile each block's forward, or recompute its activations, or both. Embedding and head are
+    compiled too, except for the lookup and the products with the token matrix. Communication and
     dropout run eagerly; the rest is compiled once for all blocks. PP6: backward recomputes a block
     from its input: 1 stored value per position and channel instead of about 16, for a third more
     FLOPs (by blocks as in Chen et al. 2016)."""
@@ -873,12 +900,24 @@ def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
         communicates = isinstance(module, TensorParallel) and module.grid.tp > 1
         return communicates or (isinstance(module, Dropout) and module.p > 0)
 
+    def compile_method(module, name):
+        eager = [part for part in module.modules() if part is not module and runs_eagerly(part)]
+        for part in eager:
+            part.forward = torch.compiler.disable(part.forward)
+        setattr(module, name, torch.compile(getattr(module, name), fullgraph=not eager))
+
+    if compile and model.embed is not None:
+        compile_method(model.embed, "add_positions")
+    if compile and model.head is not None:
+        head = model.head
+        compile_method(head, "normalize")
+        if head.grid.tp > 1:            # two parts, before and after the all-reduces
+            eager = torch.compiler.disable(softmax_over_ranks)
+            head.chunk_loss = partial(head.chunk_loss, over_ranks=eager)
+        head.chunk_loss = torch.compile(head.chunk_loss, fullgraph=head.grid.tp == 1, dynamic=False)
     for block in model.blocks.values():
         if compile:
-            eager = [module for module in block.modules() if runs_eagerly(module)]
-            for module in eager:
-                module.forward = torch.compiler.disable(module.forward)
-            block.forward = torch.compile(block.forward, fullgraph=not eager)
+            compile_method(block, "forward")
         if recompute:
             # Dropout masks depend on seeds only, so there is no generator state to restore.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False,

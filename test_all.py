@@ -1548,6 +1548,48 @@ def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypat
     assert many - few < 8 * 768 * 16 * 4 < 768 * 8192 * 4 / 50
 
 
+class Passes(TorchDispatchMode):
+    """The names of the operations in the block that read or write all of a matrix of this shape."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.shape, self.names = shape, []
+
+    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        few = "gather", "scatter_", "alias", "detach", "view", "slice"
+        tensors = [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
+        name = function.name().removeprefix("aten::").split(".")[0]
+        if any(x.shape == self.shape for x in tensors) and name not in few:
+            self.names.append(name)
+        return out
+
+
+@pytest.mark.parametrize("dtype, given, expected", [
+    (torch.float32, True, "amax copy_ sub_ exp_ sum mul copy_"),        # to itself: not copied
+    (torch.bfloat16, True, "amax copy_ sub_ exp_ sum mul copy_"),
+    (torch.bfloat16, False, "amax sub exp_ sum mul copy_")])            # as on a GPU
+def test_the_loss_of_a_chunk_passes_over_its_logits_few_times(dtype, given, expected):
+    """Loss and gradient of 7 positions are those of F.cross_entropy in fp64, to the type's eps.
+    A GPU's 2^28 logits hold 5336 positions of GPT-2: four microbatches of 4096 are equal chunks."""
+    logits, width = random_tensor(7, 384, seed=1).to(dtype), 300
+    targets = torch.tensor([0, 1, 299, IGNORE_INDEX, 128, 5, 5])
+    exact = logits[:, :width].double().requires_grad_()
+    expected_loss = F.cross_entropy(exact, targets, reduction="sum", ignore_index=IGNORE_INDEX)
+    (expected_loss / 4).backward()
+    p = None
+    if given:
+        p = logits.to(torch.float32)                    # in fp32 the logits themselves
+    with Passes(7, 384) as passes:
+        loss, columns, at_columns = parallel.chunk_loss(logits, p, targets, torch.tensor(0.25),
+                                                        width, Grid(1, 1, 1))
+    logits.scatter_(1, columns, at_columns.to(dtype))
+    assert passes.names == expected.split()
+    assert relative(loss, expected_loss.detach()) < 1e-6
+    assert relative(logits, F.pad(exact.grad, (0, 84))) < torch.finfo(dtype).eps
+    assert parallel.chunk_size(4 * 4096, 50304, "cuda") == 4096
+
+
 @contextmanager
 def own_processes(*context, **environment):
     """A Pool for the block alone."""
@@ -1574,18 +1616,19 @@ def compiled_steps(rank, world, layout, config, cfg, backend):
 
 
 @pytest.mark.parametrize("layout, flags, dropout, graphs, backend", [
-    ((2, 1, 1), dict(zero=3, recompute=True), 0.0, 1, "aot_eager"),
-    ((1, 2, 1), dict(tp=2, sequence_parallel=True), 0.1, 8, "aot_eager"),
+    ((2, 1, 1), dict(zero=3, recompute=True), 0.0, 4, "aot_eager"),
+    ((1, 2, 1), dict(tp=2, sequence_parallel=True), 0.1, 14, "aot_eager"),
     *(pytest.param(*row, "inductor", marks=pytest.mark.slow) for row in [
-        ((2, 1, 1), dict(zero=3, recompute=True), 0.0, 1),
-        ((1, 1, 2), dict(zero=2, pp=2, dtype="bf16"), 0.0, 1),
-        ((1, 1, 1), dict(dtype="fp16"), 0.1, 8),
-        ((2, 2, 2), dict(tp=2, pp=2, zero=2, pp_schedule="1f1b", recompute=True), 0.0, 6)])])
+        ((2, 1, 1), dict(zero=3, recompute=True), 0.0, 4),
+        ((1, 1, 2), dict(zero=2, pp=2, dtype="bf16"), 0.0, 3),
+        ((1, 1, 1), dict(dtype="fp16"), 0.1, 12),
+        ((2, 2, 2), dict(tp=2, pp=2, zero=2, pp_schedule="1f1b", recompute=True), 0.0, 9)])])
 def test_compiled_blocks_train_as_they_are(tmp_path, layout, flags, dropout, graphs, backend):
     """Losses and norms are those without --compile, to 1e-5, in 16 bits to eps (fused operations
-    round in other places). The first step compiles the graphs, which all blocks share: one where
-    nothing communicates or draws a mask. (A compiler leaves tensors behind that are none, and code
-    compiled for other instructions crashes: hence processes of its own.)"""
+    round in other places). The first step compiles the graphs: one that all blocks share, and one
+    each for positions, last norm and loss; more where masks are drawn or ranks communicate. (A
+    compiler leaves tensors behind that are none, and code compiled for other instructions crashes:
+    hence processes of its own.)"""
     config = settings(tmp_path, steps=4, **flags)
     cfg = replace(CFG, n_layer=2 * layout[2], dropout=dropout)
     with own_processes(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) as fresh:
