@@ -1174,6 +1174,11 @@ class FlatParameters:
             self._attach(bucket)
             if zero == 3:
                 self.reshard([bucket])
+        self.staging = None             # two buckets' gradients, then parameters, on their way
+        if training and device != host:
+            longest = max(bucket.numel for bucket in self.buckets) // self.num_shards
+            self.staging = torch.empty(2, longest, dtype=master_dtype, device=host,
+                                       pin_memory=device.type == "cuda")
 
     def _allocate(self, bucket: Bucket, dtype, master_dtype, device, host) -> None:
         """Create the bucket's tensors, all zero, of the sizes in the table of ZeRO stages."""
@@ -1233,28 +1238,27 @@ class FlatParameters:
                 bucket.shard["exp_avg_sq"].zero_()
         self.sync_params()
 
+    @torch.no_grad()
     def sync_params(self) -> None:
         """masters -> parameters, rounded to the parameters' type, on all replicas."""
-        works = [self._start_params_sync(bucket) for bucket in self.buckets]
-        for work in works:
+        data = [bucket.shard["data"] for bucket in self.buckets]
+        masters = [bucket.shard["master"] for bucket in self.buckets]
+        if self.staging is not None:
+            for to, master in zip(data, masters):
+                to.copy_(master)
+        elif masters[0] is not data[0]:
+            torch._foreach_copy_(data, masters)
+        for work in [self._start_gather(bucket) for bucket in self.buckets]:
             work.wait()
 
-    @torch.no_grad()
-    def _start_params_sync(self, bucket: Bucket) -> Work:
-        data, master = bucket.shard["data"], bucket.shard["master"]
-        if master.device != data.device:        # pinned, to copy in the background
-            pinned = data.device.type == "cuda"
-            master = torch.empty_like(master, dtype=data.dtype, pin_memory=pinned).copy_(master)
-        if master is not data:
-            data.copy_(master, non_blocking=True)
+    def _start_gather(self, bucket: Bucket) -> Work:
         if self.zero in (1, 2):                 # (ZeRO 3 gathers before use)
             return all_gather(bucket.data, self.grid.groups["dp"])
         return Work(bucket.data)
 
     def zero_grad(self) -> None:
-        for bucket in self.buckets:
-            grad = bucket.grad if self.zero < 2 else bucket.shard["grad"]
-            grad.zero_()
+        torch._foreach_zero_([bucket.grad if self.zero < 2 else bucket.shard["grad"]
+                              for bucket in self.buckets])
 
     def prepare_grad_sync(self, last: bool) -> None:
         """Before each backward. DP1: only the `last` of a step communicates; from ZeRO 2 on each
@@ -1341,20 +1345,28 @@ class FlatParameters:
     def step(self, grad_scale: float, step: int, lr: float, beta1: float, beta2: float,
              weight_decay: float) -> None:
         """AdamW update number `step` (from 1) of this rank's shards, with the gradients times
-        `grad_scale`. A bucket's parameters are gathered while AdamW updates the next one."""
+        `grad_scale`, all in one call. On a host it goes bucket by bucket: the next one's gradients
+        arrive, and the last one's parameters leave, while AdamW updates this one."""
         grads = [bucket.shard["grad"] for bucket in self.buckets]
         torch._foreach_mul_(grads, grad_scale)
-        offload = self.buckets[0].shard["master"].device != grads[0].device
-        if offload:             # start all copies, then use each when it has arrived
-            copies = [copy_to_host_async(grad) for grad in grads]
+        if self.staging is None:
+            adamw_step(self.buckets, grads, step, lr, beta1, beta2, weight_decay)
+            self.sync_params()
+            return
+        room = [self.staging[i % 2, :len(grad)] for i, grad in enumerate(grads)]
+        copies = [copy_to_host_async(grad, to) for grad, to in zip(grads[:2], room)]
         works = []
         for i, bucket in enumerate(self.buckets):
-            grad = grads[i]
-            if offload:
-                grad, arrived = copies[i]
-                arrived.synchronize()
-            adamw_step(bucket, grad, step, lr, beta1, beta2, weight_decay)
-            works.append(self._start_params_sync(bucket))
+            grad, arrived = copies[i]
+            # It left the device after the parameters that had its memory before were there.
+            arrived.synchronize()
+            adamw_step([bucket], [grad], step, lr, beta1, beta2, weight_decay)
+            data = bucket.shard["data"]
+            rounded = grad.view(data.dtype)[:len(data)].copy_(bucket.shard["master"])
+            data.copy_(rounded, non_blocking=True)
+            works.append(self._start_gather(bucket))
+            if i + 2 < len(grads):
+                copies.append(copy_to_host_async(grads[i + 2], room[i + 2]))
         for work in works:
             work.wait()
 
@@ -1378,17 +1390,20 @@ class FlatParameters:
             bucket.data.untyped_storage().resize_(0)
 
 
-def adamw_step(bucket: Bucket, grad: torch.Tensor, step: int, lr: float, beta1: float,
-               beta2: float, weight_decay: float) -> None:
-    """torch's fused AdamW on the parameters in this rank's shard, whose gradient is `grad`."""
+def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: float,
+               beta1: float, beta2: float, weight_decay: float) -> None:
+    """torch's fused AdamW on the parameters in this rank's shards, whose gradients are `grads`."""
     for decays, decay in ((True, weight_decay), (False, 0.0)):
-        slices = [shard_slice for spec, shard_slice, _ in bucket.shard_ranges
-                  if spec.decays == decays]
-        shard = bucket.shard
-        tensors = [[x[s] for s in slices]
-                   for x in (shard["master"], grad, shard["exp_avg"], shard["exp_avg_sq"])]
+        tensors = [[], [], [], []]
+        for bucket, grad in zip(buckets, grads):
+            shard = bucket.shard
+            flat = (shard["master"], grad, shard["exp_avg"], shard["exp_avg_sq"])
+            for spec, shard_slice, _ in bucket.shard_ranges:
+                if spec.decays == decays:
+                    for kind, x in zip(tensors, flat):
+                        kind.append(x[shard_slice])
         # adamw adds 1 to each step number. (The empty list is amsgrad's.)
-        steps = torch.full((len(slices),), step - 1.0, device=grad.device).unbind()
+        steps = torch.full((len(tensors[0]),), step - 1.0, device=grads[0].device).unbind()
         adamw(*tensors, [], list(steps), fused=True, amsgrad=False, maximize=False, lr=lr,
               beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
@@ -1432,10 +1447,11 @@ def fully_shard(model: GPT, flat: FlatParameters) -> None:
         block.forward = partial(run_block, block.forward, current, previous, following)
 
 
-def state_bytes(numel: int, dp: int, dtypes: tuple, zero: int, offload: bool) -> tuple[dict, dict]:
+def state_bytes(numel: int, longest: int, dp: int, dtypes: tuple, zero: int,
+                offload: bool) -> tuple[dict, dict]:
     """Bytes of one rank's state, as the table of ZeRO stages says: {kind: bytes} on its device and,
     if `offload` keeps a part there, on the host. `numel` counts this rank's parameters before ZeRO
-    shards them; `dtypes` are those of parameters and masters."""
+    shards them, `longest` those of its longest bucket; `dtypes`: of parameters and masters."""
     dtype, master_dtype = dtypes
     shard = numel // dp
     weights = dict(
@@ -1444,7 +1460,8 @@ def state_bytes(numel: int, dp: int, dtypes: tuple, zero: int, offload: bool) ->
     masters = master_dtype.itemsize * (shard if zero >= 1 else numel)
     states = dict(masters=masters, moments=2 * masters)
     if offload:
-        return weights, states
+        staging = 2 * master_dtype.itemsize * (longest // dp if zero >= 1 else longest)
+        return weights, states | dict(staging=staging)
     if dtype == master_dtype:           # a parameter is its own master
         states["masters"] = 0
     return weights | states, {}
@@ -1459,8 +1476,10 @@ def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torc
     on_machine = Counter()
     for rank in range(local_world):
         place = Grid(grid.dp, grid.pp, grid.tp, rank)
-        numel = sum(spec.numel for spec in param_specs(build_stage(cfg, place), cfg, place))
-        on_device, on_host = state_bytes(numel, grid.dp, dtypes, config.zero,
+        specs = param_specs(build_stage(cfg, place), cfg, place)
+        numel = sum(spec.numel for spec in specs)
+        longest = max(bucket.numel for bucket in make_buckets(specs, grid.dp))
+        on_device, on_host = state_bytes(numel, longest, grid.dp, dtypes, config.zero,
                                          config.offload and device.type != "cpu")
         if config.eval_only:
             on_device = dict(parameters=on_device["parameters"])
@@ -1693,9 +1712,10 @@ def process_group(rank: int, world: int, device: torch.device, timeout: timedelt
     dist.destroy_process_group()
 
 
-def copy_to_host_async(x: torch.Tensor) -> tuple:
-    """Start to copy x to the host -> (the copy, pinned on CUDA; the event of its completion)."""
-    host = x.to("cpu", non_blocking=True)
+def copy_to_host_async(x: torch.Tensor, host: torch.Tensor | None = None) -> tuple:
+    """Start to copy x to the host, into `host` or new memory, which is pinned on CUDA -> (the copy,
+    the event of its completion)."""
+    host = x.to("cpu", non_blocking=True) if host is None else host.copy_(x, non_blocking=True)
     event = torch.get_device_module(x.device).Event()
     event.record()
     return host, event

@@ -785,9 +785,9 @@ def print_summary(run: Run) -> None:
     if multiplies_in_fp32(run.activation_like.dtype, run.device):
         device += f" (multiplies {config.dtype} in fp32)"
     layout, batch = format_layout(config, run.grid, device)
-    numel = sum(bucket.numel for bucket in run.flat.buckets)
-    on_device, on_host = state_bytes(numel, run.grid.dp, PRECISIONS[config.dtype], config.zero,
-                                     config.offload and run.device.type != "cpu")
+    sizes = [bucket.numel for bucket in run.flat.buckets]
+    on_device, on_host = state_bytes(sum(sizes), max(sizes), run.grid.dp, PRECISIONS[config.dtype],
+                                     config.zero, config.offload and run.device.type != "cpu")
     memory = [f"{kind} {size / 1e6:,.1f} MB" for kind, size in on_device.items()]
     memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]
     ahead = samples_after(config, run.samples, config.steps - run.step) - run.samples

@@ -279,6 +279,7 @@ def test_backward_hides_what_it_can_of_data_parallelism(zero, hidden, offload):
     own = [sizes.pop(name) for name in sizes.copy() if name.endswith(("masters", "moments"))]
     assert plan["seconds_update"] == pytest.approx(6 * own[1] / (1e6 if offload else 1e15))
     assert own[0] == offload * own[1] / 2
+    assert (sizes.pop("host_staging", 0) > 0) == offload
     assert sizes.pop("bytes") == sum(sizes.values()) + (not offload) * sum(own)
 
 
