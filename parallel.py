@@ -85,8 +85,8 @@ class Grid:
 
 def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
               timeout: timedelta | None = None, device=torch.device("cpu")) -> Grid:
-    """The grid of `world` ranks, with process groups by gloo or, on GPUs, NCCL; all ranks create
-    every group together. An operation waits `timeout` for another rank (None: 30 minutes)."""
+    """The grid of `world` ranks, with process groups by gloo or, on GPUs, NCCL; a group's ranks
+    create it together. An operation waits `timeout` for another rank (None: 30 minutes)."""
     grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel)
     grid.hosts = all_gather_object(socket.gethostname())
     pipelines = grid.ranks.permute(0, 2, 1).reshape(-1, pp)
@@ -94,17 +94,19 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
         "tp": grid.ranks.reshape(-1, tp),                           # share each matrix
         "dp": grid.ranks.permute(1, 2, 0).reshape(-1, grid.dp),     # hold the same weights
         "pp": pipelines,                                            # share the layers
-        "embedding": pipelines[:, [0, -1]],     # hold the tied matrix (one rank twice if pp is 1)
         "world": grid.ranks.reshape(1, world),
+        # Last: torch counts a rank's groups to name the next one, and middle stages have no such.
+        "embedding": pipelines[:, [0, -1]],     # hold the tied matrix (one rank twice if pp is 1)
     }
     backend = "gloo" if device.type == "cpu" else "nccl"
+    if backend == "nccl" and timeout is not None:
+        timeout *= 2                # NCCL counts from the start, to_host from its later reading
     for name, rows in members.items():
         for ranks in rows.tolist():
-            if len(set(ranks)) > 1:
-                group = dist.new_group(ranks, timeout=timeout, backend=backend,
-                                       group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
-                if rank in ranks:
-                    grid.groups[name] = group
+            if rank in ranks and len(set(ranks)) > 1:
+                grid.groups[name] = dist.new_group(
+                    ranks, timeout=timeout, backend=backend, use_local_synchronization=True,
+                    group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
     if device.type != "cpu":
         connect(grid, device)
     return grid
@@ -510,9 +512,9 @@ def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
 
 def softmax_over_ranks(largest: torch.Tensor, total: torch.Tensor, z: torch.Tensor,
                        is_local: torch.Tensor, group) -> tuple:
-    """TP5: three numbers of each position travel. A rank has its `largest` logit, its `total` of
-    exp(logit - largest) and, if the target `is_local`, the target's logit z. Returns the largest of
-    all ranks, and the total and the target's logit over all ranks, both relative to the largest."""
+    """TP5: three numbers of each position travel. From a rank's `largest` logit, its `total` of
+    exp(logit - largest) and the target's logit z, if the target `is_local`, to those of all ranks,
+    where z is relative to the largest, which is subtracted so that exp cannot overflow."""
     overall = all_reduce(largest.clone(), group, dist.ReduceOp.MAX).wait()
     local = torch.stack([total * (largest - overall).exp(), (z - overall).where(is_local, 0)])
     return overall, *all_reduce(local, group).wait()
@@ -521,9 +523,9 @@ def softmax_over_ranks(largest: torch.Tensor, total: torch.Tensor, z: torch.Tens
 def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor,
                upstream: torch.Tensor | None, vocab_size: int, grid: Grid,
                over_ranks: Callable = softmax_over_ranks) -> tuple:
-    """The summed cross-entropy of n positions in nats, the same on all ranks. Its gradient with
-    respect to the logits, times the scalar `upstream`, overwrites them, but for one column of each
-    row: returns (loss, columns (n, 1), gradients there (n, 1)). Without upstream there is none.
+    """The summed cross-entropy of n positions in nats, the same on all ranks. Its gradient, times
+    the scalar `upstream` if that is given, overwrites the logits, but for one column of each row.
+    Returns (loss, these columns (n, 1), the gradients there (n, 1)).
 
     logits      (n, V / tp): this rank's columns
     p           memory to compute in, like logits, but fp32 or fp64; it may be `logits`; None: new
@@ -531,8 +533,7 @@ def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tens
 
         loss = log sum_v exp(z_v) - z_target        gradient = softmax(z), less 1 at the target
 
-    The largest logit is subtracted so that exp cannot overflow; it cancels. The caller writes the
-    targets' columns: to change them here, a compiled kernel would first have to store all of p."""
+    The caller writes these columns: a compiled kernel would have to store all of p before."""
     n, width = logits.shape
     first = grid.tp_rank * width                            # this rank's first token
     is_local = ((targets >= first) & (targets < first + width)).unsqueeze(1)
@@ -544,12 +545,8 @@ def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tens
     wide = torch.promote_types(logits.dtype, torch.float32)
     z = logits.gather(1, columns).to(wide)                              # (n, 1), as all below
     largest = logits.amax(1, keepdim=True).to(wide)
-    out = p
-    if p is None:
-        p = logits - largest
-        out = logits
-    else:
-        p.copy_(logits).sub_(largest)
+    out = logits if p is None else p
+    p = logits - largest if p is None else p.copy_(logits).sub_(largest)
     total = p.exp_().sum(1, keepdim=True)
     overall, total, target = over_ranks(largest, total, z, is_local, grid.groups["tp"])
     loss = (total.log() - target).where(counted, 0).sum()
@@ -584,10 +581,10 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         in_main_grad = hasattr(weight, "main_grad")                 # as in _LookupToMainGrad
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = x                                                      # not written without a scale
-        upstream = None
+        # A tensor, because a compiler takes a number for a constant.
+        upstream = None if scale is None else x.new_full((), scale, dtype=wide)
         if scale is not None:
             dx = torch.empty_like(x)
-            upstream = x.new_full((), scale, dtype=wide)            # not a constant of a compiler
             dw = weight.main_grad() if in_main_grad else torch.zeros_like(weight, dtype=wide)
         loss = 0.0
         size = chunk_size(len(x), len(weight), x.device.type)
@@ -791,13 +788,14 @@ def start_messages(grid: Grid, messages: list[Message]) -> list[Work]:
 def connect(grid: Grid, device: torch.device) -> None:
     """NCCL connects two ranks at their first message, and connecting waits for all work queued on
     the device. If that work is a receive whose sender is itself waiting to connect, both hang (seen
-    with GPipe on two H100s). So connect everything first."""
+    with GPipe on two H100s). So connect everything first (`process_group`: for all collectives)."""
     one = torch.zeros(1, device=device)
     for group in grid.groups.values():
         all_reduce(one, group).wait()
     messages = [Message(sending, op, 0, one) for sending in (True, False) for op in "FB"]
     for work in start_messages(grid, messages):
         work.wait()
+    torch.get_device_module(device).synchronize()
 
 
 def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like: torch.Tensor,
@@ -1243,10 +1241,7 @@ class FlatParameters:
         """masters -> parameters, rounded to the parameters' type, on all replicas."""
         data = [bucket.shard["data"] for bucket in self.buckets]
         masters = [bucket.shard["master"] for bucket in self.buckets]
-        if self.staging is not None:
-            for to, master in zip(data, masters):
-                to.copy_(master)
-        elif masters[0] is not data[0]:
+        if masters[0] is not data[0]:
             torch._foreach_copy_(data, masters)
         for work in [self._start_gather(bucket) for bucket in self.buckets]:
             work.wait()
@@ -1266,6 +1261,8 @@ class FlatParameters:
         self.buckets_to_sync = []
         if last or self.zero >= 2:
             self.buckets_to_sync = list(self.buckets)
+            if self.buckets[0].specs[0].is_tied_copy:   # the head's gradient is complete first
+                self.buckets_to_sync.append(self.buckets_to_sync.pop(0))
         for bucket in self.buckets:
             bucket.pending_grads = sum(len(spec.owners) for spec in bucket.specs)
 
@@ -1394,16 +1391,13 @@ def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: 
                beta1: float, beta2: float, weight_decay: float) -> None:
     """torch's fused AdamW on the parameters in this rank's shards, whose gradients are `grads`."""
     for decays, decay in ((True, weight_decay), (False, 0.0)):
-        tensors = [[], [], [], []]
-        for bucket, grad in zip(buckets, grads):
-            shard = bucket.shard
-            flat = (shard["master"], grad, shard["exp_avg"], shard["exp_avg_sq"])
-            for spec, shard_slice, _ in bucket.shard_ranges:
-                if spec.decays == decays:
-                    for kind, x in zip(tensors, flat):
-                        kind.append(x[shard_slice])
+        parts = [(bucket.shard | dict(grad=grad), shard_slice)
+                 for bucket, grad in zip(buckets, grads)
+                 for spec, shard_slice, _ in bucket.shard_ranges if spec.decays == decays]
+        tensors = [[shard[name][shard_slice] for shard, shard_slice in parts]
+                   for name in ("master", "grad", "exp_avg", "exp_avg_sq")]
         # adamw adds 1 to each step number. (The empty list is amsgrad's.)
-        steps = torch.full((len(tensors[0]),), step - 1.0, device=grads[0].device).unbind()
+        steps = torch.full((len(parts),), step - 1.0, device=grads[0].device).unbind()
         adamw(*tensors, [], list(steps), fused=True, amsgrad=False, maximize=False, lr=lr,
               beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
@@ -1652,7 +1646,6 @@ def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.de
     # A launcher may show each process a GPU of its own, as the only one.
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("high")      # fp32 products by TF32: several times as fast
     return device
 
 
@@ -1700,21 +1693,23 @@ class StopSignal:
 
 @contextmanager
 def process_group(rank: int, world: int, device: torch.device, timeout: timedelta):
-    """Initialize torch.distributed for the block; nothing to do for one process."""
+    """Initialize torch.distributed for the block; nothing to do for one process. `timeout` is for
+    the start: the default group only exchanges objects, and may wait a day for rank 0's files."""
     if world == 1:
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # A communicator's first operation connects its ranks for all later ones, see `connect`.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     with comm_errors("start of the process group"):
         dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
-                                world_size=world, timeout=timeout)
+                                world_size=world, timeout=timedelta(days=1))
     yield
     dist.destroy_process_group()
 
 
 def copy_to_host_async(x: torch.Tensor, host: torch.Tensor | None = None) -> tuple:
-    """Start to copy x to the host, into `host` or new memory, which is pinned on CUDA -> (the copy,
-    the event of its completion)."""
+    """Start to copy x to `host`, or to new memory, pinned on CUDA -> (the copy, its event)."""
     host = x.to("cpu", non_blocking=True) if host is None else host.copy_(x, non_blocking=True)
     event = torch.get_device_module(x.device).Event()
     event.record()

@@ -1391,9 +1391,11 @@ def grid_of_eight(rank, world):
     that is not the CPU; gloo stands in for NCCL."""
     new_group, connect = dist.new_group, parallel.connect
     started = []
+    groups = []
 
-    def on_gloo(ranks, backend, **options):
-        assert backend == "nccl"
+    def on_gloo(ranks, backend, timeout, **options):
+        assert backend == "nccl" and timeout == timedelta(seconds=60) and rank in ranks
+        groups.append(ranks)
         return new_group(ranks, backend="gloo", **options)
 
     def note(function, x, *args, **kwargs):
@@ -1401,8 +1403,11 @@ def grid_of_eight(rank, world):
             group = next(v for v in (*args, *kwargs.values()) if isinstance(v, dist.ProcessGroup))
             started.append((group, function, kwargs.get("group_dst", kwargs.get("group_src"))))
     with mock.patch.object(dist, "new_group", on_gloo), traffic(note), mock.patch.object(
-            parallel, "connect", lambda grid, device: connect(grid, torch.device("cpu"))):
-        grid = make_grid(world, 2, 4, rank, device=torch.device("meta"))
+            parallel, "connect", lambda grid, device: connect(grid, torch.device("cpu"))), \
+            mock.patch.object(torch.cpu, "synchronize", lambda: started.append("synchronize")):
+        grid = make_grid(world, 2, 4, rank, False, timedelta(seconds=30), torch.device("meta"))
+    assert started.pop() == "synchronize" and "synchronize" not in started
+    assert len(groups) == len(grid.groups) - list(grid.groups.values()).count(None)
     names = {group: name for name, group in grid.groups.items() if group is not None}
     grid.groups.clear()
     ranks = {name: tuple(dist.get_process_group_ranks(group)) for group, name in names.items()}
@@ -1410,8 +1415,9 @@ def grid_of_eight(rank, world):
 
 
 def test_the_grid_counts_tp_fastest_and_makes_a_gpus_connections(pool):
-    """Four stages of tp 2 have the groups below. Mechanism (that no run hangs while NCCL connects
-    ranks): make_grid begins with a collective in each, and a message each way between neighbors."""
+    """Four stages of tp 2 have the groups below, each made by its members alone and with twice the
+    timeout of to_host. Mechanism (that no run hangs while NCCL connects ranks): make_grid begins
+    with a collective in each, and a message each way between neighbors, and waits for all."""
     seen = {}
     for rank, (ranks, started) in enumerate(pool.run(8, grid_of_eight)):
         assert all(rank in group for group in ranks.values())
@@ -2051,11 +2057,15 @@ def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
 
 
 def test_the_start_prints_the_state_that_a_rank_keeps(run_train, shards, tmp_path):
-    """Of 1,682,432 parameters, with the vocabulary padded to 384, 2, 4, 4 and 8 bytes in bf16."""
+    """Of 1,682,432 parameters, with the vocabulary padded to 384, 2, 4, 4 and 8 bytes in bf16. And
+    whether fp32 is multiplied in TF32, as on CUDA."""
     text = run_train("--data", shards, "--out", tmp_path, *TINY, "--steps", 1, "--n-embd", 256,
                      "--dtype", "bf16")[1]
     assert ("\nmemory   parameters 3.4 MB, gradients 6.7 MB, masters 6.7 MB, moments 13.5 MB "
-            "(rank 0)\n") in text
+            "(rank 0)\n") in text and "TF32" not in text
+    with mock.patch.object(torch, "get_float32_matmul_precision", lambda: "high"):
+        text = run_train("--data", shards, "--out", tmp_path / "fp32", *TINY, "--steps", 1)[1]
+    assert "cpu (multiplies fp32 in TF32), fp32" in text
 
 
 @pytest.mark.parametrize("flags, on_gpu, on_machine, message", [
@@ -2137,6 +2147,21 @@ def test_buckets_travel_while_backward_goes_on(pool, zero, blocks, expected):
     microbatch, and holds one block's half beside the one on its way. At last ZeRO gathers."""
     for events, held in pool.run(2, events_of_a_step, zero):
         assert (" ".join(events), held) == (expected, blocks)
+
+
+@pytest.mark.parametrize("stage, expected", [
+    (0, "2.mlp 2.attn 1.mlp 1.attn 0.mlp 0.attn ends tied"),
+    (1, "tied 4.mlp 4.attn 3.mlp 3.attn ends")])
+def test_buckets_travel_in_the_order_of_their_completion(stage, expected):
+    """Mechanism (that backward hides the largest one): on a pipeline's last stage the tied matrix
+    is first, because only the head uses it there."""
+    local, flat = staged(CFG, Grid(1, 2, 1, stage))
+    order = []
+    flat._start_grad_sync = lambda bucket: order.append(bucket.name)
+    x = tokens_of(CFG, 2) if stage == 0 else torch.randn(2, 16, 32, requires_grad=True)
+    flat.prepare_grad_sync(True)
+    local(x, tokens_of(CFG, 2)).sum().backward()
+    assert " ".join(order) == expected
 
 
 @pytest.mark.parametrize("dtype, copies", [(torch.float32, 0), (torch.bfloat16, 1)])
@@ -2235,7 +2260,8 @@ class Second(torch.Tensor):
             log_copy(args[0], torch.device("cpu"), args[0].element_size())
         else:
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            assert all(isinstance(x, Second) or x.dim() == 0 for x in tensors), name
+            assert name == "aten::_foreach_copy_" or all(
+                isinstance(x, Second) or x.dim() == 0 for x in tensors), name
         out = operation(*inside(args), **inside(kwargs))
         for x, argument in zip(args, operation._schema.arguments):
             if isinstance(out, torch.Tensor) and argument.is_write:
@@ -3302,7 +3328,11 @@ def test_each_process_has_a_device_of_its_own(gpus, mps, processes, picked):
     with mock.patch.multiple(torch.cuda, is_available=lambda: gpus > 0, set_device=nothing,
                              device_count=lambda: gpus, get_device_properties=mock.Mock()), \
             mock.patch.object(torch.backends.mps, "is_available", lambda: mps):
-        device = parallel.pick_device("auto", processes - 1, processes == 1)
+        with mock.patch.object(torch, "set_float32_matmul_precision") as set_precision:
+            device = parallel.pick_device("auto", processes - 1, processes == 1)
+            assert not set_precision.called         # that is the training program's decision
+            train.choose_device(train.Config(), processes, processes - 1)
+        assert set_precision.mock_calls == [mock.call("high")] * (device.type == "cuda")
         assert str(device) == picked and parallel.pick_device("cpu").type == "cpu"
         for other, refused in (("another", False), (None, device.type == "cuda")):
             with mock.patch.object(parallel, "all_gather_object", lambda x: [x, other or x]), \
@@ -3885,6 +3915,24 @@ def test_a_peer_that_hangs_or_vanishes_is_named(shards, tmp_path, fate):
     finally:
         for process in itertools.chain(*jobs):
             process.process.kill()
+
+
+def test_a_slow_disk_of_rank_0_does_not_end_a_healthy_run(shards, tmp_path):
+    """Every write and check of a file on rank 0 takes longer than --timeout. The other rank waits:
+    at the next save, at the end, and when the same command goes on."""
+    (tmp_path / "wrapper.py").write_text("""
+import time, checkpoint, train
+def slow(function):
+    return lambda *args: time.sleep(4) or function(*args)
+checkpoint.save, checkpoint.verify = slow(checkpoint.save), slow(checkpoint.verify)
+train.main()
+""")
+    for steps in (2, 3):
+        ranks = launch(2, "--data", shards, "--out", tmp_path, *TINY, "--save-every", 1, "--steps",
+                       steps, "--eval-every", 0, "--timeout", 2, file=tmp_path / "wrapper.py")
+        for status, _, error in [process.finish() for process in ranks]:
+            assert status == 0, error
+    assert column(read_metrics(tmp_path)[0], "step") == [1, 2, 3]
 
 
 def test_of_several_machines_messages_and_events_name_them(shards, things, tmp_path):

@@ -110,7 +110,7 @@ class Config:
     device: str = flag("auto", "auto: cuda, or mps for one process, where available",
                        choices=["auto", "cpu", "cuda", "mps"])
     compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
-    timeout: int = flag(600, "seconds to wait for another rank (on GPUs for a whole step)", low=1)
+    timeout: int = flag(600, "seconds a step waits for another rank (on GPUs for all of it)", low=1)
     micro_batch: int = flag(None, "sequences per microbatch (default: the largest of 4, 2, 1 that "
                             "makes a multiple of pp microbatches)", low=1, group="memory")
     zero: int = flag(0, "ZeRO stage: shard optimizer state (1), also gradients (2), also "
@@ -396,6 +396,7 @@ class Run:
             batch = self.load_microbatches(self.val_data, part, step=0)
             forwards = [("F", m) for m in range(len(batch))]
             loss_sum += run_schedule(forwards, self.model, self.grid, batch, self.activation_like)
+            self.to_floats(loss_sum)    # so that --timeout is for one part
         if self.grid.tp_rank > 0:       # all tp ranks have the same loss: count it once
             loss_sum.zero_()            # (it is 0 on every stage but the last)
         loss_sum = self.to_floats(all_reduce(loss_sum, self.grid.groups["world"]).wait())
@@ -441,9 +442,10 @@ class Run:
 
     def write_checkpoint(self) -> None:
         """Gather the state on rank 0, where a thread writes it while training goes on."""
-        self.writer.wait()                  # the host holds at most two copies of the state
+        all_ranks(self.writer.wait)         # the host holds at most two copies of the state
         full = checkpoint.gather_full_state(self.flat, self.cfg, self.grid,
                                             checkpoint.STATE.values())
+        all_gather_object(None)             # a step, with its --timeout, begins on all ranks
         if full is None:                                # not rank 0
             return
         tensors = {key: full[flat_name] for key, flat_name in checkpoint.STATE.items()}
@@ -784,6 +786,8 @@ def print_summary(run: Run) -> None:
     device = run.device.type
     if multiplies_in_fp32(run.activation_like.dtype, run.device):
         device += f" (multiplies {config.dtype} in fp32)"
+    if config.dtype == "fp32" and torch.get_float32_matmul_precision() == "high":
+        device += " (multiplies fp32 in TF32)"
     layout, batch = format_layout(config, run.grid, device)
     sizes = [bucket.numel for bucket in run.flat.buckets]
     on_device, on_host = state_bytes(sum(sizes), max(sizes), run.grid.dp, PRECISIONS[config.dtype],
@@ -1194,6 +1198,8 @@ def choose_device(config: Config, world: int, local_rank: int) -> torch.device:
     """This process's device. Raises ValueError if the flags ask for one that cannot be used."""
     on_mps = world == 1 and config.dtype != "fp64"
     device = pick_device(config.device, local_rank, on_mps)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")      # TF32, several times as fast as fp32
     if device.type == "mps" and not on_mps:
         raise ValueError("mps is for one process and has no fp64: give --device cpu")
     compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
