@@ -541,7 +541,6 @@ def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tens
     columns = (targets - first).unsqueeze(1).where(is_local, 0)
     # The columns from here on are padding. (-inf would give NaN where a rank has no other.)
     logits[:, max(vocab_size - first, 0):] = torch.finfo(logits.dtype).min
-
     wide = torch.promote_types(logits.dtype, torch.float32)
     z = logits.gather(1, columns).to(wide)                              # (n, 1), as all below
     largest = logits.amax(1, keepdim=True).to(wide)
@@ -593,10 +592,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         if wide == x.dtype or x.device.type == "cpu":   # (a CPU converts in memory, which is slow)
             p = memory.to(wide)                                             # in fp32 the same
         for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
-            n = len(x_i)
-            logits = matmul(x_i, weight.t(), out=memory[:n])                # (n, V / tp)
-            loss_i, columns, at_columns = chunk_loss(logits, p if p is None else p[:n], targets_i,
-                                                     upstream)
+            logits = matmul(x_i, weight.t(), out=memory[:len(x_i)])         # (n, V / tp)
+            p_i = None if p is None else p[:len(x_i)]
+            loss_i, columns, at_columns = chunk_loss(logits, p_i, targets_i, upstream)
             loss += loss_i
             if scale is not None:
                 dz = logits.scatter_(1, columns, at_columns.to(logits.dtype))
