@@ -99,7 +99,9 @@ class Embed(nn.Module):
         self.dropout = Dropout(cfg.dropout, "embed")
 
     def forward(self, tokens, dropout_seed=None, start=0):
-        x = self.token(tokens)                                              # (B, T, C)
+        return self.add_positions(self.token(tokens), dropout_seed, start)
+
+    def add_positions(self, x, dropout_seed, start):
         positions = torch.arange(start, start + x.shape[1], device=x.device)
         return self.dropout(x + self.position(positions), dropout_seed)    # (B, T, C) + (T, C)
 

@@ -88,8 +88,8 @@ class Grid:
 
 def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
               timeout: timedelta | None = None, device=torch.device("cpu"), chunks=1) -> Grid:
-    """The grid of `world` ranks, with process groups by gloo or, on GPUs, NCCL; all ranks create
-    every group together. An operation waits `timeout` for another rank (None: 30 minutes)."""
+    """The grid of `world` ranks, with process groups by gloo or, on GPUs, NCCL; a group's ranks
+    create it together. An operation waits `timeout` for another rank (None: 30 minutes)."""
     grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel, chunks)
     grid.hosts = all_gather_object(socket.gethostname())
     pipelines = grid.ranks.permute(0, 2, 1).reshape(-1, pp)
@@ -97,17 +97,19 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
         "tp": grid.ranks.reshape(-1, tp),                           # share each matrix
         "dp": grid.ranks.permute(1, 2, 0).reshape(-1, grid.dp),     # hold the same weights
         "pp": pipelines,                                            # share the layers
-        "embedding": pipelines[:, [0, -1]],     # hold the tied matrix (one rank twice if pp is 1)
         "world": grid.ranks.reshape(1, world),
+        # Last: torch counts a rank's groups to name the next one, and middle stages have no such.
+        "embedding": pipelines[:, [0, -1]],     # hold the tied matrix (one rank twice if pp is 1)
     }
     backend = "gloo" if device.type == "cpu" else "nccl"
+    if backend == "nccl" and timeout is not None:
+        timeout *= 2                # NCCL counts from the start, to_host from its later reading
     for name, rows in members.items():
         for ranks in rows.tolist():
-            if len(set(ranks)) > 1:
-                group = dist.new_group(ranks, timeout=timeout, backend=backend,
-                                       group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
-                if rank in ranks:
-                    grid.groups[name] = group
+            if rank in ranks and len(set(ranks)) > 1:
+                grid.groups[name] = dist.new_group(
+                    ranks, timeout=timeout, backend=backend, use_local_synchronization=True,
+                    group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
     if device.type != "cpu":
         connect(grid, device)
     if world > 1:               # for checkpoints, which a thread sends while training goes on
@@ -480,13 +482,14 @@ class VocabParallelEmbedding(TensorParallel):
     partition_dim = {"weight": 0}
 
     def forward(self, tokens):
+        lookup = F.embedding
+        if hasattr(self.weight, "main_grad"):
+            lookup = _LookupToMainGrad.apply
+        if self.grid.tp == 1:
+            return lookup(tokens, self.weight)
         rows = tokens - self.grid.tp_rank * len(self.weight)
         is_local = (rows >= 0) & (rows < len(self.weight))
-        rows = rows.where(is_local, 0)
-        if hasattr(self.weight, "main_grad"):
-            x = _LookupToMainGrad.apply(rows, self.weight)
-        else:
-            x = F.embedding(rows, self.weight)                          # (B, T, C)
+        x = lookup(rows.where(is_local, 0), self.weight)                # (B, T, C)
         return _Reduce.apply(x * is_local.unsqueeze(-1), self.grid)
 
 
@@ -524,43 +527,51 @@ def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
             rows += matmul(columns.t(), x)
 
 
-def chunk_loss(logits: torch.Tensor, p: torch.Tensor, targets: torch.Tensor, vocab_size: int,
-               grid: Grid, scale: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The summed cross-entropy of n positions in nats, the same on all ranks; and its gradient with
-    respect to the logits, times `scale`, which overwrites `logits` (None if `scale` is None).
+def softmax_over_ranks(largest: torch.Tensor, total: torch.Tensor, z: torch.Tensor,
+                       is_local: torch.Tensor, group) -> tuple:
+    """TP5: three numbers of each position travel. From a rank's `largest` logit, its `total` of
+    exp(logit - largest) and the target's logit z, if the target `is_local`, to those of all ranks,
+    where z is relative to the largest, which is subtracted so that exp cannot overflow."""
+    overall = all_reduce(largest.clone(), group, dist.ReduceOp.MAX).wait()
+    local = torch.stack([total * (largest - overall).exp(), (z - overall).where(is_local, 0)])
+    return overall, *all_reduce(local, group).wait()
+
+
+def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor,
+               upstream: torch.Tensor | None, vocab_size: int, grid: Grid,
+               over_ranks: Callable = softmax_over_ranks) -> tuple:
+    """The summed cross-entropy of n positions in nats, the same on all ranks. Its gradient, times
+    the scalar `upstream` if that is given, overwrites the logits, but for one column of each row.
+    Returns (loss, these columns (n, 1), the gradients there (n, 1)).
 
     logits      (n, V / tp): this rank's columns
-    p           memory to compute in, like logits, but fp32 or fp64; it may be `logits`
+    p           memory to compute in, like logits, but fp32 or fp64; it may be `logits`; None: new
     targets     (n,) tokens of the whole vocabulary; IGNORE_INDEX adds nothing
 
         loss = log sum_v exp(z_v) - z_target        gradient = softmax(z), less 1 at the target
 
-    TP5. Three numbers of each position travel: its largest logit, which all ranks subtract so that
-    exp cannot overflow (it cancels), then the sum of the exp(z_v) and the target's logit.
-    """
-    group = grid.groups["tp"]
+    The caller writes these columns: a compiled kernel would have to store all of p before."""
     n, width = logits.shape
     first = grid.tp_rank * width                            # this rank's first token
-    is_local = (targets >= first) & (targets < first + width)
-    counted = targets != IGNORE_INDEX
-    rows = torch.arange(n, device=logits.device)
-    columns = (targets - first).where(is_local, 0)
-    logits[:, max(vocab_size - first, 0):] = -math.inf      # columns from here on are padding
+    is_local = ((targets >= first) & (targets < first + width)).unsqueeze(1)
+    counted = (targets != IGNORE_INDEX).unsqueeze(1)
+    columns = (targets - first).unsqueeze(1).where(is_local, 0)
+    # The columns from here on are padding. (-inf would give NaN where a rank has no other.)
+    logits[:, max(vocab_size - first, 0):] = torch.finfo(logits.dtype).min
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    z = logits.gather(1, columns).to(wide)                              # (n, 1), as all below
+    largest = logits.amax(1, keepdim=True).to(wide)
+    out = logits if p is None else p
+    p = logits - largest if p is None else p.copy_(logits).sub_(largest)
+    total = p.exp_().sum(1, keepdim=True)
+    overall, total, target = over_ranks(largest, total, z, is_local, grid.groups["tp"])
+    loss = (total.log() - target).where(counted, 0).sum()
+    if upstream is None:
+        return loss, None, None
 
-    p.copy_(logits)
-    largest = all_reduce(p.amax(1), group, dist.ReduceOp.MAX).wait()                    # (n,)
-    p -= largest.unsqueeze(1)
-    target_logit = p[rows, columns].where(is_local, 0)      # one rank has it
-    p.exp_()
-    total, target_logit = all_reduce(torch.stack([p.sum(1), target_logit]), group).wait()
-    loss = (total.log() - target_logit).where(counted, 0).sum()
-    if scale is None:
-        return loss, None
-
-    weight = counted.to(p.dtype) * scale                    # (n,) of each position in the loss
-    p *= (weight / total).unsqueeze(1)
-    p[rows, columns] -= weight * is_local
-    return loss, logits.copy_(p)
+    weight = counted * upstream                             # of each position in the loss
+    logits.copy_(torch.mul(p, (largest - overall).exp() * weight / total, out=out))
+    return loss, columns, ((z - overall).exp() / total - is_local.to(wide)) * weight
 
 
 # Upper limit on the logits of a chunk (measured on the CPU only).
@@ -569,8 +580,8 @@ MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}
 
 def chunk_size(positions: int, vocab: int, device_type: str) -> int:
     """Number of positions whose logits, of `vocab` tokens each, exist at once."""
-    max_logits = MAX_LOGITS["cpu" if device_type == "cpu" else "gpu"]
-    return min(positions, max(1, max_logits // vocab))
+    most = max(1, MAX_LOGITS["cpu" if device_type == "cpu" else "gpu"] // vocab)
+    return ceil_div(positions, ceil_div(positions, most))       # equal chunks
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -579,26 +590,31 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     gradients, times `scale` (None: no gradients). Backward returns them."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, grid, scale):
+    def forward(ctx, x, weight, targets, grid, scale, chunk_loss):
         x = gather_positions(x, grid).wait()
         shape = x.shape
         x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
         in_main_grad = hasattr(weight, "main_grad")                 # as in _LookupToMainGrad
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = x                                                      # not written without a scale
+        # A tensor, because a compiler takes a number for a constant.
+        upstream = None if scale is None else x.new_full((), scale, dtype=wide)
         if scale is not None:
             dx = torch.empty_like(x)
             dw = weight.main_grad() if in_main_grad else torch.zeros_like(weight, dtype=wide)
         loss = 0.0
         size = chunk_size(len(x), len(weight), x.device.type)
         memory = x.new_empty(size, len(weight))                             # of all chunks
-        p = memory.to(wide)                                                 # in fp32 the same
+        p = None
+        if wide == x.dtype or x.device.type == "cpu":   # (a CPU converts in memory, which is slow)
+            p = memory.to(wide)                                             # in fp32 the same
         for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
-            n = len(x_i)
-            logits = matmul(x_i, weight.t(), out=memory[:n])                # (n, V / tp)
-            loss_i, dz = chunk_loss(logits, p[:n], targets_i, vocab_size, grid, scale)
+            logits = matmul(x_i, weight.t(), out=memory[:len(x_i)])         # (n, V / tp)
+            p_i = None if p is None else p[:len(x_i)]
+            loss_i, columns, at_columns = chunk_loss(logits, p_i, targets_i, upstream)
             loss += loss_i
             if scale is not None:
+                dz = logits.scatter_(1, columns, at_columns.to(logits.dtype))
                 matmul(dz, weight, out=dx_i)
                 add_product(dw, dz, x_i)
 
@@ -630,16 +646,21 @@ class VocabParallelHead(TensorParallel):
     def __init__(self, head: nn.Module, grid: Grid):
         super().__init__(head, grid)
         self.norm = head.norm
-        self.vocab_size = head.vocab_size
+        self.chunk_loss = partial(chunk_loss, vocab_size=head.vocab_size, grid=grid)
         self.scale = 1.0
         self.norms = 0.0
 
-    def forward(self, x, targets):
+    def normalize(self, x):
+        """LayerNorm of x, and the sum over all positions of |x|."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        self.norms += torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).sum()
-        return VocabParallelCrossEntropy.apply(
-            self.norm(x), self.weight, targets, self.vocab_size, self.grid,
-            self.scale if torch.is_grad_enabled() else None)
+        return self.norm(x), torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).sum()
+
+    def forward(self, x, targets):
+        x, norms = self.normalize(x)
+        self.norms += norms
+        scale = self.scale if torch.is_grad_enabled() else None
+        return VocabParallelCrossEntropy.apply(x, self.weight, targets, self.grid, scale,
+                                               self.chunk_loss)
 
 
 TP_PLAN = {         # which module of model.py becomes what (build_stage)
@@ -811,7 +832,7 @@ def start_messages(grid: Grid, messages: list[Message]) -> list[Work]:
 def connect(grid: Grid, device: torch.device) -> None:
     """NCCL connects two ranks at their first message, and connecting waits for all work queued on
     the device. If that work is a receive whose sender is itself waiting to connect, both hang (seen
-    with GPipe on two H100s). So connect everything first."""
+    with GPipe on two H100s). So connect everything first (`process_group`: for all collectives)."""
     one = torch.zeros(1, device=device)
     for group in grid.groups.values():
         all_reduce(one, group).wait()
@@ -819,6 +840,7 @@ def connect(grid: Grid, device: torch.device) -> None:
                 for chunk in range(grid.chunks)]
     for work in start_messages(grid, messages):
         work.wait()
+    torch.get_device_module(device).synchronize()
 
 
 def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like: torch.Tensor,
@@ -944,7 +966,8 @@ def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
 
 
 def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
-    """Compile each block's forward, or recompute its activations, or both. Communication and
+    """Compile each block's forward, or recompute its activations, or both. Embedding and head are
+    compiled too, except for the lookup and the products with the token matrix. Communication and
     dropout run eagerly; the rest is compiled once for all blocks. PP6: backward recomputes a block
     from its input: 1 stored value per position and channel instead of about 16, for a third more
     FLOPs (by blocks as in Chen et al. 2016)."""
@@ -952,12 +975,24 @@ def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
         communicates = isinstance(module, TensorParallel) and module.grid.tp > 1
         return communicates or (isinstance(module, Dropout) and module.p > 0)
 
+    def compile_method(module, name):
+        eager = [part for part in module.modules() if part is not module and runs_eagerly(part)]
+        for part in eager:
+            part.forward = torch.compiler.disable(part.forward)
+        setattr(module, name, torch.compile(getattr(module, name), fullgraph=not eager))
+
+    if compile and model.embed is not None:
+        compile_method(model.embed, "add_positions")
+    if compile and model.head is not None:
+        head = model.head
+        compile_method(head, "normalize")
+        if head.grid.tp > 1:            # two parts, before and after the all-reduces
+            eager = torch.compiler.disable(softmax_over_ranks)
+            head.chunk_loss = partial(head.chunk_loss, over_ranks=eager)
+        head.chunk_loss = torch.compile(head.chunk_loss, fullgraph=head.grid.tp == 1, dynamic=False)
     for block in model.blocks.values():
         if compile:
-            eager = [module for module in block.modules() if runs_eagerly(module)]
-            for module in eager:
-                module.forward = torch.compiler.disable(module.forward)
-            block.forward = torch.compile(block.forward, fullgraph=not eager)
+            compile_method(block, "forward")
         if recompute:
             # Dropout masks depend on seeds only, so there is no generator state to restore.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False,
@@ -1224,6 +1259,11 @@ class FlatParameters:
             self._attach(bucket)
             if zero == 3:
                 self.reshard([bucket])
+        self.staging = None             # two buckets' gradients, then parameters, on their way
+        if training and device != host:
+            longest = max(bucket.numel for bucket in self.buckets) // self.num_shards
+            self.staging = torch.empty(2, longest, dtype=master_dtype, device=host,
+                                       pin_memory=device.type == "cuda")
 
     def _allocate(self, bucket: Bucket, dtype, master_dtype, device, host) -> None:
         """Create the bucket's tensors, all zero, of the sizes in the table of ZeRO stages."""
@@ -1284,28 +1324,24 @@ class FlatParameters:
                 bucket.shard["exp_avg_sq"].zero_()
         self.sync_params()
 
+    @torch.no_grad()
     def sync_params(self) -> None:
         """masters -> parameters, rounded to the parameters' type, on all replicas."""
-        works = [self._start_params_sync(bucket) for bucket in self.buckets]
-        for work in works:
+        data = [bucket.shard["data"] for bucket in self.buckets]
+        masters = [bucket.shard["master"] for bucket in self.buckets]
+        if masters[0] is not data[0]:
+            torch._foreach_copy_(data, masters)
+        for work in [self._start_gather(bucket) for bucket in self.buckets]:
             work.wait()
 
-    @torch.no_grad()
-    def _start_params_sync(self, bucket: Bucket) -> Work:
-        data, master = bucket.shard["data"], bucket.shard["master"]
-        if master.device != data.device:        # pinned, to copy in the background
-            pinned = data.device.type == "cuda"
-            master = torch.empty_like(master, dtype=data.dtype, pin_memory=pinned).copy_(master)
-        if master is not data:
-            data.copy_(master, non_blocking=True)
+    def _start_gather(self, bucket: Bucket) -> Work:
         if self.zero in (1, 2):                 # (ZeRO 3 gathers before use)
             return all_gather(bucket.data, self.grid.groups["dp"])
         return Work(bucket.data)
 
     def zero_grad(self) -> None:
-        for bucket in self.buckets:
-            grad = bucket.grad if self.zero < 2 else bucket.shard["grad"]
-            grad.zero_()
+        torch._foreach_zero_([bucket.grad if self.zero < 2 else bucket.shard["grad"]
+                              for bucket in self.buckets])
 
     def prepare_grad_sync(self, chunk: nn.Module, last: bool) -> None:
         """Before each backward of a chunk. DP1: only the `last` of a step communicates; from ZeRO 2
@@ -1316,6 +1352,8 @@ class FlatParameters:
         self.buckets_to_sync = []
         if last or self.zero >= 2:
             self.buckets_to_sync = [bucket for bucket in self.buckets if bucket in counts]
+            if self.buckets_to_sync[0].specs[0].is_tied_copy:   # the head's gradient is ready first
+                self.buckets_to_sync.append(self.buckets_to_sync.pop(0))
 
     def _grad_ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         """DP3, DP4: autograd calls this hook when a parameter's gradient is complete, on the
@@ -1393,20 +1431,28 @@ class FlatParameters:
     def step(self, grad_scale: float, step: int, lr: float, beta1: float, beta2: float,
              weight_decay: float) -> None:
         """AdamW update number `step` (from 1) of this rank's shards, with the gradients times
-        `grad_scale`. A bucket's parameters are gathered while AdamW updates the next one."""
+        `grad_scale`, all in one call. On a host it goes bucket by bucket: the next one's gradients
+        arrive, and the last one's parameters leave, while AdamW updates this one."""
         grads = [bucket.shard["grad"] for bucket in self.buckets]
         torch._foreach_mul_(grads, grad_scale)
-        offload = self.buckets[0].shard["master"].device != grads[0].device
-        if offload:             # start all copies, then use each when it has arrived
-            copies = [copy_to_host_async(grad) for grad in grads]
+        if self.staging is None:
+            adamw_step(self.buckets, grads, step, lr, beta1, beta2, weight_decay)
+            self.sync_params()
+            return
+        room = [self.staging[i % 2, :len(grad)] for i, grad in enumerate(grads)]
+        copies = [copy_to_host_async(grad, to) for grad, to in zip(grads[:2], room)]
         works = []
         for i, bucket in enumerate(self.buckets):
-            grad = grads[i]
-            if offload:
-                grad, arrived = copies[i]
-                arrived.synchronize()
-            adamw_step(bucket, grad, step, lr, beta1, beta2, weight_decay)
-            works.append(self._start_params_sync(bucket))
+            grad, arrived = copies[i]
+            # It left the device after the parameters that had its memory before were there.
+            arrived.synchronize()
+            adamw_step([bucket], [grad], step, lr, beta1, beta2, weight_decay)
+            data = bucket.shard["data"]
+            rounded = grad.view(data.dtype)[:len(data)].copy_(bucket.shard["master"])
+            data.copy_(rounded, non_blocking=True)
+            works.append(self._start_gather(bucket))
+            if i + 2 < len(grads):
+                copies.append(copy_to_host_async(grads[i + 2], room[i + 2]))
         for work in works:
             work.wait()
 
@@ -1430,17 +1476,17 @@ class FlatParameters:
             bucket.data.untyped_storage().resize_(0)
 
 
-def adamw_step(bucket: Bucket, grad: torch.Tensor, step: int, lr: float, beta1: float,
-               beta2: float, weight_decay: float) -> None:
-    """torch's fused AdamW on the parameters in this rank's shard, whose gradient is `grad`."""
+def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: float,
+               beta1: float, beta2: float, weight_decay: float) -> None:
+    """torch's fused AdamW on the parameters in this rank's shards, whose gradients are `grads`."""
     for decays, decay in ((True, weight_decay), (False, 0.0)):
-        slices = [shard_slice for spec, shard_slice, _ in bucket.shard_ranges
-                  if spec.decays == decays]
-        shard = bucket.shard
-        tensors = [[x[s] for s in slices]
-                   for x in (shard["master"], grad, shard["exp_avg"], shard["exp_avg_sq"])]
+        parts = [(bucket.shard | dict(grad=grad), shard_slice)
+                 for bucket, grad in zip(buckets, grads)
+                 for spec, shard_slice, _ in bucket.shard_ranges if spec.decays == decays]
+        tensors = [[shard[name][shard_slice] for shard, shard_slice in parts]
+                   for name in ("master", "grad", "exp_avg", "exp_avg_sq")]
         # adamw adds 1 to each step number. (The empty list is amsgrad's.)
-        steps = torch.full((len(slices),), step - 1.0, device=grad.device).unbind()
+        steps = torch.full((len(parts),), step - 1.0, device=grads[0].device).unbind()
         adamw(*tensors, [], list(steps), fused=True, amsgrad=False, maximize=False, lr=lr,
               beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
@@ -1484,10 +1530,11 @@ def fully_shard(model: GPT, flat: FlatParameters) -> None:
         block.forward = partial(run_block, block.forward, current, previous, following)
 
 
-def state_bytes(numel: int, dp: int, dtypes: tuple, zero: int, offload: bool) -> tuple[dict, dict]:
+def state_bytes(numel: int, longest: int, dp: int, dtypes: tuple, zero: int,
+                offload: bool) -> tuple[dict, dict]:
     """Bytes of one rank's state, as the table of ZeRO stages says: {kind: bytes} on its device and,
     if `offload` keeps a part there, on the host. `numel` counts this rank's parameters before ZeRO
-    shards them; `dtypes` are those of parameters and masters."""
+    shards them, `longest` those of its longest bucket; `dtypes`: of parameters and masters."""
     dtype, master_dtype = dtypes
     shard = numel // dp
     weights = dict(
@@ -1496,7 +1543,8 @@ def state_bytes(numel: int, dp: int, dtypes: tuple, zero: int, offload: bool) ->
     masters = master_dtype.itemsize * (shard if zero >= 1 else numel)
     states = dict(masters=masters, moments=2 * masters)
     if offload:
-        return weights, states
+        staging = 2 * master_dtype.itemsize * (longest // dp if zero >= 1 else longest)
+        return weights, states | dict(staging=staging)
     if dtype == master_dtype:           # a parameter is its own master
         states["masters"] = 0
     return weights | states, {}
@@ -1511,8 +1559,10 @@ def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torc
     on_machine = Counter()
     for rank in range(local_world):
         place = Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks)
-        numel = sum(spec.numel for spec in param_specs(build_stage(cfg, place), cfg, place))
-        on_device, on_host = state_bytes(numel, grid.dp, dtypes, config.zero,
+        specs = param_specs(build_stage(cfg, place), cfg, place)
+        numel = sum(spec.numel for spec in specs)
+        longest = max(bucket.numel for bucket in make_buckets(specs, grid.dp))
+        on_device, on_host = state_bytes(numel, longest, grid.dp, dtypes, config.zero,
                                          config.offload and device.type != "cpu")
         if config.eval_only:
             on_device = dict(parameters=on_device["parameters"])
@@ -1685,7 +1735,6 @@ def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.de
     # A launcher may show each process a GPU of its own, as the only one.
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("high")      # fp32 products by TF32: several times as fast
     return device
 
 
@@ -1733,21 +1782,24 @@ class StopSignal:
 
 @contextmanager
 def process_group(rank: int, world: int, device: torch.device, timeout: timedelta):
-    """Initialize torch.distributed for the block; nothing to do for one process."""
+    """Initialize torch.distributed for the block; nothing to do for one process. `timeout` is for
+    the start: the default group only exchanges objects, and may wait a day for rank 0's files."""
     if world == 1:
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # A communicator's first operation connects its ranks for all later ones, see `connect`.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     with comm_errors("start of the process group"):
         dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
-                                world_size=world, timeout=timeout)
+                                world_size=world, timeout=timedelta(days=1))
     yield
     dist.destroy_process_group()
 
 
-def copy_to_host_async(x: torch.Tensor) -> tuple:
-    """Start to copy x to the host -> (the copy, pinned on CUDA; the event of its completion)."""
-    host = x.to("cpu", non_blocking=True)
+def copy_to_host_async(x: torch.Tensor, host: torch.Tensor | None = None) -> tuple:
+    """Start to copy x to `host`, or to new memory, pinned on CUDA -> (the copy, its event)."""
+    host = x.to("cpu", non_blocking=True) if host is None else host.copy_(x, non_blocking=True)
     event = torch.get_device_module(x.device).Event()
     event.record()
     return host, event

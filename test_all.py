@@ -1410,9 +1410,14 @@ def grid_of_eight(rank, world):
     that is not the CPU; gloo stands in for NCCL."""
     new_group, connect = dist.new_group, parallel.connect
     started = []
+    groups = []
 
-    def on_gloo(ranks=None, *, backend, **options):
-        assert backend == ("gloo" if ranks is None else "nccl")     # "save" sends host memory
+    def on_gloo(ranks=None, *, backend, timeout, **options):
+        if ranks is None:                                           # "save" sends host memory
+            assert backend == "gloo"
+        else:
+            assert backend == "nccl" and timeout == timedelta(seconds=60) and rank in ranks
+        groups.append(ranks)
         return new_group(ranks, backend="gloo", **options)
 
     def note(function, x, *args, **kwargs):
@@ -1420,8 +1425,11 @@ def grid_of_eight(rank, world):
             group = next(v for v in (*args, *kwargs.values()) if isinstance(v, dist.ProcessGroup))
             started.append((group, function, kwargs.get("group_dst", kwargs.get("group_src"))))
     with mock.patch.object(dist, "new_group", on_gloo), traffic(note), mock.patch.object(
-            parallel, "connect", lambda grid, device: connect(grid, torch.device("cpu"))):
-        grid = make_grid(world, 2, 4, rank, device=torch.device("meta"))
+            parallel, "connect", lambda grid, device: connect(grid, torch.device("cpu"))), \
+            mock.patch.object(torch.cpu, "synchronize", lambda: started.append("synchronize")):
+        grid = make_grid(world, 2, 4, rank, False, timedelta(seconds=30), torch.device("meta"))
+    assert started.pop() == "synchronize" and "synchronize" not in started
+    assert len(groups) == len(grid.groups) - list(grid.groups.values()).count(None)
     names = {group: name for name, group in grid.groups.items() if group is not None}
     grid.groups.clear()
     ranks = {name: tuple(dist.get_process_group_ranks(group)) for group, name in names.items()}
@@ -1429,8 +1437,9 @@ def grid_of_eight(rank, world):
 
 
 def test_the_grid_counts_tp_fastest_and_makes_a_gpus_connections(pool):
-    """Four stages of tp 2 have the groups below. Mechanism (that no run hangs while NCCL connects
-    ranks): make_grid begins with a collective in each, and a message each way between neighbors."""
+    """Four stages of tp 2 have the groups below, each made by its members alone and with twice the
+    timeout of to_host. Mechanism (that no run hangs while NCCL connects ranks): make_grid begins
+    with a collective in each, and a message each way between neighbors, and waits for all."""
     seen = {}
     for rank, (ranks, started) in enumerate(pool.run(8, grid_of_eight)):
         assert all(rank in group for group in ranks.values())
@@ -1594,6 +1603,50 @@ def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypat
     assert many - few < 8 * 768 * 16 * 4 < 768 * 8192 * 4 / 50
 
 
+class Passes(TorchDispatchMode):
+    """`calls`: the names of the operations in the block. `names`: those that read or write all of a
+    matrix of this shape."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.shape, self.names, self.calls = shape, [], []
+
+    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        few = "gather", "scatter_", "alias", "detach", "view", "slice"
+        tensors = [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
+        name = function.name().removeprefix("aten::").split(".")[0]
+        self.calls.append(name)
+        if any(x.shape == self.shape for x in tensors) and name not in few:
+            self.names.append(name)
+        return out
+
+
+@pytest.mark.parametrize("dtype, given, expected", [
+    (torch.float32, True, "amax copy_ sub_ exp_ sum mul copy_"),        # to itself: not copied
+    (torch.bfloat16, True, "amax copy_ sub_ exp_ sum mul copy_"),
+    (torch.bfloat16, False, "amax sub exp_ sum mul copy_")])            # as on a GPU
+def test_the_loss_of_a_chunk_passes_over_its_logits_few_times(dtype, given, expected):
+    """Loss and gradient of 7 positions are those of F.cross_entropy in fp64, to the type's eps.
+    A GPU's 2^28 logits hold 5336 positions of GPT-2: four microbatches of 4096 are equal chunks."""
+    logits, width = random_tensor(7, 384, seed=1).to(dtype), 300
+    targets = torch.tensor([0, 1, 299, IGNORE_INDEX, 128, 5, 5])
+    exact = logits[:, :width].double().requires_grad_()
+    expected_loss = F.cross_entropy(exact, targets, reduction="sum", ignore_index=IGNORE_INDEX)
+    (expected_loss / 4).backward()
+    p = None
+    if given:
+        p = logits.to(torch.float32)                    # in fp32 the logits themselves
+    with Passes(7, 384) as passes:
+        loss, columns, at_columns = parallel.chunk_loss(logits, p, targets, torch.tensor(0.25),
+                                                        width, Grid(1, 1, 1))
+    logits.scatter_(1, columns, at_columns.to(dtype))
+    assert passes.names == expected.split()
+    assert relative(loss, expected_loss.detach()) < 1e-6
+    assert relative(logits, F.pad(exact.grad, (0, 84))) < torch.finfo(dtype).eps
+    assert parallel.chunk_size(4 * 4096, 50304, "cuda") == 4096
+
+
 @contextmanager
 def own_processes(*context, **environment):
     """A Pool for the block alone."""
@@ -1620,18 +1673,19 @@ def compiled_steps(rank, world, layout, config, cfg, backend):
 
 
 @pytest.mark.parametrize("layout, flags, dropout, graphs, backend", [
-    ((2, 1, 1), dict(zero=3, recompute=True), 0.0, 1, "aot_eager"),
-    ((1, 2, 1), dict(tp=2, sequence_parallel=True), 0.1, 8, "aot_eager"),
+    ((2, 1, 1), dict(zero=3, recompute=True), 0.0, 4, "aot_eager"),
+    ((1, 2, 1), dict(tp=2, sequence_parallel=True), 0.1, 14, "aot_eager"),
     *(pytest.param(*row, "inductor", marks=pytest.mark.slow) for row in [
-        ((2, 1, 1), dict(zero=3, recompute=True), 0.0, 1),
-        ((1, 1, 2), dict(zero=2, pp=2, dtype="bf16"), 0.0, 1),
-        ((1, 1, 1), dict(dtype="fp16"), 0.1, 8),
-        ((2, 2, 2), dict(tp=2, pp=2, zero=2, pp_schedule="1f1b", recompute=True), 0.0, 6)])])
+        ((2, 1, 1), dict(zero=3, recompute=True), 0.0, 4),
+        ((1, 1, 2), dict(zero=2, pp=2, dtype="bf16"), 0.0, 3),
+        ((1, 1, 1), dict(dtype="fp16"), 0.1, 12),
+        ((2, 2, 2), dict(tp=2, pp=2, zero=2, pp_schedule="1f1b", recompute=True), 0.0, 9)])])
 def test_compiled_blocks_train_as_they_are(tmp_path, layout, flags, dropout, graphs, backend):
     """Losses and norms are those without --compile, to 1e-5, in 16 bits to eps (fused operations
-    round in other places). The first step compiles the graphs, which all blocks share: one where
-    nothing communicates or draws a mask. (A compiler leaves tensors behind that are none, and code
-    compiled for other instructions crashes: hence processes of its own.)"""
+    round in other places). The first step compiles the graphs: one that all blocks share, and one
+    each for positions, last norm and loss; more where masks are drawn or ranks communicate. (A
+    compiler leaves tensors behind that are none, and code compiled for other instructions crashes:
+    hence processes of its own.)"""
     config = settings(tmp_path, steps=4, **flags)
     cfg = replace(CFG, n_layer=2 * layout[2], dropout=dropout)
     with own_processes(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) as fresh:
@@ -2055,6 +2109,8 @@ def held_by(flat):
             if x is not None:
                 storage = x.untyped_storage()
                 sizes.setdefault(storage._cdata, ((x.device.type, kind), storage.nbytes()))
+    if flat.staging is not None:
+        sizes["staging"] = ("cpu", "staging"), flat.staging.nbytes
     places = {place for place, _ in sizes.values()}
     return {place: sum(size for at, size in sizes.values() if at == place) for place in places}
 
@@ -2073,7 +2129,8 @@ def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
         specs = parallel.param_specs(parallel.build_stage(CFG, grid), CFG, grid)
         flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu")
         numel = sum(bucket.numel for bucket in flat.buckets)
-        on_device, on_host = parallel.state_bytes(numel, grid.dp, dtypes, zero, offload)
+        longest = max(bucket.numel for bucket in flat.buckets)
+        on_device, on_host = parallel.state_bytes(numel, longest, grid.dp, dtypes, zero, offload)
         expected = {(device, kind): size for kind, size in on_device.items() if size > 0}
         expected |= {("cpu", kind): size for kind, size in on_host.items()}
         assert held_by(flat) == expected
@@ -2088,27 +2145,31 @@ def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
 
 
 def test_the_start_prints_the_state_that_a_rank_keeps(run_train, shards, tmp_path):
-    """Of 1,682,432 parameters, with the vocabulary padded to 384, 2, 4, 4 and 8 bytes in bf16."""
+    """Of 1,682,432 parameters, with the vocabulary padded to 384, 2, 4, 4 and 8 bytes in bf16. And
+    whether fp32 is multiplied in TF32, as on CUDA."""
     text = run_train("--data", shards, "--out", tmp_path, *TINY, "--steps", 1, "--n-embd", 256,
                      "--dtype", "bf16")[1]
     assert ("\nmemory   parameters 3.4 MB, gradients 6.7 MB, masters 6.7 MB, moments 13.5 MB "
-            "(rank 0)\n") in text
+            "(rank 0)\n") in text and "TF32" not in text
+    with mock.patch.object(torch, "get_float32_matmul_precision", lambda: "high"):
+        text = run_train("--data", shards, "--out", tmp_path / "fp32", *TINY, "--steps", 1)[1]
+    assert "cpu (multiplies fp32 in TF32), fp32" in text
 
 
 @pytest.mark.parametrize("flags, on_gpu, on_machine, message", [
-    (dict(), 2.3e9, 0, None), (dict(offload=True), 0.8e9, 13e9, None),
+    (dict(), 2.3e9, 0, None), (dict(offload=True), 0.8e9, 15e9, None),
     (dict(eval_only=True), 0.3e9, 0, None),
     (dict(eval_only=True), 0.2e9, 0, "would keep parameters 0.2 GB here, but there are 0.2 GB"),
     (dict(), 2.2e9, 0, "parameters 0.2 GB, gradients 0.5 GB, masters 0.5 GB, moments 1.0 GB here, "
      "but there are 2.2 GB: raise --tp, --pp or --zero on more GPUs, give --offload"),
-    (dict(offload=True), 0.7e9, 13e9,
+    (dict(offload=True), 0.7e9, 15e9,
      "parameters 0.2 GB, gradients 0.5 GB here, but there are 0.7 GB"),
-    (dict(offload=True), 0.8e9, 11e9, "masters 4.0 GB, moments 8.0 GB here, but there are 11.0 GB: "
-     "raise --tp, --pp or --zero on more machines")])
+    (dict(offload=True), 0.8e9, 13e9, "masters 4.0 GB, moments 8.0 GB, staging 2.5 GB here, but "
+     "there are 13.0 GB: raise --tp, --pp or --zero on more machines")])
 def test_a_model_that_a_gpu_or_its_machine_cannot_hold_is_refused(flags, on_gpu, on_machine,
                                                                   message):
     """GPT-2 in bf16 has 124M parameters of 18 bytes; eight GPUs offload 12 each to one machine,
-    and an evaluation needs 2."""
+    with two buffers for the token matrix (309 MB each GPU), and an evaluation needs 2."""
     cfg = GPTConfig(50257, **SIZES["gpt2"])
     refusal = nullcontext()
     if message is not None:
@@ -2174,6 +2235,35 @@ def test_buckets_travel_while_backward_goes_on(pool, zero, blocks, expected):
     microbatch, and holds one block's half beside the one on its way. At last ZeRO gathers."""
     for events, held in pool.run(2, events_of_a_step, zero):
         assert (" ".join(events), held) == (expected, blocks)
+
+
+@pytest.mark.parametrize("stage, expected", [
+    (0, "2.mlp 2.attn 1.mlp 1.attn 0.mlp 0.attn ends tied"),
+    (1, "tied 4.mlp 4.attn 3.mlp 3.attn ends")])
+def test_buckets_travel_in_the_order_of_their_completion(stage, expected):
+    """Mechanism (that backward hides the largest one): on a pipeline's last stage the tied matrix
+    is first, because only the head uses it there."""
+    local, flat = staged(CFG, Grid(1, 2, 1, stage))
+    order = []
+    flat._start_grad_sync = lambda bucket: order.append(bucket.name)
+    x = tokens_of(CFG, 2) if stage == 0 else torch.randn(2, 16, 32, requires_grad=True)
+    flat.prepare_grad_sync(True)
+    local(x, tokens_of(CFG, 2)).sum().backward()
+    assert " ".join(order) == expected
+
+
+@pytest.mark.parametrize("dtype, copies", [(torch.float32, 0), (torch.bfloat16, 1)])
+def test_a_step_calls_each_operation_on_all_buckets_once(dtype, copies):
+    """Mechanism (that a GPU does not wait for the host): not once a bucket, of which there are 12.
+    AdamW takes two calls: for what decays, and for what does not."""
+    local, flat = staged(CFG, Grid(1, 1, 1), dtype)
+    assert len(flat.buckets) == 12
+    with Passes() as seen:
+        flat.zero_grad()
+        flat.step(0.5, 1, 1e-3, 0.9, 0.95, 0.1)
+    counts = {name: seen.calls.count(name) for name in ("_foreach_zero_", "_foreach_mul_",
+                                                        "_fused_adamw_", "_foreach_copy_", "copy_")}
+    assert list(counts.values()) == [1, 1, 2, copies, 0]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -2258,7 +2348,8 @@ class Second(torch.Tensor):
             log_copy(args[0], torch.device("cpu"), args[0].element_size())
         else:
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            assert all(isinstance(x, Second) or x.dim() == 0 for x in tensors), name
+            assert name == "aten::_foreach_copy_" or all(
+                isinstance(x, Second) or x.dim() == 0 for x in tensors), name
         out = operation(*inside(args), **inside(kwargs))
         for x, argument in zip(args, operation._schema.arguments):
             if isinstance(out, torch.Tensor) and argument.is_write:
@@ -2339,7 +2430,7 @@ def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(pool, t
                                                                          flags):
     """Losses and norms are the CPU's, to 1e-6, in 16 bits to 2 eps. The host reads what all ranks
     know of a step at once, when the next batch is there. With --offload it waits for each bucket
-    too, and all gradients have left before AdamW updates the first. (Not shown: streams, kernels.)
+    too, while the next one's gradients are on their way. (Not shown: streams, kernels.)
     Without flags the device lacks float64, as MPS."""
     wide = torch.float64 if flags else torch.float32
     config, world = settings(tmp_path, steps=4, **flags), math.prod(layout)
@@ -2353,8 +2444,11 @@ def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(pool, t
     leave, arrive = ([size for what, size in log if what == way] for way in ("leaves", "arrives"))
     seen = [what for what, _ in log]
     buckets = len(leave) - 1
-    assert seen[seen.index("leaves"):] == ["leaves", "event", "event"] + (
-        ["leaves", "event"] * buckets + ["event", "arrives"] * buckets)
+    offloads = []
+    if buckets > 0:
+        later = ["event", "arrives", "leaves", "event"] * (buckets - 2)
+        offloads = ["leaves", "event"] * 2 + later + ["event", "arrives"] * 2
+    assert seen[seen.index("leaves"):] == ["leaves", "event", "event"] + offloads
     offloaded = numel if config.offload else 0
     assert leave[0] == 5 * wide.itemsize and sum(leave[1:]) == 4 * offloaded
     batch = 2 * 8 * config.batch_size // layout[0] * CFG.seq_len            # tokens and targets
@@ -3379,7 +3473,11 @@ def test_each_process_has_a_device_of_its_own(gpus, mps, processes, picked):
     with mock.patch.multiple(torch.cuda, is_available=lambda: gpus > 0, set_device=nothing,
                              device_count=lambda: gpus, get_device_properties=mock.Mock()), \
             mock.patch.object(torch.backends.mps, "is_available", lambda: mps):
-        device = parallel.pick_device("auto", processes - 1, processes == 1)
+        with mock.patch.object(torch, "set_float32_matmul_precision") as set_precision:
+            device = parallel.pick_device("auto", processes - 1, processes == 1)
+            assert not set_precision.called         # that is the training program's decision
+            train.choose_device(train.Config(), processes, processes - 1)
+        assert set_precision.mock_calls == [mock.call("high")] * (device.type == "cuda")
         assert str(device) == picked and parallel.pick_device("cpu").type == "cpu"
         for other, refused in (("another", False), (None, device.type == "cuda")):
             with mock.patch.object(parallel, "all_gather_object", lambda x: [x, other or x]), \
@@ -4024,6 +4122,24 @@ train.main()
     finally:
         for process in itertools.chain(*jobs):
             process.process.kill()
+
+
+def test_a_slow_disk_of_rank_0_does_not_end_a_healthy_run(shards, tmp_path):
+    """Every write and check of a file on rank 0 takes longer than --timeout. The other rank waits:
+    at the next save, at the end, and when the same command goes on."""
+    (tmp_path / "wrapper.py").write_text("""
+import time, checkpoint, train
+def slow(function):
+    return lambda *args: time.sleep(4) or function(*args)
+checkpoint.save, checkpoint.verify = slow(checkpoint.save), slow(checkpoint.verify)
+train.main()
+""")
+    for steps in (2, 3):
+        ranks = launch(2, "--data", shards, "--out", tmp_path, *TINY, "--save-every", 1, "--steps",
+                       steps, "--eval-every", 0, "--timeout", 2, file=tmp_path / "wrapper.py")
+        for status, _, error in [process.finish() for process in ranks]:
+            assert status == 0, error
+    assert column(read_metrics(tmp_path)[0], "step") == [1, 2, 3]
 
 
 def test_of_several_machines_messages_and_events_name_them(shards, things, tmp_path):

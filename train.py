@@ -145,7 +145,7 @@ class Config:
     device: str = flag("auto", "auto: cuda, or mps for one process, where available",
                        choices=["auto", "cpu", "cuda", "mps"])
     compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
-    timeout: int = flag(600, "seconds to wait for another rank (on GPUs for a whole step)", low=1)
+    timeout: int = flag(600, "seconds a step waits for another rank (on GPUs for all of it)", low=1)
     micro_batch: int = flag(None, "sequences per microbatch (default: the largest of 4, 2, 1 that "
                             "makes a multiple of pp microbatches)", low=1, group="memory")
     zero: int = flag(0, "ZeRO stage: shard optimizer state (1), also gradients (2), also "
@@ -435,6 +435,7 @@ class Run:
             schedule = make_schedule("gpipe", self.grid, len(batch))
             forwards = [op for op in schedule if op[0] == "F"]
             local += run_schedule(forwards, self.model, self.grid, batch, self.activation_like)
+            self.to_floats(local)       # so that --timeout is for one part
         if self.grid.tp_rank > 0:       # all tp ranks have the same loss: count it once
             local.zero_()               # (it is 0 on every stage but the last)
         total = self.to_floats(all_reduce(local, self.grid.groups["world"]).wait())
@@ -485,7 +486,7 @@ class Run:
 
     def write_checkpoint(self) -> None:
         """Copy the state; threads write it while training goes on."""
-        self.writer.wait()                  # a rank holds at most one copy of its shards
+        all_ranks(self.writer.wait)         # a rank holds at most one copy of its shards
         self.writer.submit(dict(
             format=checkpoint.FORMAT, run=self.identity, step=self.step,
             consumed_samples=self.consumed_samples, tokens=self.tokens,
@@ -823,10 +824,12 @@ def print_summary(run: Run) -> None:
     device = run.device.type
     if multiplies_in_fp32(run.activation_like.dtype, run.device):
         device += f" (multiplies {config.dtype} in fp32)"
+    if config.dtype == "fp32" and torch.get_float32_matmul_precision() == "high":
+        device += " (multiplies fp32 in TF32)"
     layout, batch = format_layout(config, run.grid, device)
-    numel = sum(bucket.numel for bucket in run.flat.buckets)
-    on_device, on_host = state_bytes(numel, run.grid.dp, PRECISIONS[config.dtype], config.zero,
-                                     config.offload and run.device.type != "cpu")
+    sizes = [bucket.numel for bucket in run.flat.buckets]
+    on_device, on_host = state_bytes(sum(sizes), max(sizes), run.grid.dp, PRECISIONS[config.dtype],
+                                     config.zero, config.offload and run.device.type != "cpu")
     memory = [f"{kind} {size / 1e6:,.1f} MB" for kind, size in on_device.items()]
     memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]
     ahead = samples_after(config, run.samples, config.steps - run.step) - run.samples
@@ -1241,6 +1244,8 @@ def choose_device(config: Config, world: int, local_rank: int) -> torch.device:
     """This process's device. Raises ValueError if the flags ask for one that cannot be used."""
     on_mps = world == 1 and config.dtype != "fp64"
     device = pick_device(config.device, local_rank, on_mps)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")      # TF32, several times as fast as fp32
     if device.type == "mps" and not on_mps:
         raise ValueError("mps is for one process and has no fp64: give --device cpu")
     compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")

@@ -2,6 +2,7 @@
 
     python -m tools.bench                       # all tables: an hour on a quiet machine
     python -m tools.bench parallel_stack        # one or more, by name
+    python -m tools.bench gpu gpt2              # on one GPU: gpt2, gpt3-350m or gpt3-1.3b
 
 Where PyTorch's own parallel stack (tools/peer.py) or another library does the same work, both sides
 take turns, and their medians and the ratio are printed.
@@ -11,6 +12,7 @@ import copy
 import io
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -31,7 +33,7 @@ import model
 import sample
 import train
 from model import GPT, SIZES, GPTConfig
-from test_all import (FORMULA, ROOT, Pool, column, nothing, run_steps, settings, shard,
+from test_all import (FORMULA, GPUS, ROOT, Pool, column, nothing, run_steps, settings, shard,
                       torchrun)
 from tools import huggingface
 from tools.peer import SHAPE
@@ -46,7 +48,7 @@ def random_data(folder, vocab):
     path, draw = Path(folder) / f"random_{vocab}", np.random.default_rng(0)
     if not path.exists():
         path.mkdir()
-        for split, count in (("train", 400_000), ("val", 1025)):
+        for split, count in (("train", 400_000), ("val", 2049)):
             (path / f"{split}_000000.bin").write_bytes(shard(draw.integers(vocab, size=count)))
         (path / "meta.json").write_text(json.dumps(dict(
             tokenizer="bytes", vocab_size=vocab, bytes_per_token=1.0, fingerprint="random")))
@@ -362,6 +364,92 @@ def memory(folder):
         row(name, peak_of((1, 1, 4), LONG, folder, batch_size=32, **flags), "16")
 
 
+GPU_RACES = {"gpt2": (8, 16, 64), "gpt3-350m": (8, 16), "gpt3-1.3b": (4, 8)}    # microbatches
+GPU_MINUTES = 10                # for a size
+# Runs a program, then prints the peak of its memory.
+WITH_PEAK = """
+import atexit, json, runpy, sys, torch
+atexit.register(lambda: print(json.dumps(dict(peak_memory=torch.cuda.max_memory_allocated()))))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def ceilings():
+    """A line on this GPU: name, power limit, clocks, and the rates of a product and of a copy."""
+    query = ["nvidia-smi", "--format=csv,noheader",
+             "--query-gpu=name,power.limit,clocks.sm,clocks.max.sm,clocks.mem"]
+    card = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    memory = torch.empty(2 ** 30, device="cuda", dtype=torch.uint8)
+
+    def seconds(work, times=20):
+        work()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(times):
+            work()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) / times
+    product = 2 * 8192 ** 3 / seconds(lambda: a @ a)
+    copy_ = 2 * 2 ** 29 / seconds(lambda: memory[:2 ** 29].copy_(memory[2 ** 29:]))
+    return (f"{card}; PyTorch {torch.__version__}; bf16 product of 8192 {product / 1e12:.0f} "
+            f"TFLOP/s, copy {copy_ / 1e12:.2f} TB/s")
+
+
+def train_py_on_gpu(folder, size, micro_batch, *flags):
+    """(tokens a second, peak bytes) of train.py in bf16: 30 steps, the median after 10."""
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        text = finished(1, "-c", WITH_PEAK, ROOT / "train.py", "--data", random_data(folder, 50257),
+                        "--model", size, "--out", out, "--batch-size", 64, "--micro-batch",
+                        micro_batch, "--dtype", "bf16", "--device", "cuda", "--steps", 30,
+                        "--eval-every", 0, "--save-every", 0, *flags)
+        rows = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
+        speeds = [row["tokens_per_second"] for row in rows if "loss" in row]
+    return np.median(speeds[10:]), json.loads(text.splitlines()[-1])["peak_memory"]
+
+
+def peer_on_gpu(size, micro_batch):
+    shape = {name: SIZES[size][name] for name in SHAPE}
+    work = dict(mode="single", batch_size=64, micro_batch=micro_batch, vocab=50304, dtype="bf16",
+                steps=20, warmup=10, shape=shape, device="cuda", compile=True)
+    found = json.loads(finished(1, PEER, json.dumps(work)))
+    return found["tokens_per_second"], found["peak_memory"]
+
+
+def gpu(folder, size):
+    """Ours eager, ours compiled and the plain loop compiled as a whole, in turn, until the time is
+    over: medians, and each one's rate relative to the plain loop's."""
+    name = torch.cuda.get_device_name()
+    flops = model.flops_per_token(GPTConfig(vocab_size=50257, **SIZES[size]))
+    print(f"{ceilings()}\n\n| {size} in bf16 | tokens a second | of the plain loop | MFU | peak "
+          f"memory |\n|---|---|---|---|---|", flush=True)
+    torch.cuda.empty_cache()
+    sides = {"ours": lambda m: train_py_on_gpu(folder, size, m),
+             "ours --compile": lambda m: train_py_on_gpu(folder, size, m, "--compile"),
+             "plain loop compiled": lambda m: peer_on_gpu(size, m)}
+    seen = {(m, side): [] for m in GPU_RACES[size] for side in sides}
+    started = time.monotonic()
+    slowest = 0.0                                           # seconds of a round
+    for m in itertools.cycle(GPU_RACES[size]):
+        round_started = time.monotonic()
+        if round_started + slowest > started + 60 * GPU_MINUTES:
+            break
+        for side, measure in sides.items():
+            try:
+                seen[m, side].append(measure(m))
+            except AssertionError as error:                 # too little memory for this microbatch
+                print(f"{side}, microbatch {m}: {str(error).strip().splitlines()[-1]}", flush=True)
+        slowest = max(slowest, time.monotonic() - round_started)
+    for m, side in seen:
+        plain = [speed for speed, _ in seen[m, "plain loop compiled"]]
+        if seen[m, side] and plain:
+            speed, peak = np.median(seen[m, side], axis=0)
+            mfu = speed * flops / (model.peak_flops(name) or math.inf)
+            print(f"| {side}, microbatch {m} | {speed:,.0f} | {speed / np.median(plain):.2f} | "
+                  f"{mfu:.1%} | {peak / 1e9:.1f} GB |")
+
+
 TABLES = dict(parallel_stack=parallel_stack, three_dimensions=three_dimensions, memory=memory,
               sampling=sampling, tokenizing=tokenizing, checkpoints=checkpoints,
               first_step=first_step, monitoring=monitoring, dropout_seeds=dropout_seeds,
@@ -374,8 +462,19 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"bench.py: {message}\n")
     parser.add_argument("names", nargs="*", metavar="NAME",
-                        help=", ".join(TABLES) + " (default: all)")
+                        help=", ".join(TABLES) + " (default: all); or gpu and one of "
+                        + ", ".join(GPU_RACES))
     names = parser.parse_args().names or list(TABLES)
+    if names[0] == "gpu":
+        if len(names) != 2 or names[1] not in GPU_RACES:
+            parser.error(f"gpu requires one of {', '.join(GPU_RACES)}")
+        del os.environ["CUDA_VISIBLE_DEVICES"]              # test_all hides the GPUs
+        if GPUS is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = GPUS
+        if not torch.cuda.is_available():
+            parser.error("gpu requires a CUDA device: torch finds none here")
+        with tempfile.TemporaryDirectory() as folder:
+            return gpu(Path(folder), names[1])
     for name in names:
         if name not in TABLES:
             parser.error(f"there is no table {name!r}: there are {', '.join(TABLES)}")

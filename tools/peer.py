@@ -86,11 +86,13 @@ def tensor_parallel(plain, mesh):
 
 
 def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3, warmup=2,
-                schedule="ScheduleGPipe"):
-    """Train a PlainGPT on random tokens by PyTorch's stack; rank 0 prints tokens a second. Where
-    there is tensor parallelism (tp, 3d) or a pipeline the head is not tied and the norm is not
-    global, because the stack has no way to do either."""
+                schedule="ScheduleGPipe", shape=None, device="cpu", compile=False):
+    """Train a PlainGPT on random tokens by PyTorch's stack; rank 0 prints tokens a second, on a GPU
+    (single only) the peak of its memory too. `compile`: model and loss as a whole. Where there is
+    tensor parallelism (tp, 3d) or a pipeline the head is not tied and the norm is not global,
+    because the stack has no way to do either."""
     warnings.simplefilter("ignore")
+    SHAPE.update(shape or {})
     from torch.distributed import pipelining
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -104,7 +106,7 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
     dp, stage = world // (tp * pp), rank // tp % pp
     first, last = stage == 0, stage == pp - 1
     torch.manual_seed(0)
-    plain = net = PlainGPT(vocab, stage, pp, tied=tp == 1)
+    plain = net = PlainGPT(vocab, stage, pp, tied=tp == 1).to(device)
     if world > 1:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
@@ -124,8 +126,13 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
 
     def loss_of(logits, y):
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
-    cast = (functools.partial(torch.autocast, "cpu", torch.bfloat16) if dtype == "bf16"
+    cast = (functools.partial(torch.autocast, device, torch.bfloat16) if dtype == "bf16"
             else nullcontext)
+
+    def whole(x, y):
+        return loss_of(net(x), y)
+    if compile:
+        whole = torch.compile(whole)
     count, loss_context = batch_size // dp // micro_batch, loss_parallel if tp > 1 else nullcontext
     if pp > 1:
         schedule = getattr(pipelining, schedule)(
@@ -140,12 +147,12 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
             alone = isinstance(net, DistributedDataParallel) and i < count - 1
             with net.no_sync() if alone else nullcontext():
                 with cast():
-                    loss = loss_of(net(a), b) / count
+                    loss = whole(a, b) / count
                 loss.backward()
 
     seconds = []
     for _ in range(warmup + steps):
-        x, y = torch.randint(vocab, (2, batch_size // dp, SHAPE["seq_len"]))
+        x, y = torch.randint(vocab, (2, batch_size // dp, SHAPE["seq_len"])).to(device)
         if world > 1:
             dist.barrier()
         start = time.perf_counter()
@@ -161,10 +168,15 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
         optimizer.zero_grad()
         if world > 1:
             dist.barrier()
+        if device == "cuda":
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     if rank == 0:
         tokens = batch_size * SHAPE["seq_len"]
-        print(json.dumps(dict(tokens_per_second=tokens / np.median(seconds[warmup:]))))
+        found = dict(tokens_per_second=tokens / np.median(seconds[warmup:]))
+        if device == "cuda":
+            found["peak_memory"] = torch.cuda.max_memory_allocated()
+        print(json.dumps(found))
     if world > 1:
         dist.destroy_process_group()
 

@@ -231,8 +231,10 @@ def memory_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool = 
     """Peak memory of this rank in bytes, by kind; what --offload keeps on the host has the prefix
     host_. `state_bytes` is exact; buffers, logits and activations are estimates."""
     dtypes = PRECISIONS[config.dtype]
-    numel = numel_of(stage_buckets(cfg, grid, config.zero))
-    sizes, on_host = state_bytes(numel, grid.dp, dtypes, config.zero, config.offload and on_gpu)
+    buckets = stage_buckets(cfg, grid, config.zero)
+    longest = max(bucket.numel for bucket, _ in buckets)
+    sizes, on_host = state_bytes(numel_of(buckets), longest, grid.dp, dtypes, config.zero,
+                                 config.offload and on_gpu)
     sizes |= {f"host_{kind}": size for kind, size in on_host.items()}
     return sizes | dict(buffers=buffer_bytes(cfg, grid, config, on_gpu),
                         logits=logits_bytes(cfg, grid, config, on_gpu),

@@ -292,6 +292,7 @@ def test_backward_hides_what_it_can_of_data_parallelism(zero, hidden, offload):
     own = [sizes.pop(name) for name in sizes.copy() if name.endswith(("masters", "moments"))]
     assert plan["seconds_update"] == pytest.approx(6 * own[1] / (1e6 if offload else 1e15))
     assert own[0] == offload * own[1] / 2
+    assert (sizes.pop("host_staging", 0) > 0) == offload
     assert sizes.pop("bytes") == sum(sizes.values()) + (not offload) * sum(own)
 
 
@@ -1109,3 +1110,43 @@ def test_a_follower_that_hangs_or_dies_costs_one_warning_and_not_the_run(
         assert error == ""
     else:
         assert error.count("\n") == 1 and words in error
+
+
+# ---------------------------------------------------------------------------------------------
+# tools/bench.py: the race on a GPU, with made-up rates
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_race_on_a_gpu_takes_turns_and_ends_in_time(monkeypatch, capsys):
+    """Rates relative to the plain loop's at the same microbatch, MFU of an H100's 989 TFLOP/s, in
+    rounds of four minutes of which two fit; a side that has too little memory is told."""
+    from tools import bench             # it takes its parts from this file
+    clock = itertools.count(0, 120).__next__
+    turns = []
+
+    def ours(folder, size, micro_batch, *flags):
+        turns.append(" ".join([str(micro_batch), *flags]))
+        if micro_batch == 16 and not flags:
+            raise AssertionError("CUDA out of memory")
+        return (300_000 if flags else 200_000), 2e10
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", "gpt2"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "is_available",
+                        lambda: os.environ.get("CUDA_VISIBLE_DEVICES") == bench.GPUS)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=clock))
+    for name, function in dict(ceilings=lambda: "card", train_py_on_gpu=ours,
+                               peer_on_gpu=lambda size, micro_batch: (250_000, 1e10)).items():
+        monkeypatch.setattr(bench, name, function)
+    bench.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert turns == ["8", "8 --compile", "16", "16 --compile"]
+    assert "ours, microbatch 16: CUDA out of memory" in lines
+    assert "| ours, microbatch 8 | 200,000 | 0.80 | 17.3% | 20.0 GB |" in lines
+    assert "| ours --compile, microbatch 16 | 300,000 | 1.20 | 25.9% | 20.0 GB |" in lines
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert capsys.readouterr().err == ("bench.py: gpu requires a CUDA device: torch finds none "
+                                       "here\n")
