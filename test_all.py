@@ -818,12 +818,12 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("latin.jsonl", b'{"text": "ok"}\n{"text": "\xe4"}\n', "latin.jsonl line 2"),
     ("bad.jsonl", b'{"text": "ok"}\n\n{"text": }\n', "bad.jsonl line 3 JSON"),
     ("half.jsonl", b'{"text": "\\ud800"}\n', "half.jsonl line 1 surrogate"),
-    ("no.jsonl", b'{"text": "ok"}\n{"txt": "a"}\n', 'no.jsonl line 2 "text"'),
+    ("no.jsonl", b'{"text": "ok"}\n{"txt": "a"}\n', 'no.jsonl line 2 has no field "text"'),
     ("no.jsonl", b'{"text": "ok"}\n{"text": 5}\n', 'no.jsonl line 2 "text"'),
     ("no.jsonl", b'{"text": "ok"}\n["text"]\n', 'no.jsonl line 2 "text"'),
     ("a.txt --seed -1", b"x" * 9, "--seed"), ("a.txt --shard-tokens 9", b"x" * 9, "1024"),
     ("--dataset none", None, "none"), ("--input a.txt", b"x" * 9, "--out"),
-    ("--out a.txt", b"x" * 9, "exists a.txt"),
+    ("--out a.txt", b"x" * 9, "a.txt is not a directory: give another"),
     ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
     ("--dataset fineweb --shards 104", None, "--shards 1 to 103"),
     ("--dataset fineweb --tokenizer bytes", None, "GPT-2's tokens"),
@@ -1130,7 +1130,8 @@ def test_without_shards_the_message_says_the_command(tmp_path, monkeypatch, dire
         Path(folder).mkdir(parents=True)
     for file in ("a.txt", "all/x/train_0.bin"):
         Path(file).touch()
-    with pytest.raises(FileNotFoundError, match=f"^{directory} has no train shards: give the "
+    problem = "has no train shards" if Path(directory).exists() else "does not exist"
+    with pytest.raises(FileNotFoundError, match=f"^{directory} {problem}: give the "
                        "directory that .* `python data.py` makes data/python, .*--input FILE"):
         data.TokenDataset(directory, "train", 4)
 
@@ -2635,15 +2636,16 @@ def things(shards, tmp_path_factory):
     ("n_embd 15 is not divisible by n_head 2", ["--n-embd 15"]),
     ("--steps cannot be combined with --epochs", ["--epochs 2"]),
     ("would keep parameters 695.9 GB", ["--n-layer 96 --n-head 96 --n-embd 12288"]),
-    ("must be DIR, or DIR=WEIGHT,DIR=WEIGHT ...", [
-        "--data a,b", "--data a=1,b", "--data a=x,b=1", "--data a=nan", "--data a=inf",
+    ("a mixture is DIR=WEIGHT,DIR=WEIGHT, not ", [
+        "--data a,b", "--data a:0.5,b:0.5", "--data a=1,b", "--data a=x,b=1", "--data a=nan",
+        "--data a=inf",
         "--data a=-1,b=2", "--data a=0,b=0", "--data a=1001,b=1", "--data a=1,a=2",
         "--data one/a=1,two/a=1", "--data ,", "--data a=1,"]),
     ("python data.py", ["--data nowhere"]), ("too few", ["--seq-len 100000"]),
-    ("nowhere has no train shards", ["--data other=1,nowhere=1"]),
-    ("different tokenizers", ["--data other=1,toy=0"]),
+    ("nowhere does not exist: give", ["--data other=1,nowhere=1"]),
+    ("other and toy have different tokenizers", ["--data other=1,toy=0"]),
     ("train_000000.bin", ["--data torn=1,other=1"]),
-    ("two of these hold the same text or", ["--data beyond=1,beyond_val=1"]),
+    ("beyond and beyond_val hold the same text", ["--data beyond=1,beyond_val=1"]),
     ("257", ["--data beyond_val", "--data other=1,beyond=2"]),
     ("/proc/nowhere", ["--out /proc/nowhere"]), ("--out precious is not a", ["--out precious"]),
     ("holds no checkpoint", ["--eval-only"]), ("there is no checkpoint ", ["--init-from "]),
