@@ -3586,13 +3586,16 @@ def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
                                "--max-rollbacks", 0, cwd=tmp_path).finish()
     assert status == 1 and "are used up; the run has diverged" in error
     recipe = next(block for block in README.split("```")[1::2] if "spike" in block)
-    text = subprocess.run(["bash", "-c", recipe], cwd=tmp_path, capture_output=True, text=True)
+    def print_spike():
+        return subprocess.run(["bash", "-c", recipe], cwd=tmp_path, capture_output=True, text=True)
+    text = print_spike()
     [spike] = [event for event in read_metrics(tmp_path / "out")[1] if event["event"] == "spike"]
     windows = data.TokenDataset(shards, "train", 128).sample_indices(1337, 0, 4 * spike["step"])
     tokens = np.fromfile(shards / "train_000000.bin", np.uint16, offset=1024)
     texts = [tokens[128 * i:128 * i + 129] for i in windows.tolist()]
-    assert text.stdout == "\n----------\n".join(
-        bytes(part.tolist()).decode(errors="replace") for part in texts) + "\n", text.stderr
+    assert text.stdout == "".join(
+        f"---- window {window}\n{bytes(part.tolist()).decode(errors='replace')}\n"
+        for window, part in zip(windows, texts)), text.stderr
     assert spike["windows"] == windows.tolist() and len(texts) >= 4
 
 
@@ -3608,6 +3611,8 @@ def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, 
     plain = GPT(cfg).initialize(1337)
     plain.head.register_forward_pre_hook(
         lambda module, args: norms.append(args[0].norm(dim=-1).mean().item()))
+    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert print_spike().stderr == "out/metrics.jsonl has no spike\n"
     memory = Memory(CFG)
     for first in (0, 8):
         windows = memory.windows(memory.sample_indices(1337, first, 8))
@@ -4635,7 +4640,7 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
     assert not {f for f in flags if f not in known and not f.startswith((
         "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",
         "--job", "--cpus", "--max-restarts", "--tasks", "--include", "--num", "--time", "--signal",
-        "--requeue", "--open-mode", "--kill-on", "--shutdown-timeout"))}
+        "--logdir", "--requeue", "--open-mode", "--kill-on", "--shutdown-timeout"))}
 
 
 def test_the_readmes_slurm_script_requeues_until_the_run_has_ended(shards, tmp_path):
@@ -4682,6 +4687,27 @@ def test_imports_run_one_way_and_no_file_imports_a_tool():
         found = set()
         for node in ast.walk(ast.parse((ROOT / f"{file}.py").read_text())):
             if isinstance(node, ast.Import):
+def test_the_readmes_loop_of_two_machines_ends_after_ctrl_c(tmp_path):
+    """torchrun is imitated: it survives Ctrl-C for a moment and fails. A failure alone starts it
+    again; Ctrl-C ends the loop."""
+    block = next(x for x in README.split("```")[1::2] if "until torchrun --nnodes=2" in x)
+    (tmp_path / "torchrun").write_text(f"""#!/bin/bash
+        echo start >> {tmp_path}/starts
+        test $(wc -l < {tmp_path}/starts) -gt 1 || exit 1
+        trap 'kill $!; sleep 0.5; exit 1' INT
+        touch {tmp_path}/waits; sleep 60 & wait""")
+    (tmp_path / "torchrun").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    shell = subprocess.Popen(["bash", "-c", block.replace("sleep 5", "sleep 0.1")],
+                             env=dict(os.environ, PATH=path), start_new_session=True)
+    while not (tmp_path / "waits").exists():
+        assert shell.poll() is None
+        time.sleep(0.02)
+    os.killpg(shell.pid, signal.SIGINT)
+    assert shell.wait(20) != 0
+    assert (tmp_path / "starts").read_text() == "start\n" * 2
+
+
                 found |= {name.name.split(".")[0] for name in node.names}
             if isinstance(node, ast.ImportFrom):
                 found.add(node.module.split(".")[0])
@@ -4689,7 +4715,7 @@ def test_imports_run_one_way_and_no_file_imports_a_tool():
 
 
 def test_the_readmes_layouts_are_not_refused(shards):
-    """All seven train.py commands, with the model and the number of ranks that they name."""
+    """All eight train.py commands, with the model and the number of ranks that they name."""
     blocks = "".join(README.split("```")[1::2]).replace("\\\n", " ")
     blocks = re.sub("for lr in (\\S+) .*; do (.*); done",      # its first turn
                     lambda loop: loop[2].replace("$lr", loop[1]), blocks)
@@ -4699,7 +4725,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
         config, cfg = train.validate(given, None, world)
         assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 7
+    assert len(commands) == 8
 
 
 # ---------------------------------------------------------------------------------------------
