@@ -1683,7 +1683,8 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=4, help="stages")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--pp-schedule", default="gpipe", choices=list(SCHEDULES))
-    parser.error = lambda message: parser.exit(2, f"parallel.py: {message}\n")
+    flags = "flags: --pp-schedule, --pp, --microbatches"
+    parser.error = lambda message: parser.exit(2, f"parallel.py: {message} ({flags})\n")
     args = parser.parse_args()
     p, m = args.pp, args.microbatches
     if p < 1 or m < 1:

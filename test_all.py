@@ -1359,6 +1359,9 @@ def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
         with pytest.raises(SystemExit, match="2"):
             output(flag, "0")
         assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        output("--schedule", "1f1b")
+    assert "--schedule 1f1b (flags: --pp-schedule, --pp," in capsys.readouterr().err
     with pytest.raises(ValueError, match="deadlock"):
         parallel.clock([[("F", 0), ("F", 1)], [("F", 1), ("B", 1), ("F", 2)]])
 
@@ -2442,7 +2445,7 @@ def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, monkeypatch, ca
     error = capsys.readouterr().err
     assert "step_00000004.pt" in error and "File too large" in error and error.count("\n") == 1
     assert names_in(tmp_path) == ["latest.pt", "step_00000002.pt", "step_00000006.pt"]
-    with pytest.raises(RunError, match="the last checkpoint is lost.*step_00000008.pt") as stop:
+    with pytest.raises(RunError, match="is lost.*_00000008.pt.*: free space in .* same") as stop:
         watched(replace(config, steps=8), state=tmp_path / "latest.pt")
     assert stop.value.status == 1 and checkpoint.load(tmp_path / "latest.pt")["step"] == 6
     with pytest.raises(RunError, match="the last checkpoint is lost.*step_00000000.pt"):
@@ -2611,13 +2614,14 @@ def things(shards, tmp_path_factory):
 
 
 @pytest.mark.parametrize("message, commands", [
-    ("invalid choice: 4", ["--zero 4"]), ("many", ["--steps many"]),
+    ("invalid choice 4: give one of 0, 1, 2, 3", ["--zero 4"]), ("many", ["--steps many"]),
+    ("did you mean gpt3-6.7b?", ["--model gpt3-6.7"]), ("of fp32, bf16", ["--dtype bfloat16"]),
     ("--steps: 0 must be at least 1 and finite", ["--steps 0"]),
     ("--lr: nan must be at least 0 and finite", ["--lr nan"]),
     ("--lr: inf must be at least 0 and finite", ["--lr inf"]),
     ("--dropout: 1 must be at least 0 and below 1", ["--dropout 1"]),
-    ("must be A:B, two steps from 1 on, A not after B", ["--skip-steps 0:3", "--skip-steps 9:3"]),
-    ("must be START:INCREMENT:SEQUENCES, three numbers from 1 on", [
+    ("must be A:B, steps with 1 <= A <= B", ["--skip-steps 0:3", "--skip-steps 9:3"]),
+    ("is not START:INCREMENT:SEQUENCES, all > 0", [
         "--batch-ramp 2", "--batch-ramp 2:2", "--batch-ramp 0:2:9", "--batch-ramp 2:0:9",
         "--batch-ramp 2:2:0", "--batch-ramp 2:2:x", "--batch-ramp 2:-2:9"]),
     ("does not end at --batch-size 4", ["--batch-ramp 1:2:9", "--batch-ramp 5:1:9"]),
@@ -2649,22 +2653,22 @@ def things(shards, tmp_path_factory):
     ("257", ["--data beyond_val", "--data other=1,beyond=2"]),
     ("/proc/nowhere", ["--out /proc/nowhere"]), ("--out precious is not a", ["--out precious"]),
     ("holds no checkpoint", ["--eval-only"]), ("there is no checkpoint ", ["--init-from "]),
-    ("no checkpoint nowhere.pt", ["--resume nowhere.pt"]),
+    ("--resume is auto, never or FILE, and there is no checkpoint yes: give", ["--resume yes"]),
     ("no checkpoint run: give run/latest.pt", ["--resume run", "--init-from run"]),
     ("torn.pt is damaged", ["--resume torn.pt", "--init-from torn.pt"]),
     ("has format 6, this code reads format 7: use the", [
         "--init-from six.pt", "--resume six.pt", "--out sixth", "--out sixth --eval-only"]),
     ("a loss scaler's state has numbers", ["--resume scale.pt"]),
-    ("n_layer 2, not 3: drop the flag, or use another --out", ["--resume whole.pt --n-layer 3"]),
-    ("activation gelu, not relu", ["--resume whole.pt --model opt-125m"]),
-    ("other=1 is not the data this checkpoint was", ["--resume whole.pt --data other=1"]),
+    ("n_layer 2, not 3: drop --n-layer, or use another --out", ["--resume whole.pt --n-layer 3"]),
+    ("activation gelu, not relu: drop --model", ["--resume whole.pt --model opt-125m"]),
+    ("was trained on: it lacks text that --data /", ["--resume whole.pt --data other=1"]),
     ("is bytes with 257 tokens, but toy has bytes with 300", ["--resume whole.pt --data toy"]),
     ("did not begin with --resume whole.pt (step 4 of run", ["--resume whole.pt --out run"]),
     ("did not begin with --resume run/step_00000002.pt (step 2", [
         "--resume run/step_00000002.pt --out run"]),
     ("drop --resume to go on with that run, or give another", ["--resume nowhere.pt --out run"]),
     ("torn.pt is refused", ["--resume torn.pt --out run"]),
-    ("not 32: drop the flag, or use another --out or", ["--init-from whole.pt --seq-len 32"]),
+    ("seq_len 16, or shorter, not 32: drop --seq-len,", ["--init-from whole.pt --seq-len 32"]),
     ("n_embd 16, not 32", ["--init-from whole.pt --n-embd 32"]),
     ("but opt has opt-257 with 257", ["--init-from whole.pt --data opt"]),
     ("cannot be combined with --resume FILE", ["--init-from whole.pt --resume whole.pt"]),
@@ -2746,7 +2750,9 @@ runpy.run_path({str(ROOT)!r} + "/" + sys.argv.pop(1), run_name="__main__")
 @pytest.mark.parametrize("missing, load, threads, flags, notes", [
     ([torch.bfloat16], 0, 2, "", []), ([], 0, 2, "--dtype bf16", []), ([], 9e9, 1, "", []),
     ([torch.bfloat16], 0, 2, "--dtype bf16", ["cpu (multiplies bf16 in fp32), bf16"]),
-    ([], 9e9, 2, "--warmup-steps 3", ["set OMP_NUM_THREADS=1", "most of the 4 steps are"])])
+    ([], 9e9, 2, "--warmup-steps 3", [
+        "set OMP_NUM_THREADS=1",
+        "warm-up is 3 of 4 steps: give --warmup-steps (above 4 the learning rate never peaks)"])])
 def test_a_run_says_what_makes_it_slow(run_train, shards, tmp_path, missing, load, threads, flags,
                                        notes):
     """A line for a type without instructions, for threads on a busy machine, for a long warm-up."""
@@ -2896,8 +2902,9 @@ def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
         status, text, _ = run_train(*as_before, *more)
         assert status == 0 and words in text and "bits a byte (on 2,048 of " in text
     for more, words in [([], "(on 3,680 of 3,695 "), (["--data", two_sources / "a"], "nats")]:
-        text = run_train(*flags, *more)[1]
+        _, text, error = run_train(*flags, *more)
         assert words in text and end not in text
+        assert (f"it lacks text that --data {shards} held" in error) == (more != []), error
     for world, kind, file, *layout in [(2, "--resume", out / "step_00000004.pt", "--zero", 3),
                                        (4, "--init-from", weights, "--tp", 2, "--pp", 2)]:
         first, *_ = launch(world, *as_before, *layout, kind, file)
@@ -3103,9 +3110,16 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
             assert f"data {then} instead of" in text and changed == dict(data=[first, then])
             assert end["data"] == [*whole["data"], [32, weights]]
             assert (len(whole["monitor"]["losses"]), len(end["monitor"]["losses"])) == (10, 6)
-    expect_mistake(run_train("--data", "a", "--out", out, *flags), "not the data this checkpoint")
+    expect_mistake(run_train("--data", "a", "--out", out, *flags), "text that --data b=3,a=1 held")
     assert run_train("--data", "a=1,b=0", "--out", out, *flags, "--steps", 11)[0] == 0
     assert saved(out, 11)["data"][-1] == [80, {a: 1, b: 0}]
+    meta = two_sources / "b" / "meta.json"
+    whole = meta.read_text()
+    meta.write_text(whole.replace(b, "other"))
+    expect_mistake(run_train("--data", "a=1,b=0", "--out", out, *flags, "--steps", 12),
+                   "a=1,b=0 is not the data this checkpoint was trained on: it lacks text that "
+                   "--data a=1,b=0 held then")
+    meta.write_text(whole)
     branch = ["--resume", straight / "step_00000004.pt", "--out", tmp_path / "branch"]
     for weight, words in [(3, "after step 4"), (3, "nothing left"), (5, "nothing left")]:
         assert words in run_train("--data", f"a={weight},b=1", *branch, *flags)[1]
@@ -3597,6 +3611,8 @@ def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
         f"---- window {window}\n{bytes(part.tolist()).decode(errors='replace')}\n"
         for window, part in zip(windows, texts)), text.stderr
     assert spike["windows"] == windows.tolist() and len(texts) >= 4
+    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert print_spike().stderr == "out/metrics.jsonl has no spike\n"
 
 
 @pytest.mark.parametrize("layout, flags", [
@@ -3611,8 +3627,6 @@ def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, 
     plain = GPT(cfg).initialize(1337)
     plain.head.register_forward_pre_hook(
         lambda module, args: norms.append(args[0].norm(dim=-1).mean().item()))
-    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert print_spike().stderr == "out/metrics.jsonl has no spike\n"
     memory = Memory(CFG)
     for first in (0, 8):
         windows = memory.windows(memory.sample_indices(1337, first, 8))
@@ -4673,20 +4687,6 @@ def test_the_readmes_slurm_script_requeues_until_the_run_has_ended(shards, tmp_p
     assert saved(out, last)["step"] == last
 
 
-IMPORTS = {     # of our files: those that each may import
-    "model": [], "data": [], "amp": [], "parallel": ["model"],
-    "checkpoint": ["model", "data", "parallel"],
-    "train": ["model", "data", "amp", "parallel", "checkpoint"],
-    "sample": ["model", "data", "checkpoint", "parallel"]}
-
-
-def test_imports_run_one_way_and_no_file_imports_a_tool():
-    """Each file imports only those of ours that the table allows: without tools/ the core works."""
-    ours = {*IMPORTS, "tools", "test_all", *(file.stem for file in ROOT.glob("tools/*.py"))}
-    for file, allowed in IMPORTS.items():
-        found = set()
-        for node in ast.walk(ast.parse((ROOT / f"{file}.py").read_text())):
-            if isinstance(node, ast.Import):
 def test_the_readmes_loop_of_two_machines_ends_after_ctrl_c(tmp_path):
     """torchrun is imitated: it survives Ctrl-C for a moment and fails. A failure alone starts it
     again; Ctrl-C ends the loop."""
@@ -4708,6 +4708,20 @@ def test_the_readmes_loop_of_two_machines_ends_after_ctrl_c(tmp_path):
     assert (tmp_path / "starts").read_text() == "start\n" * 2
 
 
+IMPORTS = {     # of our files: those that each may import
+    "model": [], "data": [], "amp": [], "parallel": ["model"],
+    "checkpoint": ["model", "data", "parallel"],
+    "train": ["model", "data", "amp", "parallel", "checkpoint"],
+    "sample": ["model", "data", "checkpoint", "parallel"]}
+
+
+def test_imports_run_one_way_and_no_file_imports_a_tool():
+    """Each file imports only those of ours that the table allows: without tools/ the core works."""
+    ours = {*IMPORTS, "tools", "test_all", *(file.stem for file in ROOT.glob("tools/*.py"))}
+    for file, allowed in IMPORTS.items():
+        found = set()
+        for node in ast.walk(ast.parse((ROOT / f"{file}.py").read_text())):
+            if isinstance(node, ast.Import):
                 found |= {name.name.split(".")[0] for name in node.names}
             if isinstance(node, ast.ImportFrom):
                 found.add(node.module.split(".")[0])

@@ -484,7 +484,8 @@ def test_the_readmes_plan_is_what_the_command_prints():
     best = json.loads(tools.plan.answer([*free, "--search", "--json"]))[0]
     for words in (f"{plan['memory_bytes'] / 1e9:.0f} of 80 GB", f"{plan['days']:.0f} days",
                   f"{plan['hardware_tflops_per_gpu']:.0f} TFLOP/s per GPU (the paper: 147)",
-                  f"{plan['goodput']:.0%} goodput", f"tp {best['tp']} and sequence parallelism",
+                  f"{plan['goodput']:.0%} goodput makes them {plan['days'] / plan['goodput']:.0f}",
+                  f"tp {best['tp']} and sequence parallelism",
                   f"{best['days']:.0f} days", f"{best['memory_bytes'] / 1e9:.0f} GB",
                   f"ZeRO {best['zero']}"):
         assert words in " ".join(section.split()), words
@@ -497,8 +498,8 @@ def test_the_readmes_plan_is_what_the_command_prints():
     for line in text.splitlines()[:2]:
         assert line in tools.plan.__doc__
     assert "batch    992 sequences = dp 124 x 1 microbatches x 8 sequences; 2,031,616" in text
-    enough = tools.plan.answer([*flags, "--steps", "200000"])
     assert f"goodput {plan['goodput']:.1%}, which the days above do not count" in text
+    enough = tools.plan.answer([*flags, "--steps", "200000"])
     assert "note     few tokens for this model" in text and "few tokens" not in enough
 
 
@@ -518,7 +519,8 @@ def test_tokens_stand_for_the_steps_that_read_them():
     ("--world 8 --gpu h100 --tokens nan", "argument --tokens: nan must be at least 1"),
     ("--world 8 --gpu h100 --tokens 26b", "invalid float value"),
     ("--world 8 --gpu h100 --tokens 1e9 --steps 5", "--steps and --tokens both say"),
-    ("--world 8 --gpu h300", "invalid choice: 'h300'"),
+    ("--world 8 --gpu h300", "invalid choice h300"), ("--gpu h100-80g", "did you mean h100?"),
+    ("--world 8 --gpu 3090", "give one of v100-16g, v100-32g, a100-40g"),
     ("--world 8 --gpu h100 --zero 3 --pp 2", "zero 3 with pp 2"),
     ("--world 3 --tp 2 --gpu h100", "--world 3 is not divisible by tp 2 x pp 1"),
     ("--world 8 --gpu h100 --n-embd 193", "n_embd 193 is not divisible by n_head 4"),
@@ -797,9 +799,9 @@ def test_compare_plots_and_tabulates_runs_without_their_void_rows(tmp_path, monk
         "   tokens  0     400", ""]
     status, text, error = tool("compare", "b", "none", "a", "nowhere", COLUMNS="52")
     assert status == 0 and error.count("\n") == 2 and "none/metrics.jsonl has no step" in error
+    assert "nowhere is not the --out of a run" in error
     assert 50 < max(map(len, text.splitlines()[:20])) <= 52
     assert [line.split() for line in text.splitlines()[-2:]] == [
-    assert "nowhere is not the --out of a run" in error
         "a 1.0000 1 1.2500 3 4 400 0h42m 7,000 9.00e-02 a, lr 0.004, 1 rollback, 1 damaged, "
         "1 resume".split(),
         "b - - - - 2 200 2h00m 7,000 9.00e-02 b, lr 0.001, skip-steps 2:3".split()]
