@@ -529,7 +529,11 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
             check_origin(out, state["run"], kind, file)
         start = Start("continue", path, state["run"], found, events)
     elif file is not None:
-        verify(file)
+        try:
+            verify(file)
+        except FileNotFoundError as error:
+            values = "auto, never or FILE" if kind == "resume" else "FILE"
+            raise FileNotFoundError(f"--{kind} is {values}, and {error}") from None
         state = load(file)
         start = Start(kind, file, new_run(kind, state), found)
     elif eval_only:
@@ -577,22 +581,24 @@ def start_branch(state: dict, new_lr: bool) -> None:
         state["monitor"]["lr_factor"] = 1.0
 
 
-def check_data(state: dict, dataset: TokenDataset, data: str, same: bool) -> None:
+def check_data(state: dict, dataset: TokenDataset, config, same: bool) -> None:
     """Raise ValueError unless the data has the checkpoint's tokenizer and, if it must be the `same`
-    data, all sources that the run was last trained on."""
+    data, all sources that the run was last trained on. An evaluation on other data is a warning."""
     tokenizer, vocab_size = state["tokenizer"], state["model"]["vocab_size"]
     meta = dataset.meta
     if (tokenizer, vocab_size) != (meta["tokenizer"], meta["vocab_size"]):
         raise ValueError(f"the checkpoint's tokenizer is {tokenizer} with {vocab_size} tokens, but "
-                         f"{data} has {meta['tokenizer']} with {meta['vocab_size']}: use --data of "
-                         f"that tokenizer, or another checkpoint")
-    if not same:
-        return
-    _, weights = state["data"][-1]              # {fingerprint of a source: weight}
-    if not set(weights) <= set(dataset.sources):
-        raise ValueError(f"{data} is not the data this checkpoint was trained on (a fingerprint "
-                         f"is missing): use the run's own --data (DIR=0 leaves out a source), or "
-                         f"begin a run on this one with --init-from and another --out")
+                         f"{config.data} has {meta['tokenizer']} with {meta['vocab_size']}: use "
+                         f"--data of that tokenizer, or another checkpoint")
+    trained_on = state["data"][-1][1] if state["data"] else {}      # None: weights alone
+    if not set(trained_on) <= set(dataset.sources):
+        problem = (f"{config.data} is not the data this checkpoint was trained on: it lacks text "
+                   f"that --data {state['config']['data']} held then")
+        if config.eval_only:
+            warn(problem)
+        elif same:
+            raise ValueError(f"{problem}: give that (DIR=0 leaves out a source), or begin a run on "
+                             f"this one with --init-from and another --out")
 
 
 class Metrics:

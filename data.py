@@ -95,10 +95,10 @@ def find_shards(directory: Path, split: str) -> list[Path]:
     shards = sorted(path for path in directory.glob("*.bin")
                     if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name))
     if not shards:
+        problem = f"has no {split} shards" if directory.exists() else "does not exist"
         raise FileNotFoundError(
-            f"{directory} has no {split} shards: give the directory that data.py made, not a file "
-            f"in it, nor the directory above it. `python data.py` makes {DEFAULT_OUT}, `python "
-            f"data.py --input FILE --out DIR` makes another")
+            f"{directory} {problem}: give the directory that data.py made, not a file in it. "
+            f"`python data.py` makes {DEFAULT_OUT}, `python data.py --input FILE --out DIR` others")
     return shards
 
 
@@ -165,13 +165,15 @@ class TokenDataset:
                 raise ValueError(f"{path}: {len(tokens)} tokens are too few for a window of "
                                  f"{seq_len} + 1: use a shorter --seq-len, or more text")
             meta = read_meta(directory)
+            for other in self.sources.values():
+                pair = f"--data {data}: {other.name} and {directory}"
+                if meta["fingerprint"] == other.meta["fingerprint"]:
+                    raise ValueError(f"{pair} hold the same text: drop one")
+                if any(meta[key] != other.meta[key] for key in ("tokenizer", "vocab_size")):
+                    raise ValueError(f"{pair} have different tokenizers: make both with one")
             self.sources[meta["fingerprint"]] = Source(
                 directory.absolute().name, weight, first, self.n_windows - first, meta)
         metas = [source.meta for source in self.sources.values()]
-        vocabularies = {(meta["tokenizer"], meta["vocab_size"]) for meta in metas}
-        if len(metas) < len(mixture) or len(vocabularies) > 1:
-            raise ValueError(f"--data {data}: two of these hold the same text or have different "
-                             f"tokenizers: give each text once, all made with one --tokenizer")
         self.n_tokens = sum(map(len, self.shards))
         self.meta = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
                          bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
@@ -297,8 +299,8 @@ def parse_mixture(text: str) -> dict[Path, int]:
     divisor = math.gcd(*weights.values())
     names = {folder.absolute().name for folder in weights}
     if divisor == 0 or len(names) < len(text.split(",")):
-        raise ValueError(f"--data {text} must be DIR, or DIR=WEIGHT,DIR=WEIGHT ... with weights of "
-                         f"0 or 1e-6 to 1000, not all 0, and different last parts of the DIRs")
+        raise ValueError(f"--data: a mixture is DIR=WEIGHT,DIR=WEIGHT, not {text}: weights are 0 "
+                         f"or 1e-6 to 1000, not all 0, and the last parts of the DIRs differ")
     return {folder: weight // divisor for folder, weight in weights.items()}
 
 
@@ -491,7 +493,9 @@ def read_documents(path: Path):
                 try:
                     text = json.loads(line)["text"]
                     text.encode()       # refuses half a surrogate pair
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                except KeyError:
+                    raise ValueError(f'{path} line {number} has no field "text"') from None
+                except (ValueError, TypeError, AttributeError, RecursionError) as error:
                     raise ValueError(f'{path} line {number} is not JSON with a string "text": '
                                      f"{error}") from None
                 yield [text]
@@ -648,6 +652,8 @@ def parse_flags(arguments) -> argparse.Namespace:
         if args.input:
             parser.error("--input requires --out DIR, where the shards go")
         args.out = Path("data", args.dataset)
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out {args.out} is not a directory: give another")
     is_fineweb = args.dataset == "fineweb"
     if args.shards != 1 and not (is_fineweb and 1 <= args.shards <= FINEWEB_SHARDS):
         parser.error(f"only --dataset fineweb has --shards, 1 to {FINEWEB_SHARDS}")

@@ -1827,7 +1827,8 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--pp-schedule", default="gpipe", choices=list(SCHEDULES))
     parser.add_argument("--pp-chunks", type=int, default=1, help="interleaved: chunks of a stage")
-    parser.error = lambda message: parser.exit(2, f"parallel.py: {message}\n")
+    flags = "flags: --pp-schedule, --pp-chunks, --pp, --microbatches"
+    parser.error = lambda message: parser.exit(2, f"parallel.py: {message} ({flags})\n")
     args = parser.parse_args()
     p, m, v = args.pp, args.microbatches, args.pp_chunks
     try:

@@ -171,7 +171,8 @@ def parse_flags(parser) -> argparse.Namespace:
                         "--seed, --seed + 1, ...; each line of --prompt - is then a prompt")
     parser.add_argument("--max-tokens", type=int, default=500, help="of a sample; whenever the "
                         "model's window is full, it forgets the older half (default: %(default)s)")
-    parser.add_argument("--stop", default="", metavar="TEXT", help="ends a sample before this text")
+    parser.add_argument("--stop", default="", metavar="TEXT", help="ends a sample before this text "
+                        r"(a line break is $'\n')")
     parser.add_argument("--temperature", type=float, default=0.8,
                         help="0: greedy (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=0, help="0: all (default: %(default)s)")

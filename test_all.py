@@ -819,12 +819,12 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("latin.jsonl", b'{"text": "ok"}\n{"text": "\xe4"}\n', "latin.jsonl line 2"),
     ("bad.jsonl", b'{"text": "ok"}\n\n{"text": }\n', "bad.jsonl line 3 JSON"),
     ("half.jsonl", b'{"text": "\\ud800"}\n', "half.jsonl line 1 surrogate"),
-    ("no.jsonl", b'{"text": "ok"}\n{"txt": "a"}\n', 'no.jsonl line 2 "text"'),
+    ("no.jsonl", b'{"text": "ok"}\n{"txt": "a"}\n', 'no.jsonl line 2 has no field "text"'),
     ("no.jsonl", b'{"text": "ok"}\n{"text": 5}\n', 'no.jsonl line 2 "text"'),
     ("no.jsonl", b'{"text": "ok"}\n["text"]\n', 'no.jsonl line 2 "text"'),
     ("a.txt --seed -1", b"x" * 9, "--seed"), ("a.txt --shard-tokens 9", b"x" * 9, "1024"),
     ("--dataset none", None, "none"), ("--input a.txt", b"x" * 9, "--out"),
-    ("--out a.txt", b"x" * 9, "exists a.txt"),
+    ("--out a.txt", b"x" * 9, "a.txt is not a directory: give another"),
     ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
     ("--dataset fineweb --shards 104", None, "--shards 1 to 103"),
     ("--dataset fineweb --tokenizer bytes", None, "GPT-2's tokens"),
@@ -1123,8 +1123,10 @@ def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file,
 def test_without_shards_the_message_says_the_command(tmp_path):
     """Nothing, a folder of folders and a shard in place of a data set."""
     dataset(tmp_path / "d", {"train_0": range(5)})
-    for wrong in (tmp_path / "nowhere", tmp_path, tmp_path / "d/train_0.bin"):
-        with pytest.raises(FileNotFoundError, match=f"^{wrong} has no train shards: give the "
+    for wrong, problem in [(tmp_path / "nowhere", "does not exist"),
+                           (tmp_path, "has no train shards"),
+                           (tmp_path / "d/train_0.bin", "has no train shards")]:
+        with pytest.raises(FileNotFoundError, match=f"^{wrong} {problem}: give the "
                            "directory that .* `python data.py` makes data/python, .*--input FILE"):
             data.TokenDataset(wrong, "train", 4)
 
@@ -1386,6 +1388,9 @@ def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
         with pytest.raises(SystemExit, match="2"):
             output(flag, "0")
         assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        output("--schedule", "1f1b")
+    assert "--schedule 1f1b (flags: --pp-schedule, --pp," in capsys.readouterr().err
     with pytest.raises(ValueError, match="deadlock"):
         parallel.clock([[("F", 0, 0), ("F", 1, 0)], [("F", 1, 0), ("B", 1, 0), ("F", 2, 0)]])
 
@@ -2629,7 +2634,7 @@ def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, monkeypatch, ca
     error = capsys.readouterr().err
     assert "step_00000004.pt" in error and "File too large" in error and error.count("\n") == 1
     assert names_in(tmp_path) == ["latest.pt", "step_00000002.pt", "step_00000006.pt"]
-    with pytest.raises(RunError, match="the last checkpoint is lost.*step_00000008.pt") as stop:
+    with pytest.raises(RunError, match="is lost.*_00000008.pt.*: free space in .* same") as stop:
         watched(replace(config, steps=8), state=tmp_path / "latest.pt")
     assert stop.value.status == 1 and checkpoint.load(tmp_path / "latest.pt")["step"] == 6
     with pytest.raises(RunError, match="the last checkpoint is lost.*step_00000000.pt"):
@@ -2797,13 +2802,14 @@ def things(shards, tmp_path_factory):
 
 
 @pytest.mark.parametrize("message, commands", [
-    ("invalid choice: 4", ["--zero 4"]), ("many", ["--steps many"]),
+    ("invalid choice 4: give one of 0, 1, 2, 3", ["--zero 4"]), ("many", ["--steps many"]),
+    ("did you mean gpt3-6.7b?", ["--model gpt3-6.7"]), ("of fp32, bf16", ["--dtype bfloat16"]),
     ("--steps: 0 must be at least 1 and finite", ["--steps 0"]),
     ("--lr: nan must be at least 0 and finite", ["--lr nan"]),
     ("--lr: inf must be at least 0 and finite", ["--lr inf"]),
     ("--dropout: 1 must be at least 0 and below 1", ["--dropout 1"]),
-    ("must be A:B, two steps from 1 on, A not after B", ["--skip-steps 0:3", "--skip-steps 9:3"]),
-    ("must be START:INCREMENT:SEQUENCES, three numbers from 1 on", [
+    ("must be A:B, steps with 1 <= A <= B", ["--skip-steps 0:3", "--skip-steps 9:3"]),
+    ("is not START:INCREMENT:SEQUENCES, all > 0", [
         "--batch-ramp 2", "--batch-ramp 2:2", "--batch-ramp 0:2:9", "--batch-ramp 2:0:9",
         "--batch-ramp 2:2:0", "--batch-ramp 2:2:x", "--batch-ramp 2:-2:9"]),
     ("does not end at --batch-size 4", ["--batch-ramp 1:2:9", "--batch-ramp 5:1:9"]),
@@ -2833,30 +2839,31 @@ def things(shards, tmp_path_factory):
     ("n_embd 15 is not divisible by n_head 2", ["--n-embd 15"]),
     ("--steps cannot be combined with --epochs", ["--epochs 2"]),
     ("would keep parameters 695.9 GB", ["--n-layer 96 --n-head 96 --n-embd 12288"]),
-    ("must be DIR, or DIR=WEIGHT,DIR=WEIGHT ...", [
-        "--data a,b", "--data a=1,b", "--data a=x,b=1", "--data a=nan", "--data a=inf",
+    ("a mixture is DIR=WEIGHT,DIR=WEIGHT, not ", [
+        "--data a,b", "--data a:0.5,b:0.5", "--data a=1,b", "--data a=x,b=1", "--data a=nan",
+        "--data a=inf",
         "--data a=-1,b=2", "--data a=0,b=0", "--data a=1001,b=1", "--data a=1,a=2",
         "--data one/a=1,two/a=1", "--data ,", "--data a=1,"]),
     ("python data.py", ["--data nowhere"]), ("too few", ["--seq-len 100000"]),
-    ("nowhere has no train shards", ["--data other=1,nowhere=1"]),
-    ("different tokenizers", ["--data other=1,toy=0"]),
+    ("nowhere does not exist: give", ["--data other=1,nowhere=1"]),
+    ("other and toy have different tokenizers", ["--data other=1,toy=0"]),
     ("train_0.bin", ["--data torn=1,other=1"]),
-    ("two of these hold the same text or", ["--data beyond=1,beyond_val=1"]),
+    ("beyond and beyond_val hold the same text", ["--data beyond=1,beyond_val=1"]),
     ("257", ["--data beyond_val", "--data other=1,beyond=2"]),
     ("/proc/nowhere", ["--out /proc/nowhere"]), ("--out precious is not a", ["--out precious"]),
     ("holds no checkpoint", ["--eval-only"]), ("there is no checkpoint ", ["--init-from "]),
-    ("no checkpoint nowhere.pt", ["--resume nowhere.pt"]),
+    ("--resume is auto, never or FILE, and there is no checkpoint yes: give", ["--resume yes"]),
     ("no checkpoint run: give run/latest.pt", ["--resume run", "--init-from run"]),
     ("torn.pt is damaged", ["--resume torn.pt", "--init-from torn.pt"]),
     ("has format 6, this code reads format 7: use the", [
         "--init-from six.pt", "--resume six.pt", "--out sixth", "--out sixth --eval-only"]),
     ("a loss scaler's state has numbers", ["--resume scale.pt"]),
-    ("n_layer 2, not 3: drop the flag, or use another --out", ["--resume whole.pt --n-layer 3"]),
-    ("activation gelu, not relu", ["--resume whole.pt --model opt-125m"]),
-    ("other=1 is not the data this checkpoint was", ["--resume whole.pt --data other=1"]),
+    ("n_layer 2, not 3: drop --n-layer, or use another --out", ["--resume whole.pt --n-layer 3"]),
+    ("activation gelu, not relu: drop --model", ["--resume whole.pt --model opt-125m"]),
+    ("was trained on: it lacks text that --data /", ["--resume whole.pt --data other=1"]),
     ("is bytes with 257 tokens, but toy has bytes with 300", ["--resume whole.pt --data toy"]),
     ("torn.pt is refused", ["--resume torn.pt --out run"]),
-    ("not 32: drop the flag, or use another --out or", ["--init-from whole.pt --seq-len 32"]),
+    ("seq_len 16, or shorter, not 32: drop --seq-len,", ["--init-from whole.pt --seq-len 32"]),
     ("n_embd 16, not 32", ["--init-from whole.pt --n-embd 32"]),
     ("but opt has opt-257 with 257", ["--init-from whole.pt --data opt"]),
     ("cannot be combined with --resume FILE", ["--init-from whole.pt --resume whole.pt"]),
@@ -2941,7 +2948,9 @@ runpy.run_path({str(ROOT)!r} + "/" + sys.argv.pop(1), run_name="__main__")
 @pytest.mark.parametrize("missing, load, threads, flags, notes", [
     ([torch.bfloat16], 0, 2, "", []), ([], 0, 2, "--dtype bf16", []), ([], 9e9, 1, "", []),
     ([torch.bfloat16], 0, 2, "--dtype bf16", ["cpu (multiplies bf16 in fp32), bf16"]),
-    ([], 9e9, 2, "--warmup-steps 3", ["set OMP_NUM_THREADS=1", "most of the 4 steps are"])])
+    ([], 9e9, 2, "--warmup-steps 3", [
+        "set OMP_NUM_THREADS=1",
+        "warm-up is 3 of 4 steps: give --warmup-steps (above 4 the learning rate never peaks)"])])
 def test_a_run_says_what_makes_it_slow(run_train, shards, tmp_path, missing, load, threads, flags,
                                        notes):
     """A line for a type without instructions, for threads on a busy machine, for a long warm-up."""
@@ -3139,8 +3148,9 @@ def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
         status, text, _ = run_train(*as_before, *more)
         assert status == 0 and words in text and "bits a byte (on 2,048 of " in text
     for more, words in [([], "(on 3,680 of 3,695 "), (["--data", two_sources / "a"], "nats")]:
-        text = run_train(*flags, *more)[1]
+        _, text, error = run_train(*flags, *more)
         assert words in text and end not in text
+        assert (f"it lacks text that --data {shards} held" in error) == (more != []), error
     for world, kind, file, *layout in [(2, "--resume", out / "step_00000004.pt", "--zero", 3),
                                        (4, "--init-from", weights, "--tp", 2, "--pp", 2)]:
         first, *_ = launch(world, *as_before, *layout, kind, file)
@@ -3339,9 +3349,16 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
             assert f"data {then} instead of" in text and changed == dict(data=[first, then])
             assert end["data"] == [*whole["data"], [32, weights]]
             assert (len(whole["monitor"]["losses"]), len(end["monitor"]["losses"])) == (10, 6)
-    expect_mistake(run_train("--data", "a", "--out", out, *flags), "not the data this checkpoint")
+    expect_mistake(run_train("--data", "a", "--out", out, *flags), "text that --data b=3,a=1 held")
     assert run_train("--data", "a=1,b=0", "--out", out, *flags, "--steps", 11)[0] == 0
     assert saved(out, 11)["data"][-1] == [80, {a: 1, b: 0}]
+    meta = two_sources / "b" / "meta.json"
+    whole = meta.read_text()
+    meta.write_text(whole.replace(b, "other"))
+    expect_mistake(run_train("--data", "a=1,b=0", "--out", out, *flags, "--steps", 12),
+                   "a=1,b=0 is not the data this checkpoint was trained on: it lacks text that "
+                   "--data a=1,b=0 held then")
+    meta.write_text(whole)
     branch = ["--resume", straight / "step_00000004.pt", "--out", tmp_path / "branch"]
     for weight, words in [(3, "after step 4"), (3, "nothing left"), (5, "nothing left")]:
         assert words in run_train("--data", f"a={weight},b=1", *branch, *flags)[1]
@@ -3774,14 +3791,19 @@ def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
                                "--max-rollbacks", 0, cwd=tmp_path).finish()
     assert status == 1 and "are used up; the run has diverged" in error
     recipe = next(block for block in README.split("```")[1::2] if "spike" in block)
-    text = subprocess.run(["bash", "-c", recipe], cwd=tmp_path, capture_output=True, text=True)
+    def print_spike():
+        return subprocess.run(["bash", "-c", recipe], cwd=tmp_path, capture_output=True, text=True)
+    text = print_spike()
     [spike] = [event for event in read_metrics(tmp_path / "out")[1] if event["event"] == "spike"]
     windows = data.TokenDataset(shards, "train", 128).sample_indices(1337, 0, 4 * spike["step"])
     tokens = np.fromfile(shards / "train_000000.bin", np.uint16, offset=1024)
     texts = [tokens[128 * i:128 * i + 129] for i in windows.tolist()]
-    assert text.stdout == "\n----------\n".join(
-        bytes(part.tolist()).decode(errors="replace") for part in texts) + "\n", text.stderr
+    assert text.stdout == "".join(
+        f"---- window {window}\n{bytes(part.tolist()).decode(errors='replace')}\n"
+        for window, part in zip(windows, texts)), text.stderr
     assert spike["windows"] == windows.tolist() and len(texts) >= 4
+    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert print_spike().stderr == "out/metrics.jsonl has no spike\n"
 
 
 @pytest.mark.parametrize("layout, flags", [
@@ -4849,7 +4871,7 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
     assert not {f for f in flags if f not in known and not f.startswith((
         "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",
         "--job", "--cpus", "--max-restarts", "--tasks", "--include", "--num", "--time", "--signal",
-        "--requeue", "--open-mode", "--kill-on", "--shutdown-timeout"))}
+        "--logdir", "--requeue", "--open-mode", "--kill-on", "--shutdown-timeout"))}
 
 
 def test_the_readmes_slurm_script_requeues_until_the_run_has_ended(shards, tmp_path):
@@ -4882,6 +4904,27 @@ def test_the_readmes_slurm_script_requeues_until_the_run_has_ended(shards, tmp_p
     assert saved(out, last)["step"] == last
 
 
+def test_the_readmes_loop_of_two_machines_ends_after_ctrl_c(tmp_path):
+    """torchrun is imitated: it survives Ctrl-C for a moment and fails. A failure alone starts it
+    again; Ctrl-C ends the loop."""
+    block = next(x for x in README.split("```")[1::2] if "until torchrun --nnodes=2" in x)
+    (tmp_path / "torchrun").write_text(f"""#!/bin/bash
+        echo start >> {tmp_path}/starts
+        test $(wc -l < {tmp_path}/starts) -gt 1 || exit 1
+        trap 'kill $!; sleep 0.5; exit 1' INT
+        touch {tmp_path}/waits; sleep 60 & wait""")
+    (tmp_path / "torchrun").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    shell = subprocess.Popen(["bash", "-c", block.replace("sleep 5", "sleep 0.1")],
+                             env=dict(os.environ, PATH=path), start_new_session=True)
+    while not (tmp_path / "waits").exists():
+        assert shell.poll() is None
+        time.sleep(0.02)
+    os.killpg(shell.pid, signal.SIGINT)
+    assert shell.wait(20) != 0
+    assert (tmp_path / "starts").read_text() == "start\n" * 2
+
+
 IMPORTS = {     # of our files: those that each may import
     "model": [], "data": [], "amp": [], "parallel": ["model"],
     "checkpoint": ["model", "data", "parallel"],
@@ -4903,7 +4946,7 @@ def test_imports_run_one_way_and_no_file_imports_a_tool():
 
 
 def test_the_readmes_layouts_are_not_refused(shards):
-    """All seven train.py commands, with the model and the number of ranks that they name."""
+    """All eight train.py commands, with the model and the number of ranks that they name."""
     blocks = "".join(README.split("```")[1::2]).replace("\\\n", " ")
     blocks = re.sub("for lr in (\\S+) .*; do (.*); done",      # its first turn
                     lambda loop: loop[2].replace("$lr", loop[1]), blocks)
@@ -4913,7 +4956,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
         config, cfg = train.validate(given, None, world)
         assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 7
+    assert len(commands) == 8
 
 
 # ---------------------------------------------------------------------------------------------

@@ -114,7 +114,8 @@ class Config:
     data: str = flag("data/python", "directory of token shards, or a mixture: A=0.7,B=0.3",
                      group="paths", form="DIR")
     out: str = flag("out", "directory of the run: checkpoints and metrics.jsonl", form="DIR")
-    log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb")
+    log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb",
+                    choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
     model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model")
     n_layer: int = flag(None, "blocks (this and the next four override --model)", low=1)
     n_head: int = flag(None, "attention heads", low=1)
@@ -497,7 +498,10 @@ class Run:
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk."""
-        all_ranks(self.writer.finish)
+        try:
+            all_ranks(self.writer.finish)
+        except RunError as error:
+            raise RunError(f"{error}: free space in {self.config.out}, then give the same command")
         if self.step == self.config.steps:
             self.event("end", step=self.step)
             return
@@ -799,8 +803,14 @@ def format_eval(row: dict, run: Run) -> str:
     return "\n".join(lines)
 
 
-def format_layout(config: Config, grid: Grid, device: str) -> tuple[str, str]:
-    """The layout with its options, and the batch."""
+def print_summary(run: Run) -> None:
+    """Print model, layout, memory, batch and data."""
+    config, cfg, grid, data = run.config, run.cfg, run.grid, run.train_data
+    device = run.device.type
+    if multiplies_in_fp32(run.activation_like.dtype, run.device):
+        device += f" (multiplies {config.dtype} in fp32)"
+    if config.dtype == "fp32" and torch.get_float32_matmul_precision() == "high":
+        device += " (multiplies fp32 in TF32)"
     layout = (f"dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {device}, {config.dtype}, "
               f"zero {config.zero}")
     if grid.pp > 1:
@@ -815,20 +825,8 @@ def format_layout(config: Config, grid: Grid, device: str) -> tuple[str, str]:
              f"{config.micro_batch} sequences")
     if config.batch_ramp is not None:
         batch += f", after a ramp {config.batch_ramp}"
-    return layout, batch
-
-
-def print_summary(run: Run) -> None:
-    """Print model, layout, memory, batch and data."""
-    config, cfg, data = run.config, run.cfg, run.train_data
-    device = run.device.type
-    if multiplies_in_fp32(run.activation_like.dtype, run.device):
-        device += f" (multiplies {config.dtype} in fp32)"
-    if config.dtype == "fp32" and torch.get_float32_matmul_precision() == "high":
-        device += " (multiplies fp32 in TF32)"
-    layout, batch = format_layout(config, run.grid, device)
     sizes = [bucket.numel for bucket in run.flat.buckets]
-    on_device, on_host = state_bytes(sum(sizes), max(sizes), run.grid.dp, PRECISIONS[config.dtype],
+    on_device, on_host = state_bytes(sum(sizes), max(sizes), grid.dp, PRECISIONS[config.dtype],
                                      config.zero, config.offload and run.device.type != "cpu")
     memory = [f"{kind} {size / 1e6:,.1f} MB" for kind, size in on_device.items()]
     memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]
@@ -839,8 +837,8 @@ def print_summary(run: Run) -> None:
         f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
         f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
         f"{flops_per_token(cfg):.3g} FLOPs a token\n"
-        f"layout   {layout}{on_hosts(range(run.grid.world), run.grid.hosts)}\n"
-        f"memory   {', '.join(memory)} (rank {run.grid.rank})\n"
+        f"layout   {layout}{on_hosts(range(grid.world), grid.hosts)}\n"
+        f"memory   {', '.join(memory)} (rank {grid.rank})\n"
         f"batch    {batch}; {config.batch_size * cfg.seq_len:,} tokens a step\n"
         f"data     {data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
         f"{', '.join(epochs)}")
@@ -862,7 +860,8 @@ def print_notes(run: Run, given: dict, resumed: bool) -> None:
                         f"{on_hosts(ranks, run.grid.hosts)}: --tp should divide a machine's ranks")
             break
     if config.warmup_steps > config.steps / 2:
-        print_rank0(f"note     most of the {config.steps} steps are warm-up")
+        print_rank0(f"note     warm-up is {config.warmup_steps} of {config.steps} steps: give "
+                    f"--warmup-steps (above {config.steps} the learning rate never peaks)")
     if config.skip_steps is not None and step_range(config.skip_steps)[1] <= run.step:
         print_rank0(f"skip     the steps {config.skip_steps} are done: there is nothing to skip")
 
@@ -941,8 +940,7 @@ def add_flags(parser: argparse.ArgumentParser, names=None, kind=Config) -> None:
         if f.default is not None:
             help += f" (default {f.default})"
         metavar = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
-        groups[heading].add_argument(flag_name, type=f.type, choices=f.metadata["choices"],
-                                     metavar=metavar, help=help)
+        groups[heading].add_argument(flag_name, type=f.type, metavar=metavar, help=help)
 
 
 def parse_given(parser: argparse.ArgumentParser, arguments, kind=Config) -> dict:
@@ -956,10 +954,16 @@ def parse_given(parser: argparse.ArgumentParser, arguments, kind=Config) -> dict
         value = given.get(f.name)
         low = f.metadata["low"]
         below = f.metadata["below"] or math.inf
+        choices = f.metadata["choices"]
+        argument = f"argument --{f.name.replace('_', '-')}"
         if value is not None and low is not None and not low <= value < below:
             limit = "finite" if below == math.inf else f"below {below}"
-            refuse(f"argument --{f.name.replace('_', '-')}: {value:g} must be at least {low} and "
-                   f"{limit}")
+            refuse(f"{argument}: {value:g} must be at least {low} and {limit}")
+        if value is not None and choices is not None and value not in choices:
+            names = [str(choice) for choice in choices]
+            near = [x for x in names if x.startswith(str(value)) or str(value).startswith(x)]
+            advice = f"did you mean {near[0]}?" if near else f"give one of {', '.join(names)}"
+            refuse(f"{argument}: invalid choice {value}: {advice}")
     return given
 
 
@@ -967,8 +971,7 @@ def step_range(text: str) -> tuple[int, int]:
     """"A:B" -> (A, B). Raises ValueError."""
     numbers = re.fullmatch(r"(\d+):(\d+)", text)
     if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
-        raise ValueError(f"argument --skip-steps: {text} must be A:B, two steps from 1 on, A not "
-                         f"after B")
+        raise ValueError(f"argument --skip-steps: {text} must be A:B, steps with 1 <= A <= B")
     return int(numbers[1]), int(numbers[2])
 
 
@@ -985,11 +988,7 @@ def parse_flags(arguments) -> dict:
         step_range(given["skip_steps"])
     ramp = given.get("batch_ramp")
     if ramp is not None and not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", ramp):
-        raise ValueError(f"argument --batch-ramp: {ramp} must be START:INCREMENT:SEQUENCES, three "
-                         f"numbers from 1 on")
-    if not set(given.get("log", "wandb").split(",")) <= {"tensorboard", "wandb"}:
-        raise ValueError(f"argument --log: {given['log']} must be tensorboard, wandb, or "
-                         f"tensorboard,wandb")
+        raise ValueError(f"argument --batch-ramp: {ramp} is not START:INCREMENT:SEQUENCES, all > 0")
     if {"steps", "epochs"} <= set(given):
         raise ValueError("--steps cannot be combined with --epochs: both say when the run ends")
     if "init_from" in given and given.get("resume", "auto") not in ("auto", "never"):
@@ -1016,10 +1015,12 @@ def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[C
         return config, SIZES[config.model] | shape
     for name, value in shape.items():
         stored = state["model"][name]
-        shorter = name == "seq_len" and weights_only and value < stored
-        if value != stored and not shorter:
-            raise ValueError(f"the checkpoint's model has {name} {stored}, not {value}: drop the "
-                             f"flag, or use another --out or checkpoint")
+        may_be_shorter = name == "seq_len" and weights_only
+        if value != stored and not (may_be_shorter and value < stored):
+            allowed = f"{stored}, or shorter" if may_be_shorter else stored
+            flag_name = (name if name in given else "model").replace("_", "-")
+            raise ValueError(f"the checkpoint's model has {name} {allowed}, not {value}: drop "
+                             f"--{flag_name}, or use another --out or checkpoint")
     shape = {name: state["model"][name] for name in SHAPE} | shape
     if not weights_only:
         config = Config(**(restored_flags(state) | given))
@@ -1085,7 +1086,7 @@ def validate(given: dict, state: dict | None, world: int,
     config, cfg = check_config(config, shape, data.meta["vocab_size"], world)
     resumed = None if weights_only else state
     if state is not None:
-        checkpoint.check_data(state, data, config.data, same=not weights_only)
+        checkpoint.check_data(state, data, config, same=not weights_only)
     if config.epochs is not None and not config.eval_only:
         config = dataclasses.replace(config, steps=steps_of_epochs(config, data, resumed))
     if resumed is not None:

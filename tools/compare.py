@@ -205,7 +205,10 @@ def compare(outs: list[str]) -> str:
         if any(row.get("loss") is not None for row in run.rows):
             runs.append(run)
         else:
-            print(f"compare.py: warning: {out}/metrics.jsonl has no step", file=sys.stderr)
+            problem = f"{out} is not the --out of a run"
+            if Path(out, "metrics.jsonl").exists():
+                problem = f"{out}/metrics.jsonl has no step"
+            print(f"compare.py: warning: {problem}: left out", file=sys.stderr)
     if not runs:
         raise ValueError("nothing to compare: give the --out of runs that have made a step")
     runs.sort(key=lambda run: run.best_val_loss)

@@ -226,7 +226,8 @@ def fetch(source: str, folder: Path, hub: str) -> None:
             raise ValueError(f"{source} is neither a folder nor a public model on {hub}")
         weights = next(filter(is_there, WEIGHTS), None)
     except requests.RequestException as error:
-        raise ConnectionError(f"cannot reach {hub}: {error}") from error
+        raise ConnectionError(f"there is no folder {source}, and {hub} cannot be reached: "
+                              f"{error}") from error
     if weights is None:
         raise ValueError(f"{address} has none of {', '.join(WEIGHTS)}")
     download(address + "config.json", folder / "config.json")

@@ -652,7 +652,8 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
         f"failures every {plan['failure_hours']:,.4g} hours; a checkpoint every "
         f"{plan['interval_seconds']:,.0f} s pauses {plan['pause_seconds']:,.4g} s and is written "
         f"in {plan['write_seconds']:,.4g} s and read in {plan['read_seconds']:,.4g} s "
-        f"({format_bytes(plan['checkpoint_bytes'])}); goodput {plan['goodput']:.1%}",
+        f"({format_bytes(plan['checkpoint_bytes'])}); goodput {plan['goodput']:.1%}, which the days "
+        f"above do not count",
         "assumes  backward hides data parallelism, nothing hides tp and pp; no rank is slow"]
     if plan["tokens"] < plan["compute_optimal_tokens"] / 10:
         lines.append("note     few tokens for this model: give --tokens, or --steps, --batch-size")
@@ -712,6 +713,10 @@ def answer(arguments: list[str]) -> str:
     if config.tokens is not None:
         steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
         config = replace(config, steps=steps)
+
+    if config.world % (config.tp * config.pp):
+        raise ValueError(f"--world {config.world} is not divisible by tp {config.tp} x pp "
+                         f"{config.pp}: give a multiple")
 
     if config.search:
         plans = search_layouts(GPTConfig(config.vocab_size, **shape), config, given)

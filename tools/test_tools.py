@@ -502,7 +502,8 @@ def test_the_readmes_plan_is_what_the_command_prints():
     best = json.loads(tools.plan.answer([*free, "--search", "--json"]))[0]
     for words in (f"{plan['memory_bytes'] / 1e9:.0f} of 80 GB", f"{plan['days']:.0f} days",
                   f"{plan['hardware_tflops_per_gpu']:.0f} TFLOP/s per GPU (the paper: 147)",
-                  f"{plan['goodput']:.0%} goodput", f"tp {best['tp']} and sequence parallelism",
+                  f"{plan['goodput']:.0%} goodput makes them {plan['days'] / plan['goodput']:.0f}",
+                  f"tp {best['tp']} and sequence parallelism",
                   f"{best['days']:.0f} days", f"{best['memory_bytes'] / 1e9:.0f} GB",
                   f"ZeRO {best['zero']}", f"{plan['checkpoint_bytes'] / 1e12:.1f} TB",
                   f"pauses {plan['pause_seconds']:.1f} s",
@@ -518,6 +519,7 @@ def test_the_readmes_plan_is_what_the_command_prints():
     for line in text.splitlines()[:2]:
         assert line in tools.plan.__doc__
     assert "batch    992 sequences = dp 124 x 1 microbatches x 8 sequences; 2,031,616" in text
+    assert f"goodput {plan['goodput']:.1%}, which the days above do not count" in text
     enough = tools.plan.answer([*flags, "--steps", "200000"])
     assert "note     few tokens for this model" in text and "few tokens" not in enough
 
@@ -538,9 +540,10 @@ def test_tokens_stand_for_the_steps_that_read_them():
     ("--world 8 --gpu h100 --tokens nan", "argument --tokens: nan must be at least 1"),
     ("--world 8 --gpu h100 --tokens 26b", "invalid float value"),
     ("--world 8 --gpu h100 --tokens 1e9 --steps 5", "--steps and --tokens both say"),
-    ("--world 8 --gpu h300", "invalid choice: 'h300'"),
+    ("--world 8 --gpu h300", "invalid choice h300"), ("--gpu h100-80g", "did you mean h100?"),
+    ("--world 8 --gpu 3090", "give one of v100-16g, v100-32g, a100-40g"),
     ("--world 8 --gpu h100 --zero 3 --pp 2", "zero 3 with pp 2"),
-    ("--world 3 --tp 2 --gpu h100", "3 processes are not divisible by tp 2 x pp 1"),
+    ("--world 3 --tp 2 --gpu h100", "--world 3 is not divisible by tp 2 x pp 1"),
     ("--world 8 --gpu h100 --n-embd 193", "n_embd 193 is not divisible by n_head 4"),
     ("--world 7 --gpu h100 --search", "no layout of this model and batch size 16 fits 7 x h100"),
     ("--world 1 --gpu v100-32g --dtype bf16", "a V100 has no matrix products in bf16"),
@@ -753,7 +756,7 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
             ([], 2, "required: import|export"), (["import", "hf"], 2, "required: FILE.pt"),
             (["convert", "a.pt", "b"], 2, "invalid choice: 'convert'"),
             (["import", "torn", "b.pt"], 2, "pytorch_model.bin is damaged"),
-            (["import", "no/such", "b.pt"], 1, "cannot reach http://127.0.0.1:9")]:
+            (["import", "no/such", "b.pt"], 1, "no folder no/such, and http://127.0.0.1:9 cannot")]:
         result = convert(capsys, *arguments)
         assert result[0] == status and message in result[2], result
         assert result[2].startswith("tools.huggingface: ") and result[2].count("\n") == 1, result
@@ -817,6 +820,7 @@ def test_compare_plots_and_tabulates_runs_without_their_void_rows(tmp_path, monk
         "   tokens  0     400", ""]
     status, text, error = tool("compare", "b", "none", "a", "nowhere", COLUMNS="52")
     assert status == 0 and error.count("\n") == 2 and "none/metrics.jsonl has no step" in error
+    assert "nowhere is not the --out of a run" in error
     assert 50 < max(map(len, text.splitlines()[:20])) <= 52
     assert [line.split() for line in text.splitlines()[-2:]] == [
         "a 1.0000 1 1.2500 3 4 400 0h42m 7,000 9.00e-02 a, lr 0.004, 1 rollback, 1 damaged, "
