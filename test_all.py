@@ -4118,32 +4118,29 @@ def test_a_rank_lost_during_a_save_costs_at_most_that_save(shards, tmp_path, fat
 import time, checkpoint, train
 receive = checkpoint.receive_parameter
 def receive_late(*args):
-    time.sleep(0.05)
+    time.sleep(0.03)
     return receive(*args)
 checkpoint.receive_parameter = receive_late
 train.main()
 """)
     flags = ["--data", shards, *TINY, "--steps", 1_000_000, "--eval-every", 0, "--save-every", 5,
-             "--pp", 2, "--timeout", 6]
-    jobs = [launch(2, *flags, "--out", tmp_path / f"{victim}", file=tmp_path / "wrapper.py")
-            for victim in (0, 1)]
-    try:
-        for victim, job in enumerate(jobs):
-            wait_for_step(tmp_path / f"{victim}", 11, job[0])       # file 5 is whole, 10 is not
+             "--pp", 2, "--timeout", 10]
+    for victim in (0, 1):
+        out = tmp_path / f"{victim}"
+        job = launch(2, *flags, "--out", out, file=tmp_path / "wrapper.py")
+        try:
+            wait_for_step(out, 11, job[0])                          # file 5 is whole, 10 is not
             job[victim].send_signal(fate)
-        for victim, job in enumerate(jobs):
-            out = tmp_path / f"{victim}"
             status, _, error = job[1 - victim].finish()
             assert status == 1 and error.count("\n") == 1, error
-            job[victim].process.kill()
-            job[victim].finish()
-            assert checkpoint.list_checkpoints(out) == [saved_file(out, 5)]
-            checkpoint.verify(out / "latest.pt")
-            again = launch(2, *flags, "--out", out, "--steps", 6)
-            assert [rank.finish()[0] for rank in again] == [0, 0] and saved(out, 6)["step"] == 6
-    finally:
-        for process in itertools.chain(*jobs):
-            process.process.kill()
+        finally:
+            for rank in job:
+                rank.process.kill()
+        job[victim].finish()
+        assert checkpoint.list_checkpoints(out) == [saved_file(out, 5)]
+        checkpoint.verify(out / "latest.pt")
+        again = launch(2, *flags, "--out", out, "--steps", 6)
+        assert [rank.finish()[0] for rank in again] == [0, 0] and saved(out, 6)["step"] == 6
 
 
 def test_a_slow_disk_of_rank_0_does_not_end_a_healthy_run(shards, tmp_path):
