@@ -1478,7 +1478,7 @@ def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FB"):
 
     def model_chunks(model, grid):
         last = Chunk(head=model.head if grid.is_last else None)
-        return [*[Chunk(head=None)] * (chunks - 1), last]
+        return [Chunk(head=None) for _ in range(chunks - 1)] + [last]
     with mock.patch.multiple(dist, P2POp=lambda *message: message, batch_isend_irecv=start), \
             mock.patch.object(parallel, "model_chunks", model_chunks):
         for stage in range(stages):
