@@ -53,7 +53,8 @@ import torch.distributed as dist
 from data import TokenDataset
 from model import GPT, GPTConfig
 from parallel import (Bucket, FlatParameters, Grid, ParamSpec, PeerError, RunError, build_stage,
-                      comm_errors, first_line, make_buckets, on_hosts, param_specs, to_host)
+                      comm_errors, first_line, make_buckets, on_hosts, out_of_memory, param_specs,
+                      to_host)
 
 FORMAT = 7
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -85,9 +86,7 @@ def warn(text: str) -> None:
 def copy_shards(flat: FlatParameters, names, timeout: float) -> deque:
     """Copy to host memory the parts of parameters that the file takes from this rank, for each of
     the flat tensors `names`, in the order of the file. Without ZeRO the replicas hold the same, and
-    the file takes the first one's. PeerError if a GPU hangs for `timeout` seconds. (PyTorch rounds
-    a copy from CUDA, which is pinned, up to a power of two: see its pinned_max_round_threshold_mb.)
-    """
+    the file takes the first one's. PeerError if a GPU hangs for `timeout` seconds."""
     copies = deque()
     if flat.grid.dp_rank >= flat.num_shards:
         return copies
@@ -96,15 +95,14 @@ def copy_shards(flat: FlatParameters, names, timeout: float) -> deque:
             for spec, shard_slice, _ in bucket.shard_ranges:
                 is_replica = spec.partition_dim is None and flat.grid.tp_rank > 0
                 if not spec.is_tied_copy and not is_replica:
-                    part = bucket.shard[name][shard_slice]
-                    on_cpu = part.device.type == "cpu"
-                    copies.append(part.clone() if on_cpu else to_host(part, timeout))
+                    # (A copy from CUDA is pinned, which may take twice the memory; its clone not.)
+                    copies.append(to_host(bucket.shard[name][shard_slice], timeout).clone())
     return copies
 
 
 def send_shards(copies: deque, grid: Grid, tag: int) -> None:
-    """Send the copies to rank 0, in order, and free each once it is sent. Rank 0 receives them as
-    fast as it can write; if it dies, the connection breaks. `tag` keeps saves apart."""
+    """Send the copies to rank 0, in order, and free each once it is sent. A message waits until
+    rank 0 asks for it; if rank 0 dies, the connection breaks. The tag is the step of the save."""
     while copies:
         with comm_errors("save, send to rank 0"):
             dist.isend(copies.popleft(), 0, grid.groups["save"], tag).wait(timedelta(days=1))
@@ -120,8 +118,8 @@ def file_order(cfg: GPTConfig, grid: Grid, num_shards: int) -> list[tuple]:
         for bucket in make_buckets(param_specs(build_stage(cfg, place), cfg, place), grid.dp):
             for spec in bucket.specs:
                 if not spec.is_tied_copy:
-                    cut = spec.partition_dim is not None
-                    order.append((spec, bucket, ranks if cut else ranks[:1]))
+                    holders = ranks[:1] if spec.partition_dim is None else ranks
+                    order.append((spec, bucket, holders))
     return order
 
 
@@ -152,15 +150,17 @@ def receive_parameter(spec: ParamSpec, bucket: Bucket, ranks: list, dtype: torch
 
 class Streamed:
     """Stands in a state for a tensor that exists only while torch.save writes it: `read()` returns
-    the tensor. The file is the same as with the tensor, byte for byte."""
+    the tensor, contiguous from the start of its storage. The file is the same, byte for byte.
+
+    torch.save pickles all objects first and writes their storages afterwards, one by one. It calls
+    `cpu()` on a storage of another device: on these, on `meta`, `cpu` reads the tensor."""
 
     def __init__(self, shape: tuple, dtype: torch.dtype, read: Callable):
         self.like = torch.empty(shape, dtype=dtype, device="meta")
         self.read = read
 
     def __reduce__(self):
-        """Reduce as a tensor on the CPU does. Of a storage that is not there, torch.save writes the
-        copy that the method `cpu` returns: of one storage after the other."""
+        """Reduce as a tensor on the CPU does."""
         storage = torch.UntypedStorage(self.like.nbytes, device="meta")
         storage.cpu = lambda: self.read().untyped_storage()
         typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=self.like.dtype,
@@ -198,7 +198,7 @@ def first_cause(error: BaseException) -> BaseException:
 def write_file(content: dict | Path, aside: Path, path: Path) -> None:
     """Write a state, or copy a file, to the file `aside` and, once it is whole and on the disk,
     rename it to `path`. Raises OSError if it cannot be written, PeerError if a rank that sends
-    its shards is gone."""
+    its shards is gone; too little memory is raised as it is."""
     try:
         with open(aside, "wb") as file:
             if isinstance(content, Path):
@@ -212,7 +212,7 @@ def write_file(content: dict | Path, aside: Path, path: Path) -> None:
     except (OSError, RuntimeError) as error:
         aside.unlink(missing_ok=True)
         cause = first_cause(error)
-        if isinstance(cause, PeerError):
+        if isinstance(cause, PeerError) or out_of_memory(cause):
             raise cause
         raise OSError(f"{path} could not be written: {cause}") from error
 
@@ -243,10 +243,13 @@ def save(state: dict, out: Path, keep: int) -> Path:
 
     # The monitor names the files that a rollback may go back to, among them the run's first.
     named = {file for _, file, _ in state["monitor"].get("checkpoints", [])}
-    files = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
-    for file in files[keep:]:
-        if file.name not in named:
-            file.unlink(missing_ok=True)
+    try:
+        files = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
+        for file in files[keep:]:
+            if file.name not in named:
+                file.unlink(missing_ok=True)
+    except OSError as error:                    # (this checkpoint is written)
+        warn(f"old checkpoints in {out} could not be removed: {error}")
     return path
 
 
@@ -254,38 +257,42 @@ class Writer:
     """Writes checkpoints while training goes on, one at a time: a thread of each rank sends its
     shards to rank 0, whose thread writes the file and waits for each for `timeout` seconds."""
 
-    def __init__(self, out: Path, keep: int, cfg: GPTConfig, grid: Grid, timeout: float):
+    def __init__(self, out: Path, keep: int, cfg: GPTConfig, flat: FlatParameters, timeout: float):
         self.out = out
         self.keep = keep
-        self.cfg = cfg
-        self.grid = grid
+        self.flat = flat
+        self.grid = flat.grid
         self.timeout = timeout
+        if self.grid.rank == 0:
+            self.order = file_order(cfg, self.grid, flat.num_shards)
         self.thread = ThreadPoolExecutor(1)
         self.pending = None         # the Future of the last write
 
-    def submit(self, facts: dict, flat: FlatParameters) -> None:
+    def submit(self, facts: dict) -> None:
         """Copy this rank's shards, then start to write the state: `facts` and the tensors. Every
         rank must call it. Call `wait` before."""
-        copies = copy_shards(flat, STATE.values(), self.timeout)
-        dtype = flat.buckets[0].shard["master"].dtype
-        self.pending = self.thread.submit(self._write, facts, copies, dtype, flat.num_shards)
+        copies = copy_shards(self.flat, STATE.values(), self.timeout)
+        task = self._write if self.grid.rank == 0 else self._send
+        self.pending = self.thread.submit(task, facts, copies)
 
-    def _write(self, facts: dict, copies: deque, dtype, num_shards: int) -> str | None:
-        if self.grid.rank > 0:
-            return send_shards(copies, self.grid, facts["step"])
-        order = file_order(self.cfg, self.grid, num_shards)
+    def _send(self, facts: dict, copies: deque) -> None:
+        send_shards(copies, self.grid, facts["step"])
+
+    def _write(self, facts: dict, copies: deque) -> str | None:
+        dtype = self.flat.buckets[0].shard["master"].dtype
         full = (receive_parameter(*place, dtype, copies, self.grid, facts["step"])
-                for _ in STATE for place in order)
+                for _ in STATE for place in self.order)
         tensors = {key: {spec.name: Streamed(spec.shape, dtype, partial(next, full))
-                         for spec, *_ in order} for key in STATE}
+                         for spec, *_ in self.order} for key in STATE}
         try:
             save(facts | tensors, self.out, self.keep)
+            return None
         except OSError as error:            # the run goes on: earlier files are whole
-            warn(f"{error}; earlier checkpoints are untouched")
-            for _ in full:                  # the others send the rest too
-                pass
-            return str(error)               # the exception would keep tensors in memory
-        return None
+            reason = str(error)             # (the exception itself would keep a tensor in memory)
+        warn(f"{reason}; earlier checkpoints are untouched")
+        for _ in full:                      # the others send the rest too
+            pass
+        return reason
 
     def wait(self) -> str | None:
         """Wait for the last write, however slow the disk is; returns its error message on rank 0,
@@ -295,8 +302,8 @@ class Writer:
         return self.pending.result()
 
     def close(self) -> None:
-        """Wait for the last write at the end of a run, which may have lost a rank: it may be rank
-        0, so that the others wait for `timeout` seconds at most."""
+        """Wait for the last write when the run ends by an error. If that is the loss of rank 0,
+        nobody receives: the others wait for `timeout` seconds."""
         if self.pending is not None:
             timeout = None if self.grid.rank == 0 else self.timeout
             with suppress(PeerError, TimeoutError):

@@ -29,10 +29,12 @@ import sys
 import time
 import uuid
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import Callable, NamedTuple
 
 import torch
@@ -102,17 +104,20 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
         "embedding": pipelines[:, [0, -1]],     # hold the tied matrix (one rank twice if pp is 1)
     }
     backend = "gloo" if device.type == "cpu" else "nccl"
+    group_timeout = timeout
     if backend == "nccl" and timeout is not None:
-        timeout *= 2                # NCCL counts from the start, to_host from its later reading
+        group_timeout *= 2          # NCCL counts from the start, to_host from its later reading
     for name, rows in members.items():
         for ranks in rows.tolist():
             if rank in ranks and len(set(ranks)) > 1:
                 grid.groups[name] = dist.new_group(
-                    ranks, timeout=timeout, backend=backend, use_local_synchronization=True,
+                    ranks, timeout=group_timeout, backend=backend, use_local_synchronization=True,
                     group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
     if device.type != "cpu":
         connect(grid, device)
-    if world > 1:               # for checkpoints, which a thread sends while training goes on
+    # For checkpoints, which a thread sends while training goes on. All ranks make it, so that its
+    # name does not depend on the count. It stays behind `connect`: gloo cannot sum GPU tensors.
+    if world > 1:
         grid.groups["save"] = dist.new_group(timeout=timeout, backend="gloo")
     return grid
 
@@ -136,9 +141,11 @@ def check_grid(world: int, tp: int, pp: int, zero: int, sequence_parallel: bool,
     if sequence_parallel and tp == 1:
         raise ValueError("sequence parallelism splits the positions over tensor-parallel ranks, "
                          "but tp is 1: give --tp 2 or more")
-    if (schedule == "interleaved") != (chunks > 1) or (chunks > 1 and pp == 1):
-        raise ValueError(f"--pp-schedule interleaved requires --pp-chunks and --pp of 2 or more, "
-                         f"and --pp-chunks requires it; they are {schedule}, {chunks} and {pp}")
+    if schedule != "interleaved" and chunks > 1:
+        raise ValueError(f"--pp-chunks {chunks} requires --pp-schedule interleaved, not {schedule}")
+    if schedule == "interleaved" and min(pp, chunks) < 2:
+        raise ValueError(f"--pp-schedule interleaved requires --pp and --pp-chunks of 2 or more, "
+                         f"not {pp} and {chunks}")
 
 
 def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro_batch: int,
@@ -529,9 +536,9 @@ def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
 
 def softmax_over_ranks(largest: torch.Tensor, total: torch.Tensor, z: torch.Tensor,
                        is_local: torch.Tensor, group) -> tuple:
-    """TP5: three numbers of each position travel. From a rank's `largest` logit, its `total` of
-    exp(logit - largest) and the target's logit z, if the target `is_local`, to those of all ranks,
-    where z is relative to the largest, which is subtracted so that exp cannot overflow."""
+    """TP5: combine the ranks' statistics, each (n, 1): the largest logit, the sum of
+    exp(logit - largest), and the target's logit z where `is_local`. Returns the largest logit of
+    all ranks, and the sum and z relative to it."""
     overall = all_reduce(largest.clone(), group, dist.ReduceOp.MAX).wait()
     local = torch.stack([total * (largest - overall).exp(), (z - overall).where(is_local, 0)])
     return overall, *all_reduce(local, group).wait()
@@ -542,7 +549,7 @@ def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tens
                over_ranks: Callable = softmax_over_ranks) -> tuple:
     """The summed cross-entropy of n positions in nats, the same on all ranks. Its gradient, times
     the scalar `upstream` if that is given, overwrites the logits, but for one column of each row.
-    Returns (loss, these columns (n, 1), the gradients there (n, 1)).
+    Returns (loss, these target columns (n, 1), the gradients there (n, 1)).
 
     logits      (n, V / tp): this rank's columns
     p           memory to compute in, like logits, but fp32 or fp64; it may be `logits`; None: new
@@ -550,7 +557,8 @@ def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tens
 
         loss = log sum_v exp(z_v) - z_target        gradient = softmax(z), less 1 at the target
 
-    The caller writes these columns: a compiled kernel would have to store all of p before."""
+    The largest logit is subtracted so that exp cannot overflow; it cancels. The caller scatters the
+    columns in: done here, a compiled kernel would have to write all of p to memory first."""
     n, width = logits.shape
     first = grid.tp_rank * width                            # this rank's first token
     is_local = ((targets >= first) & (targets < first + width)).unsqueeze(1)
@@ -581,7 +589,7 @@ MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}
 def chunk_size(positions: int, vocab: int, device_type: str) -> int:
     """Number of positions whose logits, of `vocab` tokens each, exist at once."""
     most = max(1, MAX_LOGITS["cpu" if device_type == "cpu" else "gpu"] // vocab)
-    return ceil_div(positions, ceil_div(positions, most))       # equal chunks
+    return ceil_div(positions, ceil_div(positions, most))       # of about equal size
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -611,6 +619,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
             logits = matmul(x_i, weight.t(), out=memory[:len(x_i)])         # (n, V / tp)
             p_i = None if p is None else p[:len(x_i)]
+            if p is memory:
+                p_i = logits            # the same object: a compiler handles two views worse
             loss_i, columns, at_columns = chunk_loss(logits, p_i, targets_i, upstream)
             loss += loss_i
             if scale is not None:
@@ -776,13 +786,13 @@ def make_schedule(name: str, grid: Grid, num_microbatches: int) -> list[tuple]:
 
 
 def split_in_turns(schedule: list[tuple], chunks: int) -> list[list[tuple]]:
-    """The ops between which a stage exchanges messages: each op, but where an interleaved schedule
-    alternates, a forward and a backward. (A stage is two forwards ahead of the next one. Sent at
-    once, on NCCL they would wait for their receivers, and these for backwards.)"""
-    kinds = "".join(kind for kind, *_ in schedule)
-    turns = []
-    for i, op in enumerate(schedule):
-        if chunks > 1 and "BF" in kinds and kinds[i - 1:i + 1] == "FB":
+    """Group the ops into turns; a stage exchanges messages after each turn. A turn is one op. Where
+    an interleaved schedule alternates, it is a forward and the backward after it: each stage is two
+    forwards ahead of the next there, so that on NCCL single sends would wait for each other."""
+    pairs = [(first[0], second[0]) for first, second in pairwise(schedule)]
+    turns = [schedule[:1]]
+    for op, pair in zip(schedule[1:], pairs):
+        if chunks > 1 and ("B", "F") in pairs and pair == ("F", "B"):
             turns[-1].append(op)
         else:
             turns.append([op])
@@ -1259,7 +1269,8 @@ class FlatParameters:
             self._attach(bucket)
             if zero == 3:
                 self.reshard([bucket])
-        self.staging = None             # two buckets' gradients, then parameters, on their way
+        # --offload: rows used in turn, to bring a bucket's gradients and take its parameters back
+        self.staging = None
         if training and device != host:
             longest = max(bucket.numel for bucket in self.buckets) // self.num_shards
             self.staging = torch.empty(2, longest, dtype=master_dtype, device=host,
@@ -1431,28 +1442,27 @@ class FlatParameters:
     def step(self, grad_scale: float, step: int, lr: float, beta1: float, beta2: float,
              weight_decay: float) -> None:
         """AdamW update number `step` (from 1) of this rank's shards, with the gradients times
-        `grad_scale`, all in one call. On a host it goes bucket by bucket: the next one's gradients
-        arrive, and the last one's parameters leave, while AdamW updates this one."""
+        `grad_scale`. With --offload it goes bucket by bucket: while the CPU updates one, the next
+        one's gradients arrive and the previous one's parameters leave."""
         grads = [bucket.shard["grad"] for bucket in self.buckets]
         torch._foreach_mul_(grads, grad_scale)
         if self.staging is None:
             adamw_step(self.buckets, grads, step, lr, beta1, beta2, weight_decay)
             self.sync_params()
             return
-        room = [self.staging[i % 2, :len(grad)] for i, grad in enumerate(grads)]
-        copies = [copy_to_host_async(grad, to) for grad, to in zip(grads[:2], room)]
+        rows = [self.staging[i % 2, :len(grad)] for i, grad in enumerate(grads)]
+        copies = [copy_to_host_async(grad, row) for grad, row in zip(grads[:2], rows)]
         works = []
         for i, bucket in enumerate(self.buckets):
             grad, arrived = copies[i]
-            # It left the device after the parameters that had its memory before were there.
-            arrived.synchronize()
+            arrived.synchronize()       # queued after the parameters that left from the same row
             adamw_step([bucket], [grad], step, lr, beta1, beta2, weight_decay)
             data = bucket.shard["data"]
             rounded = grad.view(data.dtype)[:len(data)].copy_(bucket.shard["master"])
             data.copy_(rounded, non_blocking=True)
             works.append(self._start_gather(bucket))
             if i + 2 < len(grads):
-                copies.append(copy_to_host_async(grads[i + 2], room[i + 2]))
+                copies.append(copy_to_host_async(grads[i + 2], rows[i + 2]))
         for work in works:
             work.wait()
 
@@ -1663,10 +1673,17 @@ def all_gather_object(value) -> list:
 def all_ranks(action: Callable, status: int = 2):
     """Run action() on every rank and return its result here. If it raises a ValueError, OSError or
     RunError on any rank, every rank raises the same RunError, with the message of the first such
-    rank and its status (`status` for a ValueError or OSError)."""
+    rank and its status (`status` for a ValueError or OSError).
+
+    The action may take longer than --timeout, on a slow disk: it runs in a thread, and meanwhile
+    the ranks exchange messages, which show that each is alive. It must not communicate."""
     failure = None
+    future = ThreadPoolExecutor(1).submit(action)
+    wait([future], timeout=1)
+    while dist.is_initialized() and not all(all_gather_object(future.done())):
+        wait([future], timeout=1)
     try:
-        result = action()
+        result = future.result()
     except (ValueError, OSError, RunError) as error:
         failure = str(error), getattr(error, "status", status)
     hosts, failures = zip(*all_gather_object((socket.gethostname(), failure)))
@@ -1782,8 +1799,7 @@ class StopSignal:
 
 @contextmanager
 def process_group(rank: int, world: int, device: torch.device, timeout: timedelta):
-    """Initialize torch.distributed for the block; nothing to do for one process. `timeout` is for
-    the start: the default group only exchanges objects, and may wait a day for rank 0's files."""
+    """Initialize torch.distributed for the block; nothing to do for one process."""
     if world == 1:
         yield
         return
@@ -1792,7 +1808,7 @@ def process_group(rank: int, world: int, device: torch.device, timeout: timedelt
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     with comm_errors("start of the process group"):
         dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
-                                world_size=world, timeout=timedelta(days=1))
+                                world_size=world, timeout=timeout)
     yield
     dist.destroy_process_group()
 

@@ -6,7 +6,6 @@
 `plain_train` is the training loop in its plainest form; a test compares it with `Run.train`, the
 loop in use, which adds:
 
-    mixtures of data sources                        data.py      TokenDataset
     prefetched microbatches                         train.py     Run.load_microbatches, prefetch
     layers and loss sharded by tensor parallelism   parallel.py  section 2
     forward and backward of a pipeline's stages     parallel.py  section 3: run_schedule
@@ -72,7 +71,7 @@ from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, Stop
 
 def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, float]]:
     """Train on the CPU with PyTorch's own AdamW. Returns (loss, gradient norm) of each step.
-    (`config.clip` must be above 0.)"""
+    (`config.clip` must be above 0; a ramp of the batch and skipped steps are ignored.)"""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]           # biases, LayerNorm
     optimizer = torch.optim.AdamW(
@@ -216,8 +215,6 @@ class Run:
         the run's id and origin (checkpoint.new_run)."""
         self.config, self.cfg, self.grid, self.device = config, cfg, grid, device
         self.train_data, self.val_data = train_data, val_data
-        self.writer = checkpoint.Writer(Path(config.out), config.keep, cfg, grid,
-                                        config.timeout)
         self.identity = identity or checkpoint.new_run("seed")
         self.metrics = None                     # checkpoint.Metrics, for `train`
         self.prefetched = None                  # the batch of the next step
@@ -232,6 +229,8 @@ class Run:
         self.flat = FlatParameters(param_specs(self.model, cfg, grid), grid, param_dtype,
                                    master_dtype, device, config.zero, host,
                                    training=not config.eval_only)
+        self.writer = checkpoint.Writer(Path(config.out), config.keep, cfg, self.flat,
+                                        config.timeout)
         wrap_blocks(self.model, config.recompute, config.compile)
         if config.zero == 3:                    # parameters are gathered block by block
             fully_shard(self.model, self.flat)
@@ -494,7 +493,7 @@ class Run:
             optimizer_steps=self.optimizer_steps, config=dataclasses.asdict(self.config),
             model=dataclasses.asdict(self.cfg), tokenizer=self.train_data.meta["tokenizer"],
             data=self.train_data.phases, scaler=self.scaler.state_dict(),
-            monitor=dataclasses.asdict(self.monitor)), self.flat)
+            monitor=dataclasses.asdict(self.monitor)))
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk."""

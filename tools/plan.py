@@ -652,14 +652,11 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
         f"failures every {plan['failure_hours']:,.4g} hours; a checkpoint every "
         f"{plan['interval_seconds']:,.0f} s pauses {plan['pause_seconds']:,.4g} s and is written "
         f"in {plan['write_seconds']:,.4g} s and read in {plan['read_seconds']:,.4g} s "
-        f"({format_bytes(plan['checkpoint_bytes'])}); goodput {plan['goodput']:.1%}, which the days "
-        f"above do not count",
+        f"({format_bytes(plan['checkpoint_bytes'])}); goodput {plan['goodput']:.1%}, which the "
+        f"days above do not count",
         "assumes  backward hides data parallelism, nothing hides tp and pp; no rank is slow"]
     if plan["tokens"] < plan["compute_optimal_tokens"] / 10:
         lines.append("note     few tokens for this model: give --tokens, or --steps, --batch-size")
-    if plan["write_seconds"] > config.timeout:
-        lines.append("note     the last checkpoint takes longer than --timeout: train.py needs "
-                     f"--timeout {1.5 * plan['write_seconds']:.0f}")
     if config.dtype == "fp32":
         lines.append("note     fp32 is slow: give --dtype bf16 (fp16 on a V100)")
     return "\n".join(lines)
