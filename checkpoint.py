@@ -43,7 +43,7 @@ from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -260,13 +260,16 @@ class Writer:
     def __init__(self, out: Path, keep: int, cfg: GPTConfig, flat: FlatParameters, timeout: float):
         self.out = out
         self.keep = keep
+        self.cfg = cfg
         self.flat = flat
         self.grid = flat.grid
         self.timeout = timeout
-        if self.grid.rank == 0:
-            self.order = file_order(cfg, self.grid, flat.num_shards)
         self.thread = ThreadPoolExecutor(1)
         self.pending = None         # the Future of the last write
+
+    @cached_property
+    def order(self) -> list[tuple]:
+        return file_order(self.cfg, self.grid, self.flat.num_shards)
 
     def submit(self, facts: dict) -> None:
         """Copy this rank's shards, then start to write the state: `facts` and the tensors. Every
