@@ -3224,6 +3224,7 @@ def test_ctrl_c_ends_data_py_in_one_line_and_leaves_nothing(tmp_path):
     (tmp_path / "a.txt").write_text("some words\n" * 1000)
     (tmp_path / "wrapper.py").write_text("""
 import os, signal, sys, data
+signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background ignores it
 data.append_tokens = lambda *_: os.kill(os.getpid(), signal.SIGINT)
 sys.exit(data.main())
 """)
