@@ -3966,6 +3966,21 @@ def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_ba
 # ---------------------------------------------------------------------------------------------
 
 
+def test_a_save_tells_too_little_memory_and_old_files_that_stay_from_a_full_disk(tmp_path, capsys):
+    """Too little memory for a tensor is raised as it is, and no file is left; if old files cannot
+    be removed, a warning says so and the new one is whole."""
+    def no_memory():
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 GB")
+    with pytest.raises(RuntimeError, match="^DefaultCPUAllocator: can't allocate memory"):
+        checkpoint.save(small_state(2) | dict(exp_avg=dict(
+            x=checkpoint.Streamed((2,), torch.float32, no_memory))), tmp_path, keep=2)
+    assert names_in(tmp_path) == []
+    with mock.patch.object(checkpoint, "list_checkpoints", side_effect=OSError("stale handle")):
+        path = checkpoint.save(small_state(2), tmp_path, keep=2)
+    assert "could not be removed: stale handle" in capsys.readouterr().err
+    assert checkpoint.load(path)["step"] == 2
+
+
 @pytest.mark.parametrize("full, whole", [(False, [2, 4, 6]), (True, [6])])
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
     """Each file is written while two more steps run; when the next is due, training waits for it,
