@@ -455,8 +455,8 @@ def pipeline_seconds(schedule: str, forward: list, backward: list, m: int, chunk
     if chunks > 1:
         stages = range(len(forward))
         units = [dict(F=f / chunks, B=b / chunks) for f, b in zip(forward, backward)]
-        ends = clock([SCHEDULES[schedule](s, len(stages), m, chunks) for s in stages], units)
-        return max(max(row.values()) for row in ends)
+        times = clock([SCHEDULES[schedule](s, len(stages), m, chunks) for s in stages], units)
+        return max(end for row in times for _, end in row.values())
     if schedule == "gpipe":
         return sum(sum(times) + (m - 1) * max(times) for times in (forward, backward))
     both = [f + b for f, b in zip(forward, backward)]
@@ -582,8 +582,7 @@ def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict
         if one.zero > 0 and one.world == one.tp * one.pp:       # one replica has nothing to shard
             continue
         with suppress(ValueError):
-            check_layout(cfg, one.world, one.tp, one.pp, one.batch_size, one.micro_batch, one.zero,
-                         one.sequence_parallel, one.pp_schedule, one.pp_chunks)
+            check_layout(cfg, one.world, one.batch_size, one)
             plan = make_plan(cfg, one)
             if plan["fits"]:
                 plans.append(plan)
