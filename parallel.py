@@ -1139,9 +1139,10 @@ def plain_zero_step(model, shard, optimizer, tokens, targets):
 #   DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
 #   DP5  all are awaited at the end              in ZeRO 0 no hook waits       finish_grad_sync
 #   DP6  the tied matrix has its own bucket      no other bucket waits for it  make_buckets
-#   DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/dp   _start_grad_sync
+#   DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/dp   _start_grad_sync,
+#        (the next forward awaits the others)    a forward hides the messages  gather_before_use
 #   DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/dp      _start_grad_sync
-#   DP9  ZeRO 3: and only its parameters         2 more bytes become 2/dp      fully_shard
+#   DP9  ZeRO 3: and only its parameters         2 more bytes become 2/dp      gather_before_use
 #
 # The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
 # for each block. Backward completes them from the right; every rank communicates in that order.
@@ -1183,7 +1184,7 @@ class Bucket:
     shard_ranges    the parts of parameters in the shard: [(spec, shard_slice, param_slice)], where
                     shard[name][shard_slice] belongs to parameter.flatten()[param_slice]
     pending_grads   number of gradients that this backward has not computed yet
-    unsharding      ZeRO 3: the all-gather of `data` under way, or None
+    unsharding      the all-gather of `data` under way, or None
     """
 
     def __init__(self, name: str, specs: list[ParamSpec], dp: int, num_shards: int = 1,
@@ -1334,21 +1335,28 @@ class FlatParameters:
                 bucket.shard["exp_avg"].zero_()
                 bucket.shard["exp_avg_sq"].zero_()
         self.sync_params()
+        self.wait_params()
 
     @torch.no_grad()
     def sync_params(self) -> None:
-        """masters -> parameters, rounded to the parameters' type, on all replicas."""
+        """masters -> parameters, rounded to the parameters' type. Starts to share them with all
+        replicas: `gather_before_use` waits."""
         data = [bucket.shard["data"] for bucket in self.buckets]
         masters = [bucket.shard["master"] for bucket in self.buckets]
         if masters[0] is not data[0]:
             torch._foreach_copy_(data, masters)
-        for work in [self._start_gather(bucket) for bucket in self.buckets]:
-            work.wait()
+        for bucket in self.buckets:
+            self._start_gather(bucket)
 
-    def _start_gather(self, bucket: Bucket) -> Work:
-        if self.zero in (1, 2):                 # (ZeRO 3 gathers before use)
-            return all_gather(bucket.data, self.grid.groups["dp"])
-        return Work(bucket.data)
+    def _start_gather(self, bucket: Bucket) -> None:
+        assert bucket.unsharding is None, "the last update's parameters are still on their way"
+        if self.zero in (1, 2):                 # (ZeRO 3 gathers in `unshard`)
+            bucket.unsharding = all_gather(bucket.data, self.grid.groups["dp"])
+
+    def wait_params(self) -> None:
+        """Wait for `sync_params`, where no forward follows."""
+        if self.zero < 3:
+            self.unshard(self.buckets)
 
     def zero_grad(self) -> None:
         torch._foreach_zero_([bucket.grad if self.zero < 2 else bucket.shard["grad"]
@@ -1452,7 +1460,6 @@ class FlatParameters:
             return
         rows = [self.staging[i % 2, :len(grad)] for i, grad in enumerate(grads)]
         copies = [copy_to_host_async(grad, row) for grad, row in zip(grads[:2], rows)]
-        works = []
         for i, bucket in enumerate(self.buckets):
             grad, arrived = copies[i]
             arrived.synchronize()       # queued after the parameters that left from the same row
@@ -1460,14 +1467,13 @@ class FlatParameters:
             data = bucket.shard["data"]
             rounded = grad.view(data.dtype)[:len(data)].copy_(bucket.shard["master"])
             data.copy_(rounded, non_blocking=True)
-            works.append(self._start_gather(bucket))
+            self._start_gather(bucket)
             if i + 2 < len(grads):
                 copies.append(copy_to_host_async(grads[i + 2], rows[i + 2]))
-        for work in works:
-            work.wait()
 
     def unshard(self, buckets: list[Bucket], prefetch: list[Bucket] = ()) -> None:
-        """Gather the buckets' parameters; begin to gather those of the buckets to `prefetch`."""
+        """Gather the buckets' parameters; begin to gather those of the buckets to `prefetch`. ZeRO
+        1 and 2: wait until the buckets' parameters are there."""
         for bucket in (*buckets, *prefetch):
             if bucket.data.untyped_storage().size() == 0:
                 bucket.data.untyped_storage().resize_(bucket.data.nbytes)
@@ -1479,8 +1485,10 @@ class FlatParameters:
                 bucket.unsharding = None
 
     def reshard(self, buckets: list[Bucket]) -> None:
-        """Free the gathered parameters. They are views of a storage, not of an address: `unshard`
-        makes them valid again by filling the same storage."""
+        """ZeRO 3: free the gathered parameters. They are views of a storage, not of an address:
+        `unshard` makes them valid again by filling the same storage."""
+        if self.zero < 3:
+            return
         for bucket in buckets:
             assert bucket.unsharding is None, "a gather would write into freed memory"
             bucket.data.untyped_storage().resize_(0)
@@ -1501,8 +1509,9 @@ def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: 
               beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
 
-def fully_shard(model: GPT, flat: FlatParameters) -> None:
-    """DP9: wrap the forward of the embedding, each block and the head in unshard and reshard.
+def gather_before_use(model: GPT, flat: FlatParameters) -> None:
+    """Wrap the forward of the embedding, each block and the head in unshard and reshard. ZeRO 1 and
+    2 (DP7): the all-gather after AdamW is awaited there, bucket by bucket. ZeRO 3 (DP9):
 
         forward    unshard block i, prefetch i + 1, run, reshard
         backward   unshard block i, prefetch i - 1, run; _start_grad_sync reduces and reshards
@@ -1510,11 +1519,12 @@ def fully_shard(model: GPT, flat: FlatParameters) -> None:
     The tied matrix stays gathered from the embedding to the end of the head's forward, because the
     head computes its gradients there. The other parameters of the ends, and the last block, stay
     gathered until backward."""
-    tied, ends = flat.buckets[:2]
-    blocks = list(zip(flat.buckets[2::2], flat.buckets[3::2]))      # [(attention, MLP)]
+    ends = [bucket for bucket in flat.buckets if bucket.name in ("tied", "ends")]
+    halves = flat.buckets[len(ends):]
+    blocks = list(zip(halves[::2], halves[1::2]))                   # [(attention, MLP)]
 
     def run_embed(forward, *args):
-        flat.unshard([tied, ends], prefetch=blocks[0])
+        flat.unshard(ends, prefetch=blocks[0])
         return forward(*args)
 
     def run_block(forward, current, previous, following, *args):
@@ -1527,14 +1537,17 @@ def fully_shard(model: GPT, flat: FlatParameters) -> None:
         return y
 
     def run_head(forward, *args):
+        flat.unshard(ends)
         y = forward(*args)
-        flat.reshard([tied])
+        flat.reshard(ends[:1])                                      # the tied matrix
         if not torch.is_grad_enabled():
-            flat.reshard([ends])
+            flat.reshard(ends[1:])
         return y
 
-    model.embed.forward = partial(run_embed, model.embed.forward)
-    model.head.forward = partial(run_head, model.head.forward)
+    if model.embed is not None:
+        model.embed.forward = partial(run_embed, model.embed.forward)
+    if model.head is not None:
+        model.head.forward = partial(run_head, model.head.forward)
     for block, current, previous, following in zip(model.blocks.values(), blocks, [(), *blocks],
                                                    [*blocks[1:], ()]):
         block.forward = partial(run_block, block.forward, current, previous, following)

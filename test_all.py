@@ -2205,8 +2205,9 @@ def test_what_a_microbatch_holds_ends_with_its_backward(schedule, expected):
 
 
 def events_of_a_step(rank, world, zero):
-    """(what one step of two microbatches starts and waits for, and each parameter's bucket when its
-    gradient is there; the most buckets of blocks that had memory for gradients at once)"""
+    """(what one step of two microbatches and the next forward start and wait for, each parameter's
+    bucket when its gradient is there, and E, 0, 1, H when embedding, blocks and head begin in that
+    forward; the most buckets of blocks that had memory for gradients at once)"""
     events, held = [], []
     with gridded(rank, world, 1, 1) as grid:
         local, flat = staged(replace(CFG, n_layer=2), grid, zero=zero)
@@ -2223,21 +2224,28 @@ def events_of_a_step(rank, world, zero):
                          [(x, x, 0) for x in tokens_of(CFG, 4).split(2)], torch.empty(0), flat)
             flat.finish_grad_sync()
             flat.step(1.0, 1, 1e-3, 0.9, 0.95, 0.1)
+            parts = {name: block.norm1 for name, block in local.blocks.items()}
+            for name, first in dict(parts, E=local.embed.token, H=local.head.norm).items():
+                first.register_forward_pre_hook(lambda *_, name=name: events.append(name))
+            with torch.no_grad():
+                local(tokens_of(CFG, 1), tokens_of(CFG, 1))
     return in_turn(events), max(held)
 
 
 @pytest.mark.parametrize("zero, blocks, expected", [
     (0, 4, "tied ends 1.mlp 1.attn 0.mlp 0.attn ends tied ends 1.mlp start 1.attn start 0.mlp "
-           "start 0.attn start ends start tied start wait"),
+           "start 0.attn start ends start tied start wait E 0 1 H"),
     (1, 4, "tied ends 1.mlp 1.attn 0.mlp 0.attn ends tied ends 1.mlp start 1.attn wait start 0.mlp "
-           "wait start 0.attn wait start ends wait start tied wait start wait start wait"),
+           "wait start 0.attn wait start ends wait start tied wait start wait start wait E wait 0 "
+           "wait 1 H"),
     (2, 1, "tied ends 1.mlp start 1.attn wait start 0.mlp wait start 0.attn wait start ends wait "
            "start tied wait start tied ends 1.mlp wait start 1.attn wait start 0.mlp wait start "
-           "0.attn wait start ends wait start tied wait start wait start wait")])
+           "0.attn wait start ends wait start tied wait start wait start wait E wait 0 wait 1 H")])
 def test_buckets_travel_while_backward_goes_on(pool, zero, blocks, expected):
     """Mechanism (that backward hides communication, and that ZeRO 2 needs its memory): a bucket
     starts when its last gradient is there; with ZeRO one at a time on a CPU. ZeRO 2 reduces every
-    microbatch, and holds one block's half beside the one on its way. At last ZeRO gathers."""
+    microbatch, and holds one block's half beside the one on its way. At last ZeRO gathers, which
+    the next forward hides: each block waits for its own parameters alone."""
     for events, held in pool.run(2, events_of_a_step, zero):
         assert (" ".join(events), held) == (expected, blocks)
 
@@ -4394,6 +4402,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
         with suppress(ZeroDivisionError):
             run.metrics = checkpoint.Metrics(Path(config.out), rank)
             run.train(stop)
+            assert all(bucket.unsharding is None for bucket in run.flat.buckets)
         run.writer.wait()
 
 
@@ -5202,8 +5211,8 @@ def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
     flat = FlatParameters(parallel.param_specs(local, cfg, grid), grid, dtype,
                           torch.promote_types(dtype, torch.float32), "cpu", zero)
     parallel.wrap_blocks(local, recompute, compile=False)
-    if zero == 3:
-        parallel.fully_shard(local, flat)
+    if zero > 0:
+        parallel.gather_before_use(local, flat)
     flat.initialize(cfg, 0)
     return local, flat
 

@@ -59,8 +59,8 @@ from model import (GPT, IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, fl
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal, Work,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
                       assert_own_gpu, build_stage, check_grid, check_layout, check_memory,
-                      fatal_message, fully_shard, make_grid, make_schedule, on_hosts, on_rank0,
-                      param_specs, pick_device, print_rank0, process_group, run_schedule,
+                      fatal_message, gather_before_use, make_grid, make_schedule, on_hosts,
+                      on_rank0, param_specs, pick_device, print_rank0, process_group, run_schedule,
                       state_bytes, to_host, wrap_blocks)
 
 
@@ -232,8 +232,8 @@ class Run:
         self.writer = checkpoint.Writer(Path(config.out), config.keep, cfg, self.flat,
                                         config.timeout)
         wrap_blocks(self.model, config.recompute, config.compile)
-        if config.zero == 3:                    # parameters are gathered block by block
-            fully_shard(self.model, self.flat)
+        if config.zero > 0:                     # parameters are gathered block by block
+            gather_before_use(self.model, self.flat)
         # Shape and dtype of the activations that one stage sends to the next.
         positions = cfg.seq_len
         if grid.sequence_parallel:
@@ -497,6 +497,7 @@ class Run:
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk."""
+        self.flat.wait_params()             # no rank leaves before the others have its shard
         try:
             all_ranks(self.writer.finish)
         except RunError as error:
