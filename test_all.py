@@ -3267,6 +3267,9 @@ def test_learning_rate_warms_up_then_decays_to_the_ratio():
     ("", 1, dict(micro_batch=4)), ("--tp 2 --pp 2", 8, dict(micro_batch=4)),
     ("", 8, dict(micro_batch=2)), ("--pp=4 --n_layer=4", 8, dict(micro_batch=2)),
     ("--pp 2 --batch-size 5", 2, dict(micro_batch=1)), ("--micro-batch 8", 1, dict(micro_batch=8)),
+    ("--batch-size 64 --device cuda", 2, dict(micro_batch=16)),
+    ("--batch-size 30 --device mps", 1, dict(micro_batch=15)),
+    ("--batch-size 64 --pp 2 --device cuda", 2, dict(micro_batch=4)),
     ("--model opt-125m --n_layer 3 --dropout 0.3 --init-from a_b", 1,
      dict(asdict(GPTConfig(257, 16, 3, 12, 768, "relu", 0.3)), init_from="a_b")),
     ("--model opt-125m --activation gelu", 1, dict(activation="gelu", n_layer=12, lr=6e-4)),
@@ -3277,7 +3280,7 @@ def test_flags_make_the_model_and_a_microbatch_that_suits_the_layout(shards, fla
                                                                      expected):
     """They also choose a learning rate, that of the papers for --model. Underscores are dashes."""
     given = train.parse_flags(["--data", str(shards), "--seq_len", "16", *flags.split()])
-    config, cfg = train.validate(given, None, world)
+    config, cfg = train.validate(given, None, world, given.get("device", "cpu"))
     assert {**asdict(config), **asdict(cfg)}.items() >= expected.items()
 
 
@@ -3395,7 +3398,7 @@ def test_epochs_make_the_steps_that_read_the_data_so_often(run_train, tmp_path, 
             (middle, dict(epochs=2, data="a=1,b=1"), 20 + 29),
             # 98 sequences: 6 steps of 3, 3 of 6, 2 of 9, 4 of 12
             (None, dict(epochs=2, batch_size=12, batch_ramp="3:3:50"), 15)]:
-        config, _ = train.validate(dict(data="a", seq_len=4) | given, state, 1)
+        config, _ = train.validate(dict(data="a", seq_len=4) | given, state, 1, "cpu")
         assert config.steps == steps, given
 
 
@@ -4977,7 +4980,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
     for before, flags in commands:
         given = dict(train.parse_flags(shlex.split(flags)), data=str(shards), seq_len=16)
         world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
-        config, cfg = train.validate(given, None, world)
+        config, cfg = train.validate(given, None, world, "cuda")
         assert cfg.n_layer == SIZES[config.model]["n_layer"]
     assert len(commands) == 8
 

@@ -718,7 +718,7 @@ def answer(arguments: list[str]) -> str:
     if config.search:
         plans = search_layouts(GPTConfig(config.vocab_size, **shape), config, given)
         return json.dumps(plans) if config.json else format_search(plans)
-    config, cfg = train.check_config(config, shape, config.vocab_size, config.world)
+    config, cfg = train.check_config(config, shape, config.vocab_size, config.world, "cuda")
     plan = make_plan(cfg, config)
     return json.dumps(plan) if config.json else format_plan(cfg, config, plan)
 

@@ -465,7 +465,7 @@ def test_the_search_finds_the_fastest_layouts_that_fit():
                    pp_schedule=("gpipe", "1f1b", "interleaved"), pp_chunks=(1, 2, 4))
 
     def planned(chosen):
-        config, _ = train.check_config(replace(base, **chosen), SIZES["gpt3-13b"], 50257, 64)
+        config, _ = train.check_config(replace(base, **chosen), SIZES["gpt3-13b"], 50257, 64, "cuda")
         return make_plan(cfg, config)
 
     def search(world, more=""):
