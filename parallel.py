@@ -842,7 +842,7 @@ def start_messages(grid: Grid, messages: list[Message]) -> list[Work]:
 def connect(grid: Grid, device: torch.device) -> None:
     """NCCL connects two ranks at their first message, and connecting waits for all work queued on
     the device. If that work is a receive whose sender is itself waiting to connect, both hang (seen
-    with GPipe on two H100s). So connect everything first (`process_group`: for all collectives)."""
+    with GPipe on two H100s). So connect everything first (`train.main`: for all collectives)."""
     one = torch.zeros(1, device=device)
     for group in grid.groups.values():
         all_reduce(one, group).wait()
@@ -1817,8 +1817,6 @@ def process_group(rank: int, world: int, device: torch.device, timeout: timedelt
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # A communicator's first operation connects its ranks for all later ones, see `connect`.
-    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     with comm_errors("start of the process group"):
         dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
                                 world_size=world, timeout=timeout)

@@ -1459,6 +1459,22 @@ def test_the_grid_counts_tp_fastest_and_makes_a_gpus_connections(pool):
                         save={tuple(range(8))})
 
 
+@pytest.mark.parametrize("given", [{}, dict(NCCL_RUNTIME_CONNECT="1")])
+def test_nccl_finds_its_settings_when_it_starts(capsys, given):
+    """Mechanism (that collectives do not wait for products, nor for connections in the middle of a
+    step): in the environment when main creates the process group, unless the user has set others."""
+    seen = {}
+
+    def process_group(*_):
+        seen.update(os.environ)
+        raise ZeroDivisionError
+    with mock.patch.dict(os.environ, given), pytest.raises(ZeroDivisionError), \
+            mock.patch.object(train, "process_group", process_group):
+        run_main(capsys, train)
+    expected = dict(NCCL_RUNTIME_CONNECT="0", TORCH_NCCL_HIGH_PRIORITY="1") | given
+    assert seen.items() >= expected.items()
+
+
 def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FB"):
     """For each stage the messages of its run_schedule, in order: lists of (is it sent, from stage,
     to stage, tag) that start together. Nothing is sent."""

@@ -1266,6 +1266,10 @@ def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # NCCL: a group's first operation connects its ranks for all later ones (`parallel.connect`).
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+    # PyTorch: a collective takes free SMs before the products that are queued already.
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     try:                            # before any communication
         given = parse_flags(sys.argv[1:])
         config = Config(**given)
