@@ -731,7 +731,7 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
 #   PP3  crossing messages start together    NCCL cannot hang                      start_messages
 #   PP4  a rank has only its stage's layers  parameters / p                        build_stage
 #   PP5  both ends have the tied matrix      only its gradients travel             finish_grad_sync
-#   PP6  backward recomputes a block         stores 1 value instead of about 16    wrap_blocks
+#   PP6  backward recomputes a block         stores 1 value instead of about 16    wrap_model
 #   PP7  a rank has v chunks of the layers   bubble / v, for v times the messages  model_chunks
 #
 # GPipe and 1F1B on three stages. F2 is the forward of microbatch 2, a backward takes two units of
@@ -975,15 +975,16 @@ def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
     return model
 
 
-def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
+def wrap_model(model: GPT, recompute: bool, compile: bool) -> None:
     """Compile each block's forward, or recompute its activations, or both. Embedding and head are
     compiled too, except for the lookup and the products with the token matrix. Communication and
     dropout run eagerly; the rest is compiled once for all blocks. PP6: backward recomputes a block
     from its input: 1 stored value per position and channel instead of about 16, for a third more
     FLOPs (by blocks as in Chen et al. 2016)."""
     def runs_eagerly(module):
-        communicates = isinstance(module, TensorParallel) and module.grid.tp > 1
-        return communicates or (isinstance(module, Dropout) and module.p > 0)
+        if isinstance(module, TensorParallel):      # it communicates if it cuts a parameter
+            return module.grid.tp > 1 and len(module.partition_dim) > 0
+        return isinstance(module, Dropout) and module.p > 0
 
     def compile_method(module, name):
         eager = [part for part in module.modules() if part is not module and runs_eagerly(part)]
@@ -1576,8 +1577,8 @@ def state_bytes(numel: int, longest: int, dp: int, dtypes: tuple, zero: int,
 def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torch.device,
                  local_world: int) -> None:
     """Raise a ValueError if the state of a rank on this machine is larger than its GPU's memory, or
-    that of all its ranks larger than the machine's. Nothing is allocated. Rank 0 calls it: the
-    ranks on its machine are 0 to local_world - 1."""
+    what all its ranks keep there, and copy for a save, larger than the machine's. Nothing is
+    allocated. Rank 0 calls it: the ranks on its machine are 0 to local_world - 1."""
     limits = []                         # (bytes by kind, bytes available, what to add)
     on_machine = Counter()
     for rank in range(local_world):
@@ -1590,6 +1591,9 @@ def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torc
         if config.eval_only:
             on_device = dict(parameters=on_device["parameters"])
             on_host = {}
+        elif config.zero > 0 or place.dp_rank == 0:         # masters and moments (`copy_shards`)
+            moments = (on_device | on_host)["moments"]
+            on_host = on_host | {"copies for a save": 3 * moments // 2}
         on_machine.update(on_host)
         if device.type == "cuda":
             limits.append((on_device, torch.cuda.mem_get_info(device)[1], "GPUs, give --offload"))

@@ -61,7 +61,7 @@ from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, Stop
                       assert_own_gpu, build_stage, check_grid, check_layout, check_memory,
                       fatal_message, gather_before_use, make_grid, make_schedule, on_hosts,
                       on_rank0, param_specs, pick_device, print_rank0, process_group, run_schedule,
-                      state_bytes, to_host, wrap_blocks)
+                      state_bytes, to_host, wrap_model)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Run:
                                    training=not config.eval_only)
         self.writer = checkpoint.Writer(Path(config.out), config.keep, cfg, self.flat,
                                         config.timeout)
-        wrap_blocks(self.model, config.recompute, config.compile)
+        wrap_model(self.model, config.recompute, config.compile)
         if config.zero > 0:                     # parameters are gathered block by block
             gather_before_use(self.model, self.flat)
         # Shape and dtype of the activations that one stage sends to the next.
