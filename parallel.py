@@ -1591,14 +1591,14 @@ def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torc
         if config.eval_only:
             on_device = dict(parameters=on_device["parameters"])
             on_host = {}
-        elif config.zero > 0 or place.dp_rank == 0:         # masters and moments (`copy_shards`)
-            moments = (on_device | on_host)["moments"]
-            on_host = on_host | {"copies for a save": 3 * moments // 2}
         on_machine.update(on_host)
         if device.type == "cuda":
             limits.append((on_device, torch.cuda.mem_get_info(device)[1], "GPUs, give --offload"))
         else:
             on_machine.update(on_device)
+        if not config.eval_only and (config.zero > 0 or place.dp_rank == 0):
+            moments = (on_device | on_host)["moments"]          # of masters there are half as many
+            on_machine["copies for a save"] += 3 * moments // 2
     if hasattr(os, "sysconf"):          # not on Windows
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         limits.append((on_machine, memory, "machines"))

@@ -484,8 +484,8 @@ def exposed_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid, sent: dict, 
     if zero == 3:
         gathers += hops * 2 * m
         return embedding + max(0.0, gradients + gathers - m * microbatch)
-    if zero > 0:
-        gathers += hops
+    if zero > 0:        # in the first forward, which takes a third of its microbatch's time
+        gathers = max(0.0, gathers + hops - microbatch / 3)
     hidden = m * backward if zero == 2 else backward
     return embedding + gathers + max(0.0, gradients - hidden)
 
