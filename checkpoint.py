@@ -176,6 +176,7 @@ def restore(state: dict, flat: FlatParameters) -> None:
         tensors = state[key]
         flat.load(flat_name, lambda name, shape: tensors[name])
     flat.sync_params()
+    flat.wait_params()
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1459,6 +1459,22 @@ def test_the_grid_counts_tp_fastest_and_makes_a_gpus_connections(pool):
                         save={tuple(range(8))})
 
 
+@pytest.mark.parametrize("given", [{}, dict(NCCL_RUNTIME_CONNECT="1")])
+def test_nccl_finds_its_settings_when_it_starts(capsys, given):
+    """Mechanism (that collectives do not wait for products, nor for connections in the middle of a
+    step): main sets the environment before it creates the process group; the user's values stay."""
+    seen = {}
+
+    def process_group(*_):
+        seen.update(os.environ)
+        raise ZeroDivisionError
+    with mock.patch.dict(os.environ, given), pytest.raises(ZeroDivisionError), \
+            mock.patch.object(train, "process_group", process_group):
+        run_main(capsys, train)
+    expected = dict(NCCL_RUNTIME_CONNECT="0", TORCH_NCCL_HIGH_PRIORITY="1") | given
+    assert seen.items() >= expected.items()
+
+
 def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FB"):
     """For each stage the messages of its run_schedule, in order: lists of (is it sent, from stage,
     to stage, tag) that start together. Nothing is sent."""
@@ -1679,7 +1695,7 @@ def compiled_steps(rank, world, layout, config, cfg, backend):
 
 @pytest.mark.parametrize("layout, flags, dropout, graphs, backend", [
     ((2, 1, 1), dict(zero=3, recompute=True), 0.0, 4, "aot_eager"),
-    ((1, 2, 1), dict(tp=2, sequence_parallel=True), 0.1, 14, "aot_eager"),
+    ((1, 2, 1), dict(tp=2, sequence_parallel=True), 0.1, 13, "aot_eager"),
     *(pytest.param(*row, "inductor", marks=pytest.mark.slow) for row in [
         ((2, 1, 1), dict(zero=3, recompute=True), 0.0, 4),
         ((1, 1, 2), dict(zero=2, pp=2, dtype="bf16"), 0.0, 3),
@@ -2162,19 +2178,21 @@ def test_the_start_prints_the_state_that_a_rank_keeps(run_train, shards, tmp_pat
 
 
 @pytest.mark.parametrize("flags, on_gpu, on_machine, message", [
-    (dict(), 2.3e9, 0, None), (dict(offload=True), 0.8e9, 15e9, None),
+    (dict(), 2.3e9, 1.6e9, None), (dict(offload=True), 0.8e9, 17e9, None),
     (dict(eval_only=True), 0.3e9, 0, None),
     (dict(eval_only=True), 0.2e9, 0, "would keep parameters 0.2 GB here, but there are 0.2 GB"),
     (dict(), 2.2e9, 0, "parameters 0.2 GB, gradients 0.5 GB, masters 0.5 GB, moments 1.0 GB here, "
      "but there are 2.2 GB: raise --tp, --pp or --zero on more GPUs, give --offload"),
     (dict(offload=True), 0.7e9, 15e9,
      "parameters 0.2 GB, gradients 0.5 GB here, but there are 0.7 GB"),
-    (dict(offload=True), 0.8e9, 13e9, "masters 4.0 GB, moments 8.0 GB, staging 2.5 GB here, but "
-     "there are 13.0 GB: raise --tp, --pp or --zero on more machines")])
+    (dict(zero=1), 2.3e9, 1.4e9, "would keep copies for a save 1.5 GB here"),
+    (dict(offload=True), 0.8e9, 15e9, "masters 4.0 GB, moments 8.0 GB, staging 2.5 GB, copies for "
+     "a save 1.5 GB here, but there are 15.0 GB: raise --tp, --pp or --zero on more machines")])
 def test_a_model_that_a_gpu_or_its_machine_cannot_hold_is_refused(flags, on_gpu, on_machine,
                                                                   message):
     """GPT-2 in bf16 has 124M parameters of 18 bytes; eight GPUs offload 12 each to one machine,
-    with two buffers for the token matrix (309 MB each GPU), and an evaluation needs 2."""
+    with two buffers for the token matrix (309 MB each GPU), a save copies 12 of the whole model,
+    and an evaluation needs 2."""
     cfg = GPTConfig(50257, **SIZES["gpt2"])
     refusal = nullcontext()
     if message is not None:
@@ -2205,8 +2223,9 @@ def test_what_a_microbatch_holds_ends_with_its_backward(schedule, expected):
 
 
 def events_of_a_step(rank, world, zero):
-    """(what one step of two microbatches starts and waits for, and each parameter's bucket when its
-    gradient is there; the most buckets of blocks that had memory for gradients at once)"""
+    """(what one step of two microbatches and the next forward start and wait for, each parameter's
+    bucket when its gradient is there, and E, 0, 1, H when embedding, blocks and head begin in that
+    forward; the most buckets of blocks that had memory for gradients at once)"""
     events, held = [], []
     with gridded(rank, world, 1, 1) as grid:
         local, flat = staged(replace(CFG, n_layer=2), grid, zero=zero)
@@ -2223,21 +2242,28 @@ def events_of_a_step(rank, world, zero):
                          [(x, x, 0) for x in tokens_of(CFG, 4).split(2)], torch.empty(0), flat)
             flat.finish_grad_sync()
             flat.step(1.0, 1, 1e-3, 0.9, 0.95, 0.1)
+            parts = {name: block.norm1 for name, block in local.blocks.items()}
+            for name, first in dict(parts, E=local.embed.token, H=local.head.norm).items():
+                first.register_forward_pre_hook(lambda *_, name=name: events.append(name))
+            with torch.no_grad():
+                local(tokens_of(CFG, 1), tokens_of(CFG, 1))
     return in_turn(events), max(held)
 
 
 @pytest.mark.parametrize("zero, blocks, expected", [
     (0, 4, "tied ends 1.mlp 1.attn 0.mlp 0.attn ends tied ends 1.mlp start 1.attn start 0.mlp "
-           "start 0.attn start ends start tied start wait"),
+           "start 0.attn start ends start tied start wait E 0 1 H"),
     (1, 4, "tied ends 1.mlp 1.attn 0.mlp 0.attn ends tied ends 1.mlp start 1.attn wait start 0.mlp "
-           "wait start 0.attn wait start ends wait start tied wait start wait start wait"),
+           "wait start 0.attn wait start ends wait start tied wait start wait start wait E wait 0 "
+           "wait 1 H"),
     (2, 1, "tied ends 1.mlp start 1.attn wait start 0.mlp wait start 0.attn wait start ends wait "
            "start tied wait start tied ends 1.mlp wait start 1.attn wait start 0.mlp wait start "
-           "0.attn wait start ends wait start tied wait start wait start wait")])
+           "0.attn wait start ends wait start tied wait start wait start wait E wait 0 wait 1 H")])
 def test_buckets_travel_while_backward_goes_on(pool, zero, blocks, expected):
     """Mechanism (that backward hides communication, and that ZeRO 2 needs its memory): a bucket
     starts when its last gradient is there; with ZeRO one at a time on a CPU. ZeRO 2 reduces every
-    microbatch, and holds one block's half beside the one on its way. At last ZeRO gathers."""
+    microbatch, and holds one block's half beside the one on its way. At last ZeRO gathers, which
+    the next forward hides: each block waits for its own parameters alone."""
     for events, held in pool.run(2, events_of_a_step, zero):
         assert (" ".join(events), held) == (expected, blocks)
 
@@ -3259,6 +3285,9 @@ def test_learning_rate_warms_up_then_decays_to_the_ratio():
     ("", 1, dict(micro_batch=4)), ("--tp 2 --pp 2", 8, dict(micro_batch=4)),
     ("", 8, dict(micro_batch=2)), ("--pp=4 --n_layer=4", 8, dict(micro_batch=2)),
     ("--pp 2 --batch-size 5", 2, dict(micro_batch=1)), ("--micro-batch 8", 1, dict(micro_batch=8)),
+    ("--batch-size 64 --device cuda", 2, dict(micro_batch=16)),
+    ("--batch-size 30 --device mps", 1, dict(micro_batch=15)),
+    ("--batch-size 64 --pp 2 --device cuda", 2, dict(micro_batch=4)),
     ("--model opt-125m --n_layer 3 --dropout 0.3 --init-from a_b", 1,
      dict(asdict(GPTConfig(257, 16, 3, 12, 768, "relu", 0.3)), init_from="a_b")),
     ("--model opt-125m --activation gelu", 1, dict(activation="gelu", n_layer=12, lr=6e-4)),
@@ -3269,7 +3298,7 @@ def test_flags_make_the_model_and_a_microbatch_that_suits_the_layout(shards, fla
                                                                      expected):
     """They also choose a learning rate, that of the papers for --model. Underscores are dashes."""
     given = train.parse_flags(["--data", str(shards), "--seq_len", "16", *flags.split()])
-    config, cfg = train.validate(given, None, world)
+    config, cfg = train.validate(given, None, world, given.get("device", "cpu"))
     assert {**asdict(config), **asdict(cfg)}.items() >= expected.items()
 
 
@@ -3387,7 +3416,7 @@ def test_epochs_make_the_steps_that_read_the_data_so_often(run_train, tmp_path, 
             (middle, dict(epochs=2, data="a=1,b=1"), 20 + 29),
             # 98 sequences: 6 steps of 3, 3 of 6, 2 of 9, 4 of 12
             (None, dict(epochs=2, batch_size=12, batch_ramp="3:3:50"), 15)]:
-        config, _ = train.validate(dict(data="a", seq_len=4) | given, state, 1)
+        config, _ = train.validate(dict(data="a", seq_len=4) | given, state, 1, "cpu")
         assert config.steps == steps, given
 
 
@@ -4394,6 +4423,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
         with suppress(ZeroDivisionError):
             run.metrics = checkpoint.Metrics(Path(config.out), rank)
             run.train(stop)
+            assert all(bucket.unsharding is None for bucket in run.flat.buckets)
         run.writer.wait()
 
 
@@ -4968,7 +4998,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
     for before, flags in commands:
         given = dict(train.parse_flags(shlex.split(flags)), data=str(shards), seq_len=16)
         world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
-        config, cfg = train.validate(given, None, world)
+        config, cfg = train.validate(given, None, world, "cuda")
         assert cfg.n_layer == SIZES[config.model]["n_layer"]
     assert len(commands) == 8
 
@@ -5201,9 +5231,9 @@ def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
     local = parallel.build_stage(cfg, grid)
     flat = FlatParameters(parallel.param_specs(local, cfg, grid), grid, dtype,
                           torch.promote_types(dtype, torch.float32), "cpu", zero)
-    parallel.wrap_blocks(local, recompute, compile=False)
-    if zero == 3:
-        parallel.fully_shard(local, flat)
+    parallel.wrap_model(local, recompute, compile=False)
+    if zero > 0:
+        parallel.gather_before_use(local, flat)
     flat.initialize(cfg, 0)
     return local, flat
 

@@ -59,9 +59,9 @@ from model import (GPT, IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, fl
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal, Work,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
                       assert_own_gpu, build_stage, check_grid, check_layout, check_memory,
-                      fatal_message, fully_shard, make_grid, make_schedule, on_hosts, on_rank0,
-                      param_specs, pick_device, print_rank0, process_group, run_schedule,
-                      state_bytes, to_host, wrap_blocks)
+                      fatal_message, gather_before_use, make_grid, make_schedule, on_hosts,
+                      on_rank0, param_specs, pick_device, print_rank0, process_group, run_schedule,
+                      state_bytes, to_host, wrap_model)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -146,8 +146,9 @@ class Config:
                        choices=["auto", "cpu", "cuda", "mps"])
     compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
     timeout: int = flag(600, "seconds a step waits for another rank (on GPUs for all of it)", low=1)
-    micro_batch: int = flag(None, "sequences per microbatch (default: the largest of 4, 2, 1 that "
-                            "makes a multiple of pp microbatches)", low=1, group="memory")
+    micro_batch: int = flag(None, "sequences per microbatch (default: the most that make a "
+                            "multiple of pp microbatches, up to 4, on GPUs without a pipeline 16)",
+                            low=1, group="memory")
     zero: int = flag(0, "ZeRO stage: shard optimizer state (1), also gradients (2), also "
                      "parameters (3)", choices=[0, 1, 2, 3])
     recompute: bool = flag(False, "recompute the activations of a block in backward")
@@ -231,9 +232,9 @@ class Run:
                                    training=not config.eval_only)
         self.writer = checkpoint.Writer(Path(config.out), config.keep, cfg, self.flat,
                                         config.timeout)
-        wrap_blocks(self.model, config.recompute, config.compile)
-        if config.zero == 3:                    # parameters are gathered block by block
-            fully_shard(self.model, self.flat)
+        wrap_model(self.model, config.recompute, config.compile)
+        if config.zero > 0:                     # parameters are gathered block by block
+            gather_before_use(self.model, self.flat)
         # Shape and dtype of the activations that one stage sends to the next.
         positions = cfg.seq_len
         if grid.sequence_parallel:
@@ -497,6 +498,7 @@ class Run:
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk."""
+        self.flat.wait_params()             # no rank leaves before the others have its shard
         try:
             all_ranks(self.writer.finish)
         except RunError as error:
@@ -1031,14 +1033,13 @@ def restored_flags(state: dict) -> dict:
     return {name: state["config"][name] for name in RESTORED if name in state["config"]}
 
 
-def default_micro_batch(sizes: range, replicas: float, pp: int) -> int:
-    """The largest of 4, 2 and 1 such that every batch size splits into a multiple of pp
-    microbatches, which fill the pipeline."""
+def default_micro_batch(sizes: range, replicas: float, pp: int, device_type: str) -> int:
+    """The most sequences, up to a limit, such that every batch size splits into a multiple of pp
+    microbatches, which fill the pipeline. GPUs gain from large products, but a pipeline loses more:
+    with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40% slower)."""
+    most = 16 if device_type != "cpu" and pp == 1 else 4
     replica = max(1, int(math.gcd(*sizes) / replicas))         # sequences of each replica
-    for micro_batch in (4, 2):
-        if replica % (micro_batch * pp) == 0:
-            return micro_batch
-    return 1
+    return max([m for m in range(1, most + 1) if replica % (m * pp) == 0], default=1)
 
 
 def default_lr(model: str, shape: dict) -> float:
@@ -1050,8 +1051,8 @@ def default_lr(model: str, shape: dict) -> float:
     return PEAK_LR[model]
 
 
-def check_config(config: Config, shape: dict, vocab_size: int,
-                 world: int) -> tuple[Config, GPTConfig]:
+def check_config(config: Config, shape: dict, vocab_size: int, world: int,
+                 device_type: str) -> tuple[Config, GPTConfig]:
     """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
     cannot run."""
     cfg = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
@@ -1063,7 +1064,7 @@ def check_config(config: Config, shape: dict, vocab_size: int,
                          f"ramp)")
     defaults = {}
     if config.micro_batch is None:
-        defaults["micro_batch"] = default_micro_batch(sizes, replicas, config.pp)
+        defaults["micro_batch"] = default_micro_batch(sizes, replicas, config.pp, device_type)
     if config.lr is None:
         defaults["lr"] = default_lr(config.model, shape)
     config = dataclasses.replace(config, **defaults)
@@ -1076,13 +1077,13 @@ def check_config(config: Config, shape: dict, vocab_size: int,
     return config, cfg
 
 
-def validate(given: dict, state: dict | None, world: int,
+def validate(given: dict, state: dict | None, world: int, device_type: str,
              weights_only: bool = False) -> tuple[Config, GPTConfig]:
     """Flags and checkpoint -> config and model. Raises ValueError or OSError if they cannot run."""
     config, shape = merge_config(given, state, weights_only)
     data = TokenDataset(config.data, "train", shape["seq_len"])
     TokenDataset(config.data, "val", shape["seq_len"])
-    config, cfg = check_config(config, shape, data.meta["vocab_size"], world)
+    config, cfg = check_config(config, shape, data.meta["vocab_size"], world, device_type)
     resumed = None if weights_only else state
     if state is not None:
         checkpoint.check_data(state, data, config, same=not weights_only)
@@ -1113,7 +1114,8 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device,
     begin = checkpoint.find_start(out, config.resume, config.init_from, config.eval_only, restarted)
     if begin.kind == "init-from":
         given = {**given, "init_from": str(begin.path)}
-    config, cfg = validate(given, load_state(begin.path), world, begin.kind == "init-from")
+    config, cfg = validate(given, load_state(begin.path), world, device.type,
+                           begin.kind == "init-from")
     grid = Grid(world // (config.tp * config.pp), config.pp, config.tp, chunks=config.pp_chunks)
     check_memory(cfg, grid, config, PRECISIONS[config.dtype], device, local_world)
     if not config.eval_only:
@@ -1264,6 +1266,10 @@ def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # NCCL: a group's first operation connects its ranks for all later ones (`parallel.connect`).
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+    # PyTorch: a collective takes free SMs before the products that are queued already.
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     try:                            # before any communication
         given = parse_flags(sys.argv[1:])
         config = Config(**given)

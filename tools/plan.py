@@ -484,8 +484,8 @@ def exposed_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid, sent: dict, 
     if zero == 3:
         gathers += hops * 2 * m
         return embedding + max(0.0, gradients + gathers - m * microbatch)
-    if zero > 0:
-        gathers += hops
+    if zero > 0:        # in the first forward, which takes a third of its microbatch's time
+        gathers = max(0.0, gathers + hops - microbatch / 3)
     hidden = m * backward if zero == 2 else backward
     return embedding + gathers + max(0.0, gradients - hidden)
 
@@ -718,7 +718,7 @@ def answer(arguments: list[str]) -> str:
     if config.search:
         plans = search_layouts(GPTConfig(config.vocab_size, **shape), config, given)
         return json.dumps(plans) if config.json else format_search(plans)
-    config, cfg = train.check_config(config, shape, config.vocab_size, config.world)
+    config, cfg = train.check_config(config, shape, config.vocab_size, config.world, "cuda")
     plan = make_plan(cfg, config)
     return json.dumps(plan) if config.json else format_plan(cfg, config, plan)
 
