@@ -219,7 +219,6 @@ class Run:
         self.metrics = None                     # checkpoint.Metrics, for `train`
         self.prefetched = None                  # the batch of the next step
         self.recent_seconds = deque(maxlen=20)
-        self.stragglers = Stragglers(grid, device)
 
         param_dtype, master_dtype = PRECISIONS[config.dtype]
         host = "cpu" if config.offload else device
@@ -246,9 +245,9 @@ class Run:
         """Train up to --steps, or until `stop.requested`."""
         config = self.config
         self.model.train()
+        self.busy = time.perf_counter() - Work.seconds_waited   # grows while this rank computes
         while self.step < config.steps:
             started = time.perf_counter()
-            self.stragglers.start_step()
             self.skip_excluded()                            # by --skip-steps or a rollback
             batch = self.next_batch()
             lr = learning_rate(config, self.step + 1) * self.monitor.lr_factor
@@ -384,9 +383,7 @@ class Run:
         # finite if any gradient of any rank is not.
         local["squares"], local["all_squares"] = self.flat.grad_norm_squares()
         packed = torch.stack([*local.values()])
-        packed = torch.cat([packed, self.stragglers.local_seconds().to(packed)])
         sums = self.to_floats(all_reduce(packed, grid.groups["world"]).wait())
-        self.stragglers.add(sums[len(local):])
         total = dict(zip(local, sums))
         finite = math.isfinite(total["loss"]) and math.isfinite(total["all_squares"])
         return StepStats(
@@ -611,47 +608,24 @@ class Run:
             print_rank0(format_step(self, row, statistics.median_low(self.recent_seconds)))
         if "val_loss" in row:
             print_rank0(format_eval(row, self))
+        # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
+        if row["step"] % 100 == 0 and self.grid.world > 1 and self.device.type == "cpu":
+            busy = time.perf_counter() - Work.seconds_waited
+            note_slow_ranks(self.grid, busy - self.busy)
+            self.busy = busy
 
 
-class Stragglers:
-    """Once a minute, reports the ranks that compute for longer than the median of their pipeline
-    stage: their machines may be slow or busy. CPU only: on GPUs, where waits are asynchronous, a
-    process's time does not show them."""
-
-    def __init__(self, grid: Grid, device: torch.device):
-        self.grid = grid
-        self.enabled = grid.world > 1 and device.type == "cpu"
-        self.totals = np.zeros(grid.world)      # seconds of each rank since `reported`
-        self.reported = time.perf_counter()
-
-    def start_step(self) -> None:
-        if self.enabled:
-            self.start = time.perf_counter() - Work.seconds_waited
-
-    def local_seconds(self) -> torch.Tensor:
-        """(world,): this rank's seconds of the step so far, without waits; 0 for the others."""
-        if not self.enabled:
-            return torch.empty(0)
-        seconds = torch.zeros(self.grid.world)
-        seconds[self.grid.rank] = time.perf_counter() - Work.seconds_waited - self.start
-        return seconds
-
-    def add(self, seconds: list[float]) -> None:
-        """Add each rank's seconds of a step."""
-        if not self.enabled:
-            return
-        self.totals += seconds
-        if time.perf_counter() - self.reported < 60:
-            return
-        for ranks in self.grid.ranks.transpose(0, 1).flatten(1).tolist():   # of each stage
-            median = statistics.median_low(self.totals[ranks])
-            for rank in ranks:
-                if self.totals[rank] > 1.5 * median:
-                    print_rank0(f"note     rank {rank}{on_hosts([rank], self.grid.hosts)} is slow: "
-                                f"in the last minute it computed for {self.totals[rank]:.1f} s, "
-                                f"the median of its stage for {median:.1f} s")
-        self.totals[:] = 0
-        self.reported = time.perf_counter()
+def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
+    """Name the ranks that computed for longer than the median of their pipeline stage: their
+    machines may be slow or busy. Every rank calls it with its own seconds."""
+    seconds = all_gather_object(own_seconds)
+    for ranks in grid.ranks.transpose(0, 1).flatten(1).tolist():        # of each stage
+        median = statistics.median_low(seconds[rank] for rank in ranks)
+        for rank in ranks:
+            if seconds[rank] > 1.5 * median:
+                print_rank0(f"note     rank {rank}{on_hosts([rank], grid.hosts)} is slow: it "
+                            f"computed for {seconds[rank]:.1f} s, the median of its stage for "
+                            f"{median:.1f} s")
 
 
 def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
