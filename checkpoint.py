@@ -337,8 +337,6 @@ def retry_transient(read):
             except (FileNotFoundError, PermissionError):
                 raise
             except OSError as error:
-                if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):        # a mistake in the path
-                    raise
                 reason = error.strerror
         raise ReadFailed(f"{path} could not be read ({reason}): start again when the file system "
                          f"works")
@@ -355,13 +353,9 @@ def reading(path: Path, problem: str):
             raise FileNotFoundError
         yield
     except (FileNotFoundError, NotADirectoryError):
-        instead = "another, or run train.py first"
-        if path.is_dir():
-            instead = f"{path}/latest.pt"
-        elif path.suffix != ".pt":
-            instead += (f"; a model from Hugging Face must be imported first: "
-                        f"python -m tools.huggingface import {path} {path.name}.pt")
-        raise FileNotFoundError(f"there is no checkpoint {path}: give {instead}") from None
+        raise FileNotFoundError(
+            f"there is no checkpoint {path}: give a file of train.py, such as out/latest.pt, or of "
+            f"`python -m tools.huggingface import {path} FILE.pt`") from None
     except (PermissionError, MemoryError):
         raise
     except Exception as error:
@@ -539,11 +533,7 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
             check_origin(out, state["run"], kind, file)
         start = Start("continue", path, state["run"], found, events)
     elif file is not None:
-        try:
-            verify(file)
-        except FileNotFoundError as error:
-            values = "auto, never or FILE" if kind == "resume" else "FILE"
-            raise FileNotFoundError(f"--{kind} is {values}, and {error}") from None
+        verify(file)
         state = load(file)
         start = Start(kind, file, new_run(kind, state), found)
     elif eval_only:
@@ -569,18 +559,11 @@ def new_run(kind: str, state: dict | None = None) -> dict:
 
 
 def check_origin(out: Path, run: dict, kind: str, file: Path) -> None:
-    """Raise ValueError or OSError unless the run in `out` began with --kind FILE. Ids and steps are
-    compared, not paths."""
-    advice = f"drop --{kind} to go on with that run, or give another --out"
-    try:
-        origin = new_run(kind, load(file))["origin"]
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no checkpoint {file}, but {out} holds a run: "
-                                f"{advice}") from None
-    if run.get("origin") != origin:
-        _, file_id, step = origin
-        raise ValueError(f"{out} holds run {run.get('id')}, which did not begin with --{kind} "
-                         f"{file} (step {step} of run {file_id}): {advice}")
+    """Raise ValueError unless the run in `out` began with --kind FILE. Ids and steps are compared,
+    not paths."""
+    if not file.exists() or run.get("origin") != new_run(kind, load(file))["origin"]:
+        raise ValueError(f"{out} holds a run, and --{kind} {file} is missing or is not the file it "
+                         f"began from: drop --{kind} to go on with that run, or give another --out")
 
 
 def start_branch(state: dict, new_lr: bool) -> None:
