@@ -3447,15 +3447,14 @@ def test_gpt2s_tokens_end_to_end(run_train, run_sample, run_data, tmp_path, monk
     """data.py's default tokenizer, 40 steps, and sample.py: its text, of characters of up to three
     tokens, is that of all greedy tokens decoded at once. Skipped without the vocabulary in
     ../shared or tiktoken's cache."""
-    def is_there(url, path, sha256):
-        if not path.exists():
-            pytest.skip(f"needs GPT-2's vocabulary in {path.parent}")
     if (SHARED / "tiktoken_cache").is_dir():
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
-    monkeypatch.setattr(data, "download", is_there)
     line = "\U0001f642 \u6f22\u5b57 \u00e9t\u00e9 \u20ac!\n"
     (tmp_path / "a.txt").write_text(line * 500)
-    assert run_data("--input", tmp_path / "a.txt", "--out", tmp_path / "d")[0] == 0
+    status, _, error = run_data("--input", tmp_path / "a.txt", "--out", tmp_path / "d")
+    if "vocabulary is missing" in error:
+        pytest.skip(error)
+    assert status == 0
     flags = ["--data", tmp_path / "d", "--out", tmp_path / "o", *TINY, "--n-layer", 1, "--n-embd",
              32, "--batch-size", 8, "--steps", 40, "--lr", 0.02, "--eval-every", 0]
     assert "vocabulary 50257" in run_train(*flags)[1]
