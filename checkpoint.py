@@ -316,7 +316,8 @@ class Writer:
         """Wait for a checkpoint that must not be missing. Raises RunError if it is."""
         error = self.wait()
         if error is not None:
-            raise RunError(f"the last checkpoint is lost: {error}")
+            raise RunError(f"the last checkpoint is lost: {error}: free space in {self.out}, then "
+                           f"give the same command")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -494,10 +494,7 @@ class Run:
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk."""
-        try:
-            all_ranks(self.writer.finish)
-        except RunError as error:
-            raise RunError(f"{error}: free space in {self.config.out}, then give the same command")
+        all_ranks(self.writer.finish)
         if self.step == self.config.steps:
             self.event("end", step=self.step)
             return
