@@ -108,9 +108,6 @@ class LossScaler:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict) -> None:
-        numbers = all(isinstance(x, (int, float)) and math.isfinite(x) for x in state.values())
-        if set(state) != set(vars(self)) or not numbers:
-            raise ValueError(f"a loss scaler's state has numbers {sorted(vars(self))}, not {state}")
         vars(self).update(state)
 
 

@@ -52,7 +52,7 @@ import torch
 
 import checkpoint
 from amp import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, PRECISIONS, Divergence, DivergenceMonitor,
-                 LossScaler, StepStats, clip_factor, make_scaler)
+                 StepStats, clip_factor, make_scaler)
 from data import Source, TokenDataset, parse_arguments
 from model import (GPT, IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, flops_per_token,
                    multiplies_in_fp32, parameter_count, peak_flops)
@@ -1059,8 +1059,6 @@ def validate(given: dict, state: dict | None, world: int,
         checkpoint.check_data(state, data, config, same=not weights_only)
     if config.epochs is not None and not config.eval_only:
         config = dataclasses.replace(config, steps=steps_of_epochs(config, data, resumed))
-    if resumed is not None:
-        LossScaler().load_state_dict(resumed["scaler"])         # raises ValueError
     return config, cfg
 
 
