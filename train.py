@@ -1166,19 +1166,16 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
     return None
 
 
-def source_commit() -> str | None:
-    """The git commit that this source is based on; None without git or its repository."""
-    folder = Path(__file__).resolve().parent
-    if shutil.which("git") is None or not (folder / ".git").exists():
-        return None
-    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-
-
 def environment(grid: Grid) -> dict:
-    """Versions, source and each rank's machine, for an event. Every rank must call it."""
-    return dict(python=platform.python_version(), pytorch=torch.__version__,
-                commit=on_rank0(source_commit), hosts=grid.hosts)
+    """Versions, the git commit that this source is based on (None without a repository), and each
+    rank's machine, for an event, which rank 0 writes."""
+    folder = Path(__file__).resolve().parent
+    commit = None
+    if grid.rank == 0 and shutil.which("git") is not None and (folder / ".git").exists():
+        command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return dict(python=platform.python_version(), pytorch=torch.__version__, commit=commit,
+                hosts=grid.hosts)
 
 
 def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -> None:
