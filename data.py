@@ -252,14 +252,12 @@ class TokenDataset:
 
     def check(self, part: int, parts: int) -> None:
         """Raise ValueError if a token is beyond the vocabulary. Rank number `part` of `parts` reads
-        its share of the blocks."""
-        size = 1 << 16
+        its share of each shard."""
         for tokens in self.shards:
-            for start in range(part * size, len(tokens), parts * size):
-                largest = tokens[start:start + size].max()
-                if largest >= self.meta["vocab_size"]:
-                    raise ValueError(f"{tokens.filename} holds token {largest}, beyond a "
-                                     f"vocabulary of {self.meta['vocab_size']}: run data.py again")
+            largest = np.array_split(tokens, parts)[part].max(initial=0)
+            if largest >= self.meta["vocab_size"]:
+                raise ValueError(f"{tokens.filename} holds token {largest}, beyond a vocabulary of "
+                                 f"{self.meta['vocab_size']}: run data.py again")
 
 
 def permute(places: np.ndarray, n: int, *key: int) -> np.ndarray:
