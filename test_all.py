@@ -852,8 +852,8 @@ def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, r
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})         # of tests before
     (tmp_path / "a.txt").write_text("some text")
     status, out, line = run_data("--out", tmp_path, "--input", tmp_path / "a.txt")
-    assert (status, out, line.count("\n")) == (1, "", 1) and "vocabulary is missing (no net)" in line
-    assert "--tokenizer bytes" in line and "TIKTOKEN_CACHE_DIR" in line
+    assert (status, out, line.count("\n")) == (1, "", 1) and "TIKTOKEN_CACHE_DIR" in line
+    assert "vocabulary is missing (no net)" in line and "--tokenizer bytes" in line
 
 
 BODY = np.random.default_rng(0).bytes(1 << 16).hex().encode()
