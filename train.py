@@ -859,20 +859,14 @@ def follower(config: Config):
     own session lets it send the last lines after Ctrl-C or torchrun's SIGTERM."""
     command = [sys.executable, "-m", "tools.follow", os.path.abspath(config.out),
                "--to", config.log, "--parent"]
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=FOLLOWER.parent.parent,
-                                   start_new_session=True)
-    except OSError as error:
-        checkpoint.warn(f"--log {config.log} cannot start: {error}")
-        yield
-        return
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=FOLLOWER.parent.parent,
+                               start_new_session=True)
     try:
         yield
     finally:
         process.stdin.close()                       # it sends the rest, then it exits
         try:
-            if process.wait(FOLLOWER_SECONDS) < 0:          # (it prints its own errors)
-                checkpoint.warn(f"--log: tools.follow was ended by signal {-process.returncode}")
+            process.wait(FOLLOWER_SECONDS)          # (it prints its own errors)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

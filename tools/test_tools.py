@@ -1093,9 +1093,9 @@ def test_a_signal_that_ends_the_run_is_sent_and_does_not_end_the_follower(shards
 
 @pytest.mark.parametrize("code, words", [
     ("import sys, time; sys.stdin.read(); time.sleep(60)", "did not end in 0.5 seconds"),
-    ("import os; os.kill(os.getpid(), 9)", "was ended by signal 9"), ("exit(1)", None),
+    ("import os; os.kill(os.getpid(), 9)", None), ("exit(1)", None),
     ("import sys; sys.stdin.read()", None)])
-def test_a_follower_that_hangs_or_dies_costs_one_warning_and_not_the_run(
+def test_a_follower_that_hangs_costs_one_warning_and_never_the_run(
         shards, tmp_path, run_train, monkeypatch, code, words):
     """(A follower that fails by itself has printed the reason.)"""
     pytest.importorskip("tensorboard")
