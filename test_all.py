@@ -3593,7 +3593,6 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, fla
     assert (spike["step"], rollback["step"], rollback["to"]) == (at, at, to)
     assert spike["reason"] == rollback["reason"] and "3 bad steps in a row" in spike["reason"]
     assert rollback["sequences"] == left_out == skip["sequences"]
-    assert skip["batches"] == at - first
     windows = Memory(CFG).sample_indices(1337, 0, left_out[1]).tolist()
     assert spike["windows"] == windows[straight[at - 11][0]:]
     end = saved(tmp_path, 50)
@@ -3727,7 +3726,7 @@ def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
     seen, batches = watched(config), batches_from(config, 0, 10)
     shift = batches[5][0] - batches[2][0]
     assert seen.batches == batches[:2] + [(start + shift, size) for start, size in batches[2:6]]
-    assert seen.events == [dict(event="skip", step=3, reason="left out", batches=3,
+    assert seen.events == [dict(event="skip", step=3, reason="left out",
                                 sequences=[batches[2][0], batches[5][0]])]
     config = replace(config, batch_ramp=None)
     watched(config)

@@ -552,9 +552,7 @@ class Run:
             if first < position + size and position < end:
                 position = end
         if position > start:
-            self.event("skip", step=self.step + 1, reason="left out", sequences=[start, position],
-                       batches=steps_between(self.config, self.samples,
-                                             self.samples + position - start))
+            self.event("skip", step=self.step + 1, reason="left out", sequences=[start, position])
             self.advance(position)
 
     def fail(self, step: int, reason: str) -> None:
@@ -686,15 +684,6 @@ def samples_after(config: Config, samples: int, steps: int) -> int:
     return samples
 
 
-def steps_between(config: Config, samples: int, end: int) -> int:
-    """Steps needed to get from `samples` to `end` sequences trained on."""
-    steps = 0
-    while samples < end:
-        samples += batch_size_at(config, samples)
-        steps += 1
-    return steps
-
-
 def steps_of_epochs(config: Config, data: TokenDataset, state: dict | None) -> int:
     """The steps of a run that trains on the data --epochs times."""
     step, samples = 0, 0
@@ -702,7 +691,10 @@ def steps_of_epochs(config: Config, data: TokenDataset, state: dict | None) -> i
         step = state["step"]
         samples = state["tokens"] // state["model"]["seq_len"]
     epoch = sum(source.n_windows for source in data.sources.values() if source.weight > 0)
-    return step + steps_between(config, samples, config.epochs * epoch)
+    while samples < config.epochs * epoch:
+        samples += batch_size_at(config, samples)
+        step += 1
+    return step
 
 
 def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:
