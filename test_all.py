@@ -2797,8 +2797,8 @@ def things(shards, tmp_path_factory):
 
 
 @pytest.mark.parametrize("message, commands", [
-    ("invalid choice 4: give one of 0, 1, 2, 3", ["--zero 4"]), ("many", ["--steps many"]),
-    ("did you mean gpt3-6.7b?", ["--model gpt3-6.7"]), ("of fp32, bf16", ["--dtype bfloat16"]),
+    ("invalid choice: 4 (choose from 0, 1, 2, 3)", ["--zero 4"]), ("many", ["--steps many"]),
+    ("gpt3-6.7b", ["--model gpt3-6.7"]), ("fp16", ["--dtype bfloat16"]),
     ("--steps: 0 must be at least 1 and finite", ["--steps 0"]),
     ("--lr: nan must be at least 0 and finite", ["--lr nan"]),
     ("--lr: inf must be at least 0 and finite", ["--lr inf"]),
