@@ -461,7 +461,8 @@ class Run:
         self.consumed_samples = state["consumed_samples"]
         self.tokens = state["tokens"]
         self.optimizer_steps = state["optimizer_steps"]
-        self.monitor = DivergenceMonitor(**state["monitor"])
+        self.monitor = DivergenceMonitor()
+        vars(self.monitor).update(state["monitor"])
         if self.config.rollback == "on":        # with "off", it may be from a divergence
             self.monitor.bad = min(self.monitor.bad, BAD_STEPS - 1)
         if not losses_stay_comparable(self.config, self.train_data, state):
