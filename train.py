@@ -441,33 +441,28 @@ class Run:
 
     # ---- checkpoints and rollback
 
-    def initialize(self) -> None:
-        """Begin at step 0, from the seed or from the weights of --init-from."""
-        self.step = 0                       # the last completed step
-        self.consumed_samples = 0           # position in the data, in sequences
-        self.tokens = 0                     # trained on
-        self.optimizer_steps = 0            # updates; a skipped step counts as none
-        self.monitor = DivergenceMonitor()
-        self.scaler = make_scaler(self.config.dtype)
-        weights = all_ranks(lambda: load_state(self.config.init_from)) or {}
-        self.flat.initialize(self.cfg, self.config.seed, weights.get("parameters"))
-
     def restore(self, state: dict | None) -> None:
-        """Restore a checkpoint; without one, initialize."""
+        """Restore a checkpoint; without one, begin at step 0, from the seed or from the weights of
+        --init-from."""
+        self.scaler = make_scaler(self.config.dtype)
+        self.monitor = DivergenceMonitor()
         if state is None:
-            self.initialize()
+            self.step = 0                       # the last completed step
+            self.consumed_samples = 0           # position in the data, in sequences
+            self.tokens = 0                     # trained on
+            self.optimizer_steps = 0            # updates; a skipped step counts as none
+            weights = all_ranks(lambda: load_state(self.config.init_from)) or {}
+            self.flat.initialize(self.cfg, self.config.seed, weights.get("parameters"))
             return
         self.step = state["step"]
         self.consumed_samples = state["consumed_samples"]
         self.tokens = state["tokens"]
         self.optimizer_steps = state["optimizer_steps"]
-        self.monitor = DivergenceMonitor()
         vars(self.monitor).update(state["monitor"])
         if self.config.rollback == "on":        # with "off", it may be from a divergence
             self.monitor.bad = min(self.monitor.bad, BAD_STEPS - 1)
         if not losses_stay_comparable(self.config, self.train_data, state):
             self.monitor.forget_losses()
-        self.scaler = make_scaler(self.config.dtype)
         if state["config"]["dtype"] == self.config.dtype:
             self.scaler.load_state_dict(state["scaler"])
         checkpoint.restore(state, self.flat)
