@@ -3197,7 +3197,7 @@ train.Run.evaluate_source = interrupted
 train.main()
 """)
     for resume, expected, words in [
-            ("never", stopped, "saved after step 3; go on with --resume auto"),
+            ("never", stopped, "step 3; run the same command to go on (with --resume auto)"),
             ("auto", 0, "validation: ")]:
         run = launch(ranks, "--data", shards, *TINY, "--pp", ranks, "--out", tmp_path / "out",
                      "--resume", resume, file=tmp_path / "wrapper.py")

@@ -494,10 +494,8 @@ class Run:
         if self.step == self.config.steps:
             self.event("end", step=self.step)
             return
-        how = "run the same command to go on"
-        if self.config.resume == "never":
-            how = "go on with --resume auto"
-        self.event("stop", f"stopped and saved after step {self.step}; {how}", step=self.step)
+        self.event("stop", f"stopped and saved after step {self.step}; run the same command to go "
+                   f"on (with --resume auto)", step=self.step)
 
     def rollback(self, divergence: Divergence) -> None:
         """Return to a healthy checkpoint, skip the batches that led to the divergence, and save at
