@@ -531,7 +531,11 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
         path, events = latest_valid(found)
         state = load(path)
         if file is not None and not restarted:
-            check_origin(out, state["run"], kind, file)
+            origin = new_run(kind, load(file))["origin"] if file.exists() else None
+            if state["run"].get("origin") != origin:        # ids and steps, not paths
+                raise ValueError(f"{out} holds a run, and --{kind} {file} is missing or is not the "
+                                 f"file it began from: drop --{kind} to go on with that run, or "
+                                 f"give another --out")
         start = Start("continue", path, state["run"], found, events)
     elif file is not None:
         verify(file)
@@ -557,14 +561,6 @@ def new_run(kind: str, state: dict | None = None) -> dict:
     if state is not None:
         origin = [kind, state["run"].get("id"), state["step"]]
     return dict(id=secrets.token_hex(8), origin=origin)
-
-
-def check_origin(out: Path, run: dict, kind: str, file: Path) -> None:
-    """Raise ValueError unless the run in `out` began with --kind FILE. Ids and steps are compared,
-    not paths."""
-    if not file.exists() or run.get("origin") != new_run(kind, load(file))["origin"]:
-        raise ValueError(f"{out} holds a run, and --{kind} {file} is missing or is not the file it "
-                         f"began from: drop --{kind} to go on with that run, or give another --out")
 
 
 def start_branch(state: dict, new_lr: bool) -> None:
