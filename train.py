@@ -294,16 +294,9 @@ class Run:
         batch = self.prefetched
         if batch is None or (batch.step, batch.first) != (self.step + 1, self.consumed_samples):
             batch = self.load_batch(self.step + 1, self.consumed_samples)
-        self.advance(self.consumed_samples + batch.size)
+        self.consumed_samples += batch.size
         self.tokens += batch.size * self.cfg.seq_len
         return batch
-
-    def advance(self, position: int) -> None:
-        """Move to another position in the data. If the mixture of sources changes before it, forget
-        the recent losses: they are not comparable."""
-        if self.train_data.phase_begins(self.consumed_samples, position):
-            self.monitor.forget_losses()
-        self.consumed_samples = position
 
     def prefetch(self) -> None:
         """Load the batch of the step after this one, unless this step is the last. (`next_batch`
@@ -547,7 +540,7 @@ class Run:
                 position = end
         if position > start:
             self.event("skip", step=self.step + 1, reason="left out", sequences=[start, position])
-            self.advance(position)
+            self.consumed_samples = position
 
     def fail(self, step: int, reason: str) -> None:
         """Stop a run that cannot recover from its divergence."""
