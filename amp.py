@@ -77,13 +77,6 @@ class LossScaler:
     def __init__(self, init_scale: float = 2.0 ** 16, growth_factor: float = 2.0,
                  backoff_factor: float = 0.5, growth_interval: int = 2000,
                  min_scale: float = 1.0):
-        if not 0 <= min_scale <= init_scale or not 0 < init_scale < math.inf:
-            raise ValueError(f"init_scale {init_scale} must be above 0, min_scale {min_scale} at "
-                             f"least 0 (no floor) and at most init_scale")
-        if not growth_factor > 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
-            raise ValueError(f"growth_factor {growth_factor} must be above 1, backoff_factor "
-                             f"{backoff_factor} between 0 and 1, growth_interval "
-                             f"{growth_interval} at least 1")
         self.scale = _round_to_fp32(init_scale)
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
