@@ -254,8 +254,8 @@ def save(state: dict, out: Path, keep: int) -> Path:
 
 
 class Writer:
-    """Writes checkpoints while training goes on, one at a time: a thread of each rank sends its
-    shards to rank 0, whose thread writes the file and waits for each for `timeout` seconds."""
+    """Writes checkpoints in a thread of each rank, one at a time. Rank 0 waits `timeout` seconds for
+    each part that another rank sends."""
 
     def __init__(self, out: Path, keep: int, cfg: GPTConfig, flat: FlatParameters, timeout: float):
         self.out = out

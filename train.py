@@ -1062,10 +1062,7 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device,
 def launch(given: dict, device: torch.device, rank: int, world: int, local_world: int,
            stack: ExitStack) -> int | None:
     """Build the run on this rank and train, or evaluate, to its end. Returns the number of the
-    signal that stopped it, or None.
-
-    `on_rank0` returns the result of rank 0 on every rank; `all_ranks` runs its action on every
-    rank. If it raises on one of them, either raises on all."""
+    signal that stopped it, or None."""
     assert_own_gpu(device)
     config, cfg, begin = on_rank0(lambda: prepare(given, world, local_world, device, stack))
     path = begin.path if begin.kind in ("continue", "resume") else None
