@@ -295,7 +295,7 @@ class Run:
         if batch is None or (batch.step, batch.first) != (self.step + 1, self.consumed_samples):
             batch = self.load_batch(self.step + 1, self.consumed_samples)
         self.consumed_samples += batch.size
-        self.tokens += batch.size * self.cfg.seq_len
+        self.samples += batch.size
         return batch
 
     def prefetch(self) -> None:
@@ -303,11 +303,6 @@ class Run:
         discards it if a rollback or `skip_excluded` has moved the position.)"""
         if self.step + 1 < self.config.steps:
             self.prefetched = self.load_batch(self.step + 2, self.consumed_samples)
-
-    @property
-    def samples(self) -> int:
-        """Sequences trained on so far. (The position in the data also counts skipped ones.)"""
-        return self.tokens // self.cfg.seq_len
 
     def load_batch(self, step: int, first: int) -> Batch:
         """The batch of step `step`, the next one, from sequence `first` on."""
@@ -375,9 +370,8 @@ class Run:
         # `squares` counts each parameter once; `all_squares` counts replicas too, so it is not
         # finite if any gradient of any rank is not.
         local["squares"], local["all_squares"] = self.flat.grad_norm_squares()
-        packed = torch.stack([*local.values()])
-        sums = self.to_floats(all_reduce(packed, grid.groups["world"]).wait())
-        total = dict(zip(local, sums))
+        sums = all_reduce(torch.stack([*local.values()]), grid.groups["world"]).wait()
+        total = dict(zip(local, self.to_floats(sums)))
         finite = math.isfinite(total["loss"]) and math.isfinite(total["all_squares"])
         return StepStats(
             total["loss"], total["activation_norm"], math.sqrt(total["squares"]) / scaler.scale,
@@ -442,14 +436,14 @@ class Run:
         if state is None:
             self.step = 0                       # the last completed step
             self.consumed_samples = 0           # position in the data, in sequences
-            self.tokens = 0                     # trained on
+            self.samples = 0                    # sequences trained on; skipped ones do not count
             self.optimizer_steps = 0            # updates; a skipped step counts as none
             weights = all_ranks(lambda: load_state(self.config.init_from)) or {}
             self.flat.initialize(self.cfg, self.config.seed, weights.get("parameters"))
             return
         self.step = state["step"]
         self.consumed_samples = state["consumed_samples"]
-        self.tokens = state["tokens"]
+        self.samples = state["tokens"] // self.cfg.seq_len
         self.optimizer_steps = state["optimizer_steps"]
         vars(self.monitor).update(state["monitor"])
         if self.config.rollback == "on":        # with "off", it may be from a divergence
@@ -475,7 +469,7 @@ class Run:
         all_ranks(self.writer.wait)         # a rank holds at most one copy of its shards
         self.writer.submit(dict(
             format=checkpoint.FORMAT, run=self.identity, step=self.step,
-            consumed_samples=self.consumed_samples, tokens=self.tokens,
+            consumed_samples=self.consumed_samples, tokens=self.samples * self.cfg.seq_len,
             optimizer_steps=self.optimizer_steps, config=dataclasses.asdict(self.config),
             model=dataclasses.asdict(self.cfg), tokenizer=self.train_data.meta["tokenizer"],
             data=self.train_data.phases, scaler=self.scaler.state_dict(),
@@ -560,7 +554,8 @@ class Run:
     def metrics_row(self, batch: Batch, stats: StepStats, lr: float, seconds: float) -> dict:
         """The row of the step in progress in metrics.jsonl."""
         self.recent_seconds.append(seconds)
-        return dict(step=self.step + 1, tokens=self.tokens, loss=stats.loss, lr=lr,
+        tokens = self.samples * self.cfg.seq_len
+        return dict(step=self.step + 1, tokens=tokens, loss=stats.loss, lr=lr,
                     batch_size=batch.size, grad_norm=stats.grad_norm, loss_scale=stats.loss_scale,
                     skipped=self.monitor.skipped, activation_norm=stats.activation_norm,
                     tokens_per_second=round(batch.size * self.cfg.seq_len / seconds, 1))
