@@ -607,24 +607,22 @@ def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
 
 def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
     """Find where a number is not finite; every rank must call it. Reports the first rank with a
-    non-finite loss or, if there is none, with a non-finite gradient; and the last parameter with
-    such a gradient, which backward reaches first. Gradients have already been summed over the
-    replicas, so another replica may be the source. If all numbers are finite but their squares are
-    not, `what` is "norm"."""
-    own_parameter = None
+    non-finite loss or, if there is none, with a non-finite gradient, and its last parameter with
+    one, which backward reaches first. Gradients have already been summed over the replicas, so
+    another replica may be the source. If all numbers are finite but their squares are not, `what`
+    is "norm"."""
+    parameter = None
     for bucket in flat.buckets:
         for spec, shard_slice, _ in bucket.shard_ranges:
             if not bucket.shard["grad"][shard_slice].isfinite().all():
-                own_parameter = spec.name
-    found = all_gather_object((math.isfinite(local_loss), own_parameter))
-    of_loss = [rank for rank, (finite, _) in enumerate(found) if not finite]
-    of_gradient = [rank for rank, (_, name) in enumerate(found) if name is not None]
-    parameter = found[of_gradient[-1]][1] if of_gradient else None
-    if of_loss:
-        return dict(what="loss", rank=of_loss[0], parameter=parameter)
-    if of_gradient:
-        return dict(what="gradient", rank=of_gradient[0], parameter=parameter)
-    return dict(what="norm", rank=None, parameter=None)
+                parameter = spec.name
+    found = []
+    for rank, (loss, name) in enumerate(all_gather_object((local_loss, parameter))):
+        if not math.isfinite(loss):
+            return dict(what="loss", rank=rank, parameter=name)
+        if name is not None:
+            found.append(dict(what="gradient", rank=rank, parameter=name))
+    return [*found, dict(what="norm", rank=None, parameter=None)][0]
 
 
 # ---------------------------------------------------------------------------------------------
