@@ -3393,7 +3393,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
     evaluated = ("validation: 1.3863 nats a token, perplexity 4.00, 0.5000 bits a byte (on 208 of "
                  "209 tokens)")
     assert [line.split("left ")[-1] for line in capsys.readouterr().out.splitlines()[:5]] == [
-        "1m20s", "0m40s", evaluated, "0m00s", evaluated]
+        "0:01:20", "0:00:40", evaluated, "0:00:00", evaluated]
     assert column(rows, "tokens_per_second") == [8 * 16 / 40] * 3
     run = SimpleNamespace(config=train.Config(), cfg=CFG, val_data=Memory(CFG), grid=Grid(2, 1, 1),
                           device=torch.device("cpu"))
@@ -3402,9 +3402,9 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
                tokens_per_second=6307.0)
     assert train.format_step(run, row, 259 / 799) in README.splitlines()
     used = f"MFU {1e9 * model.flops_per_token(CFG) / (2 * 756e12):.1%}"
-    for name, dtype, seconds, told in [("NVIDIA H100 PCIe", "bf16", 2.3, f"{used}  left 30m38s"),
-                                       ("NVIDIA H100 PCIe", "fp32", 12, "tok/s  left 2h39m"),
-                                       ("GeForce GTX 1080", "fp16", 1, "/s  scale 8  left 13m19s")]:
+    for name, dtype, seconds, told in [("NVIDIA H100 PCIe", "bf16", 2.3, f"{used}  left 0:30:38"),
+                                       ("NVIDIA H100 PCIe", "fp32", 12, "tok/s  left 2:39:48"),
+                                       ("GeForce GTX 1080", "fp16", 1, "/s  scale 8  left 0:13:19")]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         run.device = torch.device("cuda")
         run.config = train.Config(dtype=dtype)

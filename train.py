@@ -714,11 +714,7 @@ def format_step(run: Run, row: dict, seconds: float) -> str:
         peak = run.grid.world * peak_flops(torch.cuda.get_device_name(run.device))
         if peak > 0:
             line += f"  MFU {row['tokens_per_second'] * flops_per_token(run.cfg) / peak:.1%}"
-    left = round((config.steps - row["step"]) * seconds)
-    if left >= 3600:
-        line += f"  left {left // 3600}h{left % 3600 // 60:02d}m"
-    else:
-        line += f"  left {left // 60}m{left % 60:02d}s"
+    line += f"  left {timedelta(seconds=round((config.steps - row['step']) * seconds))}"
     if row["skipped"] > 0:
         line += "  skipped: loss or gradient not finite"
     return line
