@@ -3404,7 +3404,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
     used = f"MFU {1e9 * model.flops_per_token(CFG) / (2 * 756e12):.1%}"
     for name, dtype, seconds, told in [("NVIDIA H100 PCIe", "bf16", 2.3, f"{used}  left 0:30:38"),
                                        ("NVIDIA H100 PCIe", "fp32", 12, "tok/s  left 2:39:48"),
-                                       ("GeForce GTX 1080", "fp16", 1, "/s  scale 8  left 0:13:19")]:
+                                       ("GeForce GTX 1080", "fp16", 1, "scale 8  left 0:13:19")]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         run.device = torch.device("cuda")
         run.config = train.Config(dtype=dtype)
