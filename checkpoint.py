@@ -297,12 +297,13 @@ class Writer:
             pass
         return reason
 
-    def wait(self) -> str | None:
-        """Wait for the last write, however slow the disk is; returns its error message on rank 0,
-        None if it succeeded. Raises PeerError if another rank is gone."""
-        if self.pending is None:
-            return None
-        return self.pending.result()
+    def wait(self, required: bool = False) -> None:
+        """Wait for the last write, however slow the disk is. Raises PeerError if another rank is
+        gone; RunError if rank 0 could not write a checkpoint that is `required`."""
+        error = None if self.pending is None else self.pending.result()
+        if required and error is not None:
+            raise RunError(f"the last checkpoint is lost: {error}: free space in {self.out}, then "
+                           f"give the same command")
 
     def close(self) -> None:
         """Wait for the last write when the run ends by an error. If that is the loss of rank 0,
@@ -311,13 +312,6 @@ class Writer:
             timeout = None if self.grid.rank == 0 else self.timeout
             with suppress(PeerError, TimeoutError):
                 self.pending.result(timeout)
-
-    def finish(self) -> None:
-        """Wait for a checkpoint that must not be missing. Raises RunError if it is."""
-        error = self.wait()
-        if error is not None:
-            raise RunError(f"the last checkpoint is lost: {error}: free space in {self.out}, then "
-                           f"give the same command")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -3540,10 +3540,10 @@ def late_file(run):
     wanted = threading.Event()
     wait = run.writer.wait
 
-    def want():
+    def want(**required):
         if run.step > 39:
             wanted.set()
-        return wait()
+        return wait(**required)
     run.writer.wait = want
     at_step(run, 39, lambda: run.writer.thread.submit(wanted.wait, 60))
 
@@ -3964,10 +3964,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
             raise OSError("the disk is full")
         return save(state, out, keep)
 
-    def wait_and_tell(writer):
+    def wait_and_tell(writer, **required):
         if writer.pending is not None:
             waits.release()
-        return wait(writer)
+        return wait(writer, **required)
 
     def copy_and_count(*facts):
         living.append(sum(reference() is not None for reference in states))
@@ -4023,7 +4023,7 @@ def save_in_little_memory(rank, world, layout, config, cfg):
             while not run.writer.pending.done():
                 seen.append(bytes_held("RssAnon"))
                 time.sleep(0.001)
-            run.writer.finish()
+            run.writer.wait(required=True)
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, limits)
         file = parallel.on_rank0(lambda: checkpoint.list_checkpoints(Path(config.out))[0])

@@ -477,7 +477,7 @@ class Run:
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk."""
-        all_ranks(self.writer.finish)
+        all_ranks(lambda: self.writer.wait(required=True))
         if self.step == self.config.steps:
             self.event("end", step=self.step)
             return
@@ -513,7 +513,7 @@ class Run:
                    reason=divergence.reason, to=self.step, sequences=excluded,
                    lr_factor=monitor.lr_factor, rollbacks=monitor.rollbacks, step=diverged_at)
         self.write_checkpoint()
-        all_ranks(self.writer.finish)
+        all_ranks(lambda: self.writer.wait(required=True))
 
     def skip_excluded(self) -> None:
         """Advance past the excluded samples that the next batch would contain: those of
