@@ -59,8 +59,12 @@ def get_tokenizer(name: str):
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     if name != "gpt2":
         raise ValueError(f"unknown tokenizer {name!r}: expected gpt2 or bytes")
-    gpt2_files()
-    return tiktoken.get_encoding("gpt2")
+    try:
+        return tiktoken.get_encoding("gpt2")        # downloads its vocabulary once
+    except OSError as error:
+        raise ConnectionError(f"GPT-2's vocabulary is missing ({error}): run it again later, set "
+                              f"TIKTOKEN_CACHE_DIR to a folder that has it, or make shards with "
+                              f"--tokenizer bytes") from None
 
 
 def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int) -> None:
@@ -229,10 +233,6 @@ class TokenDataset:
             phases = [phase for phase in phases if phase[0] < position] + [[position, weights]]
         self.phases = phases
 
-    def phase_begins(self, first: int, end: int) -> bool:
-        """Whether a phase after the first begins at one of the sequences first ... end - 1."""
-        return any(first <= begin < end for begin, _ in self.phases[1:])
-
     def epochs(self, n: int) -> dict[str, float]:
         """{name of a source: how many times the first n sequences read it}."""
         return {self.sources[key].name: (count / self.sources[key].n_windows).item()
@@ -248,14 +248,12 @@ class TokenDataset:
 
     def check(self, part: int, parts: int) -> None:
         """Raise ValueError if a token is beyond the vocabulary. Rank number `part` of `parts` reads
-        its share of the blocks."""
-        size = 1 << 16
+        its share of each shard."""
         for tokens in self.shards:
-            for start in range(part * size, len(tokens), parts * size):
-                largest = tokens[start:start + size].max()
-                if largest >= self.meta["vocab_size"]:
-                    raise ValueError(f"{tokens.filename} holds token {largest}, beyond a "
-                                     f"vocabulary of {self.meta['vocab_size']}: run data.py again")
+            largest = np.array_split(tokens, parts)[part].max(initial=0)
+            if largest >= self.meta["vocab_size"]:
+                raise ValueError(f"{tokens.filename} holds token {largest}, beyond a vocabulary of "
+                                 f"{self.meta['vocab_size']}: run data.py again")
 
 
 def permute(places: np.ndarray, n: int, *key: int) -> np.ndarray:
@@ -543,9 +541,6 @@ DOWNLOADS = {
     "fineweb": (f"{HUB}/datasets/kjj0/fineweb10B-gpt2/resolve/main/", None, ".bin"),
 }
 FINEWEB_SHARDS = 103        # training shards of 100M tokens each; there is one validation shard
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-GPT2_FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-              "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
 
 
 def download(url: str, path: Path, sha256: str | None = None) -> None:
@@ -584,21 +579,6 @@ def download(url: str, path: Path, sha256: str | None = None) -> None:
         os.truncate(part, 0)
     raise ConnectionError(f"cannot download {url} ({error}): run it again later, "
                           f"it continues where it stopped, or put the file at {path}")
-
-
-def gpt2_files() -> dict[str, Path]:
-    """The files of GPT-2's vocabulary, in tiktoken's cache. tiktoken would download them itself,
-    but without a timeout. Raises ConnectionError."""
-    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or f"{tempfile.gettempdir()}/data-gym-cache")
-    paths = {}
-    for file, sha256 in GPT2_FILES.items():
-        paths[file] = cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()
-        try:
-            download(GPT2_URL + file, paths[file], sha256)
-        except OSError as error:
-            raise ConnectionError(f"{error}. Shards made with --tokenizer bytes need no "
-                                  f"vocabulary, TIKTOKEN_CACHE_DIR names another cache") from error
-    return paths
 
 
 def fetch_shards(url: str, out: Path, count: int) -> dict:

@@ -1756,14 +1756,13 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
 def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.device:
     """The device of this process. `auto` is the first that is available of CUDA, MPS (Apple's GPU)
     if `on_mps`, and the CPU. Raises ValueError."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
-                 "cpu": True}
+    available = {"cuda": torch.cuda.is_available(),
+                 "mps": on_mps and torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        available["mps"] = available["mps"] and on_mps
         name = next(kind for kind in available if available[kind])
     if not available[name]:
-        raise ValueError(f"--device {name}, but torch finds no {name.upper()} device here: leave "
-                         f"the flag out, or give --device cpu")
+        raise ValueError(f"torch finds no {name.upper()} device here (mps: for one process, not in "
+                         f"fp64): leave out --device {name}, or give --device cpu")
     if name != "cuda":
         return torch.device(name)
     # A launcher may show each process a GPU of its own, as the only one.

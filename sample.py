@@ -30,6 +30,7 @@ from data import get_tokenizer, parse_arguments
 from parallel import first_line, out_of_memory, pick_device
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+AT_ONCE = 64                   # samples in a batch, which bounds the memory of the cache
 DASHES = "-" * 40 + "\n"       # the line between samples
 LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
 OTHER_NAMES = {"ckpt": "out-dir init-from", "prompt": "start", "max-tokens": "max-new-tokens"}
@@ -114,29 +115,15 @@ def use_fast_rows(model) -> None:
             module.forward = partial(linear_in_halves, module)
 
 
-def check_memory(model, samples: int) -> None:
-    """Raise MemoryError if the caches of so many samples exceed the CPU's memory, where the system
-    would otherwise kill the process. (A GPU's allocator raises an error itself.)"""
-    cfg, weight = model.cfg, model.head.weight
-    if weight.device.type == "cpu" and hasattr(os, "sysconf"):      # Windows has none
-        cache = 2 * cfg.n_layer * cfg.seq_len * cfg.n_embd * weight.element_size()
-        needed = samples * (cache + 5000)                           # 5000: a torch.Generator
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if needed > memory:
-            raise MemoryError(f"{samples} samples take {needed / 1e9:,.1f} GB of "
-                              f"{memory / 1e9:,.1f}")
-
-
-def print_samples(model, tokenizer, prompt: str, args) -> None:
-    """Print --num-samples samples of a prompt, the first one as it is generated."""
+def print_samples(model, tokenizer, prompt: str, seeds: range, args) -> None:
+    """Print a sample of a prompt for each seed, the first one as it is generated."""
     tokens = tokenizer.encode_ordinary(prompt)
     if len(tokens) > model.cfg.seq_len:
         print(f"sample.py: warning: the prompt has {len(tokens)} tokens, the model sees the "
               f"last {model.cfg.seq_len}", file=sys.stderr)
-    count = args.num_samples or 1
-    generators = [torch.Generator().manual_seed(args.seed + i) for i in range(count)]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     stop = args.stop.encode()
-    texts = [b""] * count
+    texts = [b""] * len(seeds)
     ended = set()                   # the samples that have reached `stop`
     shown = 0                       # characters of the first sample on standard output
     sys.stdout.write(prompt)
@@ -222,12 +209,14 @@ def main() -> None:
         parser.exit(getattr(error, "status", 2), f"sample.py: {error}\n")
     model.to(device, DTYPES[args.dtype])
     use_fast_rows(model)
-    check_memory(model, args.num_samples or 1)
     sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character
+    seeds = range(args.seed, args.seed + (args.num_samples or 1))
     for number, prompt in enumerate(prompts):
-        if number > 0:
-            sys.stdout.write(DASHES)
-        print_samples(model, tokenizer, prompt, args)
+        for first in seeds[::AT_ONCE]:
+            if number > 0 or first > args.seed:
+                sys.stdout.write(DASHES)
+            some = range(first, min(first + AT_ONCE, seeds.stop))
+            print_samples(model, tokenizer, prompt, some, args)
 
 
 if __name__ == "__main__":
