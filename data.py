@@ -233,6 +233,10 @@ class TokenDataset:
             phases = [phase for phase in phases if phase[0] < position] + [[position, weights]]
         self.phases = phases
 
+    def phase_begins(self, first: int, end: int) -> bool:
+        """Whether a phase after the first begins at one of the sequences first ... end - 1."""
+        return any(first <= begin < end for begin, _ in self.phases[1:])
+
     def epochs(self, n: int) -> dict[str, float]:
         """{name of a source: how many times the first n sequences read it}."""
         return {self.sources[key].name: (count / self.sources[key].n_windows).item()

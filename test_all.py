@@ -3957,6 +3957,18 @@ def test_losses_are_compared_under_the_same_flags_only(tmp_path):
         assert counts == [kept, kept], changes
 
 
+def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_batch_is_skipped(
+        tmp_path):
+    """Serves the same claim: their number after each of four steps, of which the third skips the
+    batch with which the other mixture begins."""
+    def prepare(run):
+        run.train_data.phases = [[0, {"memory": 1}], [16, {"memory": 1}]]
+    _, seen, _ = run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=4, skip_steps="3:3"),
+                           replace(CFG, n_layer=1), lambda run: len(run.monitor.losses),
+                           prepare=prepare)
+    assert seen == [1, 2, 1, 2]
+
+
 # ---------------------------------------------------------------------------------------------
 # train.py: saving beside the training, locks, signals, lost peers
 # ---------------------------------------------------------------------------------------------

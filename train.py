@@ -295,9 +295,16 @@ class Run:
         batch = self.prefetched
         if batch is None or (batch.step, batch.first) != (self.step + 1, self.consumed_samples):
             batch = self.load_batch(self.step + 1, self.consumed_samples)
-        self.consumed_samples += batch.size
+        self.advance(self.consumed_samples + batch.size)
         self.samples += batch.size
         return batch
+
+    def advance(self, position: int) -> None:
+        """Move to another position in the data. If the mixture of sources changes before it, forget
+        the recent losses: they are not comparable."""
+        if self.train_data.phase_begins(self.consumed_samples, position):
+            self.monitor.forget_losses()
+        self.consumed_samples = position
 
     def prefetch(self) -> None:
         """Load the batch of the step after this one, unless this step is the last. (`next_batch`
@@ -536,7 +543,7 @@ class Run:
                 position = end
         if position > start:
             self.event("skip", step=self.step + 1, reason="left out", sequences=[start, position])
-            self.consumed_samples = position
+            self.advance(position)
 
     def fail(self, step: int, reason: str) -> None:
         """Stop a run that cannot recover from its divergence."""
