@@ -2833,6 +2833,7 @@ def things(shards, tmp_path_factory):
     ("mean --n-layer?", ["--n-layers 1"]), ("mean --lr?", ["--learning-rate 1"]),
     ("mean --micro-batch?", ["--mbs 1"]), ("mean --steps?", ["--max_iters 1"]),
     ("no CUDA device here", ["--device cuda"]), ("give --device cpu", ["--device mps"]),
+    ("needs a C++ compiler: install g++", ["--compile"]),
     ("install tensorboard", ["--log tensorboard,wandb"]), ("install wandb", ["--log wandb"]),
     ("padded vocabulary 384 is not divisible by tp 5", ["--tp 5 --n-head 5 --n-embd 40"]),
     ("n_head 2 is not divisible by tp 16", ["--tp 16"]), ("tp is 1", ["--sequence-parallel"]),
@@ -2884,9 +2885,10 @@ def things(shards, tmp_path_factory):
         "--init-from whole.pt --out run"])])
 def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch,
                                                      message, commands):
-    """Each command ends with this message, in as many processes as tp x pp, where the packages of
-    --log are missing. It leaves no file; an older format is never passed over."""
+    """Each command ends with this message, in as many processes as tp x pp, where the compiler and
+    the packages of --log are missing. It leaves no file; an older format is never passed over."""
     monkeypatch.chdir(things)
+    monkeypatch.setenv("CXX", "no-such-compiler")
     for package in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, package, None)
     before = names_in(things)
