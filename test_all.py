@@ -3402,16 +3402,9 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_s
     assert two["run"]["origin"] == ["init-from", one["run"]["id"], 4]
 
 
-def test_gpt2s_tokens_end_to_end(run_train, run_sample, run_data, tmp_path, monkeypatch):
+def test_gpt2s_tokens_end_to_end(run_train, run_sample, run_data, tmp_path, vocabulary):
     """data.py's default tokenizer, 40 steps, and sample.py: its text, of characters of up to three
-    tokens, is that of all greedy tokens decoded at once. Skipped without the vocabulary in
-    ../shared or tiktoken's cache."""
-    def is_there(url, path, sha256):
-        if not path.exists():
-            pytest.skip(f"needs GPT-2's vocabulary in {path.parent}")
-    if (SHARED / "tiktoken_cache").is_dir():
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
-    monkeypatch.setattr(data, "download", is_there)
+    tokens, is that of all greedy tokens decoded at once."""
     line = "\U0001f642 \u6f22\u5b57 \u00e9t\u00e9 \u20ac!\n"
     (tmp_path / "a.txt").write_text(line * 500)
     assert run_data("--input", tmp_path / "a.txt", "--out", tmp_path / "d")[0] == 0
@@ -5233,6 +5226,17 @@ def torchrun_job():
         stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         return dict(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=stores[-1].port,
                     TORCHELASTIC_USE_AGENT_STORE=True)
+@pytest.fixture
+def vocabulary(monkeypatch):
+    """GPT-2's vocabulary, from ../shared or tiktoken's cache: nothing is downloaded."""
+    def is_there(url, path, sha256):
+        if not path.exists():
+            pytest.skip(f"needs GPT-2's vocabulary in {path.parent}")
+    if (SHARED / "tiktoken_cache").is_dir():
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+    monkeypatch.setattr(data, "download", is_there)
+
+
     stores = []
     return start
 
