@@ -588,8 +588,9 @@ def test_named_sizes_hold_the_published_numbers_of_parameters():
 
 def test_initial_values_have_the_deviation_their_name_asks_for():
     """Matrices: mean 0 and standard deviation 0.02, or 0.02 / sqrt(2 n_layer) for the projections
-    to the residual stream, to 5%; LayerNorm's weights 1, biases and padding 0. The first loss is
-    that of a uniform guess, ln 257, to 0.05; seeds are the same on every machine, for ever."""
+    to the residual stream, to 5%; LayerNorm's weights 1, biases and padding 0. The first loss, by
+    the example in model.py's docstring, is that of a uniform guess, ln 257, to 0.05; seeds are the
+    same on every machine, for ever."""
     cfg = GPTConfig(n_layer=8, n_embd=128)
     plain = GPT(cfg).initialize(0)
     for name, parameter in plain.named_parameters():
@@ -602,8 +603,9 @@ def test_initial_values_have_the_deviation_their_name_asks_for():
         assert abs(drawn.mean().item()) < 0.001, name
         assert not parameter[len(drawn):].any()
     assert model.derive_seed(0, "a") == 225321766190137866
-    loss = plain(tokens_of(cfg, 4), tokens_of(cfg, 4, seed=1)) / (4 * cfg.seq_len)
-    assert loss.item() == pytest.approx(math.log(257), abs=0.05)
+    names = vars(model) | dict(tokens=tokens_of(cfg, 4), targets=tokens_of(cfg, 4, seed=1))
+    exec("\n".join(re.findall("^    ((?:model|loss) = .*)", model.__doc__, re.M)), names)
+    assert names["loss"].item() == pytest.approx(math.log(257), abs=0.05)
 
 
 def test_dropout_is_a_function_of_its_seed_or_of_torchs_generator():
