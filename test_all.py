@@ -4607,12 +4607,19 @@ def test_sampling_mistakes_end_in_one_line_and_exit_2(run_sample, flags, message
     assert (status, out) == (2, "") and message in error and error.count("\n") == 1
 
 
-def test_a_closed_input_or_output_ends_quietly(things):
-    """`--prompt -` without standard input ends in one line and status 2, `| head` in no line."""
-    command = f"{sys.executable} sample.py --ckpt {things / 'whole.pt'} --max-tokens 3000 --prompt "
-    closed, head = [subprocess.Popen(command + end, shell=True, stdout=subprocess.PIPE,
-                                     stderr=subprocess.PIPE, text=True, errors="replace", cwd=ROOT)
-                    for end in ("- <&-", "line | head -c 6")]
+def test_a_closed_input_or_output_ends_quietly(shards, things, tmp_path):
+    """`sample.py --prompt -` without standard input ends in one line and status 2, `| head` in no
+    line. train.py trains on when nobody reads its lines."""
+    draw = f"{sys.executable} sample.py --ckpt {things / 'whole.pt'} --max-tokens 3000 --prompt "
+    run = map(str, [sys.executable, "train.py", "--data", shards, "--out", tmp_path, *TINY])
+    unread, closed, head = [
+        subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                         text=True, errors="replace", cwd=ROOT)
+        for command in (shlex.join(run), draw + "- <&-", draw + "line | head -c 6")]
+    unread.stdout.close()
+    _, error = unread.communicate()
+    assert (unread.returncode, error) == (0, "")
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 4
     out, error = closed.communicate()
     assert (closed.returncode, out, error.count("\n")) == (2, "", 1) and "is closed" in error
     out, error = head.communicate()
