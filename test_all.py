@@ -1681,20 +1681,17 @@ class Products(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def steps_without_products(rank, world, config, cfg, missing):
-    """(rows, types of what is multiplied) on a CPU without products in the types `missing`."""
-    with mock.patch.object(model, "NO_PRODUCTS", missing), Products() as seen:
-        return run_steps(rank, world, (1, world, 1), config, cfg)[0], seen.types
-
-
-@pytest.mark.parametrize("tp, flags", [(1, dict(recompute=True)), (2, {})])
-def test_a_cpu_without_products_in_16_bits_multiplies_in_fp32(pool, tmp_path, tp, flags):
+@pytest.mark.parametrize("world, flags", [(1, dict(recompute=True)), (2, {})])
+@on_ranks
+def test_a_cpu_without_products_in_16_bits_multiplies_in_fp32(rank, world, tmp_path, flags):
     """Losses and norms are those of bf16 products, to 2e-3: results still have 16 bits."""
-    config = settings(tmp_path, steps=3, tp=tp, dtype="bf16", **flags)
+    config = settings(tmp_path, steps=3, tp=world, dtype="bf16", **flags)
     cfg = replace(CFG, n_layer=2, dropout=0.1)
-    (native, with_16), (rows, without) = (
-        pool.run(tp, steps_without_products, config, cfg, missing)[0]
-        for missing in ([], [torch.bfloat16]))
+    runs = []
+    for missing in ([], [torch.bfloat16]):
+        with mock.patch.object(model, "NO_PRODUCTS", missing), Products() as seen:
+            runs.append((run_steps(rank, world, (1, world, 1), config, cfg)[0], seen.types))
+    (native, with_16), (rows, without) = runs
     assert torch.bfloat16 in with_16 and without == {torch.float32}
     assert_same_rows(rows, native, 2e-3)
 
@@ -1997,9 +1994,14 @@ def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, worl
     assert relative(comparable(ours), expected) <= 1e-8
 
 
-def masks(rank, world, config, cfg):
-    """Every dropout mask that this one of 2 x 2 x 1 ranks draws in training, as bytes."""
-    drawn = []
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks
+def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_path,
+                                                       sequence_parallel):
+    """Ranks 0 and 1, 2 and 3 have other heads of the same rows, and without sequence parallelism
+    the same activations between. In 2 steps of 2 microbatches each draws for the embedding and
+    thrice in a layer, once of it for attention; no mask comes twice, none in another seed's run."""
+    cfg = replace(CFG, dropout=0.2, n_layer=2)
 
     def look(module, args, y):
         if module.training and isinstance(module, model.CoreAttention):
@@ -2013,19 +2015,13 @@ def masks(rank, world, config, cfg):
     def prepare(run):
         for module in run.model.modules():
             module.register_forward_hook(look)
-    run_steps(rank, world, (2, 2, 1), config, cfg, prepare=prepare)
-    return drawn
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_dropout_masks_are_equal_where_activations_are(pool, tmp_path, sequence_parallel):
-    """Ranks 0 and 1, 2 and 3 have other heads of the same rows, and without sequence parallelism
-    the same activations between. In 2 steps of 2 microbatches each draws for the embedding and
-    thrice in a layer, once of it for attention; no mask comes twice, none in another seed's run."""
-    cfg = replace(CFG, dropout=0.2, n_layer=2)
-    one, other = (pool.run(4, masks, settings(tmp_path, steps=2, tp=2, seed=seed,
-                                              sequence_parallel=sequence_parallel), cfg)
-                  for seed in (1, 2))
+    runs = []                           # of each seed the masks of each rank, as bytes
+    for seed in (1, 2):
+        drawn = []
+        config = settings(tmp_path, steps=2, tp=2, seed=seed, sequence_parallel=sequence_parallel)
+        run_steps(rank, world, (2, 2, 1), config, cfg, prepare=prepare)
+        runs.append(parallel.all_gather_object(drawn))
+    one, other = runs
     assert [len(set(drawn)) for drawn in one] == [len(drawn) for drawn in one] == [4 * 7] * 4
     assert not set(sum(one, [])) & set(sum(other, []))
     shared = [len(set(one[a]) & set(one[b])) for a, b in itertools.combinations(range(4), 2)]
@@ -3976,13 +3972,6 @@ def bytes_held(name):
     return 1024 * int(re.search(rf"^{name}:\s+(\d+)", lines, re.M)[1])
 
 
-def bytes_read(file):
-    """Bytes of a file that this process has read through maps of it."""
-    maps = Path("/proc/self/smaps").read_text()
-    read = re.findall(rf"{file.name}\nSize:.*\n.*\n.*\nRss:\s+(\d+)", maps)
-    return 1024 * sum(map(int, read))
-
-
 @pytest.mark.parametrize("layout, zero, cfg", [
     ((2, 2, 2), 1, replace(CFG, n_layer=6, n_embd=384, vocab_size=8200)),
     *[pytest.param((2, 2, 2), zero, GPT_100M, marks=pytest.mark.slow) for zero in (0, 1, 2)],
@@ -4022,7 +4011,8 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=8,
         state = checkpoint.load(file)
         checkpoint.restore(state, run.flat)
         of_stage = 12 * sum(math.prod(spec.shape) for b in run.flat.buckets for spec in b.specs)
-    read = bytes_read(file)
+    maps = Path("/proc/self/smaps").read_text()     # with the pages of the file that were read
+    read = 1024 * sum(map(int, re.findall(rf"{file.name}\nSize:.*\n.*\n.*\nRss:\s+(\d+)", maps)))
     assert own < read < 0.75 * of_stage, (own, read, of_stage)
     whole = 12 * (model.parameter_count(cfg) + (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd)
     assert sum(parallel.all_gather_object(own)) == whole
