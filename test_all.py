@@ -2793,9 +2793,8 @@ def things(shards, tmp_path_factory):
     ("would keep parameters 695.9 GB", ["--n-layer 96 --n-head 96 --n-embd 12288"]),
     ("a mixture is DIR=WEIGHT,DIR=WEIGHT, not ", [
         "--data a,b", "--data a:0.5,b:0.5", "--data a=1,b", "--data a=x,b=1", "--data a=nan",
-        "--data a=inf",
-        "--data a=-1,b=2", "--data a=0,b=0", "--data a=1001,b=1", "--data a=1,a=2",
-        "--data one/a=1,two/a=1", "--data ,", "--data a=1,"]),
+        "--data a=inf", "--data a=-1,b=2", "--data a=0,b=0", "--data a=1001,b=1",
+        "--data a=1,a=2", "--data one/a=1,two/a=1", "--data ,", "--data a=1,"]),
     ("nowhere does not exist: give the directory that data.py made, not a file in it. `python "
      "data.py` makes data/python, `python data.py --input FILE",
      ["--data nowhere", "--data other=1,nowhere=1"]),
@@ -3188,15 +3187,6 @@ sys.exit(data.main())
     assert names_in(tmp_path / "d") == []
     assert Command("data.py", *flags).finish()[0] == 0
     assert data.TokenDataset(tmp_path / "d", "train", 16).n_windows > 0
-
-
-def test_a_run_goes_on_when_nobody_reads_its_lines(shards, tmp_path):
-    """A closed standard output costs its lines alone."""
-    with subprocess.Popen([sys.executable, ROOT / "train.py", "--data", shards, "--out", tmp_path,
-                           *TINY], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b"" and process.wait() == 0
-    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 4
 
 
 def test_learning_rate_warms_up_then_decays_to_the_ratio():
@@ -5007,6 +4997,12 @@ def trained(pool, layout, out, cfg=CFG, look=nothing, state=None, prepare=nothin
     return pool.run(dp * tp * pp, run_steps, layout, config, cfg, look, state, prepare)[0]
 
 
+def after_backward(run, act):
+    """act(step) whenever the gradients of a step are complete, and nothing is decided yet."""
+    finish = run.flat.finish_grad_sync
+    run.flat.finish_grad_sync = lambda: (finish(), act(run.step + 1))
+
+
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
     """This rank's stage at step 0 of seed 0 -> (model, its FlatParameters)."""
     local = parallel.build_stage(cfg, grid)
@@ -5226,6 +5222,10 @@ def torchrun_job():
         stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         return dict(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=stores[-1].port,
                     TORCHELASTIC_USE_AGENT_STORE=True)
+    stores = []
+    return start
+
+
 @pytest.fixture
 def vocabulary(monkeypatch):
     """GPT-2's vocabulary, from ../shared or tiktoken's cache: nothing is downloaded."""
@@ -5235,10 +5235,6 @@ def vocabulary(monkeypatch):
     if (SHARED / "tiktoken_cache").is_dir():
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
     monkeypatch.setattr(data, "download", is_there)
-
-
-    stores = []
-    return start
 
 
 def read_metrics(out):
@@ -5307,12 +5303,6 @@ def batches_from(config, position, count):
         batches.append((position, megatrons_batch_size(config, position)))
         position = sum(batches[-1])
     return batches
-
-
-def after_backward(run, act):
-    """act(step) whenever the gradients of a step are complete, and nothing is decided yet."""
-    finish = run.flat.finish_grad_sync
-    run.flat.finish_grad_sync = lambda: (finish(), act(run.step + 1))
 
 
 def poison(run, times=1):
