@@ -27,11 +27,11 @@ from unittest import mock
 
 # test_all.py sets the environment that torch reads at its import: before the imports of torch.
 # Fixtures are found by their names in this module.
-from test_all import (CFG, COVER, FORMULA, NASTY, README, ROOT, TINY, Alive, Memory, Rows,
+from test_all import (CFG, COVER, FORMULA, NASTY, README, ROOT, SHARED, TINY, Alive, Memory, Rows,
                       column, deep_enough_for, expect_mistake, gridded, launch,
                       leave_nothing_behind, names_in, nothing, own_processes, pool, random_gpt,
                       relative, run_train, saved, settings, shards, small_state, staged,
-                      tokens_of, traffic, vocabulary)
+                      tokens_of, traffic)
 
 import numpy as np
 import pytest
@@ -629,8 +629,11 @@ def test_a_model_goes_to_transformers_and_comes_back(tmp_path, capsys, activatio
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, vocabulary):
+def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
     transformers = pytest.importorskip("transformers")
+    if not (SHARED / "tiktoken_cache").is_dir():
+        pytest.skip("needs the GPT-2 vocabulary in ../shared/tiktoken_cache")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
     weights_only(tmp_path / "a.pt", replace(CFG, vocab_size=50257, n_layer=1), "gpt2")
     assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")[0] == 0
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), (
