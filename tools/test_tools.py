@@ -4,7 +4,6 @@
     python -m pytest tools -m slow
 """
 import functools
-import functools
 import gc
 import http.server
 import itertools
