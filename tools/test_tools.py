@@ -3,7 +3,6 @@
     python -m pytest tools
     python -m pytest tools -m slow
 """
-import functools
 import gc
 import http.server
 import itertools
