@@ -1576,9 +1576,51 @@ def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypat
         peaks.append(alive.peak)
     few, many = peaks
     assert few > 4 * 2 ** 16                    # a chunk of logits in fp32
-    # A GPU's 2^28 logits hold 5336 positions of GPT-2: four microbatches of 4096 are equal chunks.
-    assert parallel.chunk_size(4 * 4096, 50304, "cuda") == 4096
     assert many - few < 8 * 768 * 16 * 4 < 768 * 8192 * 4 / 50
+
+
+class Passes(TorchDispatchMode):
+    """`calls`: the names of the operations in the block. `names`: those that read or write all of a
+    matrix of this shape."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.shape, self.names, self.calls = shape, [], []
+
+    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        few = "gather", "scatter_", "alias", "detach", "view", "slice"
+        tensors = [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
+        name = function.name().removeprefix("aten::").split(".")[0]
+        self.calls.append(name)
+        if any(x.shape == self.shape for x in tensors) and name not in few:
+            self.names.append(name)
+        return out
+
+
+@pytest.mark.parametrize("dtype, given, expected", [
+    (torch.float32, True, "amax copy_ sub_ exp_ sum mul copy_"),        # to itself: not copied
+    (torch.bfloat16, True, "amax copy_ sub_ exp_ sum mul copy_"),
+    (torch.bfloat16, False, "amax sub exp_ sum mul copy_")])            # as on a GPU
+def test_the_loss_of_a_chunk_passes_over_its_logits_few_times(dtype, given, expected):
+    """Loss and gradient of 7 positions are those of F.cross_entropy in fp64, to the type's eps.
+    A GPU's 2^28 logits hold 5336 positions of GPT-2: four microbatches of 4096 are equal chunks."""
+    logits, width = random_tensor(7, 384, seed=1).to(dtype), 300
+    targets = torch.tensor([0, 1, 299, IGNORE_INDEX, 128, 5, 5])
+    exact = logits[:, :width].double().requires_grad_()
+    expected_loss = F.cross_entropy(exact, targets, reduction="sum", ignore_index=IGNORE_INDEX)
+    (expected_loss / 4).backward()
+    p = None
+    if given:
+        p = logits.to(torch.float32)                    # in fp32 the logits themselves
+    with Passes(7, 384) as passes:
+        loss, columns, at_columns = parallel.chunk_loss(logits, p, targets, torch.tensor(0.25),
+                                                        width, Grid(1, 1, 1))
+    logits.scatter_(1, columns, at_columns.to(dtype))
+    assert passes.names == expected.split()
+    assert relative(loss, expected_loss.detach()) < 1e-6
+    assert relative(logits, F.pad(exact.grad, (0, 84))) < torch.finfo(dtype).eps
+    assert parallel.chunk_size(4 * 4096, 50304, "cuda") == 4096
 
 
 @contextmanager
@@ -2169,28 +2211,16 @@ def test_buckets_travel_in_the_order_of_their_completion(stage, expected):
     assert " ".join(order) == expected
 
 
-class Calls(TorchDispatchMode):
-    """`names`: of the operations in the block."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
-        self.names.append(function.name().removeprefix("aten::").split(".")[0])
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("dtype, copies", [(torch.float32, 0), (torch.bfloat16, 1)])
 def test_a_step_calls_each_operation_on_all_buckets_once(dtype, copies):
     """Mechanism (that a GPU does not wait for the host): not once a bucket, of which there are 12.
     AdamW takes two calls: for what decays, and for what does not."""
     local, flat = staged(CFG, Grid(1, 1, 1), dtype)
     assert len(flat.buckets) == 12
-    with Calls() as seen:
+    with Passes() as seen:
         flat.zero_grad()
         flat.step(0.5, 1, 1e-3, 0.9, 0.95, 0.1)
-    counts = {name: seen.names.count(name) for name in ("_foreach_zero_", "_foreach_mul_",
+    counts = {name: seen.calls.count(name) for name in ("_foreach_zero_", "_foreach_mul_",
                                                         "_fused_adamw_", "_foreach_copy_", "copy_")}
     assert list(counts.values()) == [1, 1, 2, copies, 0]
 

@@ -3,6 +3,7 @@
     python -m pytest tools
     python -m pytest tools -m slow
 """
+import functools
 import gc
 import http.server
 import itertools
