@@ -21,7 +21,6 @@ checkpoint.py                 format, kills, damage, full disks         the plai
 train.py: the command line    flags, mistakes, metrics.jsonl, resuming  literals
 train.py: divergence ...      when a run rolls back, and where to       runs without faults
 train.py: saving beside ...   locks, signals, lost and slow ranks       runs without them
-train.py: chains of stops ... random stops, layouts and faults          uninterrupted runs
 train.py: whole runs ...      the README's table of faults (slow)       healthy runs
 sample.py                     sampling, cache, stop text                one token at a time
 README.md                     its commands, flags, names of tests       the files
@@ -4307,105 +4306,6 @@ def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(mon
             assert prefix.check(["0", "1", "2"]) and not of_the_dead
     with pytest.raises(RuntimeError, match="no answer"):        # nobody but the dead
         parallel.rendezvous(1, 3, timedelta(seconds=0.3))
-
-
-# ---------------------------------------------------------------------------------------------
-# train.py: chains of stops, layouts and faults, drawn at random
-# ---------------------------------------------------------------------------------------------
-
-
-def train_until(rank, world, config, cfg, file, diverges, at, fate):
-    """Train on from a file, or from the seed. At step `at` one rank gets a signal, or all are
-    killed. In steps 3 and 9 a rank finds infinite gradients; a run that diverges does so after step
-    40, and rolls back."""
-    stop = SimpleNamespace(requested=False)
-
-    def hurt(step):
-        if step in (3, 9) and rank == step % world:
-            run.flat.buckets[-1].shard["grad"][0] = math.inf
-        if step == at and fate != "signal":
-            raise ZeroDivisionError
-        if step == at and rank == step % world:
-            stop.requested = True
-    Path(config.out).mkdir(exist_ok=True)
-    with gridded(rank, world, config.tp, config.pp, config.sequence_parallel) as grid:
-        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
-                        Memory(cfg, 13, seed=1), train.load_state(file))
-        if diverges:
-            poison(run)
-        after_backward(run, hurt)
-        with suppress(ZeroDivisionError):
-            run.metrics = checkpoint.Metrics(Path(config.out), rank)
-            run.train(stop)
-        run.writer.wait()
-
-
-def drawn_layout(rng, config, most):
-    """A layout of at most so many ranks: (ranks, the config with it and flags that suit it)."""
-    dp, tp, pp = rng.choice([layout for layout in LAYOUTS
-                             if math.prod(layout) <= most and layout[2] <= 2])
-    return dp * tp * pp, replace(
-        config, tp=tp, pp=pp, zero=rng.randrange(4 if pp == 1 else 3), recompute=rng.random() < 0.5,
-        micro_batch=rng.choice([m for m in (1, 2, 4, 8) if 8 % (dp * m) == 0]),
-        pp_schedule=rng.choice(["gpipe", "1f1b"]),
-        sequence_parallel=tp > 1 and rng.random() < 0.5)
-
-
-FATES = ["signal", "kill", "damage"]
-
-
-@pytest.mark.parametrize("seed, dtype, most, same_layout, steps, fates, dropout, bound", [
-    (0, "fp16", 2, True, 12, FATES, 0.1, 0),
-    pytest.param(2, "fp64", 4, False, 12, FATES, 0.0, 1e-10, marks=pytest.mark.slow),
-    pytest.param(4, "fp32", 8, True, 12, FATES, 0.1, 0, marks=pytest.mark.slow),
-    pytest.param(5, "fp32", 8, True, 45, FATES[:2], 0.1, 0, marks=pytest.mark.slow),
-    pytest.param(6, "fp32", 8, False, 12, FATES, 0.0, 1e-5, marks=pytest.mark.slow),
-    pytest.param(7, "fp64", 8, False, 45, FATES[:2], 0.0, 1e-10, marks=pytest.mark.slow),
-    pytest.param(10, "fp16", 8, True, 12, FATES, 0.1, 0, marks=pytest.mark.slow)])
-def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
-        pool, tmp_path, seed, dtype, most, same_layout, steps, fates, dropout, bound):
-    """A run of up to `most` ranks that is stopped at random steps by these fates ends as one
-    without stops: bit for bit if each part has the same layout, to `bound` in its losses, norms and
-    learning rates if each draws its own. The runs of 45 steps diverge once and roll back (without
-    damaged files, which would make the rollback go elsewhere)."""
-    rng = random.Random(seed)
-    diverges = steps == 45
-    cfg = replace(CFG, n_layer=2, dropout=dropout)
-    straight = tmp_path / "straight"
-    chained = tmp_path / "chained"
-    world, config = drawn_layout(rng, settings(straight, steps=steps, save_every=1, keep=99,
-                                               dtype=dtype), most)
-    pool.run(world, train_until, config, cfg, None, diverges, 0, None)
-    chain = []
-    file = None
-    step = 0
-    while step < steps:
-        if not same_layout:
-            world, config = drawn_layout(rng, config, most)
-        at = step + rng.randint(1, 8)
-        fate = rng.choice(fates)
-        chain.append((world, config, at, fate))
-        assert len(chain) < 60, chain
-        pool.run(world, train_until, replace(config, out=str(chained)), cfg, file, diverges, at,
-                 fate)
-        files = checkpoint.list_checkpoints(chained)
-        if fate == "damage" and len(files) > 3:
-            for path in files[:rng.randint(1, 3)]:
-                path.write_bytes(path.read_bytes()[:rng.randrange(path.stat().st_size)])
-        file = checkpoint.find_start(chained, "auto", None, False, False).path
-        if file is not None:
-            step = checkpoint.load(file)["step"]
-    one, two = ({row["step"]: row for row in read_metrics(folder)[0]}         # the last row counts
-                for folder in (straight, chained))
-    for step, row in one.items():
-        assert row["skipped"] == two[step]["skipped"], (step, chain)
-        if not row["skipped"]:
-            for name in ("loss", "grad_norm", "lr"):
-                assert abs(row[name] - two[step][name]) <= bound * row[name], (step, name, chain)
-    states = [saved(folder, steps) for folder in (straight, chained)]
-    assert [state["monitor"]["rollbacks"] for state in states] == [diverges, diverges]
-    if same_layout:
-        assert_same_state(*states)
 
 
 # ---------------------------------------------------------------------------------------------
