@@ -4311,6 +4311,7 @@ def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(mon
     with pytest.raises(RuntimeError, match="no answer"):        # nobody but the dead
         parallel.rendezvous(1, 3, timedelta(seconds=0.3))
 
+
 # ---------------------------------------------------------------------------------------------
 # train.py: chains of stops, layouts and faults, drawn at random
 # ---------------------------------------------------------------------------------------------
