@@ -9,7 +9,6 @@ flags that differ between the runs.
 
 A resume or rollback to step k makes the rows beyond k void: `read_metrics` leaves them out.
 """
-import argparse
 import json
 import math
 import shutil
@@ -19,6 +18,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
+
+from data import Parser
 
 # Seconds before these events were spent between two processes, not in one.
 BETWEEN_PROCESSES = ("start", "resume", "damaged")
@@ -224,9 +225,7 @@ def compare(outs: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.compare", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"compare.py: {message}\n")
+    parser = Parser("compare.py", "python -m tools.compare OUT ...", __doc__)
     parser.add_argument("outs", nargs="+", metavar="OUT", help="the --out of a run of train.py")
     try:
         print(compare(parser.parse_args().outs))

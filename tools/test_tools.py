@@ -7,6 +7,7 @@ import functools
 import functools
 import gc
 import http.server
+import importlib
 import itertools
 import json
 import math
@@ -557,7 +558,7 @@ def test_the_plans_mistakes_are_refused_in_one_line(monkeypatch, capsys, flags, 
         tools.plan.main()
     out, error = capsys.readouterr()
     assert end.value.code == 2 and out == ""
-    assert error.startswith("plan: ") and error.count("\n") == 1 and message in error
+    assert error.startswith("plan.py: ") and error.count("\n") == 1 and message in error
 
 
 def test_the_plan_is_a_command_with_help():
@@ -570,6 +571,27 @@ def test_the_plan_is_a_command_with_help():
     assert "(default 50257)" in text and "--lr" not in text
     status, text, error = module("tools.plan", "--world", "8", "--gpu", "h100", "--json")
     assert (status, error) == (0, "") and json.loads(text)["dp"] == 8
+
+
+@pytest.mark.parametrize("program", ["data", "train", "sample", "parallel", "tools.plan"])
+def test_help_is_in_groups_and_says_the_form_of_each_value(monkeypatch, capsys, program):
+    """Each flag but --help has a heading of its own subject, and N, X, {a,b} ... for a value, not
+    its own name. Each program takes underscores for dashes and suggests a similar flag."""
+    def output(*flags):
+        monkeypatch.setattr(sys, "argv", [program, *flags])
+        with pytest.raises(SystemExit):
+            importlib.import_module(program).main()
+        return capsys.readouterr()
+    text = output("--help").out
+    _, general, *groups = re.split(r"(?m)^\w.*:$", text)
+    assert re.findall("--[a-z-]+", general) == ["--help"] and groups
+    forms = dict(re.findall(r"(?m)^  (--[a-z0-9-]+) ([^ \n]+)", text))
+    assert len(forms) >= 4
+    for flag, form in forms.items():
+        assert form != flag.strip("-").replace("-", "_").upper(), flag
+    flag = max(forms, key=len)
+    error = output(flag[:-1].replace("-", "_").replace("__", "--", 1)).err
+    assert error.endswith(f": did you mean {flag}?\n") and error.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------------
@@ -759,7 +781,7 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
             (["import", "no/such", "b.pt"], 1, "no folder no/such, and http://127.0.0.1:9 cannot")]:
         result = convert(capsys, *arguments)
         assert result[0] == status and message in result[2], result
-        assert result[2].startswith("tools.huggingface: ") and result[2].count("\n") == 1, result
+        assert result[2].startswith("huggingface.py: ") and result[2].count("\n") == 1, result
     with mock.patch.object(huggingface, "verify", side_effect=KeyboardInterrupt):
         assert convert(capsys, "export", "a.pt", "new") == (1, "", "")
     with mock.patch.dict(sys.modules, {"safetensors": None, "safetensors.torch": None}):
