@@ -31,8 +31,8 @@ from unittest import mock
 from test_all import (CFG, COVER, FORMULA, NASTY, README, ROOT, SHARED, TINY, Alive, Memory, Rows,
                       column, deep_enough_for, expect_mistake, gridded, launch,
                       leave_nothing_behind, names_in, nothing, own_processes, pool, random_gpt,
-                      relative, run_train, saved, settings, shards, small_state, staged,
-                      tokens_of, traffic)
+                      readme_commands, relative, run_train, saved, settings, shards, small_state,
+                      staged, tokens_of, traffic)
 
 import numpy as np
 import pytest
@@ -665,6 +665,18 @@ def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
     assert theirs.eos_token_id == ours.eot_token
 
 
+def test_the_readmes_conversions_run_as_printed(tmp_path, capsys, monkeypatch):
+    """Out to a folder, and in from a folder of the name that the README takes from the hub."""
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    Path("out", "gpt2").mkdir(parents=True)
+    weights_only(Path("out/gpt2/latest.pt"), CFG)
+    (_, back), (_, out) = readme_commands("tools.huggingface")
+    assert convert(capsys, *out)[0] == 0
+    Path(out[-1]).rename(back[1])
+    assert convert(capsys, *back)[0] == 0 and Path(back[-1]).exists()
+
+
 def test_an_export_is_one_file_or_shards_of_limited_size(tmp_path, capsys):
     """Each file holds tensors of at most SHARD_BYTES, or a single larger one, and has the mode of
     any new file; the index lists every tensor once."""
@@ -858,6 +870,39 @@ def test_compare_plots_and_tabulates_runs_without_their_void_rows(tmp_path, monk
         write_lines(Path(name), [(0, 1, dict(loss=8))])
     status, text, error = tool("compare", *many)
     assert (status, error) == (0, "") and len(text.splitlines()) == 20 + 30
+
+
+def test_the_readmes_benchmarks_exist():
+    from tools import bench             # it takes its parts from this file
+    for _, names in readme_commands("tools.bench"):
+        assert names[0] in bench.TABLES or names[0] == "gpu" and names[1] in bench.GPU_RACES
+
+
+def test_compare_draws_a_chart_for_a_readme(tmp_path, monkeypatch):
+    """32 means over the tokens that both runs have read, here of two steps each: as the README's
+    own chart, which has as many points."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    _, command = readme_commands("tools.compare")[0]
+    assert command == ["--mermaid", "out", "out/one"]
+    for name, steps, loss in [("out", 64, 1), ("out/one", 90, 1000)]:
+        write_lines(Path(name), [(s / 100, s, dict(loss=loss + s)) for s in range(1, steps + 1)])
+    status, text, error = tool("compare", *command)
+    chart, table = text.split("\n```\n")
+    assert (status, error) == (0, "") and table.splitlines()[0].split()[0] == "best"
+    lines = [[float(x) for x in line.split("[")[1].strip("]").split(",")]
+             for line in chart.splitlines()[5:]]
+    assert lines == [[loss + 1.5 + 2 * k for k in range(32)] for loss in (1, 1000)]
+    assert chart.splitlines()[:5] == [
+        "```mermaid", "xychart-beta", '    title "out, out/one"',
+        '    x-axis "tokens" 100 --> 6300',
+        '    y-axis "loss, nats a token" 2.5 --> 1063.5']
+    [ours] = [block for block in README.split("```")[1::2] if block.startswith("mermaid")]
+    assert [len(line.split(",")) for line in ours.splitlines() if "line [" in line] == [32, 32]
+    write_lines(Path("c"), [(0.1, 1, dict(loss=1)), (0.2, 2, dict(loss=1))])
+    assert tool("compare", "--mermaid", "c") == (
+        2, "", "compare.py: c has too few steps for a chart of 32 points\n")
+
 
 
 # ---------------------------------------------------------------------------------------------
