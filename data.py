@@ -653,8 +653,7 @@ def parse_flags(arguments) -> argparse.Namespace:
                         help="your own: .txt or .jsonl files, or folders of such")
     add = parser.add_argument_group("shards").add_argument
     add("--tokenizer", choices=["gpt2", "bytes"], help="(default gpt2; bytes for python)")
-    add("--out", type=Path, metavar="DIR",
-        help="directory of the shards (default data/DATASET; required with --input)")
+    add("--out", type=Path, metavar="DIR", help="(default data/DATASET; required with --input)")
     add("--seed", type=int, default=0, metavar="N", help="of the validation split (default 0)")
     add("--shard-tokens", type=int, default=10**8, metavar="N", help="per shard (default 100M)")
     add("--shards", type=int, default=1, metavar="N", help="of fineweb, each of 100M (default 1)")

@@ -561,7 +561,8 @@ class Run:
             if first < position + size and position < end:
                 position = end
         if position > start:
-            self.event("skip", step=self.step + 1, reason="left out", sequences=[start, position],
+            self.event("skip", f"leaves out sequences {start:,} to {position - 1:,} of the data",
+                       step=self.step + 1, reason="left out", sequences=[start, position],
                        batches=steps_between(self.config, self.samples,
                                              self.samples + position - start))
             self.advance(position)
