@@ -4986,8 +4986,8 @@ def test_the_readmes_layouts_are_not_refused(shards):
 
 @pytest.mark.slow
 def test_the_readmes_training_commands_make_a_step_with_a_tiny_model(shards, tmp_path):
-    """Each train.py command with its layout and switches, on as many ranks, all on the CPU. Those
-    that begin from a checkpoint find one of eight steps."""
+    """Each train.py command with its layout and switches (but --compile, which has its own tests),
+    on as many ranks, all on the CPU. Those that begin from a checkpoint find one of eight steps."""
     tiny = ["--data", shards, "--n-layer", 4, "--n-head", 2, "--n-embd", 16, "--seq-len", 16,
             "--device", "cpu", "--eval-every", 0, "--timeout", 300]
     first, = launch(1, *tiny, "--batch-size", 4, "--steps", 8, "--out", tmp_path / "first")
@@ -4998,6 +4998,7 @@ def test_the_readmes_training_commands_make_a_step_with_a_tiny_model(shards, tmp
             if flag in flags:
                 flags[flags.index(flag) + 1] = tmp_path / "first" / "latest.pt"
         world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
+        flags = [flag for flag in flags if flag != "--compile"]
         ranks = launch(world, *flags, *tiny, "--steps", steps, "--out", tmp_path / str(number))
         ends = [rank.finish(500) for rank in ranks]
         assert {status for status, *_ in ends} == {0}, (flags, ends)
