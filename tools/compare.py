@@ -157,7 +157,7 @@ def chart(runs: list[tuple[str, Run]], width: int, height: int = 16) -> list[str
 def mermaid(runs: list[Run]) -> str:
     """The chart as an xychart-beta of Mermaid, which GitHub draws: the mean losses of equal parts
     of the tokens that all runs have read. Raises ValueError if a part has no loss."""
-    part = min(run.rows[-1]["tokens"] for run in runs) // PARTS
+    part = max(1, min(run.rows[-1]["tokens"] for run in runs) // PARTS)
     curves = []
     for run in runs:
         parts = [[] for _ in range(PARTS + 1)]          # the last one, beyond them, is not drawn
