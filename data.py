@@ -597,39 +597,51 @@ def fetch_shards(url: str, out: Path, count: int) -> dict:
 
 # ---- Command line ---------------------------------------------------------------------------
 
-def parse_arguments(parser: argparse.ArgumentParser, arguments, other_names: dict[str, str]):
-    """The parsed arguments of a command line. Flags may have underscores for dashes, as nanoGPT's.
-    For an unknown flag the error suggests one: that which other_names gives its other names, or the
-    most similar."""
-    given = [re.sub(r"^--[\w-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)
-             for text in arguments]
-    args, unknown = parser.parse_known_args(given)
-    if unknown:
-        name = unknown[0].partition("=")[0].lstrip("-")
-        flags = re.findall(r"--([\w-]+)", parser.format_usage())
-        near = [ours for ours, theirs in other_names.items() if name in theirs.split()]
-        near += difflib.get_close_matches(name, flags, 1, 0.75)
-        advice = f"did you mean --{near[0]}?" if near else "--help lists the flags"
-        parser.error(f"unknown argument {unknown[0]}: {advice}")
-    return args
+class Parser(argparse.ArgumentParser):
+    """The parser of all programs here. Flags may have underscores for dashes, as nanoGPT's. A
+    mistake ends the program with one line and status 2; for an unknown flag the line suggests one:
+    that which other_names gives its other names, or the most similar."""
+
+    def __init__(self, prog: str, usage: str, description=None, other_names={}, **options):
+        super().__init__(prog, usage, description, allow_abbrev=False, **options,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.other_names = other_names
+
+    def error(self, message: str, status: int = 2):
+        self.exit(status, f"{self.prog}: {message}\n")
+
+    def parse_args(self, arguments=None) -> argparse.Namespace:
+        if arguments is None:
+            arguments = sys.argv[1:]
+        given = [re.sub(r"^--[\w-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)
+                 for text in arguments]
+        args, unknown = self.parse_known_args(given)
+        if unknown:
+            name = unknown[0].partition("=")[0].lstrip("-")
+            flags = re.findall(r"^ .*?--([\w-]+)", self.format_help(), re.M)
+            near = [ours for ours, theirs in self.other_names.items() if name in theirs.split()]
+            near += difflib.get_close_matches(name, flags, 1, 0.75)
+            advice = f"did you mean --{near[0]}?" if near else "--help lists the flags"
+            self.error(f"unknown argument {unknown[0]}: {advice}")
+        return args
 
 
 def parse_flags(arguments) -> argparse.Namespace:
     """The flags, with their defaults. A mistake ends the program with status 2."""
-    parser = argparse.ArgumentParser("data.py", allow_abbrev=False, description="Makes shards.")
-    parser.error = lambda message: parser.exit(2, f"data.py: {message}\n")
-    source = parser.add_mutually_exclusive_group()
+    parser = Parser("data.py", "python data.py [--dataset NAME | --input FILE ...] [FLAG ...]",
+                    "Turn text into shards of tokens for train.py.")
+    source = parser.add_argument_group("text").add_mutually_exclusive_group()
     source.add_argument("--dataset", choices=["python", *DOWNLOADS], default="python",
-                        help="python (default) is the standard library's source")
+                        help="python: the standard library's source, no download (the default)")
     source.add_argument("--input", nargs="+", type=Path, metavar="FILE",
-                        help=".txt or .jsonl, or folders of such")
-    add = parser.add_argument
-    add("--tokenizer", choices=["gpt2", "bytes"], help="(default: gpt2; bytes for python)")
-    add("--out", type=Path, metavar="DIR", help="(default: data/DATASET; required with --input)")
-    add("--seed", type=int, default=0, help="of the split (default: 0)")
-    add("--shard-tokens", type=int, default=100_000_000, help="(default: 100M)")
-    add("--shards", type=int, default=1, help="of fineweb (default: 1)")
-    args = parse_arguments(parser, arguments, {})
+                        help="your own: .txt or .jsonl files, or folders of such")
+    add = parser.add_argument_group("shards").add_argument
+    add("--tokenizer", choices=["gpt2", "bytes"], help="(default gpt2; bytes for python)")
+    add("--out", type=Path, metavar="DIR", help="(default data/DATASET; required with --input)")
+    add("--seed", type=int, default=0, metavar="N", help="of the validation split (default 0)")
+    add("--shard-tokens", type=int, default=10**8, metavar="N", help="per shard (default 100M)")
+    add("--shards", type=int, default=1, metavar="N", help="of fineweb, each of 100M (default 1)")
+    args = parser.parse_args(arguments)
     if not 0 <= args.seed < 2**63 or not 1024 <= args.shard_tokens < 2**31:
         parser.error("--seed must be 0 to 2^63 - 1, --shard-tokens 1024 to 2^31 - 1")
     if args.out is None:

@@ -17,7 +17,6 @@ Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V v
 
     python parallel.py --pp 4 --microbatches 8      # draw a schedule; count bubble and activations
 """
-import argparse
 import copy
 import json
 import math
@@ -1851,14 +1850,17 @@ def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Draw a pipeline schedule; count its bubble and activations.")
-    parser.add_argument("--pp", type=int, default=4, help="stages")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--pp-schedule", default="gpipe", choices=list(SCHEDULES))
-    parser.add_argument("--pp-chunks", type=int, default=1, help="interleaved: chunks of a stage")
-    flags = "flags: --pp-schedule, --pp-chunks, --pp, --microbatches"
-    parser.error = lambda message: parser.exit(2, f"parallel.py: {message} ({flags})\n")
+    from data import Parser             # only this drawing has flags
+    parser = Parser("parallel.py", "python parallel.py [FLAG ...]",
+                    "Draw a pipeline schedule; count its bubble and activations.")
+    add = parser.add_argument_group("schedule").add_argument
+    add("--pp", type=int, default=4, metavar="N", help="stages (default %(default)s)")
+    add("--microbatches", type=int, default=8, metavar="N",
+        help="microbatches of a step (default %(default)s)")
+    add("--pp-schedule", default="gpipe", choices=list(SCHEDULES),
+        help="order of the microbatches (default %(default)s)")
+    add("--pp-chunks", type=int, default=1, metavar="N",
+        help="interleaved: parts of the model on each stage (default %(default)s)")
     args = parser.parse_args()
     p, m, v = args.pp, args.microbatches, args.pp_chunks
     try:

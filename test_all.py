@@ -1357,7 +1357,8 @@ def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
         assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(SystemExit, match="2"):
         output("--schedule", "1f1b")
-    assert "--schedule 1f1b (flags: --pp-schedule, --pp-chunks," in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "parallel.py: unknown argument --schedule: did you mean --pp-schedule?\n")
     with pytest.raises(ValueError, match="deadlock"):
         parallel.clock([[("F", 0, 0), ("F", 1, 0)], [("F", 1, 0), ("B", 1, 0), ("F", 2, 0)]])
 
@@ -3007,7 +3008,7 @@ def test_none_unsets_a_stored_ramp_and_skip_and_the_console_shows_every_nth_step
     has a row for every step. There is no sample.py for tokens that it cannot decode."""
     flags = ["--data", things / "opt", "--out", tmp_path, *TINY, "--eval-every", 0]
     text = run_train(*flags, "--batch-ramp", "2:2:40", "--skip-steps", "3:3")[1]
-    assert "sample.py" not in text
+    assert "sample.py" not in text and "leaves out sequences 4 to 5 of the data" in text
     stored = saved(tmp_path, 4)["config"]
     assert (stored["batch_ramp"], stored["skip_steps"]) == ("2:2:40", "3:3")
     expect_mistake(run_train(*flags, "--batch-size", 3), "--batch-ramp 2:2:40 does not end at "
@@ -3373,8 +3374,8 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
                           device=torch.device("cpu"))
     assert "perplexity inf" in train.format_eval(dict(val_loss=1e3), run)
     row = dict(rows[0], loss=5.28014, lr=8e-5, grad_norm=7.9496, activation_norm=0.9251,
-               tokens_per_second=6307.0)
-    assert train.format_step(run, row, 259 / 799) in README.splitlines()
+               tokens_per_second=5072.0)
+    assert train.format_step(run, row, 323 / 799) in README.splitlines()
     used = f"MFU {1e9 * model.flops_per_token(CFG) / (2 * 756e12):.1%}"
     for name, dtype, seconds, told in [("NVIDIA H100 PCIe", "bf16", 2.3, f"{used}  left 0:30:38"),
                                        ("NVIDIA H100 PCIe", "fp32", 12, "tok/s  left 2:39:48"),
@@ -4806,10 +4807,10 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path):
     """data.py, train.py on eight ranks with 3 steps, and sample.py; the sample begins with the
-    prompt, and there is no warning. (.ci/run starts the eight by torchrun.)"""
-    (_, make), (_, ranks, *run), (_, *draw) = (
-        shlex.split(line) for line in README.split("```")[1].splitlines()
-        if line.startswith(("python data", "torchrun", "python sample")))
+    prompt, and there is no warning. (.ci/run makes the environment, and starts the eight by
+    torchrun.)"""
+    [line] = README.split("```")[1].strip().splitlines()
+    *_, (_, make), (_, ranks, *run), (_, *draw) = map(shlex.split, line.split(" && "))
     assert [ranks, *run] == ["--nproc_per_node=8", "train.py", "--tp", "2", "--pp", "2"]
     ends = [Command(make, cwd=tmp_path).finish(200)]
     ends += [rank.finish(200) for rank in launch(8, *run[1:], "--steps", 3, "--eval-every", 0,
@@ -4897,7 +4898,7 @@ def test_the_readmes_loop_of_two_machines_ends_after_ctrl_c(tmp_path):
 
 
 IMPORTS = {     # of our files: those that each may import
-    "model": [], "data": [], "amp": [], "parallel": ["model"],
+    "model": [], "data": [], "amp": [], "parallel": ["model", "data"],
     "checkpoint": ["model", "data", "parallel"],
     "train": ["model", "data", "amp", "parallel", "checkpoint"],
     "sample": ["model", "data", "checkpoint", "parallel"]}
@@ -4916,18 +4917,64 @@ def test_imports_run_one_way_and_no_file_imports_a_tool():
         assert found & ours <= set(allowed), file
 
 
+def readme_commands(program) -> list[tuple[str, list[str]]]:
+    """What the README's blocks and its text have before and behind `program`, where python or
+    torchrun starts it. (Of a sweep its first turn.)"""
+    blocks = README.split("```")
+    text = "".join(blocks[1::2]).replace("\\\n", " ").replace(" && ", "\n")
+    text = re.sub("for lr in (\\S+) .*; do (.*); done",
+                  lambda loop: loop[2].replace("$lr", loop[1]), text)
+    text += "\n".join(re.findall("`((?:python|torchrun) [^`]*)`", "".join(blocks[::2])))
+    found = re.findall(rf"(?m)^(.*(?:python|torchrun).* ){re.escape(program)}(?: (.*))?$", text)
+    return [(before, shlex.split(flags, comments=True)) for before, flags in found]
+
+
 def test_the_readmes_layouts_are_not_refused(shards):
-    """All eight train.py commands, with the model and the number of ranks that they name."""
-    blocks = "".join(README.split("```")[1::2]).replace("\\\n", " ")
-    blocks = re.sub("for lr in (\\S+) .*; do (.*); done",      # its first turn
-                    lambda loop: loop[2].replace("$lr", loop[1]), blocks)
-    commands = re.findall(r"(.*) train\.py (.*)", blocks)
+    """All ten train.py commands, with the model and the number of ranks that they name."""
+    commands = readme_commands("train.py")
     for before, flags in commands:
-        given = dict(train.parse_flags(shlex.split(flags)), data=str(shards), seq_len=16)
+        given = dict(train.parse_flags(flags), data=str(shards), seq_len=16)
         world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
         config, cfg = train.validate(given, None, world, "cuda")
-        assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 8
+        if "n_layer" not in given:
+            assert cfg.n_layer == SIZES[config.model]["n_layer"]
+    assert len(commands) == 10
+
+
+@pytest.mark.slow
+def test_the_readmes_training_commands_make_a_step_with_a_tiny_model(shards, tmp_path):
+    """Each train.py command with its layout and switches (but --compile, which has its own tests),
+    on as many ranks, all on the CPU. Those that begin from a checkpoint find one of eight steps."""
+    tiny = ["--data", shards, "--n-layer", 4, "--n-head", 2, "--n-embd", 16, "--seq-len", 16,
+            "--device", "cpu", "--eval-every", 0, "--timeout", 300]
+    first, = launch(1, *tiny, "--batch-size", 4, "--steps", 8, "--out", tmp_path / "first")
+    assert first.finish(200)[0] == 0
+    for number, (before, flags) in enumerate(readme_commands("train.py")):
+        steps = 1 if "--resume" not in flags else 9
+        for flag in ("--resume", "--init-from"):
+            if flag in flags:
+                flags[flags.index(flag) + 1] = tmp_path / "first" / "latest.pt"
+        world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
+        flags = [flag for flag in flags if flag != "--compile"]
+        ranks = launch(world, *flags, *tiny, "--steps", steps, "--out", tmp_path / str(number))
+        ends = [rank.finish(500) for rank in ranks]
+        assert {status for status, *_ in ends} == {0}, (flags, ends)
+        assert f"step {steps}/{steps}" in ends[0][1], ends[0]
+
+
+def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsys):
+    """data.py takes the flags of its commands, and parallel.py draws what the README shows. (Tools:
+    tools/test_tools.py.)"""
+    monkeypatch.chdir(tmp_path)
+    made = [data.parse_flags(flags) for _, flags in readme_commands("data.py")]
+    assert [str(args.out) for args in made] == [
+        "data/python", "data/shakespeare", "data/tinystories", "data/mine"]
+    drawings = readme_commands("parallel.py")
+    assert len(drawings) == 2
+    for _, flags in [*drawings, (None, [*drawings[0][1], "--pp-schedule", "1f1b"])]:
+        monkeypatch.setattr(sys, "argv", ["parallel.py", *flags])
+        parallel.main()
+        assert capsys.readouterr().out.split("\n\n")[1] in README
 
 
 # ---------------------------------------------------------------------------------------------

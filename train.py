@@ -53,7 +53,7 @@ import torch
 import checkpoint
 from amp import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, PRECISIONS, Divergence, DivergenceMonitor,
                  StepStats, clip_factor, make_scaler)
-from data import Source, TokenDataset, parse_arguments
+from data import Parser, Source, TokenDataset
 from model import (GPT, IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, flops_per_token,
                    multiplies_in_fp32, parameter_count, peak_flops)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal, Work,
@@ -102,7 +102,9 @@ def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, flo
 
 def flag(default, help, low=None, below=None, choices=None, group=None, form=None):
     """A field of Config. low <= x < below is the valid range; `group` begins a section of --help,
-    `form` is the value's placeholder there."""
+    `form` is the value's placeholder there (if there are choices: {A,B})."""
+    if choices and form is None:
+        form = "{" + ",".join(map(str, choices)) + "}"
     return dataclasses.field(default=default, metadata=dict(
         help=help, low=low, below=below, choices=choices, group=group, form=form))
 
@@ -113,14 +115,15 @@ class Config:
     data: str = flag("data/python", "directory of token shards, or a mixture: A=0.7,B=0.3",
                      group="paths", form="DIR")
     out: str = flag("out", "directory of the run: checkpoints and metrics.jsonl", form="DIR")
-    log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb",
+    log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb", form="NAMES",
                     choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
-    model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model")
+    model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model",
+                      form="NAME")
     n_layer: int = flag(None, "blocks (this and the next four override --model)", low=1)
     n_head: int = flag(None, "attention heads", low=1)
     n_embd: int = flag(None, "channels", low=1)
     seq_len: int = flag(None, "context length, in tokens", low=1)
-    activation: str = flag(None, "MLP activation: gelu or relu", choices=["gelu", "relu"])
+    activation: str = flag(None, "activation of the MLP", choices=["gelu", "relu"])
     dropout: float = flag(0.0, "probability on embeddings, attention, residuals", low=0, below=1)
     batch_size: int = flag(16, "global batch size: sequences per step", low=1, group="optimization")
     batch_ramp: str = flag(None, "ramp the batch from START to --batch-size in INCREMENTs over "
@@ -131,7 +134,7 @@ class Config:
                      "nano)", low=0)
     min_lr_ratio: float = flag(0.1, "final learning rate / peak; 1: constant", low=0)
     warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
-    lr_schedule: str = flag("cosine", "decay: cosine or linear", choices=["cosine", "linear"])
+    lr_schedule: str = flag("cosine", "decay of the learning rate", choices=["cosine", "linear"])
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only", low=0)
     beta1: float = flag(0.9, "AdamW beta1: decay rate of the mean of gradients", low=0, below=1)
     beta2: float = flag(0.95, "AdamW beta2: the same of their squares", low=0, below=1)
@@ -139,7 +142,7 @@ class Config:
     seed: int = flag(1337, "random seed of initial weights, data order and dropout", low=0)
     tp: int = flag(1, "tensor-parallel ranks", low=1, group="layout")
     pp: int = flag(1, "pipeline stages", low=1)
-    pp_schedule: str = flag("gpipe", "pipeline schedule: " + ", ".join(SCHEDULES),
+    pp_schedule: str = flag("gpipe", "order of the microbatches in the pipeline",
                             choices=list(SCHEDULES))
     pp_chunks: int = flag(1, "interleaved: parts of the model on each stage", low=1)
     device: str = flag("auto", "auto: cuda, or mps for one process, where available",
@@ -155,7 +158,7 @@ class Config:
     sequence_parallel: bool = flag(False, "shard activations along the sequence outside the "
                                    "tensor-parallel layers")
     offload: bool = flag(False, "keep the optimizer state in host memory and run AdamW on the CPU")
-    dtype: str = flag("fp32", "type of parameters and activations: " + ", ".join(PRECISIONS),
+    dtype: str = flag("fp32", "type of parameters and activations",
                       choices=list(PRECISIONS), group="precision")
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
                            group="checkpoints, evaluation, logging")
@@ -169,7 +172,7 @@ class Config:
     eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
     log_every: int = flag(1, "steps between lines on the console", low=1)
     rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning rate",
-                         choices=["on", "off"], group="stability", form="{on,off}")
+                         choices=["on", "off"], group="stability")
     max_rollbacks: int = flag(5, "rollbacks of the whole run before it fails", low=0)
     skip_steps: str = flag(None, "skip the batches of steps A to B, inclusive; none: skip nothing",
                            form="A:B")
@@ -542,7 +545,8 @@ class Run:
             if first < position + size and position < end:
                 position = end
         if position > start:
-            self.event("skip", step=self.step + 1, reason="left out", sequences=[start, position])
+            self.event("skip", f"leaves out sequences {start:,} to {position - 1:,} of the data",
+                       step=self.step + 1, reason="left out", sequences=[start, position])
             self.advance(position)
 
     def fail(self, step: int, reason: str) -> None:
@@ -864,7 +868,7 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval"}
 
 
-def add_flags(parser: argparse.ArgumentParser, names=None, kind=Config) -> None:
+def add_flags(parser: Parser, names=None, kind=Config) -> None:
     """Add the fields of Config, or of these `names`, to a parser, in their groups of --help."""
     groups, heading = {}, None
     for f in dataclasses.fields(kind):
@@ -885,13 +889,13 @@ def add_flags(parser: argparse.ArgumentParser, names=None, kind=Config) -> None:
                                      choices=f.metadata["choices"])
 
 
-def parse_given(parser: argparse.ArgumentParser, arguments, kind=Config) -> dict:
+def parse_given(parser: Parser, arguments, kind=Config) -> dict:
     """The flags that were given, validated one by one. The parser has `add_flags`' flags, and may
     have others; it must have `argument_default=argparse.SUPPRESS`. Raises ValueError."""
     def refuse(message):
         raise ValueError(message)
     parser.error = refuse
-    given = vars(parse_arguments(parser, arguments, OTHER_NAMES))
+    given = vars(parser.parse_args(arguments))
     for f in dataclasses.fields(kind):
         value = given.get(f.name)
         low = f.metadata["low"]
@@ -913,8 +917,8 @@ def step_range(text: str) -> tuple[int, int]:
 
 def parse_flags(arguments) -> dict:
     """The flags of train.py that were given. Raises ValueError."""
-    parser = argparse.ArgumentParser(description="Train a GPT.", allow_abbrev=False,
-                                     argument_default=argparse.SUPPRESS)
+    parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.", OTHER_NAMES,
+                    argument_default=argparse.SUPPRESS)
     add_flags(parser)
     given = parse_given(parser, arguments)
     for name in ("batch_ramp", "skip_steps"):       # "none" unsets what a checkpoint has stored

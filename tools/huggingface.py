@@ -14,7 +14,6 @@ convert:
 - OPT stores query, key and value as three tensors; we and GPT-2 stack them in one.
 - OPT's table of positions begins with two rows that are never looked up.
 """
-import argparse
 import json
 import os
 import re
@@ -32,7 +31,7 @@ import torch.nn.functional as F
 
 from checkpoint import (FORMAT, KEYS, load, new_run, parameter_shapes, reading, verify,
                         write_file)
-from data import EOT, download, get_tokenizer
+from data import EOT, Parser, download, get_tokenizer
 from model import GPTConfig, parameter_count
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -393,22 +392,20 @@ def export_model(file: Path, folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str, status: int = 2):     # argparse's own prints the usage too
-        self.exit(status, f"tools.huggingface: {message}\n")
-
-
 def main() -> None:
-    parser = OneLineParser(prog="python -m tools.huggingface",
-                           description="Convert weights from and to Hugging Face.")
+    name, usage = "huggingface.py", "python -m tools.huggingface"
+    parser = Parser(name, f"{usage} import NAME_OR_DIR FILE.pt\n       {usage} export FILE.pt DIR",
+                    "Convert weights from and to Hugging Face.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export")
-    command = commands.add_parser("import", help="write a checkpoint of weights alone, for "
-                                  "train.py --init-from and sample.py")
+    command = commands.add_parser("import", prog=name, usage=f"{usage} import NAME_OR_DIR FILE.pt",
+                                  help="write a checkpoint of weights alone, "
+                                  "for train.py --init-from and sample.py")
     command.add_argument("source", metavar="NAME_OR_DIR",
                          help="a GPT-2 or OPT model: its name on the hub, or a folder")
     command.add_argument("file", type=Path, metavar="FILE.pt", help="the checkpoint to write")
-    command = commands.add_parser("export", help="write a folder that transformers opens: a model "
-                                  "with GELU as GPT-2, with ReLU as OPT")
+    command = commands.add_parser("export", prog=name, usage=f"{usage} export FILE.pt DIR",
+                                  help="write a folder that transformers opens: a model with GELU "
+                                  "as GPT-2, with ReLU as OPT")
     command.add_argument("file", type=Path, metavar="FILE.pt", help="a checkpoint of this project")
     command.add_argument("folder", type=Path, metavar="DIR", help="the folder to write")
     args = parser.parse_args()

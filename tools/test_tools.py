@@ -6,6 +6,7 @@
 import functools
 import gc
 import http.server
+import importlib
 import itertools
 import json
 import math
@@ -30,8 +31,8 @@ from unittest import mock
 from test_all import (CFG, COVER, FORMULA, NASTY, README, ROOT, SHARED, TINY, Alive, Memory, Rows,
                       column, deep_enough_for, expect_mistake, gridded, launch,
                       leave_nothing_behind, names_in, nothing, own_processes, pool, random_gpt,
-                      relative, run_train, saved, settings, shards, small_state, staged,
-                      tokens_of, traffic)
+                      readme_commands, relative, run_train, saved, settings, shards, small_state,
+                      staged, tokens_of, traffic)
 
 import numpy as np
 import pytest
@@ -560,7 +561,7 @@ def test_the_plans_mistakes_are_refused_in_one_line(monkeypatch, capsys, flags, 
         tools.plan.main()
     out, error = capsys.readouterr()
     assert end.value.code == 2 and out == ""
-    assert error.startswith("plan: ") and error.count("\n") == 1 and message in error
+    assert error.startswith("plan.py: ") and error.count("\n") == 1 and message in error
 
 
 def test_the_plan_is_a_command_with_help():
@@ -573,6 +574,27 @@ def test_the_plan_is_a_command_with_help():
     assert "(default 50257)" in text and "--lr" not in text
     status, text, error = module("tools.plan", "--world", "8", "--gpu", "h100", "--json")
     assert (status, error) == (0, "") and json.loads(text)["dp"] == 8
+
+
+@pytest.mark.parametrize("program", ["data", "train", "sample", "parallel", "tools.plan"])
+def test_help_is_in_groups_and_says_the_form_of_each_value(monkeypatch, capsys, program):
+    """Each flag but --help has a heading of its own subject, and N, X, {a,b} ... for a value, not
+    its own name. Each program takes underscores for dashes and suggests a similar flag."""
+    def output(*flags):
+        monkeypatch.setattr(sys, "argv", [program, *flags])
+        with pytest.raises(SystemExit):
+            importlib.import_module(program).main()
+        return capsys.readouterr()
+    text = output("--help").out
+    _, general, *groups = re.split(r"(?m)^\w.*:$", text)
+    assert re.findall("--[a-z-]+", general) == ["--help"] and groups
+    forms = dict(re.findall(r"(?m)^  (--[a-z0-9-]+) ([^ \n]+)", text))
+    assert len(forms) >= 4
+    for flag, form in forms.items():
+        assert form != flag.strip("-").replace("-", "_").upper(), flag
+    flag = max(forms, key=len)
+    error = output(flag[:-1].replace("-", "_").replace("__", "--", 1)).err
+    assert error.endswith(f": did you mean {flag}?\n") and error.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------------
@@ -645,6 +667,18 @@ def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
     text = " ".join(NASTY)
     assert theirs(text)["input_ids"] == ours.encode(text, allowed_special="all")
     assert theirs.eos_token_id == ours.eot_token
+
+
+def test_the_readmes_conversions_run_as_printed(tmp_path, capsys, monkeypatch):
+    """Out to a folder, and in from a folder of the name that the README takes from the hub."""
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    Path("out", "gpt2").mkdir(parents=True)
+    weights_only(Path("out/gpt2/latest.pt"), CFG)
+    (_, back), (_, out) = readme_commands("tools.huggingface")
+    assert convert(capsys, *out)[0] == 0
+    Path(out[-1]).rename(back[1])
+    assert convert(capsys, *back)[0] == 0 and Path(back[-1]).exists()
 
 
 def test_an_export_is_one_file_or_shards_of_limited_size(tmp_path, capsys):
@@ -762,7 +796,7 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
             (["import", "no/such", "b.pt"], 1, "no folder no/such, and http://127.0.0.1:9 cannot")]:
         result = convert(capsys, *arguments)
         assert result[0] == status and message in result[2], result
-        assert result[2].startswith("tools.huggingface: ") and result[2].count("\n") == 1, result
+        assert result[2].startswith("huggingface.py: ") and result[2].count("\n") == 1, result
     with mock.patch.object(huggingface, "verify", side_effect=KeyboardInterrupt):
         assert convert(capsys, "export", "a.pt", "new") == (1, "", "")
     with mock.patch.dict(sys.modules, {"safetensors": None, "safetensors.torch": None}):
@@ -839,6 +873,39 @@ def test_compare_plots_and_tabulates_runs_without_their_void_rows(tmp_path, monk
         write_lines(Path(name), [(0, 1, dict(loss=8))])
     status, text, error = tool("compare", *many)
     assert (status, error) == (0, "") and len(text.splitlines()) == 20 + 30
+
+
+def test_the_readmes_benchmarks_exist():
+    from tools import bench             # it takes its parts from this file
+    for _, names in readme_commands("tools.bench"):
+        assert names[0] in bench.TABLES or names[0] == "gpu" and names[1] in bench.GPU_RACES
+
+
+def test_compare_draws_a_chart_for_a_readme(tmp_path, monkeypatch):
+    """32 means over the tokens that both runs have read, here of two steps each: as the README's
+    own chart, which has as many points."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    _, command = readme_commands("tools.compare")[0]
+    assert command == ["--mermaid", "out", "out/one"]
+    for name, steps, loss in [("out", 64, 1), ("out/one", 90, 1000)]:
+        write_lines(Path(name), [(s / 100, s, dict(loss=loss + s)) for s in range(1, steps + 1)])
+    status, text, error = tool("compare", *command)
+    chart, table = text.split("\n```\n")
+    assert (status, error) == (0, "") and table.splitlines()[0].split()[0] == "best"
+    lines = [[float(x) for x in line.split("[")[1].strip("]").split(",")]
+             for line in chart.splitlines()[5:]]
+    assert lines == [[loss + 1.5 + 2 * k for k in range(32)] for loss in (1, 1000)]
+    assert chart.splitlines()[:5] == [
+        "```mermaid", "xychart-beta", '    title "out, out/one"',
+        '    x-axis "tokens" 100 --> 6300',
+        '    y-axis "loss, nats a token" 2.5 --> 1063.5']
+    [ours] = [block for block in README.split("```")[1::2] if block.startswith("mermaid")]
+    assert [len(line.split(",")) for line in ours.splitlines() if "line [" in line] == [32, 32]
+    write_lines(Path("c"), [(0.1, 1, dict(loss=1)), (0.2, 2, dict(loss=1))])
+    assert tool("compare", "--mermaid", "c") == (
+        2, "", "compare.py: c has too few steps for a chart of 32 points\n")
+
 
 
 # ---------------------------------------------------------------------------------------------
