@@ -1187,8 +1187,8 @@ class Bucket:
     unsharding      the all-gather of `data` under way, or None
     """
 
-    def __init__(self, name: str, specs: list[ParamSpec], dp: int, num_shards: int = 1,
-                 shard_rank: int = 0):
+    def __init__(self, name: str, specs: list[ParamSpec], dp: int, num_shards: int,
+                 shard_rank: int):
         self.name = name
         self.specs = specs
         self.data = None

@@ -2992,6 +2992,7 @@ def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_
     assert ["val_loss" in row for row in rows] == [False, True] * 5
     assert all(row["loss_scale"] == 1.0 and len(repr(row["loss"])) > 8 for row in rows)
     assert kinds(events) == ["start", "end", "resume", "end", "resume", "end"]
+    assert column(events, "step") == [0, 4, 4, 8, 8, 10]
     resume = events[2]
     assert resume["path"].endswith("step_00000004.pt") and resume["config"]["beta2"] == 0.9
     assert resume["environment"]["hosts"] == [socket.gethostname()]
@@ -4708,8 +4709,8 @@ def test_a_closed_input_or_output_ends_quietly(shards, things, tmp_path):
     draw = f"{sys.executable} sample.py --ckpt {things / 'whole.pt'} --max-tokens 3000 --prompt "
     run = map(str, [sys.executable, "train.py", "--data", shards, "--out", tmp_path, *TINY])
     unread, closed, head = [
-        subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                         text=True, errors="replace", cwd=ROOT)
+        subprocess.Popen(["bash", "-o", "pipefail", "-c", command], stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, text=True, errors="replace", cwd=ROOT)
         for command in (shlex.join(run), draw + "- <&-", draw + "line | head -c 6")]
     unread.stdout.close()
     _, error = unread.communicate()
@@ -4718,7 +4719,7 @@ def test_a_closed_input_or_output_ends_quietly(shards, things, tmp_path):
     out, error = closed.communicate()
     assert (closed.returncode, out, error.count("\n")) == (2, "", 1) and "is closed" in error
     out, error = head.communicate()
-    assert (head.returncode, out[:4], error) == (0, "line", "")
+    assert (head.returncode, out[:4], error) == (1, "line", "")
 
 
 def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
@@ -4888,7 +4889,8 @@ def test_the_readmes_loop_of_two_machines_ends_after_ctrl_c(tmp_path):
     (tmp_path / "torchrun").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     shell = subprocess.Popen(["bash", "-c", block.replace("sleep 5", "sleep 0.1")],
-                             env=dict(os.environ, PATH=path), start_new_session=True)
+                             env=dict(os.environ, PATH=path), start_new_session=True,
+                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while not (tmp_path / "waits").exists():
         assert shell.poll() is None
         time.sleep(0.02)
