@@ -176,6 +176,7 @@ def restore(state: dict, flat: FlatParameters) -> None:
         tensors = state[key]
         flat.load(flat_name, lambda name, shape: tensors[name])
     flat.sync_params()
+    flat.wait_params()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -254,8 +255,8 @@ def save(state: dict, out: Path, keep: int) -> Path:
 
 
 class Writer:
-    """Writes checkpoints while training goes on, one at a time: a thread of each rank sends its
-    shards to rank 0, whose thread writes the file and waits for each for `timeout` seconds."""
+    """Writes checkpoints in a thread of each rank, one at a time. Rank 0 waits for each part that
+    another rank sends for `timeout` seconds."""
 
     def __init__(self, out: Path, keep: int, cfg: GPTConfig, flat: FlatParameters, timeout: float):
         self.out = out
@@ -297,12 +298,13 @@ class Writer:
             pass
         return reason
 
-    def wait(self) -> str | None:
-        """Wait for the last write, however slow the disk is; returns its error message on rank 0,
-        None if it succeeded. Raises PeerError if another rank is gone."""
-        if self.pending is None:
-            return None
-        return self.pending.result()
+    def wait(self, required: bool = False) -> None:
+        """Wait for the last write, however slow the disk is. Raises PeerError if another rank is
+        gone; RunError if rank 0 could not write a checkpoint that is `required`."""
+        error = None if self.pending is None else self.pending.result()
+        if required and error is not None:
+            raise RunError(f"the last checkpoint is lost: {error}: free space in {self.out}, then "
+                           f"give the same command")
 
     def close(self) -> None:
         """Wait for the last write when the run ends by an error. If that is the loss of rank 0,
@@ -311,12 +313,6 @@ class Writer:
             timeout = None if self.grid.rank == 0 else self.timeout
             with suppress(PeerError, TimeoutError):
                 self.pending.result(timeout)
-
-    def finish(self) -> None:
-        """Wait for a checkpoint that must not be missing. Raises RunError if it is."""
-        error = self.wait()
-        if error is not None:
-            raise RunError(f"the last checkpoint is lost: {error}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -337,8 +333,6 @@ def retry_transient(read):
             except (FileNotFoundError, PermissionError):
                 raise
             except OSError as error:
-                if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):        # a mistake in the path
-                    raise
                 reason = error.strerror
         raise ReadFailed(f"{path} could not be read ({reason}): start again when the file system "
                          f"works")
@@ -355,13 +349,9 @@ def reading(path: Path, problem: str):
             raise FileNotFoundError
         yield
     except (FileNotFoundError, NotADirectoryError):
-        instead = "another, or run train.py first"
-        if path.is_dir():
-            instead = f"{path}/latest.pt"
-        elif path.suffix != ".pt":
-            instead += (f"; a model from Hugging Face must be imported first: "
-                        f"python -m tools.huggingface import {path} {path.name}.pt")
-        raise FileNotFoundError(f"there is no checkpoint {path}: give {instead}") from None
+        raise FileNotFoundError(
+            f"there is no checkpoint {path}: give a file of train.py, such as out/latest.pt, or of "
+            f"`python -m tools.huggingface import {path} FILE.pt`") from None
     except (PermissionError, MemoryError):
         raise
     except Exception as error:
@@ -536,14 +526,14 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
         path, events = latest_valid(found)
         state = load(path)
         if file is not None and not restarted:
-            check_origin(out, state["run"], kind, file)
+            origin = new_run(kind, load(file))["origin"] if file.exists() else None
+            if state["run"].get("origin") != origin:        # ids and steps, not paths
+                raise ValueError(f"{out} holds a run, and --{kind} {file} is missing or is not the "
+                                 f"file it began from: drop --{kind} to go on with that run, or "
+                                 f"give another --out")
         start = Start("continue", path, state["run"], found, events)
     elif file is not None:
-        try:
-            verify(file)
-        except FileNotFoundError as error:
-            values = "auto, never or FILE" if kind == "resume" else "FILE"
-            raise FileNotFoundError(f"--{kind} is {values}, and {error}") from None
+        verify(file)
         state = load(file)
         start = Start(kind, file, new_run(kind, state), found)
     elif eval_only:
@@ -566,21 +556,6 @@ def new_run(kind: str, state: dict | None = None) -> dict:
     if state is not None:
         origin = [kind, state["run"].get("id"), state["step"]]
     return dict(id=secrets.token_hex(8), origin=origin)
-
-
-def check_origin(out: Path, run: dict, kind: str, file: Path) -> None:
-    """Raise ValueError or OSError unless the run in `out` began with --kind FILE. Ids and steps are
-    compared, not paths."""
-    advice = f"drop --{kind} to go on with that run, or give another --out"
-    try:
-        origin = new_run(kind, load(file))["origin"]
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no checkpoint {file}, but {out} holds a run: "
-                                f"{advice}") from None
-    if run.get("origin") != origin:
-        _, file_id, step = origin
-        raise ValueError(f"{out} holds run {run.get('id')}, which did not begin with --{kind} "
-                         f"{file} (step {step} of run {file_id}): {advice}")
 
 
 def start_branch(state: dict, new_lr: bool) -> None:

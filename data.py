@@ -59,8 +59,12 @@ def get_tokenizer(name: str):
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     if name != "gpt2":
         raise ValueError(f"unknown tokenizer {name!r}: expected gpt2 or bytes")
-    gpt2_files()
-    return tiktoken.get_encoding("gpt2")
+    try:
+        return tiktoken.get_encoding("gpt2")        # downloads its vocabulary once
+    except OSError as error:
+        raise ConnectionError(f"GPT-2's vocabulary is missing ({error}): run it again later, set "
+                              f"TIKTOKEN_CACHE_DIR to a folder that has it, or make shards with "
+                              f"--tokenizer bytes") from None
 
 
 def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int) -> None:
@@ -248,14 +252,12 @@ class TokenDataset:
 
     def check(self, part: int, parts: int) -> None:
         """Raise ValueError if a token is beyond the vocabulary. Rank number `part` of `parts` reads
-        its share of the blocks."""
-        size = 1 << 16
+        its share of each shard."""
         for tokens in self.shards:
-            for start in range(part * size, len(tokens), parts * size):
-                largest = tokens[start:start + size].max()
-                if largest >= self.meta["vocab_size"]:
-                    raise ValueError(f"{tokens.filename} holds token {largest}, beyond a "
-                                     f"vocabulary of {self.meta['vocab_size']}: run data.py again")
+            largest = np.array_split(tokens, parts)[part].max(initial=0)
+            if largest >= self.meta["vocab_size"]:
+                raise ValueError(f"{tokens.filename} holds token {largest}, beyond a vocabulary of "
+                                 f"{self.meta['vocab_size']}: run data.py again")
 
 
 def permute(places: np.ndarray, n: int, *key: int) -> np.ndarray:
@@ -543,9 +545,6 @@ DOWNLOADS = {
     "fineweb": (f"{HUB}/datasets/kjj0/fineweb10B-gpt2/resolve/main/", None, ".bin"),
 }
 FINEWEB_SHARDS = 103        # training shards of 100M tokens each; there is one validation shard
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-GPT2_FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-              "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
 
 
 def download(url: str, path: Path, sha256: str | None = None) -> None:
@@ -586,21 +585,6 @@ def download(url: str, path: Path, sha256: str | None = None) -> None:
                           f"it continues where it stopped, or put the file at {path}")
 
 
-def gpt2_files() -> dict[str, Path]:
-    """The files of GPT-2's vocabulary, in tiktoken's cache. tiktoken would download them itself,
-    but without a timeout. Raises ConnectionError."""
-    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or f"{tempfile.gettempdir()}/data-gym-cache")
-    paths = {}
-    for file, sha256 in GPT2_FILES.items():
-        paths[file] = cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()
-        try:
-            download(GPT2_URL + file, paths[file], sha256)
-        except OSError as error:
-            raise ConnectionError(f"{error}. Shards made with --tokenizer bytes need no "
-                                  f"vocabulary, TIKTOKEN_CACHE_DIR names another cache") from error
-    return paths
-
-
 def fetch_shards(url: str, out: Path, count: int) -> dict:
     """Download the first `count` training shards of FineWeb and its validation shard, in GPT-2's
     tokens, as llm.c and modded-nanogpt use them. Returns dict(tokens={split: number})."""
@@ -613,39 +597,51 @@ def fetch_shards(url: str, out: Path, count: int) -> dict:
 
 # ---- Command line ---------------------------------------------------------------------------
 
-def parse_arguments(parser: argparse.ArgumentParser, arguments, other_names: dict[str, str]):
-    """The parsed arguments of a command line. Flags may have underscores for dashes, as nanoGPT's.
-    For an unknown flag the error suggests one: that which other_names gives its other names, or the
-    most similar."""
-    given = [re.sub(r"^--[\w-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)
-             for text in arguments]
-    args, unknown = parser.parse_known_args(given)
-    if unknown:
-        name = unknown[0].partition("=")[0].lstrip("-")
-        flags = re.findall(r"--([\w-]+)", parser.format_usage())
-        near = [ours for ours, theirs in other_names.items() if name in theirs.split()]
-        near += difflib.get_close_matches(name, flags, 1, 0.75)
-        advice = f"did you mean --{near[0]}?" if near else "--help lists the flags"
-        parser.error(f"unknown argument {unknown[0]}: {advice}")
-    return args
+class Parser(argparse.ArgumentParser):
+    """The parser of all programs here. Flags may have underscores for dashes, as nanoGPT's. A
+    mistake ends the program with one line and status 2; for an unknown flag the line suggests one:
+    that which other_names gives its other names, or the most similar."""
+
+    def __init__(self, prog: str, usage: str, description=None, other_names={}, **options):
+        super().__init__(prog, usage, description, allow_abbrev=False, **options,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.other_names = other_names
+
+    def error(self, message: str, status: int = 2):
+        self.exit(status, f"{self.prog}: {message}\n")
+
+    def parse_args(self, arguments=None) -> argparse.Namespace:
+        if arguments is None:
+            arguments = sys.argv[1:]
+        given = [re.sub(r"^--[\w-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)
+                 for text in arguments]
+        args, unknown = self.parse_known_args(given)
+        if unknown:
+            name = unknown[0].partition("=")[0].lstrip("-")
+            flags = re.findall(r"^ .*?--([\w-]+)", self.format_help(), re.M)
+            near = [ours for ours, theirs in self.other_names.items() if name in theirs.split()]
+            near += difflib.get_close_matches(name, flags, 1, 0.75)
+            advice = f"did you mean --{near[0]}?" if near else "--help lists the flags"
+            self.error(f"unknown argument {unknown[0]}: {advice}")
+        return args
 
 
 def parse_flags(arguments) -> argparse.Namespace:
     """The flags, with their defaults. A mistake ends the program with status 2."""
-    parser = argparse.ArgumentParser("data.py", allow_abbrev=False, description="Makes shards.")
-    parser.error = lambda message: parser.exit(2, f"data.py: {message}\n")
-    source = parser.add_mutually_exclusive_group()
+    parser = Parser("data.py", "python data.py [--dataset NAME | --input FILE ...] [FLAG ...]",
+                    "Turn text into shards of tokens for train.py.")
+    source = parser.add_argument_group("text").add_mutually_exclusive_group()
     source.add_argument("--dataset", choices=["python", *DOWNLOADS], default="python",
-                        help="python (default) is the standard library's source")
+                        help="python: the standard library's source, no download (the default)")
     source.add_argument("--input", nargs="+", type=Path, metavar="FILE",
-                        help=".txt or .jsonl, or folders of such")
-    add = parser.add_argument
-    add("--tokenizer", choices=["gpt2", "bytes"], help="(default: gpt2; bytes for python)")
-    add("--out", type=Path, metavar="DIR", help="(default: data/DATASET; required with --input)")
-    add("--seed", type=int, default=0, help="of the split (default: 0)")
-    add("--shard-tokens", type=int, default=100_000_000, help="(default: 100M)")
-    add("--shards", type=int, default=1, help="of fineweb (default: 1)")
-    args = parse_arguments(parser, arguments, {})
+                        help="your own: .txt or .jsonl files, or folders of such")
+    add = parser.add_argument_group("shards").add_argument
+    add("--tokenizer", choices=["gpt2", "bytes"], help="(default gpt2; bytes for python)")
+    add("--out", type=Path, metavar="DIR", help="(default data/DATASET; required with --input)")
+    add("--seed", type=int, default=0, metavar="N", help="of the validation split (default 0)")
+    add("--shard-tokens", type=int, default=10**8, metavar="N", help="per shard (default 100M)")
+    add("--shards", type=int, default=1, metavar="N", help="of fineweb, each of 100M (default 1)")
+    args = parser.parse_args(arguments)
     if not 0 <= args.seed < 2**63 or not 1024 <= args.shard_tokens < 2**31:
         parser.error("--seed must be 0 to 2^63 - 1, --shard-tokens 1024 to 2^31 - 1")
     if args.out is None:

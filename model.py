@@ -49,11 +49,6 @@ class GPTConfig:
     dropout: float = 0.0
 
     def __post_init__(self):
-        for name in ("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}: it must be at least 0 and below 1")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
         if self.activation not in ("gelu", "relu"):

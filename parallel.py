@@ -17,7 +17,6 @@ Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V v
 
     python parallel.py --pp 4 --microbatches 8      # draw a schedule; count bubble and activations
 """
-import argparse
 import copy
 import json
 import math
@@ -742,7 +741,7 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
 #   PP3  crossing messages start together    NCCL cannot hang                      start_messages
 #   PP4  a rank has only its stage's layers  parameters / p                        build_stage
 #   PP5  both ends have the tied matrix      only its gradients travel             finish_grad_sync
-#   PP6  backward recomputes a block         stores 1 value instead of about 16    wrap_blocks
+#   PP6  backward recomputes a block         stores 1 value instead of about 16    wrap_model
 #   PP7  a rank has v chunks of the layers   bubble / v, for v times the messages  model_chunks
 #   PP8  gradients of weights wait for gaps  bubble / 3, activations of p          zb_h1
 #
@@ -862,7 +861,7 @@ def start_messages(grid: Grid, messages: list[tuple]) -> list[Work]:
 def connect(grid: Grid, device: torch.device) -> None:
     """NCCL connects two ranks at their first message, and connecting waits for all work queued on
     the device. If that work is a receive whose sender is itself waiting to connect, both hang (seen
-    with GPipe on two H100s). So connect everything first (`process_group`: for all collectives)."""
+    with GPipe on two H100s). So connect everything first (`train.main`: for all collectives)."""
     one = torch.zeros(1, device=device)
     for group in grid.groups.values():
         all_reduce(one, group).wait()
@@ -1005,15 +1004,16 @@ def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
     return model
 
 
-def wrap_blocks(model: GPT, recompute: bool, compile: bool) -> None:
+def wrap_model(model: GPT, recompute: bool, compile: bool) -> None:
     """Compile each block's forward, or recompute its activations, or both. Embedding and head are
     compiled too, except for the lookup and the products with the token matrix. Communication and
     dropout run eagerly; the rest is compiled once for all blocks. PP6: backward recomputes a block
     from its input: 1 stored value per position and channel instead of about 16, for a third more
     FLOPs (by blocks as in Chen et al. 2016)."""
     def runs_eagerly(module):
-        communicates = isinstance(module, TensorParallel) and module.grid.tp > 1
-        return communicates or (isinstance(module, Dropout) and module.p > 0)
+        if isinstance(module, TensorParallel):      # it communicates if it cuts a parameter
+            return module.grid.tp > 1 and len(module.partition_dim) > 0
+        return isinstance(module, Dropout) and module.p > 0
 
     def compile_method(module, name):
         eager = [part for part in module.modules() if part is not module and runs_eagerly(part)]
@@ -1158,9 +1158,10 @@ def plain_zero_step(model, shard, optimizer, tokens, targets):
 #   DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
 #   DP5  all are awaited at the end              in ZeRO 0 no hook waits       finish_grad_sync
 #   DP6  the tied matrix has its own bucket      no other bucket waits for it  make_buckets
-#   DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/dp   _start_grad_sync
+#   DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/dp   _start_grad_sync,
+#        (the next forward awaits the others)    a forward hides the messages  gather_before_use
 #   DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/dp      _start_grad_sync
-#   DP9  ZeRO 3: and only its parameters         2 more bytes become 2/dp      fully_shard
+#   DP9  ZeRO 3: and only its parameters         2 more bytes become 2/dp      gather_before_use
 #
 # The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
 # for each block. Backward completes them from the right; every rank communicates in that order.
@@ -1202,11 +1203,11 @@ class Bucket:
     shard_ranges    the parts of parameters in the shard: [(spec, shard_slice, param_slice)], where
                     shard[name][shard_slice] belongs to parameter.flatten()[param_slice]
     pending_grads   number of gradients that backward (PP8: W) has not computed yet
-    unsharding      ZeRO 3: the all-gather of `data` under way, or None
+    unsharding      the all-gather of `data` under way, or None
     """
 
-    def __init__(self, name: str, specs: list[ParamSpec], dp: int, num_shards: int = 1,
-                 shard_rank: int = 0):
+    def __init__(self, name: str, specs: list[ParamSpec], dp: int, num_shards: int,
+                 shard_rank: int):
         self.name = name
         self.specs = specs
         self.data = None
@@ -1353,21 +1354,28 @@ class FlatParameters:
                 bucket.shard["exp_avg"].zero_()
                 bucket.shard["exp_avg_sq"].zero_()
         self.sync_params()
+        self.wait_params()
 
     @torch.no_grad()
     def sync_params(self) -> None:
-        """masters -> parameters, rounded to the parameters' type, on all replicas."""
+        """masters -> parameters, rounded to the parameters' type. Starts to share them with all
+        replicas: `gather_before_use` waits."""
         data = [bucket.shard["data"] for bucket in self.buckets]
         masters = [bucket.shard["master"] for bucket in self.buckets]
         if masters[0] is not data[0]:
             torch._foreach_copy_(data, masters)
-        for work in [self._start_gather(bucket) for bucket in self.buckets]:
-            work.wait()
+        for bucket in self.buckets:
+            self._start_gather(bucket)
 
-    def _start_gather(self, bucket: Bucket) -> Work:
-        if self.zero in (1, 2):                 # (ZeRO 3 gathers before use)
-            return all_gather(bucket.data, self.grid.groups["dp"])
-        return Work(bucket.data)
+    def _start_gather(self, bucket: Bucket) -> None:
+        assert bucket.unsharding is None, "the last update's parameters are still on their way"
+        if self.zero in (1, 2):                 # (ZeRO 3 gathers in `unshard`)
+            bucket.unsharding = all_gather(bucket.data, self.grid.groups["dp"])
+
+    def wait_params(self) -> None:
+        """Wait for `sync_params`, where no forward follows."""
+        if self.zero < 3:
+            self.unshard(self.buckets)
 
     def zero_grad(self) -> None:
         torch._foreach_zero_([bucket.grad if self.zero < 2 else bucket.shard["grad"]
@@ -1470,7 +1478,6 @@ class FlatParameters:
             return
         rows = [self.staging[i % 2, :len(grad)] for i, grad in enumerate(grads)]
         copies = [copy_to_host_async(grad, row) for grad, row in zip(grads[:2], rows)]
-        works = []
         for i, bucket in enumerate(self.buckets):
             grad, arrived = copies[i]
             arrived.synchronize()       # queued after the parameters that left from the same row
@@ -1478,14 +1485,13 @@ class FlatParameters:
             data = bucket.shard["data"]
             rounded = grad.view(data.dtype)[:len(data)].copy_(bucket.shard["master"])
             data.copy_(rounded, non_blocking=True)
-            works.append(self._start_gather(bucket))
+            self._start_gather(bucket)
             if i + 2 < len(grads):
                 copies.append(copy_to_host_async(grads[i + 2], rows[i + 2]))
-        for work in works:
-            work.wait()
 
     def unshard(self, buckets: list[Bucket], prefetch: list[Bucket] = ()) -> None:
-        """Gather the buckets' parameters; begin to gather those of the buckets to `prefetch`."""
+        """Gather the buckets' parameters; begin to gather those of the buckets to `prefetch`. ZeRO
+        1 and 2: wait until the buckets' parameters are there."""
         for bucket in (*buckets, *prefetch):
             if bucket.data.untyped_storage().size() == 0:
                 bucket.data.untyped_storage().resize_(bucket.data.nbytes)
@@ -1497,8 +1503,10 @@ class FlatParameters:
                 bucket.unsharding = None
 
     def reshard(self, buckets: list[Bucket]) -> None:
-        """Free the gathered parameters. They are views of a storage, not of an address: `unshard`
-        makes them valid again by filling the same storage."""
+        """ZeRO 3: free the gathered parameters. They are views of a storage, not of an address:
+        `unshard` makes them valid again by filling the same storage."""
+        if self.zero < 3:
+            return
         for bucket in buckets:
             assert bucket.unsharding is None, "a gather would write into freed memory"
             bucket.data.untyped_storage().resize_(0)
@@ -1519,8 +1527,9 @@ def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: 
               beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
 
-def fully_shard(model: GPT, flat: FlatParameters) -> None:
-    """DP9: wrap the forward of the embedding, each block and the head in unshard and reshard.
+def gather_before_use(model: GPT, flat: FlatParameters) -> None:
+    """Wrap the forward of the embedding, each block and the head in unshard and reshard. ZeRO 1 and
+    2 (DP7): the all-gather after AdamW is awaited there, bucket by bucket. ZeRO 3 (DP9):
 
         forward    unshard block i, prefetch i + 1, run, reshard
         backward   unshard block i, prefetch i - 1, run; _start_grad_sync reduces and reshards
@@ -1528,11 +1537,12 @@ def fully_shard(model: GPT, flat: FlatParameters) -> None:
     The tied matrix stays gathered from the embedding to the end of the head's forward, because the
     head computes its gradients there. The other parameters of the ends, and the last block, stay
     gathered until backward."""
-    tied, ends = flat.buckets[:2]
-    blocks = list(zip(flat.buckets[2::2], flat.buckets[3::2]))      # [(attention, MLP)]
+    ends = [bucket for bucket in flat.buckets if bucket.name in ("tied", "ends")]
+    halves = flat.buckets[len(ends):]
+    blocks = list(zip(halves[::2], halves[1::2]))                   # [(attention, MLP)]
 
     def run_embed(forward, *args):
-        flat.unshard([tied, ends], prefetch=blocks[0])
+        flat.unshard(ends, prefetch=blocks[0])
         return forward(*args)
 
     def run_block(forward, current, previous, following, *args):
@@ -1545,14 +1555,17 @@ def fully_shard(model: GPT, flat: FlatParameters) -> None:
         return y
 
     def run_head(forward, *args):
+        flat.unshard(ends)
         y = forward(*args)
-        flat.reshard([tied])
+        flat.reshard(ends[:1])                                      # the tied matrix
         if not torch.is_grad_enabled():
-            flat.reshard([ends])
+            flat.reshard(ends[1:])
         return y
 
-    model.embed.forward = partial(run_embed, model.embed.forward)
-    model.head.forward = partial(run_head, model.head.forward)
+    if model.embed is not None:
+        model.embed.forward = partial(run_embed, model.embed.forward)
+    if model.head is not None:
+        model.head.forward = partial(run_head, model.head.forward)
     for block, current, previous, following in zip(model.blocks.values(), blocks, [(), *blocks],
                                                    [*blocks[1:], ()]):
         block.forward = partial(run_block, block.forward, current, previous, following)
@@ -1581,8 +1594,8 @@ def state_bytes(numel: int, longest: int, dp: int, dtypes: tuple, zero: int,
 def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torch.device,
                  local_world: int) -> None:
     """Raise a ValueError if the state of a rank on this machine is larger than its GPU's memory, or
-    that of all its ranks larger than the machine's. Nothing is allocated. Rank 0 calls it: the
-    ranks on its machine are 0 to local_world - 1."""
+    what all its ranks keep there, and copy for a save, larger than the machine's. Nothing is
+    allocated. Rank 0 calls it: the ranks on its machine are 0 to local_world - 1."""
     limits = []                         # (bytes by kind, bytes available, what to add)
     on_machine = Counter()
     for rank in range(local_world):
@@ -1600,6 +1613,9 @@ def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torc
             limits.append((on_device, torch.cuda.mem_get_info(device)[1], "GPUs, give --offload"))
         else:
             on_machine.update(on_device)
+        if not config.eval_only and (config.zero > 0 or place.dp_rank == 0):
+            moments = (on_device | on_host)["moments"]          # of masters there are half as many
+            on_machine["copies for a save"] += 3 * moments // 2
     if hasattr(os, "sysconf"):          # not on Windows
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         limits.append((on_machine, memory, "machines"))
@@ -1757,14 +1773,13 @@ def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
 def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.device:
     """The device of this process. `auto` is the first that is available of CUDA, MPS (Apple's GPU)
     if `on_mps`, and the CPU. Raises ValueError."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
-                 "cpu": True}
+    available = {"cuda": torch.cuda.is_available(),
+                 "mps": on_mps and torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        available["mps"] = available["mps"] and on_mps
         name = next(kind for kind in available if available[kind])
     if not available[name]:
-        raise ValueError(f"--device {name}, but torch finds no {name.upper()} device here: leave "
-                         f"the flag out, or give --device cpu")
+        raise ValueError(f"torch finds no {name.upper()} device here (mps: for one process, not in "
+                         f"fp64): leave out --device {name}, or give --device cpu")
     if name != "cuda":
         return torch.device(name)
     # A launcher may show each process a GPU of its own, as the only one.
@@ -1822,8 +1837,6 @@ def process_group(rank: int, world: int, device: torch.device, timeout: timedelt
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # A communicator's first operation connects its ranks for all later ones, see `connect`.
-    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     with comm_errors("start of the process group"):
         dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
                                 world_size=world, timeout=timeout)
@@ -1855,16 +1868,19 @@ def to_host(x: torch.Tensor, timeout: float) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Draw a pipeline schedule; count its bubble and activations.")
-    parser.add_argument("--pp", type=int, default=4, help="stages")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--pp-schedule", default="gpipe", choices=list(SCHEDULES))
-    parser.add_argument("--pp-chunks", type=int, default=1, help="interleaved: chunks of a stage")
+    from data import Parser             # only this drawing has flags
+    parser = Parser("parallel.py", "python parallel.py [FLAG ...]",
+                    "Draw a pipeline schedule; count its bubble and activations.")
+    add = parser.add_argument_group("schedule").add_argument
+    add("--pp", type=int, default=4, metavar="N", help="stages (default %(default)s)")
+    add("--microbatches", type=int, default=8, metavar="N",
+        help="microbatches of a step (default %(default)s)")
+    add("--pp-schedule", default="gpipe", choices=list(SCHEDULES),
+        help="order of the microbatches (default %(default)s)")
+    add("--pp-chunks", type=int, default=1, metavar="N",
+        help="interleaved: parts of the model on each stage (default %(default)s)")
     parser.set_defaults(tp=1, zero=0, micro_batch=1, sequence_parallel=False, recompute=False,
                         compile=False)
-    flags = "flags: --pp-schedule, --pp-chunks, --pp, --microbatches"
-    parser.error = lambda message: parser.exit(2, f"parallel.py: {message} ({flags})\n")
     args = parser.parse_args()
     p, m, v = args.pp, args.microbatches, args.pp_chunks
     try:

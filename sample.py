@@ -10,7 +10,6 @@ Temperature 0 takes the most probable token. Top-p is nucleus sampling (Holtzman
 Only text goes to standard output. A sample ends at <|endoftext|>, before the --stop text, or at
 --max-tokens. A line of dashes separates samples.
 """
-import argparse
 import codecs
 import os
 import signal
@@ -26,10 +25,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from checkpoint import load_model
-from data import get_tokenizer, parse_arguments
+from data import Parser, get_tokenizer
 from parallel import first_line, out_of_memory, pick_device
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+AT_ONCE = 64                   # samples in a batch, which bounds the memory of the cache
 DASHES = "-" * 40 + "\n"       # the line between samples
 LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
 OTHER_NAMES = {"ckpt": "out-dir init-from", "prompt": "start", "max-tokens": "max-new-tokens"}
@@ -114,29 +114,15 @@ def use_fast_rows(model) -> None:
             module.forward = partial(linear_in_halves, module)
 
 
-def check_memory(model, samples: int) -> None:
-    """Raise MemoryError if the caches of so many samples exceed the CPU's memory, where the system
-    would otherwise kill the process. (A GPU's allocator raises an error itself.)"""
-    cfg, weight = model.cfg, model.head.weight
-    if weight.device.type == "cpu" and hasattr(os, "sysconf"):      # Windows has none
-        cache = 2 * cfg.n_layer * cfg.seq_len * cfg.n_embd * weight.element_size()
-        needed = samples * (cache + 5000)                           # 5000: a torch.Generator
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if needed > memory:
-            raise MemoryError(f"{samples} samples take {needed / 1e9:,.1f} GB of "
-                              f"{memory / 1e9:,.1f}")
-
-
-def print_samples(model, tokenizer, prompt: str, args) -> None:
-    """Print --num-samples samples of a prompt, the first one as it is generated."""
+def print_samples(model, tokenizer, prompt: str, seeds: range, args) -> None:
+    """Print a sample of a prompt for each seed, the first one as it is generated."""
     tokens = tokenizer.encode_ordinary(prompt)
     if len(tokens) > model.cfg.seq_len:
         print(f"sample.py: warning: the prompt has {len(tokens)} tokens, the model sees the "
               f"last {model.cfg.seq_len}", file=sys.stderr)
-    count = args.num_samples or 1
-    generators = [torch.Generator().manual_seed(args.seed + i) for i in range(count)]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     stop = args.stop.encode()
-    texts = [b""] * count
+    texts = [b""] * len(seeds)
     ended = set()                   # the samples that have reached `stop`
     shown = 0                       # characters of the first sample on standard output
     sys.stdout.write(prompt)
@@ -162,27 +148,30 @@ def print_samples(model, tokenizer, prompt: str, args) -> None:
         sys.stdout.write(DASHES + prompt + text.decode(errors="replace") + "\n")
 
 
-def parse_flags(parser) -> argparse.Namespace:
+def parse_flags(parser: Parser):
     """The flags, with their defaults. A mistake ends the program with status 2."""
-    parser.add_argument("--ckpt", default="out/latest.pt", help="default: %(default)s")
-    parser.add_argument("--prompt", default="", metavar="TEXT",
-                        help="text to continue; - reads standard input; none: <|endoftext|>")
-    parser.add_argument("--num-samples", type=int, metavar="N", help="samples of a prompt, with "
-                        "--seed, --seed + 1, ...; each line of --prompt - is then a prompt")
-    parser.add_argument("--max-tokens", type=int, default=500, help="of a sample; whenever the "
-                        "model's window is full, it forgets the older half (default: %(default)s)")
-    parser.add_argument("--stop", default="", metavar="TEXT", help="ends a sample before this text "
-                        r"(a line break is $'\n')")
-    parser.add_argument("--temperature", type=float, default=0.8,
-                        help="0: greedy (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="0: all (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="1: all (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"],
-                        help="auto: cuda or mps if available")
-    parser.add_argument("--dtype", default="fp32", choices=list(DTYPES), help="type of weights and "
-                        "activations; bf16 is faster where the device multiplies 16-bit numbers")
-    args = parse_arguments(parser, sys.argv[1:], OTHER_NAMES)
+    add = parser.add_argument_group("checkpoint and text").add_argument
+    add("--ckpt", default="out/latest.pt", metavar="FILE", help="checkpoint (default %(default)s)")
+    add("--prompt", default="", metavar="TEXT",
+        help="text to continue; -: standard input (default: begin a document)")
+    add("--num-samples", type=int, metavar="N", help="samples per prompt, with --seed, --seed + 1, "
+        "...; each line of --prompt - is then a prompt (default 1)")
+    add("--max-tokens", type=int, default=500, metavar="N", help="tokens per sample; whenever the "
+        "model's window is full, it forgets the older half (default %(default)s)")
+    add("--stop", default="", metavar="TEXT", help=r"end before this text (a line break is $'\n')")
+    add = parser.add_argument_group("choice of the next token").add_argument
+    add("--temperature", type=float, default=0.8, metavar="X",
+        help="divides the logits; 0: the most probable token (default %(default)s)")
+    add("--top-k", type=int, default=0, metavar="N", help="the N most probable; 0: all (default 0)")
+    add("--top-p", type=float, default=1.0, metavar="X", help="the smallest set of tokens whose "
+        "probability reaches X (default %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed (default %(default)s)")
+    add = parser.add_argument_group("device and precision").add_argument
+    add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"],
+        help="auto: cuda or mps where available (default %(default)s)")
+    add("--dtype", default="fp32", choices=list(DTYPES), help="type of weights and activations; "
+        "bf16 is faster where the device multiplies 16-bit numbers (default %(default)s)")
+    args = parser.parse_args()
     if args.num_samples is not None and args.num_samples < 1:
         parser.error("--num-samples must be at least 1")
     if args.max_tokens < 0 or args.top_k < 0:
@@ -210,8 +199,8 @@ def read_prompts(args) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Sample text from a checkpoint.")
-    parser.error = lambda message: parser.exit(2, f"sample.py: {message}\n")
+    parser = Parser("sample.py", "python sample.py [FLAG ...]", "Sample text from a checkpoint.",
+                    OTHER_NAMES)
     args = parse_flags(parser)
     try:
         device = pick_device(args.device)
@@ -222,12 +211,14 @@ def main() -> None:
         parser.exit(getattr(error, "status", 2), f"sample.py: {error}\n")
     model.to(device, DTYPES[args.dtype])
     use_fast_rows(model)
-    check_memory(model, args.num_samples or 1)
     sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character
+    seeds = range(args.seed, args.seed + (args.num_samples or 1))
     for number, prompt in enumerate(prompts):
-        if number > 0:
-            sys.stdout.write(DASHES)
-        print_samples(model, tokenizer, prompt, args)
+        for first in seeds[::AT_ONCE]:
+            if number > 0 or first > args.seed:
+                sys.stdout.write(DASHES)
+            some = range(first, min(first + AT_ONCE, seeds.stop))
+            print_samples(model, tokenizer, prompt, some, args)
 
 
 if __name__ == "__main__":

@@ -52,16 +52,16 @@ import torch
 
 import checkpoint
 from amp import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, PRECISIONS, Divergence, DivergenceMonitor,
-                 LossScaler, StepStats, clip_factor, make_scaler)
-from data import Source, TokenDataset, parse_arguments
+                 StepStats, clip_factor, make_scaler)
+from data import Parser, Source, TokenDataset
 from model import (GPT, IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, flops_per_token,
                    multiplies_in_fp32, parameter_count, peak_flops)
 from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal, Work,
                       all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
                       assert_own_gpu, build_stage, check_grid, check_layout, check_memory,
-                      fatal_message, fully_shard, make_grid, make_schedule, on_hosts, on_rank0,
-                      param_specs, pick_device, print_rank0, process_group, run_schedule,
-                      state_bytes, to_host, wrap_blocks)
+                      fatal_message, gather_before_use, make_grid, make_schedule, on_hosts,
+                      on_rank0, param_specs, pick_device, print_rank0, process_group, run_schedule,
+                      state_bytes, to_host, wrap_model)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -102,7 +102,9 @@ def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, flo
 
 def flag(default, help, low=None, below=None, choices=None, group=None, form=None):
     """A field of Config. low <= x < below is the valid range; `group` begins a section of --help,
-    `form` is the value's placeholder there."""
+    `form` is the value's placeholder there (if there are choices: {A,B})."""
+    if choices and form is None:
+        form = "{" + ",".join(map(str, choices)) + "}"
     return dataclasses.field(default=default, metadata=dict(
         help=help, low=low, below=below, choices=choices, group=group, form=form))
 
@@ -113,14 +115,15 @@ class Config:
     data: str = flag("data/python", "directory of token shards, or a mixture: A=0.7,B=0.3",
                      group="paths", form="DIR")
     out: str = flag("out", "directory of the run: checkpoints and metrics.jsonl", form="DIR")
-    log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb",
+    log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb", form="NAMES",
                     choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
-    model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model")
+    model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model",
+                      form="NAME")
     n_layer: int = flag(None, "blocks (this and the next four override --model)", low=1)
     n_head: int = flag(None, "attention heads", low=1)
     n_embd: int = flag(None, "channels", low=1)
     seq_len: int = flag(None, "context length, in tokens", low=1)
-    activation: str = flag(None, "MLP activation: gelu or relu", choices=["gelu", "relu"])
+    activation: str = flag(None, "activation of the MLP", choices=["gelu", "relu"])
     dropout: float = flag(0.0, "probability on embeddings, attention, residuals", low=0, below=1)
     batch_size: int = flag(16, "global batch size: sequences per step", low=1, group="optimization")
     batch_ramp: str = flag(None, "ramp the batch from START to --batch-size in INCREMENTs over "
@@ -131,7 +134,7 @@ class Config:
                      "nano)", low=0)
     min_lr_ratio: float = flag(0.1, "final learning rate / peak; 1: constant", low=0)
     warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
-    lr_schedule: str = flag("cosine", "decay: cosine or linear", choices=["cosine", "linear"])
+    lr_schedule: str = flag("cosine", "decay of the learning rate", choices=["cosine", "linear"])
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only", low=0)
     beta1: float = flag(0.9, "AdamW beta1: decay rate of the mean of gradients", low=0, below=1)
     beta2: float = flag(0.95, "AdamW beta2: the same of their squares", low=0, below=1)
@@ -139,22 +142,23 @@ class Config:
     seed: int = flag(1337, "random seed of initial weights, data order and dropout", low=0)
     tp: int = flag(1, "tensor-parallel ranks", low=1, group="layout")
     pp: int = flag(1, "pipeline stages", low=1)
-    pp_schedule: str = flag("gpipe", "pipeline schedule: " + ", ".join(SCHEDULES),
+    pp_schedule: str = flag("gpipe", "order of the microbatches in the pipeline",
                             choices=list(SCHEDULES))
     pp_chunks: int = flag(1, "interleaved: parts of the model on each stage", low=1)
     device: str = flag("auto", "auto: cuda, or mps for one process, where available",
                        choices=["auto", "cpu", "cuda", "mps"])
     compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
     timeout: int = flag(600, "seconds a step waits for another rank (on GPUs for all of it)", low=1)
-    micro_batch: int = flag(None, "sequences per microbatch (default: the largest of 4, 2, 1 that "
-                            "makes a multiple of pp microbatches)", low=1, group="memory")
+    micro_batch: int = flag(None, "sequences per microbatch (default: the most that make a "
+                            "multiple of pp microbatches, up to 4, on GPUs without a pipeline 16)",
+                            low=1, group="memory")
     zero: int = flag(0, "ZeRO stage: shard optimizer state (1), also gradients (2), also "
                      "parameters (3)", choices=[0, 1, 2, 3])
     recompute: bool = flag(False, "recompute the activations of a block in backward")
     sequence_parallel: bool = flag(False, "shard activations along the sequence outside the "
                                    "tensor-parallel layers")
     offload: bool = flag(False, "keep the optimizer state in host memory and run AdamW on the CPU")
-    dtype: str = flag("fp32", "type of parameters and activations: " + ", ".join(PRECISIONS),
+    dtype: str = flag("fp32", "type of parameters and activations",
                       choices=list(PRECISIONS), group="precision")
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
                            group="checkpoints, evaluation, logging")
@@ -168,7 +172,7 @@ class Config:
     eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
     log_every: int = flag(1, "steps between lines on the console", low=1)
     rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning rate",
-                         choices=["on", "off"], group="stability", form="{on,off}")
+                         choices=["on", "off"], group="stability")
     max_rollbacks: int = flag(5, "rollbacks of the whole run before it fails", low=0)
     skip_steps: str = flag(None, "skip the batches of steps A to B, inclusive; none: skip nothing",
                            form="A:B")
@@ -219,7 +223,6 @@ class Run:
         self.metrics = None                     # checkpoint.Metrics, for `train`
         self.prefetched = None                  # the batch of the next step
         self.recent_seconds = deque(maxlen=20)
-        self.stragglers = Stragglers(grid, device)
 
         param_dtype, master_dtype = PRECISIONS[config.dtype]
         host = "cpu" if config.offload else device
@@ -231,9 +234,9 @@ class Run:
                                    training=not config.eval_only)
         self.writer = checkpoint.Writer(Path(config.out), config.keep, cfg, self.flat,
                                         config.timeout)
-        wrap_blocks(self.model, config.recompute, config.compile)
-        if config.zero == 3:                    # parameters are gathered block by block
-            fully_shard(self.model, self.flat)
+        wrap_model(self.model, config.recompute, config.compile)
+        if config.zero > 0:                     # parameters are gathered block by block
+            gather_before_use(self.model, self.flat)
         # Shape and dtype of the activations that one stage sends to the next.
         positions = cfg.seq_len
         if grid.sequence_parallel:
@@ -246,9 +249,9 @@ class Run:
         """Train up to --steps, or until `stop.requested`."""
         config = self.config
         self.model.train()
+        self.busy = time.perf_counter() - Work.seconds_waited   # grows while this rank computes
         while self.step < config.steps:
             started = time.perf_counter()
-            self.stragglers.start_step()
             self.skip_excluded()                            # by --skip-steps or a rollback
             batch = self.next_batch()
             lr = learning_rate(config, self.step + 1) * self.monitor.lr_factor
@@ -296,7 +299,7 @@ class Run:
         if batch is None or (batch.step, batch.first) != (self.step + 1, self.consumed_samples):
             batch = self.load_batch(self.step + 1, self.consumed_samples)
         self.advance(self.consumed_samples + batch.size)
-        self.tokens += batch.size * self.cfg.seq_len
+        self.samples += batch.size
         return batch
 
     def advance(self, position: int) -> None:
@@ -311,11 +314,6 @@ class Run:
         discards it if a rollback or `skip_excluded` has moved the position.)"""
         if self.step + 1 < self.config.steps:
             self.prefetched = self.load_batch(self.step + 2, self.consumed_samples)
-
-    @property
-    def samples(self) -> int:
-        """Sequences trained on so far. (The position in the data also counts skipped ones.)"""
-        return self.tokens // self.cfg.seq_len
 
     def load_batch(self, step: int, first: int) -> Batch:
         """The batch of step `step`, the next one, from sequence `first` on."""
@@ -383,11 +381,8 @@ class Run:
         # `squares` counts each parameter once; `all_squares` counts replicas too, so it is not
         # finite if any gradient of any rank is not.
         local["squares"], local["all_squares"] = self.flat.grad_norm_squares()
-        packed = torch.stack([*local.values()])
-        packed = torch.cat([packed, self.stragglers.local_seconds().to(packed)])
-        sums = self.to_floats(all_reduce(packed, grid.groups["world"]).wait())
-        self.stragglers.add(sums[len(local):])
-        total = dict(zip(local, sums))
+        sums = all_reduce(torch.stack([*local.values()]), grid.groups["world"]).wait()
+        total = dict(zip(local, self.to_floats(sums)))
         finite = math.isfinite(total["loss"]) and math.isfinite(total["all_squares"])
         return StepStats(
             total["loss"], total["activation_norm"], math.sqrt(total["squares"]) / scaler.scale,
@@ -444,32 +439,28 @@ class Run:
 
     # ---- checkpoints and rollback
 
-    def initialize(self) -> None:
-        """Begin at step 0, from the seed or from the weights of --init-from."""
-        self.step = 0                       # the last completed step
-        self.consumed_samples = 0           # position in the data, in sequences
-        self.tokens = 0                     # trained on
-        self.optimizer_steps = 0            # updates; a skipped step counts as none
-        self.monitor = DivergenceMonitor()
-        self.scaler = make_scaler(self.config.dtype)
-        weights = all_ranks(lambda: load_state(self.config.init_from)) or {}
-        self.flat.initialize(self.cfg, self.config.seed, weights.get("parameters"))
-
     def restore(self, state: dict | None) -> None:
-        """Restore a checkpoint; without one, initialize."""
+        """Restore a checkpoint; without one, begin at step 0, from the seed or from the weights of
+        --init-from."""
+        self.scaler = make_scaler(self.config.dtype)
+        self.monitor = DivergenceMonitor()
         if state is None:
-            self.initialize()
+            self.step = 0                       # the last completed step
+            self.consumed_samples = 0           # position in the data, in sequences
+            self.samples = 0                    # sequences trained on; skipped ones do not count
+            self.optimizer_steps = 0            # updates; a skipped step counts as none
+            weights = all_ranks(lambda: load_state(self.config.init_from)) or {}
+            self.flat.initialize(self.cfg, self.config.seed, weights.get("parameters"))
             return
         self.step = state["step"]
         self.consumed_samples = state["consumed_samples"]
-        self.tokens = state["tokens"]
+        self.samples = state["tokens"] // self.cfg.seq_len
         self.optimizer_steps = state["optimizer_steps"]
-        self.monitor = DivergenceMonitor(**state["monitor"])
+        vars(self.monitor).update(state["monitor"])
         if self.config.rollback == "on":        # with "off", it may be from a divergence
             self.monitor.bad = min(self.monitor.bad, BAD_STEPS - 1)
         if not losses_stay_comparable(self.config, self.train_data, state):
             self.monitor.forget_losses()
-        self.scaler = make_scaler(self.config.dtype)
         if state["config"]["dtype"] == self.config.dtype:
             self.scaler.load_state_dict(state["scaler"])
         checkpoint.restore(state, self.flat)
@@ -489,7 +480,7 @@ class Run:
         all_ranks(self.writer.wait)         # a rank holds at most one copy of its shards
         self.writer.submit(dict(
             format=checkpoint.FORMAT, run=self.identity, step=self.step,
-            consumed_samples=self.consumed_samples, tokens=self.tokens,
+            consumed_samples=self.consumed_samples, tokens=self.samples * self.cfg.seq_len,
             optimizer_steps=self.optimizer_steps, config=dataclasses.asdict(self.config),
             model=dataclasses.asdict(self.cfg), tokenizer=self.train_data.meta["tokenizer"],
             data=self.train_data.phases, scaler=self.scaler.state_dict(),
@@ -497,17 +488,13 @@ class Run:
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk."""
-        try:
-            all_ranks(self.writer.finish)
-        except RunError as error:
-            raise RunError(f"{error}: free space in {self.config.out}, then give the same command")
+        self.flat.wait_params()             # no rank leaves before the others have its shard
+        all_ranks(lambda: self.writer.wait(required=True))
         if self.step == self.config.steps:
             self.event("end", step=self.step)
             return
-        how = "run the same command to go on"
-        if self.config.resume == "never":
-            how = "go on with --resume auto"
-        self.event("stop", f"stopped and saved after step {self.step}; {how}", step=self.step)
+        self.event("stop", f"stopped and saved after step {self.step}; run the same command to go "
+                   f"on (with --resume auto)", step=self.step)
 
     def rollback(self, divergence: Divergence) -> None:
         """Return to a healthy checkpoint, skip the batches that led to the divergence, and save at
@@ -538,7 +525,7 @@ class Run:
                    reason=divergence.reason, to=self.step, sequences=excluded,
                    lr_factor=monitor.lr_factor, rollbacks=monitor.rollbacks, step=diverged_at)
         self.write_checkpoint()
-        all_ranks(self.writer.finish)
+        all_ranks(lambda: self.writer.wait(required=True))
 
     def skip_excluded(self) -> None:
         """Advance past the excluded samples that the next batch would contain: those of
@@ -558,9 +545,8 @@ class Run:
             if first < position + size and position < end:
                 position = end
         if position > start:
-            self.event("skip", step=self.step + 1, reason="left out", sequences=[start, position],
-                       batches=steps_between(self.config, self.samples,
-                                             self.samples + position - start))
+            self.event("skip", f"leaves out sequences {start:,} to {position - 1:,} of the data",
+                       step=self.step + 1, reason="left out", sequences=[start, position])
             self.advance(position)
 
     def fail(self, step: int, reason: str) -> None:
@@ -581,7 +567,8 @@ class Run:
     def metrics_row(self, batch: Batch, stats: StepStats, lr: float, seconds: float) -> dict:
         """The row of the step in progress in metrics.jsonl."""
         self.recent_seconds.append(seconds)
-        return dict(step=self.step + 1, tokens=self.tokens, loss=stats.loss, lr=lr,
+        tokens = self.samples * self.cfg.seq_len
+        return dict(step=self.step + 1, tokens=tokens, loss=stats.loss, lr=lr,
                     batch_size=batch.size, grad_norm=stats.grad_norm, loss_scale=stats.loss_scale,
                     skipped=self.monitor.skipped, activation_norm=stats.activation_norm,
                     tokens_per_second=round(batch.size * self.cfg.seq_len / seconds, 1))
@@ -611,69 +598,44 @@ class Run:
             print_rank0(format_step(self, row, statistics.median_low(self.recent_seconds)))
         if "val_loss" in row:
             print_rank0(format_eval(row, self))
+        # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
+        if row["step"] % 100 == 0 and self.grid.world > 1 and self.device.type == "cpu":
+            busy = time.perf_counter() - Work.seconds_waited
+            note_slow_ranks(self.grid, busy - self.busy)
+            self.busy = busy
 
 
-class Stragglers:
-    """Once a minute, reports the ranks that compute for longer than the median of their pipeline
-    stage: their machines may be slow or busy. CPU only: on GPUs, where waits are asynchronous, a
-    process's time does not show them."""
-
-    def __init__(self, grid: Grid, device: torch.device):
-        self.grid = grid
-        self.enabled = grid.world > 1 and device.type == "cpu"
-        self.totals = np.zeros(grid.world)      # seconds of each rank since `reported`
-        self.reported = time.perf_counter()
-
-    def start_step(self) -> None:
-        if self.enabled:
-            self.start = time.perf_counter() - Work.seconds_waited
-
-    def local_seconds(self) -> torch.Tensor:
-        """(world,): this rank's seconds of the step so far, without waits; 0 for the others."""
-        if not self.enabled:
-            return torch.empty(0)
-        seconds = torch.zeros(self.grid.world)
-        seconds[self.grid.rank] = time.perf_counter() - Work.seconds_waited - self.start
-        return seconds
-
-    def add(self, seconds: list[float]) -> None:
-        """Add each rank's seconds of a step."""
-        if not self.enabled:
-            return
-        self.totals += seconds
-        if time.perf_counter() - self.reported < 60:
-            return
-        for ranks in self.grid.ranks.transpose(0, 1).flatten(1).tolist():   # of each stage
-            median = statistics.median_low(self.totals[ranks])
-            for rank in ranks:
-                if self.totals[rank] > 1.5 * median:
-                    print_rank0(f"note     rank {rank}{on_hosts([rank], self.grid.hosts)} is slow: "
-                                f"in the last minute it computed for {self.totals[rank]:.1f} s, "
-                                f"the median of its stage for {median:.1f} s")
-        self.totals[:] = 0
-        self.reported = time.perf_counter()
+def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
+    """Name the ranks that computed for longer than the median of their pipeline stage: their
+    machines may be slow or busy. Every rank calls it with its own seconds."""
+    seconds = all_gather_object(own_seconds)
+    for ranks in grid.ranks.transpose(0, 1).flatten(1).tolist():        # of each stage
+        median = statistics.median_low(seconds[rank] for rank in ranks)
+        for rank in ranks:
+            if seconds[rank] > 1.5 * median:
+                print_rank0(f"note     rank {rank}{on_hosts([rank], grid.hosts)} is slow: it "
+                            f"computed for {seconds[rank]:.1f} s, the median of its stage for "
+                            f"{median:.1f} s")
 
 
 def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
     """Find where a number is not finite; every rank must call it. Reports the first rank with a
-    non-finite loss or, if there is none, with a non-finite gradient; and the last parameter with
-    such a gradient, which backward reaches first. Gradients have already been summed over the
-    replicas, so another replica may be the source. If all numbers are finite but their squares are
-    not, `what` is "norm"."""
-    own_parameter = None
+    non-finite loss or, if there is none, with a non-finite gradient, and its last parameter with
+    one, which backward reaches first. Gradients have already been summed over the replicas, so
+    another replica may be the source. If all numbers are finite but their squares are not, `what`
+    is "norm"."""
+    parameter = None
     for bucket in flat.buckets:
         for spec, shard_slice, _ in bucket.shard_ranges:
             if not bucket.shard["grad"][shard_slice].isfinite().all():
-                own_parameter = spec.name
-    found = all_gather_object((math.isfinite(local_loss), own_parameter))
-    of_loss = [rank for rank, (finite, _) in enumerate(found) if not finite]
-    of_gradient = [rank for rank, (_, name) in enumerate(found) if name is not None]
-    parameter = found[of_gradient[-1]][1] if of_gradient else None
-    if of_loss:
-        return dict(what="loss", rank=of_loss[0], parameter=parameter)
-    if of_gradient:
-        return dict(what="gradient", rank=of_gradient[0], parameter=parameter)
-    return dict(what="norm", rank=None, parameter=None)
+                parameter = spec.name
+    found = []
+    for rank, (loss, name) in enumerate(all_gather_object((local_loss, parameter))):
+        if not math.isfinite(loss):
+            return dict(what="loss", rank=rank, parameter=name)
+        if name is not None:
+            found.append(dict(what="gradient", rank=rank, parameter=name))
+    return [*found, dict(what="norm", rank=None, parameter=None)][0]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -715,15 +677,6 @@ def samples_after(config: Config, samples: int, steps: int) -> int:
     return samples
 
 
-def steps_between(config: Config, samples: int, end: int) -> int:
-    """Steps needed to get from `samples` to `end` sequences trained on."""
-    steps = 0
-    while samples < end:
-        samples += batch_size_at(config, samples)
-        steps += 1
-    return steps
-
-
 def steps_of_epochs(config: Config, data: TokenDataset, state: dict | None) -> int:
     """The steps of a run that trains on the data --epochs times."""
     step, samples = 0, 0
@@ -731,7 +684,10 @@ def steps_of_epochs(config: Config, data: TokenDataset, state: dict | None) -> i
         step = state["step"]
         samples = state["tokens"] // state["model"]["seq_len"]
     epoch = sum(source.n_windows for source in data.sources.values() if source.weight > 0)
-    return step + steps_between(config, samples, config.epochs * epoch)
+    while samples < config.epochs * epoch:
+        samples += batch_size_at(config, samples)
+        step += 1
+    return step
 
 
 def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:
@@ -771,11 +727,7 @@ def format_step(run: Run, row: dict, seconds: float) -> str:
         peak = run.grid.world * peak_flops(torch.cuda.get_device_name(run.device))
         if peak > 0:
             line += f"  MFU {row['tokens_per_second'] * flops_per_token(run.cfg) / peak:.1%}"
-    left = round((config.steps - row["step"]) * seconds)
-    if left >= 3600:
-        line += f"  left {left // 3600}h{left % 3600 // 60:02d}m"
-    else:
-        line += f"  left {left // 60}m{left % 60:02d}s"
+    line += f"  left {timedelta(seconds=round((config.steps - row['step']) * seconds))}"
     if row["skipped"] > 0:
         line += "  skipped: loss or gradient not finite"
     return line
@@ -888,20 +840,14 @@ def follower(config: Config):
     own session lets it send the last lines after Ctrl-C or torchrun's SIGTERM."""
     command = [sys.executable, "-m", "tools.follow", os.path.abspath(config.out),
                "--to", config.log, "--parent"]
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=FOLLOWER.parent.parent,
-                                   start_new_session=True)
-    except OSError as error:
-        checkpoint.warn(f"--log {config.log} cannot start: {error}")
-        yield
-        return
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=FOLLOWER.parent.parent,
+                               start_new_session=True)
     try:
         yield
     finally:
         process.stdin.close()                       # it sends the rest, then it exits
         try:
-            if process.wait(FOLLOWER_SECONDS) < 0:          # (it prints its own errors)
-                checkpoint.warn(f"--log: tools.follow was ended by signal {-process.returncode}")
+            process.wait(FOLLOWER_SECONDS)          # (it prints its own errors)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -922,7 +868,7 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval"}
 
 
-def add_flags(parser: argparse.ArgumentParser, names=None, kind=Config) -> None:
+def add_flags(parser: Parser, names=None, kind=Config) -> None:
     """Add the fields of Config, or of these `names`, to a parser, in their groups of --help."""
     groups, heading = {}, None
     for f in dataclasses.fields(kind):
@@ -939,30 +885,25 @@ def add_flags(parser: argparse.ArgumentParser, names=None, kind=Config) -> None:
         if f.default is not None:
             help += f" (default {f.default})"
         metavar = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
-        groups[heading].add_argument(flag_name, type=f.type, metavar=metavar, help=help)
+        groups[heading].add_argument(flag_name, type=f.type, metavar=metavar, help=help,
+                                     choices=f.metadata["choices"])
 
 
-def parse_given(parser: argparse.ArgumentParser, arguments, kind=Config) -> dict:
+def parse_given(parser: Parser, arguments, kind=Config) -> dict:
     """The flags that were given, validated one by one. The parser has `add_flags`' flags, and may
     have others; it must have `argument_default=argparse.SUPPRESS`. Raises ValueError."""
     def refuse(message):
         raise ValueError(message)
     parser.error = refuse
-    given = vars(parse_arguments(parser, arguments, OTHER_NAMES))
+    given = vars(parser.parse_args(arguments))
     for f in dataclasses.fields(kind):
         value = given.get(f.name)
         low = f.metadata["low"]
         below = f.metadata["below"] or math.inf
-        choices = f.metadata["choices"]
-        argument = f"argument --{f.name.replace('_', '-')}"
         if value is not None and low is not None and not low <= value < below:
             limit = "finite" if below == math.inf else f"below {below}"
-            refuse(f"{argument}: {value:g} must be at least {low} and {limit}")
-        if value is not None and choices is not None and value not in choices:
-            names = [str(choice) for choice in choices]
-            near = [x for x in names if x.startswith(str(value)) or str(value).startswith(x)]
-            advice = f"did you mean {near[0]}?" if near else f"give one of {', '.join(names)}"
-            refuse(f"{argument}: invalid choice {value}: {advice}")
+            refuse(f"argument --{f.name.replace('_', '-')}: {value:g} must be at least {low} and "
+                   f"{limit}")
     return given
 
 
@@ -976,8 +917,8 @@ def step_range(text: str) -> tuple[int, int]:
 
 def parse_flags(arguments) -> dict:
     """The flags of train.py that were given. Raises ValueError."""
-    parser = argparse.ArgumentParser(description="Train a GPT.", allow_abbrev=False,
-                                     argument_default=argparse.SUPPRESS)
+    parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.", OTHER_NAMES,
+                    argument_default=argparse.SUPPRESS)
     add_flags(parser)
     given = parse_given(parser, arguments)
     for name in ("batch_ramp", "skip_steps"):       # "none" unsets what a checkpoint has stored
@@ -1014,12 +955,10 @@ def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[C
         return config, SIZES[config.model] | shape
     for name, value in shape.items():
         stored = state["model"][name]
-        may_be_shorter = name == "seq_len" and weights_only
-        if value != stored and not (may_be_shorter and value < stored):
-            allowed = f"{stored}, or shorter" if may_be_shorter else stored
-            flag_name = (name if name in given else "model").replace("_", "-")
-            raise ValueError(f"the checkpoint's model has {name} {allowed}, not {value}: drop "
-                             f"--{flag_name}, or use another --out or checkpoint")
+        is_shorter = name == "seq_len" and weights_only and value < stored
+        if value != stored and not is_shorter:
+            raise ValueError(f"the checkpoint's model has {name} {stored}, not {value}: drop the "
+                             f"flag, or use another --out or checkpoint")
     shape = {name: state["model"][name] for name in SHAPE} | shape
     if not weights_only:
         config = Config(**(restored_flags(state) | given))
@@ -1031,14 +970,13 @@ def restored_flags(state: dict) -> dict:
     return {name: state["config"][name] for name in RESTORED if name in state["config"]}
 
 
-def default_micro_batch(sizes: range, replicas: float, pp: int) -> int:
-    """The largest of 4, 2 and 1 such that every batch size splits into a multiple of pp
-    microbatches, which fill the pipeline."""
+def default_micro_batch(sizes: range, replicas: float, pp: int, device_type: str) -> int:
+    """The most sequences, up to a limit, such that every batch size splits into a multiple of pp
+    microbatches, which fill the pipeline. GPUs gain from large products, but a pipeline loses more:
+    with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40% slower)."""
+    most = 16 if device_type != "cpu" and pp == 1 else 4
     replica = max(1, int(math.gcd(*sizes) / replicas))         # sequences of each replica
-    for micro_batch in (4, 2):
-        if replica % (micro_batch * pp) == 0:
-            return micro_batch
-    return 1
+    return max([m for m in range(1, most + 1) if replica % (m * pp) == 0], default=1)
 
 
 def default_lr(model: str, shape: dict) -> float:
@@ -1050,8 +988,8 @@ def default_lr(model: str, shape: dict) -> float:
     return PEAK_LR[model]
 
 
-def check_config(config: Config, shape: dict, vocab_size: int,
-                 world: int) -> tuple[Config, GPTConfig]:
+def check_config(config: Config, shape: dict, vocab_size: int, world: int,
+                 device_type: str) -> tuple[Config, GPTConfig]:
     """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
     cannot run."""
     cfg = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
@@ -1063,7 +1001,7 @@ def check_config(config: Config, shape: dict, vocab_size: int,
                          f"ramp)")
     defaults = {}
     if config.micro_batch is None:
-        defaults["micro_batch"] = default_micro_batch(sizes, replicas, config.pp)
+        defaults["micro_batch"] = default_micro_batch(sizes, replicas, config.pp, device_type)
     if config.lr is None:
         defaults["lr"] = default_lr(config.model, shape)
     config = dataclasses.replace(config, **defaults)
@@ -1075,20 +1013,18 @@ def check_config(config: Config, shape: dict, vocab_size: int,
     return config, cfg
 
 
-def validate(given: dict, state: dict | None, world: int,
+def validate(given: dict, state: dict | None, world: int, device_type: str,
              weights_only: bool = False) -> tuple[Config, GPTConfig]:
     """Flags and checkpoint -> config and model. Raises ValueError or OSError if they cannot run."""
     config, shape = merge_config(given, state, weights_only)
     data = TokenDataset(config.data, "train", shape["seq_len"])
     TokenDataset(config.data, "val", shape["seq_len"])
-    config, cfg = check_config(config, shape, data.meta["vocab_size"], world)
+    config, cfg = check_config(config, shape, data.meta["vocab_size"], world, device_type)
     resumed = None if weights_only else state
     if state is not None:
         checkpoint.check_data(state, data, config, same=not weights_only)
     if config.epochs is not None and not config.eval_only:
         config = dataclasses.replace(config, steps=steps_of_epochs(config, data, resumed))
-    if resumed is not None:
-        LossScaler().load_state_dict(resumed["scaler"])         # raises ValueError
     return config, cfg
 
 
@@ -1112,7 +1048,8 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device,
     begin = checkpoint.find_start(out, config.resume, config.init_from, config.eval_only, restarted)
     if begin.kind == "init-from":
         given = {**given, "init_from": str(begin.path)}
-    config, cfg = validate(given, load_state(begin.path), world, begin.kind == "init-from")
+    config, cfg = validate(given, load_state(begin.path), world, device.type,
+                           begin.kind == "init-from")
     grid = Grid(world // (config.tp * config.pp), config.pp, config.tp, chunks=config.pp_chunks)
     check_memory(cfg, grid, config, PRECISIONS[config.dtype], device, local_world)
     if not config.eval_only:
@@ -1126,10 +1063,7 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device,
 def launch(given: dict, device: torch.device, rank: int, world: int, local_world: int,
            stack: ExitStack) -> int | None:
     """Build the run on this rank and train, or evaluate, to its end. Returns the number of the
-    signal that stopped it, or None.
-
-    `on_rank0` returns the result of rank 0 on every rank; `all_ranks` runs its action on every
-    rank. If it raises on one of them, either raises on all."""
+    signal that stopped it, or None."""
     assert_own_gpu(device)
     config, cfg, begin = on_rank0(lambda: prepare(given, world, local_world, device, stack))
     path = begin.path if begin.kind in ("continue", "resume") else None
@@ -1198,19 +1132,16 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
     return None
 
 
-def source_commit() -> str | None:
-    """The git commit that this source is based on; None without git or its repository."""
-    folder = Path(__file__).resolve().parent
-    if shutil.which("git") is None or not (folder / ".git").exists():
-        return None
-    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-
-
 def environment(grid: Grid) -> dict:
-    """Versions, source and each rank's machine, for an event. Every rank must call it."""
-    return dict(python=platform.python_version(), pytorch=torch.__version__,
-                commit=on_rank0(source_commit), hosts=grid.hosts)
+    """Versions, the git commit that this source is based on (None without a repository), and each
+    rank's machine, for an event, which rank 0 writes."""
+    folder = Path(__file__).resolve().parent
+    commit = None
+    if grid.rank == 0 and shutil.which("git") is not None and (folder / ".git").exists():
+        command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return dict(python=platform.python_version(), pytorch=torch.__version__, commit=commit,
+                hosts=grid.hosts)
 
 
 def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -> None:
@@ -1241,12 +1172,9 @@ def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -
 
 def choose_device(config: Config, world: int, local_rank: int) -> torch.device:
     """This process's device. Raises ValueError if the flags ask for one that cannot be used."""
-    on_mps = world == 1 and config.dtype != "fp64"
-    device = pick_device(config.device, local_rank, on_mps)
+    device = pick_device(config.device, local_rank, world == 1 and config.dtype != "fp64")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")      # TF32, several times as fast as fp32
-    if device.type == "mps" and not on_mps:
-        raise ValueError("mps is for one process and has no fp64: give --device cpu")
     compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
     if config.compile and device.type == "cpu" and shutil.which(compiler) is None:
         raise ValueError("--compile on a CPU needs a C++ compiler: install g++, name another in "
@@ -1263,6 +1191,10 @@ def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # NCCL: a group's first operation connects its ranks for all later ones (`parallel.connect`).
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+    # PyTorch: a collective takes free SMs before the products that are queued already.
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     try:                            # before any communication
         given = parse_flags(sys.argv[1:])
         config = Config(**given)

@@ -7,7 +7,6 @@
 Where PyTorch's own parallel stack (tools/peer.py) or another library does the same work, both sides
 take turns, and their medians and the ratio are printed.
 """
-import argparse
 import copy
 import io
 import itertools
@@ -458,9 +457,7 @@ TABLES = dict(parallel_stack=parallel_stack, three_dimensions=three_dimensions, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"bench.py: {message}\n")
+    parser = data.Parser("bench.py", "python -m tools.bench [NAME ...]", __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME",
                         help=", ".join(TABLES) + " (default: all); or gpu and one of "
                         + ", ".join(GPU_RACES))

@@ -1,6 +1,7 @@
 """Plot and tabulate runs from their metrics.jsonl, finished or still training.
 
     python -m tools.compare out/lr1e-3 out/lr2e-3
+    python -m tools.compare --mermaid out/one out       # a chart for a README
 
 The chart has the losses over the tokens read, on a logarithmic scale that ends at the first loss.
 Each run has a letter; a capital is a validation loss. Below the axis, > marks a resume and < a
@@ -9,7 +10,6 @@ flags that differ between the runs.
 
 A resume or rollback to step k makes the rows beyond k void: `read_metrics` leaves them out.
 """
-import argparse
 import json
 import math
 import shutil
@@ -20,6 +20,9 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from data import Parser
+
+PARTS = 32          # points of a line of the chart for a README
 # Seconds before these events were spent between two processes, not in one.
 BETWEEN_PROCESSES = ("start", "resume", "damaged")
 
@@ -151,6 +154,28 @@ def chart(runs: list[tuple[str, Run]], width: int, height: int = 16) -> list[str
     return [*lines, f"{'tokens':>9}  0{most_tokens:>{width - 1},}", ""]
 
 
+def mermaid(runs: list[Run]) -> str:
+    """The chart as an xychart-beta of Mermaid, which GitHub draws: the mean losses of equal parts
+    of the tokens that all runs have read. Raises ValueError if a part has no loss."""
+    part = max(1, min(run.rows[-1]["tokens"] for run in runs) // PARTS)
+    curves = []
+    for run in runs:
+        parts = [[] for _ in range(PARTS + 1)]          # the last one, beyond them, is not drawn
+        for row in run.rows:
+            if row["loss"] is not None:
+                parts[min((row["tokens"] - 1) // part, PARTS)].append(row["loss"])
+        if not all(parts[:PARTS]):
+            raise ValueError(f"{run.name} has too few steps for a chart of {PARTS} points")
+        curves.append([round(statistics.fmean(losses), 3) for losses in parts[:PARTS]])
+    first, last = part // 2, part // 2 + part * (PARTS - 1)         # the middle of a part
+    lines = [f"    line [{', '.join(map(str, curve))}]" for curve in curves]
+    return "\n".join(["```mermaid", "xychart-beta",
+                      f'    title "{", ".join(run.name for run in runs)}"',
+                      f'    x-axis "tokens" {first} --> {last}',
+                      f'    y-axis "loss, nats a token" {min(map(min, curves))} --> '
+                      f'{max(map(max, curves))}', *lines, "```"])
+
+
 # ---------------------------------------------------------------------------------------------
 # The table
 # ---------------------------------------------------------------------------------------------
@@ -197,8 +222,9 @@ def format_run(run: Run, flags: list[str]) -> str:
             f"{max(row['lr'] for row in run.rows):.2e}  {describe(run, flags)}")
 
 
-def compare(outs: list[str]) -> str:
-    """A chart as wide as the terminal, and a table. Raises ValueError if no run has a step."""
+def compare(outs: list[str], readme=False) -> str:
+    """A chart as wide as the terminal, or one for a README, and a table. Raises ValueError if no
+    run has a step."""
     runs = []
     for out in dict.fromkeys(outs):
         run = read_metrics(Path(out))
@@ -214,7 +240,7 @@ def compare(outs: list[str]) -> str:
     runs.sort(key=lambda run: run.best_val_loss)
     charted = list(zip(string.ascii_lowercase, runs))         # the best 26
     width = max(20, shutil.get_terminal_size((100, 24)).columns - 12)
-    lines = chart(charted, width)
+    lines = [mermaid(runs)] if readme else chart(charted, width)
     lines.append("   best val  at step  last val  at step   steps           tokens    hours    "
                  "tokens/s    max lr  run")
     flags = differing_flags(runs)
@@ -224,12 +250,13 @@ def compare(outs: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.compare", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"compare.py: {message}\n")
+    parser = Parser("compare.py", "python -m tools.compare [--mermaid] OUT ...", __doc__)
     parser.add_argument("outs", nargs="+", metavar="OUT", help="the --out of a run of train.py")
+    parser.add_argument("--mermaid", action="store_true",
+                        help="draw for a README on GitHub, not for the terminal")
+    args = parser.parse_args()
     try:
-        print(compare(parser.parse_args().outs))
+        print(compare(args.outs, args.mermaid))
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

@@ -14,7 +14,6 @@ step twice: there the void steps stay, and those that replace them are not sent.
 `train.py --log` starts this program with --parent: it then ignores Ctrl-C and ends, after it has
 sent the last line, when train.py closes its standard input.
 """
-import argparse
 import importlib.util
 import io
 import json
@@ -25,6 +24,7 @@ import threading
 import time
 from pathlib import Path
 
+from data import Parser
 from tools.compare import last_valid_step, parse_line
 
 POLL_SECONDS = 1.0
@@ -267,9 +267,7 @@ def parse_names(text: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.follow", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"follow.py: {message}\n")
+    parser = Parser("follow.py", "python -m tools.follow OUT --to NAMES", __doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="the --out of a run of train.py")
     parser.add_argument("--to", required=True, metavar="NAMES",
                         help="tensorboard, wandb, or both with a comma between them")

@@ -14,7 +14,6 @@ convert:
 - OPT stores query, key and value as three tensors; we and GPT-2 stack them in one.
 - OPT's table of positions begins with two rows that are never looked up.
 """
-import argparse
 import json
 import os
 import re
@@ -32,9 +31,15 @@ import torch.nn.functional as F
 
 from checkpoint import (FORMAT, KEYS, load, new_run, parameter_shapes, reading, verify,
                         write_file)
-from data import EOT, download, gpt2_files
+from data import EOT, Parser, download, get_tokenizer
 from model import GPTConfig, parameter_count
 
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_FILES = {      # tiktoken's name: transformers' name, sha256
+    "vocab.bpe": ("merges.txt",
+                  "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
+    "encoder.json": ("vocab.json",
+                     "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")}
 SHARD_BYTES = 2_000_000_000         # of tensors in one exported file: what is in memory at a time
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json")
@@ -343,9 +348,12 @@ def write_tensors(parameters: dict[str, torch.Tensor], family: Family, folder: P
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def write_tokenizer(files: dict[str, Path], cfg: GPTConfig, folder: Path) -> None:
-    shutil.copyfile(files["encoder.json"], folder / "vocab.json")
-    shutil.copyfile(files["vocab.bpe"], folder / "merges.txt")
+def write_tokenizer(cfg: GPTConfig, folder: Path) -> None:
+    """Write GPT-2's vocabulary from tiktoken's cache, and its config. Raises ConnectionError."""
+    get_tokenizer("gpt2")                               # downloads it once
+    from tiktoken.load import read_file_cached
+    for name, (theirs, sha256) in GPT2_FILES.items():
+        (folder / theirs).write_bytes(read_file_cached(GPT2_URL + name, sha256))
     config = dict(tokenizer_class="GPT2Tokenizer", model_max_length=cfg.seq_len, bos_token=EOT,
                   eos_token=EOT, unk_token=EOT, pad_token=EOT)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -361,7 +369,6 @@ def export_model(file: Path, folder: Path) -> None:
     tokenizer = state["tokenizer"]
     config = config_json(cfg, tokenizer)
     family = FAMILIES[config["model_type"]]
-    vocabulary = gpt2_files() if tokenizer == "gpt2" else None
     parent = folder.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=parent) as temporary:
@@ -369,8 +376,8 @@ def export_model(file: Path, folder: Path) -> None:
         aside.mkdir()
         (aside / "config.json").write_text(json.dumps(config, indent=1))
         write_tensors(state["parameters"], family, aside)
-        if vocabulary is not None:
-            write_tokenizer(vocabulary, cfg, aside)
+        if tokenizer == "gpt2":
+            write_tokenizer(cfg, aside)
         os.rename(aside, folder)
     text = f"{folder}: {parameter_count(cfg):,} parameters as {family.architecture}"
     if tokenizer == "bytes":
@@ -385,22 +392,20 @@ def export_model(file: Path, folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str, status: int = 2):     # argparse's own prints the usage too
-        self.exit(status, f"tools.huggingface: {message}\n")
-
-
 def main() -> None:
-    parser = OneLineParser(prog="python -m tools.huggingface",
-                           description="Convert weights from and to Hugging Face.")
+    name, usage = "huggingface.py", "python -m tools.huggingface"
+    parser = Parser(name, f"{usage} import NAME_OR_DIR FILE.pt\n       {usage} export FILE.pt DIR",
+                    "Convert weights from and to Hugging Face.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export")
-    command = commands.add_parser("import", help="write a checkpoint of weights alone, for "
-                                  "train.py --init-from and sample.py")
+    command = commands.add_parser("import", prog=name, usage=f"{usage} import NAME_OR_DIR FILE.pt",
+                                  help="write a checkpoint of weights alone, "
+                                  "for train.py --init-from and sample.py")
     command.add_argument("source", metavar="NAME_OR_DIR",
                          help="a GPT-2 or OPT model: its name on the hub, or a folder")
     command.add_argument("file", type=Path, metavar="FILE.pt", help="the checkpoint to write")
-    command = commands.add_parser("export", help="write a folder that transformers opens: a model "
-                                  "with GELU as GPT-2, with ReLU as OPT")
+    command = commands.add_parser("export", prog=name, usage=f"{usage} export FILE.pt DIR",
+                                  help="write a folder that transformers opens: a model with GELU "
+                                  "as GPT-2, with ReLU as OPT")
     command.add_argument("file", type=Path, metavar="FILE.pt", help="a checkpoint of this project")
     command.add_argument("folder", type=Path, metavar="DIR", help="the folder to write")
     args = parser.parse_args()

@@ -36,6 +36,7 @@ from typing import NamedTuple
 
 import train
 from amp import PRECISIONS
+from data import Parser
 from model import PEAK_FLOPS, GPTConfig, flops_per_token, parameter_count
 from parallel import (SCHEDULES, Bucket, Grid, ParamSpec, build_stage, check_layout, chunk_layers,
                       chunk_size, clock, live_activations, make_buckets, make_schedule,
@@ -91,7 +92,8 @@ GPUS = {
 class PlanConfig(train.Config):
     """train.py's flags, of which RUN_FLAGS count here, and the plan's own."""
     world: int = flag(None, "GPUs (required)", low=1, group="plan")
-    gpu: str = flag(None, "kind of GPU (required): " + ", ".join(GPUS), choices=list(GPUS))
+    gpu: str = flag(None, "kind of GPU (required): " + ", ".join(GPUS), choices=list(GPUS),
+                     form="NAME")
     gpus_per_node: int = flag(8, "GPUs of a machine", low=1)
     vocab_size: int = flag(50257, "tokens of the vocabulary; a run takes that of its data", low=1)
     tokens: float = flag(None, "instead of --steps: train on so many tokens, as 26e9", low=1)
@@ -492,8 +494,8 @@ def exposed_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid, sent: dict, 
     if zero == 3:
         gathers += hops * 2 * m
         return embedding + max(0.0, gradients + gathers - m * microbatch)
-    if zero > 0:
-        gathers += hops
+    if zero > 0:        # in the first forward, which takes a third of its microbatch's time
+        gathers = max(0.0, gathers + hops - microbatch / 3)
     hidden = m * backward if zero == 2 else backward
     return embedding + gathers + max(0.0, gradients - hidden)
 
@@ -702,9 +704,9 @@ def format_search(plans: list[dict]) -> str:
 
 def answer(arguments: list[str]) -> str:
     """What the command prints. Raises ValueError on a usage error."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.plan", description="Plan a run of train.py on GPUs: memory, traffic, "
-        "time and failures.", allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = Parser("plan.py", "python -m tools.plan --world N --gpu NAME [FLAG ...]",
+                    "Plan a run of train.py on GPUs: memory, traffic, time and failures.",
+                    train.OTHER_NAMES, argument_default=argparse.SUPPRESS)
     train.add_flags(parser, OWN_FLAGS + RUN_FLAGS, PlanConfig)
     given = train.parse_given(parser, arguments, PlanConfig)
     if "world" not in given or "gpu" not in given:
@@ -727,7 +729,7 @@ def answer(arguments: list[str]) -> str:
     if config.search:
         plans = search_layouts(GPTConfig(config.vocab_size, **shape), config, given)
         return json.dumps(plans) if config.json else format_search(plans)
-    config, cfg = train.check_config(config, shape, config.vocab_size, config.world)
+    config, cfg = train.check_config(config, shape, config.vocab_size, config.world, "cuda")
     plan = make_plan(cfg, config)
     return json.dumps(plan) if config.json else format_plan(cfg, config, plan)
 
@@ -736,7 +738,7 @@ def main() -> None:
     try:
         print_rank0(answer(sys.argv[1:]))
     except ValueError as error:
-        print(f"plan: {error}", file=sys.stderr)
+        print(f"plan.py: {error}", file=sys.stderr)
         sys.exit(2)
 
 

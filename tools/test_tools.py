@@ -4,9 +4,9 @@
     python -m pytest tools -m slow
 """
 import functools
-import functools
 import gc
 import http.server
+import importlib
 import itertools
 import json
 import math
@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -30,8 +31,8 @@ from unittest import mock
 from test_all import (CFG, COVER, FORMULA, NASTY, README, ROOT, SHARED, TINY, Alive, Memory, Rows,
                       column, deep_enough_for, expect_mistake, gridded, launch,
                       leave_nothing_behind, names_in, nothing, own_processes, pool, random_gpt,
-                      relative, run_train, saved, settings, shards, small_state, staged,
-                      tokens_of, traffic)
+                      readme_commands, relative, run_train, saved, settings, shards, small_state,
+                      staged, tokens_of, traffic)
 
 import numpy as np
 import pytest
@@ -268,19 +269,21 @@ def test_traffic_takes_the_links_that_its_ranks_have(layout, gpus_per_node, spee
     sent = {name.removeprefix("bytes_"): size for name, size in plan.items()}
     tensor, pipeline, data = (LINK * speed for speed in speeds)
     expected = dict(tp=sent["tp"] / tensor, pp=sent["pp"] / pipeline)
-    backward = sum(expected.values()) / (32 / dp) * 2 / 3           # which hides gradients
-    expected["dp"] = max(0, sent["gradients"] / data - backward) + (
-        sent["parameters"] / data + sent["embedding"] / pipeline)
+    microbatch = sum(expected.values()) / (32 / dp)     # backward hides gradients, forward gathers
+    expected["dp"] = sent["embedding"] / pipeline
+    expected["dp"] += max(0, sent["gradients"] / data - microbatch * 2 / 3)
+    expected["dp"] += max(0, sent["parameters"] / data - microbatch / 3)
     assert {kind: plan[f"seconds_{kind}"] for kind in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("zero, hidden, offload", [
-    (0, 2 / 3 / 8, True), (1, 2 / 3 / 8, False), (2, 2 / 3, True), (3, 1, False)])
+    (0, 2 / 3 / 8, True), (1, 1 / 8, False), (2, 2 / 3 + 1 / 3 / 8, True), (3, 1, False)])
 def test_backward_hides_what_it_can_of_data_parallelism(zero, hidden, offload):
     """Of a step's work: the last of eight microbatches' backward hides the gradients of ZeRO 0 and
-    1, each one's those of 2; all hides what 3 sends. Nothing hides the gathered parameters of 1 and
-    2. A ring of each of 12 buckets has three hops. AdamW goes twelve times through its numbers, in
-    the device's memory or over PCIe, and --offload leaves no more of them on the device."""
+    1, each one's those of 2; all hides what 3 sends. The first one's forward hides the gathered
+    parameters of 1 and 2. A ring of each of 12 buckets has three hops. AdamW goes twelve times
+    through its numbers, in the device's memory or over PCIe, and --offload leaves no more of them
+    on the device."""
     config = PlanConfig(gpu="even", world=4, micro_batch=1, zero=zero, batch_size=32,
                         offload=offload)
     none, plan, all_ = (plan_on(replace(CFG, vocab_size=2), config, fp32=peak, link=1e5, host=1e6,
@@ -291,7 +294,7 @@ def test_backward_hides_what_it_can_of_data_parallelism(zero, hidden, offload):
     assert none["seconds_dp"] == pytest.approx(gradients + parameters)
     assert none["seconds_dp"] - plan["seconds_dp"] == pytest.approx(
         hidden * plan["seconds_matrices"], rel=0.01)
-    assert all_["seconds_dp"] == pytest.approx(parameters * (zero in (1, 2)))
+    assert all_["seconds_dp"] == 0
     sizes = {name[7:]: x for name, x in plan.items() if name.startswith("memory_")}
     own = [sizes.pop(name) for name in sizes.copy() if name.endswith(("masters", "moments"))]
     assert plan["seconds_update"] == pytest.approx(6 * own[1] / (1e6 if offload else 1e15))
@@ -470,7 +473,8 @@ def test_the_search_finds_the_fastest_layouts_that_fit():
                    pp_schedule=("gpipe", "1f1b", "interleaved"), pp_chunks=(1, 2, 4))
 
     def planned(chosen):
-        config, _ = train.check_config(replace(base, **chosen), SIZES["gpt3-13b"], 50257, 64)
+        config, _ = train.check_config(replace(base, **chosen), SIZES["gpt3-13b"], 50257, 64,
+                                       "cuda")
         return make_plan(cfg, config)
 
     def search(world, more=""):
@@ -545,8 +549,8 @@ def test_tokens_stand_for_the_steps_that_read_them():
     ("--world 8 --gpu h100 --tokens nan", "argument --tokens: nan must be at least 1"),
     ("--world 8 --gpu h100 --tokens 26b", "invalid float value"),
     ("--world 8 --gpu h100 --tokens 1e9 --steps 5", "--steps and --tokens both say"),
-    ("--world 8 --gpu h300", "invalid choice h300"), ("--gpu h100-80g", "did you mean h100?"),
-    ("--world 8 --gpu 3090", "give one of v100-16g, v100-32g, a100-40g"),
+    ("--world 8 --gpu h300", "invalid choice: 'h300'"), ("--gpu h100-80g", "h100"),
+    ("--world 8 --gpu 3090", "v100-16g"),
     ("--world 8 --gpu h100 --zero 3 --pp 2", "zero 3 with pp 2"),
     ("--world 3 --tp 2 --gpu h100", "--world 3 is not divisible by tp 2 x pp 1"),
     ("--world 8 --gpu h100 --n-embd 193", "n_embd 193 is not divisible by n_head 4"),
@@ -562,7 +566,7 @@ def test_the_plans_mistakes_are_refused_in_one_line(monkeypatch, capsys, flags, 
         tools.plan.main()
     out, error = capsys.readouterr()
     assert end.value.code == 2 and out == ""
-    assert error.startswith("plan: ") and error.count("\n") == 1 and message in error
+    assert error.startswith("plan.py: ") and error.count("\n") == 1 and message in error
 
 
 def test_the_plan_is_a_command_with_help():
@@ -575,6 +579,27 @@ def test_the_plan_is_a_command_with_help():
     assert "(default 50257)" in text and "--lr" not in text
     status, text, error = module("tools.plan", "--world", "8", "--gpu", "h100", "--json")
     assert (status, error) == (0, "") and json.loads(text)["dp"] == 8
+
+
+@pytest.mark.parametrize("program", ["data", "train", "sample", "parallel", "tools.plan"])
+def test_help_is_in_groups_and_says_the_form_of_each_value(monkeypatch, capsys, program):
+    """Each flag but --help has a heading of its own subject, and N, X, {a,b} ... for a value, not
+    its own name. Each program takes underscores for dashes and suggests a similar flag."""
+    def output(*flags):
+        monkeypatch.setattr(sys, "argv", [program, *flags])
+        with pytest.raises(SystemExit):
+            importlib.import_module(program).main()
+        return capsys.readouterr()
+    text = output("--help").out
+    _, general, *groups = re.split(r"(?m)^\w.*:$", text)
+    assert re.findall("--[a-z-]+", general) == ["--help"] and groups
+    forms = dict(re.findall(r"(?m)^  (--[a-z0-9-]+) ([^ \n]+)", text))
+    assert len(forms) >= 4
+    for flag, form in forms.items():
+        assert form != flag.strip("-").replace("-", "_").upper(), flag
+    flag = max(forms, key=len)
+    error = output(flag[:-1].replace("-", "_").replace("__", "--", 1)).err
+    assert error.endswith(f": did you mean {flag}?\n") and error.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------------
@@ -636,9 +661,10 @@ def test_a_model_goes_to_transformers_and_comes_back(tmp_path, capsys, activatio
 @pytest.mark.filterwarnings("ignore")
 def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
     transformers = pytest.importorskip("transformers")
-    if not (SHARED / "tiktoken_cache").is_dir():
-        pytest.skip("needs the GPT-2 vocabulary in ../shared/tiktoken_cache")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+    if (SHARED / "tiktoken_cache").is_dir():
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+    elif not Path(tempfile.gettempdir(), "data-gym-cache").is_dir():        # tiktoken's own
+        pytest.skip("needs GPT-2's vocabulary in ../shared/tiktoken_cache or tiktoken's cache")
     weights_only(tmp_path / "a.pt", replace(CFG, vocab_size=50257, n_layer=1), "gpt2")
     assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")[0] == 0
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), (
@@ -646,6 +672,18 @@ def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
     text = " ".join(NASTY)
     assert theirs(text)["input_ids"] == ours.encode(text, allowed_special="all")
     assert theirs.eos_token_id == ours.eot_token
+
+
+def test_the_readmes_conversions_run_as_printed(tmp_path, capsys, monkeypatch):
+    """Out to a folder, and in from a folder of the name that the README takes from the hub."""
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    Path("out", "gpt2").mkdir(parents=True)
+    weights_only(Path("out/gpt2/latest.pt"), CFG)
+    (_, back), (_, out) = readme_commands("tools.huggingface")
+    assert convert(capsys, *out)[0] == 0
+    Path(out[-1]).rename(back[1])
+    assert convert(capsys, *back)[0] == 0 and Path(back[-1]).exists()
 
 
 def test_an_export_is_one_file_or_shards_of_limited_size(tmp_path, capsys):
@@ -701,14 +739,13 @@ def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(run_train, sh
 
 
 @pytest.mark.parametrize("flag", ["--init-from", "--resume"])
-@pytest.mark.parametrize("name, command", [
-    ("gpt2", "import gpt2 gpt2.pt"), ("facebook/opt-1.3b", "import facebook/opt-1.3b opt-1.3b.pt")])
+@pytest.mark.parametrize("name", ["gpt2", "facebook/opt-1.3b"])
 def test_train_py_names_the_import_for_a_model_of_the_hub(run_train, shards, tmp_path, monkeypatch,
-                                                          flag, name, command):
+                                                          flag, name):
     monkeypatch.chdir(tmp_path)
     expect_mistake(run_train("--data", shards, flag, name),
-                   f"no checkpoint {name}: give another, or run train.py first; a model from "
-                   f"Hugging Face must be imported first: python -m tools.huggingface {command}")
+                   f"no checkpoint {name}: give a file of train.py, such as out/latest.pt, or of "
+                   f"`python -m tools.huggingface import {name} FILE.pt`")
 
 
 BROKEN = [      # changes of config.json and of the tensors (None: it is missing), and the answer
@@ -764,7 +801,7 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
             (["import", "no/such", "b.pt"], 1, "no folder no/such, and http://127.0.0.1:9 cannot")]:
         result = convert(capsys, *arguments)
         assert result[0] == status and message in result[2], result
-        assert result[2].startswith("tools.huggingface: ") and result[2].count("\n") == 1, result
+        assert result[2].startswith("huggingface.py: ") and result[2].count("\n") == 1, result
     with mock.patch.object(huggingface, "verify", side_effect=KeyboardInterrupt):
         assert convert(capsys, "export", "a.pt", "new") == (1, "", "")
     with mock.patch.dict(sys.modules, {"safetensors": None, "safetensors.torch": None}):
@@ -841,6 +878,39 @@ def test_compare_plots_and_tabulates_runs_without_their_void_rows(tmp_path, monk
         write_lines(Path(name), [(0, 1, dict(loss=8))])
     status, text, error = tool("compare", *many)
     assert (status, error) == (0, "") and len(text.splitlines()) == 20 + 30
+
+
+def test_the_readmes_benchmarks_exist():
+    from tools import bench             # it takes its parts from this file
+    for _, names in readme_commands("tools.bench"):
+        assert names[0] in bench.TABLES or names[0] == "gpu" and names[1] in bench.GPU_RACES
+
+
+def test_compare_draws_a_chart_for_a_readme(tmp_path, monkeypatch):
+    """32 means over the tokens that both runs have read, here of two steps each: as the README's
+    own chart, which has as many points."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    _, command = readme_commands("tools.compare")[0]
+    assert command == ["--mermaid", "out", "out/one"]
+    for name, steps, loss in [("out", 64, 1), ("out/one", 90, 1000)]:
+        write_lines(Path(name), [(s / 100, s, dict(loss=loss + s)) for s in range(1, steps + 1)])
+    status, text, error = tool("compare", *command)
+    chart, table = text.split("\n```\n")
+    assert (status, error) == (0, "") and table.splitlines()[0].split()[0] == "best"
+    lines = [[float(x) for x in line.split("[")[1].strip("]").split(",")]
+             for line in chart.splitlines()[5:]]
+    assert lines == [[loss + 1.5 + 2 * k for k in range(32)] for loss in (1, 1000)]
+    assert chart.splitlines()[:5] == [
+        "```mermaid", "xychart-beta", '    title "out, out/one"',
+        '    x-axis "tokens" 100 --> 6300',
+        '    y-axis "loss, nats a token" 2.5 --> 1063.5']
+    [ours] = [block for block in README.split("```")[1::2] if block.startswith("mermaid")]
+    assert [len(line.split(",")) for line in ours.splitlines() if "line [" in line] == [32, 32]
+    write_lines(Path("c"), [(0.1, 1, dict(loss=1)), (0.2, 2, dict(loss=1))])
+    assert tool("compare", "--mermaid", "c") == (
+        2, "", "compare.py: c has too few steps for a chart of 32 points\n")
+
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1099,9 +1169,9 @@ def test_a_signal_that_ends_the_run_is_sent_and_does_not_end_the_follower(shards
 
 @pytest.mark.parametrize("code, words", [
     ("import sys, time; sys.stdin.read(); time.sleep(60)", "did not end in 0.5 seconds"),
-    ("import os; os.kill(os.getpid(), 9)", "was ended by signal 9"), ("exit(1)", None),
+    ("import os; os.kill(os.getpid(), 9)", None), ("exit(1)", None),
     ("import sys; sys.stdin.read()", None)])
-def test_a_follower_that_hangs_or_dies_costs_one_warning_and_not_the_run(
+def test_a_follower_that_hangs_costs_one_warning_and_never_the_run(
         shards, tmp_path, run_train, monkeypatch, code, words):
     """(A follower that fails by itself has printed the reason.)"""
     pytest.importorskip("tensorboard")
