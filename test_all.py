@@ -5021,7 +5021,7 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
     assert [str(args.out) for args in made] == [
         "data/python", "data/shakespeare", "data/tinystories", "data/mine"]
     drawings = readme_commands("parallel.py")
-    assert len(drawings) == 2
+    assert len(drawings) == 3
     for _, flags in [*drawings, (None, [*drawings[0][1], "--pp-schedule", "1f1b"])]:
         monkeypatch.setattr(sys, "argv", ["parallel.py", *flags])
         parallel.main()
