@@ -1457,7 +1457,7 @@ def test_nccl_finds_its_settings_when_it_starts(capsys, given):
     assert seen.items() >= expected.items()
 
 
-def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FB"):
+def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FBW"):
     """For each stage the messages of its run_schedule, in order: lists of (is it sent, from stage,
     to stage, tag) that start together. Nothing is sent."""
     started = [[] for _ in range(stages)]
