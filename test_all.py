@@ -832,7 +832,8 @@ def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("answer, words", [
     (dict(side_effect=requests.ConnectionError("no net")), "could not be loaded (no net)"),
-    (dict(return_value=SimpleNamespace(content=b"a login page", raise_for_status=int)), "Hash mismatch")])
+    (dict(return_value=SimpleNamespace(content=b"a login page", raise_for_status=int)),
+     "Hash mismatch")])
 def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, run_data, answer,
                                                         words):
     """Where it cannot be downloaded the exit status is 1, and bytes are offered instead."""
