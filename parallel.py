@@ -33,8 +33,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
-from typing import Callable, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -128,16 +128,16 @@ def on_hosts(ranks: list[int], hosts: list[str]) -> str:
     return " on " + ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
 
 
-def check_grid(world: int, tp: int, pp: int, zero: int, sequence_parallel: bool,
-               schedule: str = "gpipe", chunks: int = 1) -> None:
+def check_grid(world: int, config) -> None:
     """Raise a ValueError that names the numbers if no model can run in this layout."""
+    tp, pp, schedule, chunks = config.tp, config.pp, config.pp_schedule, config.pp_chunks
     if world % (tp * pp):
         raise ValueError(f"{world} processes are not divisible by tp {tp} x pp {pp} = {tp * pp}; "
                          f"start a multiple of {tp * pp} (torchrun --nproc_per_node)")
-    if zero == 3 and pp > 1:
+    if config.zero == 3 and pp > 1:
         raise ValueError(f"zero 3 with pp {pp} would gather every block again for each microbatch "
                          f"of the pipeline: use zero 2, or pp 1")
-    if sequence_parallel and tp == 1:
+    if config.sequence_parallel and tp == 1:
         raise ValueError("sequence parallelism splits the positions over tensor-parallel ranks, "
                          "but tp is 1: give --tp 2 or more")
     if schedule != "interleaved" and chunks > 1:
@@ -145,15 +145,17 @@ def check_grid(world: int, tp: int, pp: int, zero: int, sequence_parallel: bool,
     if schedule == "interleaved" and min(pp, chunks) < 2:
         raise ValueError(f"--pp-schedule interleaved requires --pp and --pp-chunks of 2 or more, "
                          f"not {pp} and {chunks}")
+    if schedule == "zb-h1" and (pp == 1 or config.zero == 2 or config.recompute or config.compile):
+        raise ValueError("--pp-schedule zb-h1 requires --pp 2 or more and --zero 0 or 1, without "
+                         "--recompute and --compile: change these, or take 1f1b")
 
 
-def check_layout(cfg: GPTConfig, world: int, tp: int, pp: int, batch: int, micro_batch: int,
-                 zero: int = 0, sequence_parallel: bool = False, schedule: str = "gpipe",
-                 chunks: int = 1) -> None:
+def check_layout(cfg: GPTConfig, world: int, batch: int, config) -> None:
     """Raise a ValueError that names the numbers if this job cannot run; no communication."""
-    check_grid(world, tp, pp, zero, sequence_parallel, schedule, chunks)
+    check_grid(world, config)
+    tp, pp, chunks, micro_batch = config.tp, config.pp, config.pp_chunks, config.micro_batch
     dp = world // (tp * pp)
-    if sequence_parallel and cfg.seq_len % tp:
+    if config.sequence_parallel and cfg.seq_len % tp:
         raise ValueError(f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by tp {tp}")
     if cfg.n_head % tp:
         raise ValueError(f"n_head {cfg.n_head} is not divisible by tp {tp}")
@@ -422,10 +424,10 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        gathering = gather_positions(x, ctx.grid)
+        gathering = gather_positions(x, ctx.grid) if ctx.needs_input_grad[1] else None
         dx = sum_over_ranks(matmul(dy, weight), ctx.grid)       # overlaps with the all-gather of x
         dy = dy.flatten(0, 1)                                   # (B T, out / tp)
-        dw = matmul(dy.t(), gathering.wait().flatten(0, 1))     # overlaps with the sum of dx
+        dw = None if gathering is None else matmul(dy.t(), gathering.wait().flatten(0, 1))
         db = dy.sum(0) if ctx.needs_input_grad[2] else None
         return dx.wait(), dw, db, None
 
@@ -440,12 +442,21 @@ class TensorParallel(nn.Module):
     (those it does not name are whole), `stride` how many matrices are stacked there."""
     partition_dim = {}
     stride = 1
+    put_off = None      # PP8: a list of (module, dy, x) for each backward whose W is to come
 
     def __init__(self, plain: nn.Module, grid: Grid):
         super().__init__()
         self.weight = plain.weight
         self.bias = getattr(plain, "bias", None)
         self.grid = grid
+
+    def multiply(self, function: Callable, x: torch.Tensor, *args) -> torch.Tensor:
+        """function(x, weight, *args). PP8: backward notes the factors of the weight's gradient."""
+        if self.put_off is None:
+            return function(x, self.weight, *args)
+        y = function(x, self.weight.detach(), *args)
+        y.register_hook(lambda dy: self.put_off[-1].append((self, dy, x.detach())))
+        return y
 
 
 class ColumnParallelLinear(TensorParallel):
@@ -455,8 +466,8 @@ class ColumnParallelLinear(TensorParallel):
 
     def forward(self, x):
         if self.grid.tp == 1:
-            return linear(x, self.weight, self.bias)
-        return _ColumnParallel.apply(x, self.weight, self.bias, self.grid)
+            return self.multiply(linear, x, self.bias)
+        return self.multiply(_ColumnParallel.apply, x, self.bias, self.grid)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -470,8 +481,8 @@ class RowParallelLinear(TensorParallel):
 
     def forward(self, x):
         if self.grid.tp == 1:
-            return linear(x, self.weight, self.bias)
-        return _Reduce.apply(linear(x, self.weight), self.grid) + self.bias
+            return self.multiply(linear, x, self.bias)
+        return _Reduce.apply(self.multiply(linear, x), self.grid) + self.bias
 
 
 class PositionEmbedding(TensorParallel):
@@ -732,6 +743,7 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
 #   PP5  both ends have the tied matrix      only its gradients travel             finish_grad_sync
 #   PP6  backward recomputes a block         stores 1 value instead of about 16    wrap_model
 #   PP7  a rank has v chunks of the layers   bubble / v, for v times the messages  model_chunks
+#   PP8  gradients of weights wait for gaps  bubble / 3, activations of p          zb_h1
 #
 # GPipe and 1F1B on three stages. F2 is the forward of microbatch 2, a backward takes two units of
 # time, and a dot is idle time. Both idle for (p - 1) / (m + p - 1) of the time, the bubble; the
@@ -747,6 +759,8 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
 #
 # PP7. Chunk c of stage s has the layers of place c p + s in a pipeline of v p stages. An op takes
 # 1 / v of the time, so the bubble is (p - 1) / (v m + p - 1). gpipe and 1f1b have v = 1.
+# PP8. B computes the gradients of inputs only, which the stage before waits for, and W those of the
+# linear layers' weights, later. If F, B and W take one unit, the bubble is (p - 1) / (3 m + p - 1).
 
 
 def gpipe(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
@@ -774,8 +788,19 @@ def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1)
     return ops + backwards[len(forwards[warmup:]):]
 
 
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": one_f_one_b}
-OP_NAMES = {"F": "forward", "B": "backward"}        # for errors
+def zb_h1(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
+    """PP8 (ZB-H1: Qi et al. 2024, section 2.1): 1F1B, and a "W" after each backward but the first
+    `stage`, which earlier stages wait for. Each stage keeps activations of p microbatches."""
+    ops = []
+    for op, m, chunk in one_f_one_b(stage, stages, num_microbatches, chunks):
+        ops.append((op, m, chunk))
+        if op == "B" and m >= stage:
+            ops.append(("W", m - stage, chunk))
+    return ops + [("W", m, 0) for m in range(max(0, num_microbatches - stage), num_microbatches)]
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": one_f_one_b, "zb-h1": zb_h1}
+OP_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}       # for errors
 
 
 def make_schedule(name: str, grid: Grid, num_microbatches: int) -> list[tuple]:
@@ -785,54 +810,49 @@ def make_schedule(name: str, grid: Grid, num_microbatches: int) -> list[tuple]:
 
 
 def split_in_turns(schedule: list[tuple], chunks: int) -> list[list[tuple]]:
-    """Group the ops into turns; a stage exchanges messages after each turn. A turn is one op. Where
-    an interleaved schedule alternates, it is a forward and the backward after it: each stage is two
-    forwards ahead of the next there, so that on NCCL single sends would wait for each other."""
+    """Group the ops into turns; a stage exchanges messages after each turn. A turn is one op, after
+    any W: messages travel meanwhile. Where an interleaved schedule alternates, it is a forward and
+    the backward after it: each stage is two forwards ahead of the next there, so that on NCCL
+    single sends would wait for each other."""
     pairs = [(first[0], second[0]) for first, second in pairwise(schedule)]
+    joined = [("F", "B")] if chunks > 1 and ("B", "F") in pairs else []
     turns = [schedule[:1]]
     for op, pair in zip(schedule[1:], pairs):
-        if chunks > 1 and ("B", "F") in pairs and pair == ("F", "B"):
+        if pair in joined or pair[0] == "W":
             turns[-1].append(op)
         else:
             turns.append([op])
     return turns
 
 
-class Message(NamedTuple):
-    sending: bool               # an op's result; else its input is received
-    op: tuple
-    tensor: torch.Tensor        # the result, or a tensor like the input
-
-
-def start_messages(grid: Grid, messages: list[Message]) -> list[Work]:
+def start_messages(grid: Grid, messages: list[tuple]) -> list[Work]:
     """Start all messages together: on NCCL as one operation, on gloo singly, where the tag, the op
-    that needs it, tells them apart. Returns a Work for each; beyond the pipeline's ends its result
-    is None. PP3: when two neighbors send to each other, each starts its send and its receive as one
-    operation; otherwise NCCL could have both send first and wait forever."""
+    that needs it, tells them apart. A message is (True, op, its result), to be sent, or (False, op,
+    a tensor like its input), to be received. Returns a Work for each, whose result is None beyond
+    the pipeline's ends and for W. PP3: when two neighbors send to each other, each starts its send
+    and its receive as one operation; otherwise NCCL could have both send first and wait forever."""
     works, operations = [], []
     for sending, (op, m, chunk), x in messages:
         place = chunk * grid.pp + grid.stage
         step = 1 if op == "F" else -1       # activations go to the next place, gradients back
         other = place + step if sending else place - step
-        if not 0 <= other < grid.pp * grid.chunks:
+        if op == "W" or not 0 <= other < grid.pp * grid.chunks:
             works.append(Work(None))
             continue
         receiver = other if sending else place
         tag = 2 * (m * grid.pp * grid.chunks + receiver) + "FB".index(op)
-        kind = dist.isend if sending else dist.irecv
         x = x.detach().contiguous() if sending else torch.empty_like(x)
         stage = other % grid.pp
         peer = grid.rank + (stage - grid.stage) * grid.tp
-        operations.append(dist.P2POp(kind, x, peer, grid.groups["pp"], tag))
-        direction = "send to" if sending else "receive from"
-        works.append(Work(x, operation=f"{OP_NAMES[op]} of microbatch {m}: {direction} rank {peer}"
+        start, verb = (dist.isend, "send to") if sending else (dist.irecv, "receive from")
+        operations.append(dist.P2POp(start, x, peer, grid.groups["pp"], tag))
+        works.append(Work(x, operation=f"{OP_NAMES[op]} of microbatch {m}: {verb} rank {peer}"
                                        f"{on_hosts([peer], grid.hosts)} (stage {stage})"))
     started = [work for work in works if work.result is not None]
     if started:
         with comm_errors(", ".join(work.operation for work in started)):
             handles = dist.batch_isend_irecv(operations)
-        if len(handles) == 1:               # NCCL's one handle is that of every message
-            handles = handles * len(started)
+        handles *= len(started) // len(handles)     # NCCL's one handle is that of every message
         for work, handle in zip(started, handles, strict=True):
             work.handles = [handle]
     return works
@@ -845,7 +865,7 @@ def connect(grid: Grid, device: torch.device) -> None:
     one = torch.zeros(1, device=device)
     for group in grid.groups.values():
         all_reduce(one, group).wait()
-    messages = [Message(sending, (op, 0, chunk), one) for sending in (True, False) for op in "FB"
+    messages = [(sending, (op, 0, chunk), one) for sending in (True, False) for op in "FB"
                 for chunk in range(grid.chunks)]
     for work in start_messages(grid, messages):
         work.wait()
@@ -862,11 +882,14 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like:
     flat             the FlatParameters that collect the gradients; None if there is no backward
     scale            factor on the gradients of the summed loss
     """
-    device = activation_like.device
-    loss = torch.zeros((), dtype=sum_dtype(device), device=device)
+    loss = activation_like.new_zeros((), dtype=sum_dtype(activation_like.device))
     last_backward = {chunk: m for op, m, chunk in schedule if op == "B"}
     in_flight = {}              # (microbatch, chunk) -> (input, output), from forward to backward
     chunks = model_chunks(model, grid)
+    put_off = []                # PP8: of each backward without its W, the factors of the products
+    has_weight_ops = ("W", 0, 0) in schedule
+    for module in model.modules():
+        module.put_off = put_off if has_weight_ops else None
     if grid.is_last:
         model.head.scale = scale
         model.head.norms = 0.0
@@ -887,41 +910,48 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like:
             # Its gradient is dy. (torch.autograd.backward(y, dy) imports a compiler, for 0.5 s.)
             y = (y * dy).sum()
         flat.prepare_grad_sync(chunks[chunk], m == last_backward[chunk])        # DP1
+        put_off.append([])
         y.backward()
         return x.grad
 
-    run_turns(split_in_turns(schedule, grid.chunks), grid, forward, backward, activation_like)
+    @torch.no_grad()
+    def weight_grads(m, chunk, _):
+        for module, dy, x in put_off.pop(0):
+            if x.shape[1] < dy.shape[1]:                # TP2: this rank's positions
+                x = gather_positions(x, grid).wait()
+            module.weight.grad = matmul(dy.flatten(0, 1).t(), x.flatten(0, 1))
+            flat.grad_ready(module.weight)
+
+    run_turns(split_in_turns(schedule, grid.chunks), grid,
+              dict(F=forward, B=backward, W=weight_grads), activation_like)
     return loss
 
 
-def run_turns(turns: list, grid: Grid, forward: Callable, backward: Callable,
-              activation_like: torch.Tensor) -> None:
-    """Run the ops by `forward` or `backward` (microbatch, chunk, input) -> result, and send and
-    receive their messages."""
-    sends = {"F": Work(None), "B": Work(None)}      # the last ones
-    arriving = start_messages(grid, [Message(False, op, activation_like) for op in turns[0]])
+def run_turns(turns: list, grid: Grid, functions: dict, activation_like: torch.Tensor) -> None:
+    """Run the ops by functions[op](microbatch, chunk, input) -> result; exchange their messages."""
+    sends = dict.fromkeys("FBW", Work(None))        # the last ones
+    arriving = start_messages(grid, [(False, op, activation_like) for op in turns[0]])
     for turn, next_turn in zip(turns, [*turns[1:], []]):
         inputs = arriving
-        following = [Message(False, op, activation_like) for op in next_turn]
+        following = [(False, op, activation_like) for op in next_turn]
         # Same kind next (F, F): its input comes from the other neighbor, so receive now (GPipe is 3
         # to 10% faster on CPUs). Kind changes (F, B): both messages are with one neighbor and
         # cross, so start them together after the op; as in a ring of chunks, where all would wait.
-        if following and next_turn[0][0] == turn[0][0] and grid.chunks == 1:
+        if following and next_turn[-1][0] == turn[-1][0] and grid.chunks == 1:
             arriving = start_messages(grid, following)
             following = []
         results = []
         for (op, m, chunk), arrival in zip(turn, inputs):
             x = arrival.wait()
             try:
-                y = forward(m, chunk, x) if op == "F" else backward(m, chunk, x)
+                y = functions[op](m, chunk, x)
             except PeerError as error:
                 raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
             sends[op].wait()            # the one before, which has traveled during this op
-            results.append(Message(True, (op, m, chunk), y))
+            results.append((True, (op, m, chunk), y))
         works = start_messages(grid, results + following)
         sends |= {op: work for (op, *_), work in zip(turn, works)}
-        if following:
-            arriving = works[len(turn):]
+        arriving = works[len(turn):] or arriving
     for work in sends.values():
         work.wait()
 
@@ -1009,68 +1039,57 @@ def wrap_model(model: GPT, recompute: bool, compile: bool) -> None:
                                     preserve_rng_state=False)
 
 
-UNITS = {"F": 1, "B": 2}        # of time that an op takes
-
-
 def clock(schedules: list, units: list | None = None) -> list[dict]:
-    """Simulate the stages' schedules without processes; returns {op: its end} of each stage. An op
-    starts when its stage is free and its input has arrived. Raises ValueError on a deadlock.
-    `units`: {kind of op: its time} of each stage."""
-    ends = [{} for _ in schedules]
+    """Simulate the stages' schedules without processes; returns {op: (start, end)} of each stage.
+    An op starts when its stage is free and its input has arrived. Raises ValueError on a deadlock.
+    `units`: {kind of op: its time} of each stage; None: one unit, and two of a B without a W."""
+    if units is None:
+        units = [dict(F=1, B=1 if ("W", 0, 0) in schedules[0] else 2, W=1)] * len(schedules)
+    times = [{} for _ in schedules]
     free = [0] * len(schedules)
     places = len(schedules) * len({chunk for _, _, chunk in schedules[0]})
     arrived = {("F", m, 0): 0 for _, m, _ in schedules[0]}  # (op, microbatch, place) -> input there
-    while any(len(row) < len(ops) for row, ops in zip(ends, schedules)):
+    while any(len(row) < len(ops) for row, ops in zip(times, schedules)):
         arrivals_before = len(arrived)
-        for stage, (row, ops) in enumerate(zip(ends, schedules)):
+        for stage, (row, ops) in enumerate(zip(times, schedules)):
             for op, m, chunk in ops[len(row):]:
                 place = chunk * len(schedules) + stage
                 if (op, m, place) not in arrived:
                     break                                   # another stage has to go first
-                time_taken = units[stage][op] if units else UNITS[op]
-                free[stage] = max(arrived[op, m, place], free[stage]) + time_taken
-                row[op, m, chunk] = free[stage]
-                if op == "B":
-                    follower = ("B", m, place - 1)
-                elif place == places - 1:
-                    follower = ("B", m, place)              # the loss
-                else:
-                    follower = ("F", m, place + 1)
-                arrived[follower] = free[stage]
+                start = max(arrived[op, m, place], free[stage])
+                free[stage] = start + units[stage][op]
+                row[op, m, chunk] = start, free[stage]
+                after = {"F": [("F", m, place + 1)], "B": [("B", m, place - 1), ("W", m, place)]}
+                if place == places - 1:
+                    after["F"] = [("B", m, place)]          # the loss
+                arrived |= dict.fromkeys(after.get(op, []), free[stage])
         if len(arrived) == arrivals_before:
             raise ValueError("the schedules wait for each other: deadlock")
-    return ends
+    return times
 
 
-def bubble(ends: list[dict]) -> float:
+def bubble(times: list[dict]) -> float:
     """The fraction of all stages' time that is idle, from `clock`'s table."""
-    span = max(max(row.values()) for row in ends)
-    busy = sum(UNITS[op] for row in ends for op, *_ in row)
-    return 1 - busy / (span * len(ends))
+    busy = sum(end - start for row in times for start, end in row.values())
+    return 1 - busy / (max(end for row in times for _, end in row.values()) * len(times))
 
 
 def live_activations(schedule: list) -> int:
-    """The largest number of microbatches, in all chunks, between their forward and backward."""
-    live = 0
-    largest = 0
-    for op, *_ in schedule:
-        live += 1 if op == "F" else -1
-        largest = max(largest, live)
-    return largest
+    """The largest number of microbatches, in all chunks, between F and B, or W if there is one."""
+    freed_by = "W" if ("W", 0, 0) in schedule else "B"
+    return max(accumulate({"F": 1, freed_by: -1}.get(op, 0) for op, *_ in schedule))
 
 
-def draw(ends: list[dict]) -> str:
+def draw(times: list[dict]) -> str:
     """`clock`'s table as a line for each stage, a column for each unit of time, as shown above."""
-    span = max(max(row.values()) for row in ends)
-    is_chunked = any(chunk > 0 for _, _, chunk in ends[0])
+    span = max(end for row in times for _, end in row.values())
+    is_chunked = any(chunk > 0 for _, _, chunk in times[0])
     lines = []
-    for row in ends:
+    for row in times:
         cells = ["."] * span
-        for (op, m, chunk), end in row.items():
-            cell = f"{op}{m}"
-            if is_chunked:
-                cell += "abcdefghijklmnopqrstuvwxyz"[chunk % 26]
-            cells[end - UNITS[op]:end] = [cell] * UNITS[op]
+        for (op, m, chunk), (start, end) in row.items():
+            letter = "abcdefghijklmnopqrstuvwxyz"[chunk % 26] if is_chunked else ""
+            cells[start:end] = [f"{op}{m}{letter}"] * (end - start)
         lines.append(cells)
     width = 1 + max(len(cell) for cells in lines for cell in cells)
     return "\n".join(f"stage {stage:2d}  " + "".join(cell.ljust(width) for cell in cells).rstrip()
@@ -1135,7 +1154,7 @@ def plain_zero_step(model, shard, optimizer, tokens, targets):
 #        difference                              gain                          where
 #   DP1  microbatches add up, one sync a step    1/m of the traffic            prepare_grad_sync
 #   DP2  parameters are views into flat buckets  26 messages, not 148          Bucket
-#   DP3  gradients add up in the masters' type   (in bf16, 256 + 1 = 256)      _grad_ready
+#   DP3  gradients add up in the masters' type   (in bf16, 256 + 1 = 256)      grad_ready
 #   DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
 #   DP5  all are awaited at the end              in ZeRO 0 no hook waits       finish_grad_sync
 #   DP6  the tied matrix has its own bucket      no other bucket waits for it  make_buckets
@@ -1183,7 +1202,7 @@ class Bucket:
                     exp_avg, exp_avg_sq     on the master's device
     shard_ranges    the parts of parameters in the shard: [(spec, shard_slice, param_slice)], where
                     shard[name][shard_slice] belongs to parameter.flatten()[param_slice]
-    pending_grads   number of gradients that this backward has not computed yet
+    pending_grads   number of gradients that backward (PP8: W) has not computed yet
     unsharding      the all-gather of `data` under way, or None
     """
 
@@ -1312,7 +1331,7 @@ class FlatParameters:
                 setattr(module, attribute, parameter)
                 parameter.bucket = bucket
                 parameter.main_grad = partial(bucket.main_grad, spec)
-                parameter.register_post_accumulate_grad_hook(partial(self._grad_ready, bucket))
+                parameter.register_post_accumulate_grad_hook(self.grad_ready)
 
     @torch.no_grad()
     def load(self, name: str, full) -> None:
@@ -1365,23 +1384,22 @@ class FlatParameters:
     def prepare_grad_sync(self, chunk: nn.Module, last: bool) -> None:
         """Before each backward of a chunk. DP1: only the `last` of a step communicates; from ZeRO 2
         on each does. Everything is a sum: the head has scaled the gradients (`run_schedule`)."""
-        counts = Counter(parameter.bucket for parameter in chunk.parameters())
-        for bucket, count in counts.items():
-            bucket.pending_grads = count
+        for parameter in chunk.parameters():
+            parameter.bucket.pending_grads += 1
         self.buckets_to_sync = []
         if last or self.zero >= 2:
-            self.buckets_to_sync = [bucket for bucket in self.buckets if bucket in counts]
+            self.buckets_to_sync = [bucket for bucket in self.buckets if bucket.pending_grads > 0]
             if self.buckets_to_sync[0].specs[0].is_tied_copy:   # the head's gradient is ready first
                 self.buckets_to_sync.append(self.buckets_to_sync.pop(0))
 
-    def _grad_ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """DP3, DP4: autograd calls this hook when a parameter's gradient is complete, on the
+    def grad_ready(self, parameter: nn.Parameter) -> None:
+        """DP3, DP4: autograd, or W, calls this hook when a parameter's gradient is complete, on the
         backward's thread and CUDA stream: collectives start after the kernels of the gradient."""
         # `grad` is None if a Function of section 2 has added the gradient to main_grad itself.
         if parameter.grad is not None:
             parameter.main_grad().add_(parameter.grad)
             parameter.grad = None
-        bucket.pending_grads -= 1
+        parameter.bucket.pending_grads -= 1
         # All ranks must communicate in the same order. A bucket completed out of turn waits.
         while self.buckets_to_sync and self.buckets_to_sync[-1].pending_grads == 0:
             self._start_grad_sync(self.buckets_to_sync.pop())
@@ -1862,23 +1880,28 @@ def main() -> None:
         help="order of the microbatches (default %(default)s)")
     add("--pp-chunks", type=int, default=1, metavar="N",
         help="interleaved: parts of the model on each stage (default %(default)s)")
+    parser.set_defaults(tp=1, zero=0, micro_batch=1, sequence_parallel=False, recompute=False,
+                        compile=False)
     args = parser.parse_args()
     p, m, v = args.pp, args.microbatches, args.pp_chunks
     try:
         if min(p, m, v) < 1:
             raise ValueError("--pp, --microbatches and --pp-chunks must be at least 1")
-        check_layout(GPTConfig(n_layer=p * v), p, 1, p, m, 1, 0, False, args.pp_schedule, v)
+        check_layout(GPTConfig(n_layer=p * v), p, m, args)
     except ValueError as error:
         parser.error(error)
     schedules = [SCHEDULES[args.pp_schedule](stage, p, m, v) for stage in range(p)]
-    ends = clock(schedules)
+    times = clock(schedules)
     counts = [f"stage {s}: {live_activations(ops) / v:g}" for s, ops in enumerate(schedules)]
-    chunks, factor = (f" in {v} chunks", "v m") if v > 1 else ("", "m")
-    print(f"{args.pp_schedule}, {p} stages{chunks}, {m} microbatches; a backward takes two units "
-          f"of time")
-    print(f"\n{draw(ends)}\n")
-    print(f"bubble {bubble(ends):.1%} of the time, "
-          f"(p - 1) / ({factor} + p - 1) = {(p - 1) / (v * m + p - 1):.1%}")
+    chunks = f" in {v} chunks" if v > 1 else ""
+    factor = {"interleaved": "v m", "zb-h1": "3 m"}.get(args.pp_schedule, "m")
+    n = 3 * m if factor == "3 m" else v * m
+    units = ("an op takes one unit of time, the formula is for m >= p" if factor == "3 m"
+             else "a backward takes two units of time")
+    print(f"{args.pp_schedule}, {p} stages{chunks}, {m} microbatches; {units}")
+    print(f"\n{draw(times)}\n")
+    print(f"bubble {bubble(times):.1%} of the time, "
+          f"(p - 1) / ({factor} + p - 1) = {(p - 1) / (n + p - 1):.1%}")
     print(f"live activations, in microbatches: {', '.join(counts)}")
 
 

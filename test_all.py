@@ -177,6 +177,7 @@ def reference(pool, tmp_path_factory):
     ((4, 1, 2), CFG, dict(dtype="fp64")),
     ((2, 2, 2), CFG, dict(dtype="fp64", **INTERLEAVED)),
     ((1, 1, 4), replace(CFG, n_layer=13), dict(dtype="fp64", **INTERLEAVED | dict(pp_chunks=3))),
+    ((2, 2, 2), CFG, dict(dtype="fp64", pp_schedule="zb-h1")),
     # Two ranks swap small tensors directly; GPT-2's token matrix is too large for that.
     ((1, 2, 2), GPT2_TOKENS, dict(dtype="fp32", steps=2)),
     # Three replicas cut a bucket into shards whose sizes are no powers of two.
@@ -418,6 +419,7 @@ def overflow(run):
     ((1, 1, 2), dict(dtype="fp32", pp_schedule="1f1b", batch_size=16, batch_ramp="4:4:25")),
     ((1, 2, 1), dict(dtype="bf16", sequence_parallel=True)),
     ((1, 1, 2), dict(dtype="fp32", zero=2, pp_schedule="interleaved", pp_chunks=2, offload=True)),
+    ((2, 1, 2), dict(dtype="fp16", zero=1, pp_schedule="zb-h1")),
     ((2, 1, 1), dict(dtype="fp16", zero=3, recompute=True, offload=True))])
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, layout, flags):
     """A run that begins from the straight run's file of step 3 has the same rows and, at step 6,
@@ -441,16 +443,17 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, layout, f
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 def test_a_run_goes_on_in_another_layout(pool, tmp_path, seed):
-    """A run that moves to the next of 11 layouts after every step, in an order drawn by the seed,
+    """A run that moves to the next of 12 layouts after every step, in an order drawn by the seed,
     has the rows and the final state of one that stays, to 1e-10 in fp64."""
     moves = [((1, 1, 1), {}), ((2, 1, 1), dict(zero=1)), ((1, 2, 1), {}), ((2, 1, 1), dict(zero=2)),
              ((1, 1, 2), dict(pp_schedule="1f1b")), ((2, 1, 1), dict(zero=3)), ((2, 1, 1), {}),
              ((1, 2, 1), dict(sequence_parallel=True)), ((2, 2, 1), dict(zero=1)),
              ((1, 1, 1), dict(offload=True)),
-             ((1, 1, 2), dict(pp_schedule="interleaved", pp_chunks=2))]
+             ((1, 1, 2), dict(pp_schedule="interleaved", pp_chunks=2)),
+             ((2, 1, 2), dict(pp_schedule="zb-h1", zero=1))]
     random.Random(seed).shuffle(moves)
     constant = dict(min_lr_ratio=1.0, dtype="fp64")
-    straight, _, end = trained(pool, (1, 1, 1), tmp_path / "stays", steps=11, **constant)
+    straight, _, end = trained(pool, (1, 1, 1), tmp_path / "stays", steps=12, **constant)
     file = None
     for step, (layout, flags) in enumerate(moves, 1):
         rows, _, ours = trained(pool, layout, tmp_path / "moves", state=file, steps=step,
@@ -1317,24 +1320,27 @@ def test_stages_share_the_layers_in_order_and_evenly():
             assert sizes[0] == max(sizes) <= min(sizes) + 1 and sizes[-1] == min(sizes)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1"])
 def test_schedules_have_the_papers_bubble_and_live_microbatches(name):
     """GPipe and 1F1B idle for (p - 1) / (m + p - 1) of the time, v chunks for (p - 1) / (v m + p -
     1); stage s keeps m microbatches under GPipe, min(m, p - s) under 1F1B (Narayanan et al. 2021,
     section 2.2), the first of v chunks p (1 + (p - 1) / (p v)), if there are so many (Korthikanti
-    et al. 2022, section 4.2.3), the next ones 2 / v less each. No op is lost or twice."""
-    for p, m, v in itertools.product((1, 2, 3, 4, 8), (1, 2, 5, 8, 16, 32), (1, 2, 3, 4)):
+    et al. 2022, section 4.2.3), the next ones 2 / v less each. ZB-H1, whose F, B and W take one
+    unit each, idles for a third of 1F1B's time, p - 1 of 3 m + p - 1 units if m is at least p, and
+    keeps p microbatches on each stage (Qi et al. 2024, section 2.1). No op is lost or twice."""
+    for p, m, v in itertools.product(range(1, 9), (*range(1, 17), 32), (1, 2, 3, 4)):
         if (v > 1) != (name == "interleaved") or v > 1 and (p == 1 or m % p):
             continue
         schedules = [parallel.SCHEDULES[name](s, p, m, v) for s in range(p)]
         assert parallel.bubble(parallel.clock(schedules)) == pytest.approx(
-            (p - 1) / (v * m + p - 1))
+            1 - 3 * m / max(3 * m + p - 1, 2 * m + 2 * p - 1) if name == "zb-h1"
+            else (p - 1) / (v * m + p - 1))
         for s, schedule in enumerate(schedules):
-            live = {"gpipe": m, "1f1b": p - s,
+            live = {"gpipe": m, "1f1b": p - s, "zb-h1": p,
                     "interleaved": p * (1 + (p - 1) / (p * v)) - 2 * s / v}
             assert parallel.live_activations(schedule) == pytest.approx(v * min(m, live[name]))
-            assert sorted(schedule) == sorted((*op, c) for op in itertools.product("FB", range(m))
-                                              for c in range(v))
+            kinds = "FBW" if name == "zb-h1" else "FB"
+            assert sorted(schedule) == sorted(itertools.product(kinds, range(m), range(v)))
 
 
 def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
@@ -1356,6 +1362,14 @@ def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
         "stage  1  .   F0a F1a F0b B0b B0b F1b B1b B1b B0a B0a B1a B1a .   .", "",
         "bubble 20.0% of the time, (p - 1) / (v m + p - 1) = 20.0%",
         "live activations, in microbatches: stage 0: 2, stage 1: 1.5"]
+    assert output("--pp", "3", "--microbatches", "3", "--pp-schedule", "zb-h1").splitlines() == [
+        "zb-h1, 3 stages, 3 microbatches; an op takes one unit of time, the formula is for m >= p",
+        "",
+        "stage  0  F0 F1 F2 .  .  B0 W0 B1 W1 B2 W2",
+        "stage  1  .  F0 F1 .  B0 F2 B1 W0 B2 W1 W2",
+        "stage  2  .  .  F0 B0 F1 B1 F2 B2 W0 W1 W2", "",
+        "bubble 18.2% of the time, (p - 1) / (3 m + p - 1) = 18.2%",
+        "live activations, in microbatches: stage 0: 3, stage 1: 3, stage 2: 3"]
     for flag in ("--pp", "--microbatches", "--pp-chunks"):
         with pytest.raises(SystemExit, match="2"):
             output(flag, "0")
@@ -1462,6 +1476,8 @@ def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FB"):
         return [arrived] * len(messages)
 
     class Chunk(SimpleNamespace):
+        modules = list
+
         def __call__(self, x, *_):
             return x * torch.ones_like(x, requires_grad=True)
 
@@ -1501,8 +1517,9 @@ def reach_their_end(started):
 
 def test_no_schedule_can_hang_on_nccl_where_single_messages_do():
     """Mechanism (of pipelines on GPUs): in a model of NCCL the messages of all schedules arrive,
-    also of the forwards alone, of any number (evaluation). Those of 1F1B would not if a send and a
-    receive that cross started one after the other, nor interleaved ones if each op were a turn."""
+    also of the forwards alone, of any number (evaluation); ZB-H1's are 1F1B's. Those of 1F1B would
+    not if a send and a receive that cross started one after the other, nor interleaved ones if each
+    op were a turn."""
     for stages, count in itertools.product((2, 3, 4), (2, 3, 8)):
         single = [[[message] for messages in groups for message in messages]
                   for groups in messages_of("1f1b", stages, count)]
@@ -1516,7 +1533,8 @@ def test_no_schedule_can_hang_on_nccl_where_single_messages_do():
             assert reach_their_end(messages_of("gpipe", stages, count, chunks, "F"))
         if chunks == 1:
             assert reach_their_end(messages_of("gpipe", stages, count))
-            assert reach_their_end(messages_of("1f1b", stages, count))
+            messages = messages_of("1f1b", stages, count)
+            assert reach_their_end(messages) and messages_of("zb-h1", stages, count) == messages
         elif count % stages == 0:
             assert reach_their_end(messages_of("interleaved", stages, count, chunks))
 
@@ -1792,7 +1810,9 @@ COVER = [dict(zip(COLUMNS, row)) for row in [
     (3, 1, 1, "gpipe", False, False, "fp64"), (3, 2, 1, "gpipe", False, False, "fp32"),
     (3, 2, 1, "gpipe", True, True, "bf16"), (3, 2, 1, "gpipe", False, True, "fp16"),
     (0, 1, 4, "interleaved", False, False, "fp64"), (0, 2, 2, "interleaved", False, True, "bf16"),
-    (1, 1, 2, "interleaved", True, False, "fp16"), (2, 1, 2, "interleaved", False, False, "fp32")]]
+    (1, 1, 2, "interleaved", True, False, "fp16"), (2, 1, 2, "interleaved", False, False, "fp32"),
+    (0, 1, 2, "zb-h1", False, False, "bf16"), (0, 2, 4, "zb-h1", False, True, "fp64"),
+    (1, 1, 4, "zb-h1", False, False, "fp16"), (1, 2, 2, "zb-h1", False, False, "fp32")]]
 for row in COVER:
     if row["pp_schedule"] == "interleaved":
         row["pp_chunks"] = 2
@@ -1834,6 +1854,23 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
         loss, gradient, norm = differences(ours, one)
         bounds = (0.001, 0.05, 0.01) if half else [BOUNDS[dtype]] * 3
         assert loss <= bounds[0] and gradient <= bounds[1] and norm <= bounds[2]
+
+
+@pytest.mark.parametrize("layout, flags", [
+    ((1, 1, 2), dict(dtype="bf16", micro_batch=1)), ((1, 2, 2), dict(sequence_parallel=True)),
+    ((2, 1, 2), dict(zero=1, offload=True, dtype="fp16", micro_batch=1)),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
+        ((1, 1, 4), dict(dtype="fp64", micro_batch=1)), ((1, 1, 4), dict(micro_batch=4)),
+        ((1, 2, 2), dict(dtype="bf16")), ((2, 2, 2), dict(dtype="fp64", sequence_parallel=True)),
+        ((1, 1, 8), dict(dtype="bf16"))])])
+def test_zb_h1_is_1f1b_bit_for_bit(pool, tmp_path, layout, flags):
+    """Rows, gradients and final state, with dropout: in 16 bits, and where tp ranks gather x again
+    for W. A sum of products in another order would show."""
+    flags = dict(steps=3, dtype="fp32", micro_batch=2) | flags
+    cfg = replace(deep_enough(layout), dropout=0.1)
+    ours, theirs = (trained(pool, layout, tmp_path, cfg, whole_gradient, pp_schedule=schedule,
+                            **flags) for schedule in ("zb-h1", "1f1b"))
+    assert differences(ours, theirs) == (0, 0, 0) and relative(ours[2], theirs[2]) == 0
 
 
 def megatrons_batch_size(config, consumed_samples):
@@ -2466,6 +2503,7 @@ def test_a_device_that_never_ends_its_work_ends_the_run():
     (2, "--pp 2"), (4, "--pp 4 --pp-schedule 1f1b"), (4, "--tp 2 --pp 2 --pp-schedule 1f1b"),
     (2, "--pp 2 --pp-schedule interleaved --pp-chunks 2"),
     (4, "--pp 2 --pp-schedule interleaved --pp-chunks 2 --zero 2"),
+    (2, "--pp 2 --pp-schedule zb-h1"), (4, "--tp 2 --pp 2 --pp-schedule zb-h1 --dtype bf16"),
     (8, "--tp 2 --pp 2 --zero 2 --dtype bf16")])
 def test_gpus_train_as_the_cpu(run_train, shards, tmp_path, monkeypatch, world, flags):
     """Losses and norms are the CPU's, to 1e-5 in fp32 without TF32 and 0.02 in 16 bits, the last
@@ -2801,6 +2839,9 @@ def things(shards, tmp_path_factory):
         "--pp 2 --pp-chunks 2", "--pp 2 --pp-schedule 1f1b --pp-chunks 2"]),
     ("n_layer 3 is less than pp 2 x pp-chunks 2", [
         "--n-layer 3 --pp 2 --pp-schedule interleaved --pp-chunks 2"]),
+    ("--pp-schedule zb-h1 requires --pp 2 or more and --zero 0 or 1, without --recompute and", [
+        "--pp-schedule zb-h1", *(f"--pp 2 --pp-schedule zb-h1 {flag}" for flag in (
+            "--recompute", "--zero 2", "--compile"))]),
     ("3 microbatches are not divisible by pp 2, as the interleaved schedule requires", [
         "--n-layer 4 --batch-size 3 --micro-batch 1 --pp 2 --pp-schedule interleaved --pp-chunks 2",
         "--n-layer 4 --batch-size 4 --batch-ramp 3:1:9 --micro-batch 1 --pp 2 --pp-chunks 2 "
@@ -4350,7 +4391,8 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
         if step == at and rank == step % world:
             stop.requested = True
     Path(config.out).mkdir(exist_ok=True)
-    with gridded(rank, world, config.tp, config.pp, config.sequence_parallel) as grid:
+    with gridded(rank, world, config.tp, config.pp, config.sequence_parallel,
+                 config.pp_chunks) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
                         Memory(cfg, 13, seed=1), train.load_state(file))
         if diverges:
@@ -4363,15 +4405,22 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
         run.writer.wait()
 
 
-def drawn_layout(rng, config, most):
+def drawn_layout(rng, config, cfg, most):
     """A layout of at most so many ranks: (ranks, the config with it and flags that suit it)."""
     dp, tp, pp = rng.choice([layout for layout in LAYOUTS
                              if math.prod(layout) <= most and layout[2] <= 2])
-    return dp * tp * pp, replace(
-        config, tp=tp, pp=pp, zero=rng.randrange(4 if pp == 1 else 3), recompute=rng.random() < 0.5,
-        micro_batch=rng.choice([m for m in (1, 2, 4, 8) if 8 % (dp * m) == 0]),
-        pp_schedule=rng.choice(["gpipe", "1f1b"]),
-        sequence_parallel=tp > 1 and rng.random() < 0.5)
+    schedules = [dict(pp_schedule="gpipe"), dict(pp_schedule="1f1b")]
+    if pp > 1:
+        schedules += [INTERLEAVED, dict(pp_schedule="zb-h1")]
+    schedule = dict(pp_chunks=1) | rng.choice(schedules)
+    while True:
+        drawn = replace(
+            config, tp=tp, pp=pp, zero=rng.randrange(4), recompute=rng.random() < 0.5,
+            micro_batch=rng.choice([1, 2, 4, 8]), sequence_parallel=rng.random() < 0.5,
+            **schedule)
+        with suppress(ValueError):
+            parallel.check_layout(cfg, dp * tp * pp, 8, drawn)
+            return dp * tp * pp, drawn
 
 
 FATES = ["signal", "kill", "damage"]
@@ -4384,7 +4433,7 @@ FATES = ["signal", "kill", "damage"]
     pytest.param(5, "fp32", 8, True, 45, FATES[:2], 0.1, 0, marks=pytest.mark.slow),
     pytest.param(6, "fp32", 8, False, 12, FATES, 0.0, 1e-5, marks=pytest.mark.slow),
     pytest.param(7, "fp64", 8, False, 45, FATES[:2], 0.0, 1e-10, marks=pytest.mark.slow),
-    pytest.param(10, "fp16", 8, True, 12, FATES, 0.1, 0, marks=pytest.mark.slow)])
+    pytest.param(11, "fp16", 8, True, 12, FATES, 0.1, 0, marks=pytest.mark.slow)])
 def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
         pool, tmp_path, seed, dtype, most, same_layout, steps, fates, dropout, bound):
     """A run of up to `most` ranks that is stopped at random steps by these fates ends as one
@@ -4393,18 +4442,18 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
     damaged files, which would make the rollback go elsewhere)."""
     rng = random.Random(seed)
     diverges = steps == 45
-    cfg = replace(CFG, n_layer=2, dropout=dropout)
+    cfg = replace(CFG, n_layer=4, dropout=dropout)
     straight = tmp_path / "straight"
     chained = tmp_path / "chained"
     world, config = drawn_layout(rng, settings(straight, steps=steps, save_every=1, keep=99,
-                                               dtype=dtype), most)
+                                               dtype=dtype), cfg, most)
     pool.run(world, train_until, config, cfg, None, diverges, 0, None)
     chain = []
     file = None
     step = 0
     while step < steps:
         if not same_layout:
-            world, config = drawn_layout(rng, config, most)
+            world, config = drawn_layout(rng, config, cfg, most)
         at = step + rng.randint(1, 8)
         fate = rng.choice(fates)
         chain.append((world, config, at, fate))
@@ -4989,7 +5038,7 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
     assert [str(args.out) for args in made] == [
         "data/python", "data/shakespeare", "data/tinystories", "data/mine"]
     drawings = readme_commands("parallel.py")
-    assert len(drawings) == 2
+    assert len(drawings) == 3
     for _, flags in [*drawings, (None, [*drawings[0][1], "--pp-schedule", "1f1b"])]:
         monkeypatch.setattr(sys, "argv", ["parallel.py", *flags])
         parallel.main()
@@ -5225,20 +5274,23 @@ def equality_row(pool, layout, one, out, cfg, **flags):
     num_microbatches = max(pp // 2, 1 if tp > 2 else 2)
     if "pp_chunks" in flags:
         num_microbatches = pp
-    return differences(trained(pool, layout, out, cfg, whole_gradient, recompute=pp in (2, 8),
+    recompute = pp in (2, 8) and flags.get("pp_schedule") != "zb-h1"
+    return differences(trained(pool, layout, out, cfg, whole_gradient, recompute=recompute,
                                micro_batch=max(1, 8 // (dp * num_microbatches)), **flags), one)
 
 
 def equality_table(pool, dtype, out):
-    """Yields (layout, its pp_chunks, (loss, gradient, norm)): the README's table."""
+    """Yields (layout, schedule, (loss, gradient, norm)): the README's table."""
     one = {cfg: trained(pool, (1, 1, 1), out, cfg, whole_gradient, dtype=dtype, micro_batch=8)
            for cfg in map(deep_enough, LAYOUTS)}
     for layout in LAYOUTS:
         cfg = deep_enough(layout)
-        yield layout, 1, equality_row(pool, layout, one[cfg], out, cfg, dtype=dtype)
+        yield layout, "gpipe", equality_row(pool, layout, one[cfg], out, cfg, dtype=dtype)
     cfg = deep_enough((1, 1, 8))
     for layout in [(1, 1, 2), (4, 1, 2), (2, 2, 2), (1, 1, 4), (2, 1, 4), (1, 2, 4)]:
-        yield layout, 2, equality_row(pool, layout, one[cfg], out, cfg, dtype=dtype, **INTERLEAVED)
+        for flags in (INTERLEAVED, dict(pp_schedule="zb-h1")):
+            yield layout, flags["pp_schedule"], equality_row(
+                pool, layout, one[cfg], out, cfg, dtype=dtype, **flags)
 
 
 def saved_file(out, step):
@@ -5491,10 +5543,10 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         workers = Pool()
         tables = [equality_table(workers, dtype, folder) for dtype in ("fp32", "fp64")]
-        print("| dp x tp x pp | chunks | fp32: loss | gradient | norm | fp64: loss | gradient | "
+        print("| dp x tp x pp | schedule | fp32: loss | gradient | norm | fp64: loss | gradient | "
               "norm |\n" + "|---" * 8 + "|")
-        for (layout, chunks, fp32), (_, _, fp64) in zip(*tables):
-            cells = [" x ".join(map(str, layout)), str(chunks)]
+        for (layout, schedule, fp32), (_, _, fp64) in zip(*tables):
+            cells = [" x ".join(map(str, layout)), schedule]
             cells += [f"{x:.0e}" for x in fp32 + fp64]
             print("| " + " | ".join(cells) + " |", flush=True)
         workers.stop()

@@ -1018,8 +1018,7 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
         sizes = [max(1, int(replicas)) * config.micro_batch * config.pp]
         config = dataclasses.replace(config, batch_size=sizes[0])
     for size in sizes:
-        check_layout(cfg, world, config.tp, config.pp, size, config.micro_batch, config.zero,
-                     config.sequence_parallel, config.pp_schedule, config.pp_chunks)
+        check_layout(cfg, world, size, config)
     return config, cfg
 
 
@@ -1208,8 +1207,7 @@ def main() -> None:
     try:                            # before any communication
         given = parse_flags(sys.argv[1:])
         config = Config(**given)
-        check_grid(world, config.tp, config.pp, config.zero, config.sequence_parallel,
-                   config.pp_schedule, config.pp_chunks)
+        check_grid(world, config)
         device = choose_device(config, world, local_rank)
     except ValueError as error:
         if rank > 0:

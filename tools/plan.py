@@ -16,7 +16,7 @@ numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read
 
            for m microbatches, where t is the time of one on each stage, forward and backward
            (GPipe: the sum for forward plus that for backward); data parallelism counts where
-           backward does not hide it (interleaved 1F1B: by parallel.clock)
+           backward does not hide it (interleaved 1F1B and ZB-H1: by parallel.clock)
 
     t    = FLOPs / (MATRIX * peak) + PASSES * bytes of x / memory bandwidth
            + bytes of tp and pp / (LINK * link speed), none of them hidden
@@ -294,7 +294,9 @@ def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
                  q, k, v, attention's output and the MLP's 4C (before and after GELU)     / tp
         stage    what it sends on; or the head's input and its gradient, computed in forward
 
-    Of chunks (interleaved 1F1B) each is such a stage, with its part of the blocks."""
+    Of chunks (interleaved 1F1B) each is such a stage, with its part of the blocks. Under ZB-H1 a
+    microbatch has between B and W the inputs of a block's four matrices, and the gradients of their
+    outputs; without sequence parallelism and ReLU they are as many numbers."""
     size = PRECISIONS[config.dtype][0].itemsize
     unit = config.micro_batch * cfg.seq_len * cfg.n_embd * size
     thin = unit // grid.tp if grid.sequence_parallel else unit
@@ -302,11 +304,13 @@ def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
     block = 4 * thin + wide * unit // grid.tp
     end = 2 * thin if grid.is_last else thin
     schedule = make_schedule(config.pp_schedule, grid, microbatches(config, grid))
-    in_flight = live_activations(schedule)
+    in_flight = live_activations([op for op in schedule if op[0] != "W"])
+    waiting = live_activations(schedule) - in_flight
     layers = layers_of(cfg, grid)
     if config.recompute:        # a block's input; and once, in backward, all of a block
         return in_flight * (layers * thin // grid.chunks + end) + block
-    return in_flight * (layers * block // grid.chunks + end)
+    for_weights = 2 * thin + 2 * unit + 12 * unit // grid.tp
+    return in_flight * (layers * block // grid.chunks + end) + waiting * layers * for_weights
 
 
 # ---------------------------------------------------------------------------------------------
@@ -424,9 +428,9 @@ def link_speeds(config: PlanConfig) -> Links:
 
 
 def microbatch_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid,
-                       sent: dict) -> tuple[dict, float]:
+                       sent: dict) -> tuple[dict, float, float]:
     """(seconds of a microbatch on this stage, forward and backward, by what they go to; seconds of
-    its forward alone)"""
+    its forward alone; of the products that are the gradients of the blocks' matrices)"""
     gpu = GPUS[config.gpu]
     size = PRECISIONS[config.dtype][0].itemsize
     links = link_speeds(config)
@@ -445,20 +449,24 @@ def microbatch_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid,
                    tp=sent["tp"] / m / links.tensor, pp=sent["pp"] / m / links.pipeline)
     # Of a block a third is forward, not counting recomputation; of the head, everything.
     blocks = sum(seconds.values()) - head / rate
-    return seconds, head / rate + blocks * plain_block / block / 3
+    weights = plain_block / 3 - 4 * cfg.n_embd * cfg.seq_len            # attention has none
+    return seconds, head / rate + blocks * plain_block / block / 3, layers * weights / rate
 
 
-def pipeline_seconds(schedule: str, forward: list, backward: list, m: int, chunks: int) -> float:
+def pipeline_seconds(schedule: str, forward: list, backward: list, weights: list, m: int,
+                     chunks: int) -> float:
     """The time of m microbatches through stages that take so long for one. GPipe: the slowest stage
     works, the others add their time once, forward and backward. 1F1B: a stage starts when the first
     microbatch reaches it, and waits for its first and last backward, from all stages behind it,
-    if the forwards (or backwards) that it has to do meanwhile are shorter. Interleaved: simulated,
-    with chunks that take equally long."""
-    if chunks > 1:
+    if the forwards (or backwards) that it has to do meanwhile are shorter. Interleaved, with chunks
+    that take equally long, and ZB-H1, whose W takes `weights` of backward: simulated."""
+    if schedule in ("interleaved", "zb-h1"):
         stages = range(len(forward))
         units = [dict(F=f / chunks, B=b / chunks) for f, b in zip(forward, backward)]
-        ends = clock([SCHEDULES[schedule](s, len(stages), m, chunks) for s in stages], units)
-        return max(max(row.values()) for row in ends)
+        if schedule == "zb-h1":
+            units = [dict(F=f, B=b - w, W=w) for f, b, w in zip(forward, backward, weights)]
+        times = clock([SCHEDULES[schedule](s, len(stages), m, chunks) for s in stages], units)
+        return max(end for row in times for _, end in row.values())
     if schedule == "gpipe":
         return sum(sum(times) + (m - 1) * max(times) for times in (forward, backward))
     both = [f + b for f, b in zip(forward, backward)]
@@ -474,8 +482,8 @@ def pipeline_seconds(schedule: str, forward: list, backward: list, m: int, chunk
 def exposed_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid, sent: dict, microbatch: float,
                     backward: float) -> float:
     """Data parallelism that backward does not hide. Of the slowest stage, a microbatch's time and
-    that of its backward: ZeRO 0 and 1 communicate during the last backward, 2 during all, 3 during
-    forward and backward."""
+    that of its backward (ZB-H1: its W): ZeRO 0 and 1 communicate during the last backward, 2 during
+    all, 3 during forward and backward."""
     links = link_speeds(config)
     m = microbatches(config, grid)
     zero = config.zero
@@ -498,14 +506,16 @@ def step_seconds(cfg: GPTConfig, config: PlanConfig, grids: list, kinds: list,
     stages until the last backward. `kinds_of_stages`, and the `traffic_bytes` of each kind."""
     gpu = GPUS[config.gpu]
     m = microbatches(config, grids[0])
-    costs, forward = zip(*(microbatch_seconds(cfg, config, grid, out)
-                           for grid, out in zip(grids, sent)))
+    costs, forward, weights = zip(*(microbatch_seconds(cfg, config, grid, out)
+                                    for grid, out in zip(grids, sent)))
     both = [sum(cost.values()) for cost in costs]
     backward = [t - f for t, f in zip(both, forward)]
     slowest = both.index(max(both))
     span = pipeline_seconds(config.pp_schedule, [forward[k] for k in kinds],
-                            [backward[k] for k in kinds], m, config.pp_chunks)
-    exposed = max(exposed_seconds(cfg, config, grid, out, both[slowest], backward[slowest])
+                            [backward[k] for k in kinds], [weights[k] for k in kinds], m,
+                            config.pp_chunks)
+    hiding = weights if config.pp_schedule == "zb-h1" else backward
+    exposed = max(exposed_seconds(cfg, config, grid, out, both[slowest], hiding[slowest])
                   for grid, out in zip(grids, sent))
     # AdamW reads or writes about twelve numbers for each parameter.
     numel = numel_of(stage_buckets(cfg, grids[0], config.zero))
@@ -584,8 +594,7 @@ def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict
         if one.zero > 0 and one.world == one.tp * one.pp:       # one replica has nothing to shard
             continue
         with suppress(ValueError):
-            check_layout(cfg, one.world, one.tp, one.pp, one.batch_size, one.micro_batch, one.zero,
-                         one.sequence_parallel, one.pp_schedule, one.pp_chunks)
+            check_layout(cfg, one.world, one.batch_size, one)
             plan = make_plan(cfg, one)
             if plan["fits"]:
                 plans.append(plan)
