@@ -350,8 +350,9 @@ def reading(path: Path, problem: str):
         yield
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
-            f"there is no checkpoint {path}: give a file of train.py, such as out/latest.pt, or of "
-            f"`python -m tools.huggingface import {path} FILE.pt`") from None
+            f"there is no checkpoint {path}: run train.py first, or give another file, such as "
+            f"out/latest.pt (`python -m tools.huggingface import NAME FILE.pt` makes one from "
+            f"Hugging Face)") from None
     except (PermissionError, MemoryError):
         raise
     except Exception as error:
@@ -528,9 +529,9 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
         if file is not None and not restarted:
             origin = new_run(kind, load(file))["origin"] if file.exists() else None
             if state["run"].get("origin") != origin:        # ids and steps, not paths
-                raise ValueError(f"{out} holds a run, and --{kind} {file} is missing or is not the "
-                                 f"file it began from: drop --{kind} to go on with that run, or "
-                                 f"give another --out")
+                raise ValueError(f"{out} holds a run that did not begin from {file}, or that file "
+                                 f"is gone: drop --{kind} to go on with that run, or give another "
+                                 f"--out")
         start = Start("continue", path, state["run"], found, events)
     elif file is not None:
         verify(file)

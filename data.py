@@ -61,10 +61,10 @@ def get_tokenizer(name: str):
         raise ValueError(f"unknown tokenizer {name!r}: expected gpt2 or bytes")
     try:
         return tiktoken.get_encoding("gpt2")        # downloads its vocabulary once
-    except OSError as error:
-        raise ConnectionError(f"GPT-2's vocabulary is missing ({error}): run it again later, set "
-                              f"TIKTOKEN_CACHE_DIR to a folder that has it, or make shards with "
-                              f"--tokenizer bytes") from None
+    except (OSError, ValueError) as error:      # ValueError: the answer has another hash
+        raise ConnectionError(f"GPT-2's vocabulary could not be loaded ({error}): run it again "
+                              f"later, set TIKTOKEN_CACHE_DIR to a folder that has it, or make "
+                              f"shards with --tokenizer bytes") from None
 
 
 def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int) -> None:
@@ -602,10 +602,10 @@ class Parser(argparse.ArgumentParser):
     mistake ends the program with one line and status 2; for an unknown flag the line suggests one:
     that which other_names gives its other names, or the most similar."""
 
-    def __init__(self, prog: str, usage: str, description=None, other_names={}, **options):
-        super().__init__(prog, usage, description, allow_abbrev=False, **options,
-                         formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.other_names = other_names
+    def __init__(self, prog: str, usage: str, description=None, other_names=None, **options):
+        super().__init__(prog, usage, description, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.other_names = other_names or {}
 
     def error(self, message: str, status: int = 2):
         self.exit(status, f"{self.prog}: {message}\n")

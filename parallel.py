@@ -1373,7 +1373,7 @@ class FlatParameters:
             bucket.unsharding = all_gather(bucket.data, self.grid.groups["dp"])
 
     def wait_params(self) -> None:
-        """Wait for `sync_params`, where no forward follows."""
+        """Wait for the all-gathers that `step` or `sync_params` started, where no forward does."""
         if self.zero < 3:
             self.unshard(self.buckets)
 
@@ -1778,8 +1778,9 @@ def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.de
     if name == "auto":
         name = next(kind for kind in available if available[kind])
     if not available[name]:
-        raise ValueError(f"torch finds no {name.upper()} device here (mps: for one process, not in "
-                         f"fp64): leave out --device {name}, or give --device cpu")
+        limits = " for one process, not in fp64" if name == "mps" else ""
+        raise ValueError(f"torch finds no {name.upper()} device here{limits}: leave out --device "
+                         f"{name}, or give --device cpu")
     if name != "cuda":
         return torch.device(name)
     # A launcher may show each process a GPU of its own, as the only one.

@@ -29,7 +29,7 @@ from data import Parser, get_tokenizer
 from parallel import first_line, out_of_memory, pick_device
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-AT_ONCE = 64                   # samples in a batch, which bounds the memory of the cache
+AT_ONCE = 16                   # samples in a batch, which bounds the memory of the cache
 DASHES = "-" * 40 + "\n"       # the line between samples
 LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
 OTHER_NAMES = {"ckpt": "out-dir init-from", "prompt": "start", "max-tokens": "max-new-tokens"}
@@ -208,7 +208,7 @@ def main() -> None:
         tokenizer = get_tokenizer(state["tokenizer"])
         prompts = read_prompts(args)
     except (ValueError, OSError) as error:
-        parser.exit(getattr(error, "status", 2), f"sample.py: {error}\n")
+        parser.error(str(error), getattr(error, "status", 2))
     model.to(device, DTYPES[args.dtype])
     use_fast_rows(model)
     sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character
@@ -227,7 +227,7 @@ if __name__ == "__main__":
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        sys.exit(f"sample.py: out of memory ({first_line(error)}): the model needs more memory "
-                 f"than this device has: try --device cpu, or another machine")
+        sys.exit(f"sample.py: out of memory ({first_line(error)}): lower --num-samples, try "
+                 f"--device cpu, or another machine")
     except BrokenPipeError:             # `| head` has read enough
         os._exit(1)

@@ -833,16 +833,21 @@ def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatc
     assert set(Path().rglob("*")) <= before | {Path("out")}
 
 
-def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, run_data):
-    """Where nothing can be downloaded the exit status is 1, and bytes are offered instead."""
+@pytest.mark.parametrize("answer, words", [
+    (dict(side_effect=requests.ConnectionError("no net")), "could not be loaded (no net)"),
+    (dict(return_value=SimpleNamespace(content=b"a login page", raise_for_status=int)),
+     "Hash mismatch")])
+def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, run_data, answer,
+                                                        words):
+    """Where it cannot be downloaded the exit status is 1, and bytes are offered instead."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(requests, "get", mock.Mock(side_effect=requests.ConnectionError("no net")))
+    monkeypatch.setattr(requests, "get", mock.Mock(**answer))
     tiktoken = pytest.importorskip("tiktoken")
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})         # of tests before
     (tmp_path / "a.txt").write_text("some text")
     status, out, line = run_data("--out", tmp_path, "--input", tmp_path / "a.txt")
     assert (status, out, line.count("\n")) == (1, "", 1) and "TIKTOKEN_CACHE_DIR" in line
-    assert "vocabulary is missing (no net)" in line and "--tokenizer bytes" in line
+    assert words in line and "--tokenizer bytes" in line
 
 
 BODY = np.random.default_rng(0).bytes(1 << 16).hex().encode()
@@ -2862,13 +2867,14 @@ def things(shards, tmp_path_factory):
     ("257", ["--data beyond_val", "--data other=1,beyond=2"]),
     ("/proc/nowhere", ["--out /proc/nowhere"]), ("--out precious is not a", ["--out precious"]),
     ("holds no checkpoint", ["--eval-only"]), ("there is no checkpoint ", ["--init-from "]),
-    ("there is no checkpoint yes: give a file of train.py", ["--resume yes"]),
-    ("no checkpoint run: give a file", ["--resume run", "--init-from run"]),
+    ("there is no checkpoint yes: run train.py first, or give another file", ["--resume yes"]),
+    ("no checkpoint run: run train.py first", ["--resume run", "--init-from run"]),
     ("torn.pt is damaged", ["--resume torn.pt", "--init-from torn.pt"]),
     ("has format 6, this code reads format 7: use the", [
         "--init-from six.pt", "--resume six.pt", "--out sixth", "--out sixth --eval-only"]),
-    ("n_layer 2, not 3: drop the flag, or use another --out", ["--resume whole.pt --n-layer 3"]),
-    ("activation gelu, not relu: drop the flag", ["--resume whole.pt --model opt-125m"]),
+    ("n_layer 2, not 3: drop --model or the flag of that name, or use another --out",
+     ["--resume whole.pt --n-layer 3"]),
+    ("activation gelu, not relu: drop --model", ["--resume whole.pt --model opt-125m"]),
     ("was trained on: it lacks text that --data /", ["--resume whole.pt --data other=1"]),
     ("is bytes with 257 tokens, but toy has bytes with 300", ["--resume whole.pt --data toy"]),
     ("torn.pt is refused", ["--resume torn.pt --out run"]),
@@ -2876,7 +2882,7 @@ def things(shards, tmp_path_factory):
     ("n_embd 16, not 32", ["--init-from whole.pt --n-embd 32"]),
     ("but opt has opt-257 with 257", ["--init-from whole.pt --data opt"]),
     ("cannot be combined with --resume FILE", ["--init-from whole.pt --resume whole.pt"]),
-    ("--init-from whole.pt is missing or is not the file it began from: drop --init-from", [
+    ("did not begin from whole.pt, or that file is gone: drop --init-from", [
         "--init-from whole.pt --out run"])])
 def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch,
                                                      message, commands):
@@ -3050,7 +3056,7 @@ def test_none_unsets_a_stored_ramp_and_skip_and_the_console_shows_every_nth_step
     has a row for every step. There is no sample.py for tokens that it cannot decode."""
     flags = ["--data", things / "opt", "--out", tmp_path, *TINY, "--eval-every", 0]
     text = run_train(*flags, "--batch-ramp", "2:2:40", "--skip-steps", "3:3")[1]
-    assert "sample.py" not in text and "leaves out sequences 4 to 5 of the data" in text
+    assert "sample.py" not in text and "sequences 4 to 5 are left out" in text
     stored = saved(tmp_path, 4)["config"]
     assert (stored["batch_ramp"], stored["skip_steps"]) == ("2:2:40", "3:3")
     expect_mistake(run_train(*flags, "--batch-size", 3), "--batch-ramp 2:2:40 does not end at "
@@ -3214,7 +3220,7 @@ train.Run.evaluate_source = interrupted
 train.main()
 """)
     for resume, expected, words in [
-            ("never", stopped, "step 3; run the same command to go on (with --resume auto)"),
+            ("never", stopped, "step 3; run the same command without --resume never to go on"),
             ("auto", 0, "validation: ")]:
         run = launch(ranks, "--data", shards, *TINY, "--pp", ranks, "--out", tmp_path / "out",
                      "--resume", resume, file=tmp_path / "wrapper.py")
@@ -3257,7 +3263,7 @@ def test_learning_rate_warms_up_then_decays_to_the_ratio():
     ("", 8, dict(micro_batch=2)), ("--pp=4 --n_layer=4", 8, dict(micro_batch=2)),
     ("--pp 2 --batch-size 5", 2, dict(micro_batch=1)), ("--micro-batch 8", 1, dict(micro_batch=8)),
     ("--batch-size 64 --device cuda", 2, dict(micro_batch=16)),
-    ("--batch-size 30 --device mps", 1, dict(micro_batch=15)),
+    ("--batch-size 30 --device cuda", 1, dict(micro_batch=15)),
     ("--batch-size 64 --pp 2 --device cuda", 2, dict(micro_batch=4)),
     ("--model opt-125m --n_layer 3 --dropout 0.3 --init-from a_b", 1,
      dict(asdict(GPTConfig(257, 16, 3, 12, 768, "relu", 0.3)), init_from="a_b")),
@@ -4153,22 +4159,30 @@ train.main()
 
 def test_a_slow_disk_of_rank_0_does_not_end_a_healthy_run(shards, things, tmp_path):
     """Every write and check of a file on rank 0 takes longer than --timeout. The other rank waits:
-    at the next save and at the end of a new run, and when another goes on from its file."""
+    at the next save and at the end of a new run, at a rollback, and when another goes on from its
+    file."""
     (tmp_path / "wrapper.py").write_text("""
-import time, checkpoint, train
+import sys, time, amp, checkpoint, train
 def slow(function):
     return lambda *args: time.sleep(3) or function(*args)
 checkpoint.save, checkpoint.verify = slow(checkpoint.save), slow(checkpoint.verify)
+def diverges(monitor, *args, observe=amp.DivergenceMonitor.observe):
+    observe(monitor, *args)
+    if sys.argv[4].endswith("back") and len(monitor.losses) == 2 and monitor.rollbacks == 0:
+        return amp.Divergence("on purpose", 1)
+amp.DivergenceMonitor.observe = diverges
 train.main()
 """)
     (tmp_path / "old").mkdir()
     shutil.copy(things / "whole.pt", tmp_path / "old/step_00000004.pt")
     jobs = [launch(2, "--data", shards, "--out", tmp_path / out, *TINY, "--save-every", 1,
                    "--steps", steps, "--eval-every", 0, "--timeout", 2,
-                   file=tmp_path / "wrapper.py") for out, steps in (("new", 2), ("old", 5))]
+                   file=tmp_path / "wrapper.py")
+            for out, steps in (("new", 2), ("old", 5), ("back", 2))]
     for status, _, error in [process.finish() for process in itertools.chain(*jobs)]:
         assert status == 0, error
     assert column(read_metrics(tmp_path / "new")[0], "step") == [1, 2]
+    assert "rollback" in kinds(read_metrics(tmp_path / "back")[1])
     assert column(read_metrics(tmp_path / "old")[0], "step") == [5]
 
 
@@ -4314,25 +4328,28 @@ def sleep_on_rank_1(run):
 
 
 def slow_ranks(rank, world, config):
-    """What a run of 100 steps, in which rank 1 sleeps, says of slow ranks."""
-    with redirect_stdout(io.StringIO()) as output:
+    """What a run of 40 steps, in which rank 1 sleeps, says of slow ranks at step 40: an interval
+    begins at step 20."""
+    with redirect_stdout(io.StringIO()) as output, mock.patch.object(
+            train, "COMPARE_RANKS_EVERY", 20):
         run_steps(rank, world, (2, 1, 2), config, replace(CFG, n_layer=2), prepare=sleep_on_rank_1)
     return re.findall("^note .* is slow", output.getvalue(), re.M)
 
 
 def test_a_rank_that_computes_for_longer_than_others_of_its_stage_is_named(pool, tmp_path, capsys,
                                                                            monkeypatch):
-    """Serves the note of a slow rank: at every hundredth step, by rank 0, a rank that computed, not
-    waited, for 1.5 times the median of its stage; with its machine."""
-    config = settings(tmp_path, pp=2, steps=100)
+    """Serves the note of a slow rank: after each interval, by rank 0, a rank that computed, not
+    waited, for more than 1.5 times the median of its stage; with its machine."""
+    config = settings(tmp_path, pp=2, steps=40)
     notes, *others = pool.run(4, slow_ranks, config)
-    assert "note     rank 1 is slow" in notes and others == [[], [], []]
+    assert notes.count("note     rank 1 is slow") == 1 and others == [[], [], []]
     grid = Grid(3, 2, 1)
     grid.hosts = ["a", "a", "b", "b", "c", "c"]
     monkeypatch.setattr(train, "all_gather_object", lambda own: [2.0, 6.0, own, 6.0, 2.0, 6.1])
     train.note_slow_ranks(grid, 3.1)
     assert capsys.readouterr().out == (
-        "note     rank 2 on b is slow: it computed for 3.1 s, the median of its stage for 2.0 s\n")
+        "note     rank 2 on b is slow: it computed for 3.1 s in the last 100 steps, "
+        "the median of its stage for 2.0 s\n")
 
 
 def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(monkeypatch):
@@ -4718,8 +4735,8 @@ def test_samples_end_before_the_stop_text_and_stand_between_lines_of_dashes(run_
     flags = ("--max-tokens", 40, "--temperature", 1, "--prompt")
     line = "-" * 40 + "\n"
     many = run_sample(*flags, "line ", "--num-samples", 40)[1].split(line)
-    assert len(many) == 40 and len(set(many)) > 30
-    with mock.patch.object(sample, "AT_ONCE", 16):              # in three batches
+    assert len(many) == 40 and len(set(many)) > 30              # in three batches
+    with mock.patch.object(sample, "AT_ONCE", 40):
         assert run_sample(*flags, "line ", "--num-samples", 40)[1].split(line) == many
     assert many[7] == run_sample(*flags, "line ", "--seed", 7)[1]
     seed, stop = next((i, found[0]) for i, text in enumerate(many)
@@ -4738,7 +4755,7 @@ def test_samples_end_before_the_stop_text_and_stand_between_lines_of_dashes(run_
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"), ("--ckpt .", "checkpoint .: give a file"),
+    ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"), ("--ckpt .", "checkpoint .: run train.py"),
     ("--temperature -1", "--temperature"), ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"),
     ("--temperature 1e-50", "at least 1e-06"), ("--top-p 1e-300", "at least 1e-06"),
     ("--num_samples 0", "--num-samples must"), ("--max_new_tokens 9", "mean --max-tokens?"),

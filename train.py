@@ -149,8 +149,8 @@ class Config:
                        choices=["auto", "cpu", "cuda", "mps"])
     compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
     timeout: int = flag(600, "seconds a step waits for another rank (on GPUs for all of it)", low=1)
-    micro_batch: int = flag(None, "sequences per microbatch (default: the most that make a "
-                            "multiple of pp microbatches, up to 4, on GPUs without a pipeline 16)",
+    micro_batch: int = flag(None, "sequences per microbatch (default: the largest, up to 4, or 16 "
+                            "on GPUs without --pp, that gives a multiple of pp microbatches)",
                             low=1, group="memory")
     zero: int = flag(0, "ZeRO stage: shard optimizer state (1), also gradients (2), also "
                      "parameters (3)", choices=[0, 1, 2, 3])
@@ -223,6 +223,7 @@ class Run:
         self.metrics = None                     # checkpoint.Metrics, for `train`
         self.prefetched = None                  # the batch of the next step
         self.recent_seconds = deque(maxlen=20)
+        self.busy = None            # seconds computed, at the last comparison of ranks
 
         param_dtype, master_dtype = PRECISIONS[config.dtype]
         host = "cpu" if config.offload else device
@@ -235,7 +236,7 @@ class Run:
         self.writer = checkpoint.Writer(Path(config.out), config.keep, cfg, self.flat,
                                         config.timeout)
         wrap_model(self.model, config.recompute, config.compile)
-        if config.zero > 0:                     # parameters are gathered block by block
+        if config.zero > 0:                     # each block gathers, or awaits, its parameters
             gather_before_use(self.model, self.flat)
         # Shape and dtype of the activations that one stage sends to the next.
         positions = cfg.seq_len
@@ -249,7 +250,6 @@ class Run:
         """Train up to --steps, or until `stop.requested`."""
         config = self.config
         self.model.train()
-        self.busy = time.perf_counter() - Work.seconds_waited   # grows while this rank computes
         while self.step < config.steps:
             started = time.perf_counter()
             self.skip_excluded()                            # by --skip-steps or a rollback
@@ -493,8 +493,11 @@ class Run:
         if self.step == self.config.steps:
             self.event("end", step=self.step)
             return
-        self.event("stop", f"stopped and saved after step {self.step}; run the same command to go "
-                   f"on (with --resume auto)", step=self.step)
+        command = "the same command"
+        if self.config.resume == "never":
+            command += " without --resume never"
+        self.event("stop", f"stopped and saved after step {self.step}; run {command} to go on",
+                   step=self.step)
 
     def rollback(self, divergence: Divergence) -> None:
         """Return to a healthy checkpoint, skip the batches that led to the divergence, and save at
@@ -511,7 +514,7 @@ class Run:
         candidates = monitor.candidates(first_skipped)
         files = [Path(config.out, name) for name in candidates] or [None]       # None: step 0
 
-        self.writer.wait()                          # we may load the file being written
+        all_ranks(self.writer.wait)                 # we may load the file being written
         path, events = on_rank0(lambda: checkpoint.latest_valid(files))
         self.restore(all_ranks(lambda: load_state(path), status=1))     # with its own monitor
         excluded[0] = max(excluded[0], self.consumed_samples)
@@ -520,8 +523,7 @@ class Run:
         for event in events:
             self.metrics.write(**event, step=diverged_at)
         self.event("rollback", f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: "
-                   f"back to step {self.step}, leaving out sequences {excluded[0]} to "
-                   f"{excluded[1] - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
+                   f"back to step {self.step}, learning rate x {monitor.lr_factor:.3g} from now on",
                    reason=divergence.reason, to=self.step, sequences=excluded,
                    lr_factor=monitor.lr_factor, rollbacks=monitor.rollbacks, step=diverged_at)
         self.write_checkpoint()
@@ -545,7 +547,7 @@ class Run:
             if first < position + size and position < end:
                 position = end
         if position > start:
-            self.event("skip", f"leaves out sequences {start:,} to {position - 1:,} of the data",
+            self.event("skip", f"skip     sequences {start:,} to {position - 1:,} are left out",
                        step=self.step + 1, reason="left out", sequences=[start, position])
             self.advance(position)
 
@@ -599,10 +601,15 @@ class Run:
         if "val_loss" in row:
             print_rank0(format_eval(row, self))
         # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
-        if row["step"] % 100 == 0 and self.grid.world > 1 and self.device.type == "cpu":
+        on_cpus = self.grid.world > 1 and self.device.type == "cpu"
+        if row["step"] % COMPARE_RANKS_EVERY == 0 and on_cpus:
             busy = time.perf_counter() - Work.seconds_waited
-            note_slow_ranks(self.grid, busy - self.busy)
+            if self.busy is not None:
+                note_slow_ranks(self.grid, busy - self.busy)
             self.busy = busy
+
+
+COMPARE_RANKS_EVERY = 100       # steps
 
 
 def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
@@ -614,8 +621,8 @@ def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
         for rank in ranks:
             if seconds[rank] > 1.5 * median:
                 print_rank0(f"note     rank {rank}{on_hosts([rank], grid.hosts)} is slow: it "
-                            f"computed for {seconds[rank]:.1f} s, the median of its stage for "
-                            f"{median:.1f} s")
+                            f"computed for {seconds[rank]:.1f} s in the last {COMPARE_RANKS_EVERY} "
+                            f"steps, the median of its stage for {median:.1f} s")
 
 
 def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
@@ -629,13 +636,14 @@ def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
         for spec, shard_slice, _ in bucket.shard_ranges:
             if not bucket.shard["grad"][shard_slice].isfinite().all():
                 parameter = spec.name
-    found = []
-    for rank, (loss, name) in enumerate(all_gather_object((local_loss, parameter))):
+    found = all_gather_object((local_loss, parameter))
+    for rank, (loss, name) in enumerate(found):
         if not math.isfinite(loss):
             return dict(what="loss", rank=rank, parameter=name)
+    for rank, (_, name) in enumerate(found):
         if name is not None:
-            found.append(dict(what="gradient", rank=rank, parameter=name))
-    return [*found, dict(what="norm", rank=None, parameter=None)][0]
+            return dict(what="gradient", rank=rank, parameter=name)
+    return dict(what="norm", rank=None, parameter=None)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -836,7 +844,7 @@ def check_follower(log: str) -> None:
 
 @contextmanager
 def follower(config: Config):
-    """Run tools.follow during the block, as a process that can neither slow nor end the run. Its
+    """Run tools.follow during the block, as a process whose end does not end the run. Its
     own session lets it send the last lines after Ctrl-C or torchrun's SIGTERM."""
     command = [sys.executable, "-m", "tools.follow", os.path.abspath(config.out),
                "--to", config.log, "--parent"]
@@ -957,8 +965,9 @@ def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[C
         stored = state["model"][name]
         is_shorter = name == "seq_len" and weights_only and value < stored
         if value != stored and not is_shorter:
-            raise ValueError(f"the checkpoint's model has {name} {stored}, not {value}: drop the "
-                             f"flag, or use another --out or checkpoint")
+            raise ValueError(f"the checkpoint's model has {name} {stored}, not {value}: drop "
+                             f"--model or the flag of that name, or use another --out or "
+                             f"checkpoint")
     shape = {name: state["model"][name] for name in SHAPE} | shape
     if not weights_only:
         config = Config(**(restored_flags(state) | given))
@@ -971,11 +980,11 @@ def restored_flags(state: dict) -> dict:
 
 
 def default_micro_batch(sizes: range, replicas: float, pp: int, device_type: str) -> int:
-    """The most sequences, up to a limit, such that every batch size splits into a multiple of pp
+    """The largest microbatch, up to a limit, that splits every batch size into a multiple of pp
     microbatches, which fill the pipeline. GPUs gain from large products, but a pipeline loses more:
     with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40% slower)."""
-    most = 16 if device_type != "cpu" and pp == 1 else 4
-    replica = max(1, int(math.gcd(*sizes) / replicas))         # sequences of each replica
+    most = 16 if device_type == "cuda" and pp == 1 else 4
+    replica = math.gcd(*sizes) / replicas       # sequences of each; a fraction is no multiple
     return max([m for m in range(1, most + 1) if replica % (m * pp) == 0], default=1)
 
 
@@ -1139,7 +1148,7 @@ def environment(grid: Grid) -> dict:
     commit = None
     if grid.rank == 0 and shutil.which("git") is not None and (folder / ".git").exists():
         command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
     return dict(python=platform.python_version(), pytorch=torch.__version__, commit=commit,
                 hosts=grid.hosts)
 

@@ -349,8 +349,7 @@ def write_tensors(parameters: dict[str, torch.Tensor], family: Family, folder: P
 
 
 def write_tokenizer(cfg: GPTConfig, folder: Path) -> None:
-    """Write GPT-2's vocabulary from tiktoken's cache, and its config. Raises ConnectionError."""
-    get_tokenizer("gpt2")                               # downloads it once
+    """Write GPT-2's vocabulary from tiktoken's cache, and its config."""
     from tiktoken.load import read_file_cached
     for name, (theirs, sha256) in GPT2_FILES.items():
         (folder / theirs).write_bytes(read_file_cached(GPT2_URL + name, sha256))
@@ -367,6 +366,8 @@ def export_model(file: Path, folder: Path) -> None:
     state = load(file)
     cfg = GPTConfig(**state["model"])
     tokenizer = state["tokenizer"]
+    if tokenizer == "gpt2":
+        get_tokenizer("gpt2")               # downloads it, or fails, before the weights are written
     config = config_json(cfg, tokenizer)
     family = FAMILIES[config["model_type"]]
     parent = folder.absolute().parent

@@ -480,10 +480,11 @@ def pipeline_seconds(schedule: str, forward: list, backward: list, weights: list
 
 
 def exposed_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid, sent: dict, microbatch: float,
-                    backward: float) -> float:
-    """Data parallelism that backward does not hide. Of the slowest stage, a microbatch's time and
-    that of its backward (ZB-H1: its W): ZeRO 0 and 1 communicate during the last backward, 2 during
-    all, 3 during forward and backward."""
+                    forward: float, backward: float) -> float:
+    """Data parallelism that nothing hides. Of the slowest stage, the times of a microbatch, of its
+    forward and of its backward (ZB-H1: its W). ZeRO 0 and 1 send gradients during the last
+    backward, 2 during all, 3 during forward and backward. ZeRO 1 and 2 gather parameters during the
+    first forward."""
     links = link_speeds(config)
     m = microbatches(config, grid)
     zero = config.zero
@@ -494,8 +495,8 @@ def exposed_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid, sent: dict, 
     if zero == 3:
         gathers += hops * 2 * m
         return embedding + max(0.0, gradients + gathers - m * microbatch)
-    if zero > 0:        # in the first forward, which takes a third of its microbatch's time
-        gathers = max(0.0, gathers + hops - microbatch / 3)
+    if zero > 0:
+        gathers = max(0.0, gathers + hops - forward)
     hidden = m * backward if zero == 2 else backward
     return embedding + gathers + max(0.0, gradients - hidden)
 
@@ -515,8 +516,8 @@ def step_seconds(cfg: GPTConfig, config: PlanConfig, grids: list, kinds: list,
                             [backward[k] for k in kinds], [weights[k] for k in kinds], m,
                             config.pp_chunks)
     hiding = weights if config.pp_schedule == "zb-h1" else backward
-    exposed = max(exposed_seconds(cfg, config, grid, out, both[slowest], hiding[slowest])
-                  for grid, out in zip(grids, sent))
+    exposed = max(exposed_seconds(cfg, config, grid, out, both[slowest], forward[slowest],
+                                  hiding[slowest]) for grid, out in zip(grids, sent))
     # AdamW reads or writes about twelve numbers for each parameter.
     numel = numel_of(stage_buckets(cfg, grids[0], config.zero))
     if config.zero > 0:

@@ -510,7 +510,7 @@ def test_the_readmes_plan_is_what_the_command_prints():
     best = json.loads(tools.plan.answer([*free, "--search", "--json"]))[0]
     for words in (f"{plan['memory_bytes'] / 1e9:.0f} of 80 GB", f"{plan['days']:.0f} days",
                   f"{plan['hardware_tflops_per_gpu']:.0f} TFLOP/s per GPU (the paper: 147)",
-                  f"{plan['goodput']:.0%} goodput makes them {plan['days'] / plan['goodput']:.0f}",
+                  f"at {plan['goodput']:.0%} goodput {plan['days'] / plan['goodput']:.0f}.",
                   f"tp {best['tp']} and sequence parallelism",
                   f"{best['days']:.0f} days", f"{best['memory_bytes'] / 1e9:.0f} GB",
                   f"ZeRO {best['zero']}", f"{plan['checkpoint_bytes'] / 1e12:.1f} TB",
