@@ -349,10 +349,14 @@ def reading(path: Path, problem: str):
             raise FileNotFoundError
         yield
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(
-            f"there is no checkpoint {path}: run train.py first, or give another file, such as "
-            f"out/latest.pt (`python -m tools.huggingface import NAME FILE.pt` makes one from "
-            f"Hugging Face)") from None
+        if path.is_dir():
+            advice = f"give a file, such as {path / 'latest.pt'}"
+        elif path.suffix == ".pt":
+            advice = "run train.py first, or give another file"
+        else:
+            advice = (f"give a file of train.py, such as out/latest.pt, or of `python -m "
+                      f"tools.huggingface import {path} FILE.pt`")
+        raise FileNotFoundError(f"there is no checkpoint {path}: {advice}") from None
     except (PermissionError, MemoryError):
         raise
     except Exception as error:
@@ -369,7 +373,7 @@ def reading(path: Path, problem: str):
 @retry_transient
 def verify(path: Path) -> None:
     """Read the file once and compare its bytes with the zip's CRCs. Raises CorruptCheckpoint."""
-    with reading(path, "is damaged, or no checkpoint"), zipfile.ZipFile(path) as archive:
+    with reading(path, "is damaged, cut off, or no checkpoint"), zipfile.ZipFile(path) as archive:
         bad = archive.testzip()
         if bad is not None:
             raise ValueError(f"the CRC of {bad} does not match")
@@ -574,8 +578,8 @@ def check_data(state: dict, dataset: TokenDataset, config, same: bool) -> None:
     meta = dataset.meta
     if (tokenizer, vocab_size) != (meta["tokenizer"], meta["vocab_size"]):
         raise ValueError(f"the checkpoint's tokenizer is {tokenizer} with {vocab_size} tokens, but "
-                         f"{config.data} has {meta['tokenizer']} with {meta['vocab_size']}: use "
-                         f"--data of that tokenizer, or another checkpoint")
+                         f"{config.data} has {meta['tokenizer']} with {meta['vocab_size']}: make "
+                         f"--data with that tokenizer, or use another checkpoint")
     trained_on = state["data"][-1][1] if state["data"] else {}      # None: weights alone
     if not set(trained_on) <= set(dataset.sources):
         problem = (f"{config.data} is not the data this checkpoint was trained on: it lacks text "
@@ -583,8 +587,8 @@ def check_data(state: dict, dataset: TokenDataset, config, same: bool) -> None:
         if config.eval_only:
             warn(problem)
         elif same:
-            raise ValueError(f"{problem}: give that (DIR=0 leaves out a source), or begin a run on "
-                             f"this one with --init-from and another --out")
+            raise ValueError(f"{problem}: give that again (DIR=0 leaves out a source), or begin a "
+                             f"run on this one with --init-from and another --out")
 
 
 class Metrics:

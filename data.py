@@ -101,8 +101,8 @@ def find_shards(directory: Path, split: str) -> list[Path]:
     if not shards:
         problem = f"has no {split} shards" if directory.exists() else "does not exist"
         raise FileNotFoundError(
-            f"{directory} {problem}: give the directory that data.py made, not a file in it. "
-            f"`python data.py` makes {DEFAULT_OUT}, `python data.py --input FILE --out DIR` others")
+            f"{directory} {problem}: give a directory that data.py has made: {DEFAULT_OUT} by "
+            f"`python data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR")
     return shards
 
 
@@ -174,7 +174,8 @@ class TokenDataset:
                 if meta["fingerprint"] == other.meta["fingerprint"]:
                     raise ValueError(f"{pair} hold the same text: drop one")
                 if any(meta[key] != other.meta[key] for key in ("tokenizer", "vocab_size")):
-                    raise ValueError(f"{pair} have different tokenizers: make both with one")
+                    raise ValueError(f"{pair} have different tokenizers, {other.meta['tokenizer']} "
+                                     f"and {meta['tokenizer']}: make both with one")
             self.sources[meta["fingerprint"]] = Source(
                 directory.absolute().name, weight, first, self.n_windows - first, meta)
         metas = [source.meta for source in self.sources.values()]
@@ -599,8 +600,8 @@ def fetch_shards(url: str, out: Path, count: int) -> dict:
 
 class Parser(argparse.ArgumentParser):
     """The parser of all programs here. Flags may have underscores for dashes, as nanoGPT's. A
-    mistake ends the program with one line and status 2; for an unknown flag the line suggests one:
-    that which other_names gives its other names, or the most similar."""
+    mistake ends the program with one line and status 2; for an unknown flag the line suggests one,
+    with its help: that which other_names gives its other names, or the most similar."""
 
     def __init__(self, prog: str, usage: str, description=None, other_names=None, **options):
         super().__init__(prog, usage, description, allow_abbrev=False,
@@ -618,10 +619,14 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(given)
         if unknown:
             name = unknown[0].partition("=")[0].lstrip("-")
-            flags = re.findall(r"^ .*?--([\w-]+)", self.format_help(), re.M)
-            near = [ours for ours, theirs in self.other_names.items() if name in theirs.split()]
-            near += difflib.get_close_matches(name, flags, 1, 0.75)
-            advice = f"did you mean --{near[0]}?" if near else "--help lists the flags"
+            flags = {flag: action for action in self._actions for flag in action.option_strings}
+            near = ["--" + ours for ours, theirs in self.other_names.items()
+                    if name in theirs.split() and "--" + ours in flags]
+            near += difflib.get_close_matches("--" + name, flags, 1, 0.75)
+            advice = "--help lists the flags"
+            if near:
+                help = flags[near[0]].help % vars(flags[near[0]])
+                advice = f"did you mean {near[0]}? ({help})"
             self.error(f"unknown argument {unknown[0]}: {advice}")
         return args
 

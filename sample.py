@@ -155,7 +155,7 @@ def parse_flags(parser: Parser):
     add("--prompt", default="", metavar="TEXT",
         help="text to continue; -: standard input (default: begin a document)")
     add("--num-samples", type=int, metavar="N", help="samples per prompt, with --seed, --seed + 1, "
-        "...; each line of --prompt - is then a prompt (default 1)")
+        "...; if it is given, each line of --prompt - is a prompt (default: one sample)")
     add("--max-tokens", type=int, default=500, metavar="N", help="tokens per sample; whenever the "
         "model's window is full, it forgets the older half (default %(default)s)")
     add("--stop", default="", metavar="TEXT", help=r"end before this text (a line break is $'\n')")

@@ -1377,7 +1377,8 @@ def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         output("--schedule", "1f1b")
     assert capsys.readouterr().err == (
-        "parallel.py: unknown argument --schedule: did you mean --pp-schedule?\n")
+        "parallel.py: unknown argument --schedule: did you mean --pp-schedule? (order of the "
+        "microbatches (default gpipe))\n")
     with pytest.raises(ValueError, match="deadlock"):
         parallel.clock([[("F", 0, 0), ("F", 1, 0)], [("F", 1, 0), ("B", 1, 0), ("F", 2, 0)]])
 
@@ -2824,7 +2825,8 @@ def things(shards, tmp_path_factory):
         "--batch-ramp 2:2:0", "--batch-ramp 2:2:x", "--batch-ramp 2:-2:9"]),
     ("does not end at --batch-size 4", ["--batch-ramp 1:2:9", "--batch-ramp 5:1:9"]),
     ("--nonsense: --help lists the flags", ["--nonsense 1"]),
-    ("did you mean --batch-size?", ["--global-batch-size 1", "--batch-sise 1"]),
+    ("did you mean --batch-size? (global batch size: sequences per step (default 16))",
+     ["--global-batch-size 1", "--batch-sise 1"]),
     ("mean --n-layer?", ["--n-layers 1"]), ("mean --lr?", ["--learning-rate 1"]),
     ("mean --micro-batch?", ["--mbs 1"]), ("mean --steps?", ["--max_iters 1"]),
     ("no CUDA device here", ["--device cuda"]), ("give --device cpu", ["--device mps"]),
@@ -2856,8 +2858,8 @@ def things(shards, tmp_path_factory):
         "--data a,b", "--data a:0.5,b:0.5", "--data a=1,b", "--data a=x,b=1", "--data a=nan",
         "--data a=inf", "--data a=-1,b=2", "--data a=0,b=0", "--data a=1001,b=1",
         "--data a=1,a=2", "--data one/a=1,two/a=1", "--data ,", "--data a=1,"]),
-    ("nowhere does not exist: give the directory that data.py made, not a file in it. `python "
-     "data.py` makes data/python, `python data.py --input FILE",
+    ("nowhere does not exist: give a directory that data.py has made: data/python by `python "
+     "data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR",
      ["--data nowhere", "--data other=1,nowhere=1"]),
     ("has no train shards: give", ["--data run", "--data other/train_0.bin"]),
     ("too few", ["--seq-len 100000"]),
@@ -2867,8 +2869,10 @@ def things(shards, tmp_path_factory):
     ("257", ["--data beyond_val", "--data other=1,beyond=2"]),
     ("/proc/nowhere", ["--out /proc/nowhere"]), ("--out precious is not a", ["--out precious"]),
     ("holds no checkpoint", ["--eval-only"]), ("there is no checkpoint ", ["--init-from "]),
-    ("there is no checkpoint yes: run train.py first, or give another file", ["--resume yes"]),
-    ("no checkpoint run: run train.py first", ["--resume run", "--init-from run"]),
+    ("there is no checkpoint yes: give a file of train.py, such as out/latest.pt, or", [
+        "--resume yes"]),
+    ("there is no checkpoint no.pt: run train.py first", ["--init-from no.pt"]),
+    ("no checkpoint run: give a file, such as run/latest.pt", ["--resume run", "--init-from run"]),
     ("torn.pt is damaged", ["--resume torn.pt", "--init-from torn.pt"]),
     ("has format 6, this code reads format 7: use the", [
         "--init-from six.pt", "--resume six.pt", "--out sixth", "--out sixth --eval-only"]),
@@ -2962,7 +2966,7 @@ runpy.run_path({str(ROOT)!r} + "/" + sys.argv.pop(1), run_name="__main__")
     ([torch.bfloat16], 0, 2, "--dtype bf16", ["cpu (multiplies bf16 in fp32), bf16"]),
     ([], 9e9, 2, "--warmup-steps 3", [
         "set OMP_NUM_THREADS=1",
-        "warm-up is 3 of 4 steps: give --warmup-steps (above 4 the learning rate never peaks)"])])
+        "the warm-up takes 3 of 4 steps: give a smaller --warmup-steps"])])
 def test_a_run_says_what_makes_it_slow(run_train, shards, tmp_path, missing, load, threads, flags,
                                        notes):
     """A line for a type without instructions, for threads on a busy machine, for a long warm-up."""
@@ -3098,7 +3102,7 @@ STORIES = {     # shell commands, or: job of torchrun, flags of train.py, exit s
         "rm link.pt && mv base old",
         ("", "--out old/../new --keep 1 --resume ./old/step_00000002.pt --steps 6", 0, "step 5"),
         ("", "--out new --resume old/step_00000003.pt", 2,
-         "--resume old/step_00000003.pt is missing or is not the file it began from"),
+         "new holds a run that did not begin from old/step_00000003.pt, or"),
         "rm -r old && mv new newer",
         "truncate -s 1000 newer/step_00000006.pt",              # it keeps its own first file
         ("", "--out newer", 0, "6.pt is damaged.*newer/step_00000002.pt, after step 2")],
@@ -4755,7 +4759,7 @@ def test_samples_end_before_the_stop_text_and_stand_between_lines_of_dashes(run_
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"), ("--ckpt .", "checkpoint .: run train.py"),
+    ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"), ("--ckpt .", "checkpoint .: give a file, such as latest.pt"),
     ("--temperature -1", "--temperature"), ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"),
     ("--temperature 1e-50", "at least 1e-06"), ("--top-p 1e-300", "at least 1e-06"),
     ("--num_samples 0", "--num-samples must"), ("--max_new_tokens 9", "mean --max-tokens?"),
@@ -4922,7 +4926,7 @@ def test_the_readmes_slurm_script_requeues_until_the_run_has_ended(shards, tmp_p
            "--save-every", 0]
     for name, body in [("scontrol", f'echo "$@" >> {tmp_path}/asked; echo node0; echo node1'),
                        ("torchrun", f"exec {shlex.join(map(str, run))} --steps $STEPS"),
-                       ("srun", f'shift; "$@" & echo $! > {tmp_path}/pid; wait $!')]:
+                       ("srun", f'shift 2; "$@" & echo $! > {tmp_path}/pid; wait $!')]:
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
 
@@ -5036,7 +5040,7 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     made = [data.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [
-        "data/python", "data/shakespeare", "data/tinystories", "data/mine"]
+        "data/python", "data/mine-bytes", "data/shakespeare", "data/tinystories", "data/mine"]
     drawings = readme_commands("parallel.py")
     assert len(drawings) == 3
     for _, flags in [*drawings, (None, [*drawings[0][1], "--pp-schedule", "1f1b"])]:

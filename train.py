@@ -799,8 +799,8 @@ def print_summary(run: Run) -> None:
         f"layout   {layout}{on_hosts(range(grid.world), grid.hosts)}\n"
         f"memory   {', '.join(memory)} (rank {grid.rank})\n"
         f"batch    {batch}; {config.batch_size * cfg.seq_len:,} tokens a step\n"
-        f"data     {data.n_tokens:,} tokens in {config.data}; {config.steps} steps read "
-        f"{', '.join(epochs)}")
+        f"data     {data.n_tokens:,} tokens ({data.meta['tokenizer']}) in {config.data}; "
+        f"{config.steps} steps read {', '.join(epochs)}")
 
 
 def print_notes(run: Run, given: dict, resumed: bool) -> None:
@@ -819,8 +819,8 @@ def print_notes(run: Run, given: dict, resumed: bool) -> None:
                         f"{on_hosts(ranks, run.grid.hosts)}: --tp should divide a machine's ranks")
             break
     if config.warmup_steps > config.steps / 2:
-        print_rank0(f"note     warm-up is {config.warmup_steps} of {config.steps} steps: give "
-                    f"--warmup-steps (above {config.steps} the learning rate never peaks)")
+        print_rank0(f"note     the warm-up takes {config.warmup_steps} of {config.steps} steps: "
+                    f"give a smaller --warmup-steps")
     if config.skip_steps is not None and step_range(config.skip_steps)[1] <= run.step:
         print_rank0(f"skip     the steps {config.skip_steps} are done: there is nothing to skip")
 
@@ -869,8 +869,13 @@ def follower(config: Config):
 
 OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README.md has more
     "steps": "max-iters train-iters", "lr": "learning-rate", "min-lr-ratio": "min-lr",
+    "n-layer": "num-layers num-hidden-layers", "n-head": "num-attention-heads",
+    "n-embd": "hidden-size", "zero": "use-distributed-optimizer", "batch-ramp": "rampup-batch-size",
     "tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size",
-    "batch-size": "global-batch-size", "micro-batch": "micro-batch-size mbs",
+    "pp-chunks": "num-virtual-stages-per-pipeline-rank",
+    "batch-size": "global-batch-size gradient-accumulation-steps grad-acc-steps",
+    "micro-batch": "micro-batch-size mbs", "eval-every": "eval-interval",
+    "eval-tokens": "eval-iters", "log-every": "log-interval",
     "seq-len": "block-size seq-length", "clip": "grad-clip clip-grad", "data": "dataset data-path",
     "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save", "resume": "load",
     "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval"}
@@ -1116,7 +1121,7 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
         return None
     if run.step >= config.steps:
         print_rank0(f"{begin.path} is step {run.step} of {config.steps}: nothing left to do; raise "
-                    f"--steps or --epochs to continue, or give another --out")
+                    f"--steps or --epochs to continue, or begin a new run in another --out")
         return None
     run.metrics = all_ranks(lambda: checkpoint.Metrics(Path(config.out), run.grid.rank))
     if config.log is not None and run.grid.rank == 0:

@@ -603,8 +603,9 @@ def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict
         raise ValueError(f"no layout of this model and batch size {config.batch_size} fits "
                          f"{config.world} x {config.gpu}: take more or larger GPUs, --offload, or "
                          f"a batch size that more layouts divide")
-    # Of the sizes of a microbatch the fastest, or of equal ones the smallest.
-    plans.sort(key=lambda plan: (plan["step_seconds"], plan["memory_bytes"]))
+    # Of equally fast plans first those of the lowest ZeRO stage, then those of the least memory.
+    plans.sort(key=lambda plan: (float(f"{plan['step_seconds']:.3g}"), plan["zero"],
+                                 plan["memory_bytes"]))
     best = {}
     for plan in plans:
         layout = tuple(plan[name] for name in options if name != "micro_batch")
@@ -668,7 +669,8 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
         f"days above do not count",
         "assumes  backward hides data parallelism, nothing hides tp and pp; no rank is slow"]
     if plan["tokens"] < plan["compute_optimal_tokens"] / 10:
-        lines.append("note     few tokens for this model: give --tokens, or --steps, --batch-size")
+        lines.append(f"note     few tokens: {plan['compute_optimal_tokens']:.3g} would be "
+                     f"compute-optimal (--tokens, or --steps and --batch-size)")
     if config.dtype == "fp32":
         lines.append("note     fp32 is slow: give --dtype bf16 (fp16 on a V100)")
     return "\n".join(lines)
