@@ -4759,7 +4759,8 @@ def test_samples_end_before_the_stop_text_and_stand_between_lines_of_dashes(run_
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"), ("--ckpt .", "checkpoint .: give a file, such as latest.pt"),
+    ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"),
+    ("--ckpt .", "checkpoint .: give a file, such as latest.pt"),
     ("--temperature -1", "--temperature"), ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"),
     ("--temperature 1e-50", "at least 1e-06"), ("--top-p 1e-300", "at least 1e-06"),
     ("--num_samples 0", "--num-samples must"), ("--max_new_tokens 9", "mean --max-tokens?"),

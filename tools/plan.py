@@ -603,9 +603,10 @@ def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict
         raise ValueError(f"no layout of this model and batch size {config.batch_size} fits "
                          f"{config.world} x {config.gpu}: take more or larger GPUs, --offload, or "
                          f"a batch size that more layouts divide")
-    # Of equally fast plans first those of the lowest ZeRO stage, then those of the least memory.
-    plans.sort(key=lambda plan: (float(f"{plan['step_seconds']:.3g}"), plan["zero"],
-                                 plan["memory_bytes"]))
+
+    def order(plan):        # of equally fast plans the lowest ZeRO stage, then the least memory
+        return float(f"{plan['step_seconds']:.3g}"), plan["zero"], plan["memory_bytes"]
+    plans.sort(key=order)
     best = {}
     for plan in plans:
         layout = tuple(plan[name] for name in options if name != "micro_batch")
