@@ -1778,7 +1778,7 @@ def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.de
     if name == "auto":
         name = next(kind for kind in available if available[kind])
     if not available[name]:
-        limits = " for one process, not in fp64" if name == "mps" else ""
+        limits = ", which is for one process, not in fp64" if name == "mps" else ""
         raise ValueError(f"torch finds no {name.upper()} device here{limits}: leave out --device "
                          f"{name}, or give --device cpu")
     if name != "cuda":

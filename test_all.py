@@ -2927,7 +2927,7 @@ def test_mps_is_for_one_process_without_float64(run_train, shards, tmp_path, mon
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     for more, world in ((["--dtype", "fp64"], 1), ([], 2)):
         expect_mistake(run_train(*flags, "--device", "mps", *more, WORLD_SIZE=world),
-                       "no MPS device here (mps: for one process, not in fp64): leave out")
+                       "no MPS device here, which is for one process, not in fp64: leave")
     assert ", cpu, fp64" in run_train(*flags, "--dtype", "fp64")[1]
     assert parallel.sum_dtype(torch.device("mps")) == torch.float32
     with mock.patch.object(torch.mps, "manual_seed") as manual_seed:
