@@ -4131,8 +4131,8 @@ def test_a_rank_lost_during_a_save_costs_at_most_that_save(shards, tmp_path, fat
 import pathlib, time, checkpoint, train
 receive = checkpoint.receive_parameter
 def receive_late(spec, *args):
-    if spec.name == "embed.token.weight" and list(pathlib.Path().glob("step*")):
-        time.sleep(3)               # three times in the second file
+    while pathlib.Path("step_00000005.pt").exists() and not pathlib.Path("lost").exists():
+        time.sleep(0.05)            # in the file of step 10
     return receive(spec, *args)
 checkpoint.receive_parameter = receive_late
 train.main()
@@ -4147,6 +4147,7 @@ train.main()
         for victim, job in enumerate(jobs):
             wait_for_step(tmp_path / f"{victim}", 11, job[0])       # file 5 is whole, 10 is not
             job[victim].send_signal(fate)
+            (tmp_path / f"{victim}" / "lost").touch()
         for victim, job in enumerate(jobs):
             status, _, error = job[1 - victim].finish()
             assert status == 1 and error.count("\n") == 1, error
@@ -4168,7 +4169,7 @@ def test_a_slow_disk_of_rank_0_does_not_end_a_healthy_run(shards, things, tmp_pa
     (tmp_path / "wrapper.py").write_text("""
 import sys, time, amp, checkpoint, train
 def slow(function):
-    return lambda *args: time.sleep(3) or function(*args)
+    return lambda *args: time.sleep(2.5) or function(*args)
 checkpoint.save, checkpoint.verify = slow(checkpoint.save), slow(checkpoint.verify)
 def diverges(monitor, *args, observe=amp.DivergenceMonitor.observe):
     observe(monitor, *args)
