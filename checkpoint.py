@@ -255,8 +255,8 @@ def save(state: dict, out: Path, keep: int) -> Path:
 
 
 class Writer:
-    """Writes checkpoints in a thread of each rank, one at a time. Rank 0 waits for each part that
-    another rank sends for `timeout` seconds."""
+    """Writes checkpoints in a thread of each rank, one at a time. Rank 0 waits at most `timeout`
+    seconds for each part that another rank sends."""
 
     def __init__(self, out: Path, keep: int, cfg: GPTConfig, flat: FlatParameters, timeout: float):
         self.out = out

@@ -7,7 +7,7 @@
     5. Processes               errors, start, signals and devices
 
 Each of sections 2 to 4 starts with a minimal version, which only a test runs, then lists how the
-real code differs and why: TP1 to TP6, PP1 to PP7, DP1 to DP9. Comments refer to these names.
+real code differs and why: TP1 to TP6, PP1 to PP8, DP1 to DP10. Comments refer to these names.
 
 Invariant: the same seed and the same global batch give the same loss, gradients and gradient norm
 in every layout, up to the order of additions. One process is the layout 1 x 1 x 1: a collective
@@ -1158,10 +1158,10 @@ def plain_zero_step(model, shard, optimizer, tokens, targets):
 #   DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
 #   DP5  all are awaited at the end              in ZeRO 0 no hook waits       finish_grad_sync
 #   DP6  the tied matrix has its own bucket      no other bucket waits for it  make_buckets
-#   DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/dp   _start_grad_sync,
-#        (the next forward awaits the others)    a forward hides the messages  gather_before_use
+#   DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/dp   _start_grad_sync
 #   DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/dp      _start_grad_sync
 #   DP9  ZeRO 3: and only its parameters         2 more bytes become 2/dp      gather_before_use
+#   DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  gather_before_use
 #
 # The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
 # for each block. Backward completes them from the right; every rank communicates in that order.
@@ -1272,7 +1272,8 @@ class FlatParameters:
     and AdamW runs there: 6 of 18 bytes per parameter stay on the GPU.
 
     A training step calls zero_grad, then prepare_grad_sync before each backward, and at the end
-    finish_grad_sync, grad_norm_squares and step."""
+    finish_grad_sync, grad_norm_squares and step. In ZeRO 1 and 2 `step` only starts to gather the
+    updated parameters: `gather_before_use` or wait_params waits for them."""
 
     def __init__(self, specs: list[ParamSpec], grid: Grid, dtype, master_dtype, device,
                  zero: int = 0, host=None, training: bool = True):
@@ -1490,8 +1491,8 @@ class FlatParameters:
                 copies.append(copy_to_host_async(grads[i + 2], rows[i + 2]))
 
     def unshard(self, buckets: list[Bucket], prefetch: list[Bucket] = ()) -> None:
-        """Gather the buckets' parameters; begin to gather those of the buckets to `prefetch`. ZeRO
-        1 and 2: wait until the buckets' parameters are there."""
+        """Make the buckets' parameters whole: gather them, or wait for the all-gather that `step`
+        started (ZeRO 1 and 2). Begin to gather those of the buckets to `prefetch`."""
         for bucket in (*buckets, *prefetch):
             if bucket.data.untyped_storage().size() == 0:
                 bucket.data.untyped_storage().resize_(bucket.data.nbytes)
@@ -1529,7 +1530,7 @@ def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: 
 
 def gather_before_use(model: GPT, flat: FlatParameters) -> None:
     """Wrap the forward of the embedding, each block and the head in unshard and reshard. ZeRO 1 and
-    2 (DP7): the all-gather after AdamW is awaited there, bucket by bucket. ZeRO 3 (DP9):
+    2 (DP10): the all-gather after AdamW is awaited there, bucket by bucket. ZeRO 3 (DP9):
 
         forward    unshard block i, prefetch i + 1, run, reshard
         backward   unshard block i, prefetch i - 1, run; _start_grad_sync reduces and reshards

@@ -456,7 +456,7 @@ class Run:
         self.consumed_samples = state["consumed_samples"]
         self.samples = state["tokens"] // self.cfg.seq_len
         self.optimizer_steps = state["optimizer_steps"]
-        vars(self.monitor).update(state["monitor"])
+        vars(self.monitor).update(state["monitor"])     # (older checkpoints have other fields)
         if self.config.rollback == "on":        # with "off", it may be from a divergence
             self.monitor.bad = min(self.monitor.bad, BAD_STEPS - 1)
         if not losses_stay_comparable(self.config, self.train_data, state):

@@ -222,7 +222,7 @@ def format_run(run: Run, flags: list[str]) -> str:
             f"{max(row['lr'] for row in run.rows):.2e}  {describe(run, flags)}")
 
 
-def compare(outs: list[str], readme=False) -> str:
+def compare(outs: list[str], as_mermaid=False) -> str:
     """A chart as wide as the terminal, or one for a README, and a table. Raises ValueError if no
     run has a step."""
     runs = []
@@ -240,7 +240,7 @@ def compare(outs: list[str], readme=False) -> str:
     runs.sort(key=lambda run: run.best_val_loss)
     charted = list(zip(string.ascii_lowercase, runs))         # the best 26
     width = max(20, shutil.get_terminal_size((100, 24)).columns - 12)
-    lines = [mermaid(runs)] if readme else chart(charted, width)
+    lines = [mermaid(runs)] if as_mermaid else chart(charted, width)
     lines.append("   best val  at step  last val  at step   steps           tokens    hours    "
                  "tokens/s    max lr  run")
     flags = differing_flags(runs)
