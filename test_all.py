@@ -21,6 +21,7 @@ checkpoint.py                 format, kills, damage, full disks         the plai
 train.py: the command line    flags, mistakes, metrics.jsonl, resuming  literals
 train.py: divergence ...      when a run rolls back, and where to       runs without faults
 train.py: saving beside ...   locks, signals, lost and slow ranks       runs without them
+train.py: chains of stops ... layouts and faults drawn at random        the straight run
 train.py: whole runs ...      the README's table of faults (slow)       healthy runs
 sample.py                     sampling, cache, stop text                one token at a time
 README.md                     its commands, flags, names of tests       the files
@@ -28,7 +29,7 @@ The harness                   processes, runs of train.Run, commands
 
 Begin with                    test_parallel_layers_are_the_plain_ones (tensor parallelism)
                               test_a_resumed_run_is_the_straight_one_bit_for_bit
-                              test_the_scale_moves_as_in_torch (the loss scaler)
+                              test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64
 
 How the tests work: the body of an `on_ranks` test runs on each of `world` ranks: processes of a
 `Pool`, which are started once. `trained(pool, layout, ...)` trains with train.Run on dp x tp x pp
@@ -267,7 +268,9 @@ def test_parallel_layers_are_the_plain_ones(rank, world, sequence_parallel):
         ours = outputs_and_dx(local, tokens, targets, part(x), part(dy))
         flat.finish_grad_sync()
     outputs = {name: (ours[name], part(theirs[name])) for name in theirs}
-    assert_close(outputs | gradient_pairs(flat, plain), 1e-12)
+    gradients = gradient_pairs(flat, plain)
+    assert set(gradients) == {name for name, _ in plain.named_parameters()}
+    assert_close(outputs | gradients, 1e-12)
 
 
 # ---- Pipeline parallelism: the stages' gradients are the whole model's
@@ -398,6 +401,43 @@ def test_the_scale_moves_as_in_torch(init_scale, growth_factor, backoff_factor, 
         ours.load_state_dict(json.loads(state))
         ours.update(overflow)
         assert ours.scale == theirs.get_scale() > 1e-37, step
+
+
+def start_with_a_high_scale(run):
+    run.scaler = amp.LossScaler(2.0 ** 22, growth_interval=4)
+
+
+def skip_steps(run, numbers):
+    """As after an overflow: one of the gradients of these steps is infinite."""
+    def overflow(step):
+        if step in numbers:
+            run.flat.buckets[0].shard["grad"][0] = math.inf
+    after_backward(run, overflow)
+
+
+def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
+    """On two stages the gradients overflow by themselves under a scale of 2^22. The run skips these
+    steps, its scale moves as GradScaler's, and it grows until the next overflow. The losses are
+    those of an fp64 run that skips the same steps, to 0.1%."""
+    flags = dict(steps=20, rollback="off", layout=(1, 1, 2))
+    half, *_ = trained(pool, out=tmp_path / "fp16", prepare=start_with_a_high_scale, dtype="fp16",
+                       **flags)
+    skipped = [row["step"] for row in half if row["skipped"] > 0]
+    exact, *_ = trained(pool, out=tmp_path / "fp64", dtype="fp64",
+                        prepare=functools.partial(skip_steps, numbers=skipped), **flags)
+    assert relative(column(half, "loss"), column(exact, "loss")) < 1e-3
+    assert column(exact, "skipped") == column(half, "skipped")
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0 ** 22, growth_interval=4)
+    weight = nn.Parameter(torch.ones(1))
+    for row in half:
+        theirs.scale(torch.ones(()))                        # (creates its scale)
+        assert row["loss_scale"] == theirs.get_scale()
+        weight.grad = torch.full((1,), math.inf if row["skipped"] > 0 else 0.0)
+        theirs.step(torch.optim.SGD([weight], lr=0.0))
+        theirs.update()
+    scales = column(half, "loss_scale")
+    assert skipped[:2] == [1, 2] and len(skipped) > 3       # the first ones, then after a growth
+    assert max(scales[skipped[2]:]) > min(scales)
 
 
 # ---- Whole runs: stopped and resumed, moved to other layouts, and 50 recorded losses
@@ -3210,10 +3250,11 @@ def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, nu
 
 
 @pytest.mark.parametrize("ranks, stopped", [(1, -signal.SIGTERM), (2, 0)])
-def test_a_signal_in_an_evaluation_stops_the_run_after_the_next_step(shards, tmp_path, ranks,
-                                                                     stopped):
-    """It saves, and goes on by --resume auto. In the evaluation after the last step there is
-    nothing to stop. Of two ranks one gets it."""
+def test_a_signal_in_an_evaluation_stops_the_run_after_the_next_step(shards, things, tmp_path,
+                                                                     ranks, stopped):
+    """It saves, and goes on by --resume auto, in a new process: one process ends with the state of
+    a run that was not stopped, bit for bit. In the evaluation after the last step there is nothing
+    to stop. Of two ranks one gets it."""
     (tmp_path / "wrapper.py").write_text("""
 import os, signal, train
 def interrupted(run, source, evaluate_source=train.Run.evaluate_source):
@@ -3233,6 +3274,9 @@ train.main()
     rows, events = read_metrics(tmp_path / "out")
     assert kinds(events) == ["start", "stop", "resume", "end"]
     assert column(rows, "step") == [1, 2, 3, 4]
+    if ranks == 1:
+        assert_same_state(saved(tmp_path / "out", 4), checkpoint.load(things / "whole.pt"),
+                          but=("config", "run", "monitor"))     # which has the file of step 3
 
 
 def test_ctrl_c_ends_data_py_in_one_line_and_leaves_nothing(tmp_path):
