@@ -355,7 +355,8 @@ def reading(path: Path, problem: str):
             advice = "run train.py first, or give another file"
         else:
             advice = (f"give a file of train.py, such as out/latest.pt, or of `python -m "
-                      f"tools.huggingface import {path} FILE.pt`")
+                      f"tools.huggingface import {path} FILE.pt` (to go on with a run, give its "
+                      f"--out alone)")
         raise FileNotFoundError(f"there is no checkpoint {path}: {advice}") from None
     except (PermissionError, MemoryError):
         raise

@@ -115,6 +115,8 @@ def read_meta(directory: Path) -> dict:
         return {key: meta[key]
                 for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
     except FileNotFoundError:
+        if (directory / "train_000000.bin").exists():       # data.py's own name
+            raise ValueError(f"{directory} has no meta.json: run data.py again") from None
         names = [(file.name, file.stat().st_size) for file in sorted(directory.glob("*.bin"))]
         return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None,
                     fingerprint=hashlib.sha256(repr(names).encode()).hexdigest())
@@ -600,8 +602,8 @@ def fetch_shards(url: str, out: Path, count: int) -> dict:
 
 class Parser(argparse.ArgumentParser):
     """The parser of all programs here. Flags may have underscores for dashes, as nanoGPT's. A
-    mistake ends the program with one line and status 2; for an unknown flag the line suggests one,
-    with its help: that which other_names gives its other names, or the most similar."""
+    mistake ends the program with one line and status 2; for unknown flags the line suggests others,
+    with their help: those which other_names gives these names, or the most similar."""
 
     def __init__(self, prog: str, usage: str, description=None, other_names=None, **options):
         super().__init__(prog, usage, description, allow_abbrev=False,
@@ -618,17 +620,19 @@ class Parser(argparse.ArgumentParser):
                  for text in arguments]
         args, unknown = self.parse_known_args(given)
         if unknown:
-            name = unknown[0].partition("=")[0].lstrip("-")
-            flags = {flag: action for action in self._actions for flag in action.option_strings}
-            near = ["--" + ours for ours, theirs in self.other_names.items()
-                    if name in theirs.split() and "--" + ours in flags]
-            near += difflib.get_close_matches("--" + name, flags, 1, 0.75)
-            advice = "--help lists the flags"
-            if near:
-                help = flags[near[0]].help % vars(flags[near[0]])
-                advice = f"did you mean {near[0]}? ({help})"
-            self.error(f"unknown argument {unknown[0]}: {advice}")
+            flags = [text for text in unknown if text.startswith("--")] or unknown[:1]
+            self.error("; ".join(f"unknown argument {flag}: {self.advice(flag)}" for flag in flags))
         return args
+
+    def advice(self, unknown: str) -> str:
+        name = unknown.partition("=")[0]
+        flags = {flag: action for action in self._actions for flag in action.option_strings}
+        near = ["--" + ours for ours, theirs in self.other_names.items()
+                if name.removeprefix("--") in theirs.split() and "--" + ours in flags]
+        near += difflib.get_close_matches(name, flags, 1, 0.75)
+        if not near:
+            return "--help lists the flags"
+        return f"did you mean {near[0]}? ({flags[near[0]].help % vars(flags[near[0]])})"
 
 
 def parse_flags(arguments) -> argparse.Namespace:

@@ -169,7 +169,8 @@ def check_layout(cfg: GPTConfig, world: int, batch: int, config) -> None:
                          f"{micro_batch} = {dp * micro_batch}")
     if chunks > 1 and batch // (dp * micro_batch) % pp:
         raise ValueError(f"{batch // (dp * micro_batch)} microbatches are not divisible by pp "
-                         f"{pp}, as the interleaved schedule requires: change the batch size")
+                         f"{pp}, as the interleaved schedule requires: change --batch-size, its "
+                         f"ramp or --micro-batch")
 
 
 @dataclass
@@ -742,8 +743,8 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
 #   PP4  a rank has only its stage's layers  parameters / p                        build_stage
 #   PP5  both ends have the tied matrix      only its gradients travel             finish_grad_sync
 #   PP6  backward recomputes a block         stores 1 value instead of about 16    wrap_model
-#   PP7  a rank has v chunks of the layers   bubble / v, for v times the messages  model_chunks
-#   PP8  gradients of weights wait for gaps  bubble / 3, activations of p          zb_h1
+#   PP7  a rank has v chunks of the layers   about bubble / v, v times messages    model_chunks
+#   PP8  gradients of weights wait for gaps  about bubble / 3, activations of p    zb_h1
 #
 # GPipe and 1F1B on three stages. F2 is the forward of microbatch 2, a backward takes two units of
 # time, and a dot is idle time. Both idle for (p - 1) / (m + p - 1) of the time, the bubble; the
@@ -760,7 +761,12 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
 # PP7. Chunk c of stage s has the layers of place c p + s in a pipeline of v p stages. An op takes
 # 1 / v of the time, so the bubble is (p - 1) / (v m + p - 1). gpipe and 1f1b have v = 1.
 # PP8. B computes the gradients of inputs only, which the stage before waits for, and W those of the
-# linear layers' weights, later. If F, B and W take one unit, the bubble is (p - 1) / (3 m + p - 1).
+# linear layers' weights, later. If F, B and W take one unit and m >= p, the bubble is
+# (p - 1) / (3 m + p - 1), and each stage keeps activations of p microbatches, until their W:
+#
+#     ZB-H1    F0 F1 F2 .  .  B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4
+#              .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 F4 B3 W2 B4 W3 W4
+#              .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 W3 W4
 
 
 def gpipe(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
@@ -776,7 +782,8 @@ def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1)
     """PP2; with chunks PP7 (PipeDream-flush, interleaved: Narayanan et al. 2021, section 2.2)."""
     # Warm-up: one forward for every later stage; a backward cannot arrive before those have run.
     # Then one forward and one backward in turn, and at the end the backwards that are left. With
-    # chunks, the first microbatches have to reach the last chunk, and each later stage adds a turn.
+    # chunks, the first microbatches have to reach the last chunk, and each later stage adds two
+    # turns: an activation travels there, and its gradient back.
     warmup = stages - stage - 1
     if chunks > 1:
         warmup = (chunks - 1) * stages + 2 * warmup
@@ -789,8 +796,8 @@ def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1)
 
 
 def zb_h1(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
-    """PP8 (ZB-H1: Qi et al. 2024, section 2.1): 1F1B, and a "W" after each backward but the first
-    `stage`, which earlier stages wait for. Each stage keeps activations of p microbatches."""
+    """PP8 (ZB-H1: Qi et al. 2024, section 2.1): 1F1B, with each W put off by `stage` microbatches:
+    the stages before wait for the first gradients, so B goes before W there."""
     ops = []
     for op, m, chunk in one_f_one_b(stage, stages, num_microbatches, chunks):
         ops.append((op, m, chunk))
@@ -1140,10 +1147,11 @@ def plain_zero_step(model, shard, optimizer, tokens, targets):
 # rest. ZeRO 3 keeps no `full` either: it gathers a block's parameters before its forward and before
 # its backward, while another block runs, and frees them after (FSDP, Zhao et al. 2023).
 #
-# A step of m microbatches (in fp32 a parameter is its own master; the last column: 16 bits):
+# A step of m microbatches (in fp32 a parameter is its own master):
 #
-#             masters,                     bytes kept per parameter    bytes sent per step and
-#     ZeRO    moments    grad     data     16 bits      fp32           parameter, x (dp-1)/dp
+#             masters,                     bytes kept per parameter    in 16 bits, bytes sent per
+#                                                                      parameter, x (dp-1)/dp:
+#     ZeRO    moments    grad     data     16 bits      fp32           gradients + parameters
 #       0     full       full     full     18           16             8
 #       1     shard      full     full     6 + 12/dp    8 + 8/dp       4 + 2
 #       2     shard      shard    full     2 + 16/dp    4 + 12/dp      4m + 2
@@ -1778,10 +1786,11 @@ def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.de
                  "mps": on_mps and torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(kind for kind in available if available[kind])
+    if name == "mps" and not on_mps:
+        raise ValueError("--device mps is for one process, and not for fp64: give --device cpu")
     if not available[name]:
-        limits = ", which is for one process, not in fp64" if name == "mps" else ""
-        raise ValueError(f"torch finds no {name.upper()} device here{limits}: leave out --device "
-                         f"{name}, or give --device cpu")
+        raise ValueError(f"torch finds no {name.upper()} device here: leave out --device {name}, "
+                         f"or give --device cpu")
     if name != "cuda":
         return torch.device(name)
     # A launcher may show each process a GPU of its own, as the only one.

@@ -2839,6 +2839,8 @@ def things(shards, tmp_path_factory):
             ("toy", tokens, tokens, dict(vocab_size=300))]:
         dataset(folder / name, dict(train_0=of_train, val_0=of_val), **changes)
     os.truncate(folder / "torn/train_0.bin", 2000)
+    dataset(folder / "lost", dict(train_000000=tokens, val_000000=tokens))
+    (folder / "lost/meta.json").unlink()
     whole = Command("train.py", "--data", shards, "--out", folder / "run", *TINY).finish(200)
     assert whole[0] == 0, whole
     (folder / "run" / "latest.pt").rename(folder / "whole.pt")
@@ -2902,6 +2904,7 @@ def things(shards, tmp_path_factory):
      "data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR",
      ["--data nowhere", "--data other=1,nowhere=1"]),
     ("has no train shards: give", ["--data run", "--data other/train_0.bin"]),
+    ("lost has no meta.json: run data.py again", ["--data lost"]),
     ("too few", ["--seq-len 100000"]),
     ("other and toy have different tokenizers", ["--data other=1,toy=0"]),
     ("train_0.bin", ["--data torn=1,other=1"]),
@@ -2967,7 +2970,7 @@ def test_mps_is_for_one_process_without_float64(run_train, shards, tmp_path, mon
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     for more, world in ((["--dtype", "fp64"], 1), ([], 2)):
         expect_mistake(run_train(*flags, "--device", "mps", *more, WORLD_SIZE=world),
-                       "no MPS device here, which is for one process, not in fp64: leave")
+                       "--device mps is for one process, and not for fp64: give")
     assert ", cpu, fp64" in run_train(*flags, "--dtype", "fp64")[1]
     assert parallel.sum_dtype(torch.device("mps")) == torch.float32
     with mock.patch.object(torch.mps, "manual_seed") as manual_seed:
@@ -3461,7 +3464,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
         run.val_data.meta["bytes_per_token"] = 4.0
     with mock.patch.object(time, "perf_counter", lambda: takes(40, now[0])):
         rows = watched(settings(tmp_path, steps=3, save_every=1, eval_every=2), prepare).rows
-    evaluated = ("validation: 1.3863 nats a token, perplexity 4.00, 0.5000 bits a byte (on 208 of "
+    evaluated = ("validation: 1.3863 nats a token, perplexity 4, 0.5000 bits a byte (on 208 of "
                  "209 tokens)")
     assert [line.split("left ")[-1] for line in capsys.readouterr().out.splitlines()[:5]] == [
         "0:01:20", "0:00:40", evaluated, "0:00:00", evaluated]
@@ -4237,10 +4240,12 @@ train.main()
 
 def test_of_several_machines_messages_and_events_name_them(shards, things, tmp_path):
     """Two ranks that are told different host names: a mistake of one, the start's lines and event,
-    and the message of a lost peer name them."""
+    and the message of a lost peer name them. Different flags are refused."""
     (tmp_path / "wrapper.py").write_text("""
-import os, socket, train
+import os, socket, sys, train
 socket.gethostname = lambda: "node" + os.environ["RANK"]
+if os.environ["RANK"] == "1":
+    sys.argv += os.environ.get("MORE", "").split()
 os.environ["LOCAL_WORLD_SIZE"] = "1"
 train.main()
 """)
@@ -4249,6 +4254,9 @@ train.main()
     first, second = launch(2, *flags, "--data", things / "beyond", file=tmp_path / "wrapper.py")
     expect_mistake(first.finish(), "rank 1 on node1: ")
     assert second.finish() == (2, "", "")
+    first, second = launch(2, *flags, file=tmp_path / "wrapper.py", MORE="--lr 1")
+    expect_mistake(first.finish(), "the ranks have different flags")
+    assert second.finish()[0] == 2
     first, second = launch(2, *flags, file=tmp_path / "wrapper.py")
     wait_for_step(tmp_path / "out", 3, first)
     second.send_signal(signal.SIGKILL)

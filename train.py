@@ -745,9 +745,11 @@ def format_eval(row: dict, run: Run) -> str:
     """The validation loss in three units, and a line for each of several sources."""
     def line(name, loss, bytes_per_token):
         perplexity = math.exp(loss) if loss < 700 else math.inf
-        text = f"{name}: {loss:.4f} nats a token, perplexity {perplexity:.2f}"
+        text = f"{name}: {loss:.4f} nats a token, perplexity {perplexity:.3g}"
         if bytes_per_token:
             text += f", {loss / math.log(2) / bytes_per_token:.4f} bits a byte"
+        if loss > math.log(run.cfg.vocab_size):
+            text += f"; guessing gives {math.log(run.cfg.vocab_size):.4f}"
         return text
 
     dataset = run.val_data
@@ -878,7 +880,8 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "eval-tokens": "eval-iters", "log-every": "log-interval",
     "seq-len": "block-size seq-length", "clip": "grad-clip clip-grad", "data": "dataset data-path",
     "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save", "resume": "load",
-    "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval"}
+    "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval",
+    "offload": "optimizer-cpu-offload", "init-from": "finetune"}
 
 
 def add_flags(parser: Parser, names=None, kind=Config) -> None:
@@ -1079,6 +1082,7 @@ def launch(given: dict, device: torch.device, rank: int, world: int, local_world
     """Build the run on this rank and train, or evaluate, to its end. Returns the number of the
     signal that stopped it, or None."""
     assert_own_gpu(device)
+    assert_equal_across_ranks(given, "the ranks have different flags: start all with one command")
     config, cfg, begin = on_rank0(lambda: prepare(given, world, local_world, device, stack))
     path = begin.path if begin.kind in ("continue", "resume") else None
     state = all_ranks(lambda: load_state(path))

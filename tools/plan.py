@@ -579,8 +579,8 @@ def compute_optimal(flops: float) -> dict[str, float]:
 def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict]:
     """The plans of the ten fastest layouts that fit, of those with tp inside a machine and
     microbatches of 1 to 16 sequences, and with 1F1B, which takes less time and memory than GPipe,
-    or that interleaved in 2 or 4 chunks. What `given` names stays as it is in `config`. Raises
-    ValueError if nothing fits."""
+    or that interleaved in 2 or 4 chunks. (ZB-H1 only if it is given.) What `given` names stays as
+    it is in `config`. Raises ValueError if nothing fits."""
     divisors = [n for n in range(1, config.world + 1) if config.world % n == 0]
     options = dict(tp=[n for n in divisors if config.gpus_per_node % n == 0],
                    pp=[n for n in divisors if n <= cfg.n_layer],
@@ -687,7 +687,7 @@ def format_search(plans: list[dict]) -> str:
         for switch in ("recompute", "sequence_parallel"):
             rows[-1].append("yes" if plan[switch] else "no")
         rows[-1] += [f"{plan['memory_bytes'] / 1e9:.1f}", f"{100 * plan['bubble']:.1f}",
-                     f"{plan['step_seconds']:.4g}", f"{100 * plan['mfu']:.1f}",
+                     f"{plan['step_seconds']:.3g}", f"{100 * plan['mfu']:.1f}",
                      f"{plan['days']:.3g}"]
     lines = []
     for row in rows:
