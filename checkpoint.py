@@ -349,14 +349,13 @@ def reading(path: Path, problem: str):
             raise FileNotFoundError
         yield
     except (FileNotFoundError, NotADirectoryError):
-        if path.is_dir():
+        if (path / "latest.pt").exists():
             advice = f"give a file, such as {path / 'latest.pt'}"
         elif path.suffix == ".pt":
             advice = "run train.py first, or give another file"
         else:
             advice = (f"give a file of train.py, such as out/latest.pt, or of `python -m "
-                      f"tools.huggingface import {path} FILE.pt` (to go on with a run, give its "
-                      f"--out alone)")
+                      f"tools.huggingface import {path} FILE.pt`")
         raise FileNotFoundError(f"there is no checkpoint {path}: {advice}") from None
     except (PermissionError, MemoryError):
         raise

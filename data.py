@@ -61,7 +61,7 @@ def get_tokenizer(name: str):
         raise ValueError(f"unknown tokenizer {name!r}: expected gpt2 or bytes")
     try:
         return tiktoken.get_encoding("gpt2")        # downloads its vocabulary once
-    except (OSError, ValueError) as error:      # ValueError: the answer has another hash
+    except (OSError, ValueError) as error:      # ValueError: the file has the wrong hash
         raise ConnectionError(f"GPT-2's vocabulary could not be loaded ({error}): run it again "
                               f"later, set TIKTOKEN_CACHE_DIR to a folder that has it, or make "
                               f"shards with --tokenizer bytes") from None
@@ -107,8 +107,8 @@ def find_shards(directory: Path, split: str) -> list[Path]:
 
 
 def read_meta(directory: Path) -> dict:
-    """The entries of meta.json that training needs. Without the file the shards are others', and
-    hold GPT-2's tokens. Raises ValueError if the file is damaged."""
+    """The entries of meta.json that training needs. Shards without it that data.py did not make
+    are taken for GPT-2's tokens. Raises ValueError if the file is damaged or lost."""
     path = directory / "meta.json"
     try:
         meta = json.loads(path.read_text())
@@ -116,7 +116,8 @@ def read_meta(directory: Path) -> dict:
                 for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
     except FileNotFoundError:
         if (directory / "train_000000.bin").exists():       # data.py's own name
-            raise ValueError(f"{directory} has no meta.json: run data.py again") from None
+            raise ValueError(f"{directory} has no meta.json: copy it, too, or run data.py "
+                             f"again") from None
         names = [(file.name, file.stat().st_size) for file in sorted(directory.glob("*.bin"))]
         return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None,
                     fingerprint=hashlib.sha256(repr(names).encode()).hexdigest())
@@ -602,8 +603,8 @@ def fetch_shards(url: str, out: Path, count: int) -> dict:
 
 class Parser(argparse.ArgumentParser):
     """The parser of all programs here. Flags may have underscores for dashes, as nanoGPT's. A
-    mistake ends the program with one line and status 2; for unknown flags the line suggests others,
-    with their help: those which other_names gives these names, or the most similar."""
+    mistake ends the program with one line and status 2. For each unknown flag the line suggests one
+    of ours, with its help: by `other_names` (our flag: its names elsewhere), or by similarity."""
 
     def __init__(self, prog: str, usage: str, description=None, other_names=None, **options):
         super().__init__(prog, usage, description, allow_abbrev=False,

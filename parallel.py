@@ -146,8 +146,8 @@ def check_grid(world: int, config) -> None:
         raise ValueError(f"--pp-schedule interleaved requires --pp and --pp-chunks of 2 or more, "
                          f"not {pp} and {chunks}")
     if schedule == "zb-h1" and (pp == 1 or config.zero == 2 or config.recompute or config.compile):
-        raise ValueError("--pp-schedule zb-h1 requires --pp 2 or more and --zero 0 or 1, without "
-                         "--recompute and --compile: change these, or take 1f1b")
+        raise ValueError("--pp-schedule zb-h1 requires --pp 2 or more, and cannot be combined "
+                         "with --zero 2, --recompute or --compile: drop these, or use 1f1b")
 
 
 def check_layout(cfg: GPTConfig, world: int, batch: int, config) -> None:
@@ -443,7 +443,7 @@ class TensorParallel(nn.Module):
     (those it does not name are whole), `stride` how many matrices are stacked there."""
     partition_dim = {}
     stride = 1
-    put_off = None      # PP8: a list of (module, dy, x) for each backward whose W is to come
+    put_off = None      # PP8: a list of (module, dy, x) for each backward whose W has not run
 
     def __init__(self, plain: nn.Module, grid: Grid):
         super().__init__()
@@ -452,7 +452,7 @@ class TensorParallel(nn.Module):
         self.grid = grid
 
     def multiply(self, function: Callable, x: torch.Tensor, *args) -> torch.Tensor:
-        """function(x, weight, *args). PP8: backward notes the factors of the weight's gradient."""
+        """function(x, weight, *args). PP8: backward stores the factors of the weight's gradient."""
         if self.put_off is None:
             return function(x, self.weight, *args)
         y = function(x, self.weight.detach(), *args)
@@ -762,7 +762,8 @@ def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, 
 # 1 / v of the time, so the bubble is (p - 1) / (v m + p - 1). gpipe and 1f1b have v = 1.
 # PP8. B computes the gradients of inputs only, which the stage before waits for, and W those of the
 # linear layers' weights, later. If F, B and W take one unit and m >= p, the bubble is
-# (p - 1) / (3 m + p - 1), and each stage keeps activations of p microbatches, until their W:
+# (p - 1) / (3 m + p - 1), and each stage keeps activations of p microbatches, until their W (with
+# sequence parallelism more: W's dy are not cut):
 #
 #     ZB-H1    F0 F1 F2 .  .  B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4
 #              .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 F4 B3 W2 B4 W3 W4
@@ -859,7 +860,8 @@ def start_messages(grid: Grid, messages: list[tuple]) -> list[Work]:
     if started:
         with comm_errors(", ".join(work.operation for work in started)):
             handles = dist.batch_isend_irecv(operations)
-        handles *= len(started) // len(handles)     # NCCL's one handle is that of every message
+        if len(handles) == 1:               # NCCL's one handle is that of every message
+            handles = handles * len(started)
         for work, handle in zip(started, handles, strict=True):
             work.handles = [handle]
     return works
@@ -923,7 +925,9 @@ def run_schedule(schedule, model: GPT, grid: Grid, batch: list, activation_like:
 
     @torch.no_grad()
     def weight_grads(m, chunk, _):
-        for module, dy, x in put_off.pop(0):
+        factors = put_off.pop(0)
+        while factors:                                  # each product frees its own
+            module, dy, x = factors.pop(0)
             if x.shape[1] < dy.shape[1]:                # TP2: this rank's positions
                 x = gather_positions(x, grid).wait()
             module.weight.grad = matmul(dy.flatten(0, 1).t(), x.flatten(0, 1))
@@ -958,7 +962,8 @@ def run_turns(turns: list, grid: Grid, functions: dict, activation_like: torch.T
             results.append((True, (op, m, chunk), y))
         works = start_messages(grid, results + following)
         sends |= {op: work for (op, *_), work in zip(turn, works)}
-        arriving = works[len(turn):] or arriving
+        if following:
+            arriving = works[len(turn):]
     for work in sends.values():
         work.wait()
 
@@ -1066,10 +1071,13 @@ def clock(schedules: list, units: list | None = None) -> list[dict]:
                 start = max(arrived[op, m, place], free[stage])
                 free[stage] = start + units[stage][op]
                 row[op, m, chunk] = start, free[stage]
-                after = {"F": [("F", m, place + 1)], "B": [("B", m, place - 1), ("W", m, place)]}
-                if place == places - 1:
-                    after["F"] = [("B", m, place)]          # the loss
-                arrived |= dict.fromkeys(after.get(op, []), free[stage])
+                if op == "F" and place == places - 1:
+                    arrived["B", m, place] = free[stage]    # the loss
+                elif op == "F":
+                    arrived["F", m, place + 1] = free[stage]
+                elif op == "B":
+                    arrived["B", m, place - 1] = free[stage]
+                    arrived["W", m, place] = free[stage]
         if len(arrived) == arrivals_before:
             raise ValueError("the schedules wait for each other: deadlock")
     return times
@@ -1904,14 +1912,15 @@ def main() -> None:
     times = clock(schedules)
     counts = [f"stage {s}: {live_activations(ops) / v:g}" for s, ops in enumerate(schedules)]
     chunks = f" in {v} chunks" if v > 1 else ""
-    factor = {"interleaved": "v m", "zb-h1": "3 m"}.get(args.pp_schedule, "m")
-    n = 3 * m if factor == "3 m" else v * m
-    units = ("an op takes one unit of time, the formula is for m >= p" if factor == "3 m"
-             else "a backward takes two units of time")
+    formula, n = {"interleaved": ("v m", v * m), "zb-h1": ("3 m", 3 * m)}.get(
+        args.pp_schedule, ("m", m))
+    units = "a backward takes two units of time"
+    if args.pp_schedule == "zb-h1":
+        units = "an op takes one unit of time, the formula is for m >= p"
     print(f"{args.pp_schedule}, {p} stages{chunks}, {m} microbatches; {units}")
     print(f"\n{draw(times)}\n")
     print(f"bubble {bubble(times):.1%} of the time, "
-          f"(p - 1) / ({factor} + p - 1) = {(p - 1) / (n + p - 1):.1%}")
+          f"(p - 1) / ({formula} + p - 1) = {(p - 1) / (n + p - 1):.1%}")
     print(f"live activations, in microbatches: {', '.join(counts)}")
 
 

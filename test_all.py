@@ -2883,7 +2883,7 @@ def things(shards, tmp_path_factory):
         "--pp 2 --pp-chunks 2", "--pp 2 --pp-schedule 1f1b --pp-chunks 2"]),
     ("n_layer 3 is less than pp 2 x pp-chunks 2", [
         "--n-layer 3 --pp 2 --pp-schedule interleaved --pp-chunks 2"]),
-    ("--pp-schedule zb-h1 requires --pp 2 or more and --zero 0 or 1, without --recompute and", [
+    ("--pp-schedule zb-h1 requires --pp 2 or more, and cannot be combined with --zero 2, ", [
         "--pp-schedule zb-h1", *(f"--pp 2 --pp-schedule zb-h1 {flag}" for flag in (
             "--recompute", "--zero 2", "--compile"))]),
     ("3 microbatches are not divisible by pp 2, as the interleaved schedule requires", [
@@ -2904,7 +2904,7 @@ def things(shards, tmp_path_factory):
      "data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR",
      ["--data nowhere", "--data other=1,nowhere=1"]),
     ("has no train shards: give", ["--data run", "--data other/train_0.bin"]),
-    ("lost has no meta.json: run data.py again", ["--data lost"]),
+    ("lost has no meta.json: copy it, too, or run data.py again", ["--data lost"]),
     ("too few", ["--seq-len 100000"]),
     ("other and toy have different tokenizers", ["--data other=1,toy=0"]),
     ("train_0.bin", ["--data torn=1,other=1"]),
@@ -2915,7 +2915,8 @@ def things(shards, tmp_path_factory):
     ("there is no checkpoint yes: give a file of train.py, such as out/latest.pt, or", [
         "--resume yes"]),
     ("there is no checkpoint no.pt: run train.py first", ["--init-from no.pt"]),
-    ("no checkpoint run: give a file, such as run/latest.pt", ["--resume run", "--init-from run"]),
+    ("no checkpoint sixth: give a file, such as sixth/latest.pt", [
+        "--resume sixth", "--init-from sixth"]),
     ("torn.pt is damaged", ["--resume torn.pt", "--init-from torn.pt"]),
     ("has format 6, this code reads format 7: use the", [
         "--init-from six.pt", "--resume six.pt", "--out sixth", "--out sixth --eval-only"]),
@@ -3464,7 +3465,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
         run.val_data.meta["bytes_per_token"] = 4.0
     with mock.patch.object(time, "perf_counter", lambda: takes(40, now[0])):
         rows = watched(settings(tmp_path, steps=3, save_every=1, eval_every=2), prepare).rows
-    evaluated = ("validation: 1.3863 nats a token, perplexity 4, 0.5000 bits a byte (on 208 of "
+    evaluated = ("validation: 1.3863 nats a token, perplexity 4.00, 0.5000 bits a byte (on 208 of "
                  "209 tokens)")
     assert [line.split("left ")[-1] for line in capsys.readouterr().out.splitlines()[:5]] == [
         "0:01:20", "0:00:40", evaluated, "0:00:00", evaluated]
@@ -4813,7 +4814,7 @@ def test_samples_end_before_the_stop_text_and_stand_between_lines_of_dashes(run_
 
 @pytest.mark.parametrize("flags, message", [
     ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"),
-    ("--ckpt .", "checkpoint .: give a file, such as latest.pt"),
+    ("--ckpt .", "checkpoint .: give a file of train.py"),
     ("--temperature -1", "--temperature"), ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"),
     ("--temperature 1e-50", "at least 1e-06"), ("--top-p 1e-300", "at least 1e-06"),
     ("--num_samples 0", "--num-samples must"), ("--max_new_tokens 9", "mean --max-tokens?"),

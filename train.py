@@ -150,7 +150,7 @@ class Config:
     compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
     timeout: int = flag(600, "seconds a step waits for another rank (on GPUs for all of it)", low=1)
     micro_batch: int = flag(None, "sequences per microbatch (default: the largest, up to 4, or 16 "
-                            "on GPUs without --pp, that gives a multiple of pp microbatches)",
+                            "on CUDA without --pp, that gives a multiple of pp microbatches)",
                             low=1, group="memory")
     zero: int = flag(0, "ZeRO stage: shard optimizer state (1), also gradients (2), also "
                      "parameters (3)", choices=[0, 1, 2, 3])
@@ -520,6 +520,7 @@ class Run:
         excluded[0] = max(excluded[0], self.consumed_samples)
         monitor.rolled_back(self.step, excluded, data_to_blame, restored=self.monitor)
         self.monitor = monitor
+        self.busy = None
         for event in events:
             self.metrics.write(**event, step=diverged_at)
         self.event("rollback", f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: "
@@ -745,11 +746,13 @@ def format_eval(row: dict, run: Run) -> str:
     """The validation loss in three units, and a line for each of several sources."""
     def line(name, loss, bytes_per_token):
         perplexity = math.exp(loss) if loss < 700 else math.inf
-        text = f"{name}: {loss:.4f} nats a token, perplexity {perplexity:.3g}"
+        uniform = math.log(run.cfg.vocab_size)
+        text = f"{name}: {loss:.4f} nats a token"
+        if loss > uniform:
+            text += f" (a uniform guess: {uniform:.4f})"
+        text += f", perplexity {perplexity:{'.2f' if perplexity < 1e4 else '.3g'}}"
         if bytes_per_token:
             text += f", {loss / math.log(2) / bytes_per_token:.4f} bits a byte"
-        if loss > math.log(run.cfg.vocab_size):
-            text += f"; guessing gives {math.log(run.cfg.vocab_size):.4f}"
         return text
 
     dataset = run.val_data
@@ -846,7 +849,7 @@ def check_follower(log: str) -> None:
 
 @contextmanager
 def follower(config: Config):
-    """Run tools.follow during the block, as a process whose end does not end the run. Its
+    """Run tools.follow during the block, in a process whose failure does not end the run. Its
     own session lets it send the last lines after Ctrl-C or torchrun's SIGTERM."""
     command = [sys.executable, "-m", "tools.follow", os.path.abspath(config.out),
                "--to", config.log, "--parent"]
@@ -1081,8 +1084,9 @@ def launch(given: dict, device: torch.device, rank: int, world: int, local_world
            stack: ExitStack) -> int | None:
     """Build the run on this rank and train, or evaluate, to its end. Returns the number of the
     signal that stopped it, or None."""
+    assert_equal_across_ranks((given, device.type), "the ranks have different flags or devices: "
+                              "start all with one command")
     assert_own_gpu(device)
-    assert_equal_across_ranks(given, "the ranks have different flags: start all with one command")
     config, cfg, begin = on_rank0(lambda: prepare(given, world, local_world, device, stack))
     path = begin.path if begin.kind in ("continue", "resume") else None
     state = all_ranks(lambda: load_state(path))

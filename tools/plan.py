@@ -31,7 +31,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import train
@@ -295,8 +295,8 @@ def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
         stage    what it sends on; or the head's input and its gradient, computed in forward
 
     Of chunks (interleaved 1F1B) each is such a stage, with its part of the blocks. Under ZB-H1 a
-    microbatch has between B and W the inputs of a block's four matrices, and the gradients of their
-    outputs; without sequence parallelism and ReLU they are as many numbers."""
+    microbatch keeps from B to W the inputs of a block's four matrices, and the gradients of their
+    outputs: with GELU and no sequence parallelism as many numbers, otherwise more."""
     size = PRECISIONS[config.dtype][0].itemsize
     unit = config.micro_batch * cfg.seq_len * cfg.n_embd * size
     thin = unit // grid.tp if grid.sequence_parallel else unit
@@ -304,13 +304,15 @@ def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
     block = 4 * thin + wide * unit // grid.tp
     end = 2 * thin if grid.is_last else thin
     schedule = make_schedule(config.pp_schedule, grid, microbatches(config, grid))
-    in_flight = live_activations([op for op in schedule if op[0] != "W"])
-    waiting = live_activations(schedule) - in_flight
     layers = layers_of(cfg, grid)
     if config.recompute:        # a block's input; and once, in backward, all of a block
-        return in_flight * (layers * thin // grid.chunks + end) + block
-    for_weights = 2 * thin + 2 * unit + 12 * unit // grid.tp
-    return in_flight * (layers * block // grid.chunks + end) + waiting * layers * for_weights
+        return live_activations(schedule) * (layers * thin // grid.chunks + end) + block
+    whole = layers * block // grid.chunks + end
+    for_weights = 0
+    if config.pp_schedule == "zb-h1":
+        for_weights = layers * (2 * thin + 2 * unit + 12 * unit // grid.tp)
+    change = dict(F=whole, B=for_weights - whole, W=-for_weights)
+    return max(accumulate(change[op] for op, _, _ in schedule))
 
 
 # ---------------------------------------------------------------------------------------------
