@@ -3474,8 +3474,8 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
                           device=torch.device("cpu"))
     assert "perplexity inf" in train.format_eval(dict(val_loss=1e3), run)
     row = dict(rows[0], loss=5.28014, lr=8e-5, grad_norm=7.9496, activation_norm=0.9251,
-               tokens_per_second=5072.0)
-    assert train.format_step(run, row, 323 / 799) in README.splitlines()
+               tokens_per_second=7133.0)
+    assert train.format_step(run, row, 229 / 799) in README.splitlines()
     used = f"MFU {1e9 * model.flops_per_token(CFG) / (2 * 756e12):.1%}"
     for name, dtype, seconds, told in [("NVIDIA H100 PCIe", "bf16", 2.3, f"{used}  left 0:30:38"),
                                        ("NVIDIA H100 PCIe", "fp32", 12, "tok/s  left 2:39:48"),
