@@ -974,11 +974,12 @@ def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[C
         return config, SIZES[config.model] | shape
     for name, value in shape.items():
         stored = state["model"][name]
-        is_shorter = name == "seq_len" and weights_only and value < stored
-        if value != stored and not is_shorter:
-            raise ValueError(f"the checkpoint's model has {name} {stored}, not {value}: drop "
-                             f"--model or the flag of that name, or use another --out or "
-                             f"checkpoint")
+        may_be_shorter = name == "seq_len" and weights_only
+        if value != stored and not (may_be_shorter and value < stored):
+            allowed = f"{stored} or less" if may_be_shorter else stored
+            flag_name = (name if name in given else "model").replace("_", "-")
+            raise ValueError(f"the checkpoint's model has {name} {allowed}, not {value}: drop "
+                             f"--{flag_name}, or use another --out or checkpoint")
     shape = {name: state["model"][name] for name in SHAPE} | shape
     if not weights_only:
         config = Config(**(restored_flags(state) | given))

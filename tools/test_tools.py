@@ -476,6 +476,9 @@ def test_the_search_finds_the_fastest_layouts_that_fit():
                                        "cuda")
         return make_plan(cfg, config)
 
+    def shown(plan):                        # of equal ones others may come first
+        return float(f"{plan['step_seconds']:.3g}")
+
     def search(world, more=""):
         plans = json.loads(tools.plan.answer(
             f"--world {world} {flags} {more} --search --json".split()))
@@ -483,15 +486,15 @@ def test_the_search_finds_the_fastest_layouts_that_fit():
         assert all(plan["fits"] and (plan["dp"] > 1 or plan["zero"] == 0) for plan in plans)
         return plans
     plans, rng = search(64), random.Random(0)
-    seconds = column(plans, "step_seconds")
-    assert len(plans) == 10 and seconds == sorted(seconds, key=lambda x: float(f"{x:.3g}"))
+    seconds = [shown(plan) for plan in plans]
+    assert len(plans) == 10 and seconds == sorted(seconds)
     assert plans == [planned({name: plan[name] for name in choices}) for plan in plans]
     for _ in range(900):                        # most do not go together
         chosen = {name: rng.choice(values) for name, values in choices.items()}
         with suppress(ValueError):
             other = planned(chosen)
-            assert other["step_seconds"] >= 0.99 * seconds[-1] or not other["fits"] or (
-                other["step_seconds"] in seconds), chosen
+            assert shown(other) >= seconds[-1] or not other["fits"] or (
+                other["step_seconds"] in column(plans, "step_seconds")), chosen
     assert {plan["tp"] for plan in search(8, "--model gpt2 --tp 2")} == {2}
     header, *rows, best = tools.plan.answer(f"--world 64 {flags} --search".split()).splitlines()
     assert len(rows) == 10 and "memory GB" in header and "step s" in header
