@@ -333,6 +333,8 @@ def retry_transient(read):
             except (FileNotFoundError, PermissionError):
                 raise
             except OSError as error:
+                if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):        # a mistake in the path
+                    raise
                 reason = error.strerror
         raise ReadFailed(f"{path} could not be read ({reason}): start again when the file system "
                          f"works")

@@ -2917,6 +2917,7 @@ def things(shards, tmp_path_factory):
     ("there is no checkpoint no.pt: run train.py first", ["--init-from no.pt"]),
     ("no checkpoint sixth: give a file, such as sixth/latest.pt", [
         "--resume sixth", "--init-from sixth"]),
+    ("File name too long", [f"--resume {'x' * 300}.pt", f"--init-from {'x' * 300}.pt"]),
     ("torn.pt is damaged", ["--resume torn.pt", "--init-from torn.pt"]),
     ("has format 6, this code reads format 7: use the", [
         "--init-from six.pt", "--resume six.pt", "--out sixth", "--out sixth --eval-only"]),
