@@ -1,4 +1,4 @@
-"""State to disk and back, and the directory of a run. A checkpoint has no layout.
+"""State to disk and back. A checkpoint has no layout.
 
     every rank                  rank 0                             out/
     copies of its shards   -->  one full tensor at a time,    -->  step_00000200.pt  <-+ hard link
@@ -27,34 +27,31 @@ rank needs memory for its shards once more, and rank 0 also for two full tensors
 and their union), whatever the size of the model.
 """
 import errno
-import json
-import math
 import os
 import pickle
 import re
-import secrets
 import shutil
-import socket
 import stat
-import sys
 import time
 import zipfile
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, partial, wraps
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Callable
 
 import torch
 import torch.distributed as dist
 
-from data import TokenDataset
 from model import GPT, GPTConfig
-from parallel import (Bucket, FlatParameters, Grid, ParamSpec, PeerError, RunError, build_stage,
-                      comm_errors, first_line, make_buckets, on_hosts, out_of_memory, param_specs,
-                      to_host)
+from parallel import Grid, build_stage, param_specs
+from parallelism.collectives import (PeerError, comm_errors, first_line, on_hosts, out_of_memory,
+                                     to_host)
+from parallelism.tensor import ParamSpec
+from parallelism.zero import Bucket, FlatParameters, make_buckets
+from runtime.processes import RunError, warn
 
 FORMAT = 7
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -70,11 +67,6 @@ class CorruptCheckpoint(ValueError):
 
 class ReadFailed(RunError, OSError):
     """The file system failed repeatedly; the file itself may be whole."""
-
-
-def warn(text: str) -> None:
-    with suppress(OSError):                 # a closed pipe does not stop the run
-        print(f"train.py: warning: {text}", file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -429,35 +421,6 @@ def load_model(path: Path) -> tuple[GPT, dict]:
     return model.eval(), state
 
 
-# ---------------------------------------------------------------------------------------------
-# The directory of a run: one writer, its checkpoints, where a run begins, metrics
-# ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def lock_output_dir(out: Path):
-    """Create the directory `out` and hold its lock during the block, or until the process ends.
-    Raises ValueError if another process holds it, OSError if `out` cannot be written or locked."""
-    with ExitStack() as stack:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(out / "lock", "a+"))
-            with suppress(ImportError):     # Windows has no flock: a second run is not refused
-                import fcntl
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ValueError(f"another run writes to {out} ({file.read()}): stop it first, or give "
-                             f"another --out") from None
-        except OSError as error:
-            raise OSError(f"--out {out} is not a directory that can be written and locked: "
-                          f"{error.strerror}: give another") from error
-        file.truncate(0)
-        file.write(f"{socket.gethostname()}, process {os.getpid()}")
-        file.flush()
-        yield
-
-
 @retry_transient
 def list_checkpoints(out: Path) -> list[Path]:
     """The checkpoints in `out`, newest first: latest.pt, then by the time of writing. A file with
@@ -476,146 +439,3 @@ def list_checkpoints(out: Path) -> list[Path]:
     for _, _, name, inode in sorted(files, reverse=True):
         newest_first[inode] = out / name            # keeps the place of the inode's first name
     return list(newest_first.values())
-
-
-def latest_valid(files: list) -> tuple[Path | None, list[dict]]:
-    """The first whole checkpoint of a list, and an event for each damaged or missing one before it.
-    None in the list is step 0 of a run from the seed. Raises RunError if none is whole."""
-    events = []
-    for path in files:
-        if path is None:
-            return None, events
-        try:
-            verify(path)
-            load(path)
-            return path, events
-        except (CorruptCheckpoint, FileNotFoundError) as error:
-            events.append(dict(event="damaged", path=str(path), reason=str(error)))
-            warn(f"{error}; passed over")
-    raise RunError(f"none of the {len(files)} checkpoints is whole: "
-                   f"{', '.join(map(str, files))}; move them away to start over")
-
-
-class Start(NamedTuple):
-    """Where a run begins, as `find_start` decides."""
-    kind: str               # "continue": the run in --out; or a new run: "resume" (a branch, with
-                            # the whole state of a file), "init-from" (with its weights) or "seed"
-    path: Path | None       # the checkpoint to load; None for "seed"
-    run: dict               # the run's id and origin, stored in its checkpoints
-    found: list             # the checkpoints in --out at this time
-    events: list = []       # of damaged checkpoints that were passed over
-
-
-def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
-               restarted: bool) -> Start:
-    """Decide where a run begins. `out` is one run:
-
-    1. If `out` holds checkpoints, the run goes on from the newest whole one.
-    2. If not, it begins from --resume FILE, from --init-from FILE, or from the seed.
-
-    If FILE is given in case 1, the run in `out` must have begun from it, unless torchrun has
-    `restarted` the group: FILE may be gone. With --eval-only, FILE is evaluated without a look at
-    `out`. The kind is then "init-from": the weights are enough.
-
-    Raises ValueError or OSError for a usage error, also for a damaged FILE; RunError if `out` holds
-    only damaged checkpoints or the file system fails.
-    """
-    file = init_from if resume in ("auto", "never") else resume         # one of them at most
-    kind = "seed"
-    if file is not None:
-        file = Path(file)
-        kind = "resume" if init_from is None else "init-from"
-    found = [] if eval_only and file is not None else list_checkpoints(out)
-    if resume == "never" and found and not restarted:
-        raise ValueError(f"--resume never, but {out} holds {found[0].name}: give another --out")
-
-    if found:
-        path, events = latest_valid(found)
-        state = load(path)
-        if file is not None and not restarted:
-            origin = new_run(kind, load(file))["origin"] if file.exists() else None
-            if state["run"].get("origin") != origin:        # ids and steps, not paths
-                raise ValueError(f"{out} holds a run that did not begin from {file}, or that file "
-                                 f"is gone: drop --{kind} to go on with that run, or give another "
-                                 f"--out")
-        start = Start("continue", path, state["run"], found, events)
-    elif file is not None:
-        verify(file)
-        state = load(file)
-        start = Start(kind, file, new_run(kind, state), found)
-    elif eval_only:
-        raise ValueError(f"--eval-only, but {out} holds no checkpoint")
-    else:
-        return Start(kind, None, new_run(kind), found)
-
-    if eval_only:
-        return Start("init-from", start.path, new_run("init-from", state), found)
-    if not state["exp_avg"] and start.kind != "init-from":
-        raise ValueError(f"{start.path} holds weights alone: begin a run with --init-from "
-                         f"{start.path} and another --out")
-    return start
-
-
-def new_run(kind: str, state: dict | None = None) -> dict:
-    """A new id, and the origin of a run that begins with this state or, without one, from the seed:
-    [kind, id, step] of the file. A file with weights alone has no id."""
-    origin = [kind, None, 0]
-    if state is not None:
-        origin = [kind, state["run"].get("id"), state["step"]]
-    return dict(id=secrets.token_hex(8), origin=origin)
-
-
-def start_branch(state: dict, new_lr: bool) -> None:
-    """Reset the history of rollbacks in a state with which a branch begins and, if the branch has a
-    learning rate of its own (`new_lr`), the corrections of the learning rate."""
-    state["monitor"].update(checkpoints=[], rollbacks=0, returned_to=[], last_cut=1.0, bad=0)
-    if new_lr:
-        state["monitor"]["lr_factor"] = 1.0
-
-
-def check_data(state: dict, dataset: TokenDataset, config, same: bool) -> None:
-    """Raise ValueError unless the data has the checkpoint's tokenizer and, if it must be the `same`
-    data, all sources that the run was last trained on. An evaluation on other data is a warning."""
-    tokenizer, vocab_size = state["tokenizer"], state["model"]["vocab_size"]
-    meta = dataset.meta
-    if (tokenizer, vocab_size) != (meta["tokenizer"], meta["vocab_size"]):
-        raise ValueError(f"the checkpoint's tokenizer is {tokenizer} with {vocab_size} tokens, but "
-                         f"{config.data} has {meta['tokenizer']} with {meta['vocab_size']}: make "
-                         f"--data with that tokenizer, or use another checkpoint")
-    trained_on = state["data"][-1][1] if state["data"] else {}      # None: weights alone
-    if not set(trained_on) <= set(dataset.sources):
-        problem = (f"{config.data} is not the data this checkpoint was trained on: it lacks text "
-                   f"that --data {state['config']['data']} held then")
-        if config.eval_only:
-            warn(problem)
-        elif same:
-            raise ValueError(f"{problem}: give that again (DIR=0 leaves out a source), or begin a "
-                             f"run on this one with --init-from and another --out")
-
-
-class Metrics:
-    """OUT/metrics.jsonl, append-only: one object per step, and one with `event` for anything else.
-    Only rank 0 writes."""
-
-    def __init__(self, out: Path, rank: int):
-        self.path = None
-        if rank == 0:
-            self.path = out / "metrics.jsonl"
-            with open(self.path, "a+b") as file:
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)         # a line torn by a crash
-
-    def write(self, **row) -> None:
-        if self.path is None:
-            return
-        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v
-               for k, v in row.items()} | dict(time=round(time.time(), 3))
-        line = json.dumps(row).encode() + b"\n"
-        try:
-            with open(self.path, "ab", buffering=0) as file:
-                end = file.tell()
-                if file.write(line) < len(line):
-                    file.truncate(end)
-                    raise OSError("the disk is full")
-        except OSError as error:                        # costs this line, not the run
-            warn(f"metrics.jsonl lacks a line: {error}")

@@ -19,7 +19,6 @@ int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then uint16 
     python data.py --input a.txt b.jsonl --out data/mine
 """
 import argparse
-import difflib
 import hashlib
 import json
 import math
@@ -27,24 +26,23 @@ import os
 import re
 import shlex
 import sys
-import sysconfig
 import tempfile
-import time
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from runtime.commandline import Parser
+from runtime.corpora import (BLOCK, DOWNLOADS, EOT, FINEWEB_SHARDS, HUB, download, find_files,
+                             progress, read_documents, sha256_of, standard_library)
+
 SPLITS = ("train", "val")
 VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
 DEFAULT_OUT = Path("data/python")
 SEQ_LEN = 128               # train.py's default, for a warning
-EOT = "<|endoftext|>"
-BLOCK = 1 << 18             # characters or bytes read at once, and characters encoded at once
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 
 
@@ -123,15 +121,6 @@ def read_meta(directory: Path) -> dict:
                     fingerprint=hashlib.sha256(repr(names).encode()).hexdigest())
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): run data.py again") from None
-
-
-def sha256_of(*paths) -> str:
-    """The sha256 of these files' bytes, one file after the other."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as file:
-            hashlib.file_digest(file, lambda: digest)
-    return digest.hexdigest()
 
 
 # ---- Batches: a function of the seed and the step -------------------------------------------
@@ -310,6 +299,41 @@ def parse_mixture(text: str) -> dict[Path, int]:
     return {folder: weight // divisor for folder, weight in weights.items()}
 
 
+def batch_sizes(config) -> tuple[range, int]:
+    """The batch sizes of the ramp, and its length; both in sequences.
+    --batch-ramp is Megatron-LM's --rampup-batch-size (GPT-3: Brown et al. 2020, section 2.3)."""
+    if config.batch_ramp is None:
+        return range(config.batch_size, config.batch_size + 1), 1
+    start, increment, sequences = map(int, config.batch_ramp.split(":"))
+    return range(start, config.batch_size + 1, increment), sequences
+
+
+def batch_size_at(config, samples: int) -> int:
+    """Size of the next batch after training on `samples` sequences."""
+    sizes, sequences = batch_sizes(config)
+    return sizes[min(samples, sequences) * (len(sizes) - 1) // sequences]
+
+
+def samples_after(config, samples: int, steps: int) -> int:
+    """Sequences trained on after `steps` more steps."""
+    for _ in range(steps):
+        samples += batch_size_at(config, samples)
+    return samples
+
+
+def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
+    """The steps of a run that trains on the data --epochs times."""
+    step, samples = 0, 0
+    if state is not None:
+        step = state["step"]
+        samples = state["tokens"] // state["model"]["seq_len"]
+    epoch = sum(source.n_windows for source in data.sources.values() if source.weight > 0)
+    while samples < config.epochs * epoch:
+        samples += batch_size_at(config, samples)
+        step += 1
+    return step
+
+
 # ---- Making shards: two passes over the documents -------------------------------------------
 
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) -> dict:
@@ -455,139 +479,7 @@ def tokenise(files, cuts, encoding):
             yield job.result()
 
 
-def find_files(paths) -> list[Path]:
-    """These .txt and .jsonl files, and those in these folders. Raises ValueError or OSError."""
-    files = []
-    for path in paths:
-        path.stat()                     # raises FileNotFoundError
-        candidates = [path]
-        if path.is_dir():
-            candidates = sorted(file for file in path.rglob("*") if file.is_file())
-        found = [file for file in candidates if file.suffix.lower() in (".txt", ".jsonl")]
-        if not found:
-            raise ValueError(f"{path}: only .txt and .jsonl are read: convert or rename it")
-        files += found
-    return files
-
-
-def standard_library() -> list[Path]:
-    """The interpreter's own .py files, without tests and without files that cannot be read."""
-    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = []
-    for path in sorted(root.rglob("*.py")):
-        if not excluded & set(path.relative_to(root).parts):
-            with suppress(OSError, ValueError):
-                path.read_text(encoding="utf-8")
-                files.append(path)
-    return files
-
-
-def read_documents(path: Path):
-    """Yield every document of a file, as an iterable of strings: joined, they are its text. Raises
-    ValueError, which says where, if it is no text."""
-    if path.suffix == ".eot":           # TinyStories: lines of <|endoftext|> between the documents
-        with open(path, "rb") as file:
-            for is_end, lines in groupby(file, lambda line: line.strip() == EOT.encode()):
-                if not is_end:
-                    yield [b"".join(lines).decode().strip()]
-    elif path.suffix.lower() == ".jsonl":
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    text = json.loads(line)["text"]
-                    text.encode()       # refuses half a surrogate pair
-                except KeyError:
-                    raise ValueError(f'{path} line {number} has no field "text"') from None
-                except (ValueError, TypeError, AttributeError, RecursionError) as error:
-                    raise ValueError(f'{path} line {number} is not JSON with a string "text": '
-                                     f"{error}") from None
-                yield [text]
-    else:
-        yield read_blocks(path)
-
-
-def read_blocks(path: Path):
-    """Yield the text of a file by blocks, with its line ends."""
-    with open(path, encoding="utf-8", newline="") as file:
-        try:
-            while block := file.read(BLOCK):
-                yield block
-        except UnicodeDecodeError as error:     # error.object are the bytes that were read last
-            offset = file.buffer.tell() - len(error.object) + error.start
-            raise ValueError(f"{path} is not UTF-8 text, see byte {offset}: convert it") from None
-
-
-def progress(label: str, total: int | None = None, done: int = 0):
-    """Return note(n), to be called when n more bytes are done. Every five seconds it prints how
-    many are, of `total` if that is known, to standard error."""
-    of_total = f" of {total / 1e6:,.1f}" if total else ""
-    printed = time.monotonic()
-
-    def note(count: int) -> None:
-        nonlocal done, printed
-        done += count
-        if time.monotonic() - printed >= 5:
-            print(f"{label}: {done / 1e6:,.1f}{of_total} MB", file=sys.stderr, flush=True)
-            printed = time.monotonic()
-    return note
-
-
 # ---- Downloads ------------------------------------------------------------------------------
-
-HUB = "https://huggingface.co"
-# name: (address, sha256 or None to check the length alone, suffix of the file: how it is read)
-DOWNLOADS = {
-    "shakespeare": (
-        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed", ".txt"),
-    "tinystories": (
-        f"{HUB}/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-train.txt",
-        None, ".eot"),
-    "fineweb": (f"{HUB}/datasets/kjj0/fineweb10B-gpt2/resolve/main/", None, ".bin"),
-}
-FINEWEB_SHARDS = 103        # training shards of 100M tokens each; there is one validation shard
-
-
-def download(url: str, path: Path, sha256: str | None = None) -> None:
-    """Download url to path, which appears only when its length and its sha256 are right. Until then
-    the bytes are in path.part. After a lost connection the next try, or the next run, continues
-    there; wrong bytes are discarded. Raises ConnectionError after four tries."""
-    import requests
-    if path.exists() and sha256 in (None, sha256_of(path)):
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.touch()
-    for seconds in (0, 1, 2, 4):
-        time.sleep(seconds)
-        size = part.stat().st_size
-        headers = {"Range": f"bytes={size}-", "Accept-Encoding": "identity"}
-        try:
-            with (requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as reply,
-                  open(part, "ab") as file):
-                if reply.status_code in (200, 416):     # the whole file; nothing after this byte
-                    size = file.truncate(0)
-                reply.raise_for_status()
-                total = size + int(reply.headers.get("Content-Length", 0))
-                note = progress(path.name, total, size)
-                for block in reply.iter_content(BLOCK):
-                    size += file.write(block)
-                    note(len(block))
-        except requests.RequestException as problem:
-            error = problem
-            continue
-        is_whole = size == total > 0 if sha256 is None else sha256_of(part) == sha256
-        if is_whole:
-            os.replace(part, path)
-            return
-        error = f"got {size} bytes that are not the file's"
-        os.truncate(part, 0)
-    raise ConnectionError(f"cannot download {url} ({error}): run it again later, "
-                          f"it continues where it stopped, or put the file at {path}")
-
 
 def fetch_shards(url: str, out: Path, count: int) -> dict:
     """Download the first `count` training shards of FineWeb and its validation shard, in GPT-2's
@@ -600,41 +492,6 @@ def fetch_shards(url: str, out: Path, count: int) -> dict:
 
 
 # ---- Command line ---------------------------------------------------------------------------
-
-class Parser(argparse.ArgumentParser):
-    """The parser of all programs here. Flags may have underscores for dashes, as nanoGPT's. A
-    mistake ends the program with one line and status 2. For each unknown flag the line suggests one
-    of ours, with its help: by `other_names` (our flag: its names elsewhere), or by similarity."""
-
-    def __init__(self, prog: str, usage: str, description=None, other_names=None, **options):
-        super().__init__(prog, usage, description, allow_abbrev=False,
-                         formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-        self.other_names = other_names or {}
-
-    def error(self, message: str, status: int = 2):
-        self.exit(status, f"{self.prog}: {message}\n")
-
-    def parse_args(self, arguments=None) -> argparse.Namespace:
-        if arguments is None:
-            arguments = sys.argv[1:]
-        given = [re.sub(r"^--[\w-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)
-                 for text in arguments]
-        args, unknown = self.parse_known_args(given)
-        if unknown:
-            flags = [text for text in unknown if text.startswith("--")] or unknown[:1]
-            self.error("; ".join(f"unknown argument {flag}: {self.advice(flag)}" for flag in flags))
-        return args
-
-    def advice(self, unknown: str) -> str:
-        name = unknown.partition("=")[0]
-        flags = {flag: action for action in self._actions for flag in action.option_strings}
-        near = ["--" + ours for ours, theirs in self.other_names.items()
-                if name.removeprefix("--") in theirs.split() and "--" + ours in flags]
-        near += difflib.get_close_matches(name, flags, 1, 0.75)
-        if not near:
-            return "--help lists the flags"
-        return f"did you mean {near[0]}? ({flags[near[0]].help % vars(flags[near[0]])})"
-
 
 def parse_flags(arguments) -> argparse.Namespace:
     """The flags, with their defaults. A mistake ends the program with status 2."""

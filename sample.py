@@ -25,8 +25,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from checkpoint import load_model
-from data import Parser, get_tokenizer
-from parallel import first_line, out_of_memory, pick_device
+from data import get_tokenizer
+from parallelism.collectives import first_line, out_of_memory
+from runtime.commandline import Parser
+from runtime.devices import pick_device
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AT_ONCE = 16                   # samples in a batch, which bounds the memory of the cache

@@ -26,23 +26,18 @@ import signal
 if __name__ == "__main__":      # until training starts, Ctrl-C exits immediately
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import argparse
 import dataclasses
-import importlib.util
 import math
 import os
-import platform
-import re
 import shlex
-import shutil
 import socket
 import statistics
-import subprocess
 import sys
 import time
 import traceback
 from collections import deque
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -51,17 +46,20 @@ import numpy as np
 import torch
 
 import checkpoint
-from amp import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, PRECISIONS, Divergence, DivergenceMonitor,
-                 StepStats, clip_factor, make_scaler)
-from data import Parser, Source, TokenDataset
-from model import (GPT, IGNORE_INDEX, PEAK_LR, SIZES, GPTConfig, derive_seed, flops_per_token,
-                   multiplies_in_fp32, parameter_count, peak_flops)
-from parallel import (SCHEDULES, FlatParameters, Grid, PeerError, RunError, StopSignal, Work,
-                      all_gather_object, all_ranks, all_reduce, assert_equal_across_ranks,
-                      assert_own_gpu, build_stage, check_grid, check_layout, check_memory,
-                      fatal_message, gather_before_use, make_grid, make_schedule, on_hosts,
-                      on_rank0, param_specs, pick_device, print_rank0, process_group, run_schedule,
-                      state_bytes, to_host, wrap_model)
+from amp import PRECISIONS, clip_factor, make_scaler
+from data import Source, TokenDataset, batch_size_at, samples_after
+from model import GPT, IGNORE_INDEX, GPTConfig, derive_seed
+from parallel import Grid, build_stage, make_grid, param_specs
+from parallelism.collectives import PeerError, Work, all_gather_object, all_reduce, to_host
+from parallelism.compiling import wrap_model
+from parallelism.pipeline import run_schedule
+from parallelism.schedules import make_schedule
+from parallelism.zero import FlatParameters, gather_before_use
+from runtime import checks, console, dashboards, devices, directory, recovery
+from runtime.divergence import BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor
+from runtime.options import Config, parse_flags, restored_flags, step_range
+from runtime.processes import (RunError, StopSignal, all_ranks, assert_equal_across_ranks,
+                               fatal_message, on_rank0, print_rank0, process_group)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -100,100 +98,21 @@ def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, flo
 # ---------------------------------------------------------------------------------------------
 
 
-def flag(default, help, low=None, below=None, choices=None, group=None, form=None):
-    """A field of Config. low <= x < below is the valid range; `group` begins a section of --help,
-    `form` is the value's placeholder there (if there are choices: {A,B})."""
-    if choices and form is None:
-        form = "{" + ",".join(map(str, choices)) + "}"
-    return dataclasses.field(default=default, metadata=dict(
-        help=help, low=low, below=below, choices=choices, group=group, form=form))
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Every flag with its default; the field n_layer is the flag --n-layer."""
-    data: str = flag("data/python", "directory of token shards, or a mixture: A=0.7,B=0.3",
-                     group="paths", form="DIR")
-    out: str = flag("out", "directory of the run: checkpoints and metrics.jsonl", form="DIR")
-    log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb", form="NAMES",
-                    choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
-    model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model",
-                      form="NAME")
-    n_layer: int = flag(None, "blocks (this and the next four override --model)", low=1)
-    n_head: int = flag(None, "attention heads", low=1)
-    n_embd: int = flag(None, "channels", low=1)
-    seq_len: int = flag(None, "context length, in tokens", low=1)
-    activation: str = flag(None, "activation of the MLP", choices=["gelu", "relu"])
-    dropout: float = flag(0.0, "probability on embeddings, attention, residuals", low=0, below=1)
-    batch_size: int = flag(16, "global batch size: sequences per step", low=1, group="optimization")
-    batch_ramp: str = flag(None, "ramp the batch from START to --batch-size in INCREMENTs over "
-                           "SEQUENCES; none: no ramp", form="START:INCREMENT:SEQUENCES")
-    steps: int = flag(800, "steps of the whole run", low=1)
-    epochs: int = flag(None, "train for N epochs, instead of --steps", low=1)
-    lr: float = flag(None, "peak learning rate (default: the published one of --model, 4e-3 for "
-                     "nano)", low=0)
-    min_lr_ratio: float = flag(0.1, "final learning rate / peak; 1: constant", low=0)
-    warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
-    lr_schedule: str = flag("cosine", "decay of the learning rate", choices=["cosine", "linear"])
-    weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only", low=0)
-    beta1: float = flag(0.9, "AdamW beta1: decay rate of the mean of gradients", low=0, below=1)
-    beta2: float = flag(0.95, "AdamW beta2: the same of their squares", low=0, below=1)
-    clip: float = flag(1.0, "maximum global gradient norm; 0: no clipping", low=0)
-    seed: int = flag(1337, "random seed of initial weights, data order and dropout", low=0)
-    tp: int = flag(1, "tensor-parallel ranks", low=1, group="layout")
-    pp: int = flag(1, "pipeline stages", low=1)
-    pp_schedule: str = flag("gpipe", "order of the microbatches in the pipeline",
-                            choices=list(SCHEDULES))
-    pp_chunks: int = flag(1, "interleaved: parts of the model on each stage", low=1)
-    device: str = flag("auto", "auto: cuda, or mps for one process, where available",
-                       choices=["auto", "cpu", "cuda", "mps"])
-    compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
-    timeout: int = flag(600, "seconds a step waits for another rank (on GPUs for all of it)", low=1)
-    micro_batch: int = flag(None, "sequences per microbatch (default: the largest, up to 4, or 16 "
-                            "on CUDA without --pp, that gives a multiple of pp microbatches)",
-                            low=1, group="memory")
-    zero: int = flag(0, "ZeRO stage: shard optimizer state (1), also gradients (2), also "
-                     "parameters (3)", choices=[0, 1, 2, 3])
-    recompute: bool = flag(False, "recompute the activations of a block in backward")
-    sequence_parallel: bool = flag(False, "shard activations along the sequence outside the "
-                                   "tensor-parallel layers")
-    offload: bool = flag(False, "keep the optimizer state in host memory and run AdamW on the CPU")
-    dtype: str = flag("fp32", "type of parameters and activations",
-                      choices=list(PRECISIONS), group="precision")
-    save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
-                           group="checkpoints, evaluation, logging")
-    keep: int = flag(3, "step files kept", low=1)
-    resume: str = flag("auto", "auto: from the newest whole checkpoint of --out; never: --out must "
-                       "be new; FILE: branch from it into a new --out", form="{auto,never,FILE}")
-    init_from: str = flag(None, "start a new run from the weights of this checkpoint", form="FILE")
-    eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
-    eval_tokens: int = flag(None, "validation tokens per evaluation and source (default: 128 "
-                            "sequences; all with --eval-only)", low=1)
-    eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
-    log_every: int = flag(1, "steps between lines on the console", low=1)
-    rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning rate",
-                         choices=["on", "off"], group="stability")
-    max_rollbacks: int = flag(5, "rollbacks of the whole run before it fails", low=0)
-    skip_steps: str = flag(None, "skip the batches of steps A to B, inclusive; none: skip nothing",
-                           form="A:B")
-
-
-SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
-# These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
-# is stored as the resulting --steps.)
-LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens", "log_every", "tp",
-         "pp", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch", "zero",
-         "recompute", "sequence_parallel", "offload", "dtype", "epochs"}
-RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
-# Losses under different values of these flags are not compared (`losses_stay_comparable`).
-FLAGS_THAT_CHANGE_THE_LOSS = (
-    "dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio", "warmup_steps",
-    "lr_schedule", "weight_decay", "beta1", "beta2", "clip", "dtype")
-
-
 # ---------------------------------------------------------------------------------------------
 # The run
 # ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class StepStats:
+    """The statistics of a step, equal on every rank after the step's one all-reduce."""
+    loss: float                 # mean over the tokens of the global batch, in nats
+    activation_norm: float      # mean over the tokens of the norm of the last activations
+    grad_norm: float            # of the whole model, unscaled, before clipping
+    found_inf: bool             # the loss or a gradient of some rank is not finite
+    stop_requested: bool        # some rank received a signal
+    loss_scale: float           # that the step used
+    scale_can_fall: bool        # fp16: this scale is above its floor
 
 
 class Batch(NamedTuple):
@@ -216,11 +135,11 @@ class Run:
                  train_data: TokenDataset, val_data: TokenDataset, state: dict | None,
                  identity: dict | None = None):
         """`state` is a loaded checkpoint, or None for a run that begins at step 0; `identity` is
-        the run's id and origin (checkpoint.new_run)."""
+        the run's id and origin (directory.new_run)."""
         self.config, self.cfg, self.grid, self.device = config, cfg, grid, device
         self.train_data, self.val_data = train_data, val_data
-        self.identity = identity or checkpoint.new_run("seed")
-        self.metrics = None                     # checkpoint.Metrics, for `train`
+        self.identity = identity or directory.new_run("seed")
+        self.metrics = None                     # directory.Metrics, for `train`
         self.prefetched = None                  # the batch of the next step
         self.recent_seconds = deque(maxlen=20)
         self.busy = None            # seconds computed, at the last comparison of ranks
@@ -419,7 +338,7 @@ class Run:
     def evaluate_source(self, source: Source) -> float:
         """Mean loss in nats on fixed validation windows, the same in every layout."""
         self.model.eval()
-        count = eval_sequences(self.config, self.cfg, source)
+        count = console.eval_sequences(self.config, self.cfg, source)
         at_once = self.grid.dp * self.config.micro_batch
         windows = np.full(math.ceil(count / at_once) * at_once, -1)
         evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
@@ -459,7 +378,7 @@ class Run:
         vars(self.monitor).update(state["monitor"])     # (older checkpoints have other fields)
         if self.config.rollback == "on":        # with "off", it may be from a divergence
             self.monitor.bad = min(self.monitor.bad, BAD_STEPS - 1)
-        if not losses_stay_comparable(self.config, self.train_data, state):
+        if not recovery.losses_stay_comparable(self.config, self.train_data, state):
             self.monitor.forget_losses()
         if state["config"]["dtype"] == self.config.dtype:
             self.scaler.load_state_dict(state["scaler"])
@@ -515,7 +434,7 @@ class Run:
         files = [Path(config.out, name) for name in candidates] or [None]       # None: step 0
 
         all_ranks(self.writer.wait)                 # we may load the file being written
-        path, events = on_rank0(lambda: checkpoint.latest_valid(files))
+        path, events = on_rank0(lambda: directory.latest_valid(files))
         self.restore(all_ranks(lambda: load_state(path), status=1))     # with its own monitor
         excluded[0] = max(excluded[0], self.consumed_samples)
         monitor.rolled_back(self.step, excluded, data_to_blame, restored=self.monitor)
@@ -582,7 +501,7 @@ class Run:
         the batch, or the last batches, from the windows in the event."""
         seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
         if stats.found_inf:
-            where = locate_nonfinite(loss_sum.item(), self.flat)
+            where = recovery.locate_nonfinite(loss_sum.item(), self.flat)
             self.event("skip", reason="not finite", **seen, **where, windows=batch.windows.tolist())
         if divergence is not None:
             windows = []
@@ -598,53 +517,16 @@ class Run:
         self.metrics.write(**row)
         last = row["step"] == self.config.steps
         if row["step"] % self.config.log_every == 0 or last or "val_loss" in row:
-            print_rank0(format_step(self, row, statistics.median_low(self.recent_seconds)))
+            print_rank0(console.format_step(self, row, statistics.median_low(self.recent_seconds)))
         if "val_loss" in row:
-            print_rank0(format_eval(row, self))
+            print_rank0(console.format_eval(row, self))
         # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
         on_cpus = self.grid.world > 1 and self.device.type == "cpu"
-        if row["step"] % COMPARE_RANKS_EVERY == 0 and on_cpus:
+        if row["step"] % console.COMPARE_RANKS_EVERY == 0 and on_cpus:
             busy = time.perf_counter() - Work.seconds_waited
             if self.busy is not None:
-                note_slow_ranks(self.grid, busy - self.busy)
+                console.note_slow_ranks(self.grid, busy - self.busy)
             self.busy = busy
-
-
-COMPARE_RANKS_EVERY = 100       # steps
-
-
-def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
-    """Name the ranks that computed for longer than the median of their pipeline stage: their
-    machines may be slow or busy. Every rank calls it with its own seconds."""
-    seconds = all_gather_object(own_seconds)
-    for ranks in grid.ranks.transpose(0, 1).flatten(1).tolist():        # of each stage
-        median = statistics.median_low(seconds[rank] for rank in ranks)
-        for rank in ranks:
-            if seconds[rank] > 1.5 * median:
-                print_rank0(f"note     rank {rank}{on_hosts([rank], grid.hosts)} is slow: it "
-                            f"computed for {seconds[rank]:.1f} s in the last {COMPARE_RANKS_EVERY} "
-                            f"steps, the median of its stage for {median:.1f} s")
-
-
-def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
-    """Find where a number is not finite; every rank must call it. Reports the first rank with a
-    non-finite loss or, if there is none, with a non-finite gradient, and its last parameter with
-    one, which backward reaches first. Gradients have already been summed over the replicas, so
-    another replica may be the source. If all numbers are finite but their squares are not, `what`
-    is "norm"."""
-    parameter = None
-    for bucket in flat.buckets:
-        for spec, shard_slice, _ in bucket.shard_ranges:
-            if not bucket.shard["grad"][shard_slice].isfinite().all():
-                parameter = spec.name
-    found = all_gather_object((local_loss, parameter))
-    for rank, (loss, name) in enumerate(found):
-        if not math.isfinite(loss):
-            return dict(what="loss", rank=rank, parameter=name)
-    for rank, (_, name) in enumerate(found):
-        if name is not None:
-            return dict(what="gradient", rank=rank, parameter=name)
-    return dict(what="norm", rank=None, parameter=None)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -664,390 +546,18 @@ def learning_rate(config: Config, step: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
 
 
-def batch_sizes(config: Config) -> tuple[range, int]:
-    """The batch sizes of the ramp, and its length; both in sequences.
-    --batch-ramp is Megatron-LM's --rampup-batch-size (GPT-3: Brown et al. 2020, section 2.3)."""
-    if config.batch_ramp is None:
-        return range(config.batch_size, config.batch_size + 1), 1
-    start, increment, sequences = map(int, config.batch_ramp.split(":"))
-    return range(start, config.batch_size + 1, increment), sequences
-
-
-def batch_size_at(config: Config, samples: int) -> int:
-    """Size of the next batch after training on `samples` sequences."""
-    sizes, sequences = batch_sizes(config)
-    return sizes[min(samples, sequences) * (len(sizes) - 1) // sequences]
-
-
-def samples_after(config: Config, samples: int, steps: int) -> int:
-    """Sequences trained on after `steps` more steps."""
-    for _ in range(steps):
-        samples += batch_size_at(config, samples)
-    return samples
-
-
-def steps_of_epochs(config: Config, data: TokenDataset, state: dict | None) -> int:
-    """The steps of a run that trains on the data --epochs times."""
-    step, samples = 0, 0
-    if state is not None:
-        step = state["step"]
-        samples = state["tokens"] // state["model"]["seq_len"]
-    epoch = sum(source.n_windows for source in data.sources.values() if source.weight > 0)
-    while samples < config.epochs * epoch:
-        samples += batch_size_at(config, samples)
-        step += 1
-    return step
-
-
-def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:
-    """Whether losses from before a resume or a rollback can be compared with later ones: only under
-    the same flags. Exception: if the peak learning rate has more than tripled, probably by mistake,
-    the old losses stay: they are the only evidence of it."""
-    stored = state["config"]
-    if config.lr > 3 * stored["lr"]:
-        return True
-    same_flags = all(stored[name] == getattr(config, name) for name in FLAGS_THAT_CHANGE_THE_LOSS)
-    return same_flags and state["data"][-1][1] == data.phases[-1][1]
-
-
 # ---------------------------------------------------------------------------------------------
 # The console
 # ---------------------------------------------------------------------------------------------
-
-
-def eval_sequences(config: Config, cfg: GPTConfig, source: Source) -> int:
-    """Number of validation sequences that an evaluation reads of a source."""
-    if config.eval_tokens is not None:
-        return min(source.n_windows, math.ceil(config.eval_tokens / cfg.seq_len))
-    return source.n_windows if config.eval_only else min(source.n_windows, 128)
-
-
-def format_step(run: Run, row: dict, seconds: float) -> str:
-    """The console's line of a step; `seconds` is the time of a step."""
-    config = run.config
-    line = (f"step {row['step']:>{len(str(config.steps))}}/{config.steps}  "
-            f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm {row['grad_norm']:.3f}  "
-            f"act {row['activation_norm']:.2f}  {row['tokens_per_second']:,.0f} tok/s")
-    if config.batch_ramp is not None:
-        line += f"  batch {row['batch_size']}"
-    if config.dtype == "fp16":
-        line += f"  scale {row['loss_scale']:g}"
-    if run.device.type == "cuda" and config.dtype in ("bf16", "fp16"):
-        peak = run.grid.world * peak_flops(torch.cuda.get_device_name(run.device))
-        if peak > 0:
-            line += f"  MFU {row['tokens_per_second'] * flops_per_token(run.cfg) / peak:.1%}"
-    line += f"  left {timedelta(seconds=round((config.steps - row['step']) * seconds))}"
-    if row["skipped"] > 0:
-        line += "  skipped: loss or gradient not finite"
-    return line
-
-
-def format_eval(row: dict, run: Run) -> str:
-    """The validation loss in three units, and a line for each of several sources."""
-    def line(name, loss, bytes_per_token):
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        uniform = math.log(run.cfg.vocab_size)
-        text = f"{name}: {loss:.4f} nats a token"
-        if loss > uniform:
-            text += f" (a uniform guess: {uniform:.4f})"
-        text += f", perplexity {perplexity:{'.2f' if perplexity < 1e4 else '.3g'}}"
-        if bytes_per_token:
-            text += f", {loss / math.log(2) / bytes_per_token:.4f} bits a byte"
-        return text
-
-    dataset = run.val_data
-    sources = dataset.sources.values()
-    count = sum(eval_sequences(run.config, run.cfg, source) for source in sources)
-    lines = [line("validation", row["val_loss"], dataset.meta["bytes_per_token"])
-             + f" (on {count * run.cfg.seq_len:,} of {dataset.n_tokens:,} tokens)"]
-    if len(sources) > 1:
-        for source in sources:
-            lines.append(line(f"  {source.name}", row[f"val_loss/{source.name}"],
-                              source.meta["bytes_per_token"]))
-    return "\n".join(lines)
-
-
-def print_summary(run: Run) -> None:
-    """Print model, layout, memory, batch and data."""
-    config, cfg, grid, data = run.config, run.cfg, run.grid, run.train_data
-    device = run.device.type
-    if multiplies_in_fp32(run.activation_like.dtype, run.device):
-        device += f" (multiplies {config.dtype} in fp32)"
-    if config.dtype == "fp32" and torch.get_float32_matmul_precision() == "high":
-        device += " (multiplies fp32 in TF32)"
-    layout = (f"dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {device}, {config.dtype}, "
-              f"zero {config.zero}")
-    if grid.pp > 1:
-        layout += f", {config.pp_schedule}"
-    if grid.chunks > 1:
-        layout += f" in {grid.chunks} chunks"
-    for name in ("recompute", "sequence_parallel", "offload", "compile"):
-        if getattr(config, name):
-            layout += ", " + name.replace("_", " ")
-    num_microbatches = config.batch_size // (grid.dp * config.micro_batch)
-    batch = (f"{config.batch_size} sequences = dp {grid.dp} x {num_microbatches} microbatches x "
-             f"{config.micro_batch} sequences")
-    if config.batch_ramp is not None:
-        batch += f", after a ramp {config.batch_ramp}"
-    sizes = [bucket.numel for bucket in run.flat.buckets]
-    on_device, on_host = state_bytes(sum(sizes), max(sizes), grid.dp, PRECISIONS[config.dtype],
-                                     config.zero, config.offload and run.device.type != "cpu")
-    memory = [f"{kind} {size / 1e6:,.1f} MB" for kind, size in on_device.items()]
-    memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]
-    ahead = samples_after(config, run.samples, config.steps - run.step) - run.samples
-    end = run.consumed_samples + ahead
-    epochs = [f"{count:.2f} epochs of {name}" for name, count in data.epochs(end).items()]
-    print_rank0(
-        f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
-        f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
-        f"{flops_per_token(cfg):.3g} FLOPs a token\n"
-        f"layout   {layout}{on_hosts(range(grid.world), grid.hosts)}\n"
-        f"memory   {', '.join(memory)} (rank {grid.rank})\n"
-        f"batch    {batch}; {config.batch_size * cfg.seq_len:,} tokens a step\n"
-        f"data     {data.n_tokens:,} tokens ({data.meta['tokenizer']}) in {config.data}; "
-        f"{config.steps} steps read {', '.join(epochs)}")
-
-
-def print_notes(run: Run, given: dict, resumed: bool) -> None:
-    """Hints on settings that are probably not what the user wants."""
-    config = run.config
-    many_threads = run.device.type == "cpu" and torch.get_num_threads() > 1
-    if many_threads and hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count():
-        print_rank0("note     this machine is busy: set OMP_NUM_THREADS=1, or threads wait for "
-                    "each other")
-    if not resumed and not {"lr", "model"} & set(given) and parameter_count(run.cfg) > 2e7:
-        print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 used 6e-4 for "
-                    f"125M parameters, 2e-4 for 1.3B: give --lr")
-    for ranks in run.grid.ranks.reshape(-1, run.grid.tp).tolist():
-        if len({run.grid.hosts[rank] for rank in ranks}) > 1:
-            print_rank0(f"note     tensor-parallel ranks {ranks} communicate most, but are"
-                        f"{on_hosts(ranks, run.grid.hosts)}: --tp should divide a machine's ranks")
-            break
-    if config.warmup_steps > config.steps / 2:
-        print_rank0(f"note     the warm-up takes {config.warmup_steps} of {config.steps} steps: "
-                    f"give a smaller --warmup-steps")
-    if config.skip_steps is not None and step_range(config.skip_steps)[1] <= run.step:
-        print_rank0(f"skip     the steps {config.skip_steps} are done: there is nothing to skip")
 
 
 # ---------------------------------------------------------------------------------------------
 # Dashboards: tools/follow.py sends metrics.jsonl to them, in a process of its own
 # ---------------------------------------------------------------------------------------------
 
-FOLLOWER_SECONDS = 10           # time allowed to send the last lines
-FOLLOWER = Path(__file__).resolve().with_name("tools") / "follow.py"
-
-
-def check_follower(log: str) -> None:
-    """Raise a ValueError if something that --log needs is missing."""
-    if not FOLLOWER.exists():
-        raise ValueError(f"--log {log} needs {FOLLOWER}, which is missing: drop the flag")
-    for name in log.split(","):
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"--log {name} needs a package that is missing: pip install {name}")
-
-
-@contextmanager
-def follower(config: Config):
-    """Run tools.follow during the block, in a process whose failure does not end the run. Its
-    own session lets it send the last lines after Ctrl-C or torchrun's SIGTERM."""
-    command = [sys.executable, "-m", "tools.follow", os.path.abspath(config.out),
-               "--to", config.log, "--parent"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=FOLLOWER.parent.parent,
-                               start_new_session=True)
-    try:
-        yield
-    finally:
-        process.stdin.close()                       # it sends the rest, then it exits
-        try:
-            process.wait(FOLLOWER_SECONDS)          # (it prints its own errors)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            checkpoint.warn(f"--log: tools.follow did not end in {FOLLOWER_SECONDS} seconds: "
-                            f"`python -m tools.follow` sends the rest")
-
-
 # ---------------------------------------------------------------------------------------------
 # From the command line to a run
 # ---------------------------------------------------------------------------------------------
-
-OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README.md has more
-    "steps": "max-iters train-iters", "lr": "learning-rate", "min-lr-ratio": "min-lr",
-    "n-layer": "num-layers num-hidden-layers", "n-head": "num-attention-heads",
-    "n-embd": "hidden-size", "zero": "use-distributed-optimizer", "batch-ramp": "rampup-batch-size",
-    "tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size",
-    "pp-chunks": "num-virtual-stages-per-pipeline-rank",
-    "batch-size": "global-batch-size gradient-accumulation-steps grad-acc-steps",
-    "micro-batch": "micro-batch-size mbs", "eval-every": "eval-interval",
-    "eval-tokens": "eval-iters", "log-every": "log-interval",
-    "seq-len": "block-size seq-length", "clip": "grad-clip clip-grad", "data": "dataset data-path",
-    "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save", "resume": "load",
-    "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval",
-    "offload": "optimizer-cpu-offload", "init-from": "finetune"}
-
-
-def add_flags(parser: Parser, names=None, kind=Config) -> None:
-    """Add the fields of Config, or of these `names`, to a parser, in their groups of --help."""
-    groups, heading = {}, None
-    for f in dataclasses.fields(kind):
-        heading = f.metadata["group"] or heading    # that of the fields after it, too
-        if names is not None and f.name not in names:
-            continue
-        if heading not in groups:
-            groups[heading] = parser.add_argument_group(heading)
-        flag_name = "--" + f.name.replace("_", "-")
-        help = f.metadata["help"]
-        if f.type is bool:
-            groups[heading].add_argument(flag_name, action="store_true", help=help)
-            continue
-        if f.default is not None:
-            help += f" (default {f.default})"
-        metavar = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
-        groups[heading].add_argument(flag_name, type=f.type, metavar=metavar, help=help,
-                                     choices=f.metadata["choices"])
-
-
-def parse_given(parser: Parser, arguments, kind=Config) -> dict:
-    """The flags that were given, validated one by one. The parser has `add_flags`' flags, and may
-    have others; it must have `argument_default=argparse.SUPPRESS`. Raises ValueError."""
-    def refuse(message):
-        raise ValueError(message)
-    parser.error = refuse
-    given = vars(parser.parse_args(arguments))
-    for f in dataclasses.fields(kind):
-        value = given.get(f.name)
-        low = f.metadata["low"]
-        below = f.metadata["below"] or math.inf
-        if value is not None and low is not None and not low <= value < below:
-            limit = "finite" if below == math.inf else f"below {below}"
-            refuse(f"argument --{f.name.replace('_', '-')}: {value:g} must be at least {low} and "
-                   f"{limit}")
-    return given
-
-
-def step_range(text: str) -> tuple[int, int]:
-    """"A:B" -> (A, B). Raises ValueError."""
-    numbers = re.fullmatch(r"(\d+):(\d+)", text)
-    if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
-        raise ValueError(f"argument --skip-steps: {text} must be A:B, steps with 1 <= A <= B")
-    return int(numbers[1]), int(numbers[2])
-
-
-def parse_flags(arguments) -> dict:
-    """The flags of train.py that were given. Raises ValueError."""
-    parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.", OTHER_NAMES,
-                    argument_default=argparse.SUPPRESS)
-    add_flags(parser)
-    given = parse_given(parser, arguments)
-    for name in ("batch_ramp", "skip_steps"):       # "none" unsets what a checkpoint has stored
-        if given.get(name) == "none":
-            given[name] = None
-    if given.get("skip_steps") is not None:
-        step_range(given["skip_steps"])
-    ramp = given.get("batch_ramp")
-    if ramp is not None and not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", ramp):
-        raise ValueError(f"argument --batch-ramp: {ramp} is not START:INCREMENT:SEQUENCES, all > 0")
-    if {"steps", "epochs"} <= set(given):
-        raise ValueError("--steps cannot be combined with --epochs: both say when the run ends")
-    if "init_from" in given and given.get("resume", "auto") not in ("auto", "never"):
-        raise ValueError("--init-from cannot be combined with --resume FILE: it begins a new run")
-    return given
-
-
-def model_shape(flags: dict) -> dict:
-    """The fields of the model's shape that these flags set."""
-    shape = dict(SIZES[flags["model"]]) if "model" in flags else {}
-    for name in SHAPE:
-        if flags.get(name) is not None:
-            shape[name] = flags[name]
-    return shape
-
-
-def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[Config, dict]:
-    """Command line, then checkpoint, then defaults -> the config and the model's shape (without
-    vocabulary and dropout). With `weights_only` the checkpoint gives the shape alone, and seq_len
-    may be shorter. Raises ValueError if the command line asks for another model."""
-    config = Config(**given)
-    shape = model_shape(given)
-    if state is None:
-        return config, SIZES[config.model] | shape
-    for name, value in shape.items():
-        stored = state["model"][name]
-        may_be_shorter = name == "seq_len" and weights_only
-        if value != stored and not (may_be_shorter and value < stored):
-            allowed = f"{stored} or less" if may_be_shorter else stored
-            flag_name = (name if name in given else "model").replace("_", "-")
-            raise ValueError(f"the checkpoint's model has {name} {allowed}, not {value}: drop "
-                             f"--{flag_name}, or use another --out or checkpoint")
-    shape = {name: state["model"][name] for name in SHAPE} | shape
-    if not weights_only:
-        config = Config(**(restored_flags(state) | given))
-    return config, shape
-
-
-def restored_flags(state: dict) -> dict:
-    """The flags that a checkpoint restores."""
-    return {name: state["config"][name] for name in RESTORED if name in state["config"]}
-
-
-def default_micro_batch(sizes: range, replicas: float, pp: int, device_type: str) -> int:
-    """The largest microbatch, up to a limit, that splits every batch size into a multiple of pp
-    microbatches, which fill the pipeline. GPUs gain from large products, but a pipeline loses more:
-    with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40% slower)."""
-    most = 16 if device_type == "cuda" and pp == 1 else 4
-    replica = math.gcd(*sizes) / replicas       # sequences of each; a fraction is no multiple
-    return max([m for m in range(1, most + 1) if replica % (m * pp) == 0], default=1)
-
-
-def default_lr(model: str, shape: dict) -> float:
-    """Published peak learning rate of the size with this depth and width (`model` first, but the
-    weights of --init-from may have another shape); without one, that of `model`."""
-    for name in (model, *SIZES):
-        if (SIZES[name]["n_layer"], SIZES[name]["n_embd"]) == (shape["n_layer"], shape["n_embd"]):
-            return PEAK_LR[name]
-    return PEAK_LR[model]
-
-
-def check_config(config: Config, shape: dict, vocab_size: int, world: int,
-                 device_type: str) -> tuple[Config, GPTConfig]:
-    """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
-    cannot run."""
-    cfg = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
-    replicas = world / (config.tp * config.pp)
-    sizes, _ = batch_sizes(config)
-    if config.batch_size not in sizes and not config.eval_only:
-        raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
-                         f"{config.batch_size}: START and INCREMENTs must add up to it (none: no "
-                         f"ramp)")
-    defaults = {}
-    if config.micro_batch is None:
-        defaults["micro_batch"] = default_micro_batch(sizes, replicas, config.pp, device_type)
-    if config.lr is None:
-        defaults["lr"] = default_lr(config.model, shape)
-    config = dataclasses.replace(config, **defaults)
-    if config.eval_only:            # an evaluation ignores --batch-size
-        sizes = [max(1, int(replicas)) * config.micro_batch * config.pp]
-        config = dataclasses.replace(config, batch_size=sizes[0])
-    for size in sizes:
-        check_layout(cfg, world, size, config)
-    return config, cfg
-
-
-def validate(given: dict, state: dict | None, world: int, device_type: str,
-             weights_only: bool = False) -> tuple[Config, GPTConfig]:
-    """Flags and checkpoint -> config and model. Raises ValueError or OSError if they cannot run."""
-    config, shape = merge_config(given, state, weights_only)
-    data = TokenDataset(config.data, "train", shape["seq_len"])
-    TokenDataset(config.data, "val", shape["seq_len"])
-    config, cfg = check_config(config, shape, data.meta["vocab_size"], world, device_type)
-    resumed = None if weights_only else state
-    if state is not None:
-        checkpoint.check_data(state, data, config, same=not weights_only)
-    if config.epochs is not None and not config.eval_only:
-        config = dataclasses.replace(config, steps=steps_of_epochs(config, data, resumed))
-    return config, cfg
-
 
 def load_state(path) -> dict | None:
     """The state in a checkpoint, or None without a path."""
@@ -1055,7 +565,7 @@ def load_state(path) -> dict | None:
 
 
 def prepare(given: dict, world: int, local_world: int, device: torch.device,
-            stack: ExitStack) -> tuple[Config, GPTConfig, checkpoint.Start]:
+            stack: ExitStack) -> tuple[Config, GPTConfig, directory.Start]:
     """Resolve configuration and checkpoint on rank 0: config, model, and where the run begins.
     Finally lock --out; `stack` releases the lock. Raises ValueError, OSError or RunError."""
     store = torch.distributed.HashStore()
@@ -1064,17 +574,17 @@ def prepare(given: dict, world: int, local_world: int, device: torch.device,
     restarted = store.check(["begun"])          # a refused start leaves no key
     config = Config(**given)
     if config.log is not None:
-        check_follower(config.log)
+        dashboards.check_follower(config.log)
     out = Path(config.out)
-    begin = checkpoint.find_start(out, config.resume, config.init_from, config.eval_only, restarted)
+    begin = directory.find_start(out, config.resume, config.init_from, config.eval_only, restarted)
     if begin.kind == "init-from":
         given = {**given, "init_from": str(begin.path)}
-    config, cfg = validate(given, load_state(begin.path), world, device.type,
+    config, cfg = checks.validate(given, load_state(begin.path), world, device.type,
                            begin.kind == "init-from")
     grid = Grid(world // (config.tp * config.pp), config.pp, config.tp, chunks=config.pp_chunks)
-    check_memory(cfg, grid, config, PRECISIONS[config.dtype], device, local_world)
+    checks.check_memory(cfg, grid, config, PRECISIONS[config.dtype], device, local_world)
     if not config.eval_only:
-        stack.enter_context(checkpoint.lock_output_dir(out))
+        stack.enter_context(directory.lock_output_dir(out))
         if checkpoint.list_checkpoints(out) != begin.found:
             raise ValueError(f"another run has just written to {config.out}: start again")
         store.set("begun", "")
@@ -1087,12 +597,12 @@ def launch(given: dict, device: torch.device, rank: int, world: int, local_world
     signal that stopped it, or None."""
     assert_equal_across_ranks((given, device.type), "the ranks have different flags or devices: "
                               "start all with one command")
-    assert_own_gpu(device)
+    devices.assert_own_gpu(device)
     config, cfg, begin = on_rank0(lambda: prepare(given, world, local_world, device, stack))
     path = begin.path if begin.kind in ("continue", "resume") else None
     state = all_ranks(lambda: load_state(path))
     if begin.kind == "resume":
-        checkpoint.start_branch(state, "lr" in given)
+        directory.start_branch(state, "lr" in given)
 
     train_data = all_ranks(lambda: TokenDataset(config.data, "train", cfg.seq_len))
     val_data = all_ranks(lambda: TokenDataset(config.data, "val", cfg.seq_len))
@@ -1119,12 +629,12 @@ def launch(given: dict, device: torch.device, rank: int, world: int, local_world
         raise PeerError(f"stage {grid.stage}, step {run.step + 1}: {error}") from error
 
 
-def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
+def start(run: Run, state: dict | None, begin: directory.Start, given: dict,
           stack: ExitStack) -> int | None:
     """Evaluate; or print how the run begins, and train. `state` no longer holds tensors."""
     config = run.config
     if config.eval_only:
-        text = format_eval(run.evaluate(), run)
+        text = console.format_eval(run.evaluate(), run)
         _, _, step = begin.run["origin"]
         print_rank0(f"{begin.path}, step {step}, on {config.data}: {text}")
         return None
@@ -1132,19 +642,21 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
         print_rank0(f"{begin.path} is step {run.step} of {config.steps}: nothing left to do; raise "
                     f"--steps or --epochs to continue, or begin a new run in another --out")
         return None
-    run.metrics = all_ranks(lambda: checkpoint.Metrics(Path(config.out), run.grid.rank))
+    run.metrics = all_ranks(lambda: directory.Metrics(Path(config.out), run.grid.rank))
     if config.log is not None and run.grid.rank == 0:
-        stack.enter_context(follower(config))
-    print_summary(run)
+        stack.enter_context(dashboards.follower(config))
+    console.print_summary(run)
     if state is None:
         line = f"weights  from {config.init_from}" if begin.kind == "init-from" else None
         run.event("start", line, step=0, config=dataclasses.asdict(config),
-                  environment=environment(run.grid))
+                  environment=console.environment(run.grid))
     else:
-        report_resume(run, state, begin, given)
+        stored = Config(**restored_flags(state))
+        console.report_resume(run, state, begin, given, learning_rate(stored, run.step + 1),
+                              learning_rate(config, run.step + 1))
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run.save(is_start=True)
-    print_notes(run, given, resumed=state is not None)
+    console.print_notes(run, given, resumed=state is not None)
     stop = StopSignal()
     run.train(stop)
     if run.step < config.steps:
@@ -1153,56 +665,6 @@ def start(run: Run, state: dict | None, begin: checkpoint.Start, given: dict,
         file = shlex.quote(f"{config.out}/latest.pt")
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
     return None
-
-
-def environment(grid: Grid) -> dict:
-    """Versions, the git commit that this source is based on (None without a repository), and each
-    rank's machine, for an event, which rank 0 writes."""
-    folder = Path(__file__).resolve().parent
-    commit = None
-    if grid.rank == 0 and shutil.which("git") is not None and (folder / ".git").exists():
-        command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-    return dict(python=platform.python_version(), pytorch=torch.__version__, commit=commit,
-                hosts=grid.hosts)
-
-
-def report_resume(run: Run, state: dict, begin: checkpoint.Start, given: dict) -> None:
-    """The events of a resume, and its line: which settings differ from the stored ones, and how the
-    next step's learning rate changes."""
-    config, factor = run.config, run.monitor.lr_factor
-    changed = {}
-    for name in RESTORED:
-        if state["config"].get(name) != getattr(config, name):
-            changed[name] = [state["config"].get(name), getattr(config, name)]
-    if state["data"] != run.train_data.phases:
-        changed["data"] = [state["config"]["data"], config.data]
-    line = f"resume   {begin.path}, after step {run.step}"
-    for name, (old, new) in changed.items():
-        line += f", {name.replace('_', ' ')} {new} instead of {old}"
-
-    stored = Config(**restored_flags(state))
-    old, new = learning_rate(stored, run.step + 1), learning_rate(config, run.step + 1)
-    if not 0.8 * old <= new <= 1.25 * old:
-        line += f"; so the next step's learning rate is {new:.2e} instead of {old:.2e}"
-    if factor != 1:
-        line += f", learning rate x {factor:.3g}"
-    for event in begin.events:
-        run.metrics.write(**event, step=run.step)
-    run.event("resume", line, path=str(begin.path), given=given, changed=changed, lr_factor=factor,
-              config=dataclasses.asdict(config), environment=environment(run.grid), step=run.step)
-
-
-def choose_device(config: Config, world: int, local_rank: int) -> torch.device:
-    """This process's device. Raises ValueError if the flags ask for one that cannot be used."""
-    device = pick_device(config.device, local_rank, world == 1 and config.dtype != "fp64")
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")      # TF32, several times as fast as fp32
-    compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
-    if config.compile and device.type == "cpu" and shutil.which(compiler) is None:
-        raise ValueError("--compile on a CPU needs a C++ compiler: install g++, name another in "
-                         "CXX, or leave the flag out")
-    return device
 
 
 def print_error(message) -> None:
@@ -1221,8 +683,8 @@ def main() -> None:
     try:                            # before any communication
         given = parse_flags(sys.argv[1:])
         config = Config(**given)
-        check_grid(world, config)
-        device = choose_device(config, world, local_rank)
+        checks.check_grid(world, config)
+        device = devices.choose_device(config, world, local_rank)
     except ValueError as error:
         if rank > 0:
             time.sleep(5)           # torchrun ends all ranks when one exits: rank 0 prints first

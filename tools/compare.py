@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from data import Parser
+from runtime.commandline import Parser
 
 PARTS = 32          # points of a line of the chart for a README
 # Seconds before these events were spent between two processes, not in one.

@@ -24,7 +24,7 @@ import threading
 import time
 from pathlib import Path
 
-from data import Parser
+from runtime.commandline import Parser
 from tools.compare import last_valid_step, parse_line
 
 POLL_SECONDS = 1.0

@@ -29,10 +29,12 @@ from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from checkpoint import (FORMAT, KEYS, load, new_run, parameter_shapes, reading, verify,
-                        write_file)
-from data import EOT, Parser, download, get_tokenizer
+from checkpoint import FORMAT, KEYS, load, parameter_shapes, reading, verify, write_file
+from data import get_tokenizer
 from model import GPTConfig, parameter_count
+from runtime.commandline import Parser
+from runtime.corpora import EOT, download
+from runtime.directory import new_run
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_FILES = {      # tiktoken's name: transformers' name, sha256

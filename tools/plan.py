@@ -16,7 +16,7 @@ numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read
 
            for m microbatches, where t is the time of one on each stage, forward and backward
            (GPipe: the sum for forward plus that for backward); data parallelism counts where
-           backward does not hide it (interleaved 1F1B and ZB-H1: by parallel.clock)
+           backward does not hide it (interleaved 1F1B and ZB-H1: by tools.schedule.clock)
 
     t    = FLOPs / (MATRIX * peak) + PASSES * bytes of x / memory bandwidth
            + bytes of tp and pp / (LINK * link speed), none of them hidden
@@ -34,14 +34,19 @@ from functools import lru_cache
 from itertools import accumulate, product
 from typing import NamedTuple
 
-import train
 from amp import PRECISIONS
-from data import Parser
 from model import PEAK_FLOPS, GPTConfig, flops_per_token, parameter_count
-from parallel import (SCHEDULES, Bucket, Grid, ParamSpec, build_stage, check_layout, chunk_layers,
-                      chunk_size, clock, live_activations, make_buckets, make_schedule,
-                      param_specs, print_rank0, state_bytes)
-from train import flag
+from parallel import Grid, build_stage, param_specs
+from parallelism.pipeline import chunk_layers
+from parallelism.schedules import SCHEDULES, make_schedule
+from parallelism.tensor import ParamSpec, chunk_size
+from parallelism.zero import Bucket, make_buckets, state_bytes
+from runtime import options
+from runtime.checks import check_config, check_layout
+from runtime.commandline import Parser
+from runtime.options import flag
+from runtime.processes import print_rank0
+from tools.schedule import clock, live_activations
 
 # Fitted on published runs of up to 18B parameters on A100s and H100s:
 MATRIX = 0.57           # fraction of the device's peak that matrix products reach
@@ -89,7 +94,7 @@ GPUS = {
 
 
 @dataclass(frozen=True)
-class PlanConfig(train.Config):
+class PlanConfig(options.Config):
     """train.py's flags, of which RUN_FLAGS count here, and the plan's own."""
     world: int = flag(None, "GPUs (required)", low=1, group="plan")
     gpu: str = flag(None, "kind of GPU (required): " + ", ".join(GPUS), choices=list(GPUS),
@@ -104,7 +109,7 @@ class PlanConfig(train.Config):
     json: bool = flag(False, "print one object, or with --search a list")
 
 
-RUN_FLAGS = ["model", *train.SHAPE, "batch_size", "steps", "tp", "pp", "pp_schedule", "pp_chunks",
+RUN_FLAGS = ["model", *options.SHAPE, "batch_size", "steps", "tp", "pp", "pp_schedule", "pp_chunks",
              "micro_batch", "zero", "recompute", "sequence_parallel", "offload", "dtype"]
 OWN_FLAGS = ["world", "gpu", "gpus_per_node", "vocab_size", "tokens", "mtbf_hours", "search",
              "json"]
@@ -712,9 +717,9 @@ def answer(arguments: list[str]) -> str:
     """What the command prints. Raises ValueError on a usage error."""
     parser = Parser("plan.py", "python -m tools.plan --world N --gpu NAME [FLAG ...]",
                     "Plan a run of train.py on GPUs: memory, traffic, time and failures.",
-                    train.OTHER_NAMES, argument_default=argparse.SUPPRESS)
-    train.add_flags(parser, OWN_FLAGS + RUN_FLAGS, PlanConfig)
-    given = train.parse_given(parser, arguments, PlanConfig)
+                    options.OTHER_NAMES, argument_default=argparse.SUPPRESS)
+    options.add_flags(parser, OWN_FLAGS + RUN_FLAGS, PlanConfig)
+    given = options.parse_given(parser, arguments, PlanConfig)
     if "world" not in given or "gpu" not in given:
         raise ValueError(f"--world, the number of GPUs, and --gpu, one of {', '.join(GPUS)}, are "
                          f"required")
@@ -723,7 +728,7 @@ def answer(arguments: list[str]) -> str:
     config = PlanConfig(**given)
     if config.dtype == "bf16" and GPUS[config.gpu].name == "V100":
         raise ValueError("a V100 has no matrix products in bf16: give --dtype fp16")
-    shape = train.model_shape(vars(config))
+    shape = options.model_shape(vars(config))
     if config.tokens is not None:
         steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
         config = replace(config, steps=steps)
@@ -735,7 +740,7 @@ def answer(arguments: list[str]) -> str:
     if config.search:
         plans = search_layouts(GPTConfig(config.vocab_size, **shape), config, given)
         return json.dumps(plans) if config.json else format_search(plans)
-    config, cfg = train.check_config(config, shape, config.vocab_size, config.world, "cuda")
+    config, cfg = check_config(config, shape, config.vocab_size, config.world, "cuda")
     plan = make_plan(cfg, config)
     return json.dumps(plan) if config.json else format_plan(cfg, config, plan)
 

@@ -1,0 +1,187 @@
+"""Pipeline parallelism (GPipe, Huang et al. 2019), as a run uses it: one executor for any schedule.
+
+It differs from the plain form in parallel.py:
+
+         difference                          gain                                  where
+    PP1  a stage's ops are a list            one executor runs any schedule        run_schedule
+    PP2  1F1B: backwards start early         activations of p microbatches, not m  one_f_one_b
+    PP3  crossing messages start together    NCCL cannot hang                      start_messages
+    PP4  a rank has only its stage's layers  parameters / p                        build_stage
+    PP5  both ends have the tied matrix      only its gradients travel             finish_grad_sync
+    PP6  backward recomputes a block         stores 1 value instead of about 16    recompute_blocks
+    PP7  a rank has v chunks of the layers   about bubble / v, v times messages    model_chunks
+    PP8  gradients of weights wait for gaps  about bubble / 3, activations of p    zb_h1
+"""
+import copy
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from model import GPT, ceil_div
+from parallelism.collectives import PeerError, Work, all_reduce, comm_errors, on_hosts, sum_dtype
+from parallelism.schedules import split_in_turns
+from parallelism.tensor import gather_positions, matmul
+
+
+def stage_layers(n_layer: int, pp: int, stage: int) -> range:
+    """The numbers of a stage's blocks. Stages differ by one block at most. The last stage, which
+    also has the head, never has more blocks than another."""
+    return range(ceil_div(stage * n_layer, pp), ceil_div((stage + 1) * n_layer, pp))
+
+
+def chunk_layers(n_layer: int, grid) -> list[range]:
+    """The numbers of the blocks in each chunk of this rank."""
+    return [stage_layers(n_layer, grid.pp * grid.chunks, chunk * grid.pp + grid.stage)
+            for chunk in range(grid.chunks)]
+
+
+def model_chunks(model: GPT, grid) -> list[GPT]:
+    """The chunks of this rank's model, as models that share its modules."""
+    chunks = []
+    for number, layers in enumerate(chunk_layers(model.cfg.n_layer, grid)):
+        chunk = copy.copy(model)
+        chunk._modules = dict(
+            embed=model.embed if number == 0 else None,
+            blocks=nn.ModuleDict({str(layer): model.blocks[str(layer)] for layer in layers}),
+            head=model.head if number == grid.chunks - 1 else None)
+        chunks.append(chunk)
+    return chunks
+
+
+OP_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}       # for errors
+
+
+def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch.Tensor,
+                 flat=None, scale: float = 1.0) -> torch.Tensor:
+    """PP1: run this stage's list of ops. Returns the sum of the losses, not scaled, in `sum_dtype`;
+    0 on all stages but the last. Raises PeerError if another rank is gone or hangs.
+
+    batch            microbatch -> (tokens (B, T), targets (B, T), dropout seed)
+    activation_like  a tensor like the activations between stages, (B, T, C) or (B, T / tp, C)
+    flat             the FlatParameters that collect the gradients; None if there is no backward
+    scale            factor on the gradients of the summed loss
+    """
+    loss = activation_like.new_zeros((), dtype=sum_dtype(activation_like.device))
+    last_backward = {chunk: m for op, m, chunk in schedule if op == "B"}
+    in_flight = {}              # (microbatch, chunk) -> (input, output), from forward to backward
+    chunks = model_chunks(model, grid)
+    put_off = []                # PP8: of each backward without its W, the factors of the products
+    has_weight_ops = ("W", 0, 0) in schedule
+    for module in model.modules():
+        module.put_off = put_off if has_weight_ops else None
+    if grid.is_last:
+        model.head.scale = scale
+        model.head.norms = 0.0
+
+    def forward(m, chunk, x):
+        tokens, targets, dropout_seed = batch[m]
+        x = tokens if grid.is_first and chunk == 0 else x.requires_grad_()
+        y = chunks[chunk](x, targets, dropout_seed)     # activations, or from the head the loss
+        if chunks[chunk].head is not None:
+            loss.add_(y.detach())
+        if torch.is_grad_enabled():
+            in_flight[m, chunk] = x, y
+        return y
+
+    def backward(m, chunk, dy):
+        x, y = in_flight.pop((m, chunk))
+        if chunks[chunk].head is None:
+            # Its gradient is dy. (torch.autograd.backward(y, dy) imports a compiler, for 0.5 s.)
+            y = (y * dy).sum()
+        flat.prepare_grad_sync(chunks[chunk], m == last_backward[chunk])        # DP1
+        put_off.append([])
+        y.backward()
+        return x.grad
+
+    @torch.no_grad()
+    def weight_grads(m, chunk, _):
+        factors = put_off.pop(0)
+        while factors:                                  # each product frees its own
+            module, dy, x = factors.pop(0)
+            if x.shape[1] < dy.shape[1]:                # TP2: this rank's positions
+                x = gather_positions(x, grid).wait()
+            module.weight.grad = matmul(dy.flatten(0, 1).t(), x.flatten(0, 1))
+            flat.grad_ready(module.weight)
+
+    run_turns(split_in_turns(schedule, grid.chunks), grid,
+              dict(F=forward, B=backward, W=weight_grads), activation_like)
+    return loss
+
+
+def run_turns(turns: list, grid, functions: dict, activation_like: torch.Tensor) -> None:
+    """Run the ops by functions[op](microbatch, chunk, input) -> result; exchange their messages."""
+    sends = dict.fromkeys("FBW", Work(None))        # the last ones
+    arriving = start_messages(grid, [(False, op, activation_like) for op in turns[0]])
+    for turn, next_turn in zip(turns, [*turns[1:], []]):
+        inputs = arriving
+        following = [(False, op, activation_like) for op in next_turn]
+        # Same kind next (F, F): its input comes from the other neighbor, so receive now (GPipe is 3
+        # to 10% faster on CPUs). Kind changes (F, B): both messages are with one neighbor and
+        # cross, so start them together after the op; as in a ring of chunks, where all would wait.
+        if following and next_turn[-1][0] == turn[-1][0] and grid.chunks == 1:
+            arriving = start_messages(grid, following)
+            following = []
+        results = []
+        for (op, m, chunk), arrival in zip(turn, inputs):
+            x = arrival.wait()
+            try:
+                y = functions[op](m, chunk, x)
+            except PeerError as error:
+                raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
+            sends[op].wait()            # the one before, which has traveled during this op
+            results.append((True, (op, m, chunk), y))
+        works = start_messages(grid, results + following)
+        sends |= {op: work for (op, *_), work in zip(turn, works)}
+        if following:
+            arriving = works[len(turn):]
+    for work in sends.values():
+        work.wait()
+
+
+def start_messages(grid, messages: list[tuple]) -> list[Work]:
+    """Start all messages together: on NCCL as one operation, on gloo singly, where the tag, the op
+    that needs it, tells them apart. A message is (True, op, its result), to be sent, or (False, op,
+    a tensor like its input), to be received. Returns a Work for each, whose result is None beyond
+    the pipeline's ends and for W. PP3: when two neighbors send to each other, each starts its send
+    and its receive as one operation; otherwise NCCL could have both send first and wait forever."""
+    works, operations = [], []
+    for sending, (op, m, chunk), x in messages:
+        place = chunk * grid.pp + grid.stage
+        step = 1 if op == "F" else -1       # activations go to the next place, gradients back
+        other = place + step if sending else place - step
+        if op == "W" or not 0 <= other < grid.pp * grid.chunks:
+            works.append(Work(None))
+            continue
+        receiver = other if sending else place
+        tag = 2 * (m * grid.pp * grid.chunks + receiver) + "FB".index(op)
+        x = x.detach().contiguous() if sending else torch.empty_like(x)
+        stage = other % grid.pp
+        peer = grid.rank + (stage - grid.stage) * grid.tp
+        start, verb = (dist.isend, "send to") if sending else (dist.irecv, "receive from")
+        operations.append(dist.P2POp(start, x, peer, grid.groups["pp"], tag))
+        works.append(Work(x, operation=f"{OP_NAMES[op]} of microbatch {m}: {verb} rank {peer}"
+                                       f"{on_hosts([peer], grid.hosts)} (stage {stage})"))
+    started = [work for work in works if work.result is not None]
+    if started:
+        with comm_errors(", ".join(work.operation for work in started)):
+            handles = dist.batch_isend_irecv(operations)
+        if len(handles) == 1:               # NCCL's one handle is that of every message
+            handles = handles * len(started)
+        for work, handle in zip(started, handles, strict=True):
+            work.handles = [handle]
+    return works
+
+
+def connect(grid, device: torch.device) -> None:
+    """NCCL connects two ranks at their first message, and connecting waits for all work queued on
+    the device. If that work is a receive whose sender is itself waiting to connect, both hang (seen
+    with GPipe on two H100s). So connect everything first (`train.main`: for all collectives)."""
+    one = torch.zeros(1, device=device)
+    for group in grid.groups.values():
+        all_reduce(one, group).wait()
+    messages = [(sending, (op, 0, chunk), one) for sending in (True, False) for op in "FB"
+                for chunk in range(grid.chunks)]
+    for work in start_messages(grid, messages):
+        work.wait()
+    torch.get_device_module(device).synchronize()

@@ -1,0 +1,91 @@
+"""Schedules: which microbatch a stage of the pipeline works on, and when. (No torch here.)
+
+A schedule is the list of a stage's ops, in order: (kind, microbatch, chunk). F is a forward and B a
+backward. `python -m tools.schedule` draws any of them. Here GPipe and 1F1B on three stages: F2 is
+the forward of microbatch 2, a backward takes two units of time, and a dot is idle time. Both idle
+for (p - 1) / (m + p - 1) of the time, the bubble, with p stages and m microbatches. The last column
+is the number of microbatches whose activations a stage keeps:
+
+    GPipe    F0 F1 F2 F3 F4 .  .  .  .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0      5
+             .  F0 F1 F2 F3 F4 .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .       5
+             .  .  F0 F1 F2 F3 F4 B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .  .  .       5
+
+    1F1B     F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 .  B3 B3 .  B4 B4      3
+             .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .       2
+             .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .       1
+
+PP7. Chunk c of stage s has the layers of place c p + s in a pipeline of v p stages. An op takes
+1 / v of the time, so the bubble is (p - 1) / (v m + p - 1). gpipe and 1f1b have v = 1.
+PP8. B computes the gradients of inputs only, which the stage before waits for, and W those of the
+linear layers' weights, later. If F, B and W take one unit and m >= p, the bubble is
+(p - 1) / (3 m + p - 1), and each stage keeps activations of p microbatches, until their W (with
+sequence parallelism more: W's dy are not cut):
+
+    ZB-H1    F0 F1 F2 .  .  B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4
+             .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 F4 B3 W2 B4 W3 W4
+             .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 W3 W4
+"""
+from itertools import pairwise
+
+
+
+def gpipe(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
+    """A stage's ops, ("F" or "B", microbatch, chunk), in order: all forwards, then all backwards.
+    With chunks, groups of `stages` microbatches pass through chunk 0, then 1 and so on."""
+    forwards = [("F", m, chunk) for first in range(0, num_microbatches, stages)
+                for chunk in range(chunks)
+                for m in range(first, min(first + stages, num_microbatches))]
+    return forwards + [("B", m, chunk) for _, m, chunk in reversed(forwards)]
+
+
+def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
+    """PP2; with chunks PP7 (PipeDream-flush, interleaved: Narayanan et al. 2021, section 2.2)."""
+    # Warm-up: one forward for every later stage; a backward cannot arrive before those have run.
+    # Then one forward and one backward in turn, and at the end the backwards that are left. With
+    # chunks, the first microbatches have to reach the last chunk, and each later stage adds two
+    # turns: an activation travels there, and its gradient back.
+    warmup = stages - stage - 1
+    if chunks > 1:
+        warmup = (chunks - 1) * stages + 2 * warmup
+    forwards = gpipe(stage, stages, num_microbatches, chunks)[:num_microbatches * chunks]
+    backwards = [("B", m, chunks - 1 - chunk) for _, m, chunk in forwards]
+    ops = forwards[:warmup]
+    for pair in zip(forwards[warmup:], backwards):
+        ops += pair
+    return ops + backwards[len(forwards[warmup:]):]
+
+
+def zb_h1(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
+    """PP8 (ZB-H1: Qi et al. 2024, section 2.1): 1F1B, with each W put off by `stage` microbatches:
+    the stages before wait for the first gradients, so B goes before W there."""
+    ops = []
+    for op, m, chunk in one_f_one_b(stage, stages, num_microbatches, chunks):
+        ops.append((op, m, chunk))
+        if op == "B" and m >= stage:
+            ops.append(("W", m - stage, chunk))
+    return ops + [("W", m, 0) for m in range(max(0, num_microbatches - stage), num_microbatches)]
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": one_f_one_b, "zb-h1": zb_h1}
+
+
+def make_schedule(name: str, grid, num_microbatches: int) -> list[tuple]:
+    """The ops of this rank's stage. Without a pipeline each forward is followed by its backward."""
+    schedule = SCHEDULES[name] if grid.pp > 1 else one_f_one_b
+    return schedule(grid.stage, grid.pp, num_microbatches, grid.chunks)
+
+
+def split_in_turns(schedule: list[tuple], chunks: int) -> list[list[tuple]]:
+    """Group the ops into turns; a stage exchanges messages after each turn. A turn is one op, after
+    any W: messages travel meanwhile. Where an interleaved schedule alternates, it is a forward and
+    the backward after it: each stage is two forwards ahead of the next there, so that on NCCL
+    single sends would wait for each other."""
+    pairs = [(first[0], second[0]) for first, second in pairwise(schedule)]
+    joined = [("F", "B")] if chunks > 1 and ("B", "F") in pairs else []
+    turns = [schedule[:1]]
+    for op, pair in zip(schedule[1:], pairs):
+        if pair in joined or pair[0] == "W":
+            turns[-1].append(op)
+        else:
+            turns.append([op])
+    return turns

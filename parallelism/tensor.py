@@ -1,0 +1,406 @@
+"""Tensor parallelism (Megatron-LM, Shoeybi et al. 2019, section 3), as a run uses it.
+
+It differs from the plain form in parallel.py:
+
+         difference                             gain                      where
+    TP1  a rank stores only its shard           memory / tp               ParamSpec.shard
+    TP2  sequence parallelism from g to f       activations / tp there    gather_positions
+    TP3  f is fused with the next product       sum of dx runs during dW  _ColumnParallel
+    TP4  the token matrix, the largest, is cut  memory / tp               VocabParallelEmbedding
+    TP5  the loss sends 3 numbers per position  not V / tp logits         chunk_loss
+    TP6  its forward computes its gradients     logits of one chunk       VocabParallelCrossEntropy
+
+Shapes: B sequences, T positions, C channels, H heads, V vocabulary.
+"""
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import IGNORE_INDEX, ceil_div, linear, multiplies_in_fp32, upcast_for_matmul
+from parallelism.collectives import Work, all_gather, all_reduce, reduce_scatter
+
+
+@dataclass
+class ParamSpec:
+    """One parameter: its global name, its shape, and how tensor parallelism cuts it (TP1)."""
+    name: str
+    shape: tuple                # of the full parameter, without padding
+    padded_rows: int            # shape[0] with the padding
+    partition_dim: int | None   # the dimension that is cut; None: every rank has all of it
+    stride: int                 # how many matrices are stacked in that dimension
+    tp: int
+    owners: list                # (module, attribute): two if embedding and head are on one stage
+    is_tied_copy: bool          # the last stage's copy of a weight tied across stages
+
+    @property
+    def local_shape(self) -> list[int]:
+        shape = [self.padded_rows, *self.shape[1:]]
+        if self.partition_dim is not None:
+            shape[self.partition_dim] //= self.tp
+        return shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.local_shape)
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay is for matrices, not vectors (Loshchilov and Hutter 2019, algorithm 2)."""
+        return len(self.shape) >= 2
+
+    def shard(self, full: torch.Tensor, tp_rank: int) -> torch.Tensor:
+        """Full parameter -> one tensor-parallel rank's shard."""
+        if self.partition_dim is None:
+            return full
+        if self.padded_rows > self.shape[0]:            # the vocabulary: rows at the end are zero
+            rows = self.padded_rows // self.tp
+            mine = full[tp_rank * rows:(tp_rank + 1) * rows]
+            padding = rows - len(mine)
+            return F.pad(mine, (0, 0, 0, padding)) if padding > 0 else mine     # a view: not read
+        dim = self.partition_dim                                    # qkv's weight: (3C, C)
+        stacked = full.unflatten(dim, (self.stride, self.tp, -1))   # (3, tp, C / tp, C)
+        mine = stacked.select(dim + 1, tp_rank)                     # (3, C / tp, C)
+        return mine.flatten(dim, dim + 1)                           # (3C / tp, C)
+
+    def unshard(self, shards: list) -> torch.Tensor:
+        """The shards of all tensor-parallel ranks -> full parameter."""
+        if self.partition_dim is None:
+            return shards[0]
+        dim = self.partition_dim
+        stacked = [shard.unflatten(dim, (self.stride, -1)) for shard in shards]     # (3, C / tp, C)
+        return torch.cat(stacked, dim + 1).flatten(dim, dim + 1)[:self.shape[0]]    # (3C, C)
+
+
+# TP2: sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f all
+# ranks hold the same activations; instead, let each hold T / tp positions. Then f is an all-gather
+# forward and a reduce-scatter backward, and g is a reduce-scatter forward and an all-gather
+# backward. Backward also gathers x again (_ColumnParallel), so a block sends 5 / 4 of the bytes.
+# LayerNorm, the bias after g and the position embedding see T / tp positions, so each rank has a
+# part of their gradients: `finish_grad_sync` adds the parts up.
+
+
+def gather_positions(x: torch.Tensor, grid) -> Work:
+    """What f does in forward and g in backward: nothing. With TP2, gather all positions:
+    (B, T / tp, C) -> (B, T, C)."""
+    if not grid.sequence_parallel:
+        return Work(x)
+    parts = x.new_empty(grid.tp, *x.shape)                              # (tp, B, T / tp, C)
+    parts[grid.tp_rank] = x
+    return all_gather(parts, grid.groups["tp"], lambda parts: parts.transpose(0, 1).flatten(1, 2))
+
+
+def sum_over_ranks(x: torch.Tensor, grid) -> Work:
+    """What g does in forward and f in backward: sum the ranks' x (B, T, C), in place. With TP2,
+    only this rank's positions, (B, T / tp, C), in new memory."""
+    if not grid.sequence_parallel:
+        return all_reduce(x, grid.groups["tp"])
+    B, T, C = x.shape
+    parts = x.view(B, grid.tp, T // grid.tp, C).transpose(0, 1)         # (tp, B, T / tp, C)
+    # A copy, also at B = 1: reduce_scatter writes into it, and x must not change behind autograd.
+    parts = parts.clone(memory_format=torch.contiguous_format)
+    return reduce_scatter(parts.view(-1, T // grid.tp, C), grid.groups["tp"])
+
+
+class _Reduce(torch.autograd.Function):
+    """g. Without TP2 it overwrites x, which saves a copy of (B, T, C)."""
+
+    @staticmethod
+    def forward(ctx, x, grid):
+        ctx.grid = grid
+        if not grid.sequence_parallel:
+            ctx.mark_dirty(x)
+        return sum_over_ranks(x, grid).wait()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return gather_positions(dy, ctx.grid).wait(), None
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """y = f(x) W^T + b. TP3: the all-reduce of dx runs while dW is computed. With TP2 backward
+    gathers x again, because saving f(x) would take tp times the memory."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, grid):
+        ctx.save_for_backward(x, weight)
+        ctx.grid = grid
+        return linear(gather_positions(x, grid).wait(), weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        gathering = gather_positions(x, ctx.grid) if ctx.needs_input_grad[1] else None
+        dx = sum_over_ranks(matmul(dy, weight), ctx.grid)       # overlaps with the all-gather of x
+        dy = dy.flatten(0, 1)                                   # (B T, out / tp)
+        dw = None if gathering is None else matmul(dy.t(), gathering.wait().flatten(0, 1))
+        db = dy.sum(0) if ctx.needs_input_grad[2] else None
+        return dx.wait(), dw, db, None
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a @ b, in fp32 on CPUs without 16-bit products, where it is 4 to 27 times as fast."""
+    return upcast_for_matmul(torch.matmul, a, b, out=out)
+
+
+class TensorParallel(nn.Module):
+    """Takes over a plain module's parameters. `partition_dim` says in which dimension they are cut
+    (those it does not name are whole), `stride` how many matrices are stacked there."""
+    partition_dim = {}
+    stride = 1
+    put_off = None      # PP8: a list of (module, dy, x) for each backward whose W has not run
+
+    def __init__(self, plain: nn.Module, grid):
+        super().__init__()
+        self.weight = plain.weight
+        self.bias = getattr(plain, "bias", None)
+        self.grid = grid
+
+    def multiply(self, function: Callable, x: torch.Tensor, *args) -> torch.Tensor:
+        """function(x, weight, *args). PP8: backward stores the factors of the weight's gradient."""
+        if self.put_off is None:
+            return function(x, self.weight, *args)
+        y = function(x, self.weight.detach(), *args)
+        y.register_hook(lambda dy: self.put_off[-1].append((self, dy, x.detach())))
+        return y
+
+
+class ColumnParallelLinear(TensorParallel):
+    """(B, T, in), equal on all ranks (TP2: T / tp positions) -> (B, T, out / tp), this rank's
+    columns."""
+    partition_dim = {"weight": 0, "bias": 0}
+
+    def forward(self, x):
+        if self.grid.tp == 1:
+            return self.multiply(linear, x, self.bias)
+        return self.multiply(_ColumnParallel.apply, x, self.bias, self.grid)
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    stride = 3          # the matrices of q, k and v, stacked: each is cut by heads on its own
+
+
+class RowParallelLinear(TensorParallel):
+    """(B, T, in / tp), this rank's rows -> (B, T, out), equal on all ranks (TP2: T / tp positions).
+    The bias, equal on all ranks, is added after the sum; before it, it would count tp times."""
+    partition_dim = {"weight": 1}
+
+    def forward(self, x):
+        if self.grid.tp == 1:
+            return self.multiply(linear, x, self.bias)
+        return _Reduce.apply(self.multiply(linear, x), self.grid) + self.bias
+
+
+class PositionEmbedding(TensorParallel):
+    """positions 0, 1, ... n - 1, counted from where this rank's slice starts -> (n, C)."""
+
+    def forward(self, positions):
+        first = self.grid.tp_rank * len(positions) if self.grid.sequence_parallel else 0
+        return F.embedding(positions + first, self.weight)
+
+
+class VocabParallelEmbedding(TensorParallel):
+    """tokens (B, T) -> (B, T, C). TP4: tokens outside this rank's rows give a zero vector; g sums
+    over the ranks."""
+    partition_dim = {"weight": 0}
+
+    def forward(self, tokens):
+        lookup = F.embedding
+        if hasattr(self.weight, "main_grad"):
+            lookup = _LookupToMainGrad.apply
+        if self.grid.tp == 1:
+            return lookup(tokens, self.weight)
+        rows = tokens - self.grid.tp_rank * len(self.weight)
+        is_local = (rows >= 0) & (rows < len(self.weight))
+        x = lookup(rows.where(is_local, 0), self.weight)                # (B, T, C)
+        return _Reduce.apply(x * is_local.unsqueeze(-1), self.grid)
+
+
+class _LookupToMainGrad(torch.autograd.Function):
+    """F.embedding, whose gradient is added to the rows of `main_grad` that were looked up.
+
+    FlatParameters (section 4) gives each weight a method `main_grad`, which returns the tensor that
+    collects its gradient, in fp32 (as in Megatron-LM). The embedding, which reads few rows, and the
+    head, which works in chunks, add their gradients there, and autograd gets None: with 50304
+    tokens a step takes 0.80 of the time, in bf16 0.70. (Other matrices do not gain: 0.98, 1.08.)"""
+
+    @staticmethod
+    def forward(ctx, rows, weight):
+        ctx.save_for_backward(rows)
+        ctx.weight = weight
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    def backward(ctx, dx):
+        grad = ctx.weight.main_grad()
+        grad.index_add_(0, ctx.saved_tensors[0].flatten(), dx.flatten(0, 1).to(grad.dtype))
+        return None, None
+
+
+def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    """grad (out, in) += dy^T x, for dy (N, out) and x (N, in)."""
+    if multiplies_in_fp32(x.dtype, x.device):
+        dy, x = dy.float(), x.float()           # so the product is not rounded to 16 bits
+    if grad.dtype == x.dtype:
+        grad.addmm_(dy.t(), x)
+    elif grad.device.type == "cuda":            # adds 16-bit products to fp32
+        torch.addmm(grad, dy.t(), x, out_dtype=grad.dtype, out=grad)
+    else:                                       # in parts that fit the cache
+        for rows, columns in zip(grad.split(2048), dy.split(2048, dim=1)):
+            rows += matmul(columns.t(), x)
+
+
+def softmax_over_ranks(largest: torch.Tensor, total: torch.Tensor, z: torch.Tensor,
+                       is_local: torch.Tensor, group) -> tuple:
+    """TP5: combine the ranks' statistics, each (n, 1): the largest logit, the sum of
+    exp(logit - largest), and the target's logit z where `is_local`. Returns the largest logit of
+    all ranks, and the sum and z relative to it."""
+    overall = all_reduce(largest.clone(), group, dist.ReduceOp.MAX).wait()
+    local = torch.stack([total * (largest - overall).exp(), (z - overall).where(is_local, 0)])
+    return overall, *all_reduce(local, group).wait()
+
+
+def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor,
+               upstream: torch.Tensor | None, vocab_size: int, grid,
+               over_ranks: Callable = softmax_over_ranks) -> tuple:
+    """The summed cross-entropy of n positions in nats, the same on all ranks. Its gradient, times
+    the scalar `upstream` if that is given, overwrites the logits, but for one column of each row.
+    Returns (loss, these target columns (n, 1), the gradients there (n, 1)).
+
+    logits      (n, V / tp): this rank's columns
+    p           memory to compute in, like logits, but fp32 or fp64; it may be `logits`; None: new
+    targets     (n,) tokens of the whole vocabulary; IGNORE_INDEX adds nothing
+
+        loss = log sum_v exp(z_v) - z_target        gradient = softmax(z), less 1 at the target
+
+    The largest logit is subtracted so that exp cannot overflow; it cancels. The caller scatters the
+    columns in: done here, a compiled kernel would have to write all of p to memory first."""
+    n, width = logits.shape
+    first = grid.tp_rank * width                            # this rank's first token
+    is_local = ((targets >= first) & (targets < first + width)).unsqueeze(1)
+    counted = (targets != IGNORE_INDEX).unsqueeze(1)
+    columns = (targets - first).unsqueeze(1).where(is_local, 0)
+    # The columns from here on are padding. (-inf would give NaN where a rank has no other.)
+    logits[:, max(vocab_size - first, 0):] = torch.finfo(logits.dtype).min
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    z = logits.gather(1, columns).to(wide)                              # (n, 1), as all below
+    largest = logits.amax(1, keepdim=True).to(wide)
+    out = logits if p is None else p
+    p = logits - largest if p is None else p.copy_(logits).sub_(largest)
+    total = p.exp_().sum(1, keepdim=True)
+    overall, total, target = over_ranks(largest, total, z, is_local, grid.groups["tp"])
+    loss = (total.log() - target).where(counted, 0).sum()
+    if upstream is None:
+        return loss, None, None
+
+    weight = counted * upstream                             # of each position in the loss
+    logits.copy_(torch.mul(p, (largest - overall).exp() * weight / total, out=out))
+    return loss, columns, ((z - overall).exp() / total - is_local.to(wide)) * weight
+
+
+# Upper limit on the logits of a chunk (measured on the CPU only).
+MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}
+
+
+def chunk_size(positions: int, vocab: int, device_type: str) -> int:
+    """Number of positions whose logits, of `vocab` tokens each, exist at once."""
+    most = max(1, MAX_LOGITS["cpu" if device_type == "cpu" else "gpu"] // vocab)
+    return ceil_div(positions, ceil_div(positions, most))       # of about equal size
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), with TP2 T / tp
+    positions, targets (B, T), W (V / tp, C) this rank's rows. TP6: forward also computes the
+    gradients, times `scale` (None: no gradients). Backward returns them."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, grid, scale, chunk_loss):
+        x = gather_positions(x, grid).wait()
+        shape = x.shape
+        x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
+        in_main_grad = hasattr(weight, "main_grad")                 # as in _LookupToMainGrad
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dx = x                                                      # not written without a scale
+        # A tensor, because a compiler takes a number for a constant.
+        upstream = None if scale is None else x.new_full((), scale, dtype=wide)
+        if scale is not None:
+            dx = torch.empty_like(x)
+            dw = weight.main_grad() if in_main_grad else torch.zeros_like(weight, dtype=wide)
+        loss = 0.0
+        size = chunk_size(len(x), len(weight), x.device.type)
+        memory = x.new_empty(size, len(weight))                             # of all chunks
+        p = None
+        if wide == x.dtype or x.device.type == "cpu":   # (a CPU converts in memory, which is slow)
+            p = memory.to(wide)                                             # in fp32 the same
+        for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
+            logits = matmul(x_i, weight.t(), out=memory[:len(x_i)])         # (n, V / tp)
+            p_i = None if p is None else p[:len(x_i)]
+            if p is memory:
+                p_i = logits            # the same object: a compiler handles two views worse
+            loss_i, columns, at_columns = chunk_loss(logits, p_i, targets_i, upstream)
+            loss += loss_i
+            if scale is not None:
+                dz = logits.scatter_(1, columns, at_columns.to(logits.dtype))
+                matmul(dz, weight, out=dx_i)
+                add_product(dw, dz, x_i)
+
+        if scale is not None:
+            dx = sum_over_ranks(dx.view(shape), grid).wait()
+            if grid.sequence_parallel:
+                dx = dx.clone()             # a slice would keep the memory of all positions
+            ctx.save_for_backward(dx, None if in_main_grad else dw.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, upstream):
+        dx, dw = ctx.saved_tensors
+        if dw is not None:
+            dx, dw = dx * upstream, dw * upstream
+        elif upstream.device.type == "cpu" and upstream != 1:       # (a GPU would synchronize)
+            raise RuntimeError("the gradient of the loss is not 1, but the token matrix's gradient "
+                               "has been added to main_grad: call backward() on the loss itself, "
+                               "and set head.scale instead")
+        return dx, dw, None, None, None, None
+
+
+class VocabParallelHead(TensorParallel):
+    """x (B, T, C), with TP2 T / tp positions, and targets (B, T) -> the summed loss of model.Head,
+    the same on every rank. If you change the loss, change model.Head too. The gradients are
+    multiplied by `scale`. `norms`: sum over all positions of |x|, for the log."""
+    partition_dim = {"weight": 0}
+
+    def __init__(self, head: nn.Module, grid):
+        super().__init__(head, grid)
+        self.norm = head.norm
+        self.chunk_loss = partial(chunk_loss, vocab_size=head.vocab_size, grid=grid)
+        self.scale = 1.0
+        self.norms = 0.0
+
+    def normalize(self, x):
+        """LayerNorm of x, and the sum over all positions of |x|."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return self.norm(x), torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).sum()
+
+    def forward(self, x, targets):
+        x, norms = self.normalize(x)
+        self.norms += norms
+        scale = self.scale if torch.is_grad_enabled() else None
+        return VocabParallelCrossEntropy.apply(x, self.weight, targets, self.grid, scale,
+                                               self.chunk_loss)
+
+
+TP_PLAN = {         # which module of model.py becomes what (build_stage)
+    "attn.qkv": QKVParallelLinear,
+    "attn.proj": RowParallelLinear,
+    "mlp.up": ColumnParallelLinear,
+    "mlp.down": RowParallelLinear,
+    "embed.token": VocabParallelEmbedding,
+    "embed.position": PositionEmbedding,
+    "head": VocabParallelHead,
+}
+TIED = {"head.weight": "embed.token.weight"}    # one matrix: its name in the head, its global name

@@ -1,0 +1,444 @@
+"""Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020), as a run uses them.
+
+It differs from the plain forms in parallel.py (numbers of GPT-2 124M in 16 bits):
+
+         difference                              gain                          where
+    DP1  microbatches add up, one sync a step    1/m of the traffic            prepare_grad_sync
+    DP2  parameters are views into flat buckets  26 messages, not 148          Bucket
+    DP3  gradients add up in the masters' type   (in bf16, 256 + 1 = 256)      grad_ready
+    DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
+    DP5  all are awaited at the end              in ZeRO 0 no hook waits       finish_grad_sync
+    DP6  the tied matrix has its own bucket      no other bucket waits for it  make_buckets
+    DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/dp   _start_grad_sync
+    DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/dp      _start_grad_sync
+    DP9  ZeRO 3: and only its parameters         2 more bytes become 2/dp      gather_before_use
+    DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  gather_before_use
+
+The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
+for each block. Backward completes them from the right; every rank communicates in that order.
+
+    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |
+
+A step of m microbatches (in fp32 a parameter is its own master):
+
+            masters,                     bytes kept per parameter    in 16 bits, bytes sent per
+                                                                     parameter, x (dp-1)/dp:
+    ZeRO    moments    grad     data     16 bits      fp32           gradients + parameters
+      0     full       full     full     18           16             8
+      1     shard      full     full     6 + 12/dp    8 + 8/dp       4 + 2
+      2     shard      shard    full     2 + 16/dp    4 + 12/dp      4m + 2
+      3     shard      shard    shard    18/dp        16/dp          4m + 4m
+"""
+from functools import partial
+
+import torch
+import torch.nn as nn
+from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
+
+from model import GPT, GPTConfig, ceil_div, initial_value
+from parallelism.collectives import (all_gather, all_reduce, copy_to_host_async, reduce_scatter,
+                                     sum_dtype)
+from parallelism.tensor import TIED, ParamSpec
+
+
+class Bucket:
+    """DP2: parameters that are communicated together, laid out flat, padded to dp equal shards.
+    `name` is as drawn above: tied, ends, 0.attn ...
+
+    data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
+    grad            (numel,) their gradients; from ZeRO 2 on None from a sync to the next gradient
+    shard           {name: (numel / num_shards,)} of what this rank updates:
+                    data    a view of `data`; in ZeRO 3 its own memory
+                    grad    a view of `grad`; from ZeRO 2 on its own memory, a sum of backwards
+                    master  the same tensor as data if types and devices are equal
+                    exp_avg, exp_avg_sq     on the master's device
+    shard_ranges    the parts of parameters in the shard: [(spec, shard_slice, param_slice)], where
+                    shard[name][shard_slice] belongs to parameter.flatten()[param_slice]
+    pending_grads   number of gradients that backward (PP8: W) has not computed yet
+    unsharding      the all-gather of `data` under way, or None
+    """
+
+    def __init__(self, name: str, specs: list[ParamSpec], dp: int, num_shards: int,
+                 shard_rank: int):
+        self.name = name
+        self.specs = specs
+        self.data = None
+        self.grad = None
+        self.shard = {}
+        self.pending_grads = 0
+        self.unsharding = None
+
+        self.offsets = {}
+        end = 0
+        for spec in specs:
+            self.offsets[spec.name] = end
+            end += ceil_div(spec.numel, 32) * 32        # aligned to 64 bytes, in 16 bits too
+        self.numel = ceil_div(end, 32 * dp) * 32 * dp
+
+        length = self.numel // num_shards
+        first = shard_rank * length
+        self.shard_ranges = []
+        for spec in specs:
+            offset = self.offsets[spec.name]
+            low = max(offset, first)
+            high = min(offset + spec.numel, first + length)
+            if low < high:
+                shard_slice = slice(low - first, high - first)
+                param_slice = slice(low - offset, high - offset)
+                self.shard_ranges.append((spec, shard_slice, param_slice))
+
+    def view(self, flat: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+        """The part of `data` or `grad` that belongs to a parameter, in the parameter's shape."""
+        offset = self.offsets[spec.name]
+        return flat[offset:offset + spec.numel].view(spec.local_shape)
+
+    def main_grad(self, spec: ParamSpec) -> torch.Tensor:
+        """Where a parameter's gradient adds up. From ZeRO 2 on this memory is created by the first
+        gradient and freed by the sync. The head adds in forward, so under GPipe the first backward
+        syncs all microbatches' head gradients and the later ones find none."""
+        if self.grad is None:
+            self.grad = torch.zeros_like(self.data, dtype=self.shard["grad"].dtype)
+        return self.view(self.grad, spec)
+
+
+def make_buckets(specs: list[ParamSpec], dp: int, num_shards: int = 1,
+                 shard_rank: int = 0) -> list[Bucket]:
+    """The buckets drawn above. DP6: the tied gradient is complete only at backward's end."""
+    contents = {"tied": [], "ends": []}
+    for spec in specs:
+        match spec.name.split("."):
+            case ["blocks", number, "norm1" | "attn", *_]:
+                bucket = f"{number}.attn"
+            case ["blocks", number, *_]:
+                bucket = f"{number}.mlp"
+            case _:
+                bucket = "tied" if spec.name in TIED.values() else "ends"
+        contents.setdefault(bucket, []).append(spec)
+    return [Bucket(name, group, dp, num_shards, shard_rank)
+            for name, group in contents.items() if group]
+
+
+class FlatParameters:
+    """This rank's parameters (of type `dtype`) and, for `training`, their gradients, masters and
+    Adam moments (of type `master_dtype`), in buckets. With `host`, masters and moments are there,
+    and AdamW runs there: 6 of 18 bytes per parameter stay on the GPU.
+
+    A training step calls zero_grad, then prepare_grad_sync before each backward, and at the end
+    finish_grad_sync, grad_norm_squares and step. In ZeRO 1 and 2 `step` only starts to gather the
+    updated parameters: `gather_before_use` or wait_params waits for them."""
+
+    def __init__(self, specs: list[ParamSpec], grid, dtype, master_dtype, device,
+                 zero: int = 0, host=None, training: bool = True):
+        device = torch.device(device)
+        host = device if host is None else torch.device(host)
+        self.grid, self.zero, self.training = grid, zero, training
+        self.num_shards = grid.dp if zero > 0 else 1
+        self.shard_rank = grid.dp_rank if zero > 0 else 0
+        self.buckets = make_buckets(specs, grid.dp, self.num_shards, self.shard_rank)
+        self.buckets_to_sync = []       # those that this backward communicates, the next one last
+        self.in_flight = []             # [(bucket, Work)] of gradients
+        for bucket in self.buckets:
+            self._allocate(bucket, dtype, master_dtype, device, host)
+            self._attach(bucket)
+            if zero == 3:
+                self.reshard([bucket])
+        # --offload: rows used in turn, to bring a bucket's gradients and take its parameters back
+        self.staging = None
+        if training and device != host:
+            longest = max(bucket.numel for bucket in self.buckets) // self.num_shards
+            self.staging = torch.empty(2, longest, dtype=master_dtype, device=host,
+                                       pin_memory=device.type == "cuda")
+
+    def _allocate(self, bucket: Bucket, dtype, master_dtype, device, host) -> None:
+        """Create the bucket's tensors, all zero, of the sizes in the table of ZeRO stages."""
+        length = bucket.numel // self.num_shards
+        shard = bucket.shard
+        bucket.data = torch.zeros(bucket.numel, dtype=dtype, device=device)
+        shard["data"] = bucket.data.chunk(self.num_shards)[self.shard_rank]
+        if self.zero == 3:
+            shard["data"] = shard["data"].clone()
+        shard["master"] = shard["data"]
+        if not self.training:
+            return
+        if self.zero < 2:
+            bucket.grad = torch.zeros(bucket.numel, dtype=master_dtype, device=device)
+            shard["grad"] = bucket.grad.chunk(self.num_shards)[self.shard_rank]
+        else:
+            shard["grad"] = torch.zeros(length, dtype=master_dtype, device=device)
+        if dtype != master_dtype or device != host:
+            shard["master"] = torch.zeros(length, dtype=master_dtype, device=host)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            shard[moment] = torch.zeros(length, dtype=master_dtype, device=host)
+
+    def _attach(self, bucket: Bucket) -> None:
+        """Replace the modules' parameters by views into the bucket, and give each its function
+        `main_grad` and the hook that autograd calls when its gradient is complete."""
+        for spec in bucket.specs:
+            # A tied matrix becomes two Parameters on one memory; as one Parameter its hook would
+            # run only after both uses.
+            for module, attribute in spec.owners:
+                # `.data` has its own version counter: ZeRO 3 gathers into this memory between
+                # forward and backward, which autograd must not take for a modified weight.
+                view = bucket.view(bucket.data, spec)
+                parameter = nn.Parameter(view.data)
+                setattr(module, attribute, parameter)
+                parameter.bucket = bucket
+                parameter.main_grad = partial(bucket.main_grad, spec)
+                parameter.register_post_accumulate_grad_hook(self.grad_ready)
+
+    @torch.no_grad()
+    def load(self, name: str, full) -> None:
+        """Fill this rank's tensors `name` from full parameters: full(name, shape) -> tensor."""
+        for bucket in self.buckets:
+            for spec, shard_slice, param_slice in bucket.shard_ranges:
+                value = spec.shard(full(spec.name, spec.shape), self.grid.tp_rank)
+                bucket.shard[name][shard_slice].copy_(value.flatten()[param_slice])
+
+    def initialize(self, cfg: GPTConfig, seed: int, parameters: dict | None = None) -> None:
+        """Set the state of step 0, also after a rollback to it. Only one full parameter is in
+        memory at a time. The weights come from `parameters` {name: full tensor}, or the seed."""
+        def initial(name, shape):
+            if parameters is None:
+                return initial_value(cfg, name, shape, seed)
+            return parameters[name][:shape[0]]      # the position table may be longer
+        self.load("master", initial)
+        if self.training:
+            for bucket in self.buckets:
+                bucket.shard["exp_avg"].zero_()
+                bucket.shard["exp_avg_sq"].zero_()
+        self.sync_params()
+        self.wait_params()
+
+    @torch.no_grad()
+    def sync_params(self) -> None:
+        """masters -> parameters, rounded to the parameters' type. Starts to share them with all
+        replicas: `gather_before_use` waits."""
+        data = [bucket.shard["data"] for bucket in self.buckets]
+        masters = [bucket.shard["master"] for bucket in self.buckets]
+        if masters[0] is not data[0]:
+            torch._foreach_copy_(data, masters)
+        for bucket in self.buckets:
+            self._start_gather(bucket)
+
+    def _start_gather(self, bucket: Bucket) -> None:
+        assert bucket.unsharding is None, "the last update's parameters are still on their way"
+        if self.zero in (1, 2):                 # (ZeRO 3 gathers in `unshard`)
+            bucket.unsharding = all_gather(bucket.data, self.grid.groups["dp"])
+
+    def wait_params(self) -> None:
+        """Wait for the all-gathers that `step` or `sync_params` started, where no forward does."""
+        if self.zero < 3:
+            self.unshard(self.buckets)
+
+    def zero_grad(self) -> None:
+        torch._foreach_zero_([bucket.grad if self.zero < 2 else bucket.shard["grad"]
+                              for bucket in self.buckets])
+
+    def prepare_grad_sync(self, chunk: nn.Module, last: bool) -> None:
+        """Before each backward of a chunk. DP1: only the `last` of a step communicates; from ZeRO 2
+        on each does. Everything is a sum: the head has scaled the gradients (`run_schedule`)."""
+        for parameter in chunk.parameters():
+            parameter.bucket.pending_grads += 1
+        self.buckets_to_sync = []
+        if last or self.zero >= 2:
+            self.buckets_to_sync = [bucket for bucket in self.buckets if bucket.pending_grads > 0]
+            if self.buckets_to_sync[0].specs[0].is_tied_copy:   # the head's gradient is ready first
+                self.buckets_to_sync.append(self.buckets_to_sync.pop(0))
+
+    def grad_ready(self, parameter: nn.Parameter) -> None:
+        """DP3, DP4: autograd, or W, calls this hook when a parameter's gradient is complete, on the
+        backward's thread and CUDA stream: collectives start after the kernels of the gradient."""
+        # `grad` is None if a Function of section 2 has added the gradient to main_grad itself.
+        if parameter.grad is not None:
+            parameter.main_grad().add_(parameter.grad)
+            parameter.grad = None
+        parameter.bucket.pending_grads -= 1
+        # All ranks must communicate in the same order. A bucket completed out of turn waits.
+        while self.buckets_to_sync and self.buckets_to_sync[-1].pending_grads == 0:
+            self._start_grad_sync(self.buckets_to_sync.pop())
+
+    def _start_grad_sync(self, bucket: Bucket) -> None:
+        """DP4, DP7 to DP9: start the communication of a complete bucket."""
+        group = self.grid.groups["dp"]
+        if self.zero == 0:
+            self.in_flight.append((bucket, all_reduce(bucket.grad, group)))
+        # `grad` is None if nothing was added since the last sync (see Bucket.main_grad).
+        elif bucket.grad is not None:
+            # Wait for the previous bucket first, where a sync in flight holds extra memory.
+            if self.zero >= 2 or bucket.grad.device.type == "cpu":
+                self._wait_grad_sync()
+            self.in_flight.append((bucket, reduce_scatter(bucket.grad, group)))
+        if self.zero >= 2:
+            bucket.grad = None
+        if self.zero == 3:
+            self.reshard([bucket])              # this backward does not need it again
+
+    @torch.no_grad()
+    def _wait_grad_sync(self) -> None:
+        for bucket, work in self.in_flight:
+            total = work.wait()
+            if self.zero >= 2:
+                bucket.shard["grad"] += total
+        self.in_flight = []
+
+    @torch.no_grad()
+    def finish_grad_sync(self) -> None:
+        """DP5: wait for all buckets. Then sum two kinds of gradients of which other ranks have a
+        part: the tied matrix's on the two ends of a pipeline (PP5), and, with sequence parallelism,
+        those of parameters that tensor parallelism replicates (TP2)."""
+        assert not self.buckets_to_sync, "a parameter got no gradient"
+        self._wait_grad_sync()
+        if self.buckets[0].name == "tied":
+            all_reduce(self.buckets[0].shard["grad"], self.grid.groups["embedding"]).wait()
+        if self.grid.sequence_parallel:
+            replicated = [bucket.shard["grad"][shard_slice] for bucket in self.buckets
+                          for spec, shard_slice, _ in bucket.shard_ranges
+                          if spec.partition_dim is None]
+            if replicated:
+                sums = all_reduce(torch.cat(replicated), self.grid.groups["tp"]).wait()
+                torch._foreach_copy_(replicated, sums.split([len(x) for x in replicated]))
+
+    def grad_norm_squares(self) -> torch.Tensor:
+        """Sums of squares of this rank's gradients, (2,) of `sum_dtype`: [those that count for the
+        global norm, all of them]. The first, summed over the world, counts every parameter once.
+        The second shows where a gradient is not finite."""
+        counted, others = [], []
+        is_replica = self.zero == 0 and self.grid.dp_rank > 0
+        for bucket in self.buckets:
+            for spec, shard_slice, _ in bucket.shard_ranges:
+                pieces = bucket.shard["grad"][shard_slice].split(2 ** 20)
+                is_replicated = spec.partition_dim is None and self.grid.tp_rank > 0
+                if is_replica or is_replicated or spec.is_tied_copy:
+                    others += pieces
+                else:
+                    counted += pieces
+        # (One fp32 sum over 10M values can be off in its fourth digit. Pieces fit a CPU's cache.)
+        dtype = sum_dtype(self.buckets[0].data.device)
+        squares = torch.stack(torch._foreach_norm(counted + others, 2, dtype=dtype)).square()
+        return torch.stack([squares[:len(counted)].sum(), squares.sum()])
+
+    @torch.no_grad()
+    def step(self, grad_scale: float, step: int, lr: float, beta1: float, beta2: float,
+             weight_decay: float) -> None:
+        """AdamW update number `step` (from 1) of this rank's shards, with the gradients times
+        `grad_scale`. With --offload it goes bucket by bucket: while the CPU updates one, the next
+        one's gradients arrive and the previous one's parameters leave."""
+        grads = [bucket.shard["grad"] for bucket in self.buckets]
+        torch._foreach_mul_(grads, grad_scale)
+        if self.staging is None:
+            adamw_step(self.buckets, grads, step, lr, beta1, beta2, weight_decay)
+            self.sync_params()
+            return
+        rows = [self.staging[i % 2, :len(grad)] for i, grad in enumerate(grads)]
+        copies = [copy_to_host_async(grad, row) for grad, row in zip(grads[:2], rows)]
+        for i, bucket in enumerate(self.buckets):
+            grad, arrived = copies[i]
+            arrived.synchronize()       # queued after the parameters that left from the same row
+            adamw_step([bucket], [grad], step, lr, beta1, beta2, weight_decay)
+            data = bucket.shard["data"]
+            rounded = grad.view(data.dtype)[:len(data)].copy_(bucket.shard["master"])
+            data.copy_(rounded, non_blocking=True)
+            self._start_gather(bucket)
+            if i + 2 < len(grads):
+                copies.append(copy_to_host_async(grads[i + 2], rows[i + 2]))
+
+    def unshard(self, buckets: list[Bucket], prefetch: list[Bucket] = ()) -> None:
+        """Make the buckets' parameters whole: gather them, or wait for the all-gather that `step`
+        started (ZeRO 1 and 2). Begin to gather those of the buckets to `prefetch`."""
+        for bucket in (*buckets, *prefetch):
+            if bucket.data.untyped_storage().size() == 0:
+                bucket.data.untyped_storage().resize_(bucket.data.nbytes)
+                bucket.data.chunk(self.num_shards)[self.shard_rank].copy_(bucket.shard["data"])
+                bucket.unsharding = all_gather(bucket.data, self.grid.groups["dp"])
+        for bucket in buckets:
+            if bucket.unsharding is not None:
+                bucket.unsharding.wait()
+                bucket.unsharding = None
+
+    def reshard(self, buckets: list[Bucket]) -> None:
+        """ZeRO 3: free the gathered parameters. They are views of a storage, not of an address:
+        `unshard` makes them valid again by filling the same storage."""
+        if self.zero < 3:
+            return
+        for bucket in buckets:
+            assert bucket.unsharding is None, "a gather would write into freed memory"
+            bucket.data.untyped_storage().resize_(0)
+
+
+def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: float,
+               beta1: float, beta2: float, weight_decay: float) -> None:
+    """torch's fused AdamW on the parameters in this rank's shards, whose gradients are `grads`."""
+    for decays, decay in ((True, weight_decay), (False, 0.0)):
+        parts = [(bucket.shard | dict(grad=grad), shard_slice)
+                 for bucket, grad in zip(buckets, grads)
+                 for spec, shard_slice, _ in bucket.shard_ranges if spec.decays == decays]
+        tensors = [[shard[name][shard_slice] for shard, shard_slice in parts]
+                   for name in ("master", "grad", "exp_avg", "exp_avg_sq")]
+        # adamw adds 1 to each step number. (The empty list is amsgrad's.)
+        steps = torch.full((len(parts),), step - 1.0, device=grads[0].device).unbind()
+        adamw(*tensors, [], list(steps), fused=True, amsgrad=False, maximize=False, lr=lr,
+              beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
+
+
+def gather_before_use(model: GPT, flat: FlatParameters) -> None:
+    """Wrap the forward of the embedding, each block and the head in unshard and reshard. ZeRO 1 and
+    2 (DP10): the all-gather after AdamW is awaited there, bucket by bucket. ZeRO 3 (DP9):
+
+        forward    unshard block i, prefetch i + 1, run, reshard
+        backward   unshard block i, prefetch i - 1, run; _start_grad_sync reduces and reshards
+
+    The tied matrix stays gathered from the embedding to the end of the head's forward, because the
+    head computes its gradients there. The other parameters of the ends, and the last block, stay
+    gathered until backward."""
+    ends = [bucket for bucket in flat.buckets if bucket.name in ("tied", "ends")]
+    halves = flat.buckets[len(ends):]
+    blocks = list(zip(halves[::2], halves[1::2]))                   # [(attention, MLP)]
+
+    def run_embed(forward, *args):
+        flat.unshard(ends, prefetch=blocks[0])
+        return forward(*args)
+
+    def run_block(forward, current, previous, following, *args):
+        flat.unshard(current, prefetch=following)
+        y = forward(*args)
+        if y.requires_grad:         # the hook runs when y's gradient is there, before the block's
+            y.register_hook(lambda dy: flat.unshard(current, prefetch=previous))
+        if following or not y.requires_grad:
+            flat.reshard(current)
+        return y
+
+    def run_head(forward, *args):
+        flat.unshard(ends)
+        y = forward(*args)
+        flat.reshard(ends[:1])                                      # the tied matrix
+        if not torch.is_grad_enabled():
+            flat.reshard(ends[1:])
+        return y
+
+    if model.embed is not None:
+        model.embed.forward = partial(run_embed, model.embed.forward)
+    if model.head is not None:
+        model.head.forward = partial(run_head, model.head.forward)
+    for block, current, previous, following in zip(model.blocks.values(), blocks, [(), *blocks],
+                                                   [*blocks[1:], ()]):
+        block.forward = partial(run_block, block.forward, current, previous, following)
+
+
+def state_bytes(numel: int, longest: int, dp: int, dtypes: tuple, zero: int,
+                offload: bool) -> tuple[dict, dict]:
+    """Bytes of one rank's state, as the table of ZeRO stages says: {kind: bytes} on its device and,
+    if `offload` keeps a part there, on the host. `numel` counts this rank's parameters before ZeRO
+    shards them, `longest` those of its longest bucket; `dtypes`: of parameters and masters."""
+    dtype, master_dtype = dtypes
+    shard = numel // dp
+    weights = dict(
+        parameters=dtype.itemsize * (shard if zero >= 3 else numel),
+        gradients=master_dtype.itemsize * (shard if zero >= 2 else numel))
+    masters = master_dtype.itemsize * (shard if zero >= 1 else numel)
+    states = dict(masters=masters, moments=2 * masters)
+    if offload:
+        staging = 2 * master_dtype.itemsize * (longest // dp if zero >= 1 else longest)
+        return weights, states | dict(staging=staging)
+    if dtype == master_dtype:           # a parameter is its own master
+        states["masters"] = 0
+    return weights | states, {}

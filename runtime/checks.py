@@ -1,0 +1,176 @@
+"""What is refused before a run starts, each in one line that names the numbers.
+
+train.py calls `resolve` on rank 0; tools.plan and tools.schedule use the rules of the layout.
+"""
+import dataclasses
+import math
+import os
+from collections import Counter
+
+import torch
+
+from data import TokenDataset, batch_sizes, steps_of_epochs
+from model import PEAK_LR, SIZES, GPTConfig
+from parallel import Grid, build_stage, param_specs
+from parallelism.zero import make_buckets, state_bytes
+from runtime.options import Config, merge_config
+from runtime.processes import warn
+
+
+def check_grid(world: int, config) -> None:
+    """Raise a ValueError that names the numbers if no model can run in this layout."""
+    tp, pp, schedule, chunks = config.tp, config.pp, config.pp_schedule, config.pp_chunks
+    if world % (tp * pp):
+        raise ValueError(f"{world} processes are not divisible by tp {tp} x pp {pp} = {tp * pp}; "
+                         f"start a multiple of {tp * pp} (torchrun --nproc_per_node)")
+    if config.zero == 3 and pp > 1:
+        raise ValueError(f"zero 3 with pp {pp} would gather every block again for each microbatch "
+                         f"of the pipeline: use zero 2, or pp 1")
+    if config.sequence_parallel and tp == 1:
+        raise ValueError("sequence parallelism splits the positions over tensor-parallel ranks, "
+                         "but tp is 1: give --tp 2 or more")
+    if schedule != "interleaved" and chunks > 1:
+        raise ValueError(f"--pp-chunks {chunks} requires --pp-schedule interleaved, not {schedule}")
+    if schedule == "interleaved" and min(pp, chunks) < 2:
+        raise ValueError(f"--pp-schedule interleaved requires --pp and --pp-chunks of 2 or more, "
+                         f"not {pp} and {chunks}")
+    if schedule == "zb-h1" and (pp == 1 or config.zero == 2 or config.recompute or config.compile):
+        raise ValueError("--pp-schedule zb-h1 requires --pp 2 or more, and cannot be combined "
+                         "with --zero 2, --recompute or --compile: drop these, or use 1f1b")
+
+
+def check_layout(cfg: GPTConfig, world: int, batch: int, config) -> None:
+    """Raise a ValueError that names the numbers if this job cannot run; no communication."""
+    check_grid(world, config)
+    tp, pp, chunks, micro_batch = config.tp, config.pp, config.pp_chunks, config.micro_batch
+    dp = world // (tp * pp)
+    if config.sequence_parallel and cfg.seq_len % tp:
+        raise ValueError(f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by tp {tp}")
+    if cfg.n_head % tp:
+        raise ValueError(f"n_head {cfg.n_head} is not divisible by tp {tp}")
+    if cfg.padded_vocab % tp:
+        raise ValueError(f"the padded vocabulary {cfg.padded_vocab} is not divisible by tp {tp}")
+    if cfg.n_layer < pp * chunks:
+        raise ValueError(f"n_layer {cfg.n_layer} is less than pp {pp} x pp-chunks {chunks}: a "
+                         f"stage would be empty")
+    if batch % (dp * micro_batch):
+        raise ValueError(f"batch size {batch} is not divisible by dp {dp} x micro-batch "
+                         f"{micro_batch} = {dp * micro_batch}")
+    if chunks > 1 and batch // (dp * micro_batch) % pp:
+        raise ValueError(f"{batch // (dp * micro_batch)} microbatches are not divisible by pp "
+                         f"{pp}, as the interleaved schedule requires: change --batch-size, its "
+                         f"ramp or --micro-batch")
+
+
+def default_micro_batch(sizes: range, replicas: float, pp: int, device_type: str) -> int:
+    """The largest microbatch, up to a limit, that splits every batch size into a multiple of pp
+    microbatches, which fill the pipeline. GPUs gain from large products, but a pipeline loses more:
+    with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40% slower)."""
+    most = 16 if device_type == "cuda" and pp == 1 else 4
+    replica = math.gcd(*sizes) / replicas       # sequences of each; a fraction is no multiple
+    return max([m for m in range(1, most + 1) if replica % (m * pp) == 0], default=1)
+
+
+def default_lr(model: str, shape: dict) -> float:
+    """Published peak learning rate of the size with this depth and width (`model` first, but the
+    weights of --init-from may have another shape); without one, that of `model`."""
+    for name in (model, *SIZES):
+        if (SIZES[name]["n_layer"], SIZES[name]["n_embd"]) == (shape["n_layer"], shape["n_embd"]):
+            return PEAK_LR[name]
+    return PEAK_LR[model]
+
+
+def check_config(config: Config, shape: dict, vocab_size: int, world: int,
+                 device_type: str) -> tuple[Config, GPTConfig]:
+    """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
+    cannot run."""
+    cfg = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
+    replicas = world / (config.tp * config.pp)
+    sizes, _ = batch_sizes(config)
+    if config.batch_size not in sizes and not config.eval_only:
+        raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
+                         f"{config.batch_size}: START and INCREMENTs must add up to it (none: no "
+                         f"ramp)")
+    defaults = {}
+    if config.micro_batch is None:
+        defaults["micro_batch"] = default_micro_batch(sizes, replicas, config.pp, device_type)
+    if config.lr is None:
+        defaults["lr"] = default_lr(config.model, shape)
+    config = dataclasses.replace(config, **defaults)
+    if config.eval_only:            # an evaluation ignores --batch-size
+        sizes = [max(1, int(replicas)) * config.micro_batch * config.pp]
+        config = dataclasses.replace(config, batch_size=sizes[0])
+    for size in sizes:
+        check_layout(cfg, world, size, config)
+    return config, cfg
+
+
+def check_data(state: dict, dataset: TokenDataset, config, same: bool) -> None:
+    """Raise ValueError unless the data has the checkpoint's tokenizer and, if it must be the `same`
+    data, all sources that the run was last trained on. An evaluation on other data is a warning."""
+    tokenizer, vocab_size = state["tokenizer"], state["model"]["vocab_size"]
+    meta = dataset.meta
+    if (tokenizer, vocab_size) != (meta["tokenizer"], meta["vocab_size"]):
+        raise ValueError(f"the checkpoint's tokenizer is {tokenizer} with {vocab_size} tokens, but "
+                         f"{config.data} has {meta['tokenizer']} with {meta['vocab_size']}: make "
+                         f"--data with that tokenizer, or use another checkpoint")
+    trained_on = state["data"][-1][1] if state["data"] else {}      # None: weights alone
+    if not set(trained_on) <= set(dataset.sources):
+        problem = (f"{config.data} is not the data this checkpoint was trained on: it lacks text "
+                   f"that --data {state['config']['data']} held then")
+        if config.eval_only:
+            warn(problem)
+        elif same:
+            raise ValueError(f"{problem}: give that again (DIR=0 leaves out a source), or begin a "
+                             f"run on this one with --init-from and another --out")
+
+
+def validate(given: dict, state: dict | None, world: int, device_type: str,
+             weights_only: bool = False) -> tuple[Config, GPTConfig]:
+    """Flags and checkpoint -> config and model. Raises ValueError or OSError if they cannot run."""
+    config, shape = merge_config(given, state, weights_only)
+    data = TokenDataset(config.data, "train", shape["seq_len"])
+    TokenDataset(config.data, "val", shape["seq_len"])
+    config, cfg = check_config(config, shape, data.meta["vocab_size"], world, device_type)
+    resumed = None if weights_only else state
+    if state is not None:
+        check_data(state, data, config, same=not weights_only)
+    if config.epochs is not None and not config.eval_only:
+        config = dataclasses.replace(config, steps=steps_of_epochs(config, data, resumed))
+    return config, cfg
+
+
+def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torch.device,
+                 local_world: int) -> None:
+    """Raise a ValueError if the state of a rank on this machine is larger than its GPU's memory, or
+    what all its ranks keep there, and copy for a save, larger than the machine's. Nothing is
+    allocated. Rank 0 calls it: the ranks on its machine are 0 to local_world - 1."""
+    limits = []                         # (bytes by kind, bytes available, what to add)
+    on_machine = Counter()
+    for rank in range(local_world):
+        place = Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks)
+        specs = param_specs(build_stage(cfg, place), cfg, place)
+        numel = sum(spec.numel for spec in specs)
+        longest = max(bucket.numel for bucket in make_buckets(specs, grid.dp))
+        on_device, on_host = state_bytes(numel, longest, grid.dp, dtypes, config.zero,
+                                         config.offload and device.type != "cpu")
+        if config.eval_only:
+            on_device = dict(parameters=on_device["parameters"])
+            on_host = {}
+        on_machine.update(on_host)
+        if device.type == "cuda":
+            limits.append((on_device, torch.cuda.mem_get_info(device)[1], "GPUs, give --offload"))
+        else:
+            on_machine.update(on_device)
+        if not config.eval_only and (config.zero > 0 or place.dp_rank == 0):
+            moments = (on_device | on_host)["moments"]          # of masters there are half as many
+            on_machine["copies for a save"] += 3 * moments // 2
+    if hasattr(os, "sysconf"):          # not on Windows
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        limits.append((on_machine, memory, "machines"))
+    for sizes, memory, more in limits:
+        if sum(sizes.values()) > memory:
+            parts = ", ".join(f"{kind} {size / 1e9:,.1f} GB" for kind, size in sizes.items())
+            raise ValueError(f"this model would keep {parts} here, but there are "
+                             f"{memory / 1e9:,.1f} GB: raise --tp, --pp or --zero on more {more}, "
+                             f"or take a smaller --model")

@@ -1,0 +1,191 @@
+"""What a run prints: its summary, a line for each step, an evaluation, hints. train.py calls it.
+"""
+import dataclasses
+import math
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from amp import PRECISIONS
+from data import Source, samples_after
+from model import GPTConfig, flops_per_token, multiplies_in_fp32, parameter_count, peak_flops
+from parallel import Grid
+from parallelism.collectives import all_gather_object, on_hosts
+from parallelism.zero import state_bytes
+from runtime.directory import Start
+from runtime.options import RESTORED, Config, step_range
+from runtime.processes import print_rank0
+
+
+def eval_sequences(config: Config, cfg: GPTConfig, source: Source) -> int:
+    """Number of validation sequences that an evaluation reads of a source."""
+    if config.eval_tokens is not None:
+        return min(source.n_windows, math.ceil(config.eval_tokens / cfg.seq_len))
+    return source.n_windows if config.eval_only else min(source.n_windows, 128)
+
+
+def format_step(run, row: dict, seconds: float) -> str:
+    """The console's line of a step; `seconds` is the time of a step."""
+    config = run.config
+    line = (f"step {row['step']:>{len(str(config.steps))}}/{config.steps}  "
+            f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm {row['grad_norm']:.3f}  "
+            f"act {row['activation_norm']:.2f}  {row['tokens_per_second']:,.0f} tok/s")
+    if config.batch_ramp is not None:
+        line += f"  batch {row['batch_size']}"
+    if config.dtype == "fp16":
+        line += f"  scale {row['loss_scale']:g}"
+    if run.device.type == "cuda" and config.dtype in ("bf16", "fp16"):
+        peak = run.grid.world * peak_flops(torch.cuda.get_device_name(run.device))
+        if peak > 0:
+            line += f"  MFU {row['tokens_per_second'] * flops_per_token(run.cfg) / peak:.1%}"
+    line += f"  left {timedelta(seconds=round((config.steps - row['step']) * seconds))}"
+    if row["skipped"] > 0:
+        line += "  skipped: loss or gradient not finite"
+    return line
+
+
+def format_eval(row: dict, run) -> str:
+    """The validation loss in three units, and a line for each of several sources."""
+    def line(name, loss, bytes_per_token):
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        uniform = math.log(run.cfg.vocab_size)
+        text = f"{name}: {loss:.4f} nats a token"
+        if loss > uniform:
+            text += f" (a uniform guess: {uniform:.4f})"
+        text += f", perplexity {perplexity:{'.2f' if perplexity < 1e4 else '.3g'}}"
+        if bytes_per_token:
+            text += f", {loss / math.log(2) / bytes_per_token:.4f} bits a byte"
+        return text
+
+    dataset = run.val_data
+    sources = dataset.sources.values()
+    count = sum(eval_sequences(run.config, run.cfg, source) for source in sources)
+    lines = [line("validation", row["val_loss"], dataset.meta["bytes_per_token"])
+             + f" (on {count * run.cfg.seq_len:,} of {dataset.n_tokens:,} tokens)"]
+    if len(sources) > 1:
+        for source in sources:
+            lines.append(line(f"  {source.name}", row[f"val_loss/{source.name}"],
+                              source.meta["bytes_per_token"]))
+    return "\n".join(lines)
+
+
+def print_summary(run) -> None:
+    """Print model, layout, memory, batch and data."""
+    config, cfg, grid, data = run.config, run.cfg, run.grid, run.train_data
+    device = run.device.type
+    if multiplies_in_fp32(run.activation_like.dtype, run.device):
+        device += f" (multiplies {config.dtype} in fp32)"
+    if config.dtype == "fp32" and torch.get_float32_matmul_precision() == "high":
+        device += " (multiplies fp32 in TF32)"
+    layout = (f"dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {device}, {config.dtype}, "
+              f"zero {config.zero}")
+    if grid.pp > 1:
+        layout += f", {config.pp_schedule}"
+    if grid.chunks > 1:
+        layout += f" in {grid.chunks} chunks"
+    for name in ("recompute", "sequence_parallel", "offload", "compile"):
+        if getattr(config, name):
+            layout += ", " + name.replace("_", " ")
+    num_microbatches = config.batch_size // (grid.dp * config.micro_batch)
+    batch = (f"{config.batch_size} sequences = dp {grid.dp} x {num_microbatches} microbatches x "
+             f"{config.micro_batch} sequences")
+    if config.batch_ramp is not None:
+        batch += f", after a ramp {config.batch_ramp}"
+    sizes = [bucket.numel for bucket in run.flat.buckets]
+    on_device, on_host = state_bytes(sum(sizes), max(sizes), grid.dp, PRECISIONS[config.dtype],
+                                     config.zero, config.offload and run.device.type != "cpu")
+    memory = [f"{kind} {size / 1e6:,.1f} MB" for kind, size in on_device.items()]
+    memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]
+    ahead = samples_after(config, run.samples, config.steps - run.step) - run.samples
+    end = run.consumed_samples + ahead
+    epochs = [f"{count:.2f} epochs of {name}" for name, count in data.epochs(end).items()]
+    print_rank0(
+        f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
+        f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
+        f"{flops_per_token(cfg):.3g} FLOPs a token\n"
+        f"layout   {layout}{on_hosts(range(grid.world), grid.hosts)}\n"
+        f"memory   {', '.join(memory)} (rank {grid.rank})\n"
+        f"batch    {batch}; {config.batch_size * cfg.seq_len:,} tokens a step\n"
+        f"data     {data.n_tokens:,} tokens ({data.meta['tokenizer']}) in {config.data}; "
+        f"{config.steps} steps read {', '.join(epochs)}")
+
+
+def print_notes(run, given: dict, resumed: bool) -> None:
+    """Hints on settings that are probably not what the user wants."""
+    config = run.config
+    many_threads = run.device.type == "cpu" and torch.get_num_threads() > 1
+    if many_threads and hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count():
+        print_rank0("note     this machine is busy: set OMP_NUM_THREADS=1, or threads wait for "
+                    "each other")
+    if not resumed and not {"lr", "model"} & set(given) and parameter_count(run.cfg) > 2e7:
+        print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 used 6e-4 for "
+                    f"125M parameters, 2e-4 for 1.3B: give --lr")
+    for ranks in run.grid.ranks.reshape(-1, run.grid.tp).tolist():
+        if len({run.grid.hosts[rank] for rank in ranks}) > 1:
+            print_rank0(f"note     tensor-parallel ranks {ranks} communicate most, but are"
+                        f"{on_hosts(ranks, run.grid.hosts)}: --tp should divide a machine's ranks")
+            break
+    if config.warmup_steps > config.steps / 2:
+        print_rank0(f"note     the warm-up takes {config.warmup_steps} of {config.steps} steps: "
+                    f"give a smaller --warmup-steps")
+    if config.skip_steps is not None and step_range(config.skip_steps)[1] <= run.step:
+        print_rank0(f"skip     the steps {config.skip_steps} are done: there is nothing to skip")
+
+
+def report_resume(run, state: dict, begin: Start, given: dict,
+                  lr_before: float, lr_now: float) -> None:
+    """The events of a resume, and its line: which settings differ from the stored ones, and how the
+    next step's learning rate changes (`lr_before` is that of the stored settings)."""
+    config, factor = run.config, run.monitor.lr_factor
+    changed = {}
+    for name in RESTORED:
+        if state["config"].get(name) != getattr(config, name):
+            changed[name] = [state["config"].get(name), getattr(config, name)]
+    if state["data"] != run.train_data.phases:
+        changed["data"] = [state["config"]["data"], config.data]
+    line = f"resume   {begin.path}, after step {run.step}"
+    for name, (old, new) in changed.items():
+        line += f", {name.replace('_', ' ')} {new} instead of {old}"
+
+    if not 0.8 * lr_before <= lr_now <= 1.25 * lr_before:
+        line += f"; so the next step's learning rate is {lr_now:.2e} instead of {lr_before:.2e}"
+    if factor != 1:
+        line += f", learning rate x {factor:.3g}"
+    for event in begin.events:
+        run.metrics.write(**event, step=run.step)
+    run.event("resume", line, path=str(begin.path), given=given, changed=changed, lr_factor=factor,
+              config=dataclasses.asdict(config), environment=environment(run.grid), step=run.step)
+
+
+def environment(grid: Grid) -> dict:
+    """Versions, the git commit that this source is based on (None without a repository), and each
+    rank's machine, for an event, which rank 0 writes."""
+    folder = Path(__file__).resolve().parent.parent
+    commit = None
+    if grid.rank == 0 and shutil.which("git") is not None and (folder / ".git").exists():
+        command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    return dict(python=platform.python_version(), pytorch=torch.__version__, commit=commit,
+                hosts=grid.hosts)
+
+
+COMPARE_RANKS_EVERY = 100       # steps
+
+
+def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
+    """Name the ranks that computed for longer than the median of their pipeline stage: their
+    machines may be slow or busy. Every rank calls it with its own seconds."""
+    seconds = all_gather_object(own_seconds)
+    for ranks in grid.ranks.transpose(0, 1).flatten(1).tolist():        # of each stage
+        median = statistics.median_low(seconds[rank] for rank in ranks)
+        for rank in ranks:
+            if seconds[rank] > 1.5 * median:
+                print_rank0(f"note     rank {rank}{on_hosts([rank], grid.hosts)} is slow: it "
+                            f"computed for {seconds[rank]:.1f} s in the last {COMPARE_RANKS_EVERY} "
+                            f"steps, the median of its stage for {median:.1f} s")

@@ -1,0 +1,45 @@
+"""Dashboards: tools/follow.py sends metrics.jsonl to them, in a process that train.py starts.
+"""
+import importlib.util
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+from runtime.options import Config
+from runtime.processes import warn
+
+FOLLOWER_SECONDS = 10           # time allowed to send the last lines
+ROOT = Path(__file__).resolve().parent.parent         # of the repository
+FOLLOWER = ROOT / "tools" / "follow.py"
+
+
+def check_follower(log: str) -> None:
+    """Raise a ValueError if something that --log needs is missing."""
+    if not FOLLOWER.exists():
+        raise ValueError(f"--log {log} needs {FOLLOWER}, which is missing: drop the flag")
+    for name in log.split(","):
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"--log {name} needs a package that is missing: pip install {name}")
+
+
+@contextmanager
+def follower(config: Config):
+    """Run tools.follow during the block, in a process whose failure does not end the run. Its
+    own session lets it send the last lines after Ctrl-C or torchrun's SIGTERM."""
+    command = [sys.executable, "-m", "tools.follow", os.path.abspath(config.out),
+               "--to", config.log, "--parent"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT,
+                               start_new_session=True)
+    try:
+        yield
+    finally:
+        process.stdin.close()                       # it sends the rest, then it exits
+        try:
+            process.wait(FOLLOWER_SECONDS)          # (it prints its own errors)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            warn(f"--log: tools.follow did not end in {FOLLOWER_SECONDS} seconds: "
+                 f"`python -m tools.follow` sends the rest")

@@ -1,0 +1,51 @@
+"""Which device a process computes on. train.py and sample.py choose theirs here.
+"""
+import os
+import shutil
+
+import torch
+
+from parallelism.collectives import all_gather_object
+from runtime.options import Config
+from runtime.processes import RunError
+
+
+def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.device:
+    """The device of this process. `auto` is the first that is available of CUDA, MPS (Apple's GPU)
+    if `on_mps`, and the CPU. Raises ValueError."""
+    available = {"cuda": torch.cuda.is_available(),
+                 "mps": on_mps and torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(kind for kind in available if available[kind])
+    if name == "mps" and not on_mps:
+        raise ValueError("--device mps is for one process, and not for fp64: give --device cpu")
+    if not available[name]:
+        raise ValueError(f"torch finds no {name.upper()} device here: leave out --device {name}, "
+                         f"or give --device cpu")
+    if name != "cuda":
+        return torch.device(name)
+    # A launcher may show each process a GPU of its own, as the only one.
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def assert_own_gpu(device: torch.device) -> None:
+    """Every rank raises a RunError if two processes have the same GPU."""
+    if device.type == "cuda":
+        gpus = all_gather_object(str(torch.cuda.get_device_properties(device).uuid))
+        if len(set(gpus)) < len(gpus):
+            raise RunError(f"{len(gpus)} processes, but {len(set(gpus))} CUDA devices: lower "
+                           f"--nproc_per_node, or give --device cpu", 2)
+
+
+def choose_device(config: Config, world: int, local_rank: int) -> torch.device:
+    """This process's device. Raises ValueError if the flags ask for one that cannot be used."""
+    device = pick_device(config.device, local_rank, world == 1 and config.dtype != "fp64")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")      # TF32, several times as fast as fp32
+    compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
+    if config.compile and device.type == "cpu" and shutil.which(compiler) is None:
+        raise ValueError("--compile on a CPU needs a C++ compiler: install g++, name another in "
+                         "CXX, or leave the flag out")
+    return device

@@ -1,0 +1,221 @@
+"""The flags of train.py: their defaults, how they are read, and what a checkpoint restores.
+
+train.py, tools.plan and the checks use them. One frozen dataclass is the list; --help is made of it.
+"""
+import argparse
+import dataclasses
+import math
+import re
+
+from amp import PRECISIONS
+from model import SIZES
+from parallelism.schedules import SCHEDULES
+from runtime.commandline import Parser
+
+
+def flag(default, help, low=None, below=None, choices=None, group=None, form=None):
+    """A field of Config. low <= x < below is the valid range; `group` begins a section of --help,
+    `form` is the value's placeholder there (if there are choices: {A,B})."""
+    if choices and form is None:
+        form = "{" + ",".join(map(str, choices)) + "}"
+    return dataclasses.field(default=default, metadata=dict(
+        help=help, low=low, below=below, choices=choices, group=group, form=form))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Every flag with its default; the field n_layer is the flag --n-layer."""
+    data: str = flag("data/python", "directory of token shards, or a mixture: A=0.7,B=0.3",
+                     group="paths", form="DIR")
+    out: str = flag("out", "directory of the run: checkpoints and metrics.jsonl", form="DIR")
+    log: str = flag(None, "also log to tensorboard, wandb, or tensorboard,wandb", form="NAMES",
+                    choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
+    model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model",
+                      form="NAME")
+    n_layer: int = flag(None, "blocks (this and the next four override --model)", low=1)
+    n_head: int = flag(None, "attention heads", low=1)
+    n_embd: int = flag(None, "channels", low=1)
+    seq_len: int = flag(None, "context length, in tokens", low=1)
+    activation: str = flag(None, "activation of the MLP", choices=["gelu", "relu"])
+    dropout: float = flag(0.0, "probability on embeddings, attention, residuals", low=0, below=1)
+    batch_size: int = flag(16, "global batch size: sequences per step", low=1, group="optimization")
+    batch_ramp: str = flag(None, "ramp the batch from START to --batch-size in INCREMENTs over "
+                           "SEQUENCES; none: no ramp", form="START:INCREMENT:SEQUENCES")
+    steps: int = flag(800, "steps of the whole run", low=1)
+    epochs: int = flag(None, "train for N epochs, instead of --steps", low=1)
+    lr: float = flag(None, "peak learning rate (default: the published one of --model, 4e-3 for "
+                     "nano)", low=0)
+    min_lr_ratio: float = flag(0.1, "final learning rate / peak; 1: constant", low=0)
+    warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
+    lr_schedule: str = flag("cosine", "decay of the learning rate", choices=["cosine", "linear"])
+    weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only", low=0)
+    beta1: float = flag(0.9, "AdamW beta1: decay rate of the mean of gradients", low=0, below=1)
+    beta2: float = flag(0.95, "AdamW beta2: the same of their squares", low=0, below=1)
+    clip: float = flag(1.0, "maximum global gradient norm; 0: no clipping", low=0)
+    seed: int = flag(1337, "random seed of initial weights, data order and dropout", low=0)
+    tp: int = flag(1, "tensor-parallel ranks", low=1, group="layout")
+    pp: int = flag(1, "pipeline stages", low=1)
+    pp_schedule: str = flag("gpipe", "order of the microbatches in the pipeline",
+                            choices=list(SCHEDULES))
+    pp_chunks: int = flag(1, "interleaved: parts of the model on each stage", low=1)
+    device: str = flag("auto", "auto: cuda, or mps for one process, where available",
+                       choices=["auto", "cpu", "cuda", "mps"])
+    compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
+    timeout: int = flag(600, "seconds a step waits for another rank (on GPUs for all of it)", low=1)
+    micro_batch: int = flag(None, "sequences per microbatch (default: the largest, up to 4, or 16 "
+                            "on CUDA without --pp, that gives a multiple of pp microbatches)",
+                            low=1, group="memory")
+    zero: int = flag(0, "ZeRO stage: shard optimizer state (1), also gradients (2), also "
+                     "parameters (3)", choices=[0, 1, 2, 3])
+    recompute: bool = flag(False, "recompute the activations of a block in backward")
+    sequence_parallel: bool = flag(False, "shard activations along the sequence outside the "
+                                   "tensor-parallel layers")
+    offload: bool = flag(False, "keep the optimizer state in host memory and run AdamW on the CPU")
+    dtype: str = flag("fp32", "type of parameters and activations",
+                      choices=list(PRECISIONS), group="precision")
+    save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
+                           group="checkpoints, evaluation, logging")
+    keep: int = flag(3, "step files kept", low=1)
+    resume: str = flag("auto", "auto: from the newest whole checkpoint of --out; never: --out must "
+                       "be new; FILE: branch from it into a new --out", form="{auto,never,FILE}")
+    init_from: str = flag(None, "start a new run from the weights of this checkpoint", form="FILE")
+    eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
+    eval_tokens: int = flag(None, "validation tokens per evaluation and source (default: 128 "
+                            "sequences; all with --eval-only)", low=1)
+    eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
+    log_every: int = flag(1, "steps between lines on the console", low=1)
+    rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning rate",
+                         choices=["on", "off"], group="stability")
+    max_rollbacks: int = flag(5, "rollbacks of the whole run before it fails", low=0)
+    skip_steps: str = flag(None, "skip the batches of steps A to B, inclusive; none: skip nothing",
+                           form="A:B")
+
+
+SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
+# These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
+# is stored as the resulting --steps.)
+LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens", "log_every", "tp",
+         "pp", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch", "zero",
+         "recompute", "sequence_parallel", "offload", "dtype", "epochs"}
+RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
+# Losses under different values of these flags are not compared (`losses_stay_comparable`).
+FLAGS_THAT_CHANGE_THE_LOSS = (
+    "dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio", "warmup_steps",
+    "lr_schedule", "weight_decay", "beta1", "beta2", "clip", "dtype")
+OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README.md has more
+    "steps": "max-iters train-iters", "lr": "learning-rate", "min-lr-ratio": "min-lr",
+    "n-layer": "num-layers num-hidden-layers", "n-head": "num-attention-heads",
+    "n-embd": "hidden-size", "zero": "use-distributed-optimizer", "batch-ramp": "rampup-batch-size",
+    "tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size",
+    "pp-chunks": "num-virtual-stages-per-pipeline-rank",
+    "batch-size": "global-batch-size gradient-accumulation-steps grad-acc-steps",
+    "micro-batch": "micro-batch-size mbs", "eval-every": "eval-interval",
+    "eval-tokens": "eval-iters", "log-every": "log-interval",
+    "seq-len": "block-size seq-length", "clip": "grad-clip clip-grad", "data": "dataset data-path",
+    "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save", "resume": "load",
+    "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval",
+    "offload": "optimizer-cpu-offload", "init-from": "finetune"}
+
+
+def add_flags(parser: Parser, names=None, kind=Config) -> None:
+    """Add the fields of Config, or of these `names`, to a parser, in their groups of --help."""
+    groups, heading = {}, None
+    for f in dataclasses.fields(kind):
+        heading = f.metadata["group"] or heading    # that of the fields after it, too
+        if names is not None and f.name not in names:
+            continue
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        flag_name = "--" + f.name.replace("_", "-")
+        help = f.metadata["help"]
+        if f.type is bool:
+            groups[heading].add_argument(flag_name, action="store_true", help=help)
+            continue
+        if f.default is not None:
+            help += f" (default {f.default})"
+        metavar = f.metadata["form"] or {int: "N", float: "X", str: "NAME"}[f.type]
+        groups[heading].add_argument(flag_name, type=f.type, metavar=metavar, help=help,
+                                     choices=f.metadata["choices"])
+
+
+def parse_given(parser: Parser, arguments, kind=Config) -> dict:
+    """The flags that were given, validated one by one. The parser has `add_flags`' flags, and may
+    have others; it must have `argument_default=argparse.SUPPRESS`. Raises ValueError."""
+    def refuse(message):
+        raise ValueError(message)
+    parser.error = refuse
+    given = vars(parser.parse_args(arguments))
+    for f in dataclasses.fields(kind):
+        value = given.get(f.name)
+        low = f.metadata["low"]
+        below = f.metadata["below"] or math.inf
+        if value is not None and low is not None and not low <= value < below:
+            limit = "finite" if below == math.inf else f"below {below}"
+            refuse(f"argument --{f.name.replace('_', '-')}: {value:g} must be at least {low} and "
+                   f"{limit}")
+    return given
+
+
+def step_range(text: str) -> tuple[int, int]:
+    """"A:B" -> (A, B). Raises ValueError."""
+    numbers = re.fullmatch(r"(\d+):(\d+)", text)
+    if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
+        raise ValueError(f"argument --skip-steps: {text} must be A:B, steps with 1 <= A <= B")
+    return int(numbers[1]), int(numbers[2])
+
+
+def parse_flags(arguments) -> dict:
+    """The flags of train.py that were given. Raises ValueError."""
+    parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.", OTHER_NAMES,
+                    argument_default=argparse.SUPPRESS)
+    add_flags(parser)
+    given = parse_given(parser, arguments)
+    for name in ("batch_ramp", "skip_steps"):       # "none" unsets what a checkpoint has stored
+        if given.get(name) == "none":
+            given[name] = None
+    if given.get("skip_steps") is not None:
+        step_range(given["skip_steps"])
+    ramp = given.get("batch_ramp")
+    if ramp is not None and not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", ramp):
+        raise ValueError(f"argument --batch-ramp: {ramp} is not START:INCREMENT:SEQUENCES, all > 0")
+    if {"steps", "epochs"} <= set(given):
+        raise ValueError("--steps cannot be combined with --epochs: both say when the run ends")
+    if "init_from" in given and given.get("resume", "auto") not in ("auto", "never"):
+        raise ValueError("--init-from cannot be combined with --resume FILE: it begins a new run")
+    return given
+
+
+def model_shape(flags: dict) -> dict:
+    """The fields of the model's shape that these flags set."""
+    shape = dict(SIZES[flags["model"]]) if "model" in flags else {}
+    for name in SHAPE:
+        if flags.get(name) is not None:
+            shape[name] = flags[name]
+    return shape
+
+
+def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[Config, dict]:
+    """Command line, then checkpoint, then defaults -> the config and the model's shape (without
+    vocabulary and dropout). With `weights_only` the checkpoint gives the shape alone, and seq_len
+    may be shorter. Raises ValueError if the command line asks for another model."""
+    config = Config(**given)
+    shape = model_shape(given)
+    if state is None:
+        return config, SIZES[config.model] | shape
+    for name, value in shape.items():
+        stored = state["model"][name]
+        may_be_shorter = name == "seq_len" and weights_only
+        if value != stored and not (may_be_shorter and value < stored):
+            allowed = f"{stored} or less" if may_be_shorter else stored
+            flag_name = (name if name in given else "model").replace("_", "-")
+            raise ValueError(f"the checkpoint's model has {name} {allowed}, not {value}: drop "
+                             f"--{flag_name}, or use another --out or checkpoint")
+    shape = {name: state["model"][name] for name in SHAPE} | shape
+    if not weights_only:
+        config = Config(**(restored_flags(state) | given))
+    return config, shape
+
+
+def restored_flags(state: dict) -> dict:
+    """The flags that a checkpoint restores."""
+    return {name: state["config"][name] for name in RESTORED if name in state["config"]}

@@ -1,0 +1,164 @@
+"""The processes of a run: start together, fail together, stop by a signal.
+
+train.py starts by `run_process`; whatever must fail alike on all ranks goes through `all_ranks`.
+"""
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Callable
+
+import torch
+import torch.distributed as dist
+
+from parallelism.collectives import (PeerError, all_gather_object, comm_errors, first_line,
+                                     on_hosts, out_of_memory)
+
+
+class RunError(Exception):
+    """Ends the run: every rank raises it with the same message, rank 0 prints it, and all exit with
+    `status` (1: the run failed, 2: usage error)."""
+
+    def __init__(self, message: str, status: int = 1):
+        super().__init__(message)
+        self.status = status
+
+
+def fatal_message(error: Exception) -> str | None:
+    """One line for a lost peer or too little memory; None for errors that need a traceback."""
+    if out_of_memory(error):
+        return (f"{first_line(error)}: lower --micro-batch, give --recompute, or raise --zero, "
+                f"--tp or --pp")
+    return str(error) if isinstance(error, PeerError) else None
+
+
+def is_rank0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def print_rank0(line: str) -> None:
+    """Print one line on rank 0. A closed pipe (`| head`) does not stop the run."""
+    if is_rank0():
+        try:
+            print(line, flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def warn(text: str) -> None:
+    with suppress(OSError):                 # a closed pipe does not stop the run
+        print(f"train.py: warning: {text}", file=sys.stderr, flush=True)
+
+
+def all_ranks(action: Callable, status: int = 2):
+    """Run action() on every rank and return its result here. If it raises a ValueError, OSError or
+    RunError on any rank, every rank raises the same RunError, with the message of the first such
+    rank and its status (`status` for a ValueError or OSError).
+
+    The action may take longer than --timeout, on a slow disk: it runs in a thread, and meanwhile
+    the ranks exchange messages, which show that each is alive. It must not communicate."""
+    failure = None
+    future = ThreadPoolExecutor(1).submit(action)
+    wait([future], timeout=1)
+    while dist.is_initialized() and not all(all_gather_object(future.done())):
+        wait([future], timeout=1)
+    try:
+        result = future.result()
+    except (ValueError, OSError, RunError) as error:
+        failure = str(error), getattr(error, "status", status)
+    hosts, failures = zip(*all_gather_object((socket.gethostname(), failure)))
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            message, status = failure
+            if rank > 0:
+                message = f"rank {rank}{on_hosts([rank], hosts)}: {message}"
+            raise RunError(message, status)
+    return result
+
+
+def on_rank0(action: Callable):
+    """Run action() on rank 0 and return its result on every rank; errors as in `all_ranks`."""
+    result = all_ranks(lambda: action() if is_rank0() else None)
+    return all_gather_object(result)[0]
+
+
+def assert_equal_across_ranks(value, message: str) -> None:
+    """Every rank raises a RunError with this message unless all ranks have the same value."""
+    values = all_gather_object(value)
+    if values.count(value) < len(values):
+        raise RunError(message, 2)
+
+
+def rendezvous(rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """The key-value store through which the ranks of this start find each other.
+
+    torchrun's store outlives a restart of the group and then holds the addresses of dead processes
+    (pytorch issue 135712). Therefore each process draws a name. Rank 0 publishes the list of names
+    that it sees until every other process has confirmed its own; its name prefixes all later keys.
+    """
+    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
+    deadline = time.monotonic() + timeout.total_seconds()
+    own = uuid.uuid4().hex
+    store.set(f"rank {rank}", own)
+    while time.monotonic() < deadline:
+        if rank == 0:
+            names = [store.get(f"rank {r}").decode() for r in range(world)]
+            store.set("names", json.dumps(names))
+            done = store.check([f"{own} {name}" for name in names[1:]])
+        else:
+            names = json.loads(store.get("names"))
+            done = len(names) == world and names[rank] == own
+            if done:
+                store.set(f"{names[0]} {own}", "")
+        if done:
+            return dist.PrefixStore(names[0], store)
+        time.sleep(0.02)
+    raise RuntimeError(f"no answer in {timeout.total_seconds():.0f} s")
+
+
+@contextmanager
+def process_group(rank: int, world: int, device: torch.device, timeout: timedelta):
+    """Initialize torch.distributed for the block; nothing to do for one process."""
+    if world == 1:
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    with comm_errors("start of the process group"):
+        dist.init_process_group(backend, store=rendezvous(rank, world, timeout), rank=rank,
+                                world_size=world, timeout=timeout)
+    yield
+    dist.destroy_process_group()
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM request a stop after the current step. A second signal exits at once,
+    unless it comes within half a second: a launcher may forward a signal that the terminal has
+    already sent. (A handler cannot run while Python waits for a hung rank.)"""
+
+    def __init__(self):
+        self.requested = None           # time of the first signal, in seconds
+        self.number = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle)
+
+    def handle(self, number: int, frame) -> None:
+        now = time.monotonic()
+        if self.requested is None:
+            self.requested = now
+            self.number = number
+            self.write("saving after this step; a second signal ends at once, without saving")
+        elif now - self.requested >= 0.5:
+            self.write("ended without saving")
+            os._exit(1)
+
+    def write(self, line: str) -> None:
+        """As `print_rank0`, which a handler that interrupts it must not call again."""
+        if is_rank0():
+            with suppress(OSError):
+                os.write(1, f"{line}\n".encode())

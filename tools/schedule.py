@@ -1,0 +1,114 @@
+"""Draw a pipeline schedule; count its bubble and the activations it keeps.
+
+    python -m tools.schedule --pp 4 --microbatches 8
+    python -m tools.schedule --pp 2 --microbatches 4 --pp-schedule interleaved --pp-chunks 2
+
+`clock` simulates the lists of ops that parallelism/schedules.py makes, without processes.
+"""
+from itertools import accumulate
+
+from model import GPTConfig
+from parallelism.schedules import SCHEDULES
+from runtime.checks import check_layout
+from runtime.commandline import Parser
+
+
+def clock(schedules: list, units: list | None = None) -> list[dict]:
+    """Simulate the stages' schedules without processes; returns {op: (start, end)} of each stage.
+    An op starts when its stage is free and its input has arrived. Raises ValueError on a deadlock.
+    `units`: {kind of op: its time} of each stage; None: one unit, and two of a B without a W."""
+    if units is None:
+        units = [dict(F=1, B=1 if ("W", 0, 0) in schedules[0] else 2, W=1)] * len(schedules)
+    times = [{} for _ in schedules]
+    free = [0] * len(schedules)
+    places = len(schedules) * len({chunk for _, _, chunk in schedules[0]})
+    arrived = {("F", m, 0): 0 for _, m, _ in schedules[0]}  # (op, microbatch, place) -> input there
+    while any(len(row) < len(ops) for row, ops in zip(times, schedules)):
+        arrivals_before = len(arrived)
+        for stage, (row, ops) in enumerate(zip(times, schedules)):
+            for op, m, chunk in ops[len(row):]:
+                place = chunk * len(schedules) + stage
+                if (op, m, place) not in arrived:
+                    break                                   # another stage has to go first
+                start = max(arrived[op, m, place], free[stage])
+                free[stage] = start + units[stage][op]
+                row[op, m, chunk] = start, free[stage]
+                if op == "F" and place == places - 1:
+                    arrived["B", m, place] = free[stage]    # the loss
+                elif op == "F":
+                    arrived["F", m, place + 1] = free[stage]
+                elif op == "B":
+                    arrived["B", m, place - 1] = free[stage]
+                    arrived["W", m, place] = free[stage]
+        if len(arrived) == arrivals_before:
+            raise ValueError("the schedules wait for each other: deadlock")
+    return times
+
+
+def bubble(times: list[dict]) -> float:
+    """The fraction of all stages' time that is idle, from `clock`'s table."""
+    busy = sum(end - start for row in times for start, end in row.values())
+    return 1 - busy / (max(end for row in times for _, end in row.values()) * len(times))
+
+
+def live_activations(schedule: list) -> int:
+    """The largest number of microbatches, in all chunks, between F and B, or W if there is one."""
+    freed_by = "W" if ("W", 0, 0) in schedule else "B"
+    return max(accumulate({"F": 1, freed_by: -1}.get(op, 0) for op, *_ in schedule))
+
+
+def draw(times: list[dict]) -> str:
+    """`clock`'s table as a line for each stage, a column for each unit of time, as shown above."""
+    span = max(end for row in times for _, end in row.values())
+    is_chunked = any(chunk > 0 for _, _, chunk in times[0])
+    lines = []
+    for row in times:
+        cells = ["."] * span
+        for (op, m, chunk), (start, end) in row.items():
+            letter = "abcdefghijklmnopqrstuvwxyz"[chunk % 26] if is_chunked else ""
+            cells[start:end] = [f"{op}{m}{letter}"] * (end - start)
+        lines.append(cells)
+    width = 1 + max(len(cell) for cells in lines for cell in cells)
+    return "\n".join(f"stage {stage:2d}  " + "".join(cell.ljust(width) for cell in cells).rstrip()
+                     for stage, cells in enumerate(lines))
+
+
+def main() -> None:
+    parser = Parser("tools.schedule", "python -m tools.schedule [FLAG ...]",
+                    "Draw a pipeline schedule; count its bubble and activations.")
+    add = parser.add_argument_group("schedule").add_argument
+    add("--pp", type=int, default=4, metavar="N", help="stages (default %(default)s)")
+    add("--microbatches", type=int, default=8, metavar="N",
+        help="microbatches of a step (default %(default)s)")
+    add("--pp-schedule", default="gpipe", choices=list(SCHEDULES),
+        help="order of the microbatches (default %(default)s)")
+    add("--pp-chunks", type=int, default=1, metavar="N",
+        help="interleaved: parts of the model on each stage (default %(default)s)")
+    parser.set_defaults(tp=1, zero=0, micro_batch=1, sequence_parallel=False, recompute=False,
+                        compile=False)
+    args = parser.parse_args()
+    p, m, v = args.pp, args.microbatches, args.pp_chunks
+    try:
+        if min(p, m, v) < 1:
+            raise ValueError("--pp, --microbatches and --pp-chunks must be at least 1")
+        check_layout(GPTConfig(n_layer=p * v), p, m, args)
+    except ValueError as error:
+        parser.error(error)
+    schedules = [SCHEDULES[args.pp_schedule](stage, p, m, v) for stage in range(p)]
+    times = clock(schedules)
+    counts = [f"stage {s}: {live_activations(ops) / v:g}" for s, ops in enumerate(schedules)]
+    chunks = f" in {v} chunks" if v > 1 else ""
+    formula, n = {"interleaved": ("v m", v * m), "zb-h1": ("3 m", 3 * m)}.get(
+        args.pp_schedule, ("m", m))
+    units = "a backward takes two units of time"
+    if args.pp_schedule == "zb-h1":
+        units = "an op takes one unit of time, the formula is for m >= p"
+    print(f"{args.pp_schedule}, {p} stages{chunks}, {m} microbatches; {units}")
+    print(f"\n{draw(times)}\n")
+    print(f"bubble {bubble(times):.1%} of the time, "
+          f"(p - 1) / ({formula} + p - 1) = {(p - 1) / (n + p - 1):.1%}")
+    print(f"live activations, in microbatches: {', '.join(counts)}")
+
+
+if __name__ == "__main__":
+    main()
