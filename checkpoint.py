@@ -100,14 +100,15 @@ def send_shards(copies: deque, grid: Grid, tag: int) -> None:
             dist.isend(copies.popleft(), 0, grid.groups["save"], tag).wait(timedelta(days=1))
 
 
-def file_order(cfg: GPTConfig, grid: Grid, num_shards: int) -> list[tuple]:
+def file_order(model_config: GPTConfig, grid: Grid, num_shards: int) -> list[tuple]:
     """The parameters of all stages as [(spec, bucket, ranks[tp rank][shard] that hold them)]: a
     function of the model and the layout."""
     order = []
     for stage in range(grid.pp):
         place = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp, chunks=grid.chunks)
         ranks = grid.ranks[:num_shards, stage].T.tolist()
-        for bucket in make_buckets(param_specs(build_stage(cfg, place), cfg, place), grid.dp):
+        specs = param_specs(build_stage(model_config, place), model_config, place)
+        for bucket in make_buckets(specs, grid.dp):
             for spec in bucket.specs:
                 if not spec.is_tied_copy:
                     holders = ranks[:1] if spec.partition_dim is None else ranks
@@ -250,10 +251,11 @@ class Writer:
     """Writes checkpoints in a thread of each rank, one at a time. Rank 0 waits at most `timeout`
     seconds for each part that another rank sends."""
 
-    def __init__(self, out: Path, keep: int, cfg: GPTConfig, flat: FlatParameters, timeout: float):
+    def __init__(self, out: Path, keep: int, model_config: GPTConfig, flat: FlatParameters,
+                 timeout: float):
         self.out = out
         self.keep = keep
-        self.cfg = cfg
+        self.model_config = model_config
         self.flat = flat
         self.grid = flat.grid
         self.timeout = timeout
@@ -262,7 +264,7 @@ class Writer:
 
     @cached_property
     def order(self) -> list[tuple]:
-        return file_order(self.cfg, self.grid, self.flat.num_shards)
+        return file_order(self.model_config, self.grid, self.flat.num_shards)
 
     def submit(self, facts: dict) -> None:
         """Copy this rank's shards, then start to write the state: `facts` and the tensors. Every
@@ -402,11 +404,11 @@ def load(path: Path) -> dict:
     return state
 
 
-def parameter_shapes(cfg: GPTConfig) -> dict[str, tuple]:
+def parameter_shapes(model_config: GPTConfig) -> dict[str, tuple]:
     """{global name: shape} of the full parameters, without the padding of the vocabulary."""
     with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in GPT(cfg).named_parameters()}
-    return {**shapes, "embed.token.weight": (cfg.vocab_size, cfg.n_embd)}
+        shapes = {name: tuple(p.shape) for name, p in GPT(model_config).named_parameters()}
+    return {**shapes, "embed.token.weight": (model_config.vocab_size, model_config.n_embd)}
 
 
 def load_model(path: Path) -> tuple[GPT, dict]:

@@ -44,6 +44,7 @@ VAL_ONE_IN = 20             # documents, or bytes of each document where there a
 DEFAULT_OUT = Path("data/python")
 SEQ_LEN = 128               # train.py's default, for a warning
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+PADDING = -1                # in place of a window's number: a row without tokens
 
 
 # ---- Tokens and shards ----------------------------------------------------------------------
@@ -123,7 +124,7 @@ def read_meta(directory: Path) -> dict:
         raise ValueError(f"{path} is damaged ({error}): run data.py again") from None
 
 
-# ---- Batches: a function of the seed and the step -------------------------------------------
+# ---- Windows of tokens, in the order in which a run reads them -------------------------------
 
 class Source(NamedTuple):
     """A directory of shards: windows first ... first + n_windows - 1 of a TokenDataset."""
@@ -177,31 +178,34 @@ class TokenDataset:
         # Each phase is [first sequence, {fingerprint of a source: weight}]; checkpoints store them.
         self.phases = [[0, {key: source.weight for key, source in self.sources.items()}]]
 
-    def sample_indices(self, seed: int, first: int, count: int) -> np.ndarray:
-        """int64 (count,): the windows of sequences first, first + 1, ... of a run with this seed.
-        Each epoch of a source is a permutation of all its windows."""
-        windows = np.empty(count, np.int64)
-        for key, read in self.counts(np.arange(first, first + count + 1)).items():
+    def window_ids(self, seed: int, position: int, count: int) -> np.ndarray:
+        """int64 (count,): the windows of sequences position, position + 1, ... of a run with this
+        seed. Each epoch of a source is a permutation of all its windows."""
+        ids = np.empty(count, np.int64)
+        for key, read in self.counts(np.arange(position, position + count + 1)).items():
             source = self.sources[key]
             epochs, places = np.divmod(np.arange(read[0], read[-1]), source.n_windows)
             for epoch in np.unique(epochs).tolist():
                 in_epoch = epochs == epoch
                 places[in_epoch] = permute(places[in_epoch], source.n_windows, seed, epoch)
             is_from_source = np.diff(read) > 0
-            windows[is_from_source] = source.first + places
-        return windows
+            ids[is_from_source] = source.first + places
+        return ids
 
-    def windows(self, indices) -> np.ndarray:
-        """int64 (B, T+1): these windows. Raises ValueError for a token beyond the vocabulary."""
-        batch = np.empty((len(indices), self.seq_len + 1), np.int64)
-        for row, index in zip(batch, indices):
-            shard = bisect_right(self.firsts, index) - 1
-            start = int(index - self.firsts[shard]) * self.seq_len
+    def tokens_of(self, window_ids) -> np.ndarray:
+        """int64 (B, T+1): the tokens of these windows; zeros for PADDING. Raises ValueError for a
+        token beyond the vocabulary."""
+        tokens = np.zeros((len(window_ids), self.seq_len + 1), np.int64)
+        for row, window in zip(tokens, window_ids):
+            if window == PADDING:
+                continue
+            shard = bisect_right(self.firsts, window) - 1
+            start = int(window - self.firsts[shard]) * self.seq_len
             row[:] = self.shards[shard][start:start + len(row)]
-        if batch.max(initial=0) >= self.meta["vocab_size"]:
-            raise ValueError(f"token {batch.max()} is beyond a vocabulary of "
+        if tokens.max(initial=0) >= self.meta["vocab_size"]:
+            raise ValueError(f"token {tokens.max()} is beyond a vocabulary of "
                              f"{self.meta['vocab_size']}: run data.py again")
-        return batch
+        return tokens
 
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
         """{fingerprint: int64 (B,)}: how many of the first n sequences (B,) each source gives. The
@@ -299,37 +303,107 @@ def parse_mixture(text: str) -> dict[Path, int]:
     return {folder: weight // divisor for folder, weight in weights.items()}
 
 
+# ---- Batches: a function of the seed and the step -------------------------------------------
+
+class Batch(NamedTuple):
+    """The batch of one step."""
+    step: int
+    position: int               # of its first sequence in the run's order
+    window_ids: np.ndarray      # (B,) of all replicas
+    microbatches: list          # of this replica, as `load` made them
+    new_mixture: bool = False   # the weights of the sources have changed since the batch before
+
+    @property
+    def size(self) -> int:
+        return len(self.window_ids)
+
+
+class Batches:
+    """The batches of a run, one after another.
+
+    position            of the next batch in the run's order, in sequences; skipped ones count
+    sequences_trained   the sequences of all batches so far; skipped ones do not count. The ramp of
+                        the batch size depends on it
+    """
+
+    def __init__(self, data: TokenDataset, config, load, position=0, sequences_trained=0):
+        """`config` has train.py's flags; load(window_ids, step) returns this replica's part of a
+        batch, as microbatches."""
+        self.data, self.config, self.load = data, config, load
+        self.position = position
+        self.sequences_trained = sequences_trained
+        self.compared_at = position     # where `new_mixture` was last determined
+        self.prefetched = None
+
+    def next_size(self) -> int:
+        return batch_size_at(self.config, self.sequences_trained)
+
+    def next(self, step: int) -> Batch:
+        """The batch of step `step`. Moves the position past it."""
+        batch = self.prefetched
+        if batch is None or batch.step != step or batch.position != self.position:
+            batch = self._load(step)
+        self.position += batch.size
+        self.sequences_trained += batch.size
+        new_mixture = self.data.phase_begins(self.compared_at, self.position)
+        self.compared_at = self.position
+        return batch._replace(new_mixture=new_mixture)
+
+    def prefetch(self, step: int) -> None:
+        """Load the batch of step `step`, the next one, in advance. If the position moves before
+        `next`, it is discarded."""
+        self.prefetched = self._load(step)
+
+    def skip_to(self, position: int) -> None:
+        """Leave out the sequences before `position`."""
+        self.position = position
+
+    def _load(self, step: int) -> Batch:
+        ids = self.data.window_ids(self.config.seed, self.position, self.next_size())
+        return Batch(step, self.position, ids, self.load(ids, step))
+
+
+def split_microbatches(window_ids: np.ndarray, micro_batch: int, replica: int,
+                       replicas: int) -> np.ndarray:
+    """(B,) -> (m, micro_batch): one replica's microbatches. The replicas take turns, so the first
+    microbatches of all of them are the first sequences of the batch."""
+    in_turns = window_ids.reshape(-1, replicas, micro_batch)        # (m, replicas, micro_batch)
+    return in_turns[:, replica]
+
+
 def batch_sizes(config) -> tuple[range, int]:
-    """The batch sizes of the ramp, and its length; both in sequences.
-    --batch-ramp is Megatron-LM's --rampup-batch-size (GPT-3: Brown et al. 2020, section 2.3)."""
+    """The batch sizes of the ramp, and its length; both in sequences. Without a ramp there is one
+    size. --batch-ramp START:INCREMENT:SEQUENCES is Megatron-LM's --rampup-batch-size (GPT-3: Brown
+    et al. 2020, section 2.3)."""
     if config.batch_ramp is None:
         return range(config.batch_size, config.batch_size + 1), 1
     start, increment, sequences = map(int, config.batch_ramp.split(":"))
     return range(start, config.batch_size + 1, increment), sequences
 
 
-def batch_size_at(config, samples: int) -> int:
-    """Size of the next batch after training on `samples` sequences."""
-    sizes, sequences = batch_sizes(config)
-    return sizes[min(samples, sequences) * (len(sizes) - 1) // sequences]
+def batch_size_at(config, sequences_trained: int) -> int:
+    """Size of the next batch after training on so many sequences."""
+    sizes, ramp = batch_sizes(config)
+    return sizes[min(sequences_trained, ramp) * (len(sizes) - 1) // ramp]
 
 
-def samples_after(config, samples: int, steps: int) -> int:
+def sequences_after(config, sequences_trained: int, steps: int) -> int:
     """Sequences trained on after `steps` more steps."""
     for _ in range(steps):
-        samples += batch_size_at(config, samples)
-    return samples
+        sequences_trained += batch_size_at(config, sequences_trained)
+    return sequences_trained
 
 
 def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
     """The steps of a run that trains on the data --epochs times."""
-    step, samples = 0, 0
+    step = 0
+    sequences_trained = 0
     if state is not None:
         step = state["step"]
-        samples = state["tokens"] // state["model"]["seq_len"]
+        sequences_trained = state["tokens"] // state["model"]["seq_len"]
     epoch = sum(source.n_windows for source in data.sources.values() if source.weight > 0)
-    while samples < config.epochs * epoch:
-        samples += batch_size_at(config, samples)
+    while sequences_trained < config.epochs * epoch:
+        sequences_trained += batch_size_at(config, sequences_trained)
         step += 1
     return step
 

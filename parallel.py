@@ -27,8 +27,10 @@ import torch.nn.functional as F
 
 from model import GPT, GPTConfig
 from parallelism.collectives import all_gather_object, on_hosts
-from parallelism.pipeline import chunk_layers, connect
+from parallelism.compiling import compile_model
+from parallelism.pipeline import chunk_layers, connect, recompute_blocks
 from parallelism.tensor import TIED, TP_PLAN, ParamSpec
+from parallelism.zero import FlatParameters, gather_before_use
 
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
@@ -364,3 +366,28 @@ def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
                 stride=getattr(module, "stride", 1), tp=grid.tp, owners=[(module, attribute)],
                 is_tied_copy=local_name in TIED and not grid.is_first)
     return list(specs.values())
+
+
+def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
+               device: torch.device) -> tuple[GPT, FlatParameters]:
+    """This rank's part of the model, and the flat buffers that hold its parameters. `config` has
+    train.py's flags, `dtypes` are those of parameters and of masters. Each step needs the one
+    before:
+
+    1. Pipeline and tensor parallelism decide which parameters this rank has, and their shapes.
+    2. Data parallelism and ZeRO move these parameters into flat buffers.
+    3. A block is compiled without anything of 4 and 5, which must run as written.
+    4. Recomputation runs the compiled block again in backward.
+    5. ZeRO gathers a block's parameters before its forward, or its recomputation, begins.
+    """
+    host = "cpu" if config.offload else device
+    model = build_stage(model_config, grid)
+    flat = FlatParameters(param_specs(model, model_config, grid), grid, *dtypes, device,
+                          config.zero, host, training=not config.eval_only)
+    if config.compile:
+        compile_model(model)
+    if config.recompute:
+        recompute_blocks(model)
+    if config.zero > 0:
+        gather_before_use(model, flat)
+    return model, flat

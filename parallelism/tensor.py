@@ -266,11 +266,11 @@ def softmax_over_ranks(largest: torch.Tensor, total: torch.Tensor, z: torch.Tens
 
 
 def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor,
-               upstream: torch.Tensor | None, vocab_size: int, grid,
+               scale: torch.Tensor | None, vocab_size: int, grid,
                over_ranks: Callable = softmax_over_ranks) -> tuple:
     """The summed cross-entropy of n positions in nats, the same on all ranks. Its gradient, times
-    the scalar `upstream` if that is given, overwrites the logits, but for one column of each row.
-    Returns (loss, these target columns (n, 1), the gradients there (n, 1)).
+    `scale` if that is given, overwrites the logits, except one column of each row.
+    Returns (loss, these columns, those of the targets (n, 1), the gradients there (n, 1)).
 
     logits      (n, V / tp): this rank's columns
     p           memory to compute in, like logits, but fp32 or fp64; it may be `logits`; None: new
@@ -295,10 +295,10 @@ def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tens
     total = p.exp_().sum(1, keepdim=True)
     overall, total, target = over_ranks(largest, total, z, is_local, grid.groups["tp"])
     loss = (total.log() - target).where(counted, 0).sum()
-    if upstream is None:
+    if scale is None:
         return loss, None, None
 
-    weight = counted * upstream                             # of each position in the loss
+    weight = counted * scale                             # of each position in the loss
     logits.copy_(torch.mul(p, (largest - overall).exp() * weight / total, out=out))
     return loss, columns, ((z - overall).exp() / total - is_local.to(wide)) * weight
 
@@ -316,7 +316,8 @@ def chunk_size(positions: int, vocab: int, device_type: str) -> int:
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), with TP2 T / tp
     positions, targets (B, T), W (V / tp, C) this rank's rows. TP6: forward also computes the
-    gradients, times `scale` (None: no gradients). Backward returns them."""
+    gradients, because it has the logits: those of loss * `scale` (None: no gradients). Backward
+    returns them."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, grid, scale, chunk_loss):
@@ -326,9 +327,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         in_main_grad = hasattr(weight, "main_grad")                 # as in _LookupToMainGrad
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = x                                                      # not written without a scale
-        # A tensor, because a compiler takes a number for a constant.
-        upstream = None if scale is None else x.new_full((), scale, dtype=wide)
         if scale is not None:
+            # A tensor, because a compiler takes a number for a constant.
+            scale = x.new_full((), scale, dtype=wide)
             dx = torch.empty_like(x)
             dw = weight.main_grad() if in_main_grad else torch.zeros_like(weight, dtype=wide)
         loss = 0.0
@@ -342,7 +343,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             p_i = None if p is None else p[:len(x_i)]
             if p is memory:
                 p_i = logits            # the same object: a compiler handles two views worse
-            loss_i, columns, at_columns = chunk_loss(logits, p_i, targets_i, upstream)
+            loss_i, columns, at_columns = chunk_loss(logits, p_i, targets_i, scale)
             loss += loss_i
             if scale is not None:
                 dz = logits.scatter_(1, columns, at_columns.to(logits.dtype))
@@ -353,32 +354,37 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             dx = sum_over_ranks(dx.view(shape), grid).wait()
             if grid.sequence_parallel:
                 dx = dx.clone()             # a slice would keep the memory of all positions
-            ctx.save_for_backward(dx, None if in_main_grad else dw.to(weight.dtype))
+            ctx.save_for_backward(dx, None if in_main_grad else dw.to(weight.dtype), scale)
         return loss
 
     @staticmethod
-    def backward(ctx, upstream):
-        dx, dw = ctx.saved_tensors
+    def backward(ctx, dloss):
+        dx, dw, scale = ctx.saved_tensors           # the gradients for dloss = scale
         if dw is not None:
-            dx, dw = dx * upstream, dw * upstream
-        elif upstream.device.type == "cpu" and upstream != 1:       # (a GPU would synchronize)
-            raise RuntimeError("the gradient of the loss is not 1, but the token matrix's gradient "
-                               "has been added to main_grad: call backward() on the loss itself, "
-                               "and set head.scale instead")
+            dx = dx * (dloss / scale)
+            dw = dw * (dloss / scale)
+        elif dloss.device.type == "cpu" and dloss != scale:         # (a GPU would synchronize)
+            raise RuntimeError(f"the gradient of the loss is {dloss:g}, but the token matrix's "
+                               f"gradient has been added to main_grad for {scale:g}: multiply the "
+                               f"loss by head.scale before backward()")
         return dx, dw, None, None, None, None
 
 
 class VocabParallelHead(TensorParallel):
     """x (B, T, C), with TP2 T / tp positions, and targets (B, T) -> the summed loss of model.Head,
-    the same on every rank. If you change the loss, change model.Head too. The gradients are
-    multiplied by `scale`. `norms`: sum over all positions of |x|, for the log."""
+    the same on every rank. If you change the loss, change model.Head too. TP6: `scale`, by which
+    the caller multiplies the loss before backward(), must be known in forward. `norms`: sum over
+    all positions of |x| since `begin_step`, for the log."""
     partition_dim = {"weight": 0}
 
     def __init__(self, head: nn.Module, grid):
         super().__init__(head, grid)
         self.norm = head.norm
         self.chunk_loss = partial(chunk_loss, vocab_size=head.vocab_size, grid=grid)
-        self.scale = 1.0
+        self.begin_step(scale=1.0)
+
+    def begin_step(self, scale: float) -> None:
+        self.scale = scale
         self.norms = 0.0
 
     def normalize(self, x):

@@ -39,20 +39,22 @@ def check_grid(world: int, config) -> None:
                          "with --zero 2, --recompute or --compile: drop these, or use 1f1b")
 
 
-def check_layout(cfg: GPTConfig, world: int, batch: int, config) -> None:
+def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> None:
     """Raise a ValueError that names the numbers if this job cannot run; no communication."""
     check_grid(world, config)
     tp, pp, chunks, micro_batch = config.tp, config.pp, config.pp_chunks, config.micro_batch
     dp = world // (tp * pp)
-    if config.sequence_parallel and cfg.seq_len % tp:
-        raise ValueError(f"sequence parallelism: seq_len {cfg.seq_len} is not divisible by tp {tp}")
-    if cfg.n_head % tp:
-        raise ValueError(f"n_head {cfg.n_head} is not divisible by tp {tp}")
-    if cfg.padded_vocab % tp:
-        raise ValueError(f"the padded vocabulary {cfg.padded_vocab} is not divisible by tp {tp}")
-    if cfg.n_layer < pp * chunks:
-        raise ValueError(f"n_layer {cfg.n_layer} is less than pp {pp} x pp-chunks {chunks}: a "
-                         f"stage would be empty")
+    if config.sequence_parallel and model_config.seq_len % tp:
+        raise ValueError(f"sequence parallelism: seq_len {model_config.seq_len} is not divisible "
+                         f"by tp {tp}")
+    if model_config.n_head % tp:
+        raise ValueError(f"n_head {model_config.n_head} is not divisible by tp {tp}")
+    if model_config.padded_vocab % tp:
+        raise ValueError(f"the padded vocabulary {model_config.padded_vocab} is not divisible by "
+                         f"tp {tp}")
+    if model_config.n_layer < pp * chunks:
+        raise ValueError(f"n_layer {model_config.n_layer} is less than pp {pp} x pp-chunks "
+                         f"{chunks}: a stage would be empty")
     if batch % (dp * micro_batch):
         raise ValueError(f"batch size {batch} is not divisible by dp {dp} x micro-batch "
                          f"{micro_batch} = {dp * micro_batch}")
@@ -84,7 +86,7 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
                  device_type: str) -> tuple[Config, GPTConfig]:
     """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
     cannot run."""
-    cfg = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
+    model_config = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
     replicas = world / (config.tp * config.pp)
     sizes, _ = batch_sizes(config)
     if config.batch_size not in sizes and not config.eval_only:
@@ -101,8 +103,8 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
         sizes = [max(1, int(replicas)) * config.micro_batch * config.pp]
         config = dataclasses.replace(config, batch_size=sizes[0])
     for size in sizes:
-        check_layout(cfg, world, size, config)
-    return config, cfg
+        check_layout(model_config, world, size, config)
+    return config, model_config
 
 
 def check_data(state: dict, dataset: TokenDataset, config, same: bool) -> None:
@@ -131,16 +133,16 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     config, shape = merge_config(given, state, weights_only)
     data = TokenDataset(config.data, "train", shape["seq_len"])
     TokenDataset(config.data, "val", shape["seq_len"])
-    config, cfg = check_config(config, shape, data.meta["vocab_size"], world, device_type)
+    config, model_config = check_config(config, shape, data.meta["vocab_size"], world, device_type)
     resumed = None if weights_only else state
     if state is not None:
         check_data(state, data, config, same=not weights_only)
     if config.epochs is not None and not config.eval_only:
         config = dataclasses.replace(config, steps=steps_of_epochs(config, data, resumed))
-    return config, cfg
+    return config, model_config
 
 
-def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torch.device,
+def check_memory(model_config: GPTConfig, grid: Grid, config, dtypes: tuple, device: torch.device,
                  local_world: int) -> None:
     """Raise a ValueError if the state of a rank on this machine is larger than its GPU's memory, or
     what all its ranks keep there, and copy for a save, larger than the machine's. Nothing is
@@ -149,7 +151,7 @@ def check_memory(cfg: GPTConfig, grid: Grid, config, dtypes: tuple, device: torc
     on_machine = Counter()
     for rank in range(local_world):
         place = Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks)
-        specs = param_specs(build_stage(cfg, place), cfg, place)
+        specs = param_specs(build_stage(model_config, place), model_config, place)
         numel = sum(spec.numel for spec in specs)
         longest = max(bucket.numel for bucket in make_buckets(specs, grid.dp))
         on_device, on_host = state_bytes(numel, longest, grid.dp, dtypes, config.zero,

@@ -7,26 +7,83 @@ import platform
 import shutil
 import statistics
 import subprocess
+import time
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
 from amp import PRECISIONS
-from data import Source, samples_after
+from data import Batch, Source, sequences_after
 from model import GPTConfig, flops_per_token, multiplies_in_fp32, parameter_count, peak_flops
 from parallel import Grid
-from parallelism.collectives import all_gather_object, on_hosts
+from parallelism.collectives import Work, all_gather_object, on_hosts
 from parallelism.zero import state_bytes
-from runtime.directory import Start
+from runtime.directory import Metrics, Start
 from runtime.options import RESTORED, Config, step_range
 from runtime.processes import print_rank0
 
+COMPARE_RANKS_EVERY = 100       # steps
 
-def eval_sequences(config: Config, cfg: GPTConfig, source: Source) -> int:
+
+class RunLog:
+    """What a run reports while it trains: metrics.jsonl and the console."""
+
+    def __init__(self, metrics: Metrics):
+        self.metrics = metrics
+        self.recent_seconds = deque(maxlen=20)      # of the last steps
+        self.compute_clock = None       # this rank's, when ranks were last compared, in seconds
+
+    def event(self, kind: str, line: str | None = None, **fields) -> None:
+        """Write an event to metrics.jsonl and, if there is one, its line to the console."""
+        self.metrics.write(event=kind, **fields)
+        if line is not None:
+            print_rank0(line)
+
+    def new_row(self, run, batch: Batch, stats, lr: float, seconds: float) -> dict:
+        """The row of metrics.jsonl of a step that took `seconds`; `stats`: its train.StepStats."""
+        self.recent_seconds.append(seconds)
+        seq_len = run.model_config.seq_len
+        return dict(step=batch.step, tokens=run.batches.sequences_trained * seq_len,
+                    loss=stats.loss, lr=lr, batch_size=batch.size, grad_norm=stats.grad_norm,
+                    loss_scale=stats.loss_scale, activation_norm=stats.activation_norm,
+                    tokens_per_second=round(batch.size * seq_len / seconds, 1))
+
+    def step(self, run, row: dict) -> None:
+        """Write a step's row to metrics.jsonl and its lines to the console."""
+        self.metrics.write(**row)
+        last = row["step"] == run.config.steps
+        if row["step"] % run.config.log_every == 0 or last or "val_loss" in row:
+            print_rank0(format_step(run, row, statistics.median_low(self.recent_seconds)))
+        if "val_loss" in row:
+            print_rank0(format_eval(row, run))
+        # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
+        on_cpus = run.grid.world > 1 and run.device.type == "cpu"
+        if row["step"] % COMPARE_RANKS_EVERY == 0 and on_cpus:
+            now = time.perf_counter() - Work.seconds_waited     # it stands still in a wait
+            if self.compute_clock is not None:
+                note_slow_ranks(run.grid, now - self.compute_clock)
+            self.compute_clock = now
+
+
+def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
+    """Name the ranks that computed for more than 1.5 times the median of their pipeline stage:
+    their machines may be slow or busy. Every rank calls it with its own seconds."""
+    seconds = all_gather_object(own_seconds)
+    for ranks in grid.ranks.transpose(0, 1).flatten(1).tolist():        # of each stage
+        median = statistics.median_low(seconds[rank] for rank in ranks)
+        for rank in ranks:
+            if seconds[rank] > 1.5 * median:
+                print_rank0(f"note     rank {rank}{on_hosts([rank], grid.hosts)} is slow: it "
+                            f"computed for {seconds[rank]:.1f} s in the last {COMPARE_RANKS_EVERY} "
+                            f"steps, the median of its stage for {median:.1f} s")
+
+
+def eval_sequences(config: Config, model_config: GPTConfig, source: Source) -> int:
     """Number of validation sequences that an evaluation reads of a source."""
     if config.eval_tokens is not None:
-        return min(source.n_windows, math.ceil(config.eval_tokens / cfg.seq_len))
+        return min(source.n_windows, math.ceil(config.eval_tokens / model_config.seq_len))
     return source.n_windows if config.eval_only else min(source.n_windows, 128)
 
 
@@ -43,7 +100,8 @@ def format_step(run, row: dict, seconds: float) -> str:
     if run.device.type == "cuda" and config.dtype in ("bf16", "fp16"):
         peak = run.grid.world * peak_flops(torch.cuda.get_device_name(run.device))
         if peak > 0:
-            line += f"  MFU {row['tokens_per_second'] * flops_per_token(run.cfg) / peak:.1%}"
+            flops = row["tokens_per_second"] * flops_per_token(run.model_config)
+            line += f"  MFU {flops / peak:.1%}"
     line += f"  left {timedelta(seconds=round((config.steps - row['step']) * seconds))}"
     if row["skipped"] > 0:
         line += "  skipped: loss or gradient not finite"
@@ -54,7 +112,7 @@ def format_eval(row: dict, run) -> str:
     """The validation loss in three units, and a line for each of several sources."""
     def line(name, loss, bytes_per_token):
         perplexity = math.exp(loss) if loss < 700 else math.inf
-        uniform = math.log(run.cfg.vocab_size)
+        uniform = math.log(run.model_config.vocab_size)
         text = f"{name}: {loss:.4f} nats a token"
         if loss > uniform:
             text += f" (a uniform guess: {uniform:.4f})"
@@ -65,9 +123,9 @@ def format_eval(row: dict, run) -> str:
 
     dataset = run.val_data
     sources = dataset.sources.values()
-    count = sum(eval_sequences(run.config, run.cfg, source) for source in sources)
+    count = sum(eval_sequences(run.config, run.model_config, source) for source in sources)
     lines = [line("validation", row["val_loss"], dataset.meta["bytes_per_token"])
-             + f" (on {count * run.cfg.seq_len:,} of {dataset.n_tokens:,} tokens)"]
+             + f" (on {count * run.model_config.seq_len:,} of {dataset.n_tokens:,} tokens)"]
     if len(sources) > 1:
         for source in sources:
             lines.append(line(f"  {source.name}", row[f"val_loss/{source.name}"],
@@ -77,7 +135,7 @@ def format_eval(row: dict, run) -> str:
 
 def print_summary(run) -> None:
     """Print model, layout, memory, batch and data."""
-    config, cfg, grid, data = run.config, run.cfg, run.grid, run.train_data
+    config, model_config, grid, data = run.config, run.model_config, run.grid, run.train_data
     device = run.device.type
     if multiplies_in_fp32(run.activation_like.dtype, run.device):
         device += f" (multiplies {config.dtype} in fp32)"
@@ -102,18 +160,32 @@ def print_summary(run) -> None:
                                      config.zero, config.offload and run.device.type != "cpu")
     memory = [f"{kind} {size / 1e6:,.1f} MB" for kind, size in on_device.items()]
     memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]
-    ahead = samples_after(config, run.samples, config.steps - run.step) - run.samples
-    end = run.consumed_samples + ahead
+    trained = run.batches.sequences_trained
+    steps_left = config.steps - run.step + 1
+    end = run.batches.position + sequences_after(config, trained, steps_left) - trained
     epochs = [f"{count:.2f} epochs of {name}" for name, count in data.epochs(end).items()]
     print_rank0(
-        f"model    {parameter_count(cfg):,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
-        f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}; "
-        f"{flops_per_token(cfg):.3g} FLOPs a token\n"
+        f"model    {parameter_count(model_config):,} parameters: {model_config.n_layer} layers, "
+        f"{model_config.n_head} heads, width {model_config.n_embd}, {model_config.seq_len} "
+        f"positions, vocabulary {model_config.vocab_size}; "
+        f"{flops_per_token(model_config):.3g} FLOPs a token\n"
         f"layout   {layout}{on_hosts(range(grid.world), grid.hosts)}\n"
         f"memory   {', '.join(memory)} (rank {grid.rank})\n"
-        f"batch    {batch}; {config.batch_size * cfg.seq_len:,} tokens a step\n"
+        f"batch    {batch}; {config.batch_size * model_config.seq_len:,} tokens a step\n"
         f"data     {data.n_tokens:,} tokens ({data.meta['tokenizer']}) in {config.data}; "
         f"{config.steps} steps read {', '.join(epochs)}")
+
+
+def print_evaluation(run, begin: Start) -> None:
+    """--eval-only: evaluate, and print it."""
+    text = format_eval(run.evaluate(), run)
+    _, _, step = begin.run["origin"]
+    print_rank0(f"{begin.path}, step {step}, on {run.config.data}: {text}")
+
+
+def print_finished(run, begin: Start) -> None:
+    print_rank0(f"{begin.path} is step {run.step - 1} of {run.config.steps}: nothing left to do; "
+                f"raise --steps or --epochs to continue, or begin a new run in another --out")
 
 
 def print_notes(run, given: dict, resumed: bool) -> None:
@@ -123,7 +195,7 @@ def print_notes(run, given: dict, resumed: bool) -> None:
     if many_threads and hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count():
         print_rank0("note     this machine is busy: set OMP_NUM_THREADS=1, or threads wait for "
                     "each other")
-    if not resumed and not {"lr", "model"} & set(given) and parameter_count(run.cfg) > 2e7:
+    if not resumed and not {"lr", "model"} & set(given) and parameter_count(run.model_config) > 2e7:
         print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 used 6e-4 for "
                     f"125M parameters, 2e-4 for 1.3B: give --lr")
     for ranks in run.grid.ranks.reshape(-1, run.grid.tp).tolist():
@@ -134,8 +206,17 @@ def print_notes(run, given: dict, resumed: bool) -> None:
     if config.warmup_steps > config.steps / 2:
         print_rank0(f"note     the warm-up takes {config.warmup_steps} of {config.steps} steps: "
                     f"give a smaller --warmup-steps")
-    if config.skip_steps is not None and step_range(config.skip_steps)[1] <= run.step:
+    if config.skip_steps is not None and step_range(config.skip_steps)[1] < run.step:
         print_rank0(f"skip     the steps {config.skip_steps} are done: there is nothing to skip")
+
+
+def report_start(run, begin: Start) -> None:
+    """The event of a new run; and a line, if it begins from weights."""
+    line = None
+    if begin.kind == "init-from":
+        line = f"weights  from {run.config.init_from}"
+    run.log.event("start", line, step=0, config=dataclasses.asdict(run.config),
+                  environment=environment(run.grid))
 
 
 def report_resume(run, state: dict, begin: Start, given: dict,
@@ -149,7 +230,8 @@ def report_resume(run, state: dict, begin: Start, given: dict,
             changed[name] = [state["config"].get(name), getattr(config, name)]
     if state["data"] != run.train_data.phases:
         changed["data"] = [state["config"]["data"], config.data]
-    line = f"resume   {begin.path}, after step {run.step}"
+    done = run.step - 1
+    line = f"resume   {begin.path}, after step {done}"
     for name, (old, new) in changed.items():
         line += f", {name.replace('_', ' ')} {new} instead of {old}"
 
@@ -158,9 +240,10 @@ def report_resume(run, state: dict, begin: Start, given: dict,
     if factor != 1:
         line += f", learning rate x {factor:.3g}"
     for event in begin.events:
-        run.metrics.write(**event, step=run.step)
-    run.event("resume", line, path=str(begin.path), given=given, changed=changed, lr_factor=factor,
-              config=dataclasses.asdict(config), environment=environment(run.grid), step=run.step)
+        run.log.metrics.write(**event, step=done)
+    run.log.event("resume", line, path=str(begin.path), given=given, changed=changed,
+                  lr_factor=factor, config=dataclasses.asdict(config),
+                  environment=environment(run.grid), step=done)
 
 
 def environment(grid: Grid) -> dict:
@@ -173,19 +256,3 @@ def environment(grid: Grid) -> dict:
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
     return dict(python=platform.python_version(), pytorch=torch.__version__, commit=commit,
                 hosts=grid.hosts)
-
-
-COMPARE_RANKS_EVERY = 100       # steps
-
-
-def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
-    """Name the ranks that computed for longer than the median of their pipeline stage: their
-    machines may be slow or busy. Every rank calls it with its own seconds."""
-    seconds = all_gather_object(own_seconds)
-    for ranks in grid.ranks.transpose(0, 1).flatten(1).tolist():        # of each stage
-        median = statistics.median_low(seconds[rank] for rank in ranks)
-        for rank in ranks:
-            if seconds[rank] > 1.5 * median:
-                print_rank0(f"note     rank {rank}{on_hosts([rank], grid.hosts)} is slow: it "
-                            f"computed for {seconds[rank]:.1f} s in the last {COMPARE_RANKS_EVERY} "
-                            f"steps, the median of its stage for {median:.1f} s")

@@ -7,7 +7,7 @@ import torch
 
 from parallelism.collectives import all_gather_object
 from runtime.options import Config
-from runtime.processes import RunError
+from runtime.processes import Job, RunError
 
 
 def pick_device(name: str, local_rank: int = 0, on_mps: bool = True) -> torch.device:
@@ -39,9 +39,10 @@ def assert_own_gpu(device: torch.device) -> None:
                            f"--nproc_per_node, or give --device cpu", 2)
 
 
-def choose_device(config: Config, world: int, local_rank: int) -> torch.device:
+def choose_device(config: Config, job: Job) -> torch.device:
     """This process's device. Raises ValueError if the flags ask for one that cannot be used."""
-    device = pick_device(config.device, local_rank, world == 1 and config.dtype != "fp64")
+    on_mps = job.world == 1 and config.dtype != "fp64"
+    device = pick_device(config.device, job.local_rank, on_mps)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")      # TF32, several times as fast as fp32
     compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
@@ -49,3 +50,10 @@ def choose_device(config: Config, world: int, local_rank: int) -> torch.device:
         raise ValueError("--compile on a CPU needs a C++ compiler: install g++, name another in "
                          "CXX, or leave the flag out")
     return device
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a CPU tensor to the device; a GPU's copy runs beside its other work."""
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)

@@ -133,6 +133,11 @@ def start_branch(state: dict, new_lr: bool) -> None:
         state["monitor"]["lr_factor"] = 1.0
 
 
+def load_state(path) -> dict | None:
+    """The state in a checkpoint, or None without a path."""
+    return None if path is None else load(Path(path))
+
+
 class Metrics:
     """OUT/metrics.jsonl, append-only: one object per step, and one with `event` for anything else.
     Only rank 0 writes."""

@@ -1,4 +1,4 @@
-"""Has the run diverged? The judgement of each step and of each checkpoint. runtime/recovery.py acts.
+"""Divergence: the judgement of each step and of each checkpoint. runtime/recovery.py acts on it.
 
 A step is bad if its loss is high (far above the lowest median so far) or not finite, or if its
 gradient is not finite and no loss scale can cure that. The run has diverged after BAD_STEPS bad
@@ -79,10 +79,11 @@ class DivergenceMonitor:
             return math.inf
         return self.lowest + SPIKE_MARGIN * self.deviation()
 
-    def observe(self, first: int, stats) -> Divergence | None:
-        """Judge a step by its train.StepStats; its batch begins with sequence `first`. Returns a divergence once."""
+    def observe(self, position: int, stats) -> Divergence | None:
+        """Judge a step by its train.StepStats; `position` is that of its batch in the data. Returns
+        a divergence once."""
         limit = self.limit()
-        self.starts = [*self.starts, first][-(WINDOW + LEAD_IN):]
+        self.starts = [*self.starts, position][-(WINDOW + LEAD_IN):]
         self.skipped = self.skipped + 1 if stats.found_inf else 0
         problem = None
         if not math.isfinite(stats.loss):

@@ -1,6 +1,6 @@
 """The flags of train.py: their defaults, how they are read, and what a checkpoint restores.
 
-train.py, tools.plan and the checks use them. One frozen dataclass is the list; --help is made of it.
+train.py, runtime/checks.py and tools.plan use them. `Config` is the list; --help is made of it.
 """
 import argparse
 import dataclasses

@@ -1,6 +1,9 @@
 """The processes of a run: start together, fail together, stop by a signal.
 
 train.py starts by `run_process`; whatever must fail alike on all ranks goes through `all_ranks`.
+
+Exit status: 0 done; 1 the run failed; 2 usage error, reported in one line. A run that has saved
+after a signal exits with 0 under torchrun, and by that signal without.
 """
 import json
 import os
@@ -8,9 +11,11 @@ import signal
 import socket
 import sys
 import time
+import traceback
 import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Callable
 
@@ -49,6 +54,10 @@ def print_rank0(line: str) -> None:
             print(line, flush=True)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_error(message) -> None:
+    print(f"train.py: {message}", file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
@@ -136,6 +145,22 @@ def process_group(rank: int, world: int, device: torch.device, timeout: timedelt
     dist.destroy_process_group()
 
 
+@dataclass(frozen=True)
+class Job:
+    """This process among those of its job, as torchrun numbers them, and on its machine."""
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+
+    @classmethod
+    def from_environment(cls) -> "Job":
+        def read(name, default):
+            return int(os.environ.get(name, default))
+        return cls(read("RANK", 0), read("WORLD_SIZE", 1), read("LOCAL_RANK", 0),
+                   read("LOCAL_WORLD_SIZE", 1))
+
+
 class StopSignal:
     """Ctrl-C and SIGTERM request a stop after the current step. A second signal exits at once,
     unless it comes within half a second: a launcher may forward a signal that the terminal has
@@ -162,3 +187,56 @@ class StopSignal:
         if is_rank0():
             with suppress(OSError):
                 os.write(1, f"{line}\n".encode())
+
+
+def exit_like_signal(number: int) -> None:
+    """End this process by the signal's default action, so that Ctrl-C also ends a shell's loop."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def run_process(parse: Callable, launch: Callable) -> None:
+    """The life of one process, from its flags to its exit status.
+
+    parse(job) -> (given flags, device, --timeout as a timedelta); it must not communicate, and
+    raises ValueError for a mistake. launch(given, device, job, stack) trains, and returns the
+    number of the signal that stopped it, or None. `stack` is left when it ends, also by an error.
+    """
+    job = Job.from_environment()
+    # NCCL: a group's first operation connects its ranks for all later ones (`pipeline.connect`).
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+    # PyTorch: let communication kernels start before queued matrix products.
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+    try:
+        given, device, timeout = parse(job)
+    except ValueError as error:
+        if job.rank > 0:
+            time.sleep(5)           # torchrun ends all ranks when one exits: rank 0 prints first
+        if job.local_rank == 0:
+            print_error(error)
+        sys.exit(2)
+    status = 0
+    signal_number = None
+    try:
+        with process_group(job.rank, job.world, device, timeout):
+            try:
+                with ExitStack() as stack:
+                    signal_number = launch(given, device, job, stack)
+            except RunError as error:               # every rank raises the same error
+                status = error.status
+                if job.rank == 0:
+                    print_error(error)
+                all_gather_object(None)             # wait until rank 0 has printed
+    except Exception as error:
+        message = fatal_message(error)
+        if message is not None:
+            host = f" on {socket.gethostname()}" if job.world > job.local_world else ""
+            print_error(f"rank {job.rank}{host}: {message}")
+        elif job.world == 1:
+            raise
+        else:
+            traceback.print_exc()
+        os._exit(1)                 # at once, so that the other ranks notice
+    if signal_number is not None and job.world == 1:
+        exit_like_signal(signal_number)
+    sys.exit(status)

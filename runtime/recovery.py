@@ -1,11 +1,125 @@
-"""Recovery from divergence: what a run does about it. train.py calls these after a step.
+"""Recovery from divergence: what a run does about it. train.py calls `after_step` and, before a
+step, `skip_excluded`; runtime/divergence.py judges the losses.
+
+`run` is train.Run: these functions read its batches, monitor and writer, and `roll_back` restores
+it from an older checkpoint.
 """
 import math
+from itertools import pairwise
+from pathlib import Path
 
-from data import TokenDataset
+from data import Batch, TokenDataset, batch_size_at, sequences_after
 from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
-from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS, Config
+from runtime import directory
+from runtime.divergence import BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence
+from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range
+from runtime.processes import RunError, all_ranks, on_rank0
+
+
+def after_step(run, batch: Batch, stats, row: dict) -> bool:
+    """Judge a step by its train.StepStats; complete its row of metrics.jsonl. Returns True if the
+    run has gone back to an older checkpoint: the row is then written."""
+    monitor, config = run.monitor, run.config
+    if batch.new_mixture:
+        monitor.forget_losses()
+    divergence = monitor.observe(batch.position, stats)
+    row["skipped"] = monitor.skipped
+    report(run, batch, stats, row, divergence)
+    if config.rollback == "off":
+        if monitor.skipped >= MAX_SKIPPED and not stats.scale_can_fall:
+            run.log.step(run, row)
+            fail(run, f"{MAX_SKIPPED} steps in a row were not finite")
+        return False
+    if divergence is None:
+        return False
+    run.log.step(run, row)
+    roll_back(run, divergence)
+    return True
+
+
+def report(run, batch: Batch, stats, row: dict, divergence: Divergence | None) -> None:
+    """Write events for a step that is not finite, or diverged. TokenDataset.tokens_of rebuilds the
+    batch, or the last batches, from the windows in the event."""
+    seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
+    if stats.found_inf:
+        where = locate_nonfinite(run.loss_sum.item(), run.flat)
+        run.log.event("skip", reason="not finite", **seen, **where,
+                      windows=batch.window_ids.tolist())
+    if divergence is not None:
+        windows = []
+        starts = run.monitor.starts[-LEAD_IN - BAD_STEPS:]
+        for position, following in pairwise([*starts, run.batches.position]):
+            size = min(batch.size, following - position)    # skipped batches leave a gap
+            windows += run.train_data.window_ids(run.config.seed, position, size).tolist()
+        run.log.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
+                      limit=run.monitor.limit(), windows=windows, **seen)
+
+
+def roll_back(run, divergence: Divergence) -> None:
+    """Return to a healthy checkpoint, skip the batches that led to the divergence, and save at
+    once, so that a kill does not undo the rollback."""
+    config, monitor = run.config, run.monitor
+    diverged_at = run.step
+    if monitor.rollbacks >= config.max_rollbacks:
+        fail(run, f"{divergence.reason}, and --max-rollbacks {config.max_rollbacks} are used up")
+    excluded, data_to_blame = monitor.to_exclude(divergence.steps, run.batches.position)
+    first_skipped = diverged_at - divergence.steps + 1
+    if not data_to_blame:
+        first_skipped -= LEAD_IN
+    candidates = monitor.candidates(first_skipped)
+    files = [Path(config.out, name) for name in candidates] or [None]       # None: step 0
+
+    run.flat.wait_params()                      # restoring them starts the next all-gather
+    all_ranks(run.writer.wait)                  # we may load the file being written
+    path, events = on_rank0(lambda: directory.latest_valid(files))
+    run.restore(all_ranks(lambda: directory.load_state(path), status=1))
+    excluded[0] = max(excluded[0], run.batches.position)
+    # The history of rollbacks outlasts the restored state, which has a monitor of its own.
+    monitor.rolled_back(run.step - 1, excluded, data_to_blame, restored=run.monitor)
+    run.monitor = monitor
+    run.log.compute_clock = None            # the rollback was no computing
+    for event in events:
+        run.log.metrics.write(**event, step=diverged_at)
+    run.log.event(
+        "rollback", f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: back to step "
+        f"{run.step - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
+        reason=divergence.reason, to=run.step - 1, sequences=excluded, lr_factor=monitor.lr_factor,
+        rollbacks=monitor.rollbacks, step=diverged_at)
+    run.write_checkpoint(run.step - 1)
+    all_ranks(lambda: run.writer.wait(required=True))
+
+
+def skip_excluded(run) -> None:
+    """Leave out the excluded sequences that the next batch would contain: those of --skip-steps
+    and those of rollbacks."""
+    monitor, config, batches = run.monitor, run.config, run.batches
+    start = batches.position
+    size = batch_size_at(config, batches.sequences_trained)
+    if config.skip_steps is not None and monitor.applied_skip != config.skip_steps:
+        first, last = step_range(config.skip_steps)
+        if first <= run.step <= last:
+            monitor.applied_skip = config.skip_steps
+            trained = batches.sequences_trained
+            skipped = sequences_after(config, trained, last - run.step + 1) - trained
+            monitor.excluded.insert(0, [start, start + skipped])    # rollbacks append theirs
+    position = start
+    for first, end in sorted(monitor.excluded):
+        if first < position + size and position < end:
+            position = end
+    if position > start:
+        run.log.event(
+            "skip", f"skip     sequences {start:,} to {position - 1:,} are left out",
+            step=run.step, reason="left out", sequences=[start, position])
+        batches.skip_to(position)
+
+
+def fail(run, reason: str) -> None:
+    """Stop a run that cannot recover from its divergence."""
+    run.log.event("stop", step=run.step, reason=reason)
+    raise RunError(f"step {run.step}: {reason}; the run has diverged: see the events in "
+                   f"{run.config.out}/metrics.jsonl, and go on from an older checkpoint with a "
+                   f"lower --lr, a tighter --clip or --skip-steps")
 
 
 def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:
@@ -16,15 +130,16 @@ def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> b
     if config.lr > 3 * stored["lr"]:
         return True
     same_flags = all(stored[name] == getattr(config, name) for name in FLAGS_THAT_CHANGE_THE_LOSS)
-    return same_flags and state["data"][-1][1] == data.phases[-1][1]
+    _, weights = state["data"][-1]          # of the last phase
+    return same_flags and weights == data.phases[-1][1]
 
 
 def locate_nonfinite(local_loss: float, flat: FlatParameters) -> dict:
     """Find where a number is not finite; every rank must call it. Reports the first rank with a
-    non-finite loss or, if there is none, with a non-finite gradient, and its last parameter with
-    one, which backward reaches first. Gradients have already been summed over the replicas, so
-    another replica may be the source. If all numbers are finite but their squares are not, `what`
-    is "norm"."""
+    non-finite loss or, if there is none, with a non-finite gradient, and the last such parameter:
+    backward reaches it first. Gradients have already been summed over the replicas, so another
+    replica may be the source. If all numbers are finite but their squares are not, `what` is
+    "norm"."""
     parameter = None
     for bucket in flat.buckets:
         for spec, shard_slice, _ in bucket.shard_ranges:
