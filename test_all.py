@@ -75,7 +75,7 @@ import tracemalloc
 import traceback
 import weakref
 import zipfile
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from fractions import Fraction
@@ -108,10 +108,20 @@ import data
 import model
 import parallel
 import sample
+import tools.schedule
 import train
 from model import GPT, IGNORE_INDEX, SIZES, GPTConfig
-from parallel import (FlatParameters, Grid, RunError, gpipe, make_grid, one_f_one_b,
-                      run_schedule)
+from parallelism import collectives, pipeline, schedules
+from runtime import checks, console, corpora, devices, directory, processes, recovery
+from parallel import Grid, make_grid
+from parallelism.pipeline import recompute_blocks, run_schedule
+from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
+from parallelism.tensor import ColumnParallelLinear, MAX_LOGITS, VocabParallelEmbedding, add_product, chunk_loss, chunk_size
+from parallelism.zero import FlatParameters, gather_before_use, state_bytes
+from runtime.divergence import DivergenceMonitor
+from runtime.options import Config, OTHER_NAMES, merge_config, parse_flags
+from runtime.processes import Job, RunError
+from tools.schedule import bubble, clock, live_activations
 
 torch.set_num_threads(1)
 
@@ -262,7 +272,7 @@ def test_parallel_layers_are_the_plain_ones(rank, world, sequence_parallel):
     def part(x):                        # sequence parallelism: a slice of the positions
         return x.chunk(world, 1)[rank] if sequence_parallel and x.dim() else x
     with gridded(rank, world, world, 1, sequence_parallel) as grid, \
-            mock.patch.dict(parallel.MAX_LOGITS, cpu=7 * 384 // world):     # a shorter last chunk
+            mock.patch.dict(MAX_LOGITS, cpu=7 * 384 // world):     # a shorter last chunk
         local, flat = stage_of(plain, grid)
         flat.prepare_grad_sync(local, True)
         ours = outputs_and_dx(local, tokens, targets, part(x), part(dy))
@@ -299,14 +309,15 @@ def test_the_plain_pipeline_and_1f1b_have_the_whole_models_gradients(rank, world
 
     with gridded(rank, world, 1, world) as grid:
         local, flat = stage_of(whole, grid)
+        if grid.is_last:
+            local.head.begin_step(1 / targets.numel())
         batch = [(*pair, 0) for pair in microbatches]
-        run_schedule(one_f_one_b(rank, world, 4), local, grid, batch, activation_like, flat,
-                     1 / targets.numel())
+        run_schedule(one_f_one_b(rank, world, 4), local, grid, batch, activation_like, flat)
         flat.finish_grad_sync()
     pairs = gradient_pairs(flat, whole)
     assert_close(pairs, 1e-12)
     assert_close({name: (plain[name], theirs) for name, (_, theirs) in pairs.items()}, 1e-12)
-    everywhere = parallel.all_gather_object(set(pairs))
+    everywhere = collectives.all_gather_object(set(pairs))
     assert set().union(*everywhere) == set(checkpoint.parameter_shapes(cfg))
 
 
@@ -336,8 +347,8 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
             parallel.plain_zero_step(sharded, shard, of_shard, tokens, targets)
 
             flat.zero_grad()
-            run_schedule(gpipe(0, 1, 1), local, grid, [share], torch.empty(0), flat,
-                         1 / targets.numel())
+            local.head.begin_step(1 / targets.numel())
+            run_schedule(gpipe(0, 1, 1), local, grid, [share], torch.empty(0), flat)
             flat.finish_grad_sync()
             flat.step(1.0, step, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0)
     forms = {"plain_step": dict(plain.named_parameters()),
@@ -347,7 +358,7 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
     expected = comparable(dict(one.named_parameters()))
     assert_close({form: (comparable(ours), expected) for form, ours in forms.items()}, 1e-12)
     for form, ours in forms.items():
-        ranks = parallel.all_gather_object({name: x.tolist() for name, x in ours.items()})
+        ranks = collectives.all_gather_object({name: x.tolist() for name, x in ours.items()})
         assert ranks[0] == ranks[1], form
 
 
@@ -687,7 +698,7 @@ def test_a_devices_peak_is_that_of_its_full_name():
 
 NASTY = ["a  b", " \n\n \tx", "don't 've ''s", "\u00e9t\u00e9 \u6f22\u5b57 \u00a0\u2003x \u3000",
          "\r\n\r\n", "    ", "12 345 !?", "\x85\x1c \x1d\n", "\U0001f600 \U0001f469\u200d",
-         data.EOT, "\u200b ", "A", "\n", " ", "\t\v", "'"]
+         corpora.EOT, "\u200b ", "A", "\n", " ", "\t\v", "'"]
 SHARED = ROOT.parent / "shared"         # what is downloaded elsewhere, where there is a copy
 
 
@@ -747,7 +758,7 @@ def test_of_few_documents_each_gives_its_last_twentieth_in_shards_of_llm_c(tmp_p
     """With fewer than 20 documents each is cut at a character, at most 5% from its end. Duplicates
     and blank documents are dropped and counted, line ends stay, and a shard has llm.c's header and
     --shard-tokens tokens."""
-    monkeypatch.setattr(data, "BLOCK", 70)
+    set_block(monkeypatch, 70)
     texts = ["é" * 101, "abcdefghij" * 200, "漢字" * 40 + "x", "one text\n", "one text\r\n"]
     for number, text in enumerate([*texts, texts[1], texts[3], " \n", "\n"]):
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
@@ -807,7 +818,7 @@ def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, run_da
     """Of two lines the second goes, or becomes blank: exit 2 and "changed while"."""
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "some text"}\n{"text": "more"}\n')
-    read = data.read_documents
+    read = corpora.read_documents
 
     def then_changes(path):
         yield from read(path)
@@ -822,13 +833,13 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
                                                                         run_data):
     """`python data.py` reads the .py files of Python's library: equal files once, and no link that
     leads nowhere."""
-    assert Path(json.__file__) in data.standard_library()
+    assert Path(json.__file__) in corpora.standard_library()
     for folder in ("tests", "test", "idle_test", "site-packages", "dist-packages", "a", "b"):
         (tmp_path / "lib" / folder).mkdir(parents=True)
         (tmp_path / "lib" / folder / "x.txt").write_text("not read")
         (tmp_path / "lib" / folder / "x.py").write_text("some text" if folder in "ab" else folder)
     (tmp_path / "lib" / "link.py").symlink_to("nowhere")
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     _, out, _ = run_data("--out", tmp_path / "out")
     assert out.startswith("1 documents, 1 duplicates dropped, 0 without text skipped; ")
     assert texts_of(tmp_path / "out", *data.SPLITS) == ["some text"]
@@ -920,8 +931,8 @@ def server(monkeypatch):
             server.drop -= 1
             self.wfile.write(reply)
 
-    monkeypatch.setattr(data, "BLOCK", 4096)
-    monkeypatch.setattr(data.time, "sleep", nothing)        # between tries
+    set_block(monkeypatch, 4096)
+    monkeypatch.setattr(corpora.time, "sleep", nothing)        # between tries
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
         threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
         server.url = f"http://127.0.0.1:{httpd.server_port}"
@@ -950,7 +961,7 @@ def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, par
     if sha256 is not None:
         (tmp_path / "file").write_bytes(b"damaged")
     (tmp_path / "file.part").write_bytes(part)
-    fetch = functools.partial(data.download, f"{server.url}/a", tmp_path / "file", sha256)
+    fetch = functools.partial(corpora.download, f"{server.url}/a", tmp_path / "file", sha256)
     if starts is None:
         with pytest.raises(ConnectionError, match="cannot download"):
             fetch()
@@ -967,7 +978,7 @@ def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, ru
     status is 1."""
     server.body = b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n"
     for sha256, expected in [(SHA256, 1), (hashlib.sha256(server.body).hexdigest(), 0)]:
-        monkeypatch.setitem(data.DOWNLOADS, "tinystories", (f"{server.url}/file", sha256, ".eot"))
+        monkeypatch.setitem(corpora.DOWNLOADS, "tinystories", (f"{server.url}/file", sha256, ".eot"))
         status, _, error = run_data("--dataset", "tinystories", "--tokenizer", "bytes",
                                     "--out", tmp_path)
         assert status == expected and ("data.py: cannot download" in error) == (status == 1)
@@ -1032,9 +1043,9 @@ def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
     made = dataset(tmp_path, {"TinyStories-train": range(13), "retrieval_train_1": range(99, 102),
                               "train_2": range(100, 112), "constrained_val_0": range(9)})
     assert (made.n_tokens, made.n_windows) == (28, 5)
-    assert made.windows(np.array([2, 0, 4, 3])).tolist() == [
+    assert made.tokens_of(np.array([2, 0, 4, 3])).tolist() == [
         [8, 9, 10, 11, 12], [0, 1, 2, 3, 4], [104, 105, 106, 107, 108], [100, 101, 102, 103, 104]]
-    assert made.windows([1]).dtype == np.int64
+    assert made.tokens_of([1]).dtype == np.int64
     assert data.TokenDataset(tmp_path, "val", 4).n_tokens == 9
     keys = []
     for size in (9, 9, 8):
@@ -1062,13 +1073,13 @@ def test_an_epoch_is_a_permutation_and_a_function_of_seed_and_epoch(n):
     chance does, and neighbours in the order are uncorrelated, to four deviations. A later version
     must read the same data: the windows of sequences 995 to 1004 are recorded."""
     made, in_order = mixture({"d": n}, [[0, {"d": 1}]]), np.arange(n)
-    one, two = made.sample_indices(7, 0, 2 * n).reshape(2, n)
+    one, two = made.window_ids(7, 0, 2 * n).reshape(2, n)
     assert np.array_equal(np.sort(one), in_order) and np.array_equal(np.sort(two), in_order)
     if n == 1000:
-        assert made.sample_indices(1337, 995, 10).tolist() == [
+        assert made.window_ids(1337, 995, 10).tolist() == [
             483, 950, 50, 473, 32, 918, 294, 124, 291, 217]
     if n > 250:
-        for other in (two, made.sample_indices(8, 0, n), in_order):
+        for other in (two, made.window_ids(8, 0, n), in_order):
             assert (other == one).mean() < 10 / n + 1e-3
         for other in (in_order, np.roll(one, 1)):
             assert abs(np.corrcoef(one, other)[0, 1]) < 4 / n ** 0.5
@@ -1087,13 +1098,13 @@ def test_a_mixture_is_exact_in_proportion_and_reads_each_source_without_replacem
     answer does not depend on how one asks."""
     n = 2000
     made = mixture(n_windows, phases)
-    windows = made.sample_indices(7, 0, n)
+    windows = made.window_ids(7, 0, n)
     for first, count in [(0, 1), (17, 16), (90, 99), (n - 3, 3), (5, 0)]:
-        assert np.array_equal(made.sample_indices(7, first, count), windows[first:first + count])
+        assert np.array_equal(made.window_ids(7, first, count), windows[first:first + count])
     ends = [*(first for first, _ in phases[1:]), n]
     for name, source in made.sources.items():
         its = (source.first <= windows) & (windows < source.first + source.n_windows)
-        alone = mixture({name: source.n_windows}, [[0, {name: 1}]]).sample_indices(7, 0, its.sum())
+        alone = mixture({name: source.n_windows}, [[0, {name: 1}]]).window_ids(7, 0, its.sum())
         assert np.array_equal(windows[its] - source.first, alone)
         assert made.epochs(n)[name] == its.sum() / source.n_windows
         for (first, weights), end in zip(phases, ends):
@@ -1172,7 +1183,7 @@ def test_pieces_encode_to_the_tokens_of_the_whole(monkeypatch):
     cut_anywhere = 0
     for size in rng.choices(range(100, 200), k=300):
         text = "".join(rng.choices(NASTY, k=rng.randrange(1, 200)))
-        monkeypatch.setattr(data, "BLOCK", size)
+        set_block(monkeypatch, size)
         pieces = cut(text[i:i + 7] for i in range(0, len(text), 7))
         assert "".join(pieces) == text and max(map(len, pieces)) <= size
         assert words(pieces) == words([text])
@@ -1183,7 +1194,7 @@ def test_pieces_encode_to_the_tokens_of_the_whole(monkeypatch):
 
 def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch):
     """Mechanism of the bounded memory: ten times the text takes at most 100 kB more."""
-    monkeypatch.setattr(data, "BLOCK", 4096)
+    set_block(monkeypatch, 4096)
     monkeypatch.setattr(data.os, "cpu_count", lambda: 2)
     peaks = []
     for size in (100_000, 1_000_000):
@@ -1200,9 +1211,9 @@ def test_a_mixture_of_a_long_run_is_exact_too_and_takes_no_memory():
     of 10^9 windows; they are computed, in less than 100 kB."""
     n, total = 8 * 10 ** 9, 10 ** 9
     made = mixture(dict(a=10 ** 9, b=10), [[0, dict(a=total - 1, b=1)]])
-    made.sample_indices(1337, 0, 1)         # the first call imports a module
+    made.window_ids(1337, 0, 1)         # the first call imports a module
     tracemalloc.start()
-    counts, windows = made.counts(np.array([n, n + 1])), made.sample_indices(1337, n, 256)
+    counts, windows = made.counts(np.array([n, n + 1])), made.window_ids(1337, n, 256)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     expected = [(n + i) * (total - 1) // total for i in (0, 1)]
@@ -1214,8 +1225,8 @@ def test_a_mixture_of_a_long_run_is_exact_too_and_takes_no_memory():
 def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys, run_data):
     """Mechanism of the lines on standard error: bytes done, of the total where it is known, and
     lines without text move the clock too. Each look at the clock is four seconds later."""
-    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
-    note = data.progress("x", 5_000_000, done=1_000_000)
+    monkeypatch.setattr(corpora, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
+    note = corpora.progress("x", 5_000_000, done=1_000_000)
     for _ in range(4):
         note(1_000_000)
     assert capsys.readouterr().err == "x: 3.0 of 5.0 MB\nx: 5.0 of 5.0 MB\n"
@@ -1254,18 +1265,17 @@ def spoil_in_turn(run):
     """At step k rank k - 1 alone finds a gradient that is not finite, after the reductions: only
     the agreement can tell the others. Without ZeRO it is a LayerNorm's: in the global norm this
     counts on one tensor-parallel rank alone. At step 9 the loss of rank 6 is infinite."""
-    forward_backward = run.forward_backward
+    reduce = run.reduce
 
-    def spoil(batch):
-        loss = forward_backward(batch)
+    def spoil(loss, *args):
         bucket = run.flat.buckets[-1]
         assert bucket.specs[0].partition_dim is None
-        if run.grid.rank == run.step:
-            bucket.shard["grad"][0] = math.inf if run.step < 4 else math.nan
-        if (run.step, run.grid.rank) == (8, 6):
-            loss = loss + math.inf
-        return loss
-    run.forward_backward = spoil
+        if run.grid.rank == run.step - 1:
+            bucket.shard["grad"][0] = math.inf if run.step < 5 else math.nan
+        if (run.step, run.grid.rank) == (9, 6):
+            loss += math.inf
+        return reduce(loss, *args)
+    run.reduce = spoil
 
 
 HALVED = [65536, 32768, 16384, 8192, 4096, 2048, 1024, 512, 256]
@@ -1294,7 +1304,7 @@ def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, ze
     assert [e["parameter"] for e in skips[:8]] == [f"blocks.{block}.{name}" for name in parameters
                                                    for block in (0, 0, 1, 1)]
     for event, scale in zip(skips, scales):
-        windows = Memory(CFG).sample_indices(1337, 8 * event["step"] - 8, 8)
+        windows = Memory(CFG).window_ids(1337, 8 * event["step"] - 8, 8)
         assert event["windows"] == windows.tolist() and event["loss_scale"] == scale
     whole = ranks[0][2]
     for name, parameter in GPT(cfg).initialize(config.seed).named_parameters():
@@ -1307,7 +1317,7 @@ def test_of_finite_gradients_whose_norm_is_not_no_rank_is_named():
     _, flat = staged(CFG, Grid(1, 1, 1), torch.float64)
     flat.buckets[-1].grad.fill_(1e160)
     assert not flat.grad_norm_squares()[1].isfinite()
-    assert train.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
+    assert recovery.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
 
 
 def test_a_run_that_always_overflows_ends_with_a_clear_message(tmp_path):
@@ -1354,7 +1364,7 @@ def test_stages_share_the_layers_in_order_and_evenly():
     fewest."""
     for n_layer in range(1, 20):
         for pp in range(1, n_layer + 1):
-            stages = [list(parallel.stage_layers(n_layer, pp, s)) for s in range(pp)]
+            stages = [list(pipeline.stage_layers(n_layer, pp, s)) for s in range(pp)]
             sizes = [len(layers) for layers in stages]
             assert sum(stages, []) == list(range(n_layer)) and min(sizes) > 0
             assert sizes[0] == max(sizes) <= min(sizes) + 1 and sizes[-1] == min(sizes)
@@ -1371,14 +1381,14 @@ def test_schedules_have_the_papers_bubble_and_live_microbatches(name):
     for p, m, v in itertools.product(range(1, 9), (*range(1, 17), 32), (1, 2, 3, 4)):
         if (v > 1) != (name == "interleaved") or v > 1 and (p == 1 or m % p):
             continue
-        schedules = [parallel.SCHEDULES[name](s, p, m, v) for s in range(p)]
-        assert parallel.bubble(parallel.clock(schedules)) == pytest.approx(
+        schedules = [SCHEDULES[name](s, p, m, v) for s in range(p)]
+        assert bubble(clock(schedules)) == pytest.approx(
             1 - 3 * m / max(3 * m + p - 1, 2 * m + 2 * p - 1) if name == "zb-h1"
             else (p - 1) / (v * m + p - 1))
         for s, schedule in enumerate(schedules):
             live = {"gpipe": m, "1f1b": p - s, "zb-h1": p,
                     "interleaved": p * (1 + (p - 1) / (p * v)) - 2 * s / v}
-            assert parallel.live_activations(schedule) == pytest.approx(v * min(m, live[name]))
+            assert live_activations(schedule) == pytest.approx(v * min(m, live[name]))
             kinds = "FBW" if name == "zb-h1" else "FB"
             assert sorted(schedule) == sorted(itertools.product(kinds, range(m), range(v)))
 
@@ -1386,8 +1396,8 @@ def test_schedules_have_the_papers_bubble_and_live_microbatches(name):
 def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
     """The program prints these lines, and refuses a size of 0 in one; a deadlock raises."""
     def output(*flags):
-        monkeypatch.setattr(sys, "argv", ["parallel.py", *flags])
-        parallel.main()
+        monkeypatch.setattr(sys, "argv", ["schedule.py", *flags])
+        tools.schedule.main()
         return capsys.readouterr().out
     assert output("--pp", "2", "--microbatches", "3", "--pp-schedule", "1f1b").splitlines() == [
         "1f1b, 2 stages, 3 microbatches; a backward takes two units of time", "",
@@ -1417,10 +1427,10 @@ def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         output("--schedule", "1f1b")
     assert capsys.readouterr().err == (
-        "parallel.py: unknown argument --schedule: did you mean --pp-schedule? (order of the "
+        "tools.schedule: unknown argument --schedule: did you mean --pp-schedule? (order of the "
         "microbatches (default gpipe))\n")
     with pytest.raises(ValueError, match="deadlock"):
-        parallel.clock([[("F", 0, 0), ("F", 1, 0)], [("F", 1, 0), ("B", 1, 0), ("F", 2, 0)]])
+        clock([[("F", 0, 0), ("F", 1, 0)], [("F", 1, 0), ("B", 1, 0), ("F", 2, 0)]])
 
 
 def test_an_error_of_a_pipelines_messages_names_rank_machine_and_stage():
@@ -1430,9 +1440,9 @@ def test_an_error_of_a_pipelines_messages_names_rank_machine_and_stage():
     messages = [(sending, ("B", 7, 0), torch.zeros(1)) for sending in (True, False)]
     closed = mock.Mock(side_effect=RuntimeError("closed"))
     with mock.patch.multiple(dist, P2POp=mock.Mock(), batch_isend_irecv=closed), pytest.raises(
-            parallel.PeerError, match=r"^backward of microbatch 7: send to rank 0 on n0 \(stage 0\)"
+            collectives.PeerError, match=r"^backward of microbatch 7: send to rank 0 on n0 \(stage 0\)"
             r", backward .* 7: receive from rank 4 on n2 \(stage 2\): closed$"):
-        parallel.start_messages(grid, messages)
+        pipeline.start_messages(grid, messages)
 
 
 # ---- Mechanisms
@@ -1497,7 +1507,7 @@ def test_nccl_finds_its_settings_when_it_starts(capsys, given):
         seen.update(os.environ)
         raise ZeroDivisionError
     with mock.patch.dict(os.environ, given), pytest.raises(ZeroDivisionError), \
-            mock.patch.object(train, "process_group", process_group):
+            mock.patch.object(processes, "process_group", process_group):
         run_main(capsys, train)
     expected = dict(NCCL_RUNTIME_CONNECT="0", TORCH_NCCL_HIGH_PRIORITY="1") | given
     assert seen.items() >= expected.items()
@@ -1526,11 +1536,11 @@ def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FBW"):
         last = Chunk(head=model.head if grid.is_last else None)
         return [Chunk(head=None) for _ in range(chunks - 1)] + [last]
     with mock.patch.multiple(dist, P2POp=lambda *message: message, batch_isend_irecv=start), \
-            mock.patch.object(parallel, "model_chunks", model_chunks):
+            mock.patch.object(pipeline, "model_chunks", model_chunks):
         for stage in range(stages):
-            ops = parallel.SCHEDULES[schedule](stage, stages, num_microbatches, chunks)
+            ops = SCHEDULES[schedule](stage, stages, num_microbatches, chunks)
             with nullcontext() if "B" in kinds else torch.no_grad():
-                run_schedule([op for op in ops if op[0] in kinds], Chunk(head=SimpleNamespace()),
+                run_schedule([op for op in ops if op[0] in kinds], Chunk(head=SimpleNamespace(scale=1.0)),
                              Grid(1, stages, 1, stage, chunks=chunks),
                              [(one, None, 0)] * num_microbatches, one, mock.Mock())
     return started
@@ -1565,7 +1575,7 @@ def test_no_schedule_can_hang_on_nccl_where_single_messages_do():
         single = [[[message] for messages in groups for message in messages]
                   for groups in messages_of("1f1b", stages, count)]
         assert not reach_their_end(single)
-        with mock.patch.object(parallel, "split_in_turns", lambda ops, _: [[op] for op in ops]):
+        with mock.patch.object(pipeline, "split_in_turns", lambda ops, _: [[op] for op in ops]):
             assert not reach_their_end(messages_of("interleaved", stages, 3 * stages, 2))
     for stages, count, chunks in itertools.product(range(1, 9), range(1, 17), (1, 2, 3, 4)):
         if stages == 1 and chunks > 1:
@@ -1593,7 +1603,7 @@ def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradient
     cfg = replace(CFG, n_layer=2)
     tokens, targets = tokens_of(cfg, 2), tokens_of(cfg, 2, seed=1)
     plain = random_gpt(cfg)
-    with gridded(rank, world, world, 1) as grid, mock.patch.dict(parallel.MAX_LOGITS, cpu=7 * 192):
+    with gridded(rank, world, world, 1) as grid, mock.patch.dict(MAX_LOGITS, cpu=7 * 192):
         ours = parallel.build_stage(cfg, grid)
         specs = parallel.param_specs(ours, cfg, grid)
         for spec in specs:
@@ -1601,6 +1611,7 @@ def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradient
             shard = nn.Parameter(spec.shard(full, rank).clone())
             for module, attribute in spec.owners:
                 setattr(module, attribute, shard)
+        ours.head.begin_step(scale=3.0)             # by which the gradients are divided again
         losses = [model(tokens, targets) / targets.numel() for model in (ours, plain)]
         sum(losses).backward()
     pairs = dict(loss=losses)
@@ -1609,7 +1620,7 @@ def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradient
         pairs[spec.name] = ours.get_parameter(spec.name).grad, spec.shard(full, rank)
     assert_close(pairs, 1e-10)
     local, _ = staged(replace(CFG, n_layer=1), Grid(1, 1, 1))
-    with pytest.raises(RuntimeError, match="set head.scale"):
+    with pytest.raises(RuntimeError, match="multiply the loss by head.scale"):
         (local(tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)) / 2).backward()
 
 
@@ -1637,7 +1648,7 @@ class Alive(TorchDispatchMode):
 def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypatch):
     """768 more positions of 16 channels take less than eight fp32 tensors of their shape (x after
     LayerNorm, its gradient, the targets ...), 1/50 of their logits."""
-    monkeypatch.setitem(parallel.MAX_LOGITS, "cpu", 2 ** 16)
+    monkeypatch.setitem(MAX_LOGITS, "cpu", 2 ** 16)
     peaks = []
     for positions in (256, 1024):
         cfg = GPTConfig(vocab_size=8192, seq_len=positions, n_layer=1, n_head=1, n_embd=16)
@@ -1686,13 +1697,13 @@ def test_the_loss_of_a_chunk_passes_over_its_logits_few_times(dtype, given, expe
     if given:
         p = logits.to(torch.float32)                    # in fp32 the logits themselves
     with Passes(7, 384) as passes:
-        loss, columns, at_columns = parallel.chunk_loss(logits, p, targets, torch.tensor(0.25),
+        loss, columns, at_columns = chunk_loss(logits, p, targets, torch.tensor(0.25),
                                                         width, Grid(1, 1, 1))
     logits.scatter_(1, columns, at_columns.to(dtype))
     assert passes.names == expected.split()
     assert relative(loss, expected_loss.detach()) < 1e-6
     assert relative(logits, F.pad(exact.grad, (0, 84))) < torch.finfo(dtype).eps
-    assert parallel.chunk_size(4 * 4096, 50304, "cuda") == 4096
+    assert chunk_size(4 * 4096, 50304, "cuda") == 4096
 
 
 @contextmanager
@@ -1780,10 +1791,10 @@ def test_the_token_matrixs_gradient_is_added_where_it_is_kept(dtype, bound):
     weight.main_grad = lambda: total
     tokens, dx = torch.tensor([[7, 4999, 7, 0]]), random_tensor(1, 4, 8, seed=4)
     dy, x = random_tensor(9, 5000, seed=1), random_tensor(9, 8, seed=2)
-    lookup = parallel.VocabParallelEmbedding(SimpleNamespace(weight=weight), Grid(1, 1, 1))
+    lookup = VocabParallelEmbedding(SimpleNamespace(weight=weight), Grid(1, 1, 1))
     for _ in range(2):
         lookup(tokens).backward(dx.to(dtype))
-        parallel.add_product(total, dy.to(dtype), x.to(dtype))
+        add_product(total, dy.to(dtype), x.to(dtype))
     expected = 1 + 2 * (dy.t() @ x).index_add(0, tokens[0], dx[0])
     assert weight.grad is None
     assert relative(total.split(500), expected.split(500)) < bound
@@ -1825,7 +1836,7 @@ def test_dx_is_reduced_while_dw_is_computed(rank, world=2, *, sequence_parallel,
         events.append("product")
         return matmul(*args, **kwargs)
     with gridded(rank, world, world, 1, sequence_parallel) as grid:
-        layer = parallel.ColumnParallelLinear(nn.Linear(8, 12), grid)
+        layer = ColumnParallelLinear(nn.Linear(8, 12), grid)
         y = layer(torch.randn(2, 4 // world, 8, requires_grad=True))
         with traffic(lambda name, *_, **__: events.append(name)), \
                 mock.patch.object(torch, "matmul", product):
@@ -1932,13 +1943,13 @@ def megatrons_batch_size(config, consumed_samples):
 def test_the_batch_grows_as_megatrons(batch_size, ramp, steps):
     """Past the ramp's end batches begin where Megatron-LM's do and have their size, also from
     samples between, where one may begin after a rollback."""
-    config = train.Config(batch_size=batch_size, batch_ramp=ramp)
+    config = Config(batch_size=batch_size, batch_ramp=ramp)
     starts = [first for first, _ in batches_from(config, 0, steps + 1)]
     assert starts[-1] - starts[-2] == batch_size
     for at in (0, 1, 2, 5, 30, steps // 2, steps):
-        assert train.samples_after(config, 0, at) == starts[at]
+        assert data.sequences_after(config, 0, at) == starts[at]
     for position in range(0, starts[-1], 1 + starts[-1] // 5000):
-        assert train.batch_size_at(config, position) == megatrons_batch_size(config, position)
+        assert data.batch_size_at(config, position) == megatrons_batch_size(config, position)
 
 
 def train_theirs(config, model, kind=torch.optim.AdamW, rows=slice(None), backward=None, **more):
@@ -1955,7 +1966,7 @@ def train_theirs(config, model, kind=torch.optim.AdamW, rows=slice(None), backwa
         lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, **more)
     seen = []
     for step, (first, size) in enumerate(batches_from(config, 0, config.steps), 1):
-        windows = tokens.windows(tokens.sample_indices(config.seed, first, size))
+        windows = tokens.tokens_of(tokens.window_ids(config.seed, first, size))
         batch = torch.from_numpy(windows)[rows]
         optimizer.zero_grad()
         loss = (backward or backward_of_mean)(batch[:, :-1], batch[:, 1:])
@@ -2111,7 +2122,7 @@ def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_pat
         drawn = []
         config = settings(tmp_path, steps=2, tp=2, seed=seed, sequence_parallel=sequence_parallel)
         run_steps(rank, world, (2, 2, 1), config, cfg, prepare=prepare)
-        runs.append(parallel.all_gather_object(drawn))
+        runs.append(collectives.all_gather_object(drawn))
     one, other = runs
     assert [len(set(drawn)) for drawn in one] == [len(drawn) for drawn in one] == [4 * 7] * 4
     assert not set(sum(one, [])) & set(sum(other, []))
@@ -2179,7 +2190,7 @@ def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
         flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu")
         numel = sum(bucket.numel for bucket in flat.buckets)
         longest = max(bucket.numel for bucket in flat.buckets)
-        on_device, on_host = parallel.state_bytes(numel, longest, grid.dp, dtypes, zero, offload)
+        on_device, on_host = state_bytes(numel, longest, grid.dp, dtypes, zero, offload)
         expected = {(device, kind): size for kind, size in on_device.items() if size > 0}
         expected |= {("cpu", kind): size for kind, size in on_host.items()}
         assert held_by(flat) == expected
@@ -2228,7 +2239,7 @@ def test_a_model_that_a_gpu_or_its_machine_cannot_hold_is_refused(flags, on_gpu,
     with mock.patch.object(torch.cuda, "mem_get_info", lambda device: (0, int(on_gpu))), \
             mock.patch.object(os, "sysconf", dict(
                 SC_PHYS_PAGES=int(on_machine), SC_PAGE_SIZE=1).get), refusal:
-        parallel.check_memory(cfg, Grid(8, 1, 1), settings("", dtype="bf16", **flags),
+        checks.check_memory(cfg, Grid(8, 1, 1), settings("", dtype="bf16", **flags),
                               amp.PRECISIONS["bf16"], torch.device("cuda"), 8)
 
 
@@ -2242,7 +2253,7 @@ def test_what_a_microbatch_holds_ends_with_its_backward(schedule, expected):
         graphs.append(weakref.ref(loss))
         live.append(sum(graph() is not None for graph in graphs))
     local.register_forward_hook(count)
-    run_schedule(schedule or parallel.make_schedule("gpipe", flat.grid, 8), local,
+    run_schedule(schedule or make_schedule("gpipe", flat.grid, 8), local,
                  flat.grid, [(x, x, 0) for x in tokens_of(CFG, 8).split(1)], torch.empty(0), flat)
     assert max(live) == expected and len(live) == 8
 
@@ -2459,16 +2470,18 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         handles = [kind(x, peer, group, tag=tag) for kind, x, peer, group, tag in messages]
         return [SimpleNamespace(wait=functools.cache(h.wait)) for h in handles]    # gloo's: once
     names = "all_reduce", "reduce_scatter_single", "all_gather_single", "isend", "irecv"
-    with gridded(rank, world, tp, pp, config.sequence_parallel) as grid, mock.patch.object(
-            parallel, "sum_dtype", lambda device: wide), mock.patch.multiple(
+    with gridded(rank, world, tp, pp, config.sequence_parallel) as grid, ExitStack() as stack:
+        for module in ("train", "parallelism.pipeline", "parallelism.zero"):
+            stack.enter_context(mock.patch(f"{module}.sum_dtype", lambda device: wide))
+        stack.enter_context(mock.patch.multiple(
             dist, P2POp=lambda *message: message, batch_isend_irecv=batch,
-            **{name: unwrapped(getattr(dist, name)) for name in names}):
+            **{name: unwrapped(getattr(dist, name)) for name in names}))
         run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
         rows = Rows(run, lambda run: len(SECOND_LOG))
-        run.metrics = rows
+        run.log = console.RunLog(rows)
         run.train(SimpleNamespace(requested=False))
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
-        full = parallel.all_gather_object(whole)[0]
+        full = collectives.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
         restored = run.evaluate()["val_loss"]
@@ -2533,8 +2546,8 @@ def test_a_device_that_never_ends_its_work_ends_the_run():
     never = SimpleNamespace(Event=lambda: SimpleNamespace(record=list, query=lambda: False))
     x = mock.Mock(device=torch.device("cuda"))
     with mock.patch.object(torch, "get_device_module", lambda device: never):
-        with pytest.raises(parallel.PeerError, match="has not ended its work in 0.05 s"):
-            parallel.to_host(x, timeout=0.05)
+        with pytest.raises(collectives.PeerError, match="has not ended its work in 0.05 s"):
+            collectives.to_host(x, timeout=0.05)
 
 
 @pytest.mark.gpu
@@ -2580,7 +2593,7 @@ def test_a_file_has_the_plain_models_names_and_no_layout(pool, tmp_path):
     for layout, zero in [((1, 1, 1), 0), ((2, 2, 2), 1), ((1, 8, 1), 0), ((2, 1, 1), 2),
                          ((4, 1, 1), 3), ((1, 1, 5), 0)]:
         out = tmp_path / str(layout)
-        trained(pool, layout, out, cfg, prepare=train.Run.save, micro_batch=1, seed=5, zero=zero,
+        trained(pool, layout, out, cfg, prepare=save_at_the_start, micro_batch=1, seed=5, zero=zero,
                 steps=0)
         whole = saved(out, 0)
         assert_same_state(whole, saved(tmp_path / "(1, 1, 1)", 0))
@@ -2703,11 +2716,11 @@ def test_the_newest_whole_file_is_taken_whatever_became_of_the_times(tmp_path, c
     files = checkpoint.list_checkpoints(tmp_path)
     assert [checkpoint.load(path)["step"] for path in files] == [3, 1, 2]
     os.truncate(files[0], 1000)
-    path, (event,) = checkpoint.latest_valid(files)
+    path, (event,) = directory.latest_valid(files)
     assert path == files[1] and event["reason"] in capsys.readouterr().err
     with mock.patch.object(checkpoint.zipfile, "ZipFile", side_effect=PermissionError), \
             pytest.raises(PermissionError):
-        checkpoint.latest_valid(files)
+        directory.latest_valid(files)
 
 
 def test_a_checkpoints_code_is_not_run(tmp_path):
@@ -2973,7 +2986,7 @@ def test_mps_is_for_one_process_without_float64(run_train, shards, tmp_path, mon
         expect_mistake(run_train(*flags, "--device", "mps", *more, WORLD_SIZE=world),
                        "--device mps is for one process, and not for fp64: give")
     assert ", cpu, fp64" in run_train(*flags, "--dtype", "fp64")[1]
-    assert parallel.sum_dtype(torch.device("mps")) == torch.float32
+    assert collectives.sum_dtype(torch.device("mps")) == torch.float32
     with mock.patch.object(torch.mps, "manual_seed") as manual_seed:
         model.seed_dropout(torch.device("mps"), 1, "embed")
     manual_seed.assert_called_once_with(model.derive_seed(1, "embed"))
@@ -3025,7 +3038,7 @@ def test_a_run_says_what_makes_it_slow(run_train, shards, tmp_path, missing, loa
 def differ(rank, world):
     """The exit status of a rank that sees other data than the others."""
     with pytest.raises(RunError, match="not the same") as error:
-        parallel.assert_equal_across_ranks(rank, "not the same")
+        processes.assert_equal_across_ranks(rank, "not the same")
     return error.value.status
 
 
@@ -3053,13 +3066,13 @@ def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys
     monkeypatch.setattr(time, "time", lambda: 1795350923.9721)
     path = tmp_path / "metrics.jsonl"
     row = dict(step=1, loss=math.nan, grad_norm=math.inf)
-    checkpoint.Metrics(tmp_path, 0).write(**row)
+    directory.Metrics(tmp_path, 0).write(**row)
     written = dict(step=1, loss=None, grad_norm=None, time=1795350923.972)
     assert read_metrics(tmp_path) == ([written], [])
     one = path.read_bytes()
     for torn in range(len(one)):
         path.write_bytes(one + one[:torn])
-        metrics = checkpoint.Metrics(tmp_path, 0)
+        metrics = directory.Metrics(tmp_path, 0)
         assert path.read_bytes() == one
         with no_file_above(len(one) + torn):
             metrics.write(**row)
@@ -3302,7 +3315,7 @@ sys.exit(data.main())
 
 def test_learning_rate_warms_up_then_decays_to_the_ratio():
     """To 0.1 of a peak of 2 at step 110, after a warm-up of 10; a quarter of the way is step 35."""
-    config = train.Config(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1)
+    config = Config(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1)
     for schedule, at_a_quarter in [("cosine", 1.7363961), ("linear", 1.55)]:
         rates = [train.learning_rate(replace(config, lr_schedule=schedule), step)
                  for step in (1, 5, 10, 35, 60, 110)]
@@ -3326,15 +3339,15 @@ def test_learning_rate_warms_up_then_decays_to_the_ratio():
 def test_flags_make_the_model_and_a_microbatch_that_suits_the_layout(shards, flags, world,
                                                                      expected):
     """They also choose a learning rate, that of the papers for --model. Underscores are dashes."""
-    given = train.parse_flags(["--data", str(shards), "--seq_len", "16", *flags.split()])
-    config, cfg = train.validate(given, None, world, given.get("device", "cpu"))
+    given = parse_flags(["--data", str(shards), "--seq_len", "16", *flags.split()])
+    config, cfg = checks.validate(given, None, world, given.get("device", "cpu"))
     assert {**asdict(config), **asdict(cfg)}.items() >= expected.items()
 
 
 def test_layout_precision_and_paths_never_come_from_the_checkpoint():
     """Of a checkpoint in which every flag has a value of its own these are taken, and no others."""
-    config, _ = train.merge_config({}, dict(model=asdict(CFG), config=dict.fromkeys(
-        asdict(train.Config()), "the checkpoint's")))
+    config, _ = merge_config({}, dict(model=asdict(CFG), config=dict.fromkeys(
+        asdict(Config()), "the checkpoint's")))
     assert {name for name, value in asdict(config).items() if value == "the checkpoint's"} == set(
         """model n_layer n_head n_embd seq_len activation dropout batch_size batch_ramp steps lr
         min_lr_ratio warmup_steps lr_schedule weight_decay beta1 beta2 clip seed save_every keep
@@ -3344,7 +3357,7 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
 def test_help_lists_every_flag_with_its_default(run_train):
     """The defaults are those of Config."""
     text = " ".join(run_train("--help")[1].split())
-    for name, value in asdict(train.Config()).items():
+    for name, value in asdict(Config()).items():
         assert f" --{name.replace('_', '-')} " in text
         assert value in (None, False) or re.search(
             rf"\((at least [^()]*, )?default {re.escape(str(value))}\)", text), name
@@ -3356,12 +3369,12 @@ def test_a_mixture_is_evaluated_by_source_on_evenly_spaced_windows(monkeypatch, 
     """On 128 of each source at most, without dropout, which is back afterwards; and trained on as
     drawn. Against a plain model, in two steps that change nothing, to 1e-10 in fp64."""
     monkeypatch.chdir(two_sources)
-    plain = GPT(GPTConfig(257, 16, 2, 2, 16)).initialize(train.Config.seed).double()
+    plain = GPT(GPTConfig(257, 16, 2, 2, 16)).initialize(Config.seed).double()
     both = data.TokenDataset("a=3,b=1", "train", 16)
     each = []
 
     def loss(dataset, windows):
-        tokens = torch.from_numpy(dataset.windows(windows))
+        tokens = torch.from_numpy(dataset.tokens_of(windows))
         return plain(tokens[:, :-1], tokens[:, 1:]).item() / tokens[:, 1:].numel()
     for name in "ab":
         val = data.TokenDataset(name, "val", 16)
@@ -3379,7 +3392,7 @@ def test_a_mixture_is_evaluated_by_source_on_evenly_spaced_windows(monkeypatch, 
         assert row["val_loss"] == pytest.approx(mean, rel=1e-14)
         assert [row["epochs/a"], row["epochs/b"]] == [
             n * (step + 1) / source.n_windows for n, source in zip((6, 2), both.sources.values())]
-        trained = loss(both, both.sample_indices(train.Config.seed, 8 * step, 8))
+        trained = loss(both, both.window_ids(Config.seed, 8 * step, 8))
         assert (row["loss"] == pytest.approx(trained, rel=1e-10)) == (dropout == 0)
     assert both.average([4.0, 1.0]) == 3.25 and both.average([4.0, None]) is None
     assert data.TokenDataset("a=1,b=0", "val", 16).average([4.0, None]) == 4.0
@@ -3445,7 +3458,7 @@ def test_epochs_make_the_steps_that_read_the_data_so_often(run_train, tmp_path, 
             (middle, dict(epochs=2, data="a=1,b=1"), 20 + 29),
             # 98 sequences: 6 steps of 3, 3 of 6, 2 of 9, 4 of 12
             (None, dict(epochs=2, batch_size=12, batch_ramp="3:3:50"), 15)]:
-        config, _ = train.validate(dict(data="a", seq_len=4) | given, state, 1, "cpu")
+        config, _ = checks.validate(dict(data="a", seq_len=4) | given, state, 1, "cpu")
         assert config.steps == steps, given
 
 
@@ -3470,21 +3483,21 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
     assert [line.split("left ")[-1] for line in capsys.readouterr().out.splitlines()[:5]] == [
         "0:01:20", "0:00:40", evaluated, "0:00:00", evaluated]
     assert column(rows, "tokens_per_second") == [8 * 16 / 40] * 3
-    run = SimpleNamespace(config=train.Config(), cfg=CFG, val_data=Memory(CFG), grid=Grid(2, 1, 1),
+    run = SimpleNamespace(config=Config(), model_config=CFG, val_data=Memory(CFG), grid=Grid(2, 1, 1),
                           device=torch.device("cpu"))
-    assert "perplexity inf" in train.format_eval(dict(val_loss=1e3), run)
+    assert "perplexity inf" in console.format_eval(dict(val_loss=1e3), run)
     row = dict(rows[0], loss=5.28014, lr=8e-5, grad_norm=7.9496, activation_norm=0.9251,
                tokens_per_second=7133.0)
-    assert train.format_step(run, row, 229 / 799) in README.splitlines()
+    assert console.format_step(run, row, 229 / 799) in README.splitlines()
     used = f"MFU {1e9 * model.flops_per_token(CFG) / (2 * 756e12):.1%}"
     for name, dtype, seconds, told in [("NVIDIA H100 PCIe", "bf16", 2.3, f"{used}  left 0:30:38"),
                                        ("NVIDIA H100 PCIe", "fp32", 12, "tok/s  left 2:39:48"),
                                        ("GeForce GTX 1080", "fp16", 1, "scale 8  left 0:13:19")]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         run.device = torch.device("cuda")
-        run.config = train.Config(dtype=dtype)
+        run.config = Config(dtype=dtype)
         row |= dict(tokens_per_second=1e9, loss_scale=8.0)
-        assert train.format_step(run, row, seconds).endswith(told)
+        assert console.format_step(run, row, seconds).endswith(told)
 
 
 def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_sources, things,
@@ -3550,33 +3563,34 @@ def test_each_process_has_a_device_of_its_own(gpus, mps, processes, picked):
                              device_count=lambda: gpus, get_device_properties=mock.Mock()), \
             mock.patch.object(torch.backends.mps, "is_available", lambda: mps):
         with mock.patch.object(torch, "set_float32_matmul_precision") as set_precision:
-            device = parallel.pick_device("auto", processes - 1, processes == 1)
+            device = devices.pick_device("auto", processes - 1, processes == 1)
             assert not set_precision.called         # that is the training program's decision
-            train.choose_device(train.Config(), processes, processes - 1)
+            devices.choose_device(Config(), Job(0, processes, processes - 1))
         assert set_precision.mock_calls == [mock.call("high")] * (device.type == "cuda")
-        assert str(device) == picked and parallel.pick_device("cpu").type == "cpu"
+        assert str(device) == picked and devices.pick_device("cpu").type == "cpu"
         for other, refused in (("another", False), (None, device.type == "cuda")):
-            with mock.patch.object(parallel, "all_gather_object", lambda x: [x, other or x]), \
+            with mock.patch.object(devices, "all_gather_object", lambda x: [x, other or x]), \
                     pytest.raises(RunError, match="but 1 CUDA") if refused else nullcontext():
-                parallel.assert_own_gpu(device)
+                devices.assert_own_gpu(device)
 
 
 def test_a_kernel_that_fails_here_is_no_lost_peer():
     """Serves the claim that a lost peer is named: this error keeps its traceback."""
-    with pytest.raises(torch.AcceleratorError) as error, parallel.comm_errors("all-reduce"):
+    with pytest.raises(torch.AcceleratorError) as error, collectives.comm_errors("all-reduce"):
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
-    assert parallel.fatal_message(error.value) is None
+    assert processes.fatal_message(error.value) is None
 
 
 def test_no_thread_of_gloo_outlives_a_run_even_if_its_last_save_fails(shards, tmp_path):
     """Serves the exit status: such a thread may abort the process after its last line."""
     (tmp_path / "wrapper.py").write_text("""
 import glob, checkpoint, train
+from runtime import console
 def tell_of_threads(*_):
     print(sum("gloo" in open(path).read() for path in glob.glob("/proc/self/task/*/comm")))
 def fail(*_):
     raise OSError("full")
-train.print_summary, checkpoint.save = tell_of_threads, fail
+console.print_summary, checkpoint.save = tell_of_threads, fail
 try:
     train.main()
 finally:
@@ -3662,7 +3676,7 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, fla
     assert (spike["step"], rollback["step"], rollback["to"]) == (at, at, to)
     assert spike["reason"] == rollback["reason"] and "3 bad steps in a row" in spike["reason"]
     assert rollback["sequences"] == left_out == skip["sequences"]
-    windows = Memory(CFG).sample_indices(1337, 0, left_out[1]).tolist()
+    windows = Memory(CFG).window_ids(1337, 0, left_out[1]).tolist()
     assert spike["windows"] == windows[straight[at - 11][0]:]
     end = saved(tmp_path, 50)
     assert end["optimizer_steps"] == 50
@@ -3688,12 +3702,12 @@ def test_an_fp16_run_with_a_high_loss_scale_rolls_back_too(tmp_path):
 
 def report_instead(run, when, **facts):
     """Where when() holds, the statistics of a step contain these facts."""
-    reduce = run.reduce_stats
+    reduce = run.reduce
 
     def reduced(*args):
         stats = reduce(*args)
         return replace(stats, **facts) if when() else stats
-    run.reduce_stats = reduced
+    run.reduce = reduced
 
 
 NOT_FINITE = dict(loss=math.nan, found_inf=True)
@@ -3712,7 +3726,7 @@ def test_bad_batches_are_skipped_and_three_in_a_row_go_back(tmp_path, bad, facts
     goes back, and not to the seed, although one file is kept and that of step 40 follows a bad
     step. Forty with a high loss take three rollbacks, and the learning rate is restored."""
     def prepare(run):
-        report_instead(run, lambda: run.consumed_samples // 8 - 1 in bad, **facts)
+        report_instead(run, lambda: run.batches.position // 8 - 1 in bad, **facts)
     seen = watched(settings(tmp_path, steps=50, save_every=4, keep=keep), prepare)
     assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == back
     assert [first // 8 for first, _ in seen.batches] == [k for part in read for k in range(*part)]
@@ -3744,7 +3758,7 @@ def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
 def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_with_it(tmp_path):
     """Three losses that are not finite end the first run; the resumed one rolls back."""
     def prepare(run):
-        report_instead(run, lambda: run.monitor.rollbacks == 0 and run.step >= 3, loss=math.nan)
+        report_instead(run, lambda: run.monitor.rollbacks == 0 and run.step >= 4, loss=math.nan)
     config = settings(tmp_path, steps=6, save_every=2, keep=9, rollback="off")
     assert kinds(watched(config, prepare).events) == ["spike"]
     config = settings(tmp_path / "on", steps=8, max_rollbacks=1)
@@ -3753,7 +3767,7 @@ def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_wit
 
 
 def monitor_now(run):
-    return asdict(run.monitor), run.consumed_samples, list(run.events)
+    return asdict(run.monitor), run.batches.position, list(run.events)
 
 
 @pytest.mark.parametrize("layout, zero", [
@@ -3770,7 +3784,7 @@ def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, z
     rows, seen, _ = ranks[0]
     assert all(repr(other) == repr(seen) for _, other, _ in ranks)
     _, samples, events = seen[-1]
-    assert kinds(events) == ["spike", "rollback", "skip"] and samples == one.run.consumed_samples
+    assert kinds(events) == ["spike", "rollback", "skip"] and samples == one.run.batches.position
     for ours, theirs in zip(events, one.events):
         assert all(ours.get(x) == theirs.get(x) for x in ("event", "step", "to", "sequences"))
     losses = [column(steps[:40] + steps[43:], "loss") for steps in (rows, one.rows)]
@@ -3830,7 +3844,7 @@ def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_p
         rows, found = read_metrics(out)
         resume = found[0]
         assert told in text and column(rows, "step") == [3, 4] and kinds(found) == events
-        assert rows[0]["lr"] == factor * train.learning_rate(train.Config(**resume["config"]), 3)
+        assert rows[0]["lr"] == factor * train.learning_rate(Config(**resume["config"]), 3)
         assert (resume["changed"], resume["lr_factor"]) == (changed, factor)
         monitor = saved(out, 4)["monitor"]
         assert monitor.items() >= dict(lr_factor=factor, rollbacks=0, returned_to=[]).items()
@@ -3853,7 +3867,7 @@ def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
         return subprocess.run(["bash", "-c", recipe], cwd=tmp_path, capture_output=True, text=True)
     text = print_spike()
     [spike] = [event for event in read_metrics(tmp_path / "out")[1] if event["event"] == "spike"]
-    windows = data.TokenDataset(shards, "train", 128).sample_indices(1337, 0, 4 * spike["step"])
+    windows = data.TokenDataset(shards, "train", 128).window_ids(1337, 0, 4 * spike["step"])
     tokens = np.fromfile(shards / "train_000000.bin", np.uint16, offset=1024)
     texts = [tokens[128 * i:128 * i + 129] for i in windows.tolist()]
     assert text.stdout == "".join(
@@ -3876,7 +3890,7 @@ def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, 
         lambda module, args: norms.append(args[0].norm(dim=-1).mean().item()))
     memory = Memory(CFG)
     for first in (0, 8):
-        windows = memory.windows(memory.sample_indices(1337, first, 8))
+        windows = memory.tokens_of(memory.window_ids(1337, first, 8))
         plain(torch.from_numpy(windows)[:, :-1])
     assert column(rows, "activation_norm") == pytest.approx(norms, rel=1e-5)
 
@@ -3889,11 +3903,11 @@ NOISY = list(2 + 0.1 * np.random.default_rng(0).standard_normal(100))       # 2.
 def judge(losses):
     """What a DivergenceMonitor says to a series of losses: {index: reason}. "overflow" stands for a
     step that an infinite gradient skips, "at floor" for one that no loss scale can cure."""
-    monitor = amp.DivergenceMonitor()
+    monitor = DivergenceMonitor()
     reasons = {}
     for i, loss in enumerate(losses):
         skipped = isinstance(loss, str)
-        stats = amp.StepStats(2.0 if skipped else loss, 1.0, 1.0, skipped, stop_requested=False,
+        stats = train.StepStats(2.0 if skipped else loss, 1.0, 1.0, skipped, stop_requested=False,
                               loss_scale=1.0, scale_can_fall=loss == "overflow")
         divergence = monitor.observe(i, stats)
         if divergence is not None:
@@ -3953,7 +3967,7 @@ def test_a_checkpoint_is_judged_as_opts_team_did(changes, healthy):
     the user began with it."""
     facts = dict(losses=64, loss=2.0, lowest=1.99, norm=4.0, bad=0, skipped=0, at_floor=False,
                  scheduled=True, is_start=False) | changes
-    monitor = amp.DivergenceMonitor([facts["loss"]] * facts["losses"], [3.0] * 15 + [facts["norm"]],
+    monitor = DivergenceMonitor([facts["loss"]] * facts["losses"], [3.0] * 15 + [facts["norm"]],
                                     bad=facts["bad"], skipped=facts["skipped"],
                                     lowest=facts["lowest"])
     monitor.add_checkpoint(7, "file", 1, facts["scheduled"], facts["at_floor"], facts["is_start"])
@@ -3964,7 +3978,7 @@ def test_a_rollback_takes_the_newest_healthy_checkpoint_from_before_the_skipped_
     """Serves "goes back": if the batches from `first` on are skipped, to these steps, the best
     first; then those that a run returned to twice, and later ones. The newest healthy file is
     never removed."""
-    monitor = amp.DivergenceMonitor([2.0] * 64, [3.0] * 64, lowest=2.0)
+    monitor = DivergenceMonitor([2.0] * 64, [3.0] * 64, lowest=2.0)
     assert monitor.candidates(9) == []                  # never a healthy one: the seed
     for step in (10, 20, 30, 40):
         monitor.add_checkpoint(step, step, 9, True, at_floor=step == 30, is_start=False)
@@ -3976,7 +3990,7 @@ def test_a_rollback_takes_the_newest_healthy_checkpoint_from_before_the_skipped_
     for step in (50, 60):
         monitor.add_checkpoint(step, step, 1, True, at_floor=True, is_start=False)
     assert monitor.checkpoints == [[40, 40, True], [60, 60, False]]
-    monitor.rolled_back(60, [0, 8], False, restored=amp.DivergenceMonitor())
+    monitor.rolled_back(60, [0, 8], False, restored=DivergenceMonitor())
     assert monitor.lr_factor == 0.6                     # the first cut: it got beyond the others
 
 
@@ -4108,14 +4122,14 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=8,
         resource.setrlimit(resource.RLIMIT_DATA, (int(bytes_held("VmData") + 1.1 * allowed + 3e7),
                                                   limits[1]))
         try:
-            run.write_checkpoint()
+            run.write_checkpoint(0)
             while not run.writer.pending.done():
                 seen.append(bytes_held("RssAnon"))
                 time.sleep(0.001)
             run.writer.wait(required=True)
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, limits)
-        file = parallel.on_rank0(lambda: checkpoint.list_checkpoints(Path(config.out))[0])
+        file = processes.on_rank0(lambda: checkpoint.list_checkpoints(Path(config.out))[0])
         state = checkpoint.load(file)
         checkpoint.restore(state, run.flat)
         of_stage = 12 * sum(math.prod(spec.shape) for b in run.flat.buckets for spec in b.specs)
@@ -4123,7 +4137,7 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=8,
     read = 1024 * sum(map(int, re.findall(rf"{file.name}\nSize:.*\n.*\n.*\nRss:\s+(\d+)", maps)))
     assert own < read < 0.75 * of_stage, (own, read, of_stage)
     whole = 12 * (model.parameter_count(cfg) + (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd)
-    assert sum(parallel.all_gather_object(own)) == whole
+    assert sum(collectives.all_gather_object(own)) == whole
     grown = max(seen) - seen[0]
     assert 0.9 * allowed - 1e7 < grown < 1.1 * allowed + 1e7 < 0.7 * whole, (allowed, grown)
     checkpoint.verify(tmp_path / "latest.pt")
@@ -4141,7 +4155,7 @@ def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(run_tra
     assert "nats" in run_train(*flags, "--eval-only")[1]
     first.send_signal(signal.SIGKILL)
     first.finish()
-    path, _ = checkpoint.latest_valid(checkpoint.list_checkpoints(tmp_path))
+    path, _ = directory.latest_valid(checkpoint.list_checkpoints(tmp_path))
     last = checkpoint.load(path)["step"] + 2
     assert run_train(*flags, "--steps", last)[0] == 0 and saved(tmp_path, last)["step"] == last
 
@@ -4215,15 +4229,16 @@ def test_a_slow_disk_of_rank_0_does_not_end_a_healthy_run(shards, things, tmp_pa
     at the next save and at the end of a new run, at a rollback, and when another goes on from its
     file."""
     (tmp_path / "wrapper.py").write_text("""
-import sys, time, amp, checkpoint, train
+import sys, time, checkpoint, train
+from runtime import directory, divergence
 def slow(function):
     return lambda *args: time.sleep(2.5) or function(*args)
-checkpoint.save, checkpoint.verify = slow(checkpoint.save), slow(checkpoint.verify)
-def diverges(monitor, *args, observe=amp.DivergenceMonitor.observe):
+checkpoint.save, directory.verify = slow(checkpoint.save), slow(checkpoint.verify)
+def diverges(monitor, *args, observe=divergence.DivergenceMonitor.observe):
     observe(monitor, *args)
     if sys.argv[4].endswith("back") and len(monitor.losses) == 2 and monitor.rollbacks == 0:
-        return amp.Divergence("on purpose", 1)
-amp.DivergenceMonitor.observe = diverges
+        return divergence.Divergence("on purpose", 1)
+divergence.DivergenceMonitor.observe = diverges
 train.main()
 """)
     (tmp_path / "old").mkdir()
@@ -4309,7 +4324,7 @@ def test_a_damaged_newest_file_is_passed_over_or_nothing_has_changed(tmp_path, p
     recognised = 0
     for damaged in damages(newest.read_bytes(), part, count):
         newest.write_bytes(damaged)
-        path, events = checkpoint.latest_valid([newest, None])
+        path, events = directory.latest_valid([newest, None])
         if path == newest:
             assert_same_state(checkpoint.load(newest), state, but=())
         else:
@@ -4369,10 +4384,10 @@ def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monk
     monkeypatch.setattr(signal, "signal", lambda *_: None)    # pytest keeps its own handlers
     monkeypatch.setattr(os, "_exit", lambda status: ended.append(status))
     ended = []
-    stop = parallel.StopSignal()
+    stop = processes.StopSignal()
     assert not stop.requested
     for seconds, expected in [(100, []), (100.4, []), (100.6, [1])]:
-        monkeypatch.setattr(parallel, "time", SimpleNamespace(monotonic=lambda: seconds))
+        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: seconds))
         stop.handle(signal.SIGINT, None)
         assert stop.requested and ended == expected
     assert capfd.readouterr().out.splitlines() == [
@@ -4389,7 +4404,7 @@ def slow_ranks(rank, world, config):
     """What a run of 40 steps, in which rank 1 sleeps, says of slow ranks at step 40: an interval
     begins at step 20."""
     with redirect_stdout(io.StringIO()) as output, mock.patch.object(
-            train, "COMPARE_RANKS_EVERY", 20):
+            console, "COMPARE_RANKS_EVERY", 20):
         run_steps(rank, world, (2, 1, 2), config, replace(CFG, n_layer=2), prepare=sleep_on_rank_1)
     return re.findall("^note .* is slow", output.getvalue(), re.M)
 
@@ -4403,8 +4418,9 @@ def test_a_rank_that_computes_for_longer_than_others_of_its_stage_is_named(pool,
     assert notes.count("note     rank 1 is slow") == 1 and others == [[], [], []]
     grid = Grid(3, 2, 1)
     grid.hosts = ["a", "a", "b", "b", "c", "c"]
-    monkeypatch.setattr(train, "all_gather_object", lambda own: [2.0, 6.0, own, 6.0, 2.0, 6.1])
-    train.note_slow_ranks(grid, 3.1)
+    monkeypatch.setattr(console, "all_gather_object",
+                        lambda own: [2.0, 6.0, own, 6.0, 2.0, 6.1])
+    console.note_slow_ranks(grid, 3.1)
     assert capsys.readouterr().out == (
         "note     rank 2 on b is slow: it computed for 3.1 s in the last 100 steps, "
         "the median of its stage for 2.0 s\n")
@@ -4419,7 +4435,7 @@ def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(mon
 
     def meet(rank, attempt):
         time.sleep(0.1 * ((rank + attempt) % 3))                # the dead ones' keys come first
-        prefix = parallel.rendezvous(rank, 3, timedelta(seconds=20))
+        prefix = processes.rendezvous(rank, 3, timedelta(seconds=20))
         of_the_dead = prefix.check([f"{rank}"])
         prefix.set(f"{rank}", "here")
         return prefix, of_the_dead
@@ -4427,7 +4443,7 @@ def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(mon
         for prefix, of_the_dead in list(threads.map(meet, range(3), [attempt] * 3)):
             assert prefix.check(["0", "1", "2"]) and not of_the_dead
     with pytest.raises(RuntimeError, match="no answer"):        # nobody but the dead
-        parallel.rendezvous(1, 3, timedelta(seconds=0.3))
+        processes.rendezvous(1, 3, timedelta(seconds=0.3))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -4452,12 +4468,12 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
     with gridded(rank, world, config.tp, config.pp, config.sequence_parallel,
                  config.pp_chunks) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
-                        Memory(cfg, 13, seed=1), train.load_state(file))
+                        Memory(cfg, 13, seed=1), directory.load_state(file))
         if diverges:
             poison(run)
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
-            run.metrics = checkpoint.Metrics(Path(config.out), rank)
+            run.log = console.RunLog(directory.Metrics(Path(config.out), rank))
             run.train(stop)
             assert all(bucket.unsharding is None for bucket in run.flat.buckets)
         run.writer.wait()
@@ -4477,7 +4493,7 @@ def drawn_layout(rng, config, cfg, most):
             micro_batch=rng.choice([1, 2, 4, 8]), sequence_parallel=rng.random() < 0.5,
             **schedule)
         with suppress(ValueError):
-            parallel.check_layout(cfg, dp * tp * pp, 8, drawn)
+            checks.check_layout(cfg, dp * tp * pp, 8, drawn)
             return dp * tp * pp, drawn
 
 
@@ -4522,7 +4538,7 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
         if fate == "damage" and len(files) > 3:
             for path in files[:rng.randint(1, 3)]:
                 path.write_bytes(path.read_bytes()[:rng.randrange(path.stat().st_size)])
-        file = checkpoint.find_start(chained, "auto", None, False, False).path
+        file = directory.find_start(chained, "auto", None, False, False).path
         if file is not None:
             step = checkpoint.load(file)["step"]
     one, two = ({row["step"]: row for row in read_metrics(folder)[0]}         # the last row counts
@@ -4550,7 +4566,7 @@ def with_noise(source, folder, steps, batch, seq_len, every=1):
     """A copy of the data. One of `every` sequences that these steps read is random bytes."""
     shutil.copytree(source, folder)
     dataset = data.TokenDataset(folder, "train", seq_len)
-    windows = dataset.sample_indices(train.Config.seed, (steps[0] - 1) * batch, len(steps) * batch)
+    windows = dataset.window_ids(Config.seed, (steps[0] - 1) * batch, len(steps) * batch)
     tokens = np.memmap(folder / "train_000000.bin", np.uint16, "r+", offset=1024)
     for i, window in enumerate(windows[::every]):
         noise = np.random.default_rng(i).integers(256, size=seq_len + 1)
@@ -4563,7 +4579,7 @@ def with_noise(source, folder, steps, batch, seq_len, every=1):
 def library(tmp_path_factory):
     """Shards of the standard library's source in bytes, as `python data.py` makes them."""
     folder = tmp_path_factory.mktemp("library") / "python"
-    data.prepare(data.standard_library(), folder, "bytes")
+    data.prepare(corpora.standard_library(), folder, "bytes")
     return folder
 
 
@@ -4957,12 +4973,12 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
     section = re.search(r"## Flags.*?(?=\n## )", README, re.S)[0]
     rows = [[re.findall(r"`-*([\w-]+)", cell) for cell in line.split("|")[1:-1]]
             for line in section.splitlines() if line.startswith("| `")]
-    for ours, theirs in train.OTHER_NAMES.items():      # the columns after ours and its meaning
+    for ours, theirs in OTHER_NAMES.items():      # the columns after ours and its meaning
         named = " ".join(" ".join(sum(row[2:], [])) for row in rows if ours in row[0])
         assert set(theirs.split()) <= set(named.replace("_", "-").split()), ours
     own = re.sub(r"(?m)^(\| `.*?\|.*?\|).*", r"\1", section)
     flags = set(re.findall(r"--[a-z][a-z0-9-]*", README.replace(section, own)))
-    known = {f"--{name.replace('_', '-')}" for name in asdict(train.Config())}
+    known = {f"--{name.replace('_', '-')}" for name in asdict(Config())}
     tools = [f"tools/{file.name}" for file in ROOT.glob("tools/[!t]*.py")]      # not their tests
     for file in ["data.py", "sample.py", "parallel.py", "checkpoint.py", *tools]:
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
@@ -5060,9 +5076,9 @@ def test_the_readmes_layouts_are_not_refused(shards):
     """All ten train.py commands, with the model and the number of ranks that they name."""
     commands = readme_commands("train.py")
     for before, flags in commands:
-        given = dict(train.parse_flags(flags), data=str(shards), seq_len=16)
+        given = dict(parse_flags(flags), data=str(shards), seq_len=16)
         world = math.prod(map(int, re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", before)))
-        config, cfg = train.validate(given, None, world, "cuda")
+        config, cfg = checks.validate(given, None, world, "cuda")
         if "n_layer" not in given:
             assert cfg.n_layer == SIZES[config.model]["n_layer"]
     assert len(commands) == 10
@@ -5090,17 +5106,17 @@ def test_the_readmes_training_commands_make_a_step_with_a_tiny_model(shards, tmp
 
 
 def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsys):
-    """data.py takes the flags of its commands, and parallel.py draws what the README shows. (Tools:
+    """data.py takes the flags of its commands, and tools.schedule draws what the README shows. (Tools:
     tools/test_tools.py.)"""
     monkeypatch.chdir(tmp_path)
     made = [data.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [
         "data/python", "data/mine-bytes", "data/shakespeare", "data/tinystories", "data/mine"]
-    drawings = readme_commands("parallel.py")
+    drawings = readme_commands("tools.schedule")
     assert len(drawings) == 3
     for _, flags in [*drawings, (None, [*drawings[0][1], "--pp-schedule", "1f1b"])]:
-        monkeypatch.setattr(sys, "argv", ["parallel.py", *flags])
-        parallel.main()
+        monkeypatch.setattr(sys, "argv", ["schedule.py", *flags])
+        tools.schedule.main()
         assert capsys.readouterr().out.split("\n\n")[1] in README
 
 
@@ -5212,7 +5228,7 @@ class Memory(data.TokenDataset):
         self.sources = {"memory": data.Source("memory", 1, 0, n_windows, self.meta)}
         self.phases = [[0, {"memory": 1}]]
 
-    def sample_indices(self, seed, first, count):
+    def window_ids(self, seed, first, count):
         permutation = np.random.default_rng(seed).permutation(self.n_windows)
         return permutation[np.arange(first, first + count) % self.n_windows]
 
@@ -5234,10 +5250,16 @@ class Rows:
             self.seen.append(self.look(self.run))
 
 
+def set_block(monkeypatch, size):
+    """The characters read, and encoded, at once."""
+    monkeypatch.setattr(corpora, "BLOCK", size)
+    monkeypatch.setattr(data, "BLOCK", size)
+
+
 def settings(out, **changes):
     usual = dict(batch_size=8, micro_batch=2, steps=20, lr=1e-3, warmup_steps=5, eval_every=0,
                  save_every=0, device="cpu")
-    return train.Config(**{**usual, **changes, "out": str(out)})
+    return Config(**{**usual, **changes, "out": str(out)})
 
 
 def gather_full_state(flat, cfg, grid, names):
@@ -5254,12 +5276,16 @@ def gather_full_state(flat, cfg, grid, names):
 
 
 def whole_gradient(run):
-    whole = gather_full_state(run.flat, run.cfg, run.grid, ["grad"])
+    whole = gather_full_state(run.flat, run.model_config, run.grid, ["grad"])
     return whole and whole["grad"]
 
 
 def nothing(run):
     return None
+
+
+def save_at_the_start(run):
+    run.save(begins=True)
 
 
 def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepare=nothing):
@@ -5270,7 +5296,7 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
                         Memory(cfg, 13, seed=1), state and checkpoint.load(state))
         prepare(run)
         rows = Rows(run, look)
-        run.metrics = rows
+        run.log = console.RunLog(rows)
         run.train(SimpleNamespace(requested=False))
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
     return rows.steps, rows.seen, whole
@@ -5287,7 +5313,7 @@ def trained(pool, layout, out, cfg=CFG, look=nothing, state=None, prepare=nothin
 def after_backward(run, act):
     """act(step) whenever the gradients of a step are complete, and nothing is decided yet."""
     finish = run.flat.finish_grad_sync
-    run.flat.finish_grad_sync = lambda: (finish(), act(run.step + 1))
+    run.flat.finish_grad_sync = lambda: (finish(), act(run.step))
 
 
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
@@ -5295,9 +5321,10 @@ def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
     local = parallel.build_stage(cfg, grid)
     flat = FlatParameters(parallel.param_specs(local, cfg, grid), grid, dtype,
                           torch.promote_types(dtype, torch.float32), "cpu", zero)
-    parallel.wrap_model(local, recompute, compile=False)
+    if recompute:
+        recompute_blocks(local)
     if zero > 0:
-        parallel.gather_before_use(local, flat)
+        gather_before_use(local, flat)
     flat.initialize(cfg, 0)
     return local, flat
 
@@ -5499,8 +5526,8 @@ def run_train(capsys):
     WORLD_SIZE above 1 this is rank 0, without the others: for mistakes, which it alone tells."""
     def run(*flags, **environment):
         with mock.patch.dict(os.environ, {k: str(v) for k, v in environment.items()}), \
-                mock.patch.object(signal, "signal"), mock.patch.object(train.time, "sleep"), \
-                mock.patch.object(train, "process_group", lambda *_: nullcontext()):
+                mock.patch.object(signal, "signal"), mock.patch.object(processes.time, "sleep"), \
+                mock.patch.object(processes, "process_group", lambda *_: nullcontext()):
             return run_main(capsys, train, *flags)
     return run
 
@@ -5569,7 +5596,7 @@ def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1)):
         prepare(run)
     runs = []
     Path(config.out).mkdir(exist_ok=True)
-    rows, ends, _ = run_steps(0, 1, (1, 1, 1), config, cfg, lambda run: run.consumed_samples,
+    rows, ends, _ = run_steps(0, 1, (1, 1, 1), config, cfg, lambda run: run.batches.position,
                               state, begin)
     batches = [(end - row["batch_size"], row["batch_size"]) for end, row in zip(ends, rows)]
     return SimpleNamespace(run=runs[0], rows=rows, events=runs[0].events, batches=batches)

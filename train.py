@@ -451,5 +451,9 @@ def start(run: Run, state: dict | None, begin: directory.Start, given: dict,
     return None
 
 
-if __name__ == "__main__":
+def main() -> None:
     processes.run_process(parse, launch)
+
+
+if __name__ == "__main__":
+    main()

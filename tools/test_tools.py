@@ -43,12 +43,16 @@ from torch.utils.flop_counter import FlopCounterMode
 import checkpoint
 import data
 import model
-import parallel
 import sample
 import tools.plan
 import train
 from model import SIZES, GPTConfig
+from parallelism import pipeline, tensor
+from parallelism.collectives import Work
+from runtime import checks, console, corpora, dashboards, directory
 from parallel import Grid
+from parallelism.schedules import SCHEDULES
+from parallelism.tensor import MAX_LOGITS
 from tools import compare, follow, huggingface
 from tools.plan import (GPUS, HOP, LINK, RESTART, GPUSpec, PlanConfig, activation_bytes,
                         chinchilla_loss, compute_optimal, goodput, logits_bytes, make_plan,
@@ -98,7 +102,7 @@ def a_step_of_a_run(rank, world, config, cfg):
         run.model.register_forward_hook(lambda *_: forwards.append(flops.get_total_flops()))
         with flops, traffic(note), torch.nn.attention.sdpa_kernel(
                 torch.nn.attention.SDPBackend.MATH), mock.patch.object(model, "NO_PRODUCTS", []):
-            run.metrics = Rows(run, nothing)
+            run.log = console.RunLog(Rows(run, nothing))
             run.train(SimpleNamespace(requested=False))
     numel = sum(bucket.numel for bucket in run.flat.buckets)
     return numel, held, sent, sum(forwards), flops.get_total_flops()
@@ -155,8 +159,8 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row):
     assert plan["flops_with_recomputation"] - vectors == pytest.approx(flops.sum(), rel=1e-9)
     stages = slice(0, tp * pp, tp)
     m = tools.plan.microbatches(config, grid)
-    schedule = parallel.SCHEDULES[config.pp_schedule]
-    weights = np.array([24 * cfg.n_embd ** 2 * len(parallel.stage_layers(cfg.n_layer, pp, s)) / tp
+    schedule = SCHEDULES[config.pp_schedule]
+    weights = np.array([24 * cfg.n_embd ** 2 * len(pipeline.stage_layers(cfg.n_layer, pp, s)) / tp
                         for s in range(pp)]) * (16 * cfg.seq_len / grid.dp)
     if config.pp_schedule != "zb-h1":
         weights *= 0
@@ -366,7 +370,7 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
         positions = cfg.seq_len // (tp if sequence_parallel else 1)
         x = torch.randn(4, positions, cfg.n_embd).bfloat16().requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), mock.patch.object(
-                parallel, "reduce_scatter", lambda x, group: parallel.Work(x.chunk(tp)[0].clone())):
+                tensor, "reduce_scatter", lambda x, group: Work(x.chunk(tp)[0].clone())):
             keep(local(tokens_of(cfg, 4) if grid.is_first else x, tokens_of(cfg, 4)))
         for bucket in flat.buckets:
             kept.pop(bucket.data.untyped_storage().data_ptr(), None)
@@ -394,7 +398,7 @@ def test_activations_are_those_of_the_microbatches_in_flight(schedule):
 
 
 def test_logits_are_a_chunk_in_the_models_type_and_in_16_bits_another_in_fp32(monkeypatch):
-    monkeypatch.setitem(parallel.MAX_LOGITS, "cpu", 2 ** 16)
+    monkeypatch.setitem(MAX_LOGITS, "cpu", 2 ** 16)
     cfg = GPTConfig(vocab_size=8192, seq_len=256, n_layer=2, n_head=2, n_embd=16)
     for grid, dtype, expected in [(Grid(1, 1, 1), "fp32", 4 * 2 ** 16),
                                   (Grid(1, 1, 2), "bf16", 6 * 2 ** 16),
@@ -426,7 +430,7 @@ def peak_memory(rank, world, layout, config, cfg):
     def step(grid, cfg):
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg, 1), None)
         run.save = run.evaluate_source = lambda *row: 0.0
-        run.metrics = Rows(run, nothing)
+        run.log = console.RunLog(Rows(run, nothing))
         run.train(SimpleNamespace(requested=False))
     with gridded(rank, world, tp, pp, chunks=config.pp_chunks) as grid:
         # Libraries allocate at their first use.
@@ -472,7 +476,7 @@ def test_the_search_finds_the_fastest_layouts_that_fit():
                    pp_schedule=("gpipe", "1f1b", "interleaved"), pp_chunks=(1, 2, 4))
 
     def planned(chosen):
-        config, _ = train.check_config(replace(base, **chosen), SIZES["gpt3-13b"], 50257, 64,
+        config, _ = checks.check_config(replace(base, **chosen), SIZES["gpt3-13b"], 50257, 64,
                                        "cuda")
         return make_plan(cfg, config)
 
@@ -584,7 +588,7 @@ def test_the_plan_is_a_command_with_help():
     assert (status, error) == (0, "") and json.loads(text)["dp"] == 8
 
 
-@pytest.mark.parametrize("program", ["data", "train", "sample", "parallel", "tools.plan"])
+@pytest.mark.parametrize("program", ["data", "train", "sample", "tools.schedule", "tools.plan"])
 def test_help_is_in_groups_and_says_the_form_of_each_value(monkeypatch, capsys, program):
     """Each flag but --help has a heading of its own subject, and N, X, {a,b} ... for a value, not
     its own name. Each program takes underscores for dashes and suggests a similar flag."""
@@ -766,7 +770,7 @@ BROKEN = [      # changes of config.json and of the tensors (None: it is missing
 def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, monkeypatch):
     pytest.importorskip("safetensors")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(data.time, "sleep", lambda _: None)     # between tries
+    monkeypatch.setattr(corpora.time, "sleep", lambda _: None)     # between tries
     monkeypatch.chdir(tmp_path)
     weights_only(Path("a.pt"), CFG)
     for folder in ("hf", "evil", "gap", "torn"):
@@ -980,7 +984,7 @@ class ReadByTensorBoard:
 def log_words(out, words, number=0):
     """Write lines as a run does: a word is a step, whose loss is the word's number, or an event and
     its step."""
-    metrics = checkpoint.Metrics(out, 0)
+    metrics = directory.Metrics(out, 0)
     for number, word in enumerate(words.split(), number):
         event, _, step = word.rpartition(":")
         if event:
@@ -1147,9 +1151,9 @@ def test_train_py_sends_every_step_through_a_process_of_its_own(shards, tmp_path
 
 def test_a_run_without_tools_refuses_log_in_one_line(run_train, shards, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
-    monkeypatch.setattr(train, "FOLLOWER", tmp_path / "tools" / "follow.py")
+    monkeypatch.setattr(dashboards, "FOLLOWER", tmp_path / "tools" / "follow.py")
     expect_mistake(run_train("--data", shards, "--out", tmp_path, *TINY, "--log", "tensorboard"),
-                   "needs " + str(train.FOLLOWER))
+                   "needs " + str(dashboards.FOLLOWER))
 
 
 def test_a_signal_that_ends_the_run_is_sent_and_does_not_end_the_follower(shards, tmp_path):
@@ -1183,8 +1187,8 @@ def test_a_follower_that_hangs_costs_one_warning_and_never_the_run(
     def start(command, **options):
         started.append(Popen([sys.executable, "-c", code], **options))
         return started[-1]
-    monkeypatch.setattr(train.subprocess, "Popen", start)
-    monkeypatch.setattr(train, "FOLLOWER_SECONDS", 0.5)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(dashboards, "FOLLOWER_SECONDS", 0.5)
     status, text, error = run_train("--data", shards, "--out", tmp_path, *TINY, "--steps", 2,
                                     "--log", "tensorboard")
     assert status == 0 and "step 2/2" in text and started[0].poll() is not None
