@@ -8,36 +8,43 @@ Where PyTorch's own parallel stack (tools/peer.py) or another library does the s
 take turns, and their medians and the ratio are printed.
 """
 import copy
-import io
+import functools
+import gc
 import itertools
 import json
 import math
+import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, replace
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import amp
 import checkpoint
 import data
 import model
+import parallel
 import sample
 import train
 from model import GPT, SIZES, GPTConfig
-from test_all import (FORMULA, GPUS, ROOT, Pool, column, nothing, run_steps, settings, shard,
-                      torchrun)
+from parallelism.zero import state_bytes
+from runtime import commandline, console, corpora, divergence
+from runtime.options import Config
 from tools import huggingface
 from tools.peer import SHAPE
-from tools.test_tools import BIG, LONG, PIPELINES, peak_of
+from tools.plan import memory_bytes
 
+ROOT = Path(__file__).resolve().parents[1]
 PAIRS = 5                       # each side's runs, in turn
 PEER = Path(__file__).with_name("peer.py")
 
@@ -48,7 +55,9 @@ def random_data(folder, vocab):
     if not path.exists():
         path.mkdir()
         for split, count in (("train", 400_000), ("val", 2049)):
-            (path / f"{split}_000000.bin").write_bytes(shard(draw.integers(vocab, size=count)))
+            header = np.array([20240520, 1, count], "<i4").tobytes().ljust(1024, b"\0")
+            tokens = draw.integers(vocab, size=count).astype("<u2").tobytes()
+            (path / f"{split}_000000.bin").write_bytes(header + tokens)
         (path / "meta.json").write_text(json.dumps(dict(
             tokenizer="bytes", vocab_size=vocab, bytes_per_token=1.0, fingerprint="random")))
     return path
@@ -56,11 +65,13 @@ def random_data(folder, vocab):
 
 def started(processes, *command):
     """A Python script, in one process on all cores, or by torchrun."""
+    torchrun = []
     if processes > 1:
-        return torchrun(processes, *command)
+        torchrun = ["-m", "torch.distributed.run", "--rdzv-backend=c10d",
+                    "--rdzv-endpoint=localhost:0", f"--nproc_per_node={processes}"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
-    return subprocess.Popen([sys.executable, *map(str, command)], env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, *torchrun, *map(str, command)], env=environment,
+                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def finished(processes, *command):
@@ -171,7 +182,7 @@ def sampling(folder):
 
 
 def tokenizing(folder):
-    gpt2, files = data.get_tokenizer("gpt2"), data.standard_library()
+    gpt2, files = data.get_tokenizer("gpt2"), corpora.standard_library()
     texts = [file.read_text() for file in files]
     size, cores = sum(file.stat().st_size for file in files) / 1e6, os.cpu_count()
     print("\n| MB a second | ours | tiktoken | ratio |\n|---|---|---|---|")
@@ -181,14 +192,14 @@ def tokenizing(folder):
 
 
 def checkpoints(folder):
-    config = settings(folder, steps=1, warmup_steps=1, batch_size=1, micro_batch=1)
-    cfg = GPTConfig(vocab_size=50257, seq_len=64, n_layer=6, n_head=6, n_embd=384)
-    with redirect_stdout(io.StringIO()):
-        run_steps(0, 1, (1, 1, 1), config, cfg)
-    state = torch.load(folder / "latest.pt")
-    size = (folder / "latest.pt").stat().st_size / 1e6
-
-    latest, theirs = folder / "latest.pt", folder / "theirs"
+    out = folder / "out"
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
+    finished(1, ROOT / "train.py", "--data", random_data(folder, 50257), "--out", out, *sizes,
+             "--seq-len", 64, "--batch-size", 1, "--micro-batch", 1, "--steps", 1,
+             "--warmup-steps", 1, "--eval-every", 0)
+    latest, theirs = out / "latest.pt", folder / "theirs"
+    state = torch.load(latest)
+    size = latest.stat().st_size / 1e6
     room = {key: {name: torch.empty_like(x) for name, x in state[key].items()}
             for key in checkpoint.STATE}
 
@@ -204,7 +215,7 @@ def checkpoints(folder):
             for name, tensor in tensors.items():
                 tensor.copy_(loaded[key][name])
     print("\n| MB a second | ours | torch's | ratio |\n|---|---|---|---|")
-    race("save / torch.save, fsync", per_second(lambda: checkpoint.save(state, folder, 1), size),
+    race("save / torch.save, fsync", per_second(lambda: checkpoint.save(state, out, 1), size),
          per_second(their_save, size))
     race("CRCs, load, copy / torch.load, copy", per_second(
         lambda: checkpoint.verify(latest) or copied(checkpoint.load(latest)), size),
@@ -214,18 +225,17 @@ def checkpoints(folder):
 def monitoring(folder):
     """What the monitor of divergence adds to a step of `nano`, timed alone: steps vary by more."""
     cfg = GPTConfig(**SIZES["nano"])
-    config = settings(folder, steps=30, batch_size=16, micro_batch=4, lr=4e-3)
-    with redirect_stdout(io.StringIO()):
-        rows, *_ = run_steps(0, 1, (1, 1, 1), config, cfg)
-    step = 16 * cfg.seq_len / float(np.median(column(rows[10:], "tokens_per_second")))
+    step = 16 * cfg.seq_len / speed_of_train_py(folder, 1, "--micro-batch", 4, steps=20, warmup=10,
+                                                shape=SIZES["nano"])
     x = torch.randn(4, cfg.seq_len, cfg.n_embd)
-    monitor = amp.DivergenceMonitor(losses=list(range(64, 0, -1)), lowest=1.0)
-    stats = amp.StepStats(3.0, 1.0, 1.0, False, False)
+    monitor = divergence.DivergenceMonitor(losses=list(range(64, 0, -1)), lowest=1.0)
+    stats = train.StepStats(3.0, 1.0, 1.0, found_inf=False, stop_requested=False, loss_scale=1.0,
+                          scale_can_fall=False)
 
     def observe():
         for _ in range(4):              # microbatches
             torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).sum()
-        monitor.observe(1, stats, False, config)
+        monitor.observe(1, stats)
     seconds = [1 / per_second(observe, 1)() for _ in range(200)]
     print(f"the monitor takes {1e6 * np.median(seconds):.0f} us of a step of {1e3 * step:.0f} ms: "
           f"{np.median(seconds) / step:.2%}")
@@ -324,24 +334,71 @@ def scaling_of_processes(folder):
               f"{1 / (num_microbatches + 1):.2f} |")
 
 
-def speed(rank, world, config, cfg):
-    with mock.patch.object(train.Run, "save", nothing), \
-            mock.patch.object(train.Run, "evaluate_source", lambda run, source: 0.0):
-        steps = run_steps(rank, world, (world, 1, 1), config, cfg)[0]
-    return column(steps, "tokens_per_second")[1:]
-
-
-def relative_speeds(folder, rounds=5):
-    """Tokens a second on two processes at each stage, relative to stage 0: medians of all steps of
-    runs that take turns."""
-    cfg = GPTConfig(vocab_size=257, seq_len=256, n_layer=6, n_head=6, n_embd=384)
-    config = settings(folder, steps=5, batch_size=16, micro_batch=2)
-    workers, seen = Pool(), {zero: [] for zero in range(4)}
-    for _ in range(rounds):
+def relative_speeds(folder):
+    """Tokens a second on two processes at each stage, relative to stage 0: medians of runs that
+    take turns."""
+    seen = {zero: [] for zero in range(4)}
+    for _ in range(PAIRS):
         for zero, speeds in seen.items():
-            speeds += workers.run(2, speed, replace(config, zero=zero), cfg, seconds=500)[0]
-    workers.stop()
+            speeds.append(speed_of_train_py(folder, 2, "--micro-batch", 2, "--zero", zero,
+                                            steps=4, warmup=1))
     return [np.median(speeds) / np.median(seen[0]) for speeds in seen.values()]
+
+
+# What a process holds at its peak: 101M parameters on four replicas, and a pipeline of four stages
+# with eight layers of width 512, 16 microbatches of two sequences.
+
+BIG = GPTConfig(vocab_size=257, seq_len=32, n_layer=8, n_head=8, n_embd=1024)
+LONG = GPTConfig(vocab_size=257, seq_len=512, n_layer=8, n_head=8, n_embd=512)
+PIPELINES = {"gpipe": {}, "1f1b": dict(pp_schedule="1f1b"), "recompute": dict(recompute=True),
+             "interleaved": dict(pp_schedule="interleaved", pp_chunks=2),
+             "zb-h1": dict(pp_schedule="zb-h1")}
+KEPT = ("parameters", "gradients", "masters", "moments")        # from the start to the end
+
+
+def resident(what):
+    """Bytes of this process, now (VmRSS) or at most since the last reset (VmHWM)."""
+    return 1024 * int(re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def peak_memory(config, cfg, store, rank):
+    """(bytes at the peak of a step, less what was there before the model was made; the plan's:
+    state, buffers, activations) of this rank of four."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+    grid = parallel.make_grid(4, config.tp, config.pp, rank, chunks=config.pp_chunks)
+
+    def step(cfg):
+        train_data, val_data = (data.TokenDataset(config.data, split, cfg.seq_len)
+                                for split in data.SPLITS)
+        run = train.Run(config, cfg, grid, torch.device("cpu"), train_data, val_data, None)
+        run.save = run.evaluate_source = lambda *_: 0.0
+        run.log = console.RunLog(mock.Mock())
+        run.train(mock.Mock(requested=False))
+    # Libraries allocate at their first use.
+    step(GPTConfig(vocab_size=257, seq_len=16, n_layer=config.pp * config.pp_chunks, n_head=8,
+                   n_embd=32))
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")           # VmHWM starts over
+    before = resident("VmRSS")
+    step(cfg)
+    peak = resident("VmHWM") - before
+    sizes = memory_bytes(cfg, grid, config, on_gpu=False)
+    dist.barrier()
+    return peak, (sum(sizes[kind] for kind in KEPT), sizes["buffers"], sizes["activations"])
+
+
+def peak_of(cfg, folder, **flags):
+    """`peak_memory` of each of four ranks, in fresh processes, whose freed memory goes back to the
+    system at once."""
+    config = Config(**dict(
+        data=str(random_data(folder, cfg.vocab_size)), out=str(folder), steps=1, batch_size=8,
+        micro_batch=2, lr=1e-3, eval_every=0, save_every=0, device="cpu") | flags)
+    spawn = multiprocessing.get_context("spawn")            # malloc reads its environment first
+    with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1"), \
+            tempfile.TemporaryDirectory() as store, spawn.Pool(4) as processes:
+        measure = functools.partial(peak_memory, config, cfg, f"{store}/store")
+        return processes.map_async(measure, range(4), chunksize=1).get(500)
 
 
 def memory(folder):
@@ -356,11 +413,13 @@ def memory(folder):
     print("| " + " | ".join([*heads, "tokens a second"]) + " |\n" + "|---" * 9 + "|")
     speeds = relative_speeds(folder)
     for zero in range(4):
-        row(f"zero {zero}", peak_of((4, 1, 1), BIG, folder, zero=zero, micro_batch=1),
-            f"{FORMULA['fp32'](4)[zero]:g}", f"{speeds[zero]:.2f}")
+        # Four parameters, of which each of four replicas has one in a shard.
+        state, _ = state_bytes(4, 0, 4, amp.PRECISIONS["fp32"], zero, offload=False)
+        row(f"zero {zero}", peak_of(BIG, folder, zero=zero, micro_batch=1),
+            f"{sum(state.values()) / 4:g}", f"{speeds[zero]:.2f}")
     print("\n| " + " | ".join(heads) + " |\n" + "|---" * 8 + "|")
     for name, flags in PIPELINES.items():
-        row(name, peak_of((1, 1, 4), LONG, folder, batch_size=32, **flags), "16")
+        row(name, peak_of(LONG, folder, pp=4, batch_size=32, **flags), "16")
 
 
 GPU_RACES = {"gpt2": (8, 16, 64), "gpt3-350m": (8, 16), "gpt3-1.3b": (4, 8)}    # microbatches
@@ -457,17 +516,15 @@ TABLES = dict(parallel_stack=parallel_stack, three_dimensions=three_dimensions, 
 
 
 def main() -> None:
-    parser = data.Parser("bench.py", "python -m tools.bench [NAME ...]", __doc__)
+    parser = commandline.Parser("bench.py", "python -m tools.bench [NAME ...]", __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME",
                         help=", ".join(TABLES) + " (default: all); or gpu and one of "
                         + ", ".join(GPU_RACES))
     names = parser.parse_args().names or list(TABLES)
+    os.environ["PYTHONPATH"] = str(ROOT)                    # for the programs that it starts
     if names[0] == "gpu":
         if len(names) != 2 or names[1] not in GPU_RACES:
             parser.error(f"gpu requires one of {', '.join(GPU_RACES)}")
-        del os.environ["CUDA_VISIBLE_DEVICES"]              # test_all hides the GPUs
-        if GPUS is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = GPUS
         if not torch.cuda.is_available():
             parser.error("gpu requires a CUDA device: torch finds none here")
         with tempfile.TemporaryDirectory() as folder:
@@ -475,6 +532,8 @@ def main() -> None:
     for name in names:
         if name not in TABLES:
             parser.error(f"there is no table {name!r}: there are {', '.join(TABLES)}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""                 # these tables are of CPUs
+    torch.set_num_threads(1)
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             TABLES[name](Path(folder))

@@ -22,7 +22,7 @@ numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read
            + bytes of tp and pp / (LINK * link speed), none of them hidden
 
 The tests compare memory and bytes sent with those of real runs of train.py. MATRIX, LINK and PASSES
-are fitted on published runs, and predict 19 others within a fifth (listed in tools/test_tools.py).
+are fitted on published runs, and predict 19 others within a fifth (listed in tests/test_tools.py).
 """
 import argparse
 import json

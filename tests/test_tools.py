@@ -1,16 +1,14 @@
-"""The tools' tests, in the order of the tools. They share the harness of test_all.py.
+"""The tools' tests, in the order of the tools.
 
-    python -m pytest tools
-    python -m pytest tools -m slow
+    python -m pytest tests/test_tools.py
+    python -m pytest tests/test_tools.py -m slow
 """
 import functools
-import gc
 import http.server
 import importlib
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -26,14 +24,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-# test_all.py sets the environment that torch reads at its import: before the imports of torch.
-# Fixtures are found by their names in this module.
-from test_all import (CFG, COVER, FORMULA, NASTY, README, ROOT, SHARED, TINY, Alive, Memory, Rows,
-                      column, deep_enough_for, expect_mistake, gridded, launch,
-                      leave_nothing_behind, names_in, nothing, own_processes, pool, random_gpt,
-                      readme_commands, relative, run_train, saved, settings, shards, small_state,
-                      staged, tokens_of, traffic)
-
 import numpy as np
 import pytest
 import torch
@@ -45,26 +35,74 @@ import data
 import model
 import sample
 import tools.plan
+import tools.schedule
 import train
 from model import SIZES, GPTConfig
+from parallel import Grid
 from parallelism import pipeline, tensor
 from parallelism.collectives import Work
-from runtime import checks, console, corpora, dashboards, directory
-from parallel import Grid
 from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS
-from tools import compare, follow, huggingface
+from runtime import checks, console, corpora, dashboards, directory
+from tests.harness import (CFG, COVER, FORMULA, NASTY, README, ROOT, SHARED, TINY, Alive, Memory,
+                           Rows, column, deep_enough_for, expect_mistake, gridded, launch, names_in,
+                           nothing, random_gpt, readme_commands, relative, saved, settings,
+                           small_state, staged, tokens_of, traffic)
+from tools import bench, compare, follow, huggingface
+from tools.bench import BIG, KEPT, LONG, PIPELINES, peak_of
 from tools.plan import (GPUS, HOP, LINK, RESTART, GPUSpec, PlanConfig, activation_bytes,
                         chinchilla_loss, compute_optimal, goodput, logits_bytes, make_plan,
                         memory_bytes, traffic_bytes)
+from tools.schedule import clock
+
+
+# ---------------------------------------------------------------------------------------------
+# schedule.py: the drawing of a pipeline
+# ---------------------------------------------------------------------------------------------
+
+def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
+    """The program prints these lines, and refuses a size of 0 in one; a deadlock raises."""
+    def output(*flags):
+        monkeypatch.setattr(sys, "argv", ["schedule.py", *flags])
+        tools.schedule.main()
+        return capsys.readouterr().out
+    assert output("--pp", "2", "--microbatches", "3", "--pp-schedule", "1f1b").splitlines() == [
+        "1f1b, 2 stages, 3 microbatches; a backward takes two units of time", "",
+        "stage  0  F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2",
+        "stage  1  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .", "",
+        "bubble 25.0% of the time, (p - 1) / (m + p - 1) = 25.0%",
+        "live activations, in microbatches: stage 0: 2, stage 1: 1"]
+    assert output("--pp", "2", "--microbatches", "2", "--pp-schedule", "interleaved",
+                  "--pp-chunks", "2").splitlines() == [
+        "interleaved, 2 stages in 2 chunks, 2 microbatches; a backward takes two units of time", "",
+        "stage  0  F0a F1a F0b F1b .   .   B0b B0b .   B1b B1b B0a B0a B1a B1a",
+        "stage  1  .   F0a F1a F0b B0b B0b F1b B1b B1b B0a B0a B1a B1a .   .", "",
+        "bubble 20.0% of the time, (p - 1) / (v m + p - 1) = 20.0%",
+        "live activations, in microbatches: stage 0: 2, stage 1: 1.5"]
+    assert output("--pp", "3", "--microbatches", "3", "--pp-schedule", "zb-h1").splitlines() == [
+        "zb-h1, 3 stages, 3 microbatches; an op takes one unit of time, the formula is for m >= p",
+        "",
+        "stage  0  F0 F1 F2 .  .  B0 W0 B1 W1 B2 W2",
+        "stage  1  .  F0 F1 .  B0 F2 B1 W0 B2 W1 W2",
+        "stage  2  .  .  F0 B0 F1 B1 F2 B2 W0 W1 W2", "",
+        "bubble 18.2% of the time, (p - 1) / (3 m + p - 1) = 18.2%",
+        "live activations, in microbatches: stage 0: 3, stage 1: 3, stage 2: 3"]
+    for flag in ("--pp", "--microbatches", "--pp-chunks"):
+        with pytest.raises(SystemExit, match="2"):
+            output(flag, "0")
+        assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        output("--schedule", "1f1b")
+    assert capsys.readouterr().err == (
+        "tools.schedule: unknown argument --schedule: did you mean --pp-schedule? (order of the "
+        "microbatches (default gpipe))\n")
+    with pytest.raises(ValueError, match="deadlock"):
+        clock([[("F", 0, 0), ("F", 1, 0)], [("F", 1, 0), ("B", 1, 0), ("F", 2, 0)]])
 
 
 # ---------------------------------------------------------------------------------------------
 # plan.py
 # ---------------------------------------------------------------------------------------------
-
-KEPT = ("parameters", "gradients", "masters", "moments")        # from the start to the end
-
 
 def plan_config(**changes):
     """PlanConfig with what `settings` has."""
@@ -407,58 +445,13 @@ def test_logits_are_a_chunk_in_the_models_type_and_in_16_bits_another_in_fp32(mo
         assert logits_bytes(cfg, grid, config, on_gpu=False) == expected
 
 
-# What a process holds at its peak: 101M parameters on four replicas, and a pipeline of four stages
-# with eight layers of width 512, 16 microbatches of two sequences.
-
-BIG = GPTConfig(vocab_size=257, seq_len=32, n_layer=8, n_head=8, n_embd=1024)
-LONG = GPTConfig(vocab_size=257, seq_len=512, n_layer=8, n_head=8, n_embd=512)
-PIPELINES = {"gpipe": {}, "1f1b": dict(pp_schedule="1f1b"), "recompute": dict(recompute=True),
-             "interleaved": dict(pp_schedule="interleaved", pp_chunks=2),
-             "zb-h1": dict(pp_schedule="zb-h1")}
-
-
-def resident(what):
-    """Bytes of this process, now (VmRSS) or at most since the last reset (VmHWM)."""
-    return 1024 * int(re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-
-def peak_memory(rank, world, layout, config, cfg):
-    """(bytes at the peak of a step, less what was there before the model was made; the plan's:
-    state, buffers, activations)"""
-    dp, tp, pp = layout
-
-    def step(grid, cfg):
-        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg, 1), None)
-        run.save = run.evaluate_source = lambda *row: 0.0
-        run.log = console.RunLog(Rows(run, nothing))
-        run.train(SimpleNamespace(requested=False))
-    with gridded(rank, world, tp, pp, chunks=config.pp_chunks) as grid:
-        # Libraries allocate at their first use.
-        step(grid, replace(CFG, n_layer=pp * config.pp_chunks))
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")   # VmHWM starts over
-        before = resident("VmRSS")
-        step(grid, cfg)
-        peak = resident("VmHWM") - before
-    sizes = memory_bytes(cfg, grid, config, on_gpu=False)
-    return peak, (sum(sizes[kind] for kind in KEPT), sizes["buffers"], sizes["activations"])
-
-
-def peak_of(layout, cfg, out, **flags):
-    """`peak_memory` in fresh processes, whose freed memory goes back to the system at once."""
-    config = settings(out, steps=1, pp=layout[2], **flags)
-    with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536"), \
-            own_processes(multiprocessing.get_context("spawn")) as fresh:   # malloc reads it first
-        return fresh.run(4, peak_memory, layout, config, cfg, seconds=500)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("layout, cfg, flags", [
     *(((4, 1, 1), BIG, dict(zero=zero, micro_batch=1)) for zero in range(4)),
     *(((1, 1, 4), LONG, dict(batch_size=32, **flags)) for flags in PIPELINES.values())])
 def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, layout, cfg, flags):
-    peaks = peak_of(layout, cfg, tmp_path, **flags)
+    peaks = peak_of(cfg, tmp_path, pp=layout[2], **flags)
     for peak, formula in peaks:
         assert peak == pytest.approx(sum(formula), rel=0.1)
     peak, (state, *others) = peaks[0]                   # the stage that 1F1B relieves least
@@ -612,7 +605,6 @@ def test_help_is_in_groups_and_says_the_form_of_each_value(monkeypatch, capsys, 
 # ---------------------------------------------------------------------------------------------
 # huggingface.py
 # ---------------------------------------------------------------------------------------------
-
 
 def weights_only(path, cfg, tokenizer="bytes"):
     """A checkpoint of a random model without the optimizer's state -> the model."""
@@ -821,7 +813,6 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
 # compare.py
 # ---------------------------------------------------------------------------------------------
 
-
 def tool(name, *arguments, **environment):
     """`python -m tools.NAME` -> (exit status, standard output, standard error)."""
     ran = subprocess.run([sys.executable, "-m", f"tools.{name}", *map(str, arguments)], text=True,
@@ -888,7 +879,6 @@ def test_compare_plots_and_tabulates_runs_without_their_void_rows(tmp_path, monk
 
 
 def test_the_readmes_benchmarks_exist():
-    from tools import bench             # it takes its parts from this file
     for _, names in readme_commands("tools.bench"):
         assert names[0] in bench.TABLES or names[0] == "gpu" and names[1] in bench.GPU_RACES
 
@@ -919,11 +909,9 @@ def test_compare_draws_a_chart_for_a_readme(tmp_path, monkeypatch):
         2, "", "compare.py: c has too few steps for a chart of 32 points\n")
 
 
-
 # ---------------------------------------------------------------------------------------------
 # follow.py
 # ---------------------------------------------------------------------------------------------
-
 
 class FakeWandB:
     """Weights & Biases as far as the follower uses it: what a server keeps over several sessions.
@@ -1185,6 +1173,8 @@ def test_a_follower_that_hangs_costs_one_warning_and_never_the_run(
     started, Popen = [], subprocess.Popen
 
     def start(command, **options):
+        if "tools.follow" not in command:                   # git, which tells the commit
+            return Popen(command, **options)
         started.append(Popen([sys.executable, "-c", code], **options))
         return started[-1]
     monkeypatch.setattr(subprocess, "Popen", start)
@@ -1199,14 +1189,12 @@ def test_a_follower_that_hangs_costs_one_warning_and_never_the_run(
 
 
 # ---------------------------------------------------------------------------------------------
-# tools/bench.py: the race on a GPU, with made-up rates
+# bench.py: the race on a GPU, with made-up rates
 # ---------------------------------------------------------------------------------------------
-
 
 def test_the_race_on_a_gpu_takes_turns_and_ends_in_time(monkeypatch, capsys):
     """Rates relative to the plain loop's at the same microbatch, MFU of an H100's 989 TFLOP/s, in
     rounds of four minutes of which two fit; a side that has too little memory is told."""
-    from tools import bench             # it takes its parts from this file
     clock = itertools.count(0, 120).__next__
     turns = []
 
@@ -1215,11 +1203,10 @@ def test_the_race_on_a_gpu_takes_turns_and_ends_in_time(monkeypatch, capsys):
         if micro_batch == 16 and not flags:
             raise AssertionError("CUDA out of memory")
         return (300_000 if flags else 200_000), 2e10
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHONPATH", "")                    # bench.main sets it
     monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", "gpt2"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(torch.cuda, "is_available",
-                        lambda: os.environ.get("CUDA_VISIBLE_DEVICES") == bench.GPUS)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=clock))
     for name, function in dict(ceilings=lambda: "card", train_py_on_gpu=ours,
                                peer_on_gpu=lambda size, micro_batch: (250_000, 1e10)).items():
@@ -1231,7 +1218,6 @@ def test_the_race_on_a_gpu_takes_turns_and_ends_in_time(monkeypatch, capsys):
     assert "| ours, microbatch 8 | 200,000 | 0.80 | 17.3% | 20.0 GB |" in lines
     assert "| ours --compile, microbatch 16 | 300,000 | 1.20 | 25.9% | 20.0 GB |" in lines
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(SystemExit):
         bench.main()
     assert capsys.readouterr().err == ("bench.py: gpu requires a CUDA device: torch finds none "

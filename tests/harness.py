@@ -1,0 +1,815 @@
+"""How the tests start ranks and programs, and what they compare: a plugin of pytest.
+
+.pytest.ini loads it by `-p tests.harness`, so that its fixtures are there for test_all.py and for
+every file in tests/. It is loaded before torch: it sets the environment that torch reads at its
+import. A test imports the functions that it calls: `from tests.harness import trained`.
+
+    Ranks       Pool: eight processes, started once. An `on_ranks` test runs on each of `world`.
+    Runs        trained(pool, layout, ...): train.Run on dp x tp x pp ranks; watched(config): here
+    Compared    relative(ours, theirs): the largest relative difference
+    Files       small_state, saved, links: checkpoints without a run; failing: a broken disk
+    Commands    Command, launch: programs in other processes; run_train, run_data, run_sample: here
+    Data sets   shards, two_sources, things: made once
+"""
+import functools
+import inspect
+import io
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import re
+import resource
+import runpy
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import weakref
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")       # None: all
+os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="1",
+                  PYTHONPATH=str(ROOT))
+sys.dont_write_bytecode = True      # the tests leave nothing behind
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import checkpoint
+import data
+import parallel
+import sample
+import train
+from model import GPT, GPTConfig
+from parallel import make_grid
+from parallelism.pipeline import recompute_blocks
+from parallelism.zero import FlatParameters, gather_before_use
+from runtime import console, corpora, processes
+from runtime.options import Config
+
+torch.set_num_threads(1)
+
+
+# ---------------------------------------------------------------------------------------------
+# Sizes, layouts and files that many tests take
+# ---------------------------------------------------------------------------------------------
+
+# Neither tp nor pp divides the 257 tokens or the five layers.
+CFG = GPTConfig(vocab_size=257, seq_len=16, n_layer=5, n_head=8, n_embd=32)
+LAYOUTS = [(world // (tp * pp), tp, pp) for world in (1, 2, 4, 8) for tp in (1, 2, 4, 8)
+           for pp in (1, 2, 4, 8) if world % (tp * pp) == 0]        # (dp, tp, pp)
+
+
+def deep_enough(layout):
+    """Layers that no pp above 1 divides, but no more than needed."""
+    return replace(CFG, n_layer=9 if layout[2] == 8 else 5)
+
+
+BOUNDS = dict(fp32=1e-5, fp64=1e-10)
+INTERLEAVED = dict(pp_schedule="interleaved", pp_chunks=2)
+
+# Rows in which every two values of different columns that may stand together do: a mistake that
+# shows where two of the seven meet shows here. Replicas are 4, or 2 beside tp or pp; beside both
+# only where eight processes leave some.
+COLUMNS = ("zero", "tp", "pp", "pp_schedule", "recompute", "sequence_parallel", "dtype")
+COVER = [dict(zip(COLUMNS, row)) for row in [
+    (0, 1, 1, "gpipe", False, False, "bf16"), (0, 1, 2, "1f1b", True, False, "fp64"),
+    (0, 1, 4, "gpipe", False, False, "fp16"), (0, 2, 4, "1f1b", False, True, "fp32"),
+    (1, 1, 1, "gpipe", True, False, "fp16"), (1, 1, 2, "1f1b", False, False, "fp32"),
+    (1, 1, 4, "1f1b", True, False, "bf16"), (1, 2, 2, "gpipe", False, True, "fp64"),
+    (2, 1, 2, "1f1b", False, False, "fp16"), (2, 1, 2, "gpipe", False, False, "bf16"),
+    (2, 1, 4, "1f1b", False, False, "fp64"), (2, 2, 1, "gpipe", True, True, "fp32"),
+    (3, 1, 1, "gpipe", False, False, "fp64"), (3, 2, 1, "gpipe", False, False, "fp32"),
+    (3, 2, 1, "gpipe", True, True, "bf16"), (3, 2, 1, "gpipe", False, True, "fp16"),
+    (0, 1, 4, "interleaved", False, False, "fp64"), (0, 2, 2, "interleaved", False, True, "bf16"),
+    (1, 1, 2, "interleaved", True, False, "fp16"), (2, 1, 2, "interleaved", False, False, "fp32"),
+    (0, 1, 2, "zb-h1", False, False, "bf16"), (0, 2, 4, "zb-h1", False, True, "fp64"),
+    (1, 1, 4, "zb-h1", False, False, "fp16"), (1, 2, 2, "zb-h1", False, False, "fp32")]]
+for row in COVER:
+    if row["pp_schedule"] == "interleaved":
+        row["pp_chunks"] = 2
+
+
+def deep_enough_for(row):
+    """The model for such a row."""
+    if "pp_chunks" in row:
+        return replace(CFG, n_layer=2 * row["pp"] + 2)          # chunks of two blocks and of one
+    return CFG
+
+
+FORMULA = dict(fp32=lambda dp: (16, 8 + 8 / dp, 4 + 12 / dp, 16 / dp),      # bytes a parameter
+               bf16=lambda dp: (18, 6 + 12 / dp, 2 + 16 / dp, 18 / dp))     # in ZeRO 0 to 3
+TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--batch-size", "4",
+        "--steps", "4", "--warmup-steps", "2", "--save-every", "2", "--eval-every", "2"]
+NASTY = ["a  b", " \n\n \tx", "don't 've ''s", "\u00e9t\u00e9 \u6f22\u5b57 \u00a0\u2003x \u3000",
+         "\r\n\r\n", "    ", "12 345 !?", "\x85\x1c \x1d\n", "\U0001f600 \U0001f469\u200d",
+         corpora.EOT, "\u200b ", "A", "\n", " ", "\t\v", "'"]
+SHARED = ROOT.parent / "shared"         # what is downloaded elsewhere, where there is a copy
+README = (ROOT / "README.md").read_text()
+
+
+def readme_commands(program) -> list[tuple[str, list[str]]]:
+    """What the README's blocks and its text have before and behind `program`, where python or
+    torchrun starts it. (Of a sweep its first turn.)"""
+    blocks = README.split("```")
+    text = "".join(blocks[1::2]).replace("\\\n", " ").replace(" && ", "\n")
+    text = re.sub("for lr in (\\S+) .*; do (.*); done",
+                  lambda loop: loop[2].replace("$lr", loop[1]), text)
+    text += "\n".join(re.findall("`((?:python|torchrun) [^`]*)`", "".join(blocks[::2])))
+    found = re.findall(rf"(?m)^(.*(?:python|torchrun).* ){re.escape(program)}(?: (.*))?$", text)
+    return [(before, shlex.split(flags, comments=True)) for before, flags in found]
+
+
+# ---------------------------------------------------------------------------------------------
+# Ranks: eight processes that are started once
+# ---------------------------------------------------------------------------------------------
+
+FORKS = multiprocessing.get_context("forkserver")      # forks of a process that has imported torch
+FORKS.set_forkserver_preload(["tests.harness", "torch._dynamo"])    # or each rank imports: 1.5 s
+
+
+def work(task):
+    """In one of the pool's processes -> (rank, pickled answer)."""
+    rank, world, store, seconds, call = task
+    try:
+        if world > 1:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
+                                    world_size=world, timeout=timedelta(seconds=seconds))
+        fn, args = pickle.loads(call)
+        answer = pickle.dumps(fn(rank, world, *args))   # multiprocessing's would share tensors
+        if world > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+        return rank, answer
+    except BaseException:
+        raise RuntimeError(f"rank {rank} of {world}:\n{traceback.format_exc()}") from None
+
+
+def enter(environment):
+    os.environ.update(environment)
+    sys.stdout = open(os.devnull, "w")
+
+
+class Pool:
+    """`run` calls a function of a module on `world` of eight processes."""
+
+    def __init__(self, context=FORKS, **environment):
+        self.start = functools.partial(context.Pool, 8, enter, (environment,))
+        self.processes = None
+
+    def stop(self):
+        if self.processes:
+            self.processes.terminate()
+            self.processes.join()
+        self.processes = None
+
+    def run(self, world, fn, *args, seconds=120):
+        """[fn(rank, world, *args) of each rank]. A rank's exception is raised here with its
+        traceback; after it, or `seconds` without an answer, the processes are replaced."""
+        self.processes = self.processes or self.start()
+        call = pickle.dumps((fn, args))
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                running = self.processes.imap_unordered(work, [
+                    (rank, world, f"{folder}/store", seconds, call) for rank in range(world)])
+                answers = dict(running.next(seconds) for _ in range(world))
+            return [pickle.loads(answers[rank]) for rank in range(world)]
+        except BaseException:
+            self.stop()
+            raise
+
+
+@pytest.fixture(scope="session")
+def pool():
+    pool = Pool()
+    yield pool
+    pool.stop()
+
+
+@contextmanager
+def own_processes(*context, **environment):
+    """A Pool for the block alone."""
+    pool = Pool(*context, **environment)
+    try:
+        yield pool
+    finally:
+        pool.stop()
+
+
+def on_ranks(body):
+    """Decorator of a test whose body runs on each of `world` ranks; what fails there fails here."""
+    parameters = inspect.signature(body).parameters
+    rank, *others = parameters.values()
+
+    @functools.wraps(body)
+    def test(pool, **given):
+        world = given.pop("world", parameters["world"].default)
+        pool.run(world, functools.partial(body, **given))
+    del test.__wrapped__                            # pytest calls the test, not its body
+    test.__signature__ = inspect.Signature([rank.replace(name="pool"), *others])
+    test.body = body
+    body.__qualname__ += ".body"                    # where pickle finds it
+    return test
+
+
+@contextmanager
+def gridded(rank, world, tp, pp, sequence_parallel=False, chunks=1):
+    """This rank's grid, whose process groups end with the block: the gradient hooks of its
+    parameters keep it alive for ever, and each group is two threads."""
+    grid = make_grid(world, tp, pp, rank, sequence_parallel, chunks=chunks)
+    try:
+        yield grid
+    finally:
+        grid.groups.clear()
+
+
+# ---------------------------------------------------------------------------------------------
+# Runs of train.Run
+# ---------------------------------------------------------------------------------------------
+
+def tokens_of(cfg, batch, seed=0):
+    """Random tokens (batch, seq_len)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(cfg.vocab_size, (batch, cfg.seq_len), generator=generator)
+
+
+def random_gpt(cfg):
+    """A GPT in fp64 with every parameter random, biases and padding included, so that a test sees
+    when one is left out."""
+    generator = torch.Generator().manual_seed(0)
+    plain = GPT(cfg).double().eval()
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, 0, 0.3, generator)
+    return plain
+
+
+class Memory(data.TokenDataset):
+    """Without files: each token follows from the one before, but one in four is drawn."""
+
+    def __init__(self, cfg, n_windows=150, seed=0):
+        rng = np.random.default_rng(seed)
+        tokens = rng.integers(cfg.vocab_size, size=n_windows * cfg.seq_len + 1)
+        for i in np.flatnonzero(rng.random(len(tokens)) < 0.75):
+            tokens[i] = (3 * tokens[i - 1] + 7) % cfg.vocab_size
+        self.seq_len, self.n_windows, self.n_tokens = cfg.seq_len, n_windows, len(tokens)
+        self.shards, self.firsts = [tokens], [0]
+        self.meta = dict(tokenizer="bytes", vocab_size=cfg.vocab_size, bytes_per_token=1.0)
+        self.sources = {"memory": data.Source("memory", 1, 0, n_windows, self.meta)}
+        self.phases = [[0, {"memory": 1}]]
+
+    def window_ids(self, seed, first, count):
+        permutation = np.random.default_rng(seed).permutation(self.n_windows)
+        return permutation[np.arange(first, first + count) % self.n_windows]
+
+
+class Rows:
+    """checkpoint.Metrics for a test: keeps the rows, and what `look(run)` sees after each step."""
+
+    def __init__(self, run, look):
+        self.run, self.look, self.steps, self.seen = run, look, [], []
+        run.events = []
+
+    def write(self, **row):
+        if row.get("event") == "end":       # every run of a test that is not stopped has it
+            return
+        if "event" in row:
+            self.run.events.append(row)
+        else:
+            self.steps.append(row)
+            self.seen.append(self.look(self.run))
+
+
+def settings(out, **changes):
+    usual = dict(batch_size=8, micro_batch=2, steps=20, lr=1e-3, warmup_steps=5, eval_every=0,
+                 save_every=0, device="cpu")
+    return Config(**{**usual, **changes, "out": str(out)})
+
+
+def gather_full_state(flat, cfg, grid, names):
+    """{flat name: {global parameter name: full tensor}} on rank 0, by the parts of a save; None on
+    the others."""
+    names = list(names)
+    copies = checkpoint.copy_shards(flat, names, 60)
+    if grid.rank > 0:
+        return checkpoint.send_shards(copies, grid, 0)
+    order = checkpoint.file_order(cfg, grid, flat.num_shards)
+    dtype = copies[0].dtype
+    return {name: {place[0].name: checkpoint.receive_parameter(*place, dtype, copies, grid, 0)
+                   for place in order} for name in names}
+
+
+def whole_gradient(run):
+    whole = gather_full_state(run.flat, run.model_config, run.grid, ["grad"])
+    return whole and whole["grad"]
+
+
+def nothing(run):
+    return None
+
+
+def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepare=nothing):
+    """Train with train.Run on this rank -> (rows, what `look` saw, whole final state)."""
+    dp, tp, pp = layout
+    with gridded(rank, world, tp, pp, config.sequence_parallel, config.pp_chunks) as grid:
+        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
+                        Memory(cfg, 13, seed=1), state and checkpoint.load(state))
+        prepare(run)
+        rows = Rows(run, look)
+        run.log = console.RunLog(rows)
+        run.train(SimpleNamespace(requested=False))
+        whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
+    return rows.steps, rows.seen, whole
+
+
+def trained(pool, layout, out, cfg=CFG, look=nothing, state=None, prepare=nothing, **flags):
+    """A run on dp x tp x pp processes -> (rows, what `look` saw after each step, final state)."""
+    dp, tp, pp = layout
+    Path(out).mkdir(exist_ok=True)
+    config = settings(out, tp=tp, pp=pp, **flags)
+    return pool.run(dp * tp * pp, run_steps, layout, config, cfg, look, state, prepare)[0]
+
+
+@pytest.fixture(scope="session")
+def reference(pool, tmp_path_factory):
+    """reference(model, layout, settings) -> the run of one process, or of a layout, once."""
+    @functools.cache
+    def run(cfg, layout=(1, 1, 1), **flags):
+        flags.setdefault("micro_batch", flags.get("batch_size", 8))
+        return trained(pool, layout, tmp_path_factory.mktemp("reference"), cfg, whole_gradient,
+                       **flags)
+    return run
+
+
+def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1)):
+    """Train on this rank -> the run, its rows, events and batches: (first sequence, how many)."""
+    def begin(run):
+        runs.append(run)
+        prepare(run)
+    runs = []
+    Path(config.out).mkdir(exist_ok=True)
+    rows, ends, _ = run_steps(0, 1, (1, 1, 1), config, cfg, lambda run: run.batches.position,
+                              state, begin)
+    batches = [(end - row["batch_size"], row["batch_size"]) for end, row in zip(ends, rows)]
+    return SimpleNamespace(run=runs[0], rows=rows, events=runs[0].events, batches=batches)
+
+
+def megatrons_batch_size(config, consumed_samples):
+    """What Megatron-LM computes, step by step as in its num_microbatches_calculator.py."""
+    if config.batch_ramp is None:
+        return config.batch_size
+    start, increment, rampup_samples = map(int, config.batch_ramp.split(":"))
+    num_increments = (config.batch_size - start) // increment
+    if consumed_samples > rampup_samples or num_increments == 0:
+        return config.batch_size
+    samples_per_increment = Fraction(rampup_samples, num_increments)    # there, a float
+    return start + int(consumed_samples / samples_per_increment) * increment
+
+
+def batches_from(config, position, count):
+    """So many batches from this position in the data on."""
+    batches = []
+    for _ in range(count):
+        batches.append((position, megatrons_batch_size(config, position)))
+        position = sum(batches[-1])
+    return batches
+
+
+def after_backward(run, act):
+    """act(step) whenever the gradients of a step are complete, and nothing is decided yet."""
+    finish = run.flat.finish_grad_sync
+    run.flat.finish_grad_sync = lambda: (finish(), act(run.step))
+
+
+def poison(run, times=1):
+    """After step 40 the parameters are wrong, in the first `times` attempts: the losses of the next
+    three steps are high, and the last of them rolls back."""
+    def spoil(step):
+        if step == 40 and run.monitor.rollbacks < times:
+            for bucket in run.flat.buckets:
+                bucket.shard["data"] *= 30
+    after_backward(run, spoil)
+
+
+def monitor_now(run):
+    return asdict(run.monitor), run.batches.position, list(run.events)
+
+
+def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
+    """This rank's stage at step 0 of seed 0 -> (model, its FlatParameters)."""
+    local = parallel.build_stage(cfg, grid)
+    flat = FlatParameters(parallel.param_specs(local, cfg, grid), grid, dtype,
+                          torch.promote_types(dtype, torch.float32), "cpu", zero)
+    if recompute:
+        recompute_blocks(local)
+    if zero > 0:
+        gather_before_use(local, flat)
+    flat.initialize(cfg, 0)
+    return local, flat
+
+
+# ---------------------------------------------------------------------------------------------
+# What is compared, counted and watched
+# ---------------------------------------------------------------------------------------------
+
+def relative(ours, theirs):
+    """Largest |difference| of numbers, or of tensors in Euclidean norm, relative to `theirs`."""
+    def difference(*pair):
+        ours, theirs = (torch.as_tensor(x, dtype=torch.float64) for x in pair)
+        assert ours.shape == theirs.shape
+        off = (ours - theirs).norm()
+        if off == 0:
+            return 0.0              # also from zero
+        return (off / theirs.norm()).nan_to_num(math.inf).item()    # max() would pass over a NaN
+    return max(tree_leaves(tree_map(difference, ours, theirs)))
+
+
+def assert_close(pairs, bound):
+    """Each of ours is theirs, to a relative difference of `bound`."""
+    for name, (ours, theirs) in pairs.items():
+        difference = relative(ours, theirs)
+        assert difference <= bound, f"{name} differs by {difference}"
+
+
+def assert_same_rows(rows, expected, bound):
+    """Losses, norms and the last validation loss of two runs are equal, to `bound`."""
+    for name in ("loss", "grad_norm"):
+        assert relative(column(rows, name), column(expected, name)) <= bound, name
+    assert relative(rows[-1]["val_loss"], expected[-1]["val_loss"]) <= bound
+
+
+def assert_same_state(one, two, but=("config", "run")):
+    """Bit for bit."""
+    assert one.keys() == two.keys()
+    for key in one.keys() - set(but):
+        if key in checkpoint.STATE:
+            assert one[key].keys() == two[key].keys()
+            assert all(one[key][n].equal(two[key][n]) for n in one[key]), key
+        else:
+            assert one[key] == two[key], key
+
+
+def column(steps, name):
+    return [row[name] for row in steps]
+
+
+def differences(ours, theirs):
+    """Largest relative differences (loss, gradient, norm) of two runs, over all steps."""
+    (steps, gradients, _), (expected, wanted, _) = ours, theirs
+    losses = ([*column(rows, "loss"), rows[-1]["val_loss"]] for rows in (steps, expected))
+    norms = (column(rows, "grad_norm") for rows in (steps, expected))
+    return relative(*losses), relative(gradients, wanted), relative(*norms)
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations made in the block, while these live."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = torch.utils.weak.WeakTensorKeyDictionary()
+        self.peak = 0
+
+    def bytes(self):
+        storages = [x.untyped_storage() for x in self.made]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.made[x] = None
+        self.peak = max(self.peak, self.bytes())
+        return out
+
+
+@contextmanager
+def traffic(note):
+    """In the block note(name, x, *arguments) hears of each "all_reduce", "isend" or "irecv" of x
+    that this rank starts in torch.distributed, and note("wait", x) that it waits for that."""
+    def noted(name, start):
+        def run(x, *args, **kwargs):
+            note(name, x, *args, **kwargs)
+            work = start(x, *args, **kwargs)
+            return SimpleNamespace(wait=lambda: note("wait", x) or work.wait())
+        return run
+    noting = {name: noted(name, getattr(dist, name)) for name in ("all_reduce", "isend", "irecv")}
+    # batch_isend_irecv looks isend and irecv up in the module that defines them.
+    with mock.patch.multiple(dist, **noting), mock.patch.multiple(dist.distributed_c10d, **noting):
+        yield
+
+
+def in_turn(events):
+    """The events without repetition; the start of any communication is "start"."""
+    events = ["start" if x in ("all_reduce", "isend", "irecv") else x for x in events]
+    return [event for event, _ in itertools.groupby(events)]
+
+
+# ---------------------------------------------------------------------------------------------
+# Checkpoints and folders
+# ---------------------------------------------------------------------------------------------
+
+def saved_file(out, step):
+    return out / f"step_{step:08d}.pt"
+
+
+def saved(out, step):
+    return checkpoint.load(saved_file(out, step))
+
+
+def small_state(step):
+    """The state of a small model whose parameters and moments are all 0.5."""
+    cfg = GPTConfig(vocab_size=256, n_layer=1, n_embd=32)           # no padding
+    tensors = {name: torch.full(p.shape, 0.5) for name, p in GPT(cfg).named_parameters()}
+    return dict(format=checkpoint.FORMAT, step=step, consumed_samples=1, tokens=1, config={},
+                optimizer_steps=1, model=asdict(cfg), tokenizer="bytes", scaler={},
+                data=[[0, {"d": 1}]], monitor={}, run=dict(id="x", origin=["seed", None, 0]),
+                **{key: tensors for key in checkpoint.STATE})
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextmanager
+def no_file_above(size):
+    """The kernel refuses to write more than `size` bytes to a file, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture(params=["hard links", "no hard links"])
+def links(request):
+    """Whether the file system has hard links: once with, once without."""
+    there = request.param == "hard links"
+    with nullcontext() if there else mock.patch.object(os, "link", side_effect=OSError):
+        yield there
+
+
+def failing(name, call, errors):
+    """A patch: each open, or read, of a path that ends in `name` raises one of the `errors`."""
+    def open_file(path, *more, **options):
+        if not errors or not str(path).endswith(str(name)):
+            return open(path, *more, **options)
+        error = OSError(errors.pop(), "the disk hangs")
+        if call == "open":
+            raise error
+        return mock.Mock(wraps=open(path, *more, **options), read=mock.Mock(side_effect=error))
+    return mock.patch.object(io, "open", open_file)
+
+
+# ---------------------------------------------------------------------------------------------
+# Commands: programs in processes of their own, or here
+# ---------------------------------------------------------------------------------------------
+
+def run_file(folder, cwd, environment, file, arguments):
+    """What `python FILE ARGUMENTS` does, in this process, with its output in files."""
+    for number, name in [(1, "out"), (2, "error")]:
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)
+    os.chdir(cwd)
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    sys.argv = list(map(str, [file, *arguments]))
+    runpy.run_path(str(ROOT / file), run_name="__main__")
+
+
+class Command:
+    """`python FILE ARGUMENTS` in a process of its own, a fork of one that has imported torch."""
+
+    def __init__(self, file, *arguments, cwd=ROOT, **environment):
+        self.folder = tempfile.mkdtemp()
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self.process = FORKS.Process(target=run_file, daemon=True, args=(
+            self.folder, cwd, environment, file, arguments))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self):
+        return self.process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def finish(self, seconds=60):
+        """Wait for its end -> (exit status, standard output, standard error)."""
+        self.process.join(seconds)
+        texts = [Path(self.folder, name).read_text() for name in ("out", "error")]
+        if self.poll() is None:
+            self.process.kill()
+            raise TimeoutError(f"no end in {seconds} s: {texts}")
+        return self.poll(), *texts
+
+
+def launch(world, *flags, file="train.py", **environment):
+    """train.py on `world` ranks as torchrun would start them, but without torchrun: [Command]."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [Command(file, *flags, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world,
+                    LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                    **environment) for rank in range(world)]
+
+
+def torchrun(processes, *arguments, cwd=None, gpus="", **options):
+    """torchrun on a free port, with the environment of a user's shell, but only these GPUs."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "CUDA_VIS"))}
+    environment |= {} if gpus is None else dict(CUDA_VISIBLE_DEVICES=gpus)
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d",
+         "--rdzv-endpoint=localhost:0", f"--nproc_per_node={processes}", *map(str, arguments)],
+        cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True, **options)
+
+
+def wait_for_step(out, step, process):
+    """Until metrics.jsonl has this step; `process` is a Command or a Popen."""
+    end = time.monotonic() + 90
+    while time.monotonic() < end and process.poll() is None:
+        with suppress(FileNotFoundError, IndexError, ValueError):
+            if read_metrics(out)[0][-1]["step"] >= step:
+                return
+        time.sleep(0.02)
+    raise AssertionError((process.finish if isinstance(process, Command) else
+                          process.communicate)())
+
+
+def run_main(capsys, program, *flags):
+    """`python PROGRAM.py FLAGS`, in this process -> (exit status, stdout, stderr)."""
+    with mock.patch.object(sys, "argv", [f"{program.__name__}.py", *map(str, flags)]):
+        try:
+            status = program.main() or 0
+        except SystemExit as stop:
+            status = stop.code
+    return status, *capsys.readouterr()
+
+
+@pytest.fixture
+def run_data(capsys):
+    """run_data(*flags) -> (exit status, standard output, standard error) of data.py."""
+    return functools.partial(run_main, capsys, data)
+
+
+@pytest.fixture
+def run_train(capsys):
+    """run_train(*flags, **environment) -> (exit status, stdout, stderr) of train.main here. With a
+    WORLD_SIZE above 1 this is rank 0, without the others: for mistakes, which it alone tells."""
+    def run(*flags, **environment):
+        with mock.patch.dict(os.environ, {k: str(v) for k, v in environment.items()}), \
+                mock.patch.object(signal, "signal"), mock.patch.object(processes.time, "sleep"), \
+                mock.patch.object(processes, "process_group", lambda *_: nullcontext()):
+            return run_main(capsys, train, *flags)
+    return run
+
+
+@pytest.fixture
+def run_sample(things, monkeypatch, capsys):
+    """run_sample(*flags) -> (exit status, standard output, standard error) of sample.py."""
+    def run(*flags, stdin=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        return run_main(capsys, sample, "--ckpt", things / "whole.pt", *flags)
+    return run
+
+
+def read_metrics(out):
+    """(rows of steps, events), each in the order of the file."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [r for r in rows if "event" not in r], [r for r in rows if "event" in r]
+
+
+def kinds(events):
+    return [event["event"] for event in events]
+
+
+def expect_mistake(result, message):
+    status, _, error = result
+    assert status == 2, error
+    assert message in error and error.startswith("train.py: ") and error.count("\n") == 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def leave_nothing_behind():
+    """pytest compiles this file before its first line has run."""
+    yield
+    folder = ROOT / "tests" / "__pycache__"
+    for file in [*folder.glob("harness.*"), *folder.glob("__init__.*")]:
+        file.unlink()
+    with suppress(OSError):
+        folder.rmdir()
+
+
+# ---------------------------------------------------------------------------------------------
+# Data sets
+# ---------------------------------------------------------------------------------------------
+
+def shard(tokens, magic=20240520, version=1, count=None):
+    """The bytes of a shard, whose header can be wrong."""
+    header = np.array([magic, version, len(tokens) if count is None else count], "<i4").tobytes()
+    return header.ljust(1024, b"\0") + np.array(tokens, "<u2").tobytes()
+
+
+def texts_of(directory, *splits):
+    """The documents of a split in tokens that are bytes; of two splits, document by document."""
+    found = []
+    for split in splits:
+        tokens = np.concatenate([np.fromfile(file, "<u2", offset=1024)
+                                 for file in sorted(Path(directory).glob(f"{split}_*.bin"))])
+        before, *documents = np.split(tokens, np.flatnonzero(tokens == 256))
+        assert not len(before)
+        found.append([bytes(document[1:].tolist()).decode() for document in documents])
+    return ["".join(parts) for parts in zip(*found, strict=True)]
+
+
+def set_block(monkeypatch, size):
+    """The characters read, and encoded, at once."""
+    monkeypatch.setattr(corpora, "BLOCK", size)
+    monkeypatch.setattr(data, "BLOCK", size)
+
+
+def dataset(directory, shards, **changes):
+    """A TokenDataset of these shards, {name: tokens}, with `changes` of meta.json."""
+    directory.mkdir(exist_ok=True)
+    for name, tokens in shards.items():
+        (directory / f"{name}.bin").write_bytes(shard(tokens))
+    meta = dict(tokenizer="bytes", vocab_size=257, bytes_per_token=1.0, fingerprint="f")
+    (directory / "meta.json").write_text(json.dumps(meta | changes))
+    return data.TokenDataset(directory, "train", 4)
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory):
+    """A directory of token shards made by data.py."""
+    folder = tmp_path_factory.mktemp("shards")
+    (folder / "text.txt").write_text("".join(f"line {i}: some words é\n" for i in range(3000)))
+    data.prepare([folder / "text.txt"], folder / "d", "bytes")
+    return folder / "d"
+
+
+@pytest.fixture(scope="module")
+def two_sources(tmp_path_factory):
+    """Directories a, of 40 windows of 16 tokens and 2 to validate on, and b, of more than 128."""
+    folder = tmp_path_factory.mktemp("sources")
+    for name, lines in (("a", [f"{i} + {i} = {2 * i}\n" for i in range(50)]),
+                        ("b", [f"line {i}: other words é\n" for i in range(2200)])):
+        (folder / f"{name}.txt").write_text("".join(lines))
+        data.prepare([folder / f"{name}.txt"], folder / name, "bytes")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """Shards of the standard library's source in bytes, as `python data.py` makes them."""
+    folder = tmp_path_factory.mktemp("library") / "python"
+    data.prepare(corpora.standard_library(), folder, "bytes")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def things(shards, tmp_path_factory):
+    """A folder with things that are wrong, by the names that the mistakes below call them; and a
+    whole checkpoint."""
+    folder = tmp_path_factory.mktemp("things")
+    (folder / "precious").write_text("a file")
+    tokens = np.arange(100_000) % 257       # two blocks of check, one for each of two ranks
+    beyond = np.append(tokens, 257)
+    for name, of_train, of_val, changes in [
+            ("beyond", beyond, tokens, {}), ("beyond_val", tokens, beyond, {}),
+            ("torn", tokens, tokens, {}), ("other", tokens, tokens, dict(fingerprint="other")),
+            ("opt", tokens, tokens, dict(tokenizer="opt-257")),
+            ("toy", tokens, tokens, dict(vocab_size=300))]:
+        dataset(folder / name, dict(train_0=of_train, val_0=of_val), **changes)
+    os.truncate(folder / "torn/train_0.bin", 2000)
+    dataset(folder / "lost", dict(train_000000=tokens, val_000000=tokens))
+    (folder / "lost/meta.json").unlink()
+    whole = Command("train.py", "--data", shards, "--out", folder / "run", *TINY).finish(200)
+    assert whole[0] == 0, whole
+    (folder / "run" / "latest.pt").rename(folder / "whole.pt")
+    state = torch.load(folder / "whole.pt")
+    state["format"] = 6
+    torch.save(state, folder / "six.pt")
+    (folder / "sixth").mkdir()
+    shutil.copy(folder / "run" / "step_00000002.pt", folder / "sixth")
+    shutil.copy(folder / "six.pt", folder / "sixth" / "latest.pt")
+    (folder / "torn.pt").write_bytes((folder / "whole.pt").read_bytes()[:-5000])
+    return folder

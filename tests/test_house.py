@@ -1,0 +1,134 @@
+"""The rules of the house: who may import whom, the list of flags, and a book that needs no tools.
+
+    python -m pytest tests/test_house.py
+
+    the book        model.py, data.py, amp.py, parallel.py, checkpoint.py, train.py, sample.py
+    parallelism/    each technique as a run uses it
+    runtime/        what a run on real machines needs beside the training
+    tools/          programs that only use the rest
+
+MAY_IMPORT is the table of the imports. Sizes are not asserted.
+"""
+import ast
+import fnmatch
+import graphlib
+import os
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from runtime.options import Config
+from tests.harness import ROOT
+
+OURS = ("amp", "checkpoint", "data", "model", "parallel", "sample", "train", "test_all",
+        "parallelism", "runtime", "tools", "tests")
+PACKAGES = ("parallelism", "runtime", "tools", "tests")
+FILES = sorted(file for pattern in ("*.py", "parallelism/*.py", "runtime/*.py", "tools/*.py")
+               for file in ROOT.glob(pattern) if file.name not in ("__init__.py", "test_all.py"))
+
+# A file, or all of a folder: (what of ours it may import, what of that not).
+MAY_IMPORT = {
+    "model": ("", ""),
+    "amp": ("", ""),
+    "data": ("runtime.commandline runtime.corpora", ""),
+    "parallel": ("model parallelism.* data", ""),               # data: in `main` alone
+    "checkpoint": ("model parallel parallelism.* runtime.processes", ""),
+    "train": ("*", "tools* tests* test_all"),
+    "sample": ("model data checkpoint runtime.commandline runtime.processes runtime.devices", ""),
+    "parallelism.*": ("model amp parallelism.*", ""),
+    "runtime.*": ("*", "train tools* tests* sample test_all"),
+    "tools.*": ("*", "tests* test_all"),
+}
+
+
+def name_of(file):
+    """runtime/console.py is runtime.console."""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
+
+
+def imports_of(tree):
+    """Our modules that a tree of a file's syntax imports, in functions too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module in PACKAGES:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+    return {name for name in found if name.split(".")[0] in OURS}
+
+
+def matches(name, patterns):
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split())
+
+
+def rule_of(module):
+    return MAY_IMPORT.get(module) or MAY_IMPORT[module.split(".")[0] + ".*"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_imports_run_one_way_and_no_file_imports_a_tool(file):
+    """Each file imports only those of ours that its line of the table allows."""
+    allowed, but = rule_of(name_of(file))
+    wrong = {name for name in imports_of(ast.parse(file.read_text()))
+             if not matches(name, allowed) or matches(name, but)}
+    assert not wrong, f"{name_of(file)} imports {sorted(wrong)}"
+
+
+def test_no_imports_run_in_a_circle():
+    """Neither at the start of a file nor in a function."""
+    graph = {name_of(file): imports_of(ast.parse(file.read_text())) for file in FILES}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail("imports in a circle: " + " <- ".join(error.args[1]))
+
+
+def test_parallel_py_reads_data_in_main_alone():
+    """So that what imports parallel.py, as the checkpoint does, does not depend on data."""
+    tree = ast.parse((ROOT / "parallel.py").read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", None) != "main"]
+    assert "data" not in imports_of(tree)
+
+
+def test_data_py_needs_neither_torch_nor_the_model():
+    """`python data.py` starts at once, and on a machine without torch."""
+    code = "import sys, data; print([m for m in ('torch', 'model') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-B", "-c", code], cwd=ROOT, text=True,
+                          stdout=subprocess.PIPE)
+    assert done.stdout == "[]\n"
+
+
+FLAGS = """data out log model n_layer n_head n_embd seq_len activation dropout batch_size batch_ramp
+    steps epochs lr min_lr_ratio warmup_steps lr_schedule weight_decay beta1 beta2 clip seed tp pp
+    pp_schedule pp_chunks device compile timeout micro_batch zero recompute sequence_parallel
+    offload dtype save_every keep resume init_from eval_every eval_tokens eval_only log_every
+    rollback max_rollbacks skip_steps"""
+
+
+def test_train_py_has_these_flags_and_no_others():
+    """A new flag is a decision, not an accident: whoever adds one writes it down here too."""
+    assert {field.name for field in fields(Config)} == set(FLAGS.split())
+
+
+def test_the_books_commands_work_without_tools_and_tests(tmp_path):
+    """In a folder that has the seven programs, parallelism/ and runtime/ alone."""
+    for pattern in ("*.py", "parallelism/*.py", "runtime/*.py"):
+        for file in ROOT.glob(pattern):
+            copy = tmp_path / file.relative_to(ROOT)
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes(file.read_bytes())
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2"
+    for command, words in [
+            ("data.py", "python train.py"),
+            ("train.py --steps 2 --eval-every 0 --out out/one", "step 2/2"),
+            ("sample.py --ckpt out/one/latest.pt --max-tokens 3 --prompt def", "def"),
+            ("parallel.py --steps 2", "step 2"),
+            (f"{torchrun} train.py --tp 2 --steps 2 --eval-every 0 --out out/two", "step 2/2")]:
+        done = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, env=environment,
+                              capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and words in done.stdout, (command, done.stdout, done.stderr)

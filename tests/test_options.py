@@ -1,0 +1,118 @@
+"""Options together: what test_all.py shows one by one holds where two of them meet.
+
+    python -m pytest tests/test_options.py
+
+The rows of `harness.COVER` have every two values of ZeRO stage, tp, pp, schedule, recomputation,
+sequence parallelism and precision that may stand together. Compared with one process, and compiled
+blocks with plain ones.
+"""
+import functools
+import math
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import model
+from tests.harness import (BOUNDS, CFG, COVER, assert_same_rows, column, deep_enough_for,
+                           differences, nothing, on_ranks, own_processes, run_steps, settings,
+                           whole_gradient)
+
+
+# ---------------------------------------------------------------------------------------------
+# Every two options together
+# ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("row, long", [
+    (COVER[8], True), *((row, False) for row in COVER),
+    *(pytest.param(row, True, marks=pytest.mark.slow) for row in COVER if row is not COVER[8])],
+    ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x))
+def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row, long):
+    """In three steps (long: 20) losses, each parameter's gradients and norms are those of one
+    process, to the BOUNDS; in 16 bits those of fp64, to 0.001, 0.05 and 0.01, because a loss alone
+    would not show what Adam's division hides. Long runs in 16 bits: 60 steps, within 0.05 nats."""
+    dtype, tp, pp = row["dtype"], row["tp"], row["pp"]
+    half = dtype not in BOUNDS
+    dp = min(8 // (tp * pp), 2 if tp * pp > 1 else 4)
+    cfg = deep_enough_for(row)
+    if half and pp < 4 and cfg is CFG:
+        cfg = replace(CFG, n_layer=2)
+    changes = dict(steps=60, lr=4e-3) if half and long else dict(steps=20 if long else 3)
+    microbatch = 4 if row["pp_schedule"] == "gpipe" else 2      # of GPipe two, of others four
+    look = nothing if half and long else whole_gradient
+    ours = pool.run(dp * tp * pp, run_steps, (dp, tp, pp), settings(
+        tmp_path, micro_batch=microbatch // dp, **row, **changes), cfg, look)[0]
+    masters = torch.float64 if dtype == "fp64" else torch.float32
+    assert {x.dtype for x in ours[2]["master"].values()} == {masters}
+    one = reference(cfg, dtype="fp64" if half else dtype, **changes)
+    if half and long:
+        losses, expected = (np.array(column(steps, "loss")) for steps in (ours[0], one[0]))
+        assert abs(losses - expected).max() <= 0.05 and losses[-1] < losses[0] - 0.5
+    else:
+        loss, gradient, norm = differences(ours, one)
+        bounds = (0.001, 0.05, 0.01) if half else [BOUNDS[dtype]] * 3
+        assert loss <= bounds[0] and gradient <= bounds[1] and norm <= bounds[2]
+
+
+# ---------------------------------------------------------------------------------------------
+# --compile, and 16 bits on a CPU
+# ---------------------------------------------------------------------------------------------
+
+def compiled_steps(rank, world, layout, config, cfg, backend):
+    """(rows of a run, the number of its compiled graphs after each step)"""
+    def graphs(run):
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"] if config.compile else 0
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+        return run_steps(rank, world, layout, config, cfg, graphs)[:2]
+
+
+@pytest.mark.parametrize("layout, flags, dropout, graphs, backend", [
+    ((1, 2, 1), dict(tp=2, sequence_parallel=True, zero=3, recompute=True), 0.1, 13, "aot_eager"),
+    *(pytest.param(*row, "inductor", marks=pytest.mark.slow) for row in [
+        ((2, 1, 1), dict(zero=3, recompute=True), 0.0, 4),
+        ((1, 1, 2), dict(zero=2, pp=2, dtype="bf16"), 0.0, 3),
+        ((1, 1, 1), dict(dtype="fp16"), 0.1, 12),
+        ((2, 2, 2), dict(tp=2, pp=2, zero=2, pp_schedule="1f1b", recompute=True), 0.0, 9)])])
+def test_compiled_blocks_train_as_they_are(tmp_path, layout, flags, dropout, graphs, backend):
+    """Losses and norms are those without --compile, to 1e-5, in 16 bits to eps (fused operations
+    round in other places). The first step compiles the graphs: one that all blocks share, and one
+    each for positions, last norm and loss; more where masks are drawn or ranks communicate. (A
+    compiler leaves tensors behind that are none, and code compiled for other instructions crashes:
+    hence processes of its own.)"""
+    config = settings(tmp_path, steps=4, **flags)
+    cfg = replace(CFG, n_layer=2 * layout[2], dropout=dropout)
+    with own_processes(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) as fresh:
+        (plain, _), (compiled, seen) = (
+            fresh.run(math.prod(layout), compiled_steps, layout, replace(config, compile=c), cfg,
+                      backend, seconds=400)[-1] for c in (False, True))
+    assert seen[:3] == 3 * [graphs]
+    bound = torch.finfo(torch.bfloat16).eps if config.dtype in ("bf16", "fp16") else 1e-5
+    assert_same_rows(compiled, plain, bound)
+
+
+class Products(TorchDispatchMode):
+    """Keeps the types of what is multiplied in the block."""
+    types = frozenset()
+
+    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
+        if "mm" in str(function) or "attention" in str(function):
+            self.types |= {args[0].dtype}
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("world, flags", [(1, dict(recompute=True)), (2, {})])
+@on_ranks
+def test_a_cpu_without_products_in_16_bits_multiplies_in_fp32(rank, world, tmp_path, flags):
+    """Losses and norms are those of bf16 products, to 2e-3: results still have 16 bits."""
+    config = settings(tmp_path, steps=3, tp=world, dtype="bf16", **flags)
+    cfg = replace(CFG, n_layer=2, dropout=0.1)
+    runs = []
+    for missing in ([], [torch.bfloat16]):
+        with mock.patch.object(model, "NO_PRODUCTS", missing), Products() as seen:
+            runs.append((run_steps(rank, world, (1, world, 1), config, cfg)[0], seen.types))
+    (native, with_16), (rows, without) = runs
+    assert torch.bfloat16 in with_16 and without == {torch.float32}
+    assert_same_rows(rows, native, 2e-3)

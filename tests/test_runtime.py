@@ -1,0 +1,1412 @@
+"""What a run on real machines needs beside the training: runtime/.
+
+    python -m pytest tests/test_runtime.py
+
+Section                       Claims                                    Compared with
+Flags and refusals            a user's mistake ends in one line, and    literals
+                              exit 2, from one rank
+Memory                        what a rank keeps is told; what does      the published formulas
+                              not fit is refused
+Devices                       GPUs, MPS, systems without POSIX          the choice by hand
+Processes and signals         a signal saves; no thread outlives a run  a run without the signal
+The run's directory ...       where a run begins; metrics.jsonl; what   the file; the README's line
+                              the console tells; --eval-only
+Divergence and recovery       when a run rolls back, and where to       runs without faults
+Corpora                       downloads, input, the vocabulary          a loopback server
+"""
+import errno
+import functools
+import hashlib
+import http.server
+import io
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext, redirect_stdout, suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import requests
+import torch
+import torch.distributed as dist
+
+import amp
+import checkpoint
+import data
+import model
+import train
+from model import SIZES, GPTConfig
+from parallel import Grid
+from parallelism import collectives
+from runtime import checks, console, corpora, devices, directory, processes, recovery
+from runtime.divergence import DivergenceMonitor
+from runtime.options import Config, parse_flags
+from runtime.processes import Job, RunError
+from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backward,
+                           assert_same_state, batches_from, column, expect_mistake, failing, kinds,
+                           launch, monitor_now, names_in, no_file_above, nothing, poison,
+                           read_metrics, relative, run_steps, saved, saved_file, set_block,
+                           settings, shard, staged, texts_of, torchrun, wait_for_step, watched)
+
+
+# ---------------------------------------------------------------------------------------------
+# Flags and refusals: a user's mistake ends in one line
+# ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("message, commands", [
+    ("invalid choice: 4 (choose from 0, 1, 2, 3)", ["--zero 4"]), ("many", ["--steps many"]),
+    ("gpt3-6.7b", ["--model gpt3-6.7"]), ("fp16", ["--dtype bfloat16"]),
+    ("--steps: 0 must be at least 1 and finite", ["--steps 0"]),
+    ("--lr: nan must be at least 0 and finite", ["--lr nan"]),
+    ("--lr: inf must be at least 0 and finite", ["--lr inf"]),
+    ("--dropout: 1 must be at least 0 and below 1", ["--dropout 1"]),
+    ("must be A:B, steps with 1 <= A <= B", ["--skip-steps 0:3", "--skip-steps 9:3"]),
+    ("is not START:INCREMENT:SEQUENCES, all > 0", [
+        "--batch-ramp 2", "--batch-ramp 2:2", "--batch-ramp 0:2:9", "--batch-ramp 2:0:9",
+        "--batch-ramp 2:2:0", "--batch-ramp 2:2:x", "--batch-ramp 2:-2:9"]),
+    ("does not end at --batch-size 4", ["--batch-ramp 1:2:9", "--batch-ramp 5:1:9"]),
+    ("--nonsense: --help lists the flags", ["--nonsense 1"]),
+    ("did you mean --batch-size? (global batch size: sequences per step (default 16))",
+     ["--global-batch-size 1", "--batch-sise 1"]),
+    ("mean --n-layer?", ["--n-layers 1"]), ("mean --lr?", ["--learning-rate 1"]),
+    ("mean --micro-batch?", ["--mbs 1"]), ("mean --steps?", ["--max_iters 1"]),
+    ("no CUDA device here", ["--device cuda"]), ("give --device cpu", ["--device mps"]),
+    ("needs a C++ compiler: install g++", ["--compile"]),
+    ("install tensorboard", ["--log tensorboard,wandb"]), ("install wandb", ["--log wandb"]),
+    ("padded vocabulary 384 is not divisible by tp 5", ["--tp 5 --n-head 5 --n-embd 40"]),
+    ("n_head 2 is not divisible by tp 16", ["--tp 16"]), ("tp is 1", ["--sequence-parallel"]),
+    ("zero 3 with pp 2", ["--zero 3 --pp 2"]),
+    ("requires --pp and --pp-chunks of 2 or more, not", [
+        "--pp 2 --pp-schedule interleaved", "--pp-schedule interleaved --pp-chunks 2"]),
+    ("--pp-chunks 2 requires --pp-schedule interleaved, not", [
+        "--pp 2 --pp-chunks 2", "--pp 2 --pp-schedule 1f1b --pp-chunks 2"]),
+    ("n_layer 3 is less than pp 2 x pp-chunks 2", [
+        "--n-layer 3 --pp 2 --pp-schedule interleaved --pp-chunks 2"]),
+    ("--pp-schedule zb-h1 requires --pp 2 or more, and cannot be combined with --zero 2, ", [
+        "--pp-schedule zb-h1", *(f"--pp 2 --pp-schedule zb-h1 {flag}" for flag in (
+            "--recompute", "--zero 2", "--compile"))]),
+    ("3 microbatches are not divisible by pp 2, as the interleaved schedule requires", [
+        "--n-layer 4 --batch-size 3 --micro-batch 1 --pp 2 --pp-schedule interleaved --pp-chunks 2",
+        "--n-layer 4 --batch-size 4 --batch-ramp 3:1:9 --micro-batch 1 --pp 2 --pp-chunks 2 "
+        "--pp-schedule interleaved"]),
+    ("seq_len 15 is not divisible", ["--sequence-parallel --tp 2 --seq-len 15"]),
+    ("batch size 6 is not divisible by dp 1 x micro-batch 4", ["--batch-size 6 --micro-batch 4"]),
+    ("batch size 5 is not divisible", ["--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2"]),
+    ("n_embd 15 is not divisible by n_head 2", ["--n-embd 15"]),
+    ("--steps cannot be combined with --epochs", ["--epochs 2"]),
+    ("would keep parameters 695.9 GB", ["--n-layer 96 --n-head 96 --n-embd 12288"]),
+    ("a mixture is DIR=WEIGHT,DIR=WEIGHT, not ", [
+        "--data a,b", "--data a:0.5,b:0.5", "--data a=1,b", "--data a=x,b=1", "--data a=nan",
+        "--data a=inf", "--data a=-1,b=2", "--data a=0,b=0", "--data a=1001,b=1",
+        "--data a=1,a=2", "--data one/a=1,two/a=1", "--data ,", "--data a=1,"]),
+    ("nowhere does not exist: give a directory that data.py has made: data/python by `python "
+     "data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR",
+     ["--data nowhere", "--data other=1,nowhere=1"]),
+    ("has no train shards: give", ["--data run", "--data other/train_0.bin"]),
+    ("lost has no meta.json: copy it, too, or run data.py again", ["--data lost"]),
+    ("too few", ["--seq-len 100000"]),
+    ("other and toy have different tokenizers", ["--data other=1,toy=0"]),
+    ("train_0.bin", ["--data torn=1,other=1"]),
+    ("beyond and beyond_val hold the same text", ["--data beyond=1,beyond_val=1"]),
+    ("257", ["--data beyond_val", "--data other=1,beyond=2"]),
+    ("/proc/nowhere", ["--out /proc/nowhere"]), ("--out precious is not a", ["--out precious"]),
+    ("holds no checkpoint", ["--eval-only"]), ("there is no checkpoint ", ["--init-from "]),
+    ("there is no checkpoint yes: give a file of train.py, such as out/latest.pt, or", [
+        "--resume yes"]),
+    ("there is no checkpoint no.pt: run train.py first", ["--init-from no.pt"]),
+    ("no checkpoint sixth: give a file, such as sixth/latest.pt", [
+        "--resume sixth", "--init-from sixth"]),
+    ("File name too long", [f"--resume {'x' * 300}.pt", f"--init-from {'x' * 300}.pt"]),
+    ("torn.pt is damaged", ["--resume torn.pt", "--init-from torn.pt"]),
+    ("has format 6, this code reads format 7: use the", [
+        "--init-from six.pt", "--resume six.pt", "--out sixth", "--out sixth --eval-only"]),
+    ("n_layer 2, not 3: drop --n-layer, or use another --out", ["--resume whole.pt --n-layer 3"]),
+    ("activation gelu, not relu: drop --model", ["--resume whole.pt --model opt-125m"]),
+    ("was trained on: it lacks text that --data /", ["--resume whole.pt --data other=1"]),
+    ("is bytes with 257 tokens, but toy has bytes with 300", ["--resume whole.pt --data toy"]),
+    ("torn.pt is refused", ["--resume torn.pt --out run"]),
+    ("seq_len 16 or less, not 32: drop --seq-len", ["--init-from whole.pt --seq-len 32"]),
+    ("n_embd 16, not 32", ["--init-from whole.pt --n-embd 32"]),
+    ("but opt has opt-257 with 257", ["--init-from whole.pt --data opt"]),
+    ("cannot be combined with --resume FILE", ["--init-from whole.pt --resume whole.pt"]),
+    ("did not begin from whole.pt, or that file is gone: drop --init-from", [
+        "--init-from whole.pt --out run"])])
+def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch,
+                                                     message, commands):
+    """Each command ends with this message, in as many processes as tp x pp, where the compiler and
+    the packages of --log are missing. It leaves no file; an older format is never passed over."""
+    monkeypatch.chdir(things)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for package in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+    before = names_in(things)
+    for flags in commands:
+        world = math.prod(map(int, re.findall(r"--[tp]p (\d+)", flags)))
+        expect_mistake(run_train("--data", shards, "--out", "o", *TINY, *flags.split(" "),
+                                 WORLD_SIZE=world), message)
+        shutil.rmtree("o", ignore_errors=True)
+        assert names_in(things) == before and Path("precious").read_text() == "a file"
+
+
+def differ(rank, world):
+    """The exit status of a rank that sees other data than the others."""
+    with pytest.raises(RunError, match="not the same") as error:
+        processes.assert_equal_across_ranks(rank, "not the same")
+    return error.value.status
+
+
+def test_of_many_ranks_one_tells_the_mistake_and_all_end_alike(run_train, shards, things, tmp_path,
+                                                               pool):
+    """One line and exit status 2: of rank 0 if all find it in the flags, of rank 1 if it is in its
+    share of the data, of rank 0 before they meet, when torchrun ends rank 1."""
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    process = torchrun(2, ROOT / "train.py", *flags, "--pp", 2, "--n-layer", 1)
+    assert pool.run(2, differ) == [2, 2]
+    assert run_train(*flags, "--lr", -1, RANK=1, LOCAL_RANK=1, WORLD_SIZE=2) == (2, "", "")
+    first, second = launch(2, *flags, "--data", things / "beyond")
+    expect_mistake(first.finish(), "rank 1: ")
+    assert second.finish() == (2, "", "")
+    _, error = process.communicate(timeout=120)
+    ours = re.findall("^train.py: .*\n", error, re.MULTILINE)
+    expect_mistake((2, "", "".join(ours)), "n_layer 1 is less than pp 2")
+    assert "exitcode  : 2" in error and process.returncode != 0
+    assert error.count("Traceback (most recent call last)") <= 1            # torchrun's own
+
+
+@pytest.mark.parametrize("flags, world, expected", [
+    ("", 1, dict(micro_batch=4)), ("--tp 2 --pp 2", 8, dict(micro_batch=4)),
+    ("", 8, dict(micro_batch=2)), ("--pp=4 --n_layer=4", 8, dict(micro_batch=2)),
+    ("--pp 2 --batch-size 5", 2, dict(micro_batch=1)), ("--micro-batch 8", 1, dict(micro_batch=8)),
+    ("--batch-size 64 --device cuda", 2, dict(micro_batch=16)),
+    ("--batch-size 30 --device cuda", 1, dict(micro_batch=15)),
+    ("--batch-size 64 --pp 2 --device cuda", 2, dict(micro_batch=4)),
+    ("--model opt-125m --n_layer 3 --dropout 0.3 --init-from a_b", 1,
+     dict(asdict(GPTConfig(257, 16, 3, 12, 768, "relu", 0.3)), init_from="a_b")),
+    ("--model opt-125m --activation gelu", 1, dict(activation="gelu", n_layer=12, lr=6e-4)),
+    ("--model gpt3-1.3b", 1, dict(lr=2e-4)), ("--model gpt2 --lr 1e-3", 1, dict(lr=1e-3)),
+    ("--n-layer 12 --n-embd 768", 1, dict(lr=6e-4)),        # by shape, as with --init-from
+    ("--n-layer 3", 1, dict(lr=4e-3))])
+def test_flags_make_the_model_and_a_microbatch_that_suits_the_layout(shards, flags, world,
+                                                                     expected):
+    """They also choose a learning rate, that of the papers for --model. Underscores are dashes."""
+    given = parse_flags(["--data", str(shards), "--seq_len", "16", *flags.split()])
+    config, cfg = checks.validate(given, None, world, given.get("device", "cpu"))
+    assert {**asdict(config), **asdict(cfg)}.items() >= expected.items()
+
+
+def test_help_lists_every_flag_with_its_default(run_train):
+    """The defaults are those of Config."""
+    text = " ".join(run_train("--help")[1].split())
+    for name, value in asdict(Config()).items():
+        assert f" --{name.replace('_', '-')} " in text
+        assert value in (None, False) or re.search(
+            rf"\((at least [^()]*, )?default {re.escape(str(value))}\)", text), name
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory: what a rank keeps, and what does not fit
+# ---------------------------------------------------------------------------------------------
+
+def test_the_start_prints_the_state_that_a_rank_keeps(run_train, shards, tmp_path):
+    """Of 1,682,432 parameters, with the vocabulary padded to 384, 2, 4, 4 and 8 bytes in bf16. And
+    whether fp32 is multiplied in TF32, as on CUDA."""
+    text = run_train("--data", shards, "--out", tmp_path, *TINY, "--steps", 1, "--n-embd", 256,
+                     "--dtype", "bf16")[1]
+    assert ("\nmemory   parameters 3.4 MB, gradients 6.7 MB, masters 6.7 MB, moments 13.5 MB "
+            "(rank 0)\n") in text and "TF32" not in text
+    with mock.patch.object(torch, "get_float32_matmul_precision", lambda: "high"):
+        text = run_train("--data", shards, "--out", tmp_path / "fp32", *TINY, "--steps", 1)[1]
+    assert "cpu (multiplies fp32 in TF32), fp32" in text
+
+
+@pytest.mark.parametrize("flags, on_gpu, on_machine, message", [
+    (dict(), 2.3e9, 1.6e9, None), (dict(offload=True), 0.8e9, 17e9, None),
+    (dict(eval_only=True), 0.3e9, 0, None),
+    (dict(eval_only=True), 0.2e9, 0, "would keep parameters 0.2 GB here, but there are 0.2 GB"),
+    (dict(), 2.2e9, 0, "parameters 0.2 GB, gradients 0.5 GB, masters 0.5 GB, moments 1.0 GB here, "
+     "but there are 2.2 GB: raise --tp, --pp or --zero on more GPUs, give --offload"),
+    (dict(offload=True), 0.7e9, 15e9,
+     "parameters 0.2 GB, gradients 0.5 GB here, but there are 0.7 GB"),
+    (dict(zero=1), 2.3e9, 1.4e9, "would keep copies for a save 1.5 GB here"),
+    (dict(offload=True), 0.8e9, 15e9, "masters 4.0 GB, moments 8.0 GB, staging 2.5 GB, copies for "
+     "a save 1.5 GB here, but there are 15.0 GB: raise --tp, --pp or --zero on more machines")])
+def test_a_model_that_a_gpu_or_its_machine_cannot_hold_is_refused(flags, on_gpu, on_machine,
+                                                                  message):
+    """GPT-2 in bf16 has 124M parameters of 18 bytes; eight GPUs offload 12 each to one machine,
+    with two buffers for the token matrix (309 MB each GPU), a save copies 12 of the whole model,
+    and an evaluation needs 2."""
+    cfg = GPTConfig(50257, **SIZES["gpt2"])
+    refusal = nullcontext()
+    if message is not None:
+        refusal = pytest.raises(ValueError, match=re.escape(message))
+    with mock.patch.object(torch.cuda, "mem_get_info", lambda device: (0, int(on_gpu))), \
+            mock.patch.object(os, "sysconf", dict(
+                SC_PHYS_PAGES=int(on_machine), SC_PAGE_SIZE=1).get), refusal:
+        checks.check_memory(cfg, Grid(8, 1, 1), settings("", dtype="bf16", **flags),
+                              amp.PRECISIONS["bf16"], torch.device("cuda"), 8)
+
+
+def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, tmp_path):
+    """Exit status 1: training with an exabyte of activations, sampling with one of positions."""
+    state = torch.load(things / "whole.pt")
+    state["model"]["seq_len"] = 2 ** 54
+    for key in checkpoint.STATE:            # on the disk a single number
+        state[key]["embed.position.weight"] = torch.zeros(()).expand(2 ** 54, 16)
+    torch.save(state, tmp_path / "large.pt")
+    most = ["--out", tmp_path, *TINY, "--batch-size", 2 ** 50, "--micro-batch", 2 ** 50]
+    for words, file, *flags in [
+            ("allocate memory.* lower --micro-batch", "train.py", "--data", shards, *most),
+            ("allocate memory.* --device cpu", "sample.py", "--ckpt", tmp_path / "large.pt")]:
+        status, _, error = Command(file, *flags).finish()
+        assert status == 1 and re.fullmatch(rf"{file}: .*{words}.*\n", error), error
+
+
+# ---------------------------------------------------------------------------------------------
+# Devices, and machines that lack something
+# ---------------------------------------------------------------------------------------------
+
+def test_mps_is_for_one_process_without_float64(run_train, shards, tmp_path, monkeypatch):
+    """By name it is refused for two processes and in fp64; by itself a run in fp64 is on the CPU.
+    (There sums are in fp32, and the generator of dropout is its own.)"""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
+    for more, world in ((["--dtype", "fp64"], 1), ([], 2)):
+        expect_mistake(run_train(*flags, "--device", "mps", *more, WORLD_SIZE=world),
+                       "--device mps is for one process, and not for fp64: give")
+    assert ", cpu, fp64" in run_train(*flags, "--dtype", "fp64")[1]
+    assert collectives.sum_dtype(torch.device("mps")) == torch.float32
+    with mock.patch.object(torch.mps, "manual_seed") as manual_seed:
+        model.seed_dropout(torch.device("mps"), 1, "embed")
+    manual_seed.assert_called_once_with(model.derive_seed(1, "embed"))
+
+
+def test_one_process_needs_no_posix(shards, tmp_path):
+    """Without what Windows lacks a run trains, saves, goes on and is sampled; train.py needs torch
+    and numpy alone."""
+    (tmp_path / "windows.py").write_text(f"""
+import os, runpy, sys, torch
+def open_file(path, *arguments, open=os.open, **options):
+    if os.path.isdir(path):
+        raise PermissionError(path)
+    return open(path, *arguments, **options)
+os.open = open_file
+torch.set_num_threads(2)
+del os.sysconf, os.getloadavg, os.O_DIRECTORY, os.fork
+sys.modules.update(dict.fromkeys(["fcntl", "resource", "termios", "pwd", "grp"]))
+if sys.argv[1] == "train.py":
+    sys.modules.update(requests=None, tiktoken=None)
+for name in ("model", "data", "amp", "parallel", "checkpoint", "train", "sample"):
+    sys.modules.pop(name, None)
+runpy.run_path({str(ROOT)!r} + "/" + sys.argv.pop(1), run_name="__main__")
+""")
+    for words, *command in [("Now sample", "train.py", "--data", shards, *TINY, "--steps", 2),
+                            ("Now sample", "train.py", "--data", shards, *TINY),
+                            ("\n", "sample.py", "--max-tokens", 5)]:
+        status, text, error = Command(tmp_path / "windows.py", *command, cwd=tmp_path).finish()
+        assert (status, error) == (0, "") and words in text, error
+
+
+@pytest.mark.parametrize("missing, load, threads, flags, notes", [
+    ([torch.bfloat16], 0, 2, "", []), ([], 0, 2, "--dtype bf16", []), ([], 9e9, 1, "", []),
+    ([torch.bfloat16], 0, 2, "--dtype bf16", ["cpu (multiplies bf16 in fp32), bf16"]),
+    ([], 9e9, 2, "--warmup-steps 3", [
+        "set OMP_NUM_THREADS=1",
+        "the warm-up takes 3 of 4 steps: give a smaller --warmup-steps"])])
+def test_a_run_says_what_makes_it_slow(run_train, shards, tmp_path, missing, load, threads, flags,
+                                       notes):
+    """A line for a type without instructions, for threads on a busy machine, for a long warm-up."""
+    with mock.patch.object(model, "NO_PRODUCTS", missing), \
+            mock.patch.object(os, "getloadavg", lambda: (load, 0, 0)), \
+            mock.patch.object(torch, "get_num_threads", lambda: threads):
+        text = run_train("--data", shards, "--out", tmp_path, *TINY, *flags.split())[1]
+    told = re.findall("^note .*|^layout .*multiplies.*", text, re.M)
+    assert len(told) == len(notes) and all(words in line for words, line in zip(notes, told))
+
+
+@pytest.mark.parametrize("gpus, mps, processes, picked", [
+    (2, True, 2, "cuda:1"), (1, False, 2, "cuda:0"),                # one each, as srun may show it
+    (1, True, 1, "cuda:0"), (0, True, 1, "mps"), (0, True, 2, "cpu"), (0, False, 1, "cpu")])
+def test_each_process_has_a_device_of_its_own(gpus, mps, processes, picked):
+    """Serves --device auto: the device of the last process. Two with the same GPU are refused."""
+    with mock.patch.multiple(torch.cuda, is_available=lambda: gpus > 0, set_device=nothing,
+                             device_count=lambda: gpus, get_device_properties=mock.Mock()), \
+            mock.patch.object(torch.backends.mps, "is_available", lambda: mps):
+        with mock.patch.object(torch, "set_float32_matmul_precision") as set_precision:
+            device = devices.pick_device("auto", processes - 1, processes == 1)
+            assert not set_precision.called         # that is the training program's decision
+            devices.choose_device(Config(), Job(0, processes, processes - 1))
+        assert set_precision.mock_calls == [mock.call("high")] * (device.type == "cuda")
+        assert str(device) == picked and devices.pick_device("cpu").type == "cpu"
+        for other, refused in (("another", False), (None, device.type == "cuda")):
+            with mock.patch.object(devices, "all_gather_object", lambda x: [x, other or x]), \
+                    pytest.raises(RunError, match="but 1 CUDA") if refused else nullcontext():
+                devices.assert_own_gpu(device)
+
+
+# ---------------------------------------------------------------------------------------------
+# Processes and signals
+# ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("ranks, number, to", [
+    (1, signal.SIGINT, "all"), (1, signal.SIGTERM, "all"), (2, signal.SIGTERM, "all"),
+    (2, signal.SIGTERM, "the last"),
+    pytest.param(2, signal.SIGTERM, "torchrun", marks=pytest.mark.slow)])
+def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, number, to):
+    """A rank that gets a signal tells the others; torchrun passes its own on to all. One process
+    saves, then ends by the signal, so that Ctrl-C ends a shell's loop; a rank exits with 0."""
+    flags = ["--data", shards, "--out", tmp_path, *TINY, "--steps", 100000, "--save-every", 0,
+             "--eval-every", 0, "--pp", ranks]
+    if to == "torchrun":
+        run = [torchrun(ranks, ROOT / "train.py", *flags)]
+    else:
+        run = launch(ranks, *flags)
+    wait_for_step(tmp_path, 3, run[0])
+    for process in run:
+        if to == "all" or process is run[-1]:
+            process.send_signal(number)
+    if to == "torchrun":
+        text, _ = run[0].communicate(timeout=60)
+    else:
+        (status, text, error), *others = [process.finish() for process in run]
+        expected = -number if ranks == 1 else 0
+        assert (status, error) == (expected, "") and others == [(0, "", "")] * (ranks - 1)
+    rows, events = read_metrics(tmp_path)
+    last = rows[-1]["step"]
+    assert events[-1].items() >= dict(event="stop", step=last).items()
+    assert "val_loss" not in rows[-1]
+    assert f"saved after step {last}; run the same command to go on" in text
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == last >= 3
+    ends = [process.finish() for process in launch(ranks, *flags, "--steps", last + 1)]
+    assert [status for status, *_ in ends] == [0] * ranks, ends
+    assert column(read_metrics(tmp_path)[0], "step") == [*range(1, last + 2)]
+
+
+@pytest.mark.parametrize("ranks, stopped", [(1, -signal.SIGTERM), (2, 0)])
+def test_a_signal_in_an_evaluation_stops_the_run_after_the_next_step(shards, things, tmp_path,
+                                                                     ranks, stopped):
+    """It saves, and goes on by --resume auto, in a new process: one process ends with the state of
+    a run that was not stopped, bit for bit. In the evaluation after the last step there is nothing
+    to stop. Of two ranks one gets it."""
+    (tmp_path / "wrapper.py").write_text("""
+import os, signal, train
+def interrupted(run, source, evaluate_source=train.Run.evaluate_source):
+    if run.grid.rank == run.grid.world - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return evaluate_source(run, source)
+train.Run.evaluate_source = interrupted
+train.main()
+""")
+    for resume, expected, words in [
+            ("never", stopped, "step 3; run the same command without --resume never to go on"),
+            ("auto", 0, "validation: ")]:
+        run = launch(ranks, "--data", shards, *TINY, "--pp", ranks, "--out", tmp_path / "out",
+                     "--resume", resume, file=tmp_path / "wrapper.py")
+        (status, text, error), *_ = [rank.finish() for rank in run]
+        assert (status, error) == (expected, "") and words in text, text
+    rows, events = read_metrics(tmp_path / "out")
+    assert kinds(events) == ["start", "stop", "resume", "end"]
+    assert column(rows, "step") == [1, 2, 3, 4]
+    if ranks == 1:
+        assert_same_state(saved(tmp_path / "out", 4), checkpoint.load(things / "whole.pt"),
+                          but=("config", "run", "monitor"))     # which has the file of step 3
+
+
+def test_a_kernel_that_fails_here_is_no_lost_peer():
+    """Serves the claim that a lost peer is named: this error keeps its traceback."""
+    with pytest.raises(torch.AcceleratorError) as error, collectives.comm_errors("all-reduce"):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+    assert processes.fatal_message(error.value) is None
+
+
+def test_no_thread_of_gloo_outlives_a_run_even_if_its_last_save_fails(shards, tmp_path):
+    """Serves the exit status: such a thread may abort the process after its last line."""
+    (tmp_path / "wrapper.py").write_text("""
+import glob, checkpoint, train
+from runtime import console
+def tell_of_threads(*_):
+    print(sum("gloo" in open(path).read() for path in glob.glob("/proc/self/task/*/comm")))
+def fail(*_):
+    raise OSError("full")
+console.print_summary, checkpoint.save = tell_of_threads, fail
+try:
+    train.main()
+finally:
+    tell_of_threads()
+""")
+    ranks = launch(2, "--data", shards, "--out", tmp_path, *TINY, file=tmp_path / "wrapper.py")
+    for rank, (status, text, error) in enumerate([process.finish() for process in ranks]):
+        during, *_, after = text.splitlines()
+        assert int(during) > 0 == int(after) and status == 1
+        assert ("train.py: the last checkpoint is lost: full" in error) == (rank == 0)
+
+
+def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monkeypatch, capfd):
+    """Serves "a signal saves": torchrun's copy comes within 0.5 s and does not count."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)    # pytest keeps its own handlers
+    monkeypatch.setattr(os, "_exit", lambda status: ended.append(status))
+    ended = []
+    stop = processes.StopSignal()
+    assert not stop.requested
+    for seconds, expected in [(100, []), (100.4, []), (100.6, [1])]:
+        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: seconds))
+        stop.handle(signal.SIGINT, None)
+        assert stop.requested and ended == expected
+    assert capfd.readouterr().out.splitlines() == [
+        "saving after this step; a second signal ends at once, without saving",
+        "ended without saving"]
+
+
+def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(monkeypatch):
+    """Serves restarts by torchrun: three ranks, as threads, meet three times under a new prefix of
+    a store that holds what the groups before wrote; without the others there is no answer."""
+    store = dist.HashStore()
+    threads = checkpoint.ThreadPoolExecutor(3)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, None, None)]))
+
+    def meet(rank, attempt):
+        time.sleep(0.1 * ((rank + attempt) % 3))                # the dead ones' keys come first
+        prefix = processes.rendezvous(rank, 3, timedelta(seconds=20))
+        of_the_dead = prefix.check([f"{rank}"])
+        prefix.set(f"{rank}", "here")
+        return prefix, of_the_dead
+    for attempt in range(3):
+        for prefix, of_the_dead in list(threads.map(meet, range(3), [attempt] * 3)):
+            assert prefix.check(["0", "1", "2"]) and not of_the_dead
+    with pytest.raises(RuntimeError, match="no answer"):        # nobody but the dead
+        processes.rendezvous(1, 3, timedelta(seconds=0.3))
+
+
+def test_a_closed_input_or_output_ends_quietly(shards, things, tmp_path):
+    """`sample.py --prompt -` without standard input ends in one line and status 2, `| head` in no
+    line. train.py trains on when nobody reads its lines."""
+    draw = f"{sys.executable} sample.py --ckpt {things / 'whole.pt'} --max-tokens 3000 --prompt "
+    run = map(str, [sys.executable, "train.py", "--data", shards, "--out", tmp_path, *TINY])
+    unread, closed, head = [
+        subprocess.Popen(["bash", "-o", "pipefail", "-c", command], stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, text=True, errors="replace", cwd=ROOT)
+        for command in (shlex.join(run), draw + "- <&-", draw + "line | head -c 6")]
+    unread.stdout.close()
+    _, error = unread.communicate()
+    assert (unread.returncode, error) == (0, "")
+    assert checkpoint.load(tmp_path / "latest.pt")["step"] == 4
+    out, error = closed.communicate()
+    assert (closed.returncode, out, error.count("\n")) == (2, "", 1) and "is closed" in error
+    out, error = head.communicate()
+    assert (head.returncode, out[:4], error) == (1, "line", "")
+
+
+# ---------------------------------------------------------------------------------------------
+# The run's directory, its metrics and the console
+# ---------------------------------------------------------------------------------------------
+
+def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys, monkeypatch):
+    """A value that is not finite is null; a line torn at any byte is removed at the next start; a
+    disk that is full at any byte costs the line, and not the run."""
+    monkeypatch.setattr(time, "time", lambda: 1795350923.9721)
+    path = tmp_path / "metrics.jsonl"
+    row = dict(step=1, loss=math.nan, grad_norm=math.inf)
+    directory.Metrics(tmp_path, 0).write(**row)
+    written = dict(step=1, loss=None, grad_norm=None, time=1795350923.972)
+    assert read_metrics(tmp_path) == ([written], [])
+    one = path.read_bytes()
+    for torn in range(len(one)):
+        path.write_bytes(one + one[:torn])
+        metrics = directory.Metrics(tmp_path, 0)
+        assert path.read_bytes() == one
+        with no_file_above(len(one) + torn):
+            metrics.write(**row)
+        assert "lacks a line" in capsys.readouterr().err and path.read_bytes() == one
+
+
+def test_none_unsets_a_stored_ramp_and_skip_and_the_console_shows_every_nth_step(run_train, things,
+                                                                                 tmp_path):
+    """--batch-ramp none and --skip-steps none, at a resume. With --log-every 3 metrics.jsonl still
+    has a row for every step. There is no sample.py for tokens that it cannot decode."""
+    flags = ["--data", things / "opt", "--out", tmp_path, *TINY, "--eval-every", 0]
+    text = run_train(*flags, "--batch-ramp", "2:2:40", "--skip-steps", "3:3")[1]
+    assert "sample.py" not in text and "sequences 4 to 5 are left out" in text
+    stored = saved(tmp_path, 4)["config"]
+    assert (stored["batch_ramp"], stored["skip_steps"]) == ("2:2:40", "3:3")
+    expect_mistake(run_train(*flags, "--batch-size", 3), "--batch-ramp 2:2:40 does not end at "
+                   "--batch-size 3: START and INCREMENTs must add up to it (none: no ramp)")
+    text = run_train(*flags, "--batch-ramp", "none", "--skip-steps", "none", "--steps", 9,
+                     "--log-every", 3)[1]
+    assert re.findall(r"^step (\d)/9", text, re.MULTILINE) == ["6", "9"]
+    assert column(read_metrics(tmp_path)[0], "step") == [*range(1, 10)]
+    stored = saved(tmp_path, 9)["config"]
+    assert (stored["batch_ramp"], stored["skip_steps"]) == (None, None)
+
+
+STORIES = {     # shell commands, or: job of torchrun, flags of train.py, exit status, what it says
+    "resume never, resume auto": [
+        ("A", "--out 'my run' --resume never", 0, r"\npython sample.py --ckpt 'my run/latest.pt'$"),
+        ("", "--out 'my run' --resume never", 2, "--resume never, but my run holds"),
+        ("B", "--out 'my run' --resume never", 2, "--resume never, but my run holds"),
+        ("B", "--out 'my run' --resume never", 2, "--resume never, but my run holds"),
+        ("A", "--out 'my run' --resume never", 0, "nothing left"),
+        "truncate -s 1000 'my run/step_00000004.pt'",           # latest.pt is the same file
+        ("", "--out 'my run'", 0, "/step_00000004.pt is damaged.*after step 2"),
+        "grep 'event.*damaged' 'my run/metrics.jsonl'",
+        "truncate -s 9 'my run'/*.pt",
+        ("", "--out 'my run'", 1, "is whole")],
+    "resume FILE, killed and started again": [
+        "cp -r base copy",
+        ("", "--out new --resume base/step_00000002.pt --lr 0.5", 9, "base/step_00000002.pt, "),
+        ("A", "--out new --resume base/step_00000002.pt --steps 6 --eval-every 6", 9, "step 2"),
+        ("A", "--out new --resume base/step_00000002.pt --steps 6", 0, "new/.*after step 4"),
+        ("", "--out new --resume base/step_00000002.pt --lr 0.1", 0, "nothing left to do"),
+        "diff -r base copy && rm -r base",
+        ("", "--out new --resume base/step_00000002.pt --steps 7", 2, "drop --resume to go on"),
+        ("A", "--out new --resume base/step_00000002.pt --steps 7", 0, "after step 6")],
+    "resume FILE by other paths": [
+        ("", "--out new --keep 1 --resume base/step_00000002.pt", 0, ""),
+        "ln -s base/step_00000002.pt link.pt",
+        "mv base/step_00000004.pt base/step_00000003.pt",       # a name says nothing
+        ("", "--out ./new --keep 1 --resume link.pt --steps 5", 0, "after step 4"),
+        "rm link.pt && mv base old",
+        ("", "--out old/../new --keep 1 --resume ./old/step_00000002.pt --steps 6", 0, "step 5"),
+        ("", "--out new --resume old/step_00000003.pt", 2,
+         "new holds a run that did not begin from old/step_00000003.pt, or"),
+        "rm -r old && mv new newer",
+        "truncate -s 1000 newer/step_00000006.pt",              # it keeps its own first file
+        ("", "--out newer", 0, "6.pt is damaged.*newer/step_00000002.pt, after step 2")],
+    "init-from FILE": [
+        ("", "--out new --init-from base/step_00000004.pt", 0, "weights  from base/"),
+        "mv base old",
+        ("A", "--out new --init-from ./old/step_00000004.pt --steps 5", 0, "after step 4"),
+        "rm -r old",
+        ("", "--out new --init-from old/step_00000004.pt --steps 6", 2, "drop --init-from to"),
+        ("A", "--out new --init-from old/step_00000004.pt --steps 6", 0, "after step 5"),
+        ("", "--out new --steps 7", 0, "after step 6")]}
+
+
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+def test_where_a_run_begins(run_train, shards, tmp_path, monkeypatch, torchrun_job, story):
+    """An --out with checkpoints goes on from its newest whole one, and keeps its id; if not, a run
+    begins from FILE or the seed. FILE is known by its run and step, and not by its path; it need
+    not exist when a torchrun starts its group again. A refusal changes no file. Status 9: killed in
+    the first evaluation."""
+    monkeypatch.chdir(tmp_path)
+    run_train("--data", shards, "--out", "base", *TINY)
+    base = saved(Path("base"), 4)["run"]["id"]
+    jobs = {"": {}, "A": torchrun_job(), "B": torchrun_job()}
+    ids = set()
+    for line in story:
+        if isinstance(line, str):
+            subprocess.run(line, shell=True, check=True)
+            continue
+        job, flags, status, words = line
+        given = shlex.split(flags)
+        before = contents(tmp_path)
+        killed = mock.patch.object(train.Run, "evaluate_source", side_effect=SystemExit(9))
+        with killed if status == 9 else nullcontext():
+            found, out, error = run_train("--data", shards, *TINY, *given, **jobs[job])
+        assert found == status, (line, out, error)
+        assert re.search(words, error + out.strip(), re.S), (line, out, error)
+        if status == 2:
+            assert contents(tmp_path) == before and error.count("\n") == 1
+        if status in (0, 9):
+            ids.add(torch.load(Path(given[1], "latest.pt"))["run"]["id"])
+    assert len(ids - {base}) == 1
+
+
+def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
+        run_train, shards, things, two_sources, tmp_path):
+    """The losses that the run had, of its newest file or a FILE, whatever --out is, also of weights
+    alone. Without --eval-tokens it reads all windows. No file changes."""
+    out = things / "run"
+    before = contents(out)
+    middle, end = (f" {row['val_loss']:.4f} nats a" for row in read_metrics(out)[0][1::2])
+    weights = tmp_path / "weights.pt"
+    torch.save({**torch.load(things / "whole.pt"), "exp_avg": {}, "exp_avg_sq": {}, "scaler": {},
+                "monitor": {}, "data": None, "config": {}}, weights)
+    flags = ["--data", shards, "--out", out, *TINY, "--eval-only"]
+    as_before = [*flags, "--eval-tokens", 128 * 16]
+    older = ["--resume", out / "step_00000002.pt"]
+    for more, words in [(older, middle), ([], end), (["--micro-batch", 3], end),
+                        ([*older, "--out", things / "precious"], middle),
+                        ([*older, "--out", out / "nothing"], middle)]:
+        status, text, _ = run_train(*as_before, *more)
+        assert status == 0 and words in text and "bits a byte (on 2,048 of " in text
+    for more, words in [([], "(on 3,680 of 3,695 "), (["--data", two_sources / "a"], "nats")]:
+        _, text, error = run_train(*flags, *more)
+        assert words in text and end not in text
+        assert (f"it lacks text that --data {shards} held" in error) == (more != []), error
+    for world, kind, file, *layout in [(2, "--resume", out / "step_00000004.pt", "--zero", 3),
+                                       (4, "--init-from", weights, "--tp", 2, "--pp", 2)]:
+        first, *_ = launch(world, *as_before, *layout, kind, file)
+        assert f"{file}, step 4, on {shards}: validation:{end}" in first.finish()[1]
+    assert contents(out) == before
+
+
+def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_sources, tmp_path,
+                                                                 monkeypatch):
+    """From the file of step 4, after 32 sequences. The same weights in other words end bit-equal to
+    the straight run; others are told, hold from there on, and the monitor forgets the losses."""
+    monkeypatch.chdir(two_sources)
+    a, b = data.TokenDataset("a=1,b=1", "train", 16).sources
+    flags = [*TINY, "--batch-size", 8, "--steps", 10, "--save-every", 4]
+    for first, then, weights in [
+            ("a=0.7,b=0.3", "b=3,a=7", None), ("a", "a=0.5", None),
+            ("a=0.7,b=0.3", "a=1,b=1", {a: 1, b: 1}), ("a", "b=3,a=1", {a: 1, b: 3})]:
+        straight, out = tmp_path / first, tmp_path / then
+        out.mkdir()
+        run_train("--data", first, "--out", straight, *flags)
+        shutil.copy(straight / "step_00000004.pt", out)
+        text = run_train("--data", then, "--out", out, *flags)[1]
+        changed = read_metrics(out)[1][0]["changed"]
+        whole, end = saved(straight, 10), saved(out, 10)
+        if weights is None:
+            assert "instead of" not in text and changed == {}
+            assert_same_state(end, whole)
+        else:
+            assert f"data {then} instead of" in text and changed == dict(data=[first, then])
+            assert end["data"] == [*whole["data"], [32, weights]]
+            assert (len(whole["monitor"]["losses"]), len(end["monitor"]["losses"])) == (10, 6)
+    expect_mistake(run_train("--data", "a", "--out", out, *flags), "text that --data b=3,a=1 held")
+    assert run_train("--data", "a=1,b=0", "--out", out, *flags, "--steps", 11)[0] == 0
+    assert saved(out, 11)["data"][-1] == [80, {a: 1, b: 0}]
+    meta = two_sources / "b" / "meta.json"
+    whole = meta.read_text()
+    meta.write_text(whole.replace(b, "other"))
+    expect_mistake(run_train("--data", "a=1,b=0", "--out", out, *flags, "--steps", 12),
+                   "a=1,b=0 is not the data this checkpoint was trained on: it lacks text that "
+                   "--data a=1,b=0 held then")
+    meta.write_text(whole)
+    branch = ["--resume", straight / "step_00000004.pt", "--out", tmp_path / "branch"]
+    for weight, words in [(3, "after step 4"), (3, "nothing left"), (5, "nothing left")]:
+        assert words in run_train("--data", f"a={weight},b=1", *branch, *flags)[1]
+
+
+def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path, capsys,
+                                                                        monkeypatch):
+    """Of steps of 40 seconds; an evaluation or a save of 1000 does not count. A line is that of the
+    README. Of a GPU whose peak is known the fraction used is told."""
+    now = [0]
+
+    def takes(seconds, result=None):
+        now[0] += seconds
+        return result
+
+    def prepare(run):
+        run.evaluate_source = lambda _: takes(1000, 2 * math.log(2))
+        run.save = lambda: takes(1000)
+        run.val_data.meta["bytes_per_token"] = 4.0
+    with mock.patch.object(time, "perf_counter", lambda: takes(40, now[0])):
+        rows = watched(settings(tmp_path, steps=3, save_every=1, eval_every=2), prepare).rows
+    evaluated = ("validation: 1.3863 nats a token, perplexity 4.00, 0.5000 bits a byte (on 208 of "
+                 "209 tokens)")
+    assert [line.split("left ")[-1] for line in capsys.readouterr().out.splitlines()[:5]] == [
+        "0:01:20", "0:00:40", evaluated, "0:00:00", evaluated]
+    assert column(rows, "tokens_per_second") == [8 * 16 / 40] * 3
+    run = SimpleNamespace(config=Config(), model_config=CFG, val_data=Memory(CFG), grid=Grid(2, 1, 1),
+                          device=torch.device("cpu"))
+    assert "perplexity inf" in console.format_eval(dict(val_loss=1e3), run)
+    row = dict(rows[0], loss=5.28014, lr=8e-5, grad_norm=7.9496, activation_norm=0.9251,
+               tokens_per_second=7133.0)
+    assert console.format_step(run, row, 229 / 799) in README.splitlines()
+    used = f"MFU {1e9 * model.flops_per_token(CFG) / (2 * 756e12):.1%}"
+    for name, dtype, seconds, told in [("NVIDIA H100 PCIe", "bf16", 2.3, f"{used}  left 0:30:38"),
+                                       ("NVIDIA H100 PCIe", "fp32", 12, "tok/s  left 2:39:48"),
+                                       ("GeForce GTX 1080", "fp16", 1, "scale 8  left 0:13:19")]:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        run.device = torch.device("cuda")
+        run.config = Config(dtype=dtype)
+        row |= dict(tokens_per_second=1e9, loss_scale=8.0)
+        assert console.format_step(run, row, seconds).endswith(told)
+
+
+def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_path):
+    """A reduction of the learning rate goes on in a branch, unless --lr is given; the branch's
+    first file has the state that it began from, bit for bit, and names its run and step."""
+    base = tmp_path / "o"
+    by_hand = tmp_path / "by_hand.pt"
+    run_train("--data", shards, "--out", base, *TINY)
+    state = saved(base, 2)
+    state["monitor"].update(lr_factor=0.25, rollbacks=2, returned_to=[2])
+    torch.save(state, by_hand)
+    for flags, factor, told, events, changed in [
+            ("", 0.25, "learning rate x 0.25", ["resume", "end"], {}),
+            ("--lr 1.0 --clip 0.5 --beta2 0.9 --skip-steps 3:3", 1.0, "lr 1.0 instead of 0.004",
+             ["resume", "skip", "end"],
+             dict(lr=[4e-3, 1.0], clip=[1.0, 0.5], beta2=[0.95, 0.9], skip_steps=[None, "3:3"]))]:
+        out = tmp_path / f"factor {factor}"
+        text = run_train("--data", shards, "--out", out, "--resume", os.path.relpath(by_hand),
+                         *flags.split())[1]
+        rows, found = read_metrics(out)
+        resume = found[0]
+        assert told in text and column(rows, "step") == [3, 4] and kinds(found) == events
+        assert rows[0]["lr"] == factor * train.learning_rate(Config(**resume["config"]), 3)
+        assert (resume["changed"], resume["lr_factor"]) == (changed, factor)
+        monitor = saved(out, 4)["monitor"]
+        assert monitor.items() >= dict(lr_factor=factor, rollbacks=0, returned_to=[]).items()
+        assert monitor["checkpoints"][0] == [2, "step_00000002.pt", True]
+        assert monitor["checkpoints"][-1] == [4, "step_00000004.pt", False]
+        assert_same_state(saved(out, 2), state, but=("config", "monitor", "run"))
+        assert saved(out, 2)["run"] == saved(out, 4)["run"]
+        assert saved(out, 4)["run"]["origin"] == ["resume", state["run"]["id"], 2]
+
+
+def sleep_on_rank_1(run):
+    if run.grid.rank == 1:
+        after_backward(run, lambda step: time.sleep(0.03))
+
+
+def slow_ranks(rank, world, config):
+    """What a run of 40 steps, in which rank 1 sleeps, says of slow ranks at step 40: an interval
+    begins at step 20."""
+    with redirect_stdout(io.StringIO()) as output, mock.patch.object(
+            console, "COMPARE_RANKS_EVERY", 20):
+        run_steps(rank, world, (2, 1, 2), config, replace(CFG, n_layer=2), prepare=sleep_on_rank_1)
+    return re.findall("^note .* is slow", output.getvalue(), re.M)
+
+
+def test_a_rank_that_computes_for_longer_than_others_of_its_stage_is_named(pool, tmp_path, capsys,
+                                                                           monkeypatch):
+    """Serves the note of a slow rank: after each interval, by rank 0, a rank that computed, not
+    waited, for more than 1.5 times the median of its stage; with its machine."""
+    config = settings(tmp_path, pp=2, steps=40)
+    notes, *others = pool.run(4, slow_ranks, config)
+    assert notes.count("note     rank 1 is slow") == 1 and others == [[], [], []]
+    grid = Grid(3, 2, 1)
+    grid.hosts = ["a", "a", "b", "b", "c", "c"]
+    monkeypatch.setattr(console, "all_gather_object",
+                        lambda own: [2.0, 6.0, own, 6.0, 2.0, 6.1])
+    console.note_slow_ranks(grid, 3.1)
+    assert capsys.readouterr().out == (
+        "note     rank 2 on b is slow: it computed for 3.1 s in the last 100 steps, "
+        "the median of its stage for 2.0 s\n")
+
+
+def contents(folder):
+    """{path: (time of writing, bytes)} of the files in a folder and in its folders."""
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*")
+            if path.is_file()}
+
+
+@pytest.fixture
+def torchrun_job():
+    """torchrun_job() -> what a new torchrun tells its processes: of a store that outlives them."""
+    def start():
+        stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        return dict(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=stores[-1].port,
+                    TORCHELASTIC_USE_AGENT_STORE=True)
+    stores = []
+    return start
+
+
+# ---------------------------------------------------------------------------------------------
+# Divergence and recovery
+# ---------------------------------------------------------------------------------------------
+
+def test_of_finite_gradients_whose_norm_is_not_no_rank_is_named():
+    """The sum of the squares of 1e160 is beyond float64."""
+    _, flat = staged(CFG, Grid(1, 1, 1), torch.float64)
+    flat.buckets[-1].grad.fill_(1e160)
+    assert not flat.grad_norm_squares()[1].isfinite()
+    assert recovery.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
+
+
+def test_a_run_that_always_overflows_ends_with_a_clear_message(tmp_path):
+    """After 20 skipped steps in a row, with status 1 and the advice to lower the learning rate."""
+    def huge(run):
+        for bucket in run.flat.buckets:
+            bucket.data.fill_(60000)
+    config = settings(tmp_path, dtype="fp16", steps=21, batch_size=2, rollback="off")
+    with pytest.raises(RunError, match="20 steps in a row were not finite; .*lower --lr") as stop:
+        run_steps(0, 1, (1, 1, 1), config, replace(CFG, n_layer=1), prepare=huge)
+    assert stop.value.status == 1
+
+
+def at_step(run, number, act):
+    """act() when the gradients of this step are complete."""
+    after_backward(run, lambda step: act() if step == number else None)
+
+
+def high_losses(run):
+    poison(run)
+
+
+def torn_file(run):
+    """The losses are high, and the file of step 32, the first choice, is torn."""
+    poison(run)
+    file = checkpoint.step_file(Path(run.config.out), 32)
+    at_step(run, 40, lambda: file.write_bytes(b"torn"))
+
+
+def late_file(run):
+    """The losses are high, and the file of step 39 is written once the rollback waits for it."""
+    poison(run)
+    wanted = threading.Event()
+    wait = run.writer.wait
+
+    def want(**required):
+        if run.step > 39:
+            wanted.set()
+        return wait(**required)
+    run.writer.wait = want
+    at_step(run, 39, lambda: run.writer.thread.submit(wanted.wait, 60))
+
+
+def infinite_gradients(run):
+    def spoil(step):
+        if step >= 40 and run.monitor.rollbacks == 0:
+            run.flat.buckets[0].shard["grad"][0] = math.inf
+    after_backward(run, spoil)
+
+
+@pytest.mark.parametrize("fault, flags, at, to, first, damaged", [
+    (high_losses, dict(save_every=4), 43, 32, 32, []),
+    (torn_file, dict(save_every=2), 43, 30, 32, ["damaged"]),
+    (high_losses, dict(), 43, 0, 32, []),                   # no checkpoint yet
+    (late_file, dict(save_every=39), 43, 39, 39, []),       # behind the skipped, but the only one
+    (infinite_gradients, dict(save_every=10), 42, 30, 31, []),
+    (high_losses, dict(save_every=4, batch_size=24, batch_ramp="2:2:450"), 43, 32, 32, [])])
+def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, flags, at, to, first,
+                                                            damaged):
+    """After three bad steps, the last of them `at`, the run goes back to step `to`, leaves out the
+    batches from the one with index `first` on (eight before the first bad one, but none that the
+    checkpoint has read) and multiplies the learning rate by 0.6; metrics.jsonl tells it. A run
+    that is resumed behind the rollback ends bit for bit alike."""
+    config = settings(tmp_path, steps=50, keep=99, **flags)
+    seen = watched(config, fault)
+    straight = batches_from(config, 0, 50)      # a step has the same size after a rollback
+    left_out = [straight[first][0], sum(straight[at - 1])]
+    shift = left_out[1] - left_out[0]
+    assert seen.batches == (straight[:at] + straight[to:first]
+                            + [(start + shift, size) for start, size in straight[first:]])
+    assert column(seen.rows, "step") == [*range(1, at + 1), *range(to + 1, 51)]
+    assert column(seen.rows[at:], "lr") == pytest.approx(
+        [0.6 * train.learning_rate(config, step) for step in range(to + 1, 51)])
+    if first > to:                              # the same parameters and batch again
+        assert seen.rows[at]["loss"] == seen.rows[to]["loss"]
+    events = [e for e in seen.events if e["reason"] != "not finite"]
+    assert kinds(events) == ["spike", *damaged, "rollback", "skip"]
+    spike, (rollback, skip) = events[0], events[-2:]
+    assert (spike["step"], rollback["step"], rollback["to"]) == (at, at, to)
+    assert spike["reason"] == rollback["reason"] and "3 bad steps in a row" in spike["reason"]
+    assert rollback["sequences"] == left_out == skip["sequences"]
+    windows = Memory(CFG).window_ids(1337, 0, left_out[1]).tolist()
+    assert spike["windows"] == windows[straight[at - 11][0]:]
+    end = saved(tmp_path, 50)
+    assert end["optimizer_steps"] == 50
+    assert end["monitor"]["losses"] == column(seen.rows[:to] + seen.rows[at:], "loss")
+    if to == 0:
+        moments = [*saved(tmp_path, 0)["exp_avg"].values(),
+                   *saved(tmp_path, 0)["exp_avg_sq"].values()]
+        assert not any(moment.any() for moment in moments)
+    watched(replace(config, out=str(tmp_path / "o")), fault, checkpoint.step_file(tmp_path, to))
+    assert_same_state(saved(tmp_path / "o", 50), end)
+
+
+def test_an_fp16_run_with_a_high_loss_scale_rolls_back_too(tmp_path):
+    """From 2^18 the scale falls for 18 steps, which are skipped; three bad ones at its floor roll
+    back, to a file from before all of them."""
+    def prepare(run):
+        run.scaler.scale = 2.0 ** 18
+        infinite_gradients(run)
+    seen = watched(settings(tmp_path, steps=70, save_every=2, keep=99, dtype="fp16"), prepare)
+    assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == [(60, 38)]
+    assert len(seen.rows) == 60 + 70 - 38
+
+
+def report_instead(run, when, **facts):
+    """Where when() holds, the statistics of a step contain these facts."""
+    reduce = run.reduce
+
+    def reduced(*args):
+        stats = reduce(*args)
+        return replace(stats, **facts) if when() else stats
+    run.reduce = reduced
+
+
+NOT_FINITE = dict(loss=math.nan, found_inf=True)
+
+
+@pytest.mark.parametrize("bad, facts, keep, back, read, lr_factor", [
+    ([39], NOT_FINITE, 1, [], [(0, 50)], 1.0),
+    ([39, 41], NOT_FINITE, 1, [], [(0, 50)], 1.0),
+    ([39, 40, 41], NOT_FINITE, 1, [(42, 36)], [(0, 42), (42, 56)], 0.6),
+    (range(40, 80), dict(loss=99.0), 99, [(43, 32), (35, 32), (35, 32)],
+     [(0, 43), (43, 46), (65, 68), (109, 127)], 1.0)])
+def test_bad_batches_are_skipped_and_three_in_a_row_go_back(tmp_path, bad, facts, keep, back, read,
+                                                            lr_factor):
+    """The indices of bad batches, which rollbacks they lead to (from step, to step), the batches
+    read and the final learning rate. Two that are not finite skip their updates; of three, the run
+    goes back, and not to the seed, although one file is kept and that of step 40 follows a bad
+    step. Forty with a high loss take three rollbacks, and the learning rate is restored."""
+    def prepare(run):
+        report_instead(run, lambda: run.batches.position // 8 - 1 in bad, **facts)
+    seen = watched(settings(tmp_path, steps=50, save_every=4, keep=keep), prepare)
+    assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == back
+    assert [first // 8 for first, _ in seen.batches] == [k for part in read for k in range(*part)]
+    assert seen.run.monitor.lr_factor == lr_factor
+    skipped = [first // 8 for (first, _), row in zip(seen.batches, seen.rows) if row["skipped"]]
+    assert skipped == (bad if facts is NOT_FINITE else [])
+
+
+def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
+    """A run that diverges after each rollback multiplies its learning rate by 0.6, 0.1, 0.05 and
+    0.05, goes to an older file when it has returned to one twice, and ends with exit status 1 after
+    --max-rollbacks 4."""
+    runs = []
+
+    def prepare(run):
+        runs.append(run)
+        poison(run, times=9)
+    config = settings(tmp_path, steps=50, save_every=4, keep=9, max_rollbacks=4)
+    with pytest.raises(RunError, match="--max-rollbacks 4 are used up.*--skip-steps") as stop:
+        watched(config, prepare)
+    *events, end = runs[0].events
+    assert (stop.value.status, end["event"], kinds(events).count("spike")) == (1, "stop", 5)
+    assert "--max-rollbacks 4" in end["reason"]
+    assert [(e["to"], e["lr_factor"]) for e in events if e["event"] == "rollback"] == [
+        (32, 0.6), (32, pytest.approx(0.06)), (28, pytest.approx(0.003)),
+        (28, pytest.approx(0.00015))]
+
+
+def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_with_it(tmp_path):
+    """Three losses that are not finite end the first run; the resumed one rolls back."""
+    def prepare(run):
+        report_instead(run, lambda: run.monitor.rollbacks == 0 and run.step >= 4, loss=math.nan)
+    config = settings(tmp_path, steps=6, save_every=2, keep=9, rollback="off")
+    assert kinds(watched(config, prepare).events) == ["spike"]
+    config = settings(tmp_path / "on", steps=8, max_rollbacks=1)
+    seen = watched(config, prepare, checkpoint.step_file(tmp_path, 6))
+    assert "rollback" in kinds(seen.events)
+
+
+@pytest.mark.parametrize("layout, zero", [
+    ((2, 1, 1), 3), pytest.param((2, 2, 2), 1, marks=pytest.mark.slow)])
+def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, zero):
+    """All ranks have the same monitor, events and position after each step; they roll back as one
+    process does, with its losses to 1e-5 in fp32."""
+    dp, tp, pp = layout
+    cfg = replace(CFG, n_layer=pp)
+    config = settings(tmp_path, steps=44, save_every=4, keep=9)
+    one = watched(replace(config, out=str(tmp_path / "one")), poison, cfg=cfg)
+    ranks = pool.run(dp * tp * pp, run_steps, layout, replace(config, tp=tp, pp=pp, zero=zero),
+                     cfg, monitor_now, None, poison)
+    rows, seen, _ = ranks[0]
+    assert all(repr(other) == repr(seen) for _, other, _ in ranks)
+    _, samples, events = seen[-1]
+    assert kinds(events) == ["spike", "rollback", "skip"] and samples == one.run.batches.position
+    for ours, theirs in zip(events, one.events):
+        assert all(ours.get(x) == theirs.get(x) for x in ("event", "step", "to", "sequences"))
+    losses = [column(steps[:40] + steps[43:], "loss") for steps in (rows, one.rows)]
+    assert len(losses[0]) == 52 and relative(*losses) <= 1e-5       # but for the poisoned ones
+
+
+@pytest.mark.parametrize("call", ["open", "read"])
+def test_a_rollback_waits_for_the_file_system_and_takes_no_older_file(tmp_path, monkeypatch, call):
+    """A file that cannot be read for a while is not damaged: the run ends with exit status 1."""
+    monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0, 0, 0, 0))
+    with failing(".pt", call, 99 * [errno.EIO]), pytest.raises(RunError) as stop:
+        watched(settings(tmp_path, steps=44, save_every=4, keep=9), poison)
+    assert stop.value.status == 1 and re.match(rf"{tmp_path}/step_.* could not be", str(stop.value))
+
+
+def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
+    """Also with a batch ramp, whose sizes are those of a run without the skip; at a resume only
+    what lies ahead, and nothing twice; and not again after a rollback. A divergence right behind
+    them does not double them."""
+    config = settings(tmp_path, steps=6, skip_steps="3:5", save_every=1, keep=9,
+                      batch_ramp="2:2:40")
+    seen, batches = watched(config), batches_from(config, 0, 10)
+    shift = batches[5][0] - batches[2][0]
+    assert seen.batches == batches[:2] + [(start + shift, size) for start, size in batches[2:6]]
+    assert seen.events == [dict(event="skip", step=3, reason="left out",
+                                sequences=[batches[2][0], batches[5][0]])]
+    config = replace(config, batch_ramp=None)
+    watched(config)
+    batches = batches_from(config, 0, 15)
+    for step, skip, first in [(2, "3:5", 5), (3, "3:5", 6), (4, "2:5", 8), (4, "2:4", 7)]:
+        resumed = watched(replace(config, skip_steps=skip, out=str(tmp_path / "resumed")),
+                          state=checkpoint.step_file(tmp_path, step))
+        assert resumed.batches == batches[first:first + 6 - step], (step, skip)
+    config = settings(tmp_path / "rollback", steps=44, skip_steps="41:43", save_every=4, keep=9)
+    seen, batches = watched(config, poison), batches_from(config, 0, 60)
+    assert kinds(seen.events) == ["skip", "spike", "rollback", "skip"]
+    assert seen.batches == [*batches[:40], *batches[43:58]]
+
+
+# ---- Mechanisms
+
+NOISY = list(2 + 0.1 * np.random.default_rng(0).standard_normal(100))       # 2.9: nine deviations
+
+
+def judge(losses):
+    """What a DivergenceMonitor says to a series of losses: {index: reason}. "overflow" stands for a
+    step that an infinite gradient skips, "at floor" for one that no loss scale can cure."""
+    monitor = DivergenceMonitor()
+    reasons = {}
+    for i, loss in enumerate(losses):
+        skipped = isinstance(loss, str)
+        stats = train.StepStats(2.0 if skipped else loss, 1.0, 1.0, skipped, stop_requested=False,
+                              loss_scale=1.0, scale_can_fall=loss == "overflow")
+        divergence = monitor.observe(i, stats)
+        if divergence is not None:
+            reasons[i] = divergence.reason
+    return reasons
+
+
+@pytest.mark.parametrize("losses, told", [
+    (NOISY + [2.9, 2.9] + NOISY + [2.9], {}),                       # outliers
+    (NOISY + [2.9] * 4, {102: "3 bad steps in a row: the loss is 2.9000, above 2.4"}),
+    (NOISY + [2.48] * 3, {}),                                       # six deviations are 2.49
+    (NOISY + [2.50] * 3, {102: "the loss is 2.5000"}),
+    ([3.0] * 15 + [9.0] * 3, {}),                                   # too few to judge by
+    ([3.0] * 16 + [9.0] * 3, {18: "above 3.1800"}),
+    ([2.0] * 50 + [2.11] * 5, {}),              # no noise at all: 1% counts as a deviation
+    ([2.0] * 50 + [2.13] * 3, {52: "above 2.1200"}),
+    ([2.0] * 20 + [9.0, 9.0, 2.0] * 40 + [9.0] * 3, {142: ""}),     # high ones make no median
+    ([9.0] * 200 + [2.0] * 33 + [3.0] * 3, {235: ""}),              # old ones are forgotten
+    ([math.nan, math.inf, 2.0] * 9, {}),
+    ([math.nan, math.inf, math.nan], {2: "the loss is not finite"}),
+    (["at floor", "at floor", 2.0] * 9, {}),
+    (["at floor"] * 4, {2: "a gradient is not finite"}),
+    (NOISY + [9.0, math.nan, "at floor"], {102: "a gradient is not finite"}),   # three kinds
+    (["overflow"] * 40, {})])
+def test_a_divergence_is_three_bad_steps_in_a_row(losses, told):
+    """Serves "goes back, skips and slows": the losses at which the monitor tells of a divergence,
+    and its reason."""
+    reasons = judge(losses)
+    assert list(reasons) == list(told), reasons
+    assert all(told[i] in reasons[i] for i in told)
+
+
+def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is():
+    """Serves the same claim. A rise by four deviations, so that few losses are high, is told within
+    a window of 64, and again only when the median has risen by two more."""
+    noise = 0.1 * np.random.default_rng(1).standard_normal(300)
+    told = judge(np.repeat([2.0, 2.0, 2.4], 100) + noise)
+    assert 210 <= min(told) < 264 and "has risen from 1.9" in told[min(told)] and len(told) <= 3
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        plateau = 1.4 + 0.03 * rng.standard_normal(5000)
+        fall = 2 + 3.5 * np.exp(-np.arange(1000) / rng.uniform(20, 200))
+        fall += rng.standard_t(4, 1000) * rng.uniform(0.005, 0.2)       # tails wider than normal
+        assert judge(plateau) == judge(fall) == {}, seed
+
+
+@pytest.mark.parametrize("changes, healthy", [
+    (dict(), True), (dict(losses=15), False), (dict(at_floor=True), False), (dict(bad=1), False),
+    (dict(skipped=7), False),               # an fp16 overflow whose scale is still falling
+    (dict(scheduled=False), False), (dict(scheduled=False, is_start=True, losses=0), True),
+    (dict(lowest=1.981), True), (dict(lowest=1.979), False),    # a deviation is 1% here,
+    (dict(loss=0.0, lowest=0.0), True),                         # and here there is none
+    (dict(norm=6.0), True), (dict(norm=6.1), False)])
+def test_a_checkpoint_is_judged_as_opts_team_did(changes, healthy):
+    """Serves "goes back": a file is healthy by the losses, the norm of the last activations and the
+    loss scale; never if it is a stop's own (a run without the stop has no such file), and always if
+    the user began with it."""
+    facts = dict(losses=64, loss=2.0, lowest=1.99, norm=4.0, bad=0, skipped=0, at_floor=False,
+                 scheduled=True, is_start=False) | changes
+    monitor = DivergenceMonitor([facts["loss"]] * facts["losses"], [3.0] * 15 + [facts["norm"]],
+                                    bad=facts["bad"], skipped=facts["skipped"],
+                                    lowest=facts["lowest"])
+    monitor.add_checkpoint(7, "file", 1, facts["scheduled"], facts["at_floor"], facts["is_start"])
+    assert monitor.checkpoints == [[7, "file", healthy]]
+
+
+def test_a_rollback_takes_the_newest_healthy_checkpoint_from_before_the_skipped_batches():
+    """Serves "goes back": if the batches from `first` on are skipped, to these steps, the best
+    first; then those that a run returned to twice, and later ones. The newest healthy file is
+    never removed."""
+    monitor = DivergenceMonitor([2.0] * 64, [3.0] * 64, lowest=2.0)
+    assert monitor.candidates(9) == []                  # never a healthy one: the seed
+    for step in (10, 20, 30, 40):
+        monitor.add_checkpoint(step, step, 9, True, at_floor=step == 30, is_start=False)
+    for first, steps in [(91, [40, 20, 10]), (41, [40, 20, 10]), (40, [20, 10, 40]),
+                         (20, [10, 20, 40]), (4, [10, 20, 40])]:        # later ones last
+        assert monitor.candidates(first) == steps, first
+    monitor.returned_to = [20, 40, 40]
+    assert monitor.candidates(99) == [20, 10, 40]
+    for step in (50, 60):
+        monitor.add_checkpoint(step, step, 1, True, at_floor=True, is_start=False)
+    assert monitor.checkpoints == [[40, 40, True], [60, 60, False]]
+    monitor.rolled_back(60, [0, 8], False, restored=DivergenceMonitor())
+    assert monitor.lr_factor == 0.6                     # the first cut: it got beyond the others
+
+
+def test_losses_are_compared_under_the_same_flags_only(tmp_path):
+    """Serves "three bad steps": a resume with these flags, and a rollback behind it, keep so many
+    of 20 losses. If the learning rate rises more than threefold they stay, for only the old losses
+    show the mistake."""
+    def count(run):
+        counts.append(len(run.monitor.losses))
+        run.restore(checkpoint.load(file))          # as a rollback does
+        counts.append(len(run.monitor.losses))
+        raise ZeroDivisionError                     # there is no need to train
+    config = settings(tmp_path)
+    file = saved_file(tmp_path, 20)
+    watched(config)
+    for changes, kept in [
+            (dict(), 20), (dict(micro_batch=4, zero=1, keep=2), 20), (dict(lr=3.1e-3), 20),
+            (dict(lr=2.9e-3), 0), (dict(lr=5e-4), 0), (dict(dropout=0.1), 0),
+            (dict(weight_decay=0.2), 0), (dict(batch_size=4), 0), (dict(steps=60), 0),
+            (dict(batch_ramp="4:4:9"), 0), (dict(dtype="bf16"), 0), (dict(warmup_steps=2), 0),
+            (dict(clip=0.5), 0)]:
+        counts = []
+        with suppress(ZeroDivisionError):
+            watched(replace(config, **changes), count, file)
+        assert counts == [kept, kept], changes
+
+
+def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_batch_is_skipped(
+        tmp_path):
+    """Serves the same claim: their number after each of four steps, of which the third skips the
+    batch with which the other mixture begins."""
+    def prepare(run):
+        run.train_data.phases = [[0, {"memory": 1}], [16, {"memory": 1}]]
+    _, seen, _ = run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=4, skip_steps="3:3"),
+                           replace(CFG, n_layer=1), lambda run: len(run.monitor.losses),
+                           prepare=prepare)
+    assert seen == [1, 2, 1, 2]
+
+
+# ---------------------------------------------------------------------------------------------
+# Corpora: where text comes from
+# ---------------------------------------------------------------------------------------------
+
+def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path, monkeypatch,
+                                                                        run_data):
+    """`python data.py` reads the .py files of Python's library: equal files once, and no link that
+    leads nowhere."""
+    assert Path(json.__file__) in corpora.standard_library()
+    for folder in ("tests", "test", "idle_test", "site-packages", "dist-packages", "a", "b"):
+        (tmp_path / "lib" / folder).mkdir(parents=True)
+        (tmp_path / "lib" / folder / "x.txt").write_text("not read")
+        (tmp_path / "lib" / folder / "x.py").write_text("some text" if folder in "ab" else folder)
+    (tmp_path / "lib" / "link.py").symlink_to("nowhere")
+    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    _, out, _ = run_data("--out", tmp_path / "out")
+    assert out.startswith("1 documents, 1 duplicates dropped, 0 without text skipped; ")
+    assert texts_of(tmp_path / "out", *data.SPLITS) == ["some text"]
+
+
+@pytest.mark.parametrize("flags, content, words", [
+    ("none.txt", None, "none.txt No such file"), ("nofolder", None, "nofolder No such"),
+    ("empty.txt", b"", "no text"), ("--shard_toks 9", None, "mean --shard-tokens?"),
+    ("--shard_tokens 9", None, "--shard-tokens 1024"), ("--nonsense", None, "--nonsense --help"),
+    (".", None, "only .txt .jsonl"), ("data.csv", b"a,b\n", "data.csv .txt .jsonl"),
+    ("tiny.txt", b"a", "no text"), ("blank.jsonl", b'{"text": ""}\n{"text": " \\n"}\n', "no text"),
+    ("latin.txt", b"x" * 300_000 + "ä".encode("latin-1") + b"!", "latin.txt byte 300000"),
+    ("torn.txt", b"x" * 50 + "漢".encode()[:2], "torn.txt byte 50"),
+    ("latin.jsonl", b'{"text": "ok"}\n{"text": "\xe4"}\n', "latin.jsonl line 2"),
+    ("bad.jsonl", b'{"text": "ok"}\n\n{"text": }\n', "bad.jsonl line 3 JSON"),
+    ("half.jsonl", b'{"text": "\\ud800"}\n', "half.jsonl line 1 surrogate"),
+    ("no.jsonl", b'{"text": "ok"}\n{"txt": "a"}\n', 'no.jsonl line 2 has no field "text"'),
+    ("no.jsonl", b'{"text": "ok"}\n{"text": 5}\n', 'no.jsonl line 2 "text"'),
+    ("no.jsonl", b'{"text": "ok"}\n["text"]\n', 'no.jsonl line 2 "text"'),
+    ("a.txt --seed -1", b"x" * 9, "--seed"), ("a.txt --shard-tokens 9", b"x" * 9, "1024"),
+    ("--dataset none", None, "none"), ("--input a.txt", b"x" * 9, "--out"),
+    ("--out a.txt", b"x" * 9, "a.txt is not a directory: give another"),
+    ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
+    ("--dataset fineweb --shards 104", None, "--shards 1 to 103"),
+    ("--dataset fineweb --tokenizer bytes", None, "GPT-2's tokens"),
+    # Shards made by others are neither deleted nor mixed in.
+    ("a.txt --out .", b"x" * 9, "fineweb_train_000001.bin")])
+def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatch, run_data, flags,
+                                                            content, words):
+    """The flags, or those behind --input; the content of the file; what the line says. Nothing is
+    written."""
+    monkeypatch.chdir(tmp_path)
+    Path("fineweb_train_000001.bin").write_bytes(shard([1, 2]))
+    if content is not None:
+        Path(re.search(r"\w+\.\w+", flags)[0]).write_bytes(content)
+    if not flags.startswith("--"):
+        flags = f"--out out --tokenizer bytes --input {flags}"
+    before = set(Path().iterdir())
+    status, out, line = run_data(*flags.split())
+    assert (status, out, line.count("\n")) == (2, "", 1) and line.startswith("data.py: ")
+    assert all(word in line for word in words.split()), line
+    assert set(Path().rglob("*")) <= before | {Path("out")}
+
+
+@pytest.mark.parametrize("answer, words", [
+    (dict(side_effect=requests.ConnectionError("no net")), "could not be loaded (no net)"),
+    (dict(return_value=SimpleNamespace(content=b"a login page", raise_for_status=int)),
+     "Hash mismatch")])
+def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, run_data, answer,
+                                                        words):
+    """Where it cannot be downloaded the exit status is 1, and bytes are offered instead."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(requests, "get", mock.Mock(**answer))
+    tiktoken = pytest.importorskip("tiktoken")
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})         # of tests before
+    (tmp_path / "a.txt").write_text("some text")
+    status, out, line = run_data("--out", tmp_path, "--input", tmp_path / "a.txt")
+    assert (status, out, line.count("\n")) == (1, "", 1) and "TIKTOKEN_CACHE_DIR" in line
+    assert words in line and "--tokenizer bytes" in line
+
+
+BODY = np.random.default_rng(0).bytes(1 << 16).hex().encode()
+SIZE = len(BODY)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server on this machine. body: of each of its files; ranges: it knows Range; drop: so many
+    replies end half way; length: it says how long a reply is; asked: (file, first byte) of each
+    request."""
+    server = SimpleNamespace(body=BODY, ranges=True, drop=0, length=True, asked=[])
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        log_message = mock.Mock()
+
+        def do_GET(self):
+            start, status = 0, 200
+            if server.ranges:
+                start = int(self.headers["Range"][len("bytes="):-1])
+                status = 206 if start < len(server.body) else 416
+            server.asked.append((Path(self.path).name, start))
+            reply = server.body[start:]
+            self.send_response(status)
+            if server.length:
+                self.send_header("Content-Length", str(len(reply)))
+            self.end_headers()
+            if server.drop > 0:
+                reply = reply[:len(reply) // 2]
+            server.drop -= 1
+            self.wfile.write(reply)
+
+    set_block(monkeypatch, 4096)
+    monkeypatch.setattr(corpora.time, "sleep", nothing)        # between tries
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
+        server.url = f"http://127.0.0.1:{httpd.server_port}"
+        yield server
+        httpd.shutdown()
+
+
+SHA256 = hashlib.sha256(BODY).hexdigest()
+
+
+@pytest.mark.parametrize("served, part, sha256, starts", [
+    (dict(drop=2), b"", SHA256, [0, SIZE // 2, SIZE * 3 // 4]),     # after a lost connection it
+    (dict(drop=2, ranges=False), b"", SHA256, [0, 0, 0]),           # continues, or starts over
+    ({}, BODY[:SIZE // 2], SHA256, [SIZE // 2]),                    # it continues an earlier run's
+    ({}, b"x" * 999, SHA256, [999, 0]),                             # or starts over if another's
+    ({}, b"x" * SIZE, SHA256, [SIZE, 0]),
+    ({}, b"x" * 5 * SIZE, SHA256, [5 * SIZE, 0]),
+    (dict(body=b"another text"), b"", SHA256, None),
+    ({}, b"", None, [0]), (dict(drop=99), b"", None, None),
+    (dict(length=False, ranges=False), b"", None, None)])
+def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, part, sha256, starts):
+    """What the server does; what .part holds before; where the requests begin, of which four that
+    are wrong (None) are an error. A file is whole by its sha256, if it is known, or by the length
+    that the server says. A damaged one is replaced, and a whole one not asked for."""
+    vars(server).update(served)
+    if sha256 is not None:
+        (tmp_path / "file").write_bytes(b"damaged")
+    (tmp_path / "file.part").write_bytes(part)
+    fetch = functools.partial(corpora.download, f"{server.url}/a", tmp_path / "file", sha256)
+    if starts is None:
+        with pytest.raises(ConnectionError, match="cannot download"):
+            fetch()
+        assert len(server.asked) == 4
+    else:
+        fetch()
+        fetch()
+        assert [start for _, start in server.asked] == starts
+        assert names_in(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == BODY
+
+
+def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, run_data):
+    """The same characters within a line do not. With another sha256 than that of DOWNLOADS the exit
+    status is 1."""
+    server.body = b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n"
+    for sha256, expected in [(SHA256, 1), (hashlib.sha256(server.body).hexdigest(), 0)]:
+        monkeypatch.setitem(corpora.DOWNLOADS, "tinystories", (f"{server.url}/file", sha256, ".eot"))
+        status, _, error = run_data("--dataset", "tinystories", "--tokenizer", "bytes",
+                                    "--out", tmp_path)
+        assert status == expected and ("data.py: cannot download" in error) == (status == 1)
+    assert texts_of(tmp_path, *data.SPLITS) == ["Once\nupon", "The end <|endoftext|> not"]
+
+
+def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path, server,
+                                                                       monkeypatch, run_data):
+    """Two training shards and the validation shard: a download continues, a second run asks for
+    nothing, a shard that is cut short is refused, and one that is missing is fetched again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    fetch = functools.partial(run_data, "--dataset", "fineweb", "--shards", 2)
+    names = [f"fineweb_{name}.bin" for name in ("val_000000", "train_000001", "train_000002")]
+    val, *train = [Path("data/fineweb", name) for name in names]
+    server.body = shard(range(200))
+    val.parent.mkdir(parents=True)
+    train[0].with_name(f"{names[1]}.part").write_bytes(server.body[:500])
+    for _ in range(2):                              # the second time nothing is asked for
+        status, out, error = fetch()
+        assert (status, error) == (0, "") and "400 tokens to train on, 200 to validate on" in out
+        assert "python train.py --data data/fineweb --out out/fineweb\n" in out
+        assert server.asked == list(zip(names, [0, 500, 0]))
+    assert data.TokenDataset("data/fineweb", "train", 8).meta == dict(
+        tokenizer="gpt2", vocab_size=50257, bytes_per_token=None)
+    os.truncate(train[1], 1100)
+    status, _, error = fetch()
+    assert status == 2 and "not a complete shard" in error and "remove it" in error
+    train[1].unlink()
+    assert fetch()[0] == 0 and server.asked[3:] == [(names[2], 0)]          # in its place
+    Path("data/fineweb/meta.json").touch()
+    assert "holds other shards" in fetch()[2]
+
+
+def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, run_data):
+    """Sixty .TXT documents of one character are too little text for the default windows: the
+    output says so, and its command trains on windows that fit."""
+    for i in range(60):
+        (tmp_path / f"{i}.TXT").write_text(chr(ord("A") + i))
+    status, out, _ = run_data("--input", tmp_path, "--tokenizer", "bytes", "--out",
+                              tmp_path / "out")
+    assert status == 0 and out.startswith("60 documents, 0 duplicates dropped, 0 without")
+    assert f"too little text for windows of {GPTConfig().seq_len} + 1 tokens" in out
+    seq_len = int(re.search(r" --seq-len (\d+)\n", out)[1])
+    made = [data.TokenDataset(tmp_path / "out", split, seq_len) for split in data.SPLITS]
+    assert sum(one.n_tokens for one in made) == 120 and min(one.n_windows for one in made) > 0
+
+
+def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys, run_data):
+    """Mechanism of the lines on standard error: bytes done, of the total where it is known, and
+    lines without text move the clock too. Each look at the clock is four seconds later."""
+    monkeypatch.setattr(corpora, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
+    note = corpora.progress("x", 5_000_000, done=1_000_000)
+    for _ in range(4):
+        note(1_000_000)
+    assert capsys.readouterr().err == "x: 3.0 of 5.0 MB\nx: 5.0 of 5.0 MB\n"
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": ""}\n' * 2000 + '{"text": "some text"}\n' * 9)
+    status, _, error = run_data("--input", file, "--tokenizer", "bytes", "--out", tmp_path)
+    assert status == 0 and re.fullmatch("(reading: 0.0 MB\n)+(tokenising: 0.0 of 0.0 MB\n)*", error)
+
+
+def test_ctrl_c_ends_data_py_in_one_line_and_leaves_nothing(tmp_path):
+    """While it tokenises: exit status 1, an empty --out, and the same command makes the shards."""
+    (tmp_path / "a.txt").write_text("some words\n" * 1000)
+    (tmp_path / "wrapper.py").write_text("""
+import os, signal, sys, data
+signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background ignores it
+data.append_tokens = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+sys.exit(data.main())
+""")
+    flags = ["--input", tmp_path / "a.txt", "--out", tmp_path / "d", "--tokenizer", "bytes"]
+    assert Command(tmp_path / "wrapper.py", *flags).finish() == (
+        1, "", "data.py: stopped: run it again, and a download continues\n")
+    assert names_in(tmp_path / "d") == []
+    assert Command("data.py", *flags).finish()[0] == 0
+    assert data.TokenDataset(tmp_path / "d", "train", 16).n_windows > 0
