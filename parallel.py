@@ -1,41 +1,50 @@
-"""Rank layout and process groups; tensor, pipeline and data parallelism; ZeRO.
+"""3D parallelism whole, in its plainest form: data, pipeline and tensor parallelism of the GPT.
 
-    1. Ranks                   their grid, its process groups, and the collectives
-    2. Tensor parallelism      each matrix is split over ranks; sequence parallelism
-    3. Pipeline parallelism    layers are split over ranks; schedules, and a tool that draws them
-    4. Data parallelism, ZeRO  the batch is split over replicas; ZeRO shards their state
-    5. Processes               errors, start, signals and devices
+    python data.py; python parallel.py                          # in one process
+    torchrun --nproc_per_node=8 parallel.py --tp 2 --pp 2       # dp = 8 / (tp pp) = 2
 
-Each of sections 2 to 4 starts with a minimal version, which only a test runs, then lists how the
-real code differs and why: TP1 to TP6, PP1 to PP8, DP1 to DP10. Comments refer to these names.
+trains the quick start's model on its data for 20 steps. train.py, run the same way, has the same
+losses to 1e-5, in any layout: the same seed and the same global batch give the same loss and
+gradients, up to the order of additions. There are no options here and nothing is done for speed:
+read it, run it, change it.
 
-Invariant: the same seed and the same global batch give the same loss, gradients and gradient norm
-in every layout, up to the order of additions. One process is the layout 1 x 1 x 1: a collective
-over a single rank does nothing.
+    1. Ranks                    their grid and its process groups
+    2. Tensor parallelism       each matrix is cut; every rank computes with its part
+    3. Pipeline parallelism     the layers are cut into stages; microbatches pass through them
+    4. Data parallelism, ZeRO   the batch is cut; replicas sum their gradients
+    5. All together             one step, and the program
+    6. As train.py runs it      the same techniques made fast and small, by parallelism/
 
-Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V vocabulary.
+Each file of parallelism/ begins with a table of what it adds to the plain form here, and why.
+
+Shapes: B sequences, T positions, C channels, H heads, V vocabulary.
 """
+import argparse
+import os
 import re
 import socket
+import sys
+import time
 from datetime import timedelta
-from typing import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from model import GPT, GPTConfig
 from parallelism.collectives import all_gather_object, on_hosts
 from parallelism.compiling import compile_model
 from parallelism.pipeline import chunk_layers, connect, recompute_blocks
-from parallelism.tensor import TIED, TP_PLAN, ParamSpec
+from parallelism.tensor import TP_PLAN, param_specs
 from parallelism.zero import FlatParameters, gather_before_use
 
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
 #
-# The ranks form an array (dp, pp, tp) whose last dimension is the fastest. For dp 2, pp 2, tp 2:
+# A rank is one process. The ranks form an array (dp, pp, tp) whose last dimension is the fastest.
+# For dp 2, pp 2, tp 2:
 #
 #                     stage 0     stage 1
 #       replica 0     0   1       2   3          tensor parallel    (0 1) (2 3) (4 5) (6 7)
@@ -44,7 +53,8 @@ from parallelism.zero import FlatParameters, gather_before_use
 #
 # Tensor parallelism communicates most (four all-reduces per block and microbatch: two forward, two
 # backward), so its ranks are adjacent and share a machine. Data parallelism reduces gradients once
-# a step (ZeRO 2 and 3: a microbatch) and may cross the network (Narayanan et al. 2021, section 3).
+# a step (ZeRO 2 and 3: once per microbatch) and may cross the network (Narayanan et al. 2021,
+# section 3).
 #
 # Ranks a and b have two slices each. An all-reduce is a reduce-scatter, then an all-gather:
 #
@@ -57,7 +67,7 @@ from parallelism.zero import FlatParameters, gather_before_use
 class Grid:
     """The layout, this rank's place in it, and its process groups (None where it is alone). With
     `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers; with
-    `chunks`, so many parts of the model, which take turns (interleaved 1F1B)."""
+    `chunks`, that many parts of the model, which it runs in turn (interleaved 1F1B)."""
 
     def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, sequence_parallel: bool = False,
                  chunks: int = 1):
@@ -75,8 +85,8 @@ class Grid:
 
 def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
               timeout: timedelta | None = None, device=torch.device("cpu"), chunks=1) -> Grid:
-    """The grid of `world` ranks, with process groups by gloo or, on GPUs, NCCL; a group's ranks
-    create it together. An operation waits `timeout` for another rank (None: 30 minutes)."""
+    """The grid of `world` ranks, with process groups that use gloo or, on GPUs, NCCL; only a
+    group's members create it. An operation waits `timeout` for another rank (None: 30 minutes)."""
     grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel, chunks)
     grid.hosts = all_gather_object(socket.gethostname())
     pipelines = grid.ranks.permute(0, 2, 1).reshape(-1, pp)
@@ -91,7 +101,8 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
     backend = "gloo" if device.type == "cpu" else "nccl"
     group_timeout = timeout
     if backend == "nccl" and timeout is not None:
-        group_timeout *= 2          # NCCL counts from the start, to_host from its later reading
+        # NCCL starts its clock when the operation starts, to_host later, when it reads the result.
+        group_timeout *= 2
     for name, rows in members.items():
         for ranks in rows.tolist():
             if rank in ranks and len(set(ranks)) > 1:
@@ -100,11 +111,18 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
                     group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
     if device.type != "cpu":
         connect(grid, device)
-    # For checkpoints, which a thread sends while training goes on. All ranks make it, so that its
-    # name does not depend on the count. It stays behind `connect`: gloo cannot sum GPU tensors.
+    # For checkpoints, which a thread sends while training goes on. All ranks make it, so its name
+    # does not depend on how many groups a rank has. After `connect`: gloo cannot sum GPU tensors.
     if world > 1:
         grid.groups["save"] = dist.new_group(timeout=timeout, backend="gloo")
     return grid
+
+
+def sum_over(x: torch.Tensor, group) -> torch.Tensor:
+    """Sum x over the ranks of a group, in place. There is nothing to do for one rank (None)."""
+    if group is not None:
+        dist.all_reduce(x, group=group)
+    return x
 
 
 # ---------------------------------------------------------------------------------------------
@@ -121,143 +139,153 @@ def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
 #   g: all-reduce forward, identity backward     (y is a sum, so each term has the gradient of y)
 #
 # Attention is cut the same way: each rank has some heads instead of some columns. nn.Linear stores
-# its weight as (out, in), so "by columns" cuts dimension 0. `plain_mlp` is the whole technique:
+# its weight as (out, in), so "by columns" cuts dimension 0. In use: parallelism/tensor.py.
 # ---------------------------------------------------------------------------------------------
 
 
-class f(torch.autograd.Function):
+class CopyToRanks(torch.autograd.Function):
+    """f: every rank of the group uses x."""
+
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, group):
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy):
-        dx = dy.clone()
-        dist.all_reduce(dx)
-        return dx
+        return sum_over(dy.clone(), ctx.group), None
 
 
-class g(torch.autograd.Function):
+class ReduceFromRanks(torch.autograd.Function):
+    """g: the sum of the group's x."""
+
     @staticmethod
-    def forward(ctx, x):
-        y = x.clone()
-        dist.all_reduce(y)
-        return y
+    def forward(ctx, x, group):
+        return sum_over(x.clone(), group)
 
     @staticmethod
     def backward(ctx, dy):
-        return dy
+        return dy, None
 
 
-def plain_mlp(x, up, up_bias, down, down_bias):
-    """(B, T, C) -> (B, T, C), as model.MLP. Every rank of the default group is given the whole
-    matrices (out, in) and uses its part of them."""
-    rank, tp = dist.get_rank(), dist.get_world_size()
-    h = F.linear(f.apply(x), up.chunk(tp)[rank], up_bias.chunk(tp)[rank])       # (B, T, 4C / tp)
-    h = F.gelu(h, approximate="tanh")
-    return g.apply(F.linear(h, down.chunk(tp, dim=1)[rank])) + down_bias        # after the sum
+def cut(parameter: nn.Parameter, dim: int, grid: Grid, stacked: int = 1) -> nn.Parameter:
+    """This rank's part of a parameter, along `dim`. If several matrices are stacked there, as q, k
+    and v are, each is cut by itself: (3C, C) -> (3C / tp, C)."""
+    parts = [matrix.chunk(grid.tp, dim)[grid.tp_rank] for matrix in parameter.chunk(stacked, dim)]
+    own = nn.Parameter(torch.cat(parts, dim).detach())
+    own.is_cut = True           # no other rank of the tp group has it: see `plain_grad_norm`
+    return own
 
 
-# The rest of this section differs from `plain_mlp`:
-#
-#        difference                             gain                      where
-#   TP1  a rank stores only its shard           memory / tp               ParamSpec.shard
-#   TP2  sequence parallelism from g to f       activations / tp there    gather_positions
-#   TP3  f is fused with the next product       sum of dx runs during dW  _ColumnParallel
-#   TP4  the token matrix, the largest, is cut  memory / tp               VocabParallelEmbedding
-#   TP5  the loss sends 3 numbers per position  not V / tp logits         chunk_loss
-#   TP6  its forward computes its gradients     logits of one chunk       VocabParallelCrossEntropy
+class PlainColumnLinear(nn.Module):
+    """x (B, T, in), equal on all ranks -> (B, T, out / tp), this rank's columns."""
+
+    def __init__(self, plain: nn.Linear, grid: Grid, stacked: int = 1):
+        super().__init__()
+        self.group = grid.groups["tp"]
+        self.weight = cut(plain.weight, 0, grid, stacked)
+        self.bias = cut(plain.bias, 0, grid, stacked)
+
+    def forward(self, x):
+        return F.linear(CopyToRanks.apply(x, self.group), self.weight, self.bias)
 
 
-# TP2: sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f all
-# ranks hold the same activations; instead, let each hold T / tp positions. Then f is an all-gather
-# forward and a reduce-scatter backward, and g is a reduce-scatter forward and an all-gather
-# backward. Backward also gathers x again (_ColumnParallel), so a block sends 5 / 4 of the bytes.
-# LayerNorm, the bias after g and the position embedding see T / tp positions, so each rank has a
-# part of their gradients: `finish_grad_sync` adds the parts up.
+class PlainRowLinear(nn.Module):
+    """x (B, T, in / tp), this rank's columns -> (B, T, out), equal on all ranks."""
+
+    def __init__(self, plain: nn.Linear, grid: Grid):
+        super().__init__()
+        self.group = grid.groups["tp"]
+        self.weight = cut(plain.weight, 1, grid)
+        self.bias = plain.bias          # whole: added after the sum, before it it would count twice
+
+    def forward(self, x):
+        return ReduceFromRanks.apply(F.linear(x, self.weight), self.group) + self.bias
+
+
+# The token matrix, which embedding and head share, is cut by rows: a rank has V / tp tokens.
+
+
+def find_local(tokens: torch.Tensor, weight: torch.Tensor, grid: Grid) -> tuple:
+    """(the rows of tokens in this rank's part of the matrix, or 0; whether they are there)."""
+    rows = tokens - grid.tp_rank * len(weight)
+    is_local = (rows >= 0) & (rows < len(weight))
+    return rows.where(is_local, 0), is_local
+
+
+class PlainVocabEmbedding(nn.Module):
+    """tokens (B, T) -> (B, T, C). A rank has zeros for the tokens of others; g sums over ranks."""
+
+    def __init__(self, weight: nn.Parameter, grid: Grid):
+        super().__init__()
+        self.grid = grid
+        self.weight = weight                                            # (V / tp, C)
+
+    def forward(self, tokens):
+        rows, is_local = find_local(tokens, self.weight, self.grid)
+        x = F.embedding(rows, self.weight) * is_local.unsqueeze(-1)
+        return ReduceFromRanks.apply(x, self.grid.groups["tp"])
+
+
+class PlainVocabHead(nn.Module):
+    """x (B, T, C), targets (B, T) -> the summed loss of model.Head, though no rank has all V logits
+    z of a position:
+
+        loss = log sum_v exp(z_v) - z_target = m + log sum_v exp(z_v - m) - z_target
+
+    With m the largest logit, exp cannot overflow; m cancels, so it needs no gradient."""
+
+    def __init__(self, plain: nn.Module, weight: nn.Parameter, grid: Grid):
+        super().__init__()
+        self.norm, self.vocab_size, self.grid = plain.norm, plain.vocab_size, grid
+        self.weight = weight                                            # (V / tp, C)
+
+    def forward(self, x, targets):
+        group = self.grid.groups["tp"]
+        z = F.linear(CopyToRanks.apply(self.norm(x), group), self.weight)       # (B, T, V / tp)
+        tokens = torch.arange(len(self.weight)) + self.grid.tp_rank * len(self.weight)
+        z = z.masked_fill(tokens >= self.vocab_size, -torch.inf)        # rows of padding
+        m = z.detach().amax(-1)                                         # (B, T), as all below
+        if group is not None:
+            dist.all_reduce(m, dist.ReduceOp.MAX, group)
+        total = ReduceFromRanks.apply((z - m.unsqueeze(-1)).exp().sum(-1), group)
+        columns, is_local = find_local(targets, self.weight, self.grid)
+        z_here = z.gather(-1, columns.unsqueeze(-1)).squeeze(-1)
+        z_target = ReduceFromRanks.apply(z_here.where(is_local, 0), group)
+        return (m + total.log() - z_target).sum()
+
+
+def plain_tensor_parallel(model: GPT, grid: Grid) -> None:
+    """Replace every module that has a matrix to cut."""
+    for block in model.blocks.values():
+        block.attn.qkv = PlainColumnLinear(block.attn.qkv, grid, stacked=3)
+        block.attn.proj = PlainRowLinear(block.attn.proj, grid)
+        block.mlp.up = PlainColumnLinear(block.mlp.up, grid)
+        block.mlp.down = PlainRowLinear(block.mlp.down, grid)
+    token_matrix = cut(model.embed.token.weight, 0, grid)
+    model.embed.token = PlainVocabEmbedding(token_matrix, grid)
+    model.head = PlainVocabHead(model.head, token_matrix, grid)
 
 
 # ---------------------------------------------------------------------------------------------
 # 3. Pipeline parallelism (GPipe, Huang et al. 2019)
 #
-# The layers are cut into p stages, one for each rank, and the batch into m microbatches, which pass
-# through the stages one after another. `plain_pipeline` is the whole technique:
+# The layers are cut into p stages, one for each rank of a pipeline, and the batch into m
+# microbatches, which pass through the stages one after another: forward (F), then backward (B).
+# For three stages and five microbatches, a backward taking twice as long as a forward:
+#
+#     stage 0    F0 F1 F2 F3 F4 .  .  .  .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0
+#     stage 1    .  F0 F1 F2 F3 F4 .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .
+#     stage 2    .  .  F0 F1 F2 F3 F4 B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .  .  .
+#
+# A stage idles for (p - 1) / (m + p - 1) of the time, the bubble, and keeps the activations of all
+# m microbatches. In use: parallelism/pipeline.py; better orders: parallelism/schedules.py.
 # ---------------------------------------------------------------------------------------------
 
 
-def plain_pipeline(stage: Callable, batch: list, activation_like: torch.Tensor, total: int) -> None:
-    """Each rank of the default group is a stage; they accumulate the gradients of the mean loss
-    over `total` tokens. `batch` is a list of microbatches (tokens (B, T), targets (B, T)). A stage
-    maps tokens, or activations like `activation_like` (B, T, C), to activations; the last one maps
-    them and the targets to the sum of the losses."""
-    rank = dist.get_rank()
-    last = dist.get_world_size() - 1
-    kept = []
-    for tokens, targets in batch:                       # all forwards
-        x = tokens
-        if rank > 0:
-            x = torch.empty_like(activation_like)
-            dist.recv(x, src=rank - 1)
-            x.requires_grad_()
-        y = stage(x, targets)
-        if rank < last:
-            dist.send(y.detach(), dst=rank + 1)
-        kept.append((x, y))
-
-    for x, y in reversed(kept):                         # then all backwards, in reverse
-        if rank < last:
-            dy = torch.empty_like(y)
-            dist.recv(dy, src=rank + 1)
-            y.backward(dy)
-        else:
-            (y / total).backward()
-        if rank > 0:
-            dist.send(x.grad, dst=rank - 1)
-
-
-# The rest of this section differs from `plain_pipeline`:
-#
-#        difference                          gain                                  where
-#   PP1  a stage's ops are a list            one executor runs any schedule        run_schedule
-#   PP2  1F1B: backwards start early         activations of p microbatches, not m  one_f_one_b
-#   PP3  crossing messages start together    NCCL cannot hang                      start_messages
-#   PP4  a rank has only its stage's layers  parameters / p                        build_stage
-#   PP5  both ends have the tied matrix      only its gradients travel             finish_grad_sync
-#   PP6  backward recomputes a block         stores 1 value instead of about 16    wrap_model
-#   PP7  a rank has v chunks of the layers   about bubble / v, v times messages    model_chunks
-#   PP8  gradients of weights wait for gaps  about bubble / 3, activations of p    zb_h1
-#
-# GPipe and 1F1B on three stages. F2 is the forward of microbatch 2, a backward takes two units of
-# time, and a dot is idle time. Both idle for (p - 1) / (m + p - 1) of the time, the bubble; the
-# last column is the number of microbatches whose activations a stage keeps:
-#
-#     GPipe    F0 F1 F2 F3 F4 .  .  .  .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0      5
-#              .  F0 F1 F2 F3 F4 .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .       5
-#              .  .  F0 F1 F2 F3 F4 B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .  .  .       5
-#
-#     1F1B     F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 .  B3 B3 .  B4 B4      3
-#              .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .       2
-#              .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .       1
-#
-# PP7. Chunk c of stage s has the layers of place c p + s in a pipeline of v p stages. An op takes
-# 1 / v of the time, so the bubble is (p - 1) / (v m + p - 1). gpipe and 1f1b have v = 1.
-# PP8. B computes the gradients of inputs only, which the stage before waits for, and W those of the
-# linear layers' weights, later. If F, B and W take one unit and m >= p, the bubble is
-# (p - 1) / (3 m + p - 1), and each stage keeps activations of p microbatches, until their W (with
-# sequence parallelism more: W's dy are not cut):
-#
-#     ZB-H1    F0 F1 F2 .  .  B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4
-#              .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 F4 B3 W2 B4 W3 W4
-#              .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 W3 W4
-
-
-def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
-    """This rank's part of the GPT, on the meta device, without memory: its stage's blocks (PP4; the
-    first stage also has `embed`, the last `head`) with the modules of section 2, whose parameters
-    are still whole: the caller replaces them by shards (`param_specs`)."""
-    with torch.device("meta"):
-        model = GPT(cfg)
-    layers = set().union(*chunk_layers(cfg.n_layer, grid))
+def keep_stage(model: GPT, grid: Grid) -> None:
+    """Drop what other stages have. The first stage keeps the embedding, the last one the head."""
+    layers = set().union(*chunk_layers(model.cfg.n_layer, grid))
     for name in list(model.blocks):
         if int(name) not in layers:
             del model.blocks[name]
@@ -265,20 +293,48 @@ def build_stage(cfg: GPTConfig, grid: Grid) -> GPT:
         model.embed = None
     if not grid.is_last:
         model.head = None
-    for name, module in list(model.named_modules()):
-        name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
-        if name_in_plan in TP_PLAN:
-            model.set_submodule(name, TP_PLAN[name_in_plan](module, grid))
-    for block in model.blocks.values():     # different heads need different dropout masks
-        block.attn.core_attention.rng_offset = grid.tp_rank
-    return model
+
+
+def plain_pipeline(stage: nn.Module, batch: list, activation_like: torch.Tensor, total: int,
+                   grid: Grid) -> float:
+    """Add the gradients of the mean loss over `total` tokens; return the sum of the losses (0 on
+    all stages but the last). `batch` is a list of microbatches (tokens (B, T), targets (B, T)). A
+    stage maps tokens, or activations like `activation_like` (B, T, C), to activations; the last
+    one maps them and the targets to the sum of the losses."""
+    previous, following = grid.rank - grid.tp, grid.rank + grid.tp
+    loss_sum = 0.0
+    kept = []
+    for tokens, targets in batch:                       # all forwards
+        x = tokens
+        if not grid.is_first:
+            x = torch.empty_like(activation_like)
+            dist.recv(x, src=previous)
+            x.requires_grad_()
+        y = stage(x, targets)
+        if grid.is_last:
+            loss_sum += y.item()
+        else:
+            dist.send(y.detach(), dst=following)
+        kept.append((x, y))
+
+    for x, y in reversed(kept):                         # then all backwards, in reverse
+        if grid.is_last:
+            (y / total).backward()
+        else:
+            dy = torch.empty_like(y)
+            dist.recv(dy, src=following)
+            y.backward(dy)
+        if not grid.is_first:
+            dist.send(x.grad, dst=previous)
+    return loss_sum
 
 
 # ---------------------------------------------------------------------------------------------
 # 4. Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020)
 #
-# Every replica trains on its share of the batch. The gradients are summed over the replicas, which
-# start equal, from the same seed, make the same update and stay equal. This is the plain form:
+# Every replica trains on its share of the batch. The gradients are summed over the replicas. These
+# start equal (from the same seed), make the same update, and so stay equal. In the three forms
+# below each rank of the default group is a replica. In use: parallelism/zero.py.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -314,58 +370,171 @@ def plain_zero_step(model, shard, optimizer, tokens, targets):
     nn.utils.vector_to_parameters(full, model.parameters())     # (it ignores the padding)
 
 
-# ZeRO 2 reduce-scatters the gradients in every backward, adds them to shard.grad, and frees the
-# rest. ZeRO 3 keeps no `full` either: it gathers a block's parameters before its forward and before
-# its backward, while another block runs, and frees them after (FSDP, Zhao et al. 2023).
-#
-# A step of m microbatches (in fp32 a parameter is its own master):
-#
-#             masters,                     bytes kept per parameter    in 16 bits, bytes sent per
-#                                                                      parameter, x (dp-1)/dp:
-#     ZeRO    moments    grad     data     16 bits      fp32           gradients + parameters
-#       0     full       full     full     18           16             8
-#       1     shard      full     full     6 + 12/dp    8 + 8/dp       4 + 2
-#       2     shard      shard    full     2 + 16/dp    4 + 12/dp      4m + 2
-#       3     shard      shard    shard    18/dp        16/dp          4m + 4m
-#
-# The rest of this section differs from `plain_step` (numbers of GPT-2 124M in 16 bits):
-#
-#        difference                              gain                          where
-#   DP1  microbatches add up, one sync a step    1/m of the traffic            prepare_grad_sync
-#   DP2  parameters are views into flat buckets  26 messages, not 148          Bucket
-#   DP3  gradients add up in the masters' type   (in bf16, 256 + 1 = 256)      grad_ready
-#   DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
-#   DP5  all are awaited at the end              in ZeRO 0 no hook waits       finish_grad_sync
-#   DP6  the tied matrix has its own bucket      no other bucket waits for it  make_buckets
-#   DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/dp   _start_grad_sync
-#   DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/dp      _start_grad_sync
-#   DP9  ZeRO 3: and only its parameters         2 more bytes become 2/dp      gather_before_use
-#   DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  gather_before_use
-#
-# The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
-# for each block. Backward completes them from the right; every rank communicates in that order.
-#
-#     | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |
+# ZeRO 2 reduce-scatters the gradients of every backward, adds them to shard.grad, and frees the
+# rest. ZeRO 3 keeps no `full` either (FSDP, Zhao et al. 2023):
 
 
-def param_specs(model: GPT, cfg: GPTConfig, grid: Grid) -> list[ParamSpec]:
-    """The parameters of a stage. They depend on the stage alone, so any rank can compute the layout
-    of another one (`checkpoint.file_order`)."""
-    specs = {}
-    for module_name, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            local_name = f"{module_name}.{attribute}"
-            name = TIED.get(local_name, local_name)
-            if name in specs:
-                specs[name].owners.append((module, attribute))
-                continue
-            rows = cfg.vocab_size if name == "embed.token.weight" else parameter.shape[0]
-            specs[name] = ParamSpec(
-                name, (rows, *parameter.shape[1:]), padded_rows=parameter.shape[0],
-                partition_dim=getattr(module, "partition_dim", {}).get(attribute),
-                stride=getattr(module, "stride", 1), tp=grid.tp, owners=[(module, attribute)],
-                is_tied_copy=local_name in TIED and not grid.is_first)
-    return list(specs.values())
+class GatherParameters(torch.autograd.Function):
+    """shard (n / dp,) -> all n parameters of a block. Backward: this rank's gradients of all n ->
+    the sum over ranks of those of the shard."""
+
+    @staticmethod
+    def forward(ctx, shard):
+        full = shard.new_empty(len(shard) * dist.get_world_size())
+        dist.all_gather_single(full, shard)
+        return full
+
+    @staticmethod
+    def backward(ctx, dfull):
+        dshard = dfull.new_empty(len(dfull) // dist.get_world_size())
+        dist.reduce_scatter_single(dshard, dfull)
+        return dshard
+
+
+def plain_zero3_block(block: nn.Module, shard: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+    """ZeRO 3: block(x) with the parameters of which each rank keeps a `shard`. `block` gives only
+    their names and shapes; it may be on the meta device, without memory."""
+    def gather_and_run(shard, x):
+        full = GatherParameters.apply(shard)
+        parameters = {}
+        for name, parameter in block.named_parameters():
+            parameters[name] = full[:parameter.numel()].view(parameter.shape)
+            full = full[parameter.numel():]
+        return torch.func.functional_call(block, parameters, x)
+    # What is gathered is freed when the block has run. The checkpoint gathers it again in backward.
+    return checkpoint(gather_and_run, shard, x, use_reentrant=False)
+
+
+# ---------------------------------------------------------------------------------------------
+# 5. All together
+# ---------------------------------------------------------------------------------------------
+
+
+def plain_grad_norm(model: GPT, grid: Grid) -> torch.Tensor:
+    """This rank's share of the squared gradient norm: summed over all ranks, the shares count each
+    parameter of the whole model once."""
+    squares = torch.zeros((), dtype=torch.float64)
+    if grid.dp_rank > 0:
+        return squares                          # replicas have the same gradients
+    for name, parameter in model.named_parameters():
+        is_counted = grid.tp_rank == 0 or hasattr(parameter, "is_cut")
+        if name == "head.weight":               # the tied matrix, which the first stage counts
+            is_counted = False
+        if is_counted:
+            squares += parameter.grad.double().square().sum()
+    return squares
+
+
+def plain_3d_step(model: GPT, optimizer, tokens: torch.Tensor, grid: Grid) -> float:
+    """One step on the batch `tokens` (B, T + 1), which is the same on all ranks. Returns the mean
+    loss over its tokens, in nats, before the update."""
+    # Batch: this replica's rows, in four microbatches (fewer, if it has fewer rows).
+    total = tokens[:, 1:].numel()
+    rows = tokens.chunk(grid.dp)[grid.dp_rank]
+    batch = [(part[:, :-1], part[:, 1:]) for part in rows.chunk(4)]
+    activation_like = torch.empty(*batch[0][0].shape, model.cfg.n_embd)
+
+    # Forward and backward.
+    optimizer.zero_grad()
+    loss_sum = plain_pipeline(model, batch, activation_like, total, grid)
+
+    # Sum over ranks: the gradients of the replicas; of the tied matrix also those of its two ends,
+    # the embedding on the first stage and the head on the last; then the loss and the norm. (All
+    # ranks of a tp group have the same loss: count it once.)
+    for name, parameter in model.named_parameters():
+        sum_over(parameter.grad, grid.groups["dp"])
+        if name in ("embed.token.weight", "head.weight"):
+            sum_over(parameter.grad, grid.groups["embedding"])
+    if grid.tp_rank > 0:
+        loss_sum = 0.0
+    sums = torch.stack([torch.tensor(loss_sum, dtype=torch.float64), plain_grad_norm(model, grid)])
+    loss_sum, squares = sum_over(sums, grid.groups["world"]).tolist()
+
+    # Clip the global norm to 1, and AdamW: every rank updates the parameters that it has.
+    factor = min(1.0, 1.0 / (squares ** 0.5 + 1e-6))
+    for parameter in model.parameters():
+        parameter.grad *= factor
+    optimizer.step()
+    return loss_sum / total
+
+
+def train_plainly(dataset, steps: int, grid: Grid) -> None:
+    """Train `nano` on this rank's part of a data.TokenDataset with train.py's defaults: its batch
+    size, seed, optimizer, and its learning rate, which rises for 50 steps (and here stays)."""
+    batch_size, seed, peak_lr, warmup_steps = 16, 1337, 4e-3, 50
+    config = GPTConfig(vocab_size=dataset.meta["vocab_size"])
+    model = GPT(config).initialize(seed)        # all of it; train.py makes a rank's part alone
+    plain_tensor_parallel(model, grid)
+    keep_stage(model, grid)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]           # biases, LayerNorm
+    optimizer = torch.optim.AdamW([dict(params=matrices, weight_decay=0.1),
+                                   dict(params=vectors, weight_decay=0.0)], betas=(0.9, 0.95))
+    for step in range(1, steps + 1):
+        window_ids = dataset.window_ids(seed, (step - 1) * batch_size, batch_size)
+        tokens = torch.from_numpy(dataset.tokens_of(window_ids))        # (B, T + 1)
+        for group in optimizer.param_groups:
+            group["lr"] = peak_lr * min(1.0, step / warmup_steps)
+        loss = plain_3d_step(model, optimizer, tokens, grid)
+        if grid.rank == 0:
+            print(f"step {step} loss {loss:.6f}", flush=True)
+
+
+def main() -> None:
+    from data import DEFAULT_OUT, TokenDataset
+
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+    def fail(message) -> None:          # one line from one rank
+        if rank > 0:
+            time.sleep(5)       # torchrun ends all ranks when one exits: rank 0 prints first
+        else:
+            print(f"parallel.py: {message}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+    parser = argparse.ArgumentParser("parallel.py", description="3D parallelism in plain forms.")
+    parser.error = fail
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share each matrix")
+    parser.add_argument("--pp", type=int, default=1, help="stages of the pipeline")
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    tp, pp, model = args.tp, args.pp, GPTConfig()
+    if tp < 1 or pp < 1 or world % (tp * pp) or 16 % (world // (tp * pp)):
+        fail(f"{world} processes cannot form dp x pp x tp ranks with pp {pp}, tp {tp}, and a dp "
+             f"that divides the batch of 16: start another number by torchrun --nproc_per_node")
+    if model.n_head % tp or pp > model.n_layer:
+        fail(f"the model has {model.n_head} heads for --tp {tp}, {model.n_layer} layers for "
+             f"--pp {pp}")
+    try:
+        dataset = TokenDataset(DEFAULT_OUT, "train", model.seq_len)
+    except (ValueError, OSError) as error:
+        fail(error)
+    if world > 1:
+        dist.init_process_group("gloo")
+    train_plainly(dataset, args.steps, make_grid(world, tp, pp, rank))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------
+# 6. As train.py runs it
+# ---------------------------------------------------------------------------------------------
+
+
+def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
+    """This rank's part of the GPT, on the meta device, without memory: its stage's blocks with the
+    modules of parallelism/tensor.py, whose parameters are still whole: the caller replaces them by
+    what this rank has of them (`param_specs`)."""
+    with torch.device("meta"):
+        model = GPT(model_config)
+    keep_stage(model, grid)
+    for name, module in list(model.named_modules()):
+        name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
+        if name_in_plan in TP_PLAN:
+            model.set_submodule(name, TP_PLAN[name_in_plan](module, grid))
+    for block in model.blocks.values():     # different heads need different dropout masks
+        block.attn.core_attention.rng_offset = grid.tp_rank
+    return model
 
 
 def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
@@ -391,3 +560,7 @@ def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
     if config.zero > 0:
         gather_before_use(model, flat)
     return model, flat
+
+
+if __name__ == "__main__":
+    main()

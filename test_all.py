@@ -54,6 +54,7 @@ import tempfile
 import threading
 import tracemalloc
 import weakref
+from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,12 +83,12 @@ from parallelism import collectives, pipeline
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
 from parallelism.tensor import (MAX_LOGITS, ColumnParallelLinear, VocabParallelEmbedding,
-                                add_product, chunk_loss, chunk_size)
+                                add_product, chunk_loss, chunk_size, param_specs)
 from parallelism.zero import FlatParameters, state_bytes
 from runtime import checks, corpora, directory
 from runtime.options import Config, merge_config
 from tests.harness import (BOUNDS, CFG, FORMULA, INTERLEAVED, LAYOUTS, NASTY, SHARED, TINY, Alive,
-                           Memory, Pool, after_backward, assert_close, assert_same_state,
+                           Command, Memory, Pool, after_backward, assert_close, assert_same_state,
                            batches_from, column, dataset, deep_enough, differences, gridded,
                            in_turn, kinds, launch, megatrons_batch_size, monitor_now, names_in,
                            nothing, on_ranks, random_gpt, read_metrics, relative, run_steps, saved,
@@ -139,19 +140,50 @@ def random_tensor(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+@pytest.mark.parametrize("world", [2, 4])
 @on_ranks
-def test_the_plain_form_of_tensor_parallelism_is_the_whole_mlp(rank, world=2):
-    """On two ranks plain_mlp, as it stands in parallel.py, gives the output and all gradients of
-    the whole MLP under a random upstream gradient, to 1e-12 in fp64."""
-    mlp = random_gpt(replace(CFG, n_layer=1)).blocks["0"].mlp
-    inputs = [random_tensor(2, 16, 32, seed=1).requires_grad_(), *mlp.parameters()]
-    pairs = []
-    for y in (parallel.plain_mlp(*inputs), mlp(inputs[0])):
-        pairs.append([y, *torch.autograd.grad(y, inputs, random_tensor(2, 16, 32, seed=2))])
-    for part in pairs[0][2:5]:          # of a cut matrix each rank has its part of the gradient
-        dist.all_reduce(part)
-    names = ["y", "dx", "up.weight", "up.bias", "down.weight", "down.bias"]
-    assert_close(dict(zip(names, zip(*pairs, strict=True), strict=True)), 1e-12)
+def test_the_plain_form_of_tensor_parallelism_is_the_whole_layer(rank, world):
+    """On two and four ranks the plain modules, as they stand in parallel.py, give the output of
+    embedding, block and head with its loss, and all gradients, under random upstream gradients, to
+    1e-12 in fp64. The 257 tokens are cut into equal parts, of which the last have padding alone."""
+    whole, local = (random_gpt(replace(CFG, n_layer=1)) for _ in range(2))
+    tokens, targets = tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)
+    x, dy = random_tensor(2, 16, 32, seed=1), random_tensor(2, 16, 32, seed=2)
+    with gridded(rank, world, world, 1) as grid:
+        parallel.plain_tensor_parallel(local, grid)
+        ours = outputs_and_dx(local, tokens, targets, x, dy)
+        theirs = outputs_and_dx(whole, tokens, targets, x, dy)
+        logits = whole.head(x)                                  # torch's own loss of them
+        torchs = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        pairs = {name: (ours[name], theirs[name]) for name in theirs}
+        pairs["torch's loss"] = ours["loss"], torchs
+        for name, parameter in whole.named_parameters():
+            gradient, stacked = parameter.grad, 3 if ".qkv." in name else 1
+            mine = local.get_parameter(name)
+            if hasattr(mine, "is_cut"):
+                dim = next(dim for dim, size in enumerate(mine.shape)
+                           if size != parameter.shape[dim])
+                gradient = parallel.cut(nn.Parameter(gradient), dim, grid, stacked).detach()
+            pairs[name] = mine.grad, gradient
+    assert_close(pairs, 1e-12)
+
+
+@pytest.mark.parametrize("world, upstream", [(2, 1.0), (4, -0.37)])
+@on_ranks
+def test_the_plain_loss_has_torchs_gradients_for_any_upstream(rank, world, upstream):
+    """The vocabulary's loss, cut over two or four ranks, is F.cross_entropy of all logits, and so are dx
+    and this rank's rows of dW, to 1e-12 in fp64."""
+    head = random_gpt(CFG).head
+    x, targets = random_tensor(2, 16, 32, seed=1).requires_grad_(), tokens_of(CFG, 2, seed=1)
+    with gridded(rank, world, world, 1) as grid:
+        plain = parallel.PlainVocabHead(head, parallel.cut(head.weight, 0, grid), grid)
+        loss = plain(x, targets)
+        dx, dw = torch.autograd.grad(loss * upstream, [x, plain.weight])
+    logits = F.linear(head.norm(x), head.weight)[..., :257]
+    theirs = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    whole_dx, whole_dw = torch.autograd.grad(theirs * upstream, [x, head.weight])
+    assert_close(dict(loss=(loss, theirs), dx=(dx, whole_dx),
+                      dw=(dw, whole_dw.chunk(world)[rank])), 1e-12)
 
 
 def outputs_and_dx(gpt, tokens, targets, x, dy):
@@ -225,12 +257,11 @@ def test_the_plain_pipeline_and_1f1b_have_the_whole_models_gradients(rank, world
     if rank < world - 1:
         stage.head = None
     microbatches = list(zip(tokens.split(2), targets.split(2)))
-    parallel.plain_pipeline(stage, microbatches, activation_like, targets.numel())
-    plain = {name: p.grad for name, p in stage.named_parameters()}
-    plain["embed.token.weight"] = torch.zeros_like(tied) if tied.grad is None else tied.grad
-    dist.all_reduce(plain["embed.token.weight"])            # the sum of its two ends
-
     with gridded(rank, world, 1, world) as grid:
+        parallel.plain_pipeline(stage, microbatches, activation_like, targets.numel(), grid)
+        plain = {name: p.grad for name, p in stage.named_parameters()}
+        plain["embed.token.weight"] = torch.zeros_like(tied) if tied.grad is None else tied.grad
+        dist.all_reduce(plain["embed.token.weight"])            # the sum of its two ends
         local, flat = stage_of(whole, grid)
         if grid.is_last:
             local.head.begin_step(1 / targets.numel())
@@ -283,6 +314,112 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
     for form, ours in forms.items():
         ranks = collectives.all_gather_object({name: x.tolist() for name, x in ours.items()})
         assert ranks[0] == ranks[1], form
+
+
+@on_ranks
+def test_a_plain_zero_3_block_is_the_whole_block(rank, world=2):
+    """Five steps of two blocks, of which each rank keeps half of every parameter and no other
+    memory, end at the parameters of the whole blocks, to 1e-12 in fp64; so does dx."""
+    whole = random_gpt(replace(CFG, n_layer=2)).blocks
+    with torch.device("meta"):
+        shapes = GPT(replace(CFG, n_layer=2)).blocks
+    shards = []
+    for block in whole.values():
+        flat = nn.utils.parameters_to_vector(block.parameters()).detach()
+        flat = F.pad(flat, (0, 6 + len(flat) % 2))              # any padding to a multiple of dp
+        shards.append(nn.Parameter(flat.chunk(world)[rank].clone()))
+    sgd = functools.partial(torch.optim.SGD, lr=1e-2)
+    of_whole, of_shards = sgd(whole.parameters()), sgd(shards)
+    pairs = {}
+    for step in range(5):
+        x = random_tensor(4, 16, 32, seed=step).requires_grad_()
+        dy = random_tensor(4, 16, 32, seed=9 + step)
+        mine = x.detach().chunk(world)[rank].requires_grad_()
+        y, y_of_mine = x, mine
+        for block, empty, shard in zip(whole.values(), shapes.values(), shards):
+            y = block(y)
+            y_of_mine = parallel.plain_zero3_block(empty, shard, y_of_mine)
+        of_whole.zero_grad()
+        of_shards.zero_grad()
+        y.backward(dy)
+        y_of_mine.backward(dy.chunk(world)[rank])
+        of_whole.step()
+        of_shards.step()
+        pairs[f"y {step}"] = y_of_mine, y.chunk(world)[rank]
+        pairs[f"dx {step}"] = mine.grad, x.grad.chunk(world)[rank]
+    for name, block in whole.items():
+        flat = nn.utils.parameters_to_vector(block.parameters())
+        full = parallel.GatherParameters.apply(shards[int(name)])
+        pairs[f"block {name}"] = full[:len(flat)], flat
+    assert_close(pairs, 1e-12)
+
+
+# ---- parallel.py's program: all plain forms together train as train.py does
+
+def losses_of_plain_program(rank, world, tp, pp, folder, steps):
+    """The losses that parallel.py prints on rank 0."""
+    dataset = data.TokenDataset(folder, "train", 128)
+    with gridded(rank, world, tp, pp) as grid, redirect_stdout(io.StringIO()) as text:
+        parallel.train_plainly(dataset, steps, grid)
+    return [float(line.split()[3]) for line in text.getvalue().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def losses_of_train_py(library, tmp_path_factory):
+    """Those of 20 steps of the quick start in one process."""
+    out = tmp_path_factory.mktemp("quick start")
+    done = Command("train.py", "--data", library, "--out", out, "--steps", 20, "--eval-every", 0,
+                   "--save-every", 0).finish(200)
+    assert done[0] == 0, done
+    return column(read_metrics(out)[0], "loss")
+
+
+@pytest.mark.parametrize("world, tp, pp", [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 4, 1),
+                                           (8, 2, 2)])
+def test_the_plain_program_has_the_losses_of_train_py(pool, library, losses_of_train_py, world, tp,
+                                                      pp):
+    """`torchrun parallel.py` prints for 20 steps the losses of train.py, to 1e-5: in one process,
+    with each parallelism by itself, and with all three on eight ranks."""
+    found = pool.run(world, losses_of_plain_program, tp, pp, library, 20)[0]
+    assert len(found) == 20 and found == pytest.approx(losses_of_train_py, rel=1e-5)
+
+
+def test_the_plain_program_tells_a_mistake_in_one_line(tmp_path):
+    """What cannot run ends with status 2 and one line that names the numbers."""
+    for flags, words in [(["--tp", 2], "1 processes cannot form"), (["--pp", 0], "pp 0"),
+                         (["--tp", "x"], "--tp"), (["--steps"], "--steps"),
+                         ([], "does not exist: give a directory that data.py has made")]:
+        status, text, error = Command("parallel.py", *flags, cwd=tmp_path).finish()
+        assert (status, text) == (2, "") and words in error and error.count("\n") == 1, error
+
+
+@on_ranks
+def test_a_plain_step_on_three_stages_with_a_tied_matrix(rank, world=3):
+    """The tied matrix has its gradients from both ends of three stages, and counts once in the
+    norm: two plain_3d_steps with clipping end at the parameters of one process, to 1e-5."""
+    cfg = replace(CFG, n_layer=world)
+    one, local = (random_gpt(cfg).float() for _ in range(2))
+    with torch.no_grad():
+        for gpt in (one, local):
+            gpt.head.weight *= 8                            # so that the norm is above 1
+    tokens = torch.cat([tokens_of(cfg, 8), tokens_of(cfg, 8, seed=1)[:, :1]], 1)
+    sgd = functools.partial(torch.optim.SGD, lr=0.5)        # unlike AdamW's, it shows the norm
+    with gridded(rank, world, 1, world) as grid:
+        parallel.plain_tensor_parallel(local, grid)
+        parallel.keep_stage(local, grid)
+        of_one, of_local = sgd(one.parameters()), sgd(local.parameters())
+        for _ in range(2):
+            of_one.zero_grad()
+            loss = one(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+            assert norm > 1.1
+            of_one.step()
+            found = parallel.plain_3d_step(local, of_local, tokens, grid)
+            assert found == pytest.approx(loss.item(), rel=1e-5)
+    of_one = dict(one.named_parameters())
+    of_one["head.weight"] = of_one["embed.token.weight"]
+    assert_close({name: (p, of_one[name]) for name, p in local.named_parameters()}, 1e-5)
 
 
 # ---- The loss scaler is torch's
@@ -1081,7 +1218,7 @@ def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradient
     plain = random_gpt(cfg)
     with gridded(rank, world, world, 1) as grid, mock.patch.dict(MAX_LOGITS, cpu=7 * 192):
         ours = parallel.build_stage(cfg, grid)
-        specs = parallel.param_specs(ours, cfg, grid)
+        specs = param_specs(ours, cfg, grid)
         for spec in specs:
             full = plain.get_parameter(spec.name).detach()[:spec.shape[0]]
             shard = nn.Parameter(spec.shard(full, rank).clone())
@@ -1461,7 +1598,7 @@ def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
     pp = 1 if zero == 3 else 2
     for rank in range(4 * pp):
         grid = Grid(2, pp, 2, rank)
-        specs = parallel.param_specs(parallel.build_stage(CFG, grid), CFG, grid)
+        specs = param_specs(parallel.build_stage(CFG, grid), CFG, grid)
         flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu")
         numel = sum(bucket.numel for bucket in flat.buckets)
         longest = max(bucket.numel for bucket in flat.buckets)

@@ -22,7 +22,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import IGNORE_INDEX, ceil_div, linear, multiplies_in_fp32, upcast_for_matmul
+from model import (GPT, IGNORE_INDEX, GPTConfig, ceil_div, linear, multiplies_in_fp32,
+                   upcast_for_matmul)
 from parallelism.collectives import Work, all_gather, all_reduce, reduce_scatter
 
 
@@ -410,3 +411,23 @@ TP_PLAN = {         # which module of model.py becomes what (build_stage)
     "head": VocabParallelHead,
 }
 TIED = {"head.weight": "embed.token.weight"}    # one matrix: its name in the head, its global name
+
+
+def param_specs(model: GPT, model_config: GPTConfig, grid) -> list[ParamSpec]:
+    """The parameters of a stage (parallel.build_stage). They depend on the stage alone, so any rank
+    can compute the layout of another one (`checkpoint.file_order`)."""
+    specs = {}
+    for module_name, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            local_name = f"{module_name}.{attribute}"
+            name = TIED.get(local_name, local_name)
+            if name in specs:
+                specs[name].owners.append((module, attribute))
+                continue
+            rows = model_config.vocab_size if name == "embed.token.weight" else parameter.shape[0]
+            specs[name] = ParamSpec(
+                name, (rows, *parameter.shape[1:]), padded_rows=parameter.shape[0],
+                partition_dim=getattr(module, "partition_dim", {}).get(attribute),
+                stride=getattr(module, "stride", 1), tp=grid.tp, owners=[(module, attribute)],
+                is_tied_copy=local_name in TIED and not grid.is_first)
+    return list(specs.values())

@@ -11,7 +11,8 @@ import torch
 
 from data import TokenDataset, batch_sizes, steps_of_epochs
 from model import PEAK_LR, SIZES, GPTConfig
-from parallel import Grid, build_stage, param_specs
+from parallel import Grid, build_stage
+from parallelism.tensor import param_specs
 from parallelism.zero import make_buckets, state_bytes
 from runtime.options import Config, merge_config
 from runtime.processes import warn

@@ -63,6 +63,7 @@ import train
 from model import GPT, GPTConfig
 from parallel import make_grid
 from parallelism.pipeline import recompute_blocks
+from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters, gather_before_use
 from runtime import console, corpora, processes
 from runtime.options import Config
@@ -417,7 +418,7 @@ def monitor_now(run):
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
     """This rank's stage at step 0 of seed 0 -> (model, its FlatParameters)."""
     local = parallel.build_stage(cfg, grid)
-    flat = FlatParameters(parallel.param_specs(local, cfg, grid), grid, dtype,
+    flat = FlatParameters(param_specs(local, cfg, grid), grid, dtype,
                           torch.promote_types(dtype, torch.float32), "cpu", zero)
     if recompute:
         recompute_blocks(local)

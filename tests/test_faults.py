@@ -387,9 +387,10 @@ def test_an_error_of_a_pipelines_messages_names_rank_machine_and_stage():
     grid.hosts = ["n0", "n0", "n1", "n1", "n2", "n2"]
     messages = [(sending, ("B", 7, 0), torch.zeros(1)) for sending in (True, False)]
     closed = mock.Mock(side_effect=RuntimeError("closed"))
-    with mock.patch.multiple(dist, P2POp=mock.Mock(), batch_isend_irecv=closed), pytest.raises(
-            collectives.PeerError, match=r"^backward of microbatch 7: send to rank 0 on n0 \(stage 0\)"
-            r", backward .* 7: receive from rank 4 on n2 \(stage 2\): closed$"):
+    words = (r"^backward of microbatch 7: send to rank 0 on n0 \(stage 0\), "
+             r"backward .* 7: receive from rank 4 on n2 \(stage 2\): closed$")
+    with mock.patch.multiple(dist, P2POp=mock.Mock(), batch_isend_irecv=closed), \
+            pytest.raises(collectives.PeerError, match=words):
         pipeline.start_messages(grid, messages)
 
 

@@ -159,8 +159,8 @@ def test_the_readmes_training_commands_make_a_step_with_a_tiny_model(shards, tmp
 
 
 def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsys):
-    """data.py takes the flags of its commands, and tools.schedule draws what the README shows. (Tools:
-    tests/test_tools.py.)"""
+    """data.py takes the flags of its commands, and tools.schedule draws what the README shows.
+    (Other tools: tests/test_tools.py.)"""
     monkeypatch.chdir(tmp_path)
     made = [data.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [

@@ -713,8 +713,8 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
     assert [line.split("left ")[-1] for line in capsys.readouterr().out.splitlines()[:5]] == [
         "0:01:20", "0:00:40", evaluated, "0:00:00", evaluated]
     assert column(rows, "tokens_per_second") == [8 * 16 / 40] * 3
-    run = SimpleNamespace(config=Config(), model_config=CFG, val_data=Memory(CFG), grid=Grid(2, 1, 1),
-                          device=torch.device("cpu"))
+    run = SimpleNamespace(config=Config(), model_config=CFG, val_data=Memory(CFG),
+                          grid=Grid(2, 1, 1), device=torch.device("cpu"))
     assert "perplexity inf" in console.format_eval(dict(val_loss=1e3), run)
     row = dict(rows[0], loss=5.28014, lr=8e-5, grad_norm=7.9496, activation_norm=0.9251,
                tokens_per_second=7133.0)
@@ -1332,7 +1332,8 @@ def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, ru
     status is 1."""
     server.body = b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n"
     for sha256, expected in [(SHA256, 1), (hashlib.sha256(server.body).hexdigest(), 0)]:
-        monkeypatch.setitem(corpora.DOWNLOADS, "tinystories", (f"{server.url}/file", sha256, ".eot"))
+        monkeypatch.setitem(corpora.DOWNLOADS, "tinystories",
+                            (f"{server.url}/file", sha256, ".eot"))
         status, _, error = run_data("--dataset", "tinystories", "--tokenizer", "bytes",
                                     "--out", tmp_path)
         assert status == expected and ("data.py: cannot download" in error) == (status == 1)

@@ -36,10 +36,10 @@ from typing import NamedTuple
 
 from amp import PRECISIONS
 from model import PEAK_FLOPS, GPTConfig, flops_per_token, parameter_count
-from parallel import Grid, build_stage, param_specs
+from parallel import Grid, build_stage
 from parallelism.pipeline import chunk_layers
 from parallelism.schedules import SCHEDULES, make_schedule
-from parallelism.tensor import ParamSpec, chunk_size
+from parallelism.tensor import ParamSpec, chunk_size, param_specs
 from parallelism.zero import Bucket, make_buckets, state_bytes
 from runtime import options
 from runtime.checks import check_config, check_layout
