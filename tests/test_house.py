@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "parallel": ("model parallelism.* data", ""),               # data: in `main` alone
     "checkpoint": ("model parallel parallelism.* runtime.processes", ""),
     "train": ("*", "tools* tests* test_all"),
-    "sample": ("model data checkpoint runtime.commandline runtime.processes runtime.devices", ""),
+    "sample": ("model data checkpoint parallelism.collectives runtime.commandline runtime.devices",
+               ""),
     "parallelism.*": ("model amp parallelism.*", ""),
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),
