@@ -138,7 +138,7 @@ def receive_parameter(spec: ParamSpec, bucket: Bucket, ranks: list, dtype: torch
     for operation, receive in receives:
         with comm_errors(operation):
             receive.wait()
-    return spec.unshard(shards)
+    return spec.join(shards)
 
 
 class Streamed:

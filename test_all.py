@@ -208,7 +208,7 @@ def gradient_pairs(flat, plain):
     for bucket in flat.buckets:
         for spec in bucket.specs:
             full = plain.get_parameter(spec.name).grad[:spec.shape[0]]
-            pairs[spec.name] = bucket.view(bucket.grad, spec), spec.shard(full, flat.grid.tp_rank)
+            pairs[spec.name] = bucket.view(bucket.grad, spec), spec.cut(full, flat.grid.tp_rank)
     return pairs
 
 
@@ -1221,7 +1221,7 @@ def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradient
         specs = param_specs(ours, cfg, grid)
         for spec in specs:
             full = plain.get_parameter(spec.name).detach()[:spec.shape[0]]
-            shard = nn.Parameter(spec.shard(full, rank).clone())
+            shard = nn.Parameter(spec.cut(full, rank).clone())
             for module, attribute in spec.owners:
                 setattr(module, attribute, shard)
         ours.head.begin_step(scale=3.0)             # by which the gradients are divided again
@@ -1230,7 +1230,7 @@ def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradient
     pairs = dict(loss=losses)
     for spec in specs:
         full = plain.get_parameter(spec.name).grad[:spec.shape[0]]
-        pairs[spec.name] = ours.get_parameter(spec.name).grad, spec.shard(full, rank)
+        pairs[spec.name] = ours.get_parameter(spec.name).grad, spec.cut(full, rank)
     assert_close(pairs, 1e-10)
     local, _ = staged(replace(CFG, n_layer=1), Grid(1, 1, 1))
     with pytest.raises(RuntimeError, match="multiply the loss by head.scale"):

@@ -150,9 +150,10 @@ def run_turns(turns: list, grid, functions: dict, activation_like: torch.Tensor)
 def start_messages(grid, messages: list[tuple]) -> list[Work]:
     """Start all messages together: on NCCL as one operation, on gloo singly, where the tag, the op
     that needs it, tells them apart. A message is (True, op, its result), to be sent, or (False, op,
-    a tensor like its input), to be received. Returns a Work for each, whose result is None beyond
-    the pipeline's ends and for W. PP3: when two neighbors send to each other, each starts its send
-    and its receive as one operation; otherwise NCCL could have both send first and wait forever."""
+    a tensor like its input), to be received. Returns a Work for each, whose result is None where
+    there is no neighbor, and for W. PP3: when two neighbors send to each other, each starts its
+    send and its receive as one operation; otherwise NCCL could have both send first and wait
+    forever."""
     works, operations = [], []
     for sending, (op, m, chunk), x in messages:
         place = chunk * grid.pp + grid.stage
@@ -184,7 +185,7 @@ def start_messages(grid, messages: list[tuple]) -> list[Work]:
 def connect(grid, device: torch.device) -> None:
     """NCCL connects two ranks at their first message, and connecting waits for all work queued on
     the device. If that work is a receive whose sender is itself waiting to connect, both hang (seen
-    with GPipe on two H100s). So connect everything first (`train.main`: for all collectives)."""
+    with GPipe on two H100s). So connect everything first (see also `processes.run_process`)."""
     one = torch.zeros(1, device=device)
     for group in grid.groups.values():
         all_reduce(one, group).wait()

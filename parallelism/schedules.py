@@ -16,17 +16,16 @@ is the number of microbatches whose activations a stage keeps:
 
 PP7. Chunk c of stage s has the layers of place c p + s in a pipeline of v p stages. An op takes
 1 / v of the time, so the bubble is (p - 1) / (v m + p - 1). gpipe and 1f1b have v = 1.
-PP8. B computes the gradients of inputs only, which the stage before waits for, and W those of the
-linear layers' weights, later. If F, B and W take one unit and m >= p, the bubble is
-(p - 1) / (3 m + p - 1), and each stage keeps activations of p microbatches, until their W (with
-sequence parallelism more: W's dy are not cut):
+PP8. B computes the gradients of the inputs, for which the stage before waits, and of everything but
+the linear layers' weights; W computes those, later. If F, B and W take one unit and m >= p, the
+bubble is (p - 1) / (3 m + p - 1), and each stage keeps activations of p microbatches, until their W
+(with sequence parallelism more: W's dy are not cut):
 
     ZB-H1    F0 F1 F2 .  .  B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4
              .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 F4 B3 W2 B4 W3 W4
              .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 W3 W4
 """
 from itertools import pairwise
-
 
 
 def gpipe(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
@@ -56,8 +55,8 @@ def one_f_one_b(stage: int, stages: int, num_microbatches: int, chunks: int = 1)
 
 
 def zb_h1(stage: int, stages: int, num_microbatches: int, chunks: int = 1) -> list[tuple]:
-    """PP8 (ZB-H1: Qi et al. 2024, section 2.1): 1F1B, with each W put off by `stage` microbatches:
-    the stages before wait for the first gradients, so B goes before W there."""
+    """PP8 (ZB-H1: Qi et al. 2024, section 2.1): 1F1B, with each W put off by `stage` microbatches.
+    Earlier stages wait for the first gradients, so later stages run B before W."""
     ops = []
     for op, m, chunk in one_f_one_b(stage, stages, num_microbatches, chunks):
         ops.append((op, m, chunk))

@@ -46,7 +46,7 @@ class Bucket:
     `name` is as drawn above: tied, ends, 0.attn ...
 
     data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
-    grad            (numel,) their gradients; from ZeRO 2 on None from a sync to the next gradient
+    grad            (numel,) their gradients; with ZeRO 2 and 3, None from a sync to the next one
     shard           {name: (numel / num_shards,)} of what this rank updates:
                     data    a view of `data`; in ZeRO 3 its own memory
                     grad    a view of `grad`; from ZeRO 2 on its own memory, a sum of backwards
@@ -191,15 +191,16 @@ class FlatParameters:
         """Fill this rank's tensors `name` from full parameters: full(name, shape) -> tensor."""
         for bucket in self.buckets:
             for spec, shard_slice, param_slice in bucket.shard_ranges:
-                value = spec.shard(full(spec.name, spec.shape), self.grid.tp_rank)
+                value = spec.cut(full(spec.name, spec.shape), self.grid.tp_rank)
                 bucket.shard[name][shard_slice].copy_(value.flatten()[param_slice])
 
-    def initialize(self, cfg: GPTConfig, seed: int, parameters: dict | None = None) -> None:
+    def initialize(self, model_config: GPTConfig, seed: int,
+                   parameters: dict | None = None) -> None:
         """Set the state of step 0, also after a rollback to it. Only one full parameter is in
         memory at a time. The weights come from `parameters` {name: full tensor}, or the seed."""
         def initial(name, shape):
             if parameters is None:
-                return initial_value(cfg, name, shape, seed)
+                return initial_value(model_config, name, shape, seed)
             return parameters[name][:shape[0]]      # the position table may be longer
         self.load("master", initial)
         if self.training:
@@ -248,7 +249,7 @@ class FlatParameters:
     def grad_ready(self, parameter: nn.Parameter) -> None:
         """DP3, DP4: autograd, or W, calls this hook when a parameter's gradient is complete, on the
         backward's thread and CUDA stream: collectives start after the kernels of the gradient."""
-        # `grad` is None if a Function of section 2 has added the gradient to main_grad itself.
+        # `grad` is None if a Function of tensor.py has added the gradient to main_grad itself.
         if parameter.grad is not None:
             parameter.main_grad().add_(parameter.grad)
             parameter.grad = None
@@ -318,13 +319,13 @@ class FlatParameters:
         return torch.stack([squares[:len(counted)].sum(), squares.sum()])
 
     @torch.no_grad()
-    def step(self, grad_scale: float, step: int, lr: float, beta1: float, beta2: float,
+    def step(self, factor: float, step: int, lr: float, beta1: float, beta2: float,
              weight_decay: float) -> None:
         """AdamW update number `step` (from 1) of this rank's shards, with the gradients times
-        `grad_scale`. With --offload it goes bucket by bucket: while the CPU updates one, the next
+        `factor`. With --offload it goes bucket by bucket: while the CPU updates one, the next
         one's gradients arrive and the previous one's parameters leave."""
         grads = [bucket.shard["grad"] for bucket in self.buckets]
-        torch._foreach_mul_(grads, grad_scale)
+        torch._foreach_mul_(grads, factor)
         if self.staging is None:
             adamw_step(self.buckets, grads, step, lr, beta1, beta2, weight_decay)
             self.sync_params()
@@ -356,8 +357,8 @@ class FlatParameters:
                 bucket.unsharding = None
 
     def reshard(self, buckets: list[Bucket]) -> None:
-        """ZeRO 3: free the gathered parameters. They are views of a storage, not of an address:
-        `unshard` makes them valid again by filling the same storage."""
+        """ZeRO 3: free the gathered parameters. These views refer to the storage, so `unshard`, which
+        fills it again, makes them valid again."""
         if self.zero < 3:
             return
         for bucket in buckets:
