@@ -171,8 +171,8 @@ def test_the_plain_form_of_tensor_parallelism_is_the_whole_layer(rank, world):
 @pytest.mark.parametrize("world, upstream", [(2, 1.0), (4, -0.37)])
 @on_ranks
 def test_the_plain_loss_has_torchs_gradients_for_any_upstream(rank, world, upstream):
-    """The vocabulary's loss, cut over two or four ranks, is F.cross_entropy of all logits, and so are dx
-    and this rank's rows of dW, to 1e-12 in fp64."""
+    """The vocabulary's loss, cut over two or four ranks, is F.cross_entropy of all logits, and so
+    are dx and this rank's rows of dW, to 1e-12 in fp64."""
     head = random_gpt(CFG).head
     x, targets = random_tensor(2, 16, 32, seed=1).requires_grad_(), tokens_of(CFG, 2, seed=1)
     with gridded(rank, world, world, 1) as grid:
@@ -336,9 +336,9 @@ def test_a_plain_zero_3_block_is_the_whole_block(rank, world=2):
         dy = random_tensor(4, 16, 32, seed=9 + step)
         mine = x.detach().chunk(world)[rank].requires_grad_()
         y, y_of_mine = x, mine
-        for block, empty, shard in zip(whole.values(), shapes.values(), shards):
+        for block, empty, own in zip(whole.values(), shapes.values(), shards):
             y = block(y)
-            y_of_mine = parallel.plain_zero3_block(empty, shard, y_of_mine)
+            y_of_mine = parallel.plain_zero3_block(empty, own, y_of_mine)
         of_whole.zero_grad()
         of_shards.zero_grad()
         y.backward(dy)

@@ -30,7 +30,7 @@ import sample
 import train
 from model import GPT
 from parallel import Grid, make_grid
-from parallelism import pipeline
+from parallelism import collectives, pipeline
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
 from runtime import console, processes
