@@ -357,8 +357,8 @@ class FlatParameters:
                 bucket.unsharding = None
 
     def reshard(self, buckets: list[Bucket]) -> None:
-        """ZeRO 3: free the gathered parameters. The views refer to the storage, so refilling it (see
-        `unshard`) makes them valid again."""
+        """ZeRO 3: free the gathered parameters. Their views refer to the storage: `unshard` fills it
+        again, which makes them valid again."""
         if self.zero < 3:
             return
         for bucket in buckets:
