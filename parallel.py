@@ -15,17 +15,16 @@ read it, run it, change it.
     5. All together             one step, and the program
     6. As train.py runs it      the same techniques made fast and small, by parallelism/
 
-Each file of parallelism/ begins with a table of what it adds to the plain form here, and why.
+parallelism/tensor.py, pipeline.py and zero.py begin with a table of what they add to the plain
+form here, and why.
 
 Shapes: B sequences, T positions, C channels, H heads, V vocabulary.
 """
 import argparse
 import os
 import re
-import socket
 import sys
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -34,9 +33,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from model import GPT, GPTConfig
-from parallelism.collectives import all_gather_object, on_hosts
 from parallelism.compiling import compile_model
-from parallelism.pipeline import chunk_layers, connect, recompute_blocks
+from parallelism.pipeline import chunk_layers, recompute_blocks, stage_layers
 from parallelism.tensor import TP_PLAN, param_specs
 from parallelism.zero import FlatParameters, gather_before_use
 
@@ -73,48 +71,37 @@ class Grid:
                  chunks: int = 1):
         self.dp, self.pp, self.tp, self.rank, self.chunks = dp, pp, tp, rank, chunks
         self.world = dp * pp * tp
-        self.hosts = [socket.gethostname()] * self.world        # each rank's machine
         self.ranks = torch.arange(self.world).view(dp, pp, tp)
         self.dp_rank, rank_in_replica = divmod(rank, pp * tp)
         self.stage, self.tp_rank = divmod(rank_in_replica, tp)
         self.is_first = self.stage == 0
         self.is_last = self.stage == pp - 1
         self.sequence_parallel = sequence_parallel
-        self.groups = dict.fromkeys(("tp", "dp", "pp", "embedding", "world"))
+        self.hosts = ["this machine"] * self.world      # each rank's; parallelism/groups.py asks
+        self.groups = dict.fromkeys(self.members())
+
+    def members(self) -> dict[str, list]:
+        """{kind of group: the ranks of each group of that kind}."""
+        pipelines = self.ranks.permute(0, 2, 1).reshape(-1, self.pp)
+        kinds = {
+            "tp": self.ranks.reshape(-1, self.tp),                          # share each matrix
+            "dp": self.ranks.permute(1, 2, 0).reshape(-1, self.dp),         # hold the same weights
+            "pp": pipelines,                                                # share the layers
+            "world": self.ranks.reshape(1, -1),
+            "embedding": pipelines[:, [0, -1]],                             # hold the tied matrix
+        }
+        return {kind: rows.tolist() for kind, rows in kinds.items()}
 
 
-def make_grid(world: int, tp: int, pp: int, rank: int, sequence_parallel=False,
-              timeout: timedelta | None = None, device=torch.device("cpu"), chunks=1) -> Grid:
-    """The grid of `world` ranks, with process groups that use gloo or, on GPUs, NCCL; only a
-    group's members create it. An operation waits `timeout` for another rank (None: 30 minutes)."""
-    grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel, chunks)
-    grid.hosts = all_gather_object(socket.gethostname())
-    pipelines = grid.ranks.permute(0, 2, 1).reshape(-1, pp)
-    members = {
-        "tp": grid.ranks.reshape(-1, tp),                           # share each matrix
-        "dp": grid.ranks.permute(1, 2, 0).reshape(-1, grid.dp),     # hold the same weights
-        "pp": pipelines,                                            # share the layers
-        "world": grid.ranks.reshape(1, world),
-        # Last: torch counts a rank's groups to name the next one, and middle stages have no such.
-        "embedding": pipelines[:, [0, -1]],     # hold the tied matrix (one rank twice if pp is 1)
-    }
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    group_timeout = timeout
-    if backend == "nccl" and timeout is not None:
-        # NCCL starts its clock when the operation starts, to_host later, when it reads the result.
-        group_timeout *= 2
-    for name, rows in members.items():
-        for ranks in rows.tolist():
-            if rank in ranks and len(set(ranks)) > 1:
-                grid.groups[name] = dist.new_group(
-                    ranks, timeout=group_timeout, backend=backend, use_local_synchronization=True,
-                    group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
-    if device.type != "cpu":
-        connect(grid, device)
-    # For checkpoints, which a thread sends while training goes on. All ranks make it, so its name
-    # does not depend on how many groups a rank has. After `connect`: gloo cannot sum GPU tensors.
-    if world > 1:
-        grid.groups["save"] = dist.new_group(timeout=timeout, backend="gloo")
+def make_grid(world: int, tp: int, pp: int, rank: int) -> Grid:
+    """The grid of `world` ranks, with its process groups."""
+    grid = Grid(world // (tp * pp), pp, tp, rank)
+    for kind, rows in grid.members().items():
+        for ranks in rows:
+            if len(set(ranks)) > 1:
+                group = dist.new_group(ranks)       # every rank must call it, for every group
+                if rank in ranks:
+                    grid.groups[kind] = group
     return grid
 
 
@@ -197,17 +184,19 @@ class PlainRowLinear(nn.Module):
         super().__init__()
         self.group = grid.groups["tp"]
         self.weight = cut(plain.weight, 1, grid)
-        self.bias = plain.bias          # whole: added after the sum, before it it would count twice
+        self.bias = plain.bias      # whole: added after the sum; inside, it would count tp times
 
     def forward(self, x):
         return ReduceFromRanks.apply(F.linear(x, self.weight), self.group) + self.bias
 
 
-# The token matrix, which embedding and head share, is cut by rows: a rank has V / tp tokens.
+# The token matrix, which embedding and head share, is cut by rows: a rank has V / tp tokens. (V is
+# padded to a multiple of 128, so that it can be cut; the last rows belong to no token.)
 
 
 def find_local(tokens: torch.Tensor, weight: torch.Tensor, grid: Grid) -> tuple:
-    """(the rows of tokens in this rank's part of the matrix, or 0; whether they are there)."""
+    """(each token's row in this rank's part of the matrix, 0 if it is elsewhere; whether it is in
+    this part)."""
     rows = tokens - grid.tp_rank * len(weight)
     is_local = (rows >= 0) & (rows < len(weight))
     return rows.where(is_local, 0), is_local
@@ -244,7 +233,7 @@ class PlainVocabHead(nn.Module):
         group = self.grid.groups["tp"]
         z = F.linear(CopyToRanks.apply(self.norm(x), group), self.weight)       # (B, T, V / tp)
         tokens = torch.arange(len(self.weight)) + self.grid.tp_rank * len(self.weight)
-        z = z.masked_fill(tokens >= self.vocab_size, -torch.inf)        # rows of padding
+        z = z.masked_fill(tokens >= self.vocab_size, -torch.inf)        # padding: probability 0
         m = z.detach().amax(-1)                                         # (B, T), as all below
         if group is not None:
             dist.all_reduce(m, dist.ReduceOp.MAX, group)
@@ -283,9 +272,9 @@ def plain_tensor_parallel(model: GPT, grid: Grid) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def keep_stage(model: GPT, grid: Grid) -> None:
-    """Drop what other stages have. The first stage keeps the embedding, the last one the head."""
-    layers = set().union(*chunk_layers(model.cfg.n_layer, grid))
+def keep_stage(model: GPT, grid: Grid, layers) -> None:
+    """Keep these layers. The first stage also keeps the embedding, the last one the head; model.GPT
+    runs what is left. (stage_layers divides the layers evenly.)"""
     for name in list(model.blocks):
         if int(name) not in layers:
             del model.blocks[name]
@@ -295,19 +284,19 @@ def keep_stage(model: GPT, grid: Grid) -> None:
         model.head = None
 
 
-def plain_pipeline(stage: nn.Module, batch: list, activation_like: torch.Tensor, total: int,
-                   grid: Grid) -> float:
+def plain_pipeline(stage: nn.Module, batch: list, n_embd: int, total: int, grid: Grid) -> float:
     """Add the gradients of the mean loss over `total` tokens; return the sum of the losses (0 on
     all stages but the last). `batch` is a list of microbatches (tokens (B, T), targets (B, T)). A
-    stage maps tokens, or activations like `activation_like` (B, T, C), to activations; the last
-    one maps them and the targets to the sum of the losses."""
+    stage maps tokens, or activations (B, T, C), to activations; the last one maps them and the
+    targets to the sum of the losses. C is `n_embd`."""
     previous, following = grid.rank - grid.tp, grid.rank + grid.tp
+    stage_dtype = next(stage.parameters()).dtype
     loss_sum = 0.0
     kept = []
     for tokens, targets in batch:                       # all forwards
         x = tokens
         if not grid.is_first:
-            x = torch.empty_like(activation_like)
+            x = torch.empty(*tokens.shape, n_embd, dtype=stage_dtype)
             dist.recv(x, src=previous)
             x.requires_grad_()
         y = stage(x, targets)
@@ -332,9 +321,9 @@ def plain_pipeline(stage: nn.Module, batch: list, activation_like: torch.Tensor,
 # ---------------------------------------------------------------------------------------------
 # 4. Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020)
 #
-# Every replica trains on its share of the batch. The gradients are summed over the replicas. These
-# start equal (from the same seed), make the same update, and so stay equal. In the three forms
-# below each rank of the default group is a replica. In use: parallelism/zero.py.
+# Every replica trains on its share of the batch. The gradients are summed over the replicas. The
+# replicas start equal (from the same seed), make the same update, and so stay equal. In the forms
+# of this section each rank of the default group is a replica. In use: parallelism/zero.py.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -349,13 +338,38 @@ def plain_step(model, optimizer, tokens, targets):
     optimizer.step()                                                # on every rank the same
 
 
+def plain_overlap(model, loss):
+    """loss.backward(), then the sums of `plain_step`. Each sum starts when its gradient is there,
+    and travels while backward computes the next ones."""
+    sums = []
+
+    def start_sum(parameter):
+        sums.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    hooks = [parameter.register_post_accumulate_grad_hook(start_sum)
+             for parameter in model.parameters()]
+    loss.backward()
+    for work in sums:
+        work.wait()
+    for hook in hooks:
+        hook.remove()
+
+
 # ZeRO does not repeat on every replica what one of them can do: replica r updates shard r of the
-# parameters, laid out flat. AdamW is elementwise, so a shard may begin and end inside a matrix.
+# parameters, laid out flat. AdamW is elementwise, so a shard may begin and end inside a matrix. Its
+# moments are 8 of 16 bytes per parameter (parameters, gradients, two moments, in fp32).
+
+
+def plain_shard(module: nn.Module) -> nn.Parameter:
+    """This rank's part of the module's parameters, which are padded to a multiple of dp."""
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    flat = nn.utils.parameters_to_vector(module.parameters()).detach()
+    flat = F.pad(flat, (0, -len(flat) % dp))
+    return nn.Parameter(flat.chunk(dp)[rank].clone())
 
 
 def plain_zero_step(model, shard, optimizer, tokens, targets):
-    """ZeRO 1: `plain_step`, but `optimizer` has only `shard`, this rank's part of all parameters,
-    which were padded to a multiple of dp. So AdamW's moments take 1 / dp of the memory."""
+    """ZeRO 1: `plain_step`, but `optimizer` updates `plain_shard(model)` alone."""
     rank, dp = dist.get_rank(), dist.get_world_size()
     model.zero_grad()
     loss = model(tokens.chunk(dp)[rank], targets.chunk(dp)[rank])
@@ -370,8 +384,9 @@ def plain_zero_step(model, shard, optimizer, tokens, targets):
     nn.utils.vector_to_parameters(full, model.parameters())     # (it ignores the padding)
 
 
-# ZeRO 2 reduce-scatters the gradients of every backward, adds them to shard.grad, and frees the
-# rest. ZeRO 3 keeps no `full` either (FSDP, Zhao et al. 2023):
+# ZeRO 2 reduce-scatters a block's gradients as soon as backward has computed them, as in
+# `plain_overlap`, adds the sum to that block's shard, and frees them: the gradients of the whole
+# model never exist at once. ZeRO 3 keeps no `full` either (FSDP, Zhao et al. 2023):
 
 
 class GatherParameters(torch.autograd.Function):
@@ -392,16 +407,17 @@ class GatherParameters(torch.autograd.Function):
 
 
 def plain_zero3_block(block: nn.Module, shard: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
-    """ZeRO 3: block(x) with the parameters of which each rank keeps a `shard`. `block` gives only
-    their names and shapes; it may be on the meta device, without memory."""
+    """ZeRO 3: block(x) with the parameters of which each rank keeps a `plain_shard`. `block` gives
+    only their names and shapes; it may be on the meta device, without memory."""
     def gather_and_run(shard, x):
         full = GatherParameters.apply(shard)
-        parameters = {}
-        for name, parameter in block.named_parameters():
-            parameters[name] = full[:parameter.numel()].view(parameter.shape)
-            full = full[parameter.numel():]
+        sizes = [parameter.numel() for parameter in block.parameters()]
+        pieces = full[:sum(sizes)].split(sizes)
+        parameters = {name: piece.view(parameter.shape)
+                      for piece, (name, parameter) in zip(pieces, block.named_parameters())}
         return torch.func.functional_call(block, parameters, x)
-    # What is gathered is freed when the block has run. The checkpoint gathers it again in backward.
+    # Autograd would keep the gathered parameters for backward. The checkpoint drops them, and in
+    # backward it gathers them again.
     return checkpoint(gather_and_run, shard, x, use_reentrant=False)
 
 
@@ -410,7 +426,7 @@ def plain_zero3_block(block: nn.Module, shard: nn.Parameter, x: torch.Tensor) ->
 # ---------------------------------------------------------------------------------------------
 
 
-def plain_grad_norm(model: GPT, grid: Grid) -> torch.Tensor:
+def plain_norm_squared(model: GPT, grid: Grid) -> torch.Tensor:
     """This rank's share of the squared gradient norm: summed over all ranks, the shares count each
     parameter of the whole model once."""
     squares = torch.zeros((), dtype=torch.float64)
@@ -418,7 +434,7 @@ def plain_grad_norm(model: GPT, grid: Grid) -> torch.Tensor:
         return squares                          # replicas have the same gradients
     for name, parameter in model.named_parameters():
         is_counted = grid.tp_rank == 0 or hasattr(parameter, "is_cut")
-        if name == "head.weight":               # the tied matrix, which the first stage counts
+        if name == "head.weight":       # the tied matrix of a last stage: the first one counts it
             is_counted = False
         if is_counted:
             squares += parameter.grad.double().square().sum()
@@ -432,14 +448,14 @@ def plain_3d_step(model: GPT, optimizer, tokens: torch.Tensor, grid: Grid) -> fl
     total = tokens[:, 1:].numel()
     rows = tokens.chunk(grid.dp)[grid.dp_rank]
     batch = [(part[:, :-1], part[:, 1:]) for part in rows.chunk(4)]
-    activation_like = torch.empty(*batch[0][0].shape, model.cfg.n_embd)
 
     # Forward and backward.
     optimizer.zero_grad()
-    loss_sum = plain_pipeline(model, batch, activation_like, total, grid)
+    loss_sum = plain_pipeline(model, batch, model.cfg.n_embd, total, grid)
 
     # Sum over ranks: the gradients of the replicas; of the tied matrix also those of its two ends,
-    # the embedding on the first stage and the head on the last; then the loss and the norm. (All
+    # the embedding on the first stage and the head on the last; then the loss and the norm. (Where
+    # one stage has both ends, autograd has added them: named_parameters has the matrix once. All
     # ranks of a tp group have the same loss: count it once.)
     for name, parameter in model.named_parameters():
         sum_over(parameter.grad, grid.groups["dp"])
@@ -447,7 +463,8 @@ def plain_3d_step(model: GPT, optimizer, tokens: torch.Tensor, grid: Grid) -> fl
             sum_over(parameter.grad, grid.groups["embedding"])
     if grid.tp_rank > 0:
         loss_sum = 0.0
-    sums = torch.stack([torch.tensor(loss_sum, dtype=torch.float64), plain_grad_norm(model, grid)])
+    loss_sum = torch.tensor(loss_sum, dtype=torch.float64)
+    sums = torch.stack([loss_sum, plain_norm_squared(model, grid)])
     loss_sum, squares = sum_over(sums, grid.groups["world"]).tolist()
 
     # Clip the global norm to 1, and AdamW: every rank updates the parameters that it has.
@@ -460,12 +477,12 @@ def plain_3d_step(model: GPT, optimizer, tokens: torch.Tensor, grid: Grid) -> fl
 
 def train_plainly(dataset, steps: int, grid: Grid) -> None:
     """Train `nano` on this rank's part of a data.TokenDataset with train.py's defaults: its batch
-    size, seed, optimizer, and its learning rate, which rises for 50 steps (and here stays)."""
+    size, seed, optimizer, and learning rate, which rises for 50 steps. (Its decay comes later.)"""
     batch_size, seed, peak_lr, warmup_steps = 16, 1337, 4e-3, 50
     config = GPTConfig(vocab_size=dataset.meta["vocab_size"])
     model = GPT(config).initialize(seed)        # all of it; train.py makes a rank's part alone
     plain_tensor_parallel(model, grid)
-    keep_stage(model, grid)
+    keep_stage(model, grid, stage_layers(config.n_layer, grid.pp, grid.stage))
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]           # biases, LayerNorm
     optimizer = torch.optim.AdamW([dict(params=matrices, weight_decay=0.1),
@@ -498,15 +515,16 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1, help="stages of the pipeline")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
-    tp, pp, model = args.tp, args.pp, GPTConfig()
+    tp, pp = args.tp, args.pp
+    config = GPTConfig()
     if tp < 1 or pp < 1 or world % (tp * pp) or 16 % (world // (tp * pp)):
         fail(f"{world} processes cannot form dp x pp x tp ranks with pp {pp}, tp {tp}, and a dp "
              f"that divides the batch of 16: start another number by torchrun --nproc_per_node")
-    if model.n_head % tp or pp > model.n_layer:
-        fail(f"the model has {model.n_head} heads for --tp {tp}, {model.n_layer} layers for "
+    if config.n_head % tp or pp > config.n_layer:
+        fail(f"the model has {config.n_head} heads for --tp {tp}, {config.n_layer} layers for "
              f"--pp {pp}")
     try:
-        dataset = TokenDataset(DEFAULT_OUT, "train", model.seq_len)
+        dataset = TokenDataset(DEFAULT_OUT, "train", config.seq_len)
     except (ValueError, OSError) as error:
         fail(error)
     if world > 1:
@@ -527,7 +545,7 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
     what this rank has of them (`param_specs`)."""
     with torch.device("meta"):
         model = GPT(model_config)
-    keep_stage(model, grid)
+    keep_stage(model, grid, set().union(*chunk_layers(model_config.n_layer, grid)))
     for name, module in list(model.named_modules()):
         name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
         if name_in_plan in TP_PLAN:

@@ -258,7 +258,7 @@ def test_the_plain_pipeline_and_1f1b_have_the_whole_models_gradients(rank, world
         stage.head = None
     microbatches = list(zip(tokens.split(2), targets.split(2)))
     with gridded(rank, world, 1, world) as grid:
-        parallel.plain_pipeline(stage, microbatches, activation_like, targets.numel(), grid)
+        parallel.plain_pipeline(stage, microbatches, cfg.n_embd, targets.numel(), grid)
         plain = {name: p.grad for name, p in stage.named_parameters()}
         plain["embed.token.weight"] = torch.zeros_like(tied) if tied.grad is None else tied.grad
         dist.all_reduce(plain["embed.token.weight"])            # the sum of its two ends
@@ -406,7 +406,7 @@ def test_a_plain_step_on_three_stages_with_a_tied_matrix(rank, world=3):
     sgd = functools.partial(torch.optim.SGD, lr=0.5)        # unlike AdamW's, it shows the norm
     with gridded(rank, world, 1, world) as grid:
         parallel.plain_tensor_parallel(local, grid)
-        parallel.keep_stage(local, grid)
+        parallel.keep_stage(local, grid, [rank])
         of_one, of_local = sgd(one.parameters()), sgd(local.parameters())
         for _ in range(2):
             of_one.zero_grad()

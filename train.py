@@ -41,8 +41,9 @@ import checkpoint
 from amp import PRECISIONS, clip_factor, make_scaler
 from data import PADDING, Batch, Batches, Source, TokenDataset, split_microbatches
 from model import GPT, IGNORE_INDEX, GPTConfig, derive_seed
-from parallel import Grid, build_rank, make_grid
+from parallel import Grid, build_rank
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
+from parallelism.groups import make_groups
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import make_schedule
 from runtime import (checks, console, dashboards, devices, directory, options, processes, recovery,
@@ -404,8 +405,9 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> int
         directory.start_branch(state, "lr" in given)
     train_data, val_data = startup.open_data(config, model_config, state, job)
 
-    grid = make_grid(job.world, config.tp, config.pp, job.rank, config.sequence_parallel,
-                     timedelta(seconds=config.timeout), device, config.pp_chunks)
+    grid = Grid(job.world // (config.tp * config.pp), config.pp, config.tp, job.rank,
+                config.sequence_parallel, config.pp_chunks)
+    make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)   # gloo's threads can abort a process that exits
     run = Run(config, model_config, grid, device, train_data, val_data, state, begin.run)
     stack.callback(run.writer.close)

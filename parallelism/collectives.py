@@ -28,7 +28,7 @@ class PeerError(RuntimeError):
 @contextmanager
 def comm_errors(operation: str, group=None):
     """Turn a RuntimeError of torch.distributed into a PeerError that names `operation` and, if a
-    group of `make_grid` is given, its ranks. Not an error of this process: a failed kernel, too
+    group of `make_groups` is given, its ranks. Not an error of this process: a failed kernel, too
     little memory."""
     try:
         yield

@@ -21,7 +21,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from model import GPT, ceil_div
-from parallelism.collectives import PeerError, Work, all_reduce, comm_errors, on_hosts, sum_dtype
+from parallelism.collectives import PeerError, Work, comm_errors, on_hosts, sum_dtype
 from parallelism.schedules import split_in_turns
 from parallelism.tensor import gather_positions, matmul
 
@@ -180,17 +180,3 @@ def start_messages(grid, messages: list[tuple]) -> list[Work]:
         for work, handle in zip(started, handles, strict=True):
             work.handles = [handle]
     return works
-
-
-def connect(grid, device: torch.device) -> None:
-    """NCCL connects two ranks at their first message, and connecting waits for all work queued on
-    the device. If that work is a receive whose sender is itself waiting to connect, both hang (seen
-    with GPipe on two H100s). So connect everything first (see also `processes.run_process`)."""
-    one = torch.zeros(1, device=device)
-    for group in grid.groups.values():
-        all_reduce(one, group).wait()
-    messages = [(sending, (op, 0, chunk), one) for sending in (True, False) for op in "FB"
-                for chunk in range(grid.chunks)]
-    for work in start_messages(grid, messages):
-        work.wait()
-    torch.get_device_module(device).synchronize()

@@ -203,7 +203,7 @@ def run_process(parse: Callable, launch: Callable) -> None:
     number of the signal that stopped it, or None. `stack` is left when it ends, also by an error.
     """
     job = Job.from_environment()
-    # NCCL: a group's first operation connects its ranks for all later ones (`pipeline.connect`).
+    # NCCL: a group's first operation connects its ranks for all later ones (`groups.connect`).
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     # PyTorch: let communication kernels start before queued matrix products.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

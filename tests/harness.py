@@ -61,7 +61,8 @@ import parallel
 import sample
 import train
 from model import GPT, GPTConfig
-from parallel import make_grid
+from parallel import Grid
+from parallelism.groups import make_groups
 from parallelism.pipeline import recompute_blocks
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters, gather_before_use
@@ -237,7 +238,8 @@ def on_ranks(body):
 def gridded(rank, world, tp, pp, sequence_parallel=False, chunks=1):
     """This rank's grid, whose process groups end with the block: the gradient hooks of its
     parameters keep it alive for ever, and each group is two threads."""
-    grid = make_grid(world, tp, pp, rank, sequence_parallel, chunks=chunks)
+    grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel, chunks)
+    make_groups(grid)
     try:
         yield grid
     finally:

@@ -29,8 +29,9 @@ import parallel
 import sample
 import train
 from model import GPT
-from parallel import Grid, make_grid
+from parallel import Grid
 from parallelism import collectives, pipeline
+from parallelism import groups as process_groups
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
 from runtime import console, processes
@@ -44,9 +45,9 @@ from tests.harness import (CFG, GPUS, ROOT, TINY, Memory, Rows, assert_same_rows
 # ---------------------------------------------------------------------------------------------
 
 def grid_of_eight(rank, world):
-    """({group: its ranks}, {(group, function, peer)} of the communication of make_grid) on a device
-    that is not the CPU; gloo stands in for NCCL."""
-    new_group, connect = dist.new_group, pipeline.connect
+    """({group: its ranks}, {(group, function, peer)} of the communication of make_groups) on a
+    device that is not the CPU; gloo stands in for NCCL."""
+    new_group, connect = dist.new_group, process_groups.connect
     started = []
     groups = []
 
@@ -63,9 +64,10 @@ def grid_of_eight(rank, world):
             group = next(v for v in (*args, *kwargs.values()) if isinstance(v, dist.ProcessGroup))
             started.append((group, function, kwargs.get("group_dst", kwargs.get("group_src"))))
     with mock.patch.object(dist, "new_group", on_gloo), traffic(note), mock.patch.object(
-            parallel, "connect", lambda grid, device: connect(grid, torch.device("cpu"))), \
+            process_groups, "connect", lambda grid, device: connect(grid, torch.device("cpu"))), \
             mock.patch.object(torch.cpu, "synchronize", lambda: started.append("synchronize")):
-        grid = make_grid(world, 2, 4, rank, False, timedelta(seconds=30), torch.device("meta"))
+        grid = Grid(1, 4, 2, rank)
+        process_groups.make_groups(grid, torch.device("meta"), timedelta(seconds=30))
     assert started.pop() == "synchronize" and "synchronize" not in started
     assert len(groups) == len(grid.groups) - list(grid.groups.values()).count(None)
     names = {group: name for name, group in grid.groups.items() if group is not None}
@@ -76,7 +78,7 @@ def grid_of_eight(rank, world):
 
 def test_the_grid_counts_tp_fastest_and_makes_a_gpus_connections(pool):
     """Four stages of tp 2 have the groups below, each made by its members alone and with twice the
-    timeout of to_host. Mechanism (that no run hangs while NCCL connects ranks): make_grid begins
+    timeout of to_host. Mechanism (that no run hangs while NCCL connects ranks): make_groups begins
     with a collective in each, and a message each way between neighbors, and waits for all."""
     seen = {}
     for rank, (ranks, started) in enumerate(pool.run(8, grid_of_eight)):

@@ -37,6 +37,7 @@ import parallel
 import sample
 import train
 from model import GPT, SIZES, GPTConfig
+from parallelism.groups import make_groups
 from parallelism.zero import state_bytes
 from runtime import commandline, console, corpora, divergence
 from runtime.options import Config
@@ -366,7 +367,9 @@ def peak_memory(config, cfg, store, rank):
     state, buffers, activations) of this rank of four."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    grid = parallel.make_grid(4, config.tp, config.pp, rank, chunks=config.pp_chunks)
+    grid = parallel.Grid(4 // (config.tp * config.pp), config.pp, config.tp, rank,
+                         chunks=config.pp_chunks)
+    make_groups(grid)
 
     def step(cfg):
         train_data, val_data = (data.TokenDataset(config.data, split, cfg.seq_len)
