@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from parallelism.collectives import all_gather_object, all_reduce, on_hosts
-from parallelism.pipeline import start_messages
+from parallelism.pipeline import Message, start_messages
 
 
 def make_groups(grid, device=torch.device("cpu"), timeout: timedelta | None = None) -> None:
@@ -48,8 +48,8 @@ def connect(grid, device: torch.device) -> None:
     one = torch.zeros(1, device=device)
     for group in grid.groups.values():
         all_reduce(one, group).wait()
-    messages = [(sending, (op, 0, chunk), one) for sending in (True, False) for op in "FB"
-                for chunk in range(grid.chunks)]
+    messages = [Message(sending, (kind, 0, chunk), one) for sending in (True, False)
+                for kind in "FB" for chunk in range(grid.chunks)]
     for work in start_messages(grid, messages):
         work.wait()
     torch.get_device_module(device).synchronize()

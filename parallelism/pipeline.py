@@ -1,18 +1,18 @@
 """Pipeline parallelism (GPipe, Huang et al. 2019), as a run uses it: one executor for any schedule.
 
-It differs from the plain form in parallel.py:
+It computes what the plain form in parallel.py does. The differences:
 
          difference                          gain                                  where
     PP1  a stage's ops are a list            one executor runs any schedule        run_schedule
-    PP2  1F1B: backwards start early         activations of p microbatches, not m  one_f_one_b
+    PP2  1F1B: backwards start early         activations of p microbatches, not m  schedules.py
     PP3  crossing messages start together    NCCL cannot hang                      start_messages
-    PP4  a rank has only its stage's layers  parameters / p                        build_stage
-    PP5  both ends have the tied matrix      only its gradients travel             finish_grad_sync
-    PP6  backward recomputes a block         stores 1 value instead of about 16    recompute_blocks
-    PP7  a rank has v chunks of the layers   about bubble / v, v times messages    model_chunks
-    PP8  gradients of weights wait for gaps  about bubble / 3, activations of p    zb_h1
+    PP4  a rank never builds other stages    memory / p                            parallel.build_stage
+    PP5  backward recomputes a block         stores 1 value instead of about 16    recompute_blocks
+    PP6  a rank has v chunks of the layers   bubble about 1 / v; v times messages  model_chunks
+    PP7  gradients of weights wait for gaps  bubble about 1 / 3; activations of p  schedules.zb_h1
 """
 import copy
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -52,7 +52,7 @@ def model_chunks(model: GPT, grid) -> list[GPT]:
 
 
 def recompute_blocks(model: GPT) -> None:
-    """PP6: backward recomputes a block from its input: 1 stored value per position and channel
+    """PP5: backward recomputes a block from its input: 1 stored value per position and channel
     instead of about 16, for a third more FLOPs (by blocks as in Chen et al. 2016)."""
     for block in model.blocks.values():
         # Dropout masks depend on seeds only, so there is no generator state to restore.
@@ -65,7 +65,7 @@ OP_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}       # fo
 
 def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch.Tensor,
                  flat=None) -> torch.Tensor:
-    """PP1: run this stage's list of ops. Returns the sum of the losses, not scaled, in `sum_dtype`;
+    """PP1: run this stage's list of ops, as parallelism/schedules.py makes it. Returns the sum of the losses, not scaled, in `sum_dtype`;
     0 on all stages but the last. Raises PeerError if another rank is gone or hangs.
 
     batch            microbatch -> (tokens (B, T), targets (B, T), dropout seed)
@@ -73,10 +73,10 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
     flat             the FlatParameters that collect the gradients; None if there is no backward
     """
     loss = activation_like.new_zeros((), dtype=sum_dtype(activation_like.device))
-    last_backward = {chunk: m for op, m, chunk in schedule if op == "B"}
+    last_backward = {chunk: m for kind, m, chunk in schedule if kind == "B"}
     kept = {}                   # (microbatch, chunk) -> (input, output), from forward to backward
     chunks = model_chunks(model, grid)
-    put_off = []                # PP8: of each backward without its W, the factors of the products
+    put_off = []                # PP7: of each backward without its W, the factors of the products
     has_weight_ops = ("W", 0, 0) in schedule
     for module in model.modules():
         module.put_off = put_off if has_weight_ops else None
@@ -107,7 +107,7 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
         factors = put_off.pop(0)
         while factors:                                  # each product frees its own
             module, dy, x = factors.pop(0)
-            if x.shape[1] < dy.shape[1]:                # TP2: this rank's positions
+            if x.shape[1] < dy.shape[1]:                # TP2: x has this rank's positions alone
                 x = gather_positions(x, grid).wait()
             module.weight.grad = matmul(dy.flatten(0, 1).t(), x.flatten(0, 1))
             flat.grad_ready(module.weight)
@@ -117,59 +117,78 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
     return loss
 
 
+@dataclass
+class Message:
+    """What a stage sends, or receives, for an op of its own."""
+    sending: bool
+    op: tuple                   # (kind, microbatch, chunk)
+    tensor: torch.Tensor        # the op's result, to be sent; or a tensor like its input
+
+
 def run_turns(turns: list, grid, functions: dict, activation_like: torch.Tensor) -> None:
-    """Run the ops by functions[op](microbatch, chunk, input) -> result; exchange their messages."""
+    """Run the ops by functions[kind](microbatch, chunk, input) -> result; exchange their messages.
+    """
+    def inputs_of(turn):
+        return [Message(False, op, activation_like) for op in turn]
+
     sends = dict.fromkeys("FBW", Work(None))        # the last ones
-    arriving = start_messages(grid, [(False, op, activation_like) for op in turns[0]])
+    arriving = start_messages(grid, inputs_of(turns[0]))
     for turn, next_turn in zip(turns, [*turns[1:], []]):
         inputs = arriving
-        following = [(False, op, activation_like) for op in next_turn]
-        # Same kind next (F, F): its input comes from the other neighbor, so receive now (GPipe is 3
-        # to 10% faster on CPUs). Kind changes (F, B): both messages are with one neighbor and
-        # cross, so start them together after the op; as in a ring of chunks, where all would wait.
-        if following and next_turn[-1][0] == turn[-1][0] and grid.chunks == 1:
+        following = inputs_of(next_turn)
+        # F, then F: the next input comes from the other neighbor, so receive it during this op
+        # (GPipe is 3 to 10% faster on CPUs). F, then B: both messages are with one neighbor and
+        # cross, so start them together after the op. So too in a ring of chunks, where all stages
+        # would wait.
+        same_kind = len(next_turn) > 0 and next_turn[-1][0] == turn[-1][0]
+        if same_kind and grid.chunks == 1:
             arriving = start_messages(grid, following)
             following = []
         results = []
-        for (op, m, chunk), arrival in zip(turn, inputs):
+        for op, arrival in zip(turn, inputs):
+            kind, m, chunk = op
             x = arrival.wait()
             try:
-                y = functions[op](m, chunk, x)
+                y = functions[kind](m, chunk, x)
             except PeerError as error:
-                raise PeerError(f"{OP_NAMES[op]} of microbatch {m}: {error}") from error
-            sends[op].wait()            # the one before, which has traveled during this op
-            results.append((True, (op, m, chunk), y))
+                raise PeerError(f"{OP_NAMES[kind]} of microbatch {m}: {error}") from error
+            sends[kind].wait()          # the one before, which has traveled during this op
+            results.append(Message(True, op, y))
         works = start_messages(grid, results + following)
-        sends |= {op: work for (op, *_), work in zip(turn, works)}
+        for (kind, _, _), work in zip(turn, works):
+            sends[kind] = work
         if following:
             arriving = works[len(turn):]
     for work in sends.values():
         work.wait()
 
 
-def start_messages(grid, messages: list[tuple]) -> list[Work]:
+def start_messages(grid, messages: list[Message]) -> list[Work]:
     """Start all messages together: on NCCL as one operation, on gloo singly, where the tag, the op
-    that needs it, tells them apart. A message is (True, op, its result), to be sent, or (False, op,
-    a tensor like its input), to be received. Returns a Work for each, whose result is None where
-    there is no neighbor, and for W. PP3: when two neighbors send to each other, each starts its
-    send and its receive as one operation; otherwise NCCL could have both send first and wait
-    forever."""
+    that needs it, tells them apart. Returns a Work for each, whose result is None where there is no
+    neighbor, and for W. PP3: when two neighbors send to each other, each starts its send and its
+    receive as one operation; otherwise NCCL could have both send first and wait forever."""
     works, operations = [], []
-    for sending, (op, m, chunk), x in messages:
+    for message in messages:
+        kind, m, chunk = message.op
         place = chunk * grid.pp + grid.stage
-        step = 1 if op == "F" else -1       # activations go to the next place, gradients back
-        other = place + step if sending else place - step
-        if op == "W" or not 0 <= other < grid.pp * grid.chunks:
+        step = 1 if kind == "F" else -1     # activations go to the next place, gradients back
+        other = place + step if message.sending else place - step
+        if kind == "W" or not 0 <= other < grid.pp * grid.chunks:
             works.append(Work(None))
             continue
-        receiver = other if sending else place
-        tag = 2 * (m * grid.pp * grid.chunks + receiver) + "FB".index(op)
-        x = x.detach().contiguous() if sending else torch.empty_like(x)
+        receiver = other if message.sending else place
+        tag = 2 * (m * grid.pp * grid.chunks + receiver) + "FB".index(kind)
         stage = other % grid.pp
         peer = grid.rank + (stage - grid.stage) * grid.tp
-        start, verb = (dist.isend, "send to") if sending else (dist.irecv, "receive from")
+        if message.sending:
+            start, verb = dist.isend, "send to"
+            x = message.tensor.detach().contiguous()
+        else:
+            start, verb = dist.irecv, "receive from"
+            x = torch.empty_like(message.tensor)
         operations.append(dist.P2POp(start, x, peer, grid.groups["pp"], tag))
-        works.append(Work(x, operation=f"{OP_NAMES[op]} of microbatch {m}: {verb} rank {peer}"
+        works.append(Work(x, operation=f"{OP_NAMES[kind]} of microbatch {m}: {verb} rank {peer}"
                                        f"{on_hosts([peer], grid.hosts)} (stage {stage})"))
     started = [work for work in works if work.result is not None]
     if started:

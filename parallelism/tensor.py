@@ -1,14 +1,15 @@
 """Tensor parallelism (Megatron-LM, Shoeybi et al. 2019, section 3), as a run uses it.
 
-It differs from the plain form in parallel.py:
+It computes what the plain form in parallel.py does. The differences:
 
          difference                             gain                      where
-    TP1  a rank stores only its part            memory / tp               ParamSpec.cut
+    TP1  a rank never builds a whole parameter  memory / tp               ParamSpec.cut
     TP2  sequence parallelism from g to f       activations / tp there    gather_positions
     TP3  f is fused with the next product       sum of dx runs during dW  _ColumnParallel
-    TP4  the token matrix, the largest, is cut  memory / tp               VocabParallelEmbedding
-    TP5  the loss sends 3 numbers per position  not V / tp logits         chunk_loss
-    TP6  its forward computes its gradients     logits of one chunk       VocabParallelCrossEntropy
+    TP4  the loss works in chunks of positions  logits of one chunk       VocabParallelCrossEntropy
+    TP5  its forward computes its gradients     logits computed once      VocabParallelCrossEntropy
+    TP6  the token matrix's gradients add up    20 to 30% of a step       _LookupToMainGrad,
+         in place, in fp32                      (50304 tokens)            add_product
 
 Shapes: B sequences, T positions, C channels, H heads, V vocabulary.
 """
@@ -81,13 +82,14 @@ class ParamSpec:
 # TP2: sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f all
 # ranks hold the same activations; instead, let each hold T / tp positions. Then f is an all-gather
 # forward and a reduce-scatter backward, and g is a reduce-scatter forward and an all-gather
-# backward. Backward also gathers x again (_ColumnParallel), so a block sends 5 / 4 of the bytes.
+# backward. Backward also gathers x again (_ColumnParallel): a block then sends 5 / 4 of the bytes,
+# ten halves of an all-reduce instead of eight.
 # LayerNorm, the bias after g and the position embedding see T / tp positions, so each rank has a
-# part of their gradients: `finish_grad_sync` adds the parts up.
+# part of their gradients: zero.finish_grad_sync adds the parts up.
 
 
 def gather_positions(x: torch.Tensor, grid) -> Work:
-    """What f does in forward and g in backward: nothing. With TP2, gather all positions:
+    """For f's forward and g's backward. Without TP2, x itself; with it, all positions:
     (B, T / tp, C) -> (B, T, C)."""
     if not grid.sequence_parallel:
         return Work(x)
@@ -97,8 +99,8 @@ def gather_positions(x: torch.Tensor, grid) -> Work:
 
 
 def sum_over_ranks(x: torch.Tensor, grid) -> Work:
-    """What g does in forward and f in backward: sum the ranks' x (B, T, C), in place. With TP2,
-    only this rank's positions, (B, T / tp, C), in new memory."""
+    """For g's forward and f's backward: the sum of the ranks' x (B, T, C), in place. With TP2, only
+    this rank's positions of it, (B, T / tp, C), in new memory."""
     if not grid.sequence_parallel:
         return all_reduce(x, grid.groups["tp"])
     B, T, C = x.shape
@@ -136,6 +138,7 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
+        # (With PP7 the weight is detached: its gradient comes later.)
         gathering = gather_positions(x, ctx.grid) if ctx.needs_input_grad[1] else None
         dx = sum_over_ranks(matmul(dy, weight), ctx.grid)       # overlaps with the all-gather of x
         dy = dy.flatten(0, 1)                                   # (B T, out / tp)
@@ -145,7 +148,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """a @ b, in fp32 on CPUs without 16-bit products, where it is 4 to 27 times as fast."""
+    """a @ b. A CPU without 16-bit products multiplies in fp32, which is 4 to 27 times as fast."""
     return upcast_for_matmul(torch.matmul, a, b, out=out)
 
 
@@ -154,7 +157,7 @@ class TensorParallel(nn.Module):
     (those it does not name are whole), `stride` how many matrices are stacked there."""
     partition_dim = {}
     stride = 1
-    put_off = None      # PP8: a list of (module, dy, x) for each backward whose W has not run
+    put_off = None      # PP7: a list of (module, dy, x) for each backward whose W has not run
 
     def __init__(self, plain: nn.Module, grid):
         super().__init__()
@@ -163,11 +166,14 @@ class TensorParallel(nn.Module):
         self.grid = grid
 
     def multiply(self, function: Callable, x: torch.Tensor, *args) -> torch.Tensor:
-        """function(x, weight, *args). PP8: backward stores the factors of the weight's gradient."""
+        """function(x, weight, *args). PP7: backward stores the factors of the weight's gradient."""
         if self.put_off is None:
             return function(x, self.weight, *args)
         y = function(x, self.weight.detach(), *args)
-        y.register_hook(lambda dy: self.put_off[-1].append((self, dy, x.detach())))
+
+        def keep_factors(dy):           # (what a hook returned would replace dy)
+            self.put_off[-1].append((self, dy, x.detach()))
+        y.register_hook(keep_factors)
         return y
 
 
@@ -206,8 +212,8 @@ class PositionEmbedding(TensorParallel):
 
 
 class VocabParallelEmbedding(TensorParallel):
-    """tokens (B, T) -> (B, T, C). TP4: tokens outside this rank's rows give a zero vector; g sums
-    over the ranks."""
+    """tokens (B, T) -> (B, T, C). Tokens outside this rank's rows give a zero vector; g sums over
+    the ranks."""
     partition_dim = {"weight": 0}
 
     def forward(self, tokens):
@@ -223,7 +229,7 @@ class VocabParallelEmbedding(TensorParallel):
 
 
 class _LookupToMainGrad(torch.autograd.Function):
-    """F.embedding, whose gradient is added to the rows of `main_grad` that were looked up.
+    """TP6: F.embedding, whose gradient is added to the rows of `main_grad` that were looked up.
 
     zero.FlatParameters gives each weight a method `main_grad`, which returns the tensor that
     collects its gradient, in fp32 (as in Megatron-LM). The embedding, which reads few rows, and the
@@ -244,7 +250,7 @@ class _LookupToMainGrad(torch.autograd.Function):
 
 
 def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """grad (out, in) += dy^T x, for dy (N, out) and x (N, in)."""
+    """TP6: grad (out, in) += dy^T x, for dy (N, out) and x (N, in)."""
     if multiplies_in_fp32(x.dtype, x.device):
         dy, x = dy.float(), x.float()           # so the product is not rounded to 16 bits
     if grad.dtype == x.dtype:
@@ -258,7 +264,7 @@ def add_product(grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
 
 def softmax_over_ranks(largest: torch.Tensor, total: torch.Tensor, z: torch.Tensor,
                        is_local: torch.Tensor, group) -> tuple:
-    """TP5: combine the ranks' statistics, each (n, 1): the largest logit, the sum of
+    """Combine the ranks' statistics, each (n, 1): the largest logit, the sum of
     exp(logit - largest), and the target's logit z where `is_local`. Returns the largest logit of
     all ranks, and the sum and z relative to it."""
     overall = all_reduce(largest.clone(), group, dist.ReduceOp.MAX).wait()
@@ -270,8 +276,9 @@ def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tens
                scale: torch.Tensor | None, vocab_size: int, grid,
                over_ranks: Callable = softmax_over_ranks) -> tuple:
     """The summed cross-entropy of n positions in nats, the same on all ranks. Its gradient, times
-    `scale` if that is given, overwrites the logits, except one column of each row.
-    Returns (loss, these columns, those of the targets (n, 1), the gradients there (n, 1)).
+    `scale` if that is given, overwrites the logits, except one column of each row: the target's, or
+    column 0 where another rank has the target. Returns (loss, the numbers of these columns (n, 1),
+    the gradients there (n, 1)); the last two are None without `scale`.
 
     logits      (n, V / tp): this rank's columns
     p           memory to compute in, like logits, but fp32 or fp64; it may be `logits`; None: new
@@ -304,7 +311,7 @@ def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tens
     return loss, columns, ((z - overall).exp() / total - is_local.to(wide)) * weight
 
 
-# Upper limit on the logits of a chunk (measured on the CPU only).
+# Upper limit on the logits of a chunk. (That of the CPU is measured: its cache holds them.)
 MAX_LOGITS = {"cpu": 2 ** 24, "gpu": 2 ** 28}
 
 
@@ -316,16 +323,16 @@ def chunk_size(positions: int, vocab: int, device_type: str) -> int:
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), with TP2 T / tp
-    positions, targets (B, T), W (V / tp, C) this rank's rows. TP6: forward also computes the
-    gradients, because it has the logits: those of loss * `scale` (None: no gradients). Backward
-    returns them."""
+    positions, targets (B, T), W (V / tp, C) this rank's rows. TP4: it computes the logits of one
+    chunk of positions at a time. TP5: with these forward also computes the gradients, those of
+    loss * `scale` (None: no gradients). Backward returns them."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, grid, scale, chunk_loss):
         x = gather_positions(x, grid).wait()
         shape = x.shape
         x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
-        in_main_grad = hasattr(weight, "main_grad")                 # as in _LookupToMainGrad
+        in_main_grad = hasattr(weight, "main_grad")                 # TP6
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = x                                                      # not written without a scale
         if scale is not None:
@@ -373,7 +380,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 class VocabParallelHead(TensorParallel):
     """x (B, T, C), with TP2 T / tp positions, and targets (B, T) -> the summed loss of model.Head,
-    the same on every rank. If you change the loss, change model.Head too. TP6: `scale`, by which
+    the same on every rank. If you change the loss, change model.Head too. TP5: `scale`, by which
     the caller multiplies the loss before backward(), must be known in forward. `norms`: sum over
     all positions of |x| since `begin_step`, for the log."""
     partition_dim = {"weight": 0}

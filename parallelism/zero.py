@@ -1,13 +1,14 @@
 """Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020), as a run uses them.
 
-It differs from the plain forms in parallel.py (numbers of GPT-2 124M in 16 bits):
+It computes what the plain forms in parallel.py do. The differences (numbers of GPT-2 124M in 16
+bits):
 
          difference                              gain                          where
     DP1  microbatches add up, one sync a step    1/m of the traffic            prepare_grad_sync
     DP2  parameters are views into flat buckets  26 messages, not 148          Bucket
-    DP3  gradients add up in the masters' type   (in bf16, 256 + 1 = 256)      grad_ready
+    DP3  gradients add up in the masters' type   no rounding (bf16: 256+1=256) grad_ready
     DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
-    DP5  all are awaited at the end              in ZeRO 0 no hook waits       finish_grad_sync
+    DP5  all are awaited at the end              backward goes on (ZeRO 0)     finish_grad_sync
     DP6  the tied matrix has its own bucket      no other bucket waits for it  make_buckets
     DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/dp   _start_grad_sync
     DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/dp      _start_grad_sync
@@ -54,7 +55,7 @@ class Bucket:
                     exp_avg, exp_avg_sq     on the master's device
     shard_ranges    the parts of parameters in the shard: [(spec, shard_slice, param_slice)], where
                     shard[name][shard_slice] belongs to parameter.flatten()[param_slice]
-    pending_grads   number of gradients that backward (PP8: W) has not computed yet
+    pending_grads   number of gradients that backward (PP7: W) has not computed yet
     unsharding      the all-gather of `data` under way, or None
     """
 
@@ -142,7 +143,7 @@ class FlatParameters:
             self._attach(bucket)
             if zero == 3:
                 self.reshard([bucket])
-        # --offload: rows used in turn, to bring a bucket's gradients and take its parameters back
+        # --offload: two rows, in turn: a bucket's gradients arrive in one, its parameters leave
         self.staging = None
         if training and device != host:
             longest = max(bucket.numel for bucket in self.buckets) // self.num_shards
@@ -249,7 +250,8 @@ class FlatParameters:
     def grad_ready(self, parameter: nn.Parameter) -> None:
         """DP3, DP4: autograd, or W, calls this hook when a parameter's gradient is complete, on the
         backward's thread and CUDA stream: collectives start after the kernels of the gradient."""
-        # `grad` is None if a Function of tensor.py has added the gradient to main_grad itself.
+        # (Autograd calls the hook also if a Function of tensor.py has added the gradient to
+        # main_grad itself, and returned None.)
         if parameter.grad is not None:
             parameter.main_grad().add_(parameter.grad)
             parameter.grad = None
@@ -265,7 +267,8 @@ class FlatParameters:
             self.in_flight.append((bucket, all_reduce(bucket.grad, group)))
         # `grad` is None if nothing was added since the last sync (see Bucket.main_grad).
         elif bucket.grad is not None:
-            # Wait for the previous bucket first, where a sync in flight holds extra memory.
+            # Wait for the previous bucket first where a sync in flight holds memory: from ZeRO 2
+            # on the whole bucket's gradients, on a CPU what the other ranks have sent.
             if self.zero >= 2 or bucket.grad.device.type == "cpu":
                 self._wait_grad_sync()
             self.in_flight.append((bucket, reduce_scatter(bucket.grad, group)))
@@ -285,7 +288,7 @@ class FlatParameters:
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
         """DP5: wait for all buckets. Then sum two kinds of gradients of which other ranks have a
-        part: the tied matrix's on the two ends of a pipeline (PP5), and, with sequence parallelism,
+        part: the tied matrix's on the two ends of a pipeline, and, with sequence parallelism,
         those of parameters that tensor parallelism replicates (TP2)."""
         assert not self.buckets_to_sync, "a parameter got no gradient"
         self._wait_grad_sync()
