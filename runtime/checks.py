@@ -12,6 +12,7 @@ import torch
 from data import TokenDataset, batch_sizes, steps_of_epochs
 from model import PEAK_LR, SIZES, GPTConfig
 from parallel import Grid, build_stage
+from parallelism.pipeline import chunk_layers
 from parallelism.tensor import param_specs
 from parallelism.zero import make_buckets, state_bytes
 from runtime.options import Config, merge_config
@@ -143,6 +144,18 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     return config, model_config
 
 
+def rank_parameters(model_config: GPTConfig, place: Grid) -> tuple[int, int]:
+    """(parameters of a rank before ZeRO shards them, those of its longest bucket). All blocks have
+    the same size, so a model with one block for each chunk is enough to compute it."""
+    small = dataclasses.replace(model_config, n_layer=place.pp * place.chunks)
+    specs = param_specs(build_stage(small, place), small, place)
+    of_blocks = sum(spec.numel for spec in specs if spec.name.startswith("blocks."))
+    of_ends = sum(spec.numel for spec in specs) - of_blocks
+    blocks = sum(len(layers) for layers in chunk_layers(model_config.n_layer, place))
+    longest = max(bucket.numel for bucket in make_buckets(specs, place.dp))
+    return of_ends + of_blocks // place.chunks * blocks, longest
+
+
 def check_memory(model_config: GPTConfig, grid: Grid, config, dtypes: tuple, device: torch.device,
                  local_world: int) -> None:
     """Raise a ValueError if the state of a rank on this machine is larger than its GPU's memory, or
@@ -152,9 +165,7 @@ def check_memory(model_config: GPTConfig, grid: Grid, config, dtypes: tuple, dev
     on_machine = Counter()
     for rank in range(local_world):
         place = Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks)
-        specs = param_specs(build_stage(model_config, place), model_config, place)
-        numel = sum(spec.numel for spec in specs)
-        longest = max(bucket.numel for bucket in make_buckets(specs, grid.dp))
+        numel, longest = rank_parameters(model_config, place)
         on_device, on_host = state_bytes(numel, longest, grid.dp, dtypes, config.zero,
                                          config.offload and device.type != "cpu")
         if config.eval_only:

@@ -50,8 +50,10 @@ import data
 import model
 import train
 from model import SIZES, GPTConfig
-from parallel import Grid
+from parallel import Grid, build_stage
 from parallelism import collectives
+from parallelism.tensor import param_specs
+from parallelism.zero import make_buckets
 from runtime import checks, console, corpora, devices, directory, processes, recovery
 from runtime.divergence import DivergenceMonitor
 from runtime.options import Config, parse_flags
@@ -258,6 +260,22 @@ def test_a_model_that_a_gpu_or_its_machine_cannot_hold_is_refused(flags, on_gpu,
                 SC_PHYS_PAGES=int(on_machine), SC_PAGE_SIZE=1).get), refusal:
         checks.check_memory(cfg, Grid(8, 1, 1), settings("", dtype="bf16", **flags),
                               amp.PRECISIONS["bf16"], torch.device("cuda"), 8)
+
+
+@pytest.mark.parametrize("dp, pp, tp, chunks, n_layer", [
+    (1, 1, 1, 1, 3), (2, 3, 2, 1, 7), (3, 2, 4, 2, 9), (2, 4, 1, 1, 4)])
+def test_the_parameters_of_a_rank_are_counted_without_building_its_blocks(dp, pp, tp, chunks,
+                                                                          n_layer):
+    """The counts are those of the stage, on every rank; 10 million layers take no longer."""
+    cfg = GPTConfig(50257, n_layer=n_layer)
+    for rank in range(dp * pp * tp):
+        place = Grid(dp, pp, tp, rank, chunks=chunks)
+        specs = param_specs(build_stage(cfg, place), cfg, place)
+        numel = sum(spec.numel for spec in specs)
+        longest = max(bucket.numel for bucket in make_buckets(specs, dp))
+        assert checks.rank_parameters(cfg, place) == (numel, longest)
+    huge = replace(cfg, n_layer=10 ** 7 * pp * chunks)
+    assert checks.rank_parameters(huge, Grid(dp, pp, tp, chunks=chunks))[0] > 10 ** 11
 
 
 def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, tmp_path):
