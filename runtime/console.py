@@ -250,7 +250,8 @@ def report_resume(run, state: dict, begin: Start, given: dict,
 
 def report_end(run) -> None:
     """The event at the end of `train`, and a line: how to sample or, after a stop, how to go on."""
-    config, done = run.config, run.step - 1
+    config = run.config
+    done = run.step - 1
     if done < config.steps:
         command = "the same command"
         if config.resume == "never":
