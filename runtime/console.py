@@ -1,9 +1,11 @@
-"""What a run prints: its summary, a line for each step, an evaluation, hints. train.py calls it.
+"""What a run prints: its summary, a line for each step, an evaluation, hints. train.py and
+runtime/startup.py call it.
 """
 import dataclasses
 import math
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -244,6 +246,23 @@ def report_resume(run, state: dict, begin: Start, given: dict,
     run.log.event("resume", line, path=str(begin.path), given=given, changed=changed,
                   lr_factor=factor, config=dataclasses.asdict(config),
                   environment=environment(run.grid), step=done)
+
+
+def report_end(run) -> None:
+    """The event at the end of `train`, and a line: how to sample or, after a stop, how to go on."""
+    config = run.config
+    done = run.step - 1
+    if done < config.steps:
+        command = "the same command"
+        if config.resume == "never":
+            command += " without --resume never"
+        run.log.event("stop", f"stopped and saved after step {done}; run {command} to go on",
+                      step=done)
+        return
+    run.log.event("end", step=done)
+    if run.train_data.meta["tokenizer"] in ("gpt2", "bytes"):
+        file = shlex.quote(f"{config.out}/latest.pt")
+        print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
 
 
 def environment(grid: Grid) -> dict:

@@ -1,4 +1,5 @@
-"""The directory of a run: one writer, where a run begins, and metrics.jsonl. train.py calls it.
+"""The directory of a run: one writer, where a run begins, and metrics.jsonl. runtime/startup.py
+calls it; train.py and runtime/recovery.py load checkpoints by it.
 """
 import json
 import math

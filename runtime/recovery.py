@@ -1,5 +1,6 @@
-"""Recovery from divergence: what a run does about it. train.py calls `after_step` and, before a
-step, `skip_excluded`; runtime/divergence.py judges the losses.
+"""Recovery from divergence: what a run does about it. train.py calls `skip_excluded` before a step,
+`after_step` after it, `judge_checkpoint` before a save and `restored_monitor` at a resume or a
+rollback; runtime/divergence.py judges the losses.
 
 `run` is train.Run: these functions read its batches, monitor and writer, and `roll_back` restores
 it from an older checkpoint.
@@ -8,11 +9,12 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
+from checkpoint import step_file
 from data import Batch, TokenDataset, batch_size_at, sequences_after
 from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
 from runtime import directory
-from runtime.divergence import BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence
+from runtime.divergence import BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor
 from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range
 from runtime.processes import RunError, all_ranks, on_rank0
 
@@ -43,7 +45,7 @@ def report(run, batch: Batch, stats, row: dict, divergence: Divergence | None) -
     batch, or the last batches, from the windows in the event."""
     seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
     if stats.found_inf:
-        where = locate_nonfinite(run.loss_sum.item(), run.flat)
+        where = locate_nonfinite(stats.local_loss.item(), run.flat)
         run.log.event("skip", reason="not finite", **seen, **where,
                       windows=batch.window_ids.tolist())
     if divergence is not None:
@@ -120,6 +122,28 @@ def fail(run, reason: str) -> None:
     raise RunError(f"step {run.step}: {reason}; the run has diverged: see the events in "
                    f"{run.config.out}/metrics.jsonl, and go on from an older checkpoint with a "
                    f"lower --lr, a tighter --clip or --skip-steps")
+
+
+def judge_checkpoint(run, done: int, is_start: bool) -> None:
+    """Record the checkpoint of step `done`, which is about to be written, and whether it is
+    healthy: a rollback may return to it. `is_start`: it is the starting state of the run."""
+    config = run.config
+    file = step_file(Path(config.out), done).name
+    scheduled = run.is_due(config.save_every) or run.step == config.steps
+    at_floor = config.dtype == "fp16" and not run.scale_can_fall
+    run.monitor.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)
+
+
+def restored_monitor(config: Config, data: TokenDataset, state: dict) -> DivergenceMonitor:
+    """The monitor in a checkpoint. An older one may lack fields: they keep their defaults."""
+    monitor = DivergenceMonitor()
+    for name, value in state["monitor"].items():
+        setattr(monitor, name, value)
+    if config.rollback == "on":         # the checkpoint may have been saved while diverging
+        monitor.bad = min(monitor.bad, BAD_STEPS - 1)
+    if not losses_stay_comparable(config, data, state):
+        monitor.forget_losses()
+    return monitor
 
 
 def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> bool:

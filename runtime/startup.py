@@ -1,9 +1,12 @@
-"""Before the ranks build a run: what rank 0 decides, and the data. train.launch calls `prepare` and
-`open_data`.
+"""The start of a run. train.launch calls, in this order, `prepare`, `load_start`, `open_data` and,
+when the ranks have built the run, `begin_training`; `parse` comes before all communication.
 """
 import os
+import sys
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
+from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,10 +16,30 @@ from checkpoint import list_checkpoints
 from data import TokenDataset
 from model import GPTConfig
 from parallel import Grid
-from runtime import checks, dashboards
-from runtime.directory import Start, find_start, load_state, lock_output_dir
-from runtime.options import Config
-from runtime.processes import Job, all_ranks, assert_equal_across_ranks
+from runtime import checks, console, dashboards, devices
+from runtime.directory import (Metrics, Start, find_start, load_state, lock_output_dir,
+                               start_branch)
+from runtime.options import Config, parse_flags, restored_flags
+from runtime.processes import Job, all_ranks, assert_equal_across_ranks, on_rank0
+
+
+def parse(job: Job) -> tuple[dict, torch.device, timedelta]:
+    """The flags that were given, the device, and --timeout. Raises ValueError."""
+    given = parse_flags(sys.argv[1:])
+    config = Config(**given)
+    checks.check_grid(job.world, config)
+    return given, devices.choose_device(config, job), timedelta(seconds=config.timeout)
+
+
+def prepare(given: dict, job: Job, device: torch.device,
+            stack: ExitStack) -> tuple[Config, GPTConfig, Start]:
+    """Compare flags and devices of the ranks; return what rank 0 then decides (`resolve`). Every
+    rank calls it."""
+    assert_equal_across_ranks(
+        (given, device.type), "the ranks have different flags or devices: start all with one "
+        "command")
+    devices.assert_own_gpu(device)
+    return on_rank0(lambda: resolve(given, job, device, stack))
 
 
 def launch_store() -> dist.Store:
@@ -27,7 +50,7 @@ def launch_store() -> dist.Store:
     return dist.HashStore()
 
 
-def prepare(given: dict, job: Job, device: torch.device,
+def resolve(given: dict, job: Job, device: torch.device,
             stack: ExitStack) -> tuple[Config, GPTConfig, Start]:
     """Resolve flags and checkpoint on rank 0: the complete config, the model, and where the run
     begins. Finally lock --out; `stack` releases the lock. Raises ValueError, OSError or RunError.
@@ -55,6 +78,16 @@ def prepare(given: dict, job: Job, device: torch.device,
     return config, model_config, begin
 
 
+def load_start(begin: Start, given: dict) -> dict | None:
+    """The checkpoint with whose whole state the run begins, or None. Every rank calls it."""
+    if begin.kind not in ("continue", "resume"):
+        return None
+    state = all_ranks(lambda: load_state(begin.path))
+    if begin.kind == "resume":
+        start_branch(state, "lr" in given)
+    return state
+
+
 def open_data(config: Config, model_config: GPTConfig, state: dict | None,
               job: Job) -> tuple[TokenDataset, TokenDataset]:
     """Open the data for training and validation on every rank. All must have the same; data that is
@@ -73,3 +106,24 @@ def open_data(config: Config, model_config: GPTConfig, state: dict | None,
             all_ranks(lambda: train_data.check(job.rank, job.world))
         all_ranks(lambda: val_data.check(job.rank, job.world))
     return train_data, val_data
+
+
+def begin_training(run, state: dict | None, begin: Start, given: dict, learning_rate: Callable,
+                   stack: ExitStack) -> None:
+    """Open the log of a train.Run, report how it begins and, if it begins from a file, save its
+    starting state. `state` is that of `load_start`, without the tensors; learning_rate(config,
+    step) is train.py's. `stack` ends the dashboards."""
+    config = run.config
+    run.log = console.RunLog(all_ranks(lambda: Metrics(Path(config.out), run.grid.rank)))
+    if config.log is not None and run.grid.rank == 0:
+        stack.enter_context(dashboards.follower(config))
+    console.print_summary(run)
+    if state is None:
+        console.report_start(run, begin)
+    else:
+        stored = Config(**restored_flags(state))
+        console.report_resume(run, state, begin, given, learning_rate(stored, run.step),
+                              learning_rate(config, run.step))
+    if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
+        run.save(begins=True)
+    console.print_notes(run, given, resumed=state is not None)

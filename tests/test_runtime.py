@@ -1075,7 +1075,8 @@ def judge(losses):
     for i, loss in enumerate(losses):
         skipped = isinstance(loss, str)
         stats = train.StepStats(2.0 if skipped else loss, 1.0, 1.0, skipped, stop_requested=False,
-                              loss_scale=1.0, scale_can_fall=loss == "overflow")
+                                loss_scale=1.0, scale_can_fall=loss == "overflow",
+                                local_loss=None)
         divergence = monitor.observe(i, stats)
         if divergence is not None:
             reasons[i] = divergence.reason
