@@ -1,6 +1,7 @@
 """What is refused before a run starts, each in one line that names the numbers.
 
-train.py calls `resolve` on rank 0; tools.plan and tools.schedule use the rules of the layout.
+runtime/startup.py calls `check_grid` and, on rank 0, `validate` and `check_memory`; tools.plan and
+tools.schedule use the rules of the layout.
 """
 import dataclasses
 import math
