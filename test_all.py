@@ -1,4 +1,4 @@
-"""A test for every claim of the book (model, data, amp, parallel, checkpoint, train, sample) and of
+"""Tests of the claims of the book (model, data, amp, parallel, checkpoint, train, sample) and of
 the techniques in parallelism/.
 
     python -m pytest test_all.py                what a change must pass: minutes, on two CPU cores
@@ -7,22 +7,24 @@ the techniques in parallelism/.
     python test_all.py                          the README's table of measured differences
 
 Section                       Claims                                    Compared with
-The main claims               every layout trains as one process does   one process; recorded losses
+The main claims               every layout trains as one process        one process
                               tensor, pipeline and data parallelism     the whole model
-                              the loss scaler; resuming                 torch's GradScaler; no stop
+                              a resumed run; another layout             an uninterrupted run
+                              fifty losses                              recorded ones
 model.py                      logits, gradients, sizes, dropout         torch's layers; the papers
-data.py                       shards, split, windows, mixtures          GPT-2's pattern; literals
-amp.py                        overflow, gradient norm                   fp64, exact sums
-parallel.py: the grid ...     stages, schedules                         the papers' formulas
-parallel.py: the layers ...   memory of the loss, overlap               plain layers
-parallel.py: every layout ... AdamW; five steps; dropout; ZB-H1         DDP, FSDP2, a plain model
-parallel.py: ZeRO ...         what a rank holds, and when               the table of ZeRO's stages
-checkpoint.py                 format, order of writing, no code is run  the plain model's state
-train.py                      learning rate, resuming, mixtures         literals; a plain model
-sample.py                     sampling, cache, stop text                one token at a time
+data.py                       shards, split, windows, mixtures, ramp    GPT-2's pattern; Megatron-LM
+amp.py                        loss scale, an update in 16 bits          torch's GradScaler and AdamW
+                              overflow, gradient norm                   fp64; the state before
+parallelism/pipeline.py       stages, schedules, what a stage keeps     the papers' formulas
+parallelism/tensor.py         memory and passes of the loss, overlap    plain layers
+parallelism/: whole runs      AdamW; five steps; dropout; ZB-H1         DDP, FSDP2, a plain model
+parallelism/zero.py           what a rank keeps, when it communicates   the table of ZeRO's stages
+checkpoint.py                 a file's content; no code is run          the plain model's state
+train.py                      learning rate, evaluation                 literals; a plain model
+sample.py                     sampling, cache                           one token at a time
 The table of differences      what `python test_all.py` prints          one process
 
-Begin with                    test_parallel_layers_are_the_plain_ones (tensor parallelism)
+Begin with                    test_plain_tensor_parallel_layers_equal_the_whole_layers
                               test_a_resumed_run_is_the_straight_one_bit_for_bit
                               test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64
 
@@ -30,16 +32,15 @@ How the tests work: the body of an `on_ranks` test runs on each of `world` ranks
 `Pool`, which are started once. `trained(pool, layout, ...)` trains with train.Run on dp x tp x pp
 of them, on the data of `Memory`, and returns the rows of metrics.jsonl, what a callback saw after
 each step, and the whole state; `reference(cfg, ...)` is such a run of one process.
-`Command(file, *flags)` runs a program in a process of its own, `launch` one on several ranks as
-torchrun does, and `run_train` runs train.py to its end. `relative(ours, theirs)` is the largest
-relative difference. These, and the fixtures, are in tests/harness.py.
+`Command(file, *flags)` runs a program in a process of its own, and `run_train` runs train.py here,
+to its end. `relative(ours, theirs)` is the largest relative difference. These, and the fixtures,
+are in tests/harness.py. A layout is (dp, tp, pp).
 
-Upstream gradients are random: all-ones hide what is transposed. Nothing here needs a network or a
-GPU.
+Where gradients are compared, the upstream ones are random: all-ones hide what is transposed.
+Nothing here needs a network or a GPU.
 """
 import copy
 import functools
-import hashlib
 import io
 import itertools
 import json
@@ -48,10 +49,7 @@ import os
 import random
 import re
 import shutil
-import socket
-import sys
 import tempfile
-import threading
 import tracemalloc
 import weakref
 from contextlib import redirect_stdout
@@ -85,15 +83,14 @@ from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
 from parallelism.tensor import (MAX_LOGITS, ColumnParallelLinear, VocabParallelEmbedding,
                                 add_product, chunk_loss, chunk_size, param_specs)
 from parallelism.zero import FlatParameters, state_bytes
-from runtime import checks, corpora, directory
-from runtime.options import Config, merge_config
-from tests.harness import (BOUNDS, CFG, FORMULA, INTERLEAVED, LAYOUTS, NASTY, SHARED, TINY, Alive,
-                           Command, Memory, Pool, after_backward, assert_close, assert_same_state,
-                           batches_from, column, dataset, deep_enough, differences, gridded,
-                           in_turn, kinds, launch, megatrons_batch_size, monitor_now, names_in,
-                           nothing, on_ranks, random_gpt, read_metrics, relative, run_steps, saved,
-                           set_block, settings, shard, small_state, staged, texts_of, tokens_of,
-                           traffic, trained, watched, whole_gradient)
+from runtime.options import Config
+from tests.harness import (BOUNDS, CFG, FORMULA, INTERLEAVED, LAYOUTS, NASTY, TINY, TWO_STEPS,
+                           Alive, Command, Memory, Pool, after_backward, assert_close,
+                           assert_same_state, batches_from, column, dataset, deep_enough,
+                           differences, greedy, gridded, in_turn, launch, megatrons_batch_size,
+                           monitor_now, names_in, on_ranks, random_gpt, read_metrics, relative,
+                           run_steps, saved, set_block, settings, small_state, staged, texts_of,
+                           tokens_of, traffic, trained, watched, whole_gradient, without_saves)
 from tools.schedule import bubble, clock, live_activations
 
 
@@ -101,36 +98,55 @@ from tools.schedule import bubble, clock, live_activations
 # The main claims
 # ---------------------------------------------------------------------------------------------
 
-GPT2_TOKENS = GPTConfig(vocab_size=50257, seq_len=8, n_layer=3, n_head=4, n_embd=16)
+def equality_row(pool, layout, one, out, cfg, **flags):
+    """The `differences` from `one`, the run of one process."""
+    dp, tp, pp = layout
+    if "pp_chunks" in flags:
+        num_microbatches = pp           # interleaved schedules take multiples of it
+    elif pp > 2:
+        num_microbatches = pp // 2      # fewer microbatches than stages
+    else:
+        num_microbatches = 1 if tp > 2 else 2
+    recompute = pp in (2, 8) and flags.get("pp_schedule") != "zb-h1"        # which refuses it
+    micro_batch = max(1, 8 // (dp * num_microbatches))
+    return differences(trained(pool, layout, out, cfg, whole_gradient, prepare=without_saves,
+                               recompute=recompute, micro_batch=micro_batch, **flags), one)
 
 
-@pytest.mark.parametrize("layout, cfg, flags", [        # (dp, tp, pp)
-    ((8, 1, 1), CFG, dict(dtype="fp64")),
-    ((1, 8, 1), CFG, dict(dtype="fp64")),
-    ((1, 1, 8), replace(CFG, n_layer=9), dict(dtype="fp64")),
-    ((1, 4, 2), CFG, dict(dtype="fp64")),
-    ((4, 1, 2), CFG, dict(dtype="fp64")),
-    ((2, 2, 2), CFG, dict(dtype="fp64", **INTERLEAVED)),
-    ((1, 1, 4), replace(CFG, n_layer=13), dict(dtype="fp64", **INTERLEAVED | dict(pp_chunks=3))),
-    ((2, 2, 2), CFG, dict(dtype="fp64", pp_schedule="zb-h1")),
-    # Two ranks swap small tensors directly; GPT-2's token matrix is too large for that.
-    ((1, 2, 2), GPT2_TOKENS, dict(dtype="fp32", steps=2)),
+@pytest.mark.parametrize("layout, n_layer, flags", [        # (dp, tp, pp)
+    ((8, 1, 1), 2, dict(dtype="fp64")),
+    ((1, 8, 1), 2, dict(dtype="fp64")),
+    ((1, 1, 8), 9, dict(dtype="fp64")),
+    ((1, 4, 2), 3, dict(dtype="fp64")),
+    ((4, 1, 2), 3, dict(dtype="fp64")),
+    ((2, 2, 2), 5, dict(dtype="fp64", **INTERLEAVED)),
+    ((1, 1, 4), 13, dict(dtype="fp64", pp_schedule="interleaved", pp_chunks=3)),
+    ((2, 2, 2), 3, dict(dtype="fp64", pp_schedule="zb-h1")),
     # Three replicas cut a bucket into shards whose sizes are no powers of two.
-    ((3, 1, 1), CFG, dict(dtype="fp64", batch_size=6)),
-    ((3, 1, 1), CFG, dict(dtype="fp64", batch_size=6, zero=1)),
-    ((3, 1, 1), CFG, dict(dtype="fp64", batch_size=6, zero=2)),
-    ((3, 1, 1), CFG, dict(dtype="fp64", batch_size=6, zero=3)),
-    *(pytest.param(layout, deep_enough(layout), dict(dtype=dtype, steps=20), marks=pytest.mark.slow)
+    *(((3, 1, 1), 2, dict(dtype="fp64", batch_size=6, zero=zero)) for zero in range(4)),
+    *(pytest.param(layout, deep_enough(layout).n_layer,
+                   dict(dtype=dtype, steps=20, lr=1e-3, warmup_steps=5), marks=pytest.mark.slow)
       for layout, dtype in itertools.product(LAYOUTS, BOUNDS))])
-def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, cfg, flags):
+def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, n_layer, flags):
     """In each layout the loss and the norm of each step, each parameter's gradient and the
-    validation loss are those of one process, to 1e-10 in fp64 and 1e-5 in fp32. With pp 4 and 8
-    there are fewer microbatches than stages, if they are not interleaved."""
-    flags = dict(steps=3) | flags
+    validation loss are those of one process, to 1e-10 in fp64 and 1e-5 in fp32. No pp above 1
+    divides the number of layers. With pp 4 and 8 there are fewer microbatches than stages, if they
+    are not interleaved."""
+    cfg = replace(CFG, n_layer=n_layer)
+    flags = TWO_STEPS | flags
     one = reference(cfg, **{name: value for name, value in flags.items()
-                            if name not in ("zero", *INTERLEAVED)})
+                            if name not in ("zero", "pp_schedule", "pp_chunks")})
     found = equality_row(pool, layout, one, tmp_path, cfg, **flags)
     assert max(found) <= BOUNDS[flags["dtype"]], f"(loss, gradient, norm) differ by {found}"
+
+
+def test_gpt2s_vocabulary_trains_as_one_process(pool, tmp_path, reference):
+    """Two tensor-parallel ranks of two stages, to 1e-5 in fp32. Two ranks swap small tensors
+    directly; the gradients of GPT-2's token matrix are too large for that."""
+    cfg = GPTConfig(vocab_size=50257, seq_len=8, n_layer=3, n_head=4, n_embd=16)
+    flags = dict(dtype="fp32", steps=2)
+    found = equality_row(pool, (1, 2, 2), reference(cfg, **flags), tmp_path, cfg, **flags)
+    assert max(found) <= BOUNDS["fp32"], f"(loss, gradient, norm) differ by {found}"
 
 
 # ---- Tensor parallelism: the layers of tp ranks are the plain layers
@@ -140,59 +156,56 @@ def random_tensor(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+UPSTREAM = torch.tensor(-0.37, dtype=torch.float64)         # the gradient of the loss
+
+
+def outputs_and_dx(gpt, tokens, targets, x, dy):
+    """The embedding, a block that sees x, and the loss of the head that sees x; and dx under the
+    upstream gradients dy of the first two and UPSTREAM of the loss."""
+    x = x.clone().requires_grad_()
+    outputs = gpt.embed(tokens), gpt.blocks["0"](x), gpt.head(x, targets)
+    torch.autograd.backward(outputs, [dy, dy, UPSTREAM])
+    return dict(zip(("embedding", "block", "loss", "dx"), (*outputs, x.grad)))
+
+
+CUTS = {        # of a parameter: (the dimension that is cut, how many matrices are stacked there)
+    "embed.token.weight": (0, 1), "blocks.0.attn.qkv.weight": (0, 3),
+    "blocks.0.attn.qkv.bias": (0, 3), "blocks.0.attn.proj.weight": (1, 1),
+    "blocks.0.mlp.up.weight": (0, 1), "blocks.0.mlp.up.bias": (0, 1),
+    "blocks.0.mlp.down.weight": (1, 1)}
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @on_ranks
-def test_the_plain_form_of_tensor_parallelism_is_the_whole_layer(rank, world):
+def test_plain_tensor_parallel_layers_equal_the_whole_layers(rank, world):
     """On two and four ranks the plain modules, as they stand in parallel.py, give the output of
     embedding, block and head with its loss, and all gradients, under random upstream gradients, to
     1e-12 in fp64. The 257 tokens are cut into equal parts, of which the last have padding alone."""
     whole, local = (random_gpt(replace(CFG, n_layer=1)) for _ in range(2))
     tokens, targets = tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)
     x, dy = random_tensor(2, 16, 32, seed=1), random_tensor(2, 16, 32, seed=2)
-    with gridded(rank, world, world, 1) as grid:
+    with gridded(rank, world, tp=world, pp=1) as grid:
         parallel.plain_tensor_parallel(local, grid)
         ours = outputs_and_dx(local, tokens, targets, x, dy)
-        theirs = outputs_and_dx(whole, tokens, targets, x, dy)
-        logits = whole.head(x)                                  # torch's own loss of them
-        torchs = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        pairs = {name: (ours[name], theirs[name]) for name in theirs}
-        pairs["torch's loss"] = ours["loss"], torchs
-        for name, parameter in whole.named_parameters():
-            gradient, stacked = parameter.grad, 3 if ".qkv." in name else 1
-            mine = local.get_parameter(name)
-            if hasattr(mine, "is_cut"):
-                dim = next(dim for dim, size in enumerate(mine.shape)
-                           if size != parameter.shape[dim])
-                gradient = parallel.cut(nn.Parameter(gradient), dim, grid, stacked).detach()
-            pairs[name] = mine.grad, gradient
+    theirs = outputs_and_dx(whole, tokens, targets, x, dy)
+    pairs = {name: (ours[name], theirs[name]) for name in theirs}
+    torchs = F.cross_entropy(whole.head(x).flatten(0, 1), targets.flatten(), reduction="sum")
+    pairs["torch's loss"] = ours["loss"], torchs
+    for name, parameter in whole.named_parameters():
+        gradient, mine = parameter.grad, local.get_parameter(name)
+        assert hasattr(mine, "is_cut") == (name in CUTS), name
+        if name in CUTS:
+            dim, stacked = CUTS[name]
+            parts = [matrix.chunk(world, dim)[rank] for matrix in gradient.chunk(stacked, dim)]
+            gradient = torch.cat(parts, dim)
+        pairs[name] = mine.grad, gradient
     assert_close(pairs, 1e-12)
 
 
-@pytest.mark.parametrize("world, upstream", [(2, 1.0), (4, -0.37)])
-@on_ranks
-def test_the_plain_loss_has_torchs_gradients_for_any_upstream(rank, world, upstream):
-    """The vocabulary's loss, cut over two or four ranks, is F.cross_entropy of all logits, and so
-    are dx and this rank's rows of dW, to 1e-12 in fp64."""
-    head = random_gpt(CFG).head
-    x, targets = random_tensor(2, 16, 32, seed=1).requires_grad_(), tokens_of(CFG, 2, seed=1)
-    with gridded(rank, world, world, 1) as grid:
-        plain = parallel.PlainVocabHead(head, parallel.cut(head.weight, 0, grid), grid)
-        loss = plain(x, targets)
-        dx, dw = torch.autograd.grad(loss * upstream, [x, plain.weight])
-    logits = F.linear(head.norm(x), head.weight)[..., :257]
-    theirs = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    whole_dx, whole_dw = torch.autograd.grad(theirs * upstream, [x, head.weight])
-    assert_close(dict(loss=(loss, theirs), dx=(dx, whole_dx),
-                      dw=(dw, whole_dw.chunk(world)[rank])), 1e-12)
-
-
-def outputs_and_dx(gpt, tokens, targets, x, dy):
-    """The embedding, a block that sees x, and the loss of the head that sees x; and dx under the
-    upstream gradients dy of the first two."""
-    x = x.clone().requires_grad_()
-    outputs = gpt.embed(tokens), gpt.blocks["0"](x), gpt.head(x, targets)
-    torch.autograd.backward(outputs, [dy, dy, torch.ones_like(outputs[2])])
-    return dict(zip(("embedding", "block", "loss", "dx"), (*outputs, x.grad)))
+def chunks_of(positions, world):
+    """In the block, `world` ranks compute the logits of so many positions at once. (Of the 32 in a
+    batch of two, 7 are no divisor: the last chunk is shorter.)"""
+    return mock.patch.dict(MAX_LOGITS, cpu=positions * (CFG.padded_vocab // world))
 
 
 def stage_of(plain, grid):
@@ -215,7 +228,7 @@ def gradient_pairs(flat, plain):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("world", [2, 4, 8])
 @on_ranks
-def test_parallel_layers_are_the_plain_ones(rank, world, sequence_parallel):
+def test_tensor_parallel_layers_equal_the_whole_layers(rank, world, sequence_parallel):
     """With tp 2, 4 and 8 embedding, block and head with its loss give the plain layers' output and
     all gradients under random upstream gradients, to 1e-12 in fp64."""
     plain = random_gpt(replace(CFG, n_layer=1))
@@ -226,9 +239,10 @@ def test_parallel_layers_are_the_plain_ones(rank, world, sequence_parallel):
 
     def part(x):                        # sequence parallelism: a slice of the positions
         return x.chunk(world, 1)[rank] if sequence_parallel and x.dim() else x
-    with gridded(rank, world, world, 1, sequence_parallel) as grid, \
-            mock.patch.dict(MAX_LOGITS, cpu=7 * 384 // world):     # a shorter last chunk
+    with gridded(rank, world, tp=world, pp=1, sequence_parallel=sequence_parallel) as grid, \
+            chunks_of(7, world):
         local, flat = stage_of(plain, grid)
+        local.head.begin_step(scale=UPSTREAM.item())
         flat.prepare_grad_sync(local, True)
         ours = outputs_and_dx(local, tokens, targets, part(x), part(dy))
         flat.finish_grad_sync()
@@ -241,7 +255,7 @@ def test_parallel_layers_are_the_plain_ones(rank, world, sequence_parallel):
 # ---- Pipeline parallelism: the stages' gradients are the whole model's
 
 @on_ranks
-def test_the_plain_pipeline_and_1f1b_have_the_whole_models_gradients(rank, world=3):
+def test_plain_pipeline_and_1f1b_give_the_gradients_of_the_whole_model(rank, world=3):
     """On three stages with four microbatches plain_pipeline and run_schedule give each parameter
     the gradient of the whole model, to 1e-12 in fp64."""
     cfg = replace(CFG, n_layer=world)
@@ -257,7 +271,7 @@ def test_the_plain_pipeline_and_1f1b_have_the_whole_models_gradients(rank, world
     if rank < world - 1:
         stage.head = None
     microbatches = list(zip(tokens.split(2), targets.split(2)))
-    with gridded(rank, world, 1, world) as grid:
+    with gridded(rank, world, tp=1, pp=world) as grid:
         parallel.plain_pipeline(stage, microbatches, cfg.n_embd, targets.numel(), grid)
         plain = {name: p.grad for name, p in stage.named_parameters()}
         plain["embed.token.weight"] = torch.zeros_like(tied) if tied.grad is None else tied.grad
@@ -277,19 +291,31 @@ def test_the_plain_pipeline_and_1f1b_have_the_whole_models_gradients(rank, world
 
 # ---- Data parallelism and ZeRO: replicas train as one process
 
+def comparable(whole):
+    """The parameters without padding, and without the bias of the keys: the softmax does not see
+    it, so its gradient is nothing but rounding, which Adam divides by its own size."""
+    found = {name: x.detach() for name, x in whole.items()}
+    for name, x in found.items():
+        if name == "embed.token.weight":
+            found[name] = x[:257]
+        if name.endswith("qkv.bias"):
+            q, _, v = x.chunk(3)
+            found[name] = torch.cat([q, v])
+    return found
+
+
 @on_ranks
 def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
-    """Five AdamW steps on two ranks with half of a batch each, by plain_step, plain_zero_step and
-    FlatParameters, end at the parameters of one process, to 1e-12 in fp64, and at the same bits on
-    both ranks."""
+    """Five AdamW steps on two ranks with half of a batch each, by plain_step, plain_overlap,
+    plain_zero_step and FlatParameters, end at the parameters of one process, to 1e-12 in fp64, and
+    at the same bits on both ranks."""
     tokens, targets = tokens_of(CFG, 4), tokens_of(CFG, 4, seed=1)
-    one, plain, sharded = (GPT(CFG).initialize(0).double() for _ in range(3))
-    whole = nn.utils.parameters_to_vector(sharded.parameters()).detach()
-    whole = F.pad(whole, (0, 6 + len(whole) % 2))           # any padding to a multiple of dp
-    shard = nn.Parameter(whole.chunk(world)[rank].clone())
+    one, plain, overlapped, sharded = (GPT(CFG).initialize(0).double() for _ in range(4))
+    own_shard = parallel.plain_shard(sharded)
     adamw = functools.partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
-    of_one, of_plain, of_shard = map(adamw, (one.parameters(), plain.parameters(), [shard]))
-    with gridded(rank, world, 1, 1) as grid:
+    of_one, of_plain, of_overlapped = (adamw(x.parameters()) for x in (one, plain, overlapped))
+    of_shard = adamw([own_shard])
+    with gridded(rank, world, tp=1, pp=1) as grid:
         local, flat = stage_of(one, grid)
         share = tokens.chunk(world)[rank], targets.chunk(world)[rank], 0
         for step in range(1, 6):
@@ -298,14 +324,21 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
             of_one.step()
 
             parallel.plain_step(plain, of_plain, tokens, targets)
-            parallel.plain_zero_step(sharded, shard, of_shard, tokens, targets)
+
+            of_overlapped.zero_grad()
+            loss = overlapped(tokens.chunk(world)[rank], targets.chunk(world)[rank])
+            parallel.plain_overlap(overlapped, loss / targets.numel())
+            of_overlapped.step()
+
+            parallel.plain_zero_step(sharded, own_shard, of_shard, tokens, targets)
 
             flat.zero_grad()
             local.head.begin_step(1 / targets.numel())
             run_schedule(gpipe(0, 1, 1), local, grid, [share], torch.empty(0), flat)
             flat.finish_grad_sync()
-            flat.step(1.0, step, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0)
+            flat.step(1.0, step=step, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0)
     forms = {"plain_step": dict(plain.named_parameters()),
+             "plain_overlap": dict(overlapped.named_parameters()),
              "plain_zero_step": dict(sharded.named_parameters()),
              "FlatParameters": {spec.name: bucket.view(bucket.data, spec)
                                 for bucket in flat.buckets for spec in bucket.specs}}
@@ -317,17 +350,13 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
 
 
 @on_ranks
-def test_a_plain_zero_3_block_is_the_whole_block(rank, world=2):
+def test_plain_zero_3_blocks_equal_the_whole_blocks(rank, world=2):
     """Five steps of two blocks, of which each rank keeps half of every parameter and no other
     memory, end at the parameters of the whole blocks, to 1e-12 in fp64; so does dx."""
     whole = random_gpt(replace(CFG, n_layer=2)).blocks
     with torch.device("meta"):
         shapes = GPT(replace(CFG, n_layer=2)).blocks
-    shards = []
-    for block in whole.values():
-        flat = nn.utils.parameters_to_vector(block.parameters()).detach()
-        flat = F.pad(flat, (0, 6 + len(flat) % 2))              # any padding to a multiple of dp
-        shards.append(nn.Parameter(flat.chunk(world)[rank].clone()))
+    shards = [parallel.plain_shard(block) for block in whole.values()]
     sgd = functools.partial(torch.optim.SGD, lr=1e-2)
     of_whole, of_shards = sgd(whole.parameters()), sgd(shards)
     pairs = {}
@@ -358,44 +387,39 @@ def test_a_plain_zero_3_block_is_the_whole_block(rank, world=2):
 
 def losses_of_plain_program(rank, world, tp, pp, folder, steps):
     """The losses that parallel.py prints on rank 0."""
-    dataset = data.TokenDataset(folder, "train", 128)
+    train_data = data.TokenDataset(folder, "train", seq_len=128)
     with gridded(rank, world, tp, pp) as grid, redirect_stdout(io.StringIO()) as text:
-        parallel.train_plainly(dataset, steps, grid)
+        parallel.train_plainly(train_data, steps, grid)
     return [float(line.split()[3]) for line in text.getvalue().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def losses_of_train_py(library, tmp_path_factory):
-    """Those of 20 steps of the quick start in one process."""
-    out = tmp_path_factory.mktemp("quick start")
-    done = Command("train.py", "--data", library, "--out", out, "--steps", 20, "--eval-every", 0,
-                   "--save-every", 0).finish(200)
-    assert done[0] == 0, done
-    return column(read_metrics(out)[0], "loss")
+def losses_of_train_py(shards, tmp_path_factory):
+    """losses_of_train_py(steps): those of the quick start's model and flags in one process."""
+    @functools.cache
+    def run(steps):
+        out = tmp_path_factory.mktemp("quick start")
+        done = Command("train.py", "--data", shards, "--out", out, "--steps", steps,
+                       "--eval-every", 0, "--save-every", 0).finish(200)
+        assert done[0] == 0, done
+        return column(read_metrics(out)[0], "loss")
+    return run
 
 
-@pytest.mark.parametrize("world, tp, pp, steps", [(1, 1, 1, 10), (2, 1, 1, 10), (2, 2, 1, 10),
-                                                  (2, 1, 2, 10), (8, 2, 2, 20)])
-def test_the_plain_program_has_the_losses_of_train_py(pool, library, losses_of_train_py, world, tp,
-                                                      pp, steps):
+@pytest.mark.parametrize("world, tp, pp, steps", [
+    (1, 1, 1, 5), (2, 1, 1, 5), (2, 2, 1, 5), (2, 1, 2, 5), (8, 2, 2, 5),
+    pytest.param(8, 2, 2, 20, marks=pytest.mark.slow)])
+def test_plain_program_has_the_losses_of_train_py(pool, shards, losses_of_train_py, world, tp, pp,
+                                                  steps):
     """`torchrun parallel.py` prints the losses of train.py, to 1e-5: in one process, with each
     parallelism by itself, and with all three on eight ranks."""
-    found = pool.run(world, losses_of_plain_program, tp, pp, library, steps)[0]
-    assert len(found) == steps and found == pytest.approx(losses_of_train_py[:steps], rel=1e-5)
-
-
-def test_the_plain_program_tells_a_mistake_in_one_line(tmp_path):
-    """What cannot run ends with status 2 and one line that names the numbers."""
-    for flags, words in [(["--tp", 2], "1 processes cannot form"), (["--pp", 0], "pp 0"),
-                         (["--tp", "x"], "--tp"), (["--steps"], "--steps"),
-                         ([], "does not exist: give a directory that data.py has made")]:
-        status, text, error = Command("parallel.py", *flags, cwd=tmp_path).finish()
-        assert (status, text) == (2, "") and words in error and error.count("\n") == 1, error
+    found = pool.run(world, losses_of_plain_program, tp, pp, shards, steps)[0]
+    assert len(found) == steps and found == pytest.approx(losses_of_train_py(steps), rel=1e-5)
 
 
 @on_ranks
-def test_a_plain_step_on_three_stages_with_a_tied_matrix(rank, world=3):
-    """The tied matrix has its gradients from both ends of three stages, and counts once in the
+def test_plain_step_counts_the_tied_matrix_once(rank, world=3):
+    """The tied matrix has its gradients from both ends of three stages, and is counted once in the
     norm: two plain_3d_steps with clipping end at the parameters of one process, to 1e-5."""
     cfg = replace(CFG, n_layer=world)
     one, local = (random_gpt(cfg).float() for _ in range(2))
@@ -404,7 +428,7 @@ def test_a_plain_step_on_three_stages_with_a_tied_matrix(rank, world=3):
             gpt.head.weight *= 8                            # so that the norm is above 1
     tokens = torch.cat([tokens_of(cfg, 8), tokens_of(cfg, 8, seed=1)[:, :1]], 1)
     sgd = functools.partial(torch.optim.SGD, lr=0.5)        # unlike AdamW's, it shows the norm
-    with gridded(rank, world, 1, world) as grid:
+    with gridded(rank, world, tp=1, pp=world) as grid:
         parallel.plain_tensor_parallel(local, grid)
         parallel.keep_stage(local, grid, [rank])
         of_one, of_local = sgd(one.parameters()), sgd(local.parameters())
@@ -422,153 +446,98 @@ def test_a_plain_step_on_three_stages_with_a_tied_matrix(rank, world=3):
     assert_close({name: (p, of_one[name]) for name, p in local.named_parameters()}, 1e-5)
 
 
-# ---- The loss scaler is torch's
-
-def test_the_plain_scaled_step_is_that_of_torchs_scaler():
-    """Dynamic loss scaling in its plainest form and torch.amp.GradScaler make the same 30 steps, to
-    the bit: the same weights and scales. In fp32, as GradScaler wants it: a gradient of 2^113
-    overflows until the scale is 2^14."""
-    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
-    plain, torchs = (torch.optim.SGD([weight], lr=2.0 ** -113) for weight in weights)
-    scale = 2.0 ** 16
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0 ** 16)
-    for step in range(30):
-        losses = [(weight * 2.0 ** (111 + step % 3)).sum() for weight in weights]
-        scale = amp.plain_scaled_step(losses[0], plain, scale)
-        torchs.zero_grad()
-        theirs.scale(losses[1]).backward()
-        theirs.step(torchs)
-        theirs.update()
-        assert scale == theirs.get_scale() and weights[0].equal(weights[1])
-    assert scale == 2.0 ** 14 and weights[0][0] < -8
-
-
-@pytest.mark.parametrize("init_scale, growth_factor, backoff_factor, growth_interval, share", [
-    (2.0 ** 16, 2.0, 0.5, 5, 0.1),
-    (2.0 ** 16, 2.0, 0.5, 1, 0.4),
-    (1.7, 1.01, 0.95, 3, 0.02),
-    (1e15, 8.9, 0.05, 2, 0.25),
-    (3e4, 1.37, 0.83, 4, 0.1),
-    (0.3, 1e12, 0.3, 1, 0.02),          # up to where fp32 ends
-    (1e18, 2.0 ** 5, 0.07, 1, 0.1)])
-def test_the_scale_moves_as_in_torch(init_scale, growth_factor, backoff_factor, growth_interval,
-                                     share):
-    """For 300 steps, a `share` of which overflow, the scale equals torch.amp.GradScaler's to the
-    bit, although after each step another LossScaler goes on from the state."""
-    numbers = dict(init_scale=init_scale, growth_factor=growth_factor,
-                   backoff_factor=backoff_factor, growth_interval=growth_interval)
-    draw, weight = random.Random(0), nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    ours = amp.LossScaler(**numbers, min_scale=0.0)
-    theirs = torch.amp.GradScaler("cpu", **numbers)
-    for step in range(300):
-        overflow = draw.random() < share
-        weight.grad = torch.full((2,), math.inf if overflow else 0.0)
-        theirs.scale(torch.ones(()))
-        theirs.step(optimizer)
-        theirs.update()
-        state = json.dumps(ours.state_dict())
-        ours = amp.LossScaler()
-        ours.load_state_dict(json.loads(state))
-        ours.update(overflow)
-        assert ours.scale == theirs.get_scale() > 1e-37, step
-
-
-def start_with_a_high_scale(run):
-    run.scaler = amp.LossScaler(2.0 ** 22, growth_interval=4)
-
-
-def skip_steps(run, numbers):
-    """As after an overflow: one of the gradients of these steps is infinite."""
-    def overflow(step):
-        if step in numbers:
-            run.flat.buckets[0].shard["grad"][0] = math.inf
-    after_backward(run, overflow)
-
-
-def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
-    """On two stages the gradients overflow by themselves under a scale of 2^22. The run skips these
-    steps, its scale moves as GradScaler's, and it grows until the next overflow. The losses are
-    those of an fp64 run that skips the same steps, to 0.1%."""
-    flags = dict(steps=20, rollback="off", layout=(1, 1, 2))
-    half, *_ = trained(pool, out=tmp_path / "fp16", prepare=start_with_a_high_scale, dtype="fp16",
-                       **flags)
-    skipped = [row["step"] for row in half if row["skipped"] > 0]
-    exact, *_ = trained(pool, out=tmp_path / "fp64", dtype="fp64",
-                        prepare=functools.partial(skip_steps, numbers=skipped), **flags)
-    assert relative(column(half, "loss"), column(exact, "loss")) < 1e-3
-    assert column(exact, "skipped") == column(half, "skipped")
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0 ** 22, growth_interval=4)
-    weight = nn.Parameter(torch.ones(1))
-    for row in half:
-        theirs.scale(torch.ones(()))                        # (creates its scale)
-        assert row["loss_scale"] == theirs.get_scale()
-        weight.grad = torch.full((1,), math.inf if row["skipped"] > 0 else 0.0)
-        theirs.step(torch.optim.SGD([weight], lr=0.0))
-        theirs.update()
-    scales = column(half, "loss_scale")
-    assert skipped[:2] == [1, 2] and len(skipped) > 3       # the first ones, then after a growth
-    assert max(scales[skipped[2]:]) > min(scales)
-
-
 # ---- Whole runs: stopped and resumed, moved to other layouts, and 50 recorded losses
 
-def overflow(run):
-    """Steps 2 and 6 overflow."""
+def overflow_in(run, steps):
+    """As after an overflow, one of the gradients of these steps is infinite."""
     def spoil(step):
-        if step in (2, 6):
+        if step in steps:
             run.flat.buckets[0].shard["grad"][0] = math.inf
     after_backward(run, spoil)
+
+
+def overflow_and_grow(run):
+    """Steps 2 and 5 overflow; in fp16 the loss scale grows after two steps without an overflow."""
+    overflow_in(run, (2, 5))
+    if run.step == 1 and run.config.dtype == "fp16":    # a resumed run has it from the file
+        run.scaler.growth_interval = 2
+
+
+def untimed(rows):
+    """The rows of metrics.jsonl but for their speed, as text, in which nan equals nan."""
+    return [repr(row | dict(tokens_per_second=None)) for row in rows]
 
 
 @pytest.mark.parametrize("layout, flags", [
     ((1, 1, 1), dict(dtype="fp32")),
     ((1, 1, 1), dict(dtype="bf16")),
     ((1, 1, 1), dict(dtype="fp16")),
-    ((2, 1, 2), dict(dtype="fp32", zero=1, pp_schedule="1f1b")),
-    ((2, 1, 1), dict(dtype="fp32", zero=2)),
     ((1, 1, 2), dict(dtype="fp32", pp_schedule="1f1b", batch_size=16, batch_ramp="4:4:25")),
     ((1, 2, 1), dict(dtype="bf16", sequence_parallel=True)),
-    ((1, 1, 2), dict(dtype="fp32", zero=2, pp_schedule="interleaved", pp_chunks=2, offload=True)),
+    ((1, 1, 2), dict(dtype="fp32", zero=2, pp_schedule="interleaved", pp_chunks=2)),
     ((2, 1, 2), dict(dtype="fp16", zero=1, pp_schedule="zb-h1")),
-    ((2, 1, 1), dict(dtype="fp16", zero=3, recompute=True, offload=True))])
+    ((2, 1, 1), dict(dtype="fp16", zero=3, recompute=True)),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
+        ((2, 1, 1), dict(dtype="fp32", zero=2)),
+        ((2, 1, 2), dict(dtype="fp32", zero=1, pp_schedule="1f1b"))])])
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(pool, tmp_path, layout, flags):
-    """A run that begins from the straight run's file of step 3 has the same rows and, at step 6,
-    the same checkpoint, to the bit: with dropout, skipped steps and the scaler's state."""
-    files, rows = [], []
-    for state in (None, tmp_path / "straight" / "step_00000003.pt"):
-        out = tmp_path / ("resumed" if state else "straight")
-        n_layer = 2 * flags.get("pp_chunks", 1)
-        cfg = replace(CFG, dropout=0.1, n_layer=n_layer)
-        steps, _, _ = trained(pool, layout, out, cfg, nothing, state, overflow, steps=6,
-                              save_every=3, micro_batch=4 // layout[0], **flags)    # two each
-        rows.append(steps[-3:])
-        files.append(saved(out, 6))
-    assert column(rows[1], "step") == [4, 5, 6] and len(steps) == 3
-    for name in ("loss", "grad_norm", "lr", "loss_scale", "tokens"):
-        assert repr(column(rows[1], name)) == repr(column(rows[0], name)), name     # nan is nan
-    assert_same_state(*files)
-    assert saved(tmp_path / "straight", 3)["optimizer_steps"] == 2
-    assert files[0]["optimizer_steps"] == 4
+    """A run that resumes from an uninterrupted run's file of step 3 has the same rows and, at step
+    6, the same checkpoint, to the bit: with dropout, a skipped step before the file and one after
+    it, and a loss scale that grows after the file by a count that began before it."""
+    cfg = replace(CFG, dropout=0.1, n_layer=2 * flags.get("pp_chunks", 1))
+    flags = dict(steps=6, save_every=3, micro_batch=4 // layout[0], **flags)    # two each
+    whole, _, _ = trained(pool, layout, tmp_path / "whole", cfg, prepare=overflow_and_grow, **flags)
+    file = tmp_path / "whole" / "step_00000003.pt"
+    resumed, _, _ = trained(pool, layout, tmp_path / "resumed", cfg, state=file,
+                            prepare=overflow_and_grow, **flags)
+    assert column(resumed, "step") == [4, 5, 6] and "val_loss" in resumed[-1]
+    assert untimed(resumed) == untimed(whole[3:])
+    end = saved(tmp_path / "whole", 6)
+    assert_same_state(saved(tmp_path / "resumed", 6), end)
+    assert (checkpoint.load(file)["optimizer_steps"], end["optimizer_steps"]) == (2, 4)
+    if flags["dtype"] == "fp16":
+        assert column(whole, "loss_scale") == [2 ** 16, 2 ** 16, 2 ** 15, 2 ** 15, 2 ** 16, 2 ** 15]
+
+
+def test_a_resume_in_a_new_process_continues_the_order_of_the_data(run_train, tmp_path):
+    """train.py, on a data set of 49 windows, which batches of four do not divide: a process that
+    resumes from the file of step 12, one window before the end of the epoch, trains on the same
+    windows in two more epochs, and ends with the same rows and file, to the bit."""
+    tokens = np.random.default_rng(0).integers(257, size=197)
+    dataset(tmp_path / "data", {"train": tokens, "val": tokens[:9]})
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    flags = ["--data", tmp_path / "data", "--n-layer", 1, "--n-head", 1, "--n-embd", 8, "--seq-len",
+             4, "--batch-size", 4, "--steps", 26, "--save-every", 12, "--eval-every", 0]
+    assert run_train(*flags, "--out", whole)[0] == 0
+    resumed.mkdir()
+    shutil.copy(whole / "step_00000012.pt", resumed)
+    status, text, _ = Command("train.py", *flags, "--out", resumed).finish()
+    assert status == 0 and "after step 12" in text
+    rows, expected = (read_metrics(out)[0] for out in (resumed, whole))
+    for row in rows + expected:
+        del row["time"]                     # of writing
+    assert column(rows, "step") == [*range(13, 27)] and untimed(rows) == untimed(expected[12:])
+    assert_same_state(saved(resumed, 26), saved(whole, 26))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
-def test_a_run_goes_on_in_another_layout(pool, tmp_path, seed):
+def test_a_run_resumes_in_any_other_layout(pool, tmp_path, seed):
     """A run that moves to the next of 12 layouts after every step, in an order drawn by the seed,
     has the rows and the final state of one that stays, to 1e-10 in fp64."""
     moves = [((1, 1, 1), {}), ((2, 1, 1), dict(zero=1)), ((1, 2, 1), {}), ((2, 1, 1), dict(zero=2)),
              ((1, 1, 2), dict(pp_schedule="1f1b")), ((2, 1, 1), dict(zero=3)), ((2, 1, 1), {}),
              ((1, 2, 1), dict(sequence_parallel=True)), ((2, 2, 1), dict(zero=1)),
-             ((1, 1, 1), dict(offload=True)),
+             ((1, 1, 1), dict(recompute=True)),
              ((1, 1, 2), dict(pp_schedule="interleaved", pp_chunks=2)),
              ((2, 1, 2), dict(pp_schedule="zb-h1", zero=1))]
     random.Random(seed).shuffle(moves)
-    constant = dict(min_lr_ratio=1.0, dtype="fp64")
-    straight, _, end = trained(pool, (1, 1, 1), tmp_path / "stays", steps=12, **constant)
+    # Each part ends at its own --steps; a ratio of 1 keeps the learning rate from decaying there.
+    same = dict(min_lr_ratio=1.0, dtype="fp64", cfg=replace(CFG, n_layer=4))
+    straight, _, end = trained(pool, (1, 1, 1), tmp_path / "stays", steps=12, **same)
     file = None
     for step, (layout, flags) in enumerate(moves, 1):
         rows, _, ours = trained(pool, layout, tmp_path / "moves", state=file, steps=step,
-                                micro_batch=4 // layout[0], **constant, **flags)
+                                micro_batch=4 // layout[0], **same, **flags)
         file = tmp_path / "moves" / "latest.pt"
         assert column(rows, "step") == [step]
         for name in ("tokens", "lr", "loss", "grad_norm"):
@@ -593,7 +562,7 @@ GOLDEN_LOSSES = [
     ((1, 1, 1), dict(micro_batch=8)),
     pytest.param((2, 2, 2), dict(micro_batch=2, zero=1, pp_schedule="1f1b", sequence_parallel=True),
                  marks=pytest.mark.slow)])
-def test_fifty_losses_are_the_recorded_ones(pool, tmp_path, layout, flags):
+def test_fifty_losses_equal_the_recorded_ones(pool, tmp_path, layout, flags):
     """On any CPU and in any layout 50 steps in fp64 give the losses in GOLDEN_LOSSES, to 1e-9: a
     change of the code that moves a number shows here at once. The weights are integers, scaled by
     exact divisions, because the normal distribution of torch and NumPy depends on the CPU."""
@@ -608,25 +577,6 @@ def test_fifty_losses_are_the_recorded_ones(pool, tmp_path, layout, flags):
     rows, _, _ = trained(pool, layout, tmp_path, GOLDEN, dtype="fp64", steps=50, lr=3e-3,
                          init_from=str(file), **flags)
     assert relative(column(rows, "loss"), GOLDEN_LOSSES) <= 1e-9
-
-
-def comparable(whole):
-    """Without padding, and without the keys' bias: Adam divides its gradient, nothing but rounding,
-    by its own size."""
-    return {name: x.detach()[:257] if name == "embed.token.weight" else x.detach()
-            for name, x in whole.items() if "qkv.bias" not in name}
-
-
-def equality_row(pool, layout, one, out, cfg, **flags):
-    """The `differences` from `one`, the run of one process."""
-    dp, tp, pp = layout
-    # Fewer microbatches than stages where pp is 4 or 8.
-    num_microbatches = max(pp // 2, 1 if tp > 2 else 2)
-    if "pp_chunks" in flags:
-        num_microbatches = pp
-    recompute = pp in (2, 8) and flags.get("pp_schedule") != "zb-h1"
-    return differences(trained(pool, layout, out, cfg, whole_gradient, recompute=recompute,
-                               micro_batch=max(1, 8 // (dp * num_microbatches)), **flags), one)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -653,7 +603,7 @@ def torchs_logits(plain, tokens):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_logits_loss_and_gradients_are_those_of_torchs_own_layers(activation):
+def test_logits_loss_and_gradients_equal_those_of_torchs_layers(activation):
     """With nn.TransformerEncoderLayer, F.layer_norm and F.cross_entropy on the same parameters:
     logits of three lengths and the loss to 1e-12, each parameter's gradient to 1e-11 in fp64."""
     plain = random_gpt(replace(CFG, activation=activation))
@@ -698,7 +648,7 @@ PUBLISHED = {
 }
 
 
-def test_named_sizes_hold_the_published_numbers_of_parameters():
+def test_named_sizes_have_the_published_numbers_of_parameters():
     """Each size has the published shape, peak learning rate and number of parameters, to the last
     one for GPT-2 and to 3% for the others; parameter_count is the number that a GPT holds."""
     assert PUBLISHED.keys() == SIZES.keys() - {"nano"}
@@ -715,11 +665,10 @@ def test_named_sizes_hold_the_published_numbers_of_parameters():
         assert model.parameter_count(cfg) == held - padding, name
 
 
-def test_initial_values_have_the_deviation_their_name_asks_for():
+def test_initial_values_have_gpt2s_standard_deviations():
     """Matrices: mean 0 and standard deviation 0.02, or 0.02 / sqrt(2 n_layer) for the projections
-    to the residual stream, to 5%; LayerNorm's weights 1, biases and padding 0. The first loss, by
-    the example in model.py's docstring, is that of a uniform guess, ln 257, to 0.05; seeds are the
-    same on every machine, for ever."""
+    to the residual stream, to 5%; LayerNorm's weights 1, biases and padding 0. The first loss is
+    that of a uniform guess, ln 257, to 0.05; seeds are the same on every machine, for ever."""
     cfg = GPTConfig(n_layer=8, n_embd=128)
     plain = GPT(cfg).initialize(0)
     for name, parameter in plain.named_parameters():
@@ -732,9 +681,9 @@ def test_initial_values_have_the_deviation_their_name_asks_for():
         assert abs(drawn.mean().item()) < 0.001, name
         assert not parameter[len(drawn):].any()
     assert model.derive_seed(0, "a") == 225321766190137866
-    names = vars(model) | dict(tokens=tokens_of(cfg, 4), targets=tokens_of(cfg, 4, seed=1))
-    exec("\n".join(re.findall("^    ((?:model|loss) = .*)", model.__doc__, re.M)), names)
-    assert names["loss"].item() == pytest.approx(math.log(257), abs=0.05)
+    targets = tokens_of(cfg, 4, seed=1)
+    loss = plain(tokens_of(cfg, 4), targets) / targets.numel()
+    assert loss.item() == pytest.approx(math.log(257), abs=0.05)
 
 
 def test_dropout_is_a_function_of_its_seed_or_of_torchs_generator():
@@ -758,20 +707,12 @@ def test_the_loss_of_16_bit_logits_is_computed_in_fp32():
     local, _ = staged(CFG, Grid(1, 1, 1), torch.bfloat16)
     logits = plain(tokens).float().flatten(0, 1)
     expected = F.cross_entropy(logits, tokens.flatten(), reduction="sum")
-    for kind in (plain, local):
-        torch.testing.assert_close(kind(tokens, tokens), expected)
-
-
-def test_a_devices_peak_is_that_of_its_full_name():
-    """The dense 16-bit TFLOP/s of the maker's data sheet, which the MFU divides by; unknown: 0."""
-    for name, teraflops in {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 NVL": 835,
-                            "NVIDIA H100 PCIe": 756, "NVIDIA GB200": 2500, "NVIDIA B200": 2250,
-                            "Tesla V100-SXM2-16GB": 125, "NVIDIA GeForce RTX 4090": 0}.items():
-        assert model.peak_flops(name) == teraflops * 1e12, name
+    for gpt in (plain, local):
+        torch.testing.assert_close(gpt(tokens, tokens), expected)
 
 
 @pytest.mark.parametrize("name, value", [("n_head", 5), ("activation", "tanh")])
-def test_a_shape_that_makes_no_sense_is_refused(name, value):
+def test_an_invalid_shape_is_refused(name, value):
     """By a ValueError that names the argument."""
     with pytest.raises(ValueError, match=name):
         GPTConfig(**{name: value})
@@ -781,8 +722,7 @@ def test_a_shape_that_makes_no_sense_is_refused(name, value):
 # data.py
 # ---------------------------------------------------------------------------------------------
 
-def test_documents_stay_in_order_and_seed_and_text_alone_decide_the_split(tmp_path, monkeypatch,
-                                                                          run_data):
+def test_seed_and_text_alone_decide_the_split_of_a_document(tmp_path, monkeypatch, run_data):
     """Each of 400 documents is in one split, in the order of the input, with its text unchanged,
     <|endoftext|> within it too. Another order, or fewer documents, does not move one to the other
     split; another seed does. Of 20 documents at least one validates and one trains."""
@@ -801,9 +741,9 @@ def test_documents_stay_in_order_and_seed_and_text_alone_decide_the_split(tmp_pa
                                    "my data", "--seed", seed)
         assert status == 0 and "python train.py --data 'my data' --out 'out/my data'" in told
         assert f"{len(texts)} documents, 0 duplicates dropped, 1 without text skipped" in told
-        train, val = (texts_of("my data", split) for split in data.SPLITS)
-        assert train == [t for t in texts if t not in val] and min(len(train), len(val)) > 0
-        assert val == [t for t in texts if t not in train]
+        to_train, val = (texts_of("my data", split) for split in data.SPLITS)
+        assert to_train == [t for t in texts if t not in val] and min(len(to_train), len(val)) > 0
+        assert val == [t for t in texts if t not in to_train]
         meta = json.loads(Path("my data/meta.json").read_text())
         assert meta["bytes_per_token"] == sum(len(t.encode()) for t in val) / meta["tokens"]["val"]
         return set(val)
@@ -814,8 +754,8 @@ def test_documents_stay_in_order_and_seed_and_text_alone_decide_the_split(tmp_pa
     assert min(few) == 1 and max(few) < 20
 
 
-def test_of_few_documents_each_gives_its_last_twentieth_in_shards_of_llm_c(tmp_path, monkeypatch,
-                                                                           run_data):
+def test_few_documents_each_give_their_last_5_percent_in_llm_cs_shards(tmp_path, monkeypatch,
+                                                                       run_data):
     """With fewer than 20 documents each is cut at a character, at most 5% from its end. Duplicates
     and blank documents are dropped and counted, line ends stay, and a shard has llm.c's header and
     --shard-tokens tokens."""
@@ -835,59 +775,6 @@ def test_of_few_documents_each_gives_its_last_twentieth_in_shards_of_llm_c(tmp_p
         raw = (tmp_path / "out" / f"{name}.bin").read_bytes()
         assert np.frombuffer(raw[:1024], "<i4").tolist() == [20240520, 1, count] + [0] * 253
         assert len(raw) == 1024 + 2 * count
-
-
-def test_a_data_set_stays_until_a_new_one_is_whole(tmp_path):
-    """Other text or flags for the same --out are refused before anything is made, because a run
-    may train on it. After a kill while the new files take their place the data set is refused as
-    damaged, not taken for one of GPT-2's tokens; the same text and flags mend it, to the bit."""
-    text, out, letters = tmp_path / "a.txt", tmp_path / "new", "abcdefghij" * 500
-    text.write_text(letters)
-    prepare = functools.partial(data.prepare, [text], out, "bytes")
-    replace_file = os.replace
-
-    def killed(path, target):
-        if target.name == "meta.json":
-            raise KeyboardInterrupt
-        replace_file(path, target)
-    with mock.patch.object(os, "replace", killed), pytest.raises(KeyboardInterrupt):
-        prepare()
-    with pytest.raises(ValueError, match="meta.json is damaged.*run data.py again"):
-        data.TokenDataset(out, "train", 4)
-    fingerprint = prepare()["fingerprint"]
-    assert names_in(out) == ["meta.json", "train_000000.bin", "val_000000.bin"]
-    before = {path: path.read_bytes() for path in out.iterdir()}
-    assert fingerprint == hashlib.sha256(before[out / "train_000000.bin"]
-                                         + before[out / "val_000000.bin"]).hexdigest()
-    with mock.patch.object(data, "tokenise", side_effect=OSError), pytest.raises(OSError):
-        prepare()
-    for other, flags in [(letters, dict(shard_tokens=1024)), (letters, dict(seed=1)),
-                         (letters, dict(shard_tokens=10 ** 6)),      # the beginning of 10 ** 8
-                         (letters[:-1] + "J", {})]:
-        text.write_text(other)
-        with pytest.raises(ValueError, match="of other text, .* give another --out, or remove"):
-            prepare(**flags)
-    assert {path: path.read_bytes() for path in out.iterdir()} == before
-    text.write_text(letters)
-    (out / "val_000000.bin").write_bytes(b"damaged")
-    assert prepare()["fingerprint"] == fingerprint
-    assert {path: path.read_bytes() for path in out.iterdir()} == before
-
-
-@pytest.mark.parametrize("second", ["", "\n"])
-def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, run_data, second):
-    """Of two lines the second goes, or becomes blank: exit 2 and "changed while"."""
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "some text"}\n{"text": "more"}\n')
-    read = corpora.read_documents
-
-    def then_changes(path):
-        yield from read(path)
-        file.write_text('{"text": "some text"}\n' + second)
-    with mock.patch.object(data, "read_documents", then_changes):
-        status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out",
-                                      tmp_path / "out")
-    assert (status, out, error.count("\n")) == (2, "", 1) and "changed while" in error, error
 
 
 def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
@@ -921,10 +808,11 @@ def mixture(n_windows, phases):
 
 
 @pytest.mark.parametrize("n", [*range(1, 40), 255, 256, 257, 1000, 4097, 10 ** 6])
-def test_an_epoch_is_a_permutation_and_a_function_of_seed_and_epoch(n):
-    """An epoch reads each of n windows once. Another epoch, or seed, agrees in no more places than
-    chance does, and neighbours in the order are uncorrelated, to four deviations. A later version
-    must read the same data: the windows of sequences 995 to 1004 are recorded."""
+def test_an_epoch_is_a_permutation_drawn_from_seed_and_epoch(n):
+    """An epoch reads each of n windows once. The order of another epoch, or of another seed, shares
+    no more positions than chance predicts, and neighbors in the order are uncorrelated, to four
+    standard deviations. A later version must read the same data: the windows of sequences 995 to
+    1004 are recorded."""
     made, in_order = mixture({"d": n}, [[0, {"d": 1}]]), np.arange(n)
     one, two = made.window_ids(7, 0, 2 * n).reshape(2, n)
     assert np.array_equal(np.sort(one), in_order) and np.array_equal(np.sort(two), in_order)
@@ -966,58 +854,31 @@ def test_a_mixture_is_exact_in_proportion_and_reads_each_source_without_replacem
             assert abs(off).max() < len(weights)
 
 
-def test_other_weights_begin_a_phase_in_place_of_those_of_later_files():
+def test_new_weights_replace_the_phases_of_later_files():
     """A run that goes back to sequence 60 forgets the phase that it began at 100."""
     made = mixture(dict(a=50, b=300), [[0, dict(a=1, b=2)]])
     made.go_on([[0, dict(a=7, b=3)], [100, dict(a=1, b=1)]], 60)
     assert made.phases == [[0, dict(a=7, b=3)], [60, dict(a=1, b=2)]]
 
 
-def test_data_is_a_directory_or_several_by_weight(tmp_path, monkeypatch):
-    """--data is DIR, whose name may have a "=", or DIR=WEIGHT,... in lowest terms."""
-    monkeypatch.chdir(tmp_path)
-    Path("day=1").mkdir()
-    for text, weights in {"day=1": {"day=1": 1}, "data/a=0.7,b=0.3": {"data/a": 7, "b": 3},
-                          "a=.000001,b=1000,k=v=0": {"a": 1, "b": 10 ** 9, "k=v": 0}}.items():
-        assert data.parse_mixture(text) == {Path(folder): w for folder, w in weights.items()}
-
-
-def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path):
-    """Wherever it stands in two shards, which three ranks share."""
-    for at in (0, 66_666, 66_667, 133_334, 199_999, 200_000, 299_999):
-        tokens = np.full(300_000, 256)
-        tokens[at] = 257
-        bad = dataset(tmp_path, {"train_0": tokens[:200_000], "train_1": tokens[200_000:]})
-        found = []
-        for part in range(3):
-            try:
-                bad.check(part, 3)
-            except ValueError as error:
-                found.append(str(error))
-        file = "train_0.bin" if at < 200_000 else "train_1.bin"
-        assert len(found) == 1 and f"{file} holds token 257, beyond a vocabulary of 257" in found[0]
-
-
-@pytest.mark.parametrize("file, damage, words", [
-    ("train_0.bin", shard(range(20), magic=20240521), "20240521"),
-    ("train_0.bin", shard(range(20), version=2), "20240520, 2"),
-    ("train_0.bin", shard(range(20), count=21), "21 1064"),
-    ("train_0.bin", shard(range(20), count=19), "19 1064"), ("train_0.bin", shard([]), "1024"),
-    ("train_0.bin", b"short", "5 bytes"), ("train_0.bin", b"", "0 bytes"),
-    ("train_0.bin", shard(range(4)), "4 tokens 4 + 1"), ("meta.json", b"{", ""),
-    ("meta.json", b"[]", ""), ("meta.json", b'{"tokenizer": "gpt2"}', "")])
-def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file, damage, words):
-    """Five tokens make a window of 4 + 1; with the damage the ValueError names file and cause."""
-    assert dataset(tmp_path, {"train_0": range(5)}).n_windows == 1
-    (tmp_path / file).write_bytes(damage)
-    with pytest.raises(ValueError) as error:
-        data.TokenDataset(tmp_path, "train", 4)
-    assert all(word in str(error.value) for word in [file, *words.split()])
+@pytest.mark.parametrize("batch_size, ramp, steps", [
+    (16, None, 60), (16, "4:4:100", 60), (24, "8:2:77", 60), (9, "1:1:7", 60), (16, "16:3:50", 60),
+    (8, "1:7:1", 60), (64, "1:1:5000", 460), (1536, "16:16:585937", 2400)])
+def test_the_batch_grows_as_in_megatron(batch_size, ramp, steps):
+    """Past the ramp's end batches begin where Megatron-LM's do and have their size, also from
+    samples between, where one may begin after a rollback."""
+    config = Config(batch_size=batch_size, batch_ramp=ramp)
+    starts = [first for first, _ in batches_from(config, 0, steps + 1)]
+    assert starts[-1] - starts[-2] == batch_size
+    for at in (0, 1, 2, 5, 30, steps // 2, steps):
+        assert data.sequences_after(config, 0, at) == starts[at]
+    for position in range(0, starts[-1], 1 + starts[-1] // 5000):
+        assert data.batch_size_at(config, position) == megatrons_batch_size(config, position)
 
 
 # ---- Mechanisms
 
-def test_pieces_encode_to_the_tokens_of_the_whole(monkeypatch):
+def test_the_pieces_of_a_text_encode_to_the_tokens_of_the_whole(monkeypatch):
     """Mechanism of the bounded memory: the pieces of 300 texts have the words of the whole, by
     GPT-2's own pattern, and BPE merges nothing across words; cut anywhere, a third of these texts
     would have others. A text without white space is cut at BLOCK."""
@@ -1079,6 +940,187 @@ def test_a_mixture_of_a_long_run_is_exact_too_and_takes_no_memory():
 # amp.py
 # ---------------------------------------------------------------------------------------------
 
+def test_plain_scaled_step_equals_that_of_torchs_scaler():
+    """Dynamic loss scaling in its plainest form and torch.amp.GradScaler make the same 30 steps, to
+    the bit: the same weights and scales. In fp32, as GradScaler wants it: a gradient of 2^113
+    overflows until the scale is 2^14."""
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    plain, torchs = (torch.optim.SGD([weight], lr=2.0 ** -113) for weight in weights)
+    scale = 2.0 ** 16
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0 ** 16)
+    for step in range(30):
+        losses = [(weight * 2.0 ** (111 + step % 3)).sum() for weight in weights]
+        scale = amp.plain_scaled_step(losses[0], plain, scale)
+        torchs.zero_grad()
+        theirs.scale(losses[1]).backward()
+        theirs.step(torchs)
+        theirs.update()
+        assert scale == theirs.get_scale() and weights[0].equal(weights[1])
+    assert scale == 2.0 ** 14 and weights[0][0] < -8
+
+
+@pytest.mark.parametrize("init_scale, growth_factor, backoff_factor, growth_interval, share", [
+    (2.0 ** 16, 2.0, 0.5, 5, 0.1),
+    (2.0 ** 16, 2.0, 0.5, 1, 0.4),
+    (1.7, 1.01, 0.95, 3, 0.02),
+    (1e15, 8.9, 0.05, 2, 0.25),
+    (3e4, 1.37, 0.83, 4, 0.1),
+    (0.3, 1e12, 0.3, 1, 0.02),          # up to where fp32 ends
+    (1e18, 2.0 ** 5, 0.07, 1, 0.1)])
+def test_the_scale_moves_as_in_torch(init_scale, growth_factor, backoff_factor, growth_interval,
+                                     share):
+    """For 300 steps, a `share` of which overflow, the scale equals torch.amp.GradScaler's to the
+    bit, although after each step another LossScaler goes on from the state."""
+    numbers = dict(init_scale=init_scale, growth_factor=growth_factor,
+                   backoff_factor=backoff_factor, growth_interval=growth_interval)
+    draw, weight = random.Random(0), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    ours = amp.LossScaler(**numbers, min_scale=0.0)
+    theirs = torch.amp.GradScaler("cpu", **numbers)
+    for step in range(300):
+        overflow = draw.random() < share
+        weight.grad = torch.full((2,), math.inf if overflow else 0.0)
+        theirs.scale(torch.ones(()))
+        theirs.step(optimizer)
+        theirs.update()
+        state = json.dumps(ours.state_dict())
+        ours = amp.LossScaler()
+        ours.load_state_dict(json.loads(state))
+        ours.update(overflow)
+        assert ours.scale == theirs.get_scale() > 1e-37, step
+
+
+def test_the_scale_stays_at_its_floor_and_grows_from_there():
+    """min_scale, which GradScaler lacks: a halving that would pass it ends there, also after the
+    state has been stored and loaded."""
+    scaler = amp.LossScaler(init_scale=5.0, growth_interval=2, min_scale=2.0)
+
+    def scales(*overflows):
+        found = []
+        for found_inf in overflows:
+            scaler.update(found_inf)
+            found.append(scaler.scale)
+        return found
+    assert scales(True, True, True, False, False) == [2.5, 2.0, 2.0, 2.0, 4.0]
+    state = scaler.state_dict()
+    scaler = amp.LossScaler()
+    scaler.load_state_dict(state)
+    assert scales(True, True, False, False) == [2.0, 2.0, 2.0, 4.0]
+
+
+def start_with_a_high_scale(run):
+    run.scaler = amp.LossScaler(2.0 ** 22, growth_interval=4)
+
+
+def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
+    """On two stages the gradients overflow by themselves under a scale of 2^22. The run skips these
+    steps, its scale moves as GradScaler's, and it grows until the next overflow. The losses are
+    those of an fp64 run that skips the same steps, to 0.1%, and the norms of the gradients to 1%.
+    """
+    flags = dict(steps=20, rollback="off", layout=(1, 1, 2))
+    half, *_ = trained(pool, out=tmp_path / "fp16", prepare=start_with_a_high_scale, dtype="fp16",
+                       **flags)
+    skipped = [row["step"] for row in half if row["skipped"] > 0]
+    exact, *_ = trained(pool, out=tmp_path / "fp64", dtype="fp64",
+                        prepare=functools.partial(overflow_in, steps=skipped), **flags)
+    assert column(exact, "skipped") == column(half, "skipped")
+    assert relative(column(half, "loss"), column(exact, "loss")) < 1e-3
+    norms = [column([row for row in rows if row["skipped"] == 0], "grad_norm")
+             for rows in (half, exact)]
+    assert relative(*norms) < 0.01
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0 ** 22, growth_interval=4)
+    weight = nn.Parameter(torch.ones(1))
+    for row in half:
+        theirs.scale(torch.ones(()))                        # (creates its scale)
+        assert row["loss_scale"] == theirs.get_scale()
+        weight.grad = torch.full((1,), math.inf if row["skipped"] > 0 else 0.0)
+        theirs.step(torch.optim.SGD([weight], lr=0.0))
+        theirs.update()
+    scales = column(half, "loss_scale")
+    grown = [step for step, (before, after) in enumerate(itertools.pairwise(scales), 1)
+             if after > before]
+    assert skipped[:2] == [1, 2] and 2 < grown[0] < skipped[-1]
+
+
+def test_an_fp16_update_equals_torchs_unscaling_clipping_and_adamw(tmp_path):
+    """The gradients of three steps under a loss scale of 2^12 are handed, still scaled, to
+    GradScaler.unscale_, clip_grad_norm_ and AdamW of an fp32 model. Norms, masters and moments
+    equal theirs, to 1e-6; the parameters are the masters, rounded to fp16."""
+    cfg = replace(CFG, n_layer=1)
+    config = settings(tmp_path, dtype="fp16", steps=3, clip=0.5, lr=1e-2)
+    scaled = []                     # of each step, {parameter: gradient}
+
+    def prepare(run):
+        run.scaler.scale = 2.0 ** 12
+        after_backward(run, lambda step: scaled.append(everything(run, "grad")))
+
+    def everything(run, name):
+        return {spec.name: bucket.view(getattr(bucket, name), spec).clone()
+                for bucket in run.flat.buckets for spec in bucket.specs}
+    rows, parameters, state = run_steps(0, 1, (1, 1, 1), config, cfg,
+                                        lambda run: everything(run, "data"), prepare=prepare)
+    plain = GPT(cfg).initialize(config.seed)
+    optimizer = torch.optim.AdamW([
+        dict(params=[p for p in plain.parameters() if p.dim() > 1],
+             weight_decay=config.weight_decay),
+        dict(params=[p for p in plain.parameters() if p.dim() == 1], weight_decay=0.0)],
+        betas=(config.beta1, config.beta2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 12)
+    for row, gradients in zip(rows, scaled):
+        scaler.scale(torch.ones(()))                        # (creates its scale)
+        for name, p in plain.named_parameters():
+            p.grad = gradients[name]
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), config.clip)
+        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-6) and norm > config.clip
+        for group in optimizer.param_groups:
+            group["lr"] = row["lr"]
+        scaler.step(optimizer)
+        scaler.update()
+    for name, p in plain.named_parameters():
+        for kind, theirs in dict(master=p.detach(), **optimizer.state[p]).items():
+            if kind != "step":
+                ours = state[kind][name]
+                assert relative(ours, theirs[:len(ours)]) <= 1e-6, (name, kind)
+        master = state["master"][name]
+        assert parameters[-1][name][:len(master)].equal(master.half()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_update_below_the_last_bit_of_a_parameter_accumulates_in_the_master(dtype):
+    """Eight updates of an eighth of the last bit of 1 move a parameter to the next number of its
+    type; torch's AdamW, on parameters of that type alone, leaves it at 1."""
+    last_bit = torch.finfo(dtype).eps
+    _, flat = staged(replace(CFG, n_layer=1), Grid(1, 1, 1), dtype)
+    flat.load("master", lambda name, shape: torch.ones(shape))
+    theirs = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = torch.optim.AdamW([theirs], lr=last_bit / 8, weight_decay=0.0)
+    bucket = flat.buckets[-1]
+    spec = bucket.specs[0]
+    seen = []
+    for step in range(1, 9):
+        for each in flat.buckets:
+            each.grad.fill_(-1)             # AdamW adds the learning rate
+        flat.step(1.0, step=step, lr=last_bit / 8, beta1=0.9, beta2=0.999, weight_decay=0.0)
+        theirs.grad = torch.full_like(theirs, -1)
+        optimizer.step()
+        seen.append(bucket.view(bucket.data, spec).unique().tolist())
+    assert seen[:3] == 3 * [[1.0]] and seen[-1] == [1 + last_bit]
+    assert theirs.tolist() == 4 * [1.0]
+
+
+def test_16_bit_gradients_of_a_matrix_add_up_in_fp32():
+    """300 gradients of 1 in bf16 are 300; autograd's own sum ends at 256, because 257 rounds to
+    256. (For the token matrix: test_the_token_matrix_adds_its_gradient_to_main_grad.)"""
+    local, _ = staged(replace(CFG, n_layer=1), Grid(1, 1, 1), torch.bfloat16)
+    matrix = local.blocks["0"].mlp.up.weight
+    plain = nn.Parameter(matrix.detach().clone())
+    for _ in range(300):
+        matrix.sum().backward()
+        plain.sum().backward()
+    assert matrix.main_grad().unique().tolist() == [300] and plain.grad.unique().tolist() == [256]
+
+
 def test_without_a_loss_scale_small_gradients_vanish_in_fp16(tmp_path):
     """Unscaled, most fp16 gradients of a large batch are all zero and the loss stalls, 0.15 nats
     above fp64's; with make_scaler's scale the gradients are those of fp64 to 5%, the losses to
@@ -1096,7 +1138,8 @@ def test_without_a_loss_scale_small_gradients_vanish_in_fp16(tmp_path):
     scaled, gradient = train_with("fp16", 2.0 ** -15 * amp.make_scaler("fp16").scale)
     assert sum(not tensor.any() for tensor in vanished.values()) > len(vanished) / 2
     assert relative(gradient, expected) < 0.05
-    assert abs(scaled - exact).max() < 0.05 < 0.15 < stalled[-1] - exact[-1]
+    assert abs(scaled - exact).max() < 0.05
+    assert stalled[-1] - exact[-1] > 0.15
 
 
 def spoil_in_turn(run):
@@ -1119,15 +1162,13 @@ def spoil_in_turn(run):
 HALVED = [65536, 32768, 16384, 8192, 4096, 2048, 1024, 512, 256]
 
 
-@pytest.mark.parametrize("dtype, zero, scales, parameters", [
-    ("fp16", 2, HALVED, ["norm2.weight", "mlp.up.bias"]),           # in the replicas' halves
-    ("fp32", 0, [1] * 9, ["norm2.weight", "norm2.weight"]),
-    pytest.param("fp16", 0, HALVED, ["norm2.weight", "norm2.weight"], marks=pytest.mark.slow)])
-def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, zero, scales,
-                                                       parameters):
+@pytest.mark.parametrize("dtype, zero, scales", [
+    ("fp16", 2, HALVED), ("fp32", 0, [1] * 9),
+    pytest.param("fp16", 0, HALVED, marks=pytest.mark.slow)])
+def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, zero, scales):
     """Each of eight ranks overflows once, by an inf or a NaN, and a loss is infinite. All ranks
-    skip all nine steps and halve the scale; an event names the rank, the parameter and the data;
-    the learning rate goes on, and the state stays that of step 0, to the bit."""
+    skip all nine steps and halve the scale; the learning rate goes on, and the state stays that of
+    step 0, to the bit."""
     cfg = replace(CFG, n_layer=2)
     config = settings(tmp_path, dtype=dtype, steps=9, tp=2, pp=2, zero=zero, rollback="off")
     ranks = pool.run(8, run_steps, (2, 2, 2), config, cfg, monitor_now, None, spoil_in_turn)
@@ -1136,14 +1177,6 @@ def test_an_overflow_on_any_rank_skips_the_step_on_all(pool, tmp_path, dtype, ze
         assert column(steps, "loss_scale") == scales and repr(seen) == repr(ranks[0][1])
         assert column(steps, "lr")[:5] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
         assert steps[6]["lr"] < steps[5]["lr"] < 1e-3
-    skips = [event for event in ranks[0][1][-1][2] if event["event"] == "skip"]
-    assert [(e["step"], e["rank"], e["what"]) for e in skips] == [
-        *((step, step - 1, "gradient") for step in range(1, 9)), (9, 6, "loss")]
-    assert [e["parameter"] for e in skips[:8]] == [f"blocks.{block}.{name}" for name in parameters
-                                                   for block in (0, 0, 1, 1)]
-    for event, scale in zip(skips, scales):
-        windows = Memory(CFG).window_ids(1337, 8 * event["step"] - 8, 8)
-        assert event["windows"] == windows.tolist() and event["loss_scale"] == scale
     whole = ranks[0][2]
     for name, parameter in GPT(cfg).initialize(config.seed).named_parameters():
         assert whole["master"][name].equal(parameter[:len(whole["master"][name])]), name
@@ -1167,7 +1200,7 @@ def test_the_gradient_norm_is_exact_over_many_elements():
 
 
 # ---------------------------------------------------------------------------------------------
-# parallel.py: the grid and the schedules
+# parallelism/pipeline.py and schedules.py: stages, schedules, what a stage keeps
 # ---------------------------------------------------------------------------------------------
 
 def test_stages_share_the_layers_in_order_and_evenly():
@@ -1188,24 +1221,81 @@ def test_schedules_have_the_papers_bubble_and_live_microbatches(name):
     section 2.2), the first of v chunks p (1 + (p - 1) / (p v)), if there are so many (Korthikanti
     et al. 2022, section 4.2.3), the next ones 2 / v less each. ZB-H1, whose F, B and W take one
     unit each, idles for a third of 1F1B's time, p - 1 of 3 m + p - 1 units if m is at least p, and
-    keeps p microbatches on each stage (Qi et al. 2024, section 2.1). No op is lost or twice."""
+    keeps p microbatches on each stage (Qi et al. 2024, section 2.1). No op is missing or repeated.
+    """
     for p, m, v in itertools.product(range(1, 9), (*range(1, 17), 32), (1, 2, 3, 4)):
         if (v > 1) != (name == "interleaved") or v > 1 and (p == 1 or m % p):
             continue
         schedules = [SCHEDULES[name](s, p, m, v) for s in range(p)]
-        assert bubble(clock(schedules)) == pytest.approx(
-            1 - 3 * m / max(3 * m + p - 1, 2 * m + 2 * p - 1) if name == "zb-h1"
-            else (p - 1) / (v * m + p - 1))
+        if name == "zb-h1":
+            ops = "FBW"
+            idle = 1 - 3 * m / max(3 * m + p - 1, 2 * m + 2 * p - 1)
+        else:
+            ops = "FB"
+            idle = (p - 1) / (v * m + p - 1)
+        assert bubble(clock(schedules)) == pytest.approx(idle)
         for s, schedule in enumerate(schedules):
             live = {"gpipe": m, "1f1b": p - s, "zb-h1": p,
                     "interleaved": p * (1 + (p - 1) / (p * v)) - 2 * s / v}
             assert live_activations(schedule) == pytest.approx(v * min(m, live[name]))
-            kinds = "FBW" if name == "zb-h1" else "FB"
-            assert sorted(schedule) == sorted(itertools.product(kinds, range(m), range(v)))
+            assert sorted(schedule) == sorted(itertools.product(ops, range(m), range(v)))
+
+
+def ops_of_a_step(rank, world, config, cfg):
+    """The ops that the first step of a run carries out on this stage, in order: "F", "B", "W"."""
+    ops = []
+
+    def note(op, function):
+        def noted(*args, **kwargs):
+            ops.append(op)
+            return function(*args, **kwargs)
+        return noted
+
+    def prepare(run):
+        for block in run.model.blocks.values():
+            block.mlp.register_forward_pre_hook(lambda *_: ops.append("F"))
+        run.flat.prepare_grad_sync = note("B", run.flat.prepare_grad_sync)
+        after_backward(run, lambda step: seen.append("".join(ops)))
+        without_saves(run)
+    seen = []
+    with mock.patch.object(pipeline, "matmul", note("W", pipeline.matmul)):
+        run_steps(rank, world, (1, 1, world), config, cfg, prepare=prepare)
+    return seen[0].replace("WWWW", "W")         # the products of a block
+
+
+@pytest.mark.parametrize("schedule, chunks", [
+    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
+def test_a_run_carries_out_the_schedule_of_its_flags(pool, tmp_path, schedule, chunks):
+    """On two stages, with four microbatches and chunks of one block."""
+    config = settings(tmp_path, steps=1, pp=2, pp_schedule=schedule, pp_chunks=chunks)
+    found = pool.run(2, ops_of_a_step, config, replace(CFG, n_layer=2 * chunks))
+    for stage, ops in enumerate(found):
+        assert list(ops) == [op for op, *_ in SCHEDULES[schedule](stage, 2, 4, chunks)]
+
+
+def test_a_run_recomputes_each_block_in_backward_with_the_flag(pool, tmp_path):
+    """A second forward follows the beginning of each backward."""
+    config = settings(tmp_path, steps=1, pp=2, recompute=True)
+    assert pool.run(2, ops_of_a_step, config, replace(CFG, n_layer=2)) == 2 * ["FFFFBFBFBFBF"]
+
+
+@pytest.mark.parametrize("schedule, expected", [(gpipe(0, 1, 8), 8), (None, 1)])
+def test_backward_frees_what_its_microbatch_holds(schedule, expected):
+    """Of eight microbatches GPipe holds all graphs at once, a run on one stage always one."""
+    local, flat = staged(CFG, Grid(1, 1, 1))
+    graphs, live = [], []
+
+    def count(module, args, loss):
+        graphs.append(weakref.ref(loss))
+        live.append(sum(graph() is not None for graph in graphs))
+    local.register_forward_hook(count)
+    run_schedule(schedule or make_schedule("gpipe", flat.grid, 8), local,
+                 flat.grid, [(x, x, 0) for x in tokens_of(CFG, 8).split(1)], torch.empty(0), flat)
+    assert max(live) == expected and len(live) == 8
 
 
 # ---------------------------------------------------------------------------------------------
-# parallel.py: the parallel layers against plain ones
+# parallelism/tensor.py: layers and loss
 # ---------------------------------------------------------------------------------------------
 
 @on_ranks
@@ -1216,16 +1306,16 @@ def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradient
     cfg = replace(CFG, n_layer=2)
     tokens, targets = tokens_of(cfg, 2), tokens_of(cfg, 2, seed=1)
     plain = random_gpt(cfg)
-    with gridded(rank, world, world, 1) as grid, mock.patch.dict(MAX_LOGITS, cpu=7 * 192):
+    with gridded(rank, world, tp=world, pp=1) as grid, chunks_of(7, world):
         ours = parallel.build_stage(cfg, grid)
         specs = param_specs(ours, cfg, grid)
         for spec in specs:
             full = plain.get_parameter(spec.name).detach()[:spec.shape[0]]
-            shard = nn.Parameter(spec.cut(full, rank).clone())
+            own_part = nn.Parameter(spec.cut(full, rank).clone())
             for module, attribute in spec.owners:
-                setattr(module, attribute, shard)
+                setattr(module, attribute, own_part)
         ours.head.begin_step(scale=3.0)             # by which the gradients are divided again
-        losses = [model(tokens, targets) / targets.numel() for model in (ours, plain)]
+        losses = [gpt(tokens, targets) / targets.numel() for gpt in (ours, plain)]
         sum(losses).backward()
     pairs = dict(loss=losses)
     for spec in specs:
@@ -1238,11 +1328,11 @@ def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradient
 
 
 def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypatch):
-    """768 more positions of 16 channels take less than eight fp32 tensors of their shape (x after
-    LayerNorm, its gradient, the targets ...), 1/50 of their logits."""
-    monkeypatch.setitem(MAX_LOGITS, "cpu", 2 ** 16)
+    """384 more positions of 16 channels take less than eight fp32 tensors of their shape (x after
+    LayerNorm, its gradient, the targets ...); their logits would take 512 times one of these."""
+    monkeypatch.setitem(MAX_LOGITS, "cpu", 2 ** 17)
     peaks = []
-    for positions in (256, 1024):
+    for positions in (128, 512):
         cfg = GPTConfig(vocab_size=8192, seq_len=positions, n_layer=1, n_head=1, n_embd=16)
         local, _ = staged(cfg, Grid(1, 1, 1))
         x = torch.randn(1, positions, 16, requires_grad=True)
@@ -1250,8 +1340,9 @@ def test_memory_of_the_loss_does_not_grow_with_the_number_of_positions(monkeypat
             local.head(x, tokens_of(cfg, 1)).backward()
         peaks.append(alive.peak)
     few, many = peaks
-    assert few > 4 * 2 ** 16                    # a chunk of logits in fp32
-    assert many - few < 8 * 768 * 16 * 4 < 768 * 8192 * 4 / 50
+    chunk_of_logits = 4 * 2 ** 17
+    assert few > chunk_of_logits
+    assert many - few < 8 * (4 * 384 * 16)
 
 
 class Passes(TorchDispatchMode):
@@ -1273,13 +1364,12 @@ class Passes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("dtype, given, expected", [
-    (torch.float32, True, "amax copy_ sub_ exp_ sum mul copy_"),        # to itself: not copied
-    (torch.bfloat16, True, "amax copy_ sub_ exp_ sum mul copy_"),
-    (torch.bfloat16, False, "amax sub exp_ sum mul copy_")])            # as on a GPU
-def test_the_loss_of_a_chunk_passes_over_its_logits_few_times(dtype, given, expected):
+@pytest.mark.parametrize("dtype, given", [
+    (torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])    # False: on a GPU
+def test_the_loss_of_a_chunk_passes_over_its_logits_few_times(dtype, given):
     """Loss and gradient of 7 positions are those of F.cross_entropy in fp64, to the type's eps.
-    A GPU's 2^28 logits hold 5336 positions of GPT-2: four microbatches of 4096 are equal chunks."""
+    Two operations reduce the logits; at most five more read or write all of them, of which two copy
+    a tensor to itself in fp32, which does nothing."""
     logits, width = random_tensor(7, 384, seed=1).to(dtype), 300
     targets = torch.tensor([0, 1, 299, IGNORE_INDEX, 128, 5, 5])
     exact = logits[:, :width].double().requires_grad_()
@@ -1289,19 +1379,24 @@ def test_the_loss_of_a_chunk_passes_over_its_logits_few_times(dtype, given, expe
     if given:
         p = logits.to(torch.float32)                    # in fp32 the logits themselves
     with Passes(7, 384) as passes:
-        loss, columns, at_columns = chunk_loss(logits, p, targets, torch.tensor(0.25),
-                                                        width, Grid(1, 1, 1))
+        loss, columns, at_columns = chunk_loss(logits, p, targets, torch.tensor(0.25), width,
+                                               Grid(1, 1, 1))
     logits.scatter_(1, columns, at_columns.to(dtype))
-    assert passes.names == expected.split()
+    assert {"amax", "sum"} < set(passes.names) and len(passes.names) <= 7
     assert relative(loss, expected_loss.detach()) < 1e-6
     assert relative(logits, F.pad(exact.grad, (0, 84))) < torch.finfo(dtype).eps
+
+
+def test_logits_are_computed_in_equal_chunks_of_at_most_MAX_LOGITS():
+    """A GPU's 2^28 logits hold 5336 positions of GPT-2: four microbatches of 4096 positions are
+    four chunks."""
     assert chunk_size(4 * 4096, 50304, "cuda") == 4096
 
 
 # ---- Mechanisms
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_the_token_matrixs_gradient_is_added_where_it_is_kept(dtype, bound):
+def test_the_token_matrix_adds_its_gradient_to_main_grad(dtype, bound):
     """Mechanism (that 16-bit gradients add up in fp32): embedding and head add the token matrix's
     to main_grad, here in three parts; autograd gets none. The sum is that of fp64, to `bound`."""
     weight, total = nn.Parameter(torch.zeros(5000, 8, dtype=dtype)), torch.ones(5000, 8)
@@ -1330,7 +1425,7 @@ def test_dx_is_reduced_while_dw_is_computed(rank, world=2, *, sequence_parallel,
     def product(*args, matmul=torch.matmul, **kwargs):
         events.append("product")
         return matmul(*args, **kwargs)
-    with gridded(rank, world, world, 1, sequence_parallel) as grid:
+    with gridded(rank, world, tp=world, pp=1, sequence_parallel=sequence_parallel) as grid:
         layer = ColumnParallelLinear(nn.Linear(8, 12), grid)
         y = layer(torch.randn(2, 4 // world, 8, requires_grad=True))
         with traffic(lambda name, *_, **__: events.append(name)), \
@@ -1340,12 +1435,12 @@ def test_dx_is_reduced_while_dw_is_computed(rank, world=2, *, sequence_parallel,
 
 
 # ---------------------------------------------------------------------------------------------
-# parallel.py: every layout is one process
+# parallelism/: whole runs beside torch's own stack, and dropout
 # ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("layout, flags", [
     ((1, 1, 2), dict(dtype="bf16", micro_batch=1)), ((1, 2, 2), dict(sequence_parallel=True)),
-    ((2, 1, 2), dict(zero=1, offload=True, dtype="fp16", micro_batch=1)),
+    ((2, 1, 2), dict(zero=1, dtype="fp16", micro_batch=1)),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
         ((1, 1, 4), dict(dtype="fp64", micro_batch=1)), ((1, 1, 4), dict(micro_batch=4)),
         ((1, 2, 2), dict(dtype="bf16")), ((2, 2, 2), dict(dtype="fp64", sequence_parallel=True)),
@@ -1353,36 +1448,21 @@ def test_dx_is_reduced_while_dw_is_computed(rank, world=2, *, sequence_parallel,
 def test_zb_h1_is_1f1b_bit_for_bit(pool, tmp_path, layout, flags):
     """Rows, gradients and final state, with dropout: in 16 bits, and where tp ranks gather x again
     for W. A sum of products in another order would show."""
-    flags = dict(steps=3, dtype="fp32", micro_batch=2) | flags
-    cfg = replace(deep_enough(layout), dropout=0.1)
-    ours, theirs = (trained(pool, layout, tmp_path, cfg, whole_gradient, pp_schedule=schedule,
-                            **flags) for schedule in ("zb-h1", "1f1b"))
+    flags = dict(steps=2, dtype="fp32", micro_batch=2) | flags
+    cfg = replace(CFG, n_layer=layout[2] + 1, dropout=0.1)
+    ours, theirs = (trained(pool, layout, tmp_path, cfg, whole_gradient, prepare=without_saves,
+                            pp_schedule=schedule, **flags) for schedule in ("zb-h1", "1f1b"))
     assert differences(ours, theirs) == (0, 0, 0) and relative(ours[2], theirs[2]) == 0
 
 
-@pytest.mark.parametrize("batch_size, ramp, steps", [
-    (16, None, 60), (16, "4:4:100", 60), (24, "8:2:77", 60), (9, "1:1:7", 60), (16, "16:3:50", 60),
-    (8, "1:7:1", 60), (64, "1:1:5000", 460), (1536, "16:16:585937", 2400)])
-def test_the_batch_grows_as_megatrons(batch_size, ramp, steps):
-    """Past the ramp's end batches begin where Megatron-LM's do and have their size, also from
-    samples between, where one may begin after a rollback."""
-    config = Config(batch_size=batch_size, batch_ramp=ramp)
-    starts = [first for first, _ in batches_from(config, 0, steps + 1)]
-    assert starts[-1] - starts[-2] == batch_size
-    for at in (0, 1, 2, 5, 30, steps // 2, steps):
-        assert data.sequences_after(config, 0, at) == starts[at]
-    for position in range(0, starts[-1], 1 + starts[-1] // 5000):
-        assert data.batch_size_at(config, position) == megatrons_batch_size(config, position)
-
-
-def train_theirs(config, model, kind=torch.optim.AdamW, rows=slice(None), backward=None, **more):
+def train_theirs(config, gpt, kind=torch.optim.AdamW, rows=slice(None), backward=None, **more):
     """Run AdamW, or another `kind`, with clip_grad_norm_ on the rows of this rank, on the mean loss
-    or what `backward(tokens, targets)` does instead -> (loss, norm) of each step."""
+    or what `backward(tokens, targets)` does instead -> ([(loss, norm)] of the steps, optimizer)."""
     def backward_of_mean(x, y):
-        loss = model(x, y) / y.numel()
+        loss = gpt(x, y) / y.numel()
         loss.backward()
         return loss.item()
-    tokens, parameters = Memory(CFG), list(model.parameters())
+    tokens, parameters = Memory(CFG), list(gpt.parameters())
     optimizer = kind([
         dict(params=[p for p in parameters if p.dim() > 1], weight_decay=config.weight_decay),
         dict(params=[p for p in parameters if p.dim() == 1], weight_decay=0.0)],
@@ -1398,7 +1478,7 @@ def train_theirs(config, model, kind=torch.optim.AdamW, rows=slice(None), backwa
             group["lr"] = train.learning_rate(config, step)
         optimizer.step()
         seen.append((loss, norm))
-    return seen
+    return seen, optimizer
 
 
 @pytest.mark.parametrize("layout, flags, sizes", [
@@ -1413,12 +1493,12 @@ def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout, f
     steps, _, whole = trained(pool, layout, tmp_path, **clipped, **flags)
     assert column(steps, "batch_size") == sizes
     assert column(steps, "tokens") == [16 * n for n in itertools.accumulate(sizes)]
-    kinds = [train_theirs]
+    plain_forms = [lambda gpt: train_theirs(config, gpt)[0]]
     if config.batch_ramp is None:
-        kinds.append(functools.partial(train.plain_train, data=Memory(CFG)))
-    for train_plain in kinds:
+        plain_forms.append(lambda gpt: train.plain_train(config, gpt, Memory(CFG)))
+    for train_plain in plain_forms:
         plain = GPT(CFG).initialize(config.seed).double()
-        losses, norms = zip(*train_plain(config, plain))
+        losses, norms = zip(*train_plain(plain))
         assert min(norms) > config.clip                     # it clips
         assert relative(column(steps, "loss"), list(losses)) <= 1e-10
         assert relative(column(steps, "grad_norm"), list(norms)) <= 1e-10
@@ -1429,21 +1509,22 @@ def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout, f
 def replicated(rank, world, config, what="data"):
     """{name: parameter, or its gradient} by DistributedDataParallel and ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
-    model = DistributedDataParallel(GPT(CFG).initialize(config.seed).double())
-    train_theirs(config, model, ZeroRedundancyOptimizer, slice(rank, None, world),
+    gpt = DistributedDataParallel(GPT(CFG).initialize(config.seed).double())
+    train_theirs(config, gpt, ZeroRedundancyOptimizer, slice(rank, None, world),
                  optimizer_class=torch.optim.AdamW)
-    return {name: getattr(p, what) for name, p in model.module.named_parameters()}
+    return {name: getattr(p, what) for name, p in gpt.module.named_parameters()}
 
 
 def fully_sharded(rank, world, config):
     """{name: parameter} by fully_shard (FSDP2)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    model, mesh = GPT(CFG).initialize(config.seed).double(), init_device_mesh("cpu", (world,))
-    for part in (*model.blocks.values(), model):
+    gpt = GPT(CFG).initialize(config.seed).double()
+    mesh = init_device_mesh("cpu", (world,))
+    for part in (*gpt.blocks.values(), gpt):
         fully_shard(part, mesh=mesh)
-    train_theirs(config, model, rows=slice(rank, None, world))
-    return {name: p.full_tensor() for name, p in model.named_parameters()}
+    train_theirs(config, gpt, rows=slice(rank, None, world))
+    return {name: p.full_tensor() for name, p in gpt.named_parameters()}
 
 
 def pipelined(rank, world, config):
@@ -1494,11 +1575,12 @@ def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool, tmp_
 
 
 @pytest.mark.parametrize("theirs, world, flags", [
-    (replicated, 4, dict(zero=1)), (replicated, 2, dict(zero=2)), (fully_sharded, 2, dict(zero=3)),
-    pytest.param(fully_sharded, 4, dict(zero=3, recompute=True), marks=pytest.mark.slow),
-    (pipelined, 2, dict(pp=2, pp_schedule="gpipe", clip=0.0)),
+    (replicated, 4, dict(zero=1)), (fully_sharded, 2, dict(zero=3)),
     (pipelined, 2, dict(pp=2, pp_schedule="1f1b", clip=0.0)),
-    (pipelined, 2, dict(pp=2, pp_schedule="interleaved", pp_chunks=2, clip=0.0))])
+    (pipelined, 2, dict(pp=2, pp_schedule="interleaved", pp_chunks=2, clip=0.0)),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
+        (replicated, 2, dict(zero=2)), (fully_sharded, 4, dict(zero=3, recompute=True)),
+        (pipelined, 2, dict(pp=2, pp_schedule="gpipe", clip=0.0))])])
 def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, world, flags):
     """The parameters are those of ZeroRedundancyOptimizer, fully_shard (FSDP2) and
     torch.distributed.pipelining, to 1e-8 in fp64."""
@@ -1560,24 +1642,25 @@ def test_masks_do_not_depend_on_schedule_stage_or_recomputation(pool, tmp_path, 
     """With dropout, another layout and `changes` leave losses, gradients and norms to 1e-10 in
     fp64; recomputation alone leaves each bit."""
     cfg = replace(CFG, dropout=0.2, n_layer=3)
-    ours = trained(pool, other, tmp_path, cfg, whole_gradient, steps=3, **flags, **changes)
-    theirs = reference(cfg, layout, micro_batch=2, steps=3, **flags)
+    ours = trained(pool, other, tmp_path, cfg, whole_gradient, prepare=without_saves, steps=2,
+                   **flags, **changes)
+    theirs = reference(cfg, layout, micro_batch=2, steps=2, **flags)
     assert max(differences(ours, theirs)) <= bound
 
 
 # ---------------------------------------------------------------------------------------------
-# parallel.py: ZeRO, 1F1B, sequence parallelism
+# parallelism/zero.py: what a rank keeps, and when it communicates
 # ---------------------------------------------------------------------------------------------
 
 def held_by(flat):
     """{(device, kind): bytes} of the tensors in a FlatParameters' buckets."""
     sizes = {}                  # storage -> ((device, kind), bytes)
     for bucket in flat.buckets:
-        shard = bucket.shard
-        for kind, x in [("parameters", bucket.data), ("parameters", shard["data"]),
-                        ("gradients", bucket.grad), ("gradients", shard.get("grad")),
-                        ("masters", shard["master"]), ("moments", shard.get("exp_avg")),
-                        ("moments", shard.get("exp_avg_sq"))]:
+        own = bucket.shard
+        for kind, x in [("parameters", bucket.data), ("parameters", own["data"]),
+                        ("gradients", bucket.grad), ("gradients", own.get("grad")),
+                        ("masters", own["master"]), ("moments", own.get("exp_avg")),
+                        ("moments", own.get("exp_avg_sq"))]:
             if x is not None:
                 storage = x.untyped_storage()
                 sizes.setdefault(storage._cdata, ((x.device.type, kind), storage.nbytes()))
@@ -1597,7 +1680,7 @@ def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
     offload = device == "meta"
     pp = 1 if zero == 3 else 2
     for rank in range(4 * pp):
-        grid = Grid(2, pp, 2, rank)
+        grid = Grid(dp=2, pp=pp, tp=2, rank=rank)
         specs = param_specs(parallel.build_stage(CFG, grid), CFG, grid)
         flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu")
         numel = sum(bucket.numel for bucket in flat.buckets)
@@ -1612,80 +1695,114 @@ def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
         # An evaluation keeps the parameters alone.
         flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu", training=False)
         assert held_by(flat) == {(device, "parameters"): on_device["parameters"]}
-        # A refusal before the start counts without the padding of buckets.
-        assert sum(spec.numel for spec in specs) == pytest.approx(numel, rel=0.05)
 
 
-@pytest.mark.parametrize("schedule, expected", [(gpipe(0, 1, 8), 8), (None, 1)])
-def test_what_a_microbatch_holds_ends_with_its_backward(schedule, expected):
-    """Of eight microbatches GPipe holds all graphs at once, a run on one stage always one."""
-    local, flat = staged(CFG, Grid(1, 1, 1))
-    graphs, live = [], []
-
-    def count(module, args, loss):
-        graphs.append(weakref.ref(loss))
-        live.append(sum(graph() is not None for graph in graphs))
-    local.register_forward_hook(count)
-    run_schedule(schedule or make_schedule("gpipe", flat.grid, 8), local,
-                 flat.grid, [(x, x, 0) for x in tokens_of(CFG, 8).split(1)], torch.empty(0), flat)
-    assert max(live) == expected and len(live) == 8
+def test_a_run_offloads_and_shards_as_its_flags_say(tmp_path):
+    """With --offload masters and moments of a model on another device, here torch's meta device,
+    are on the host; with --zero 1, 2 and 3 one of two replicas has half of them."""
+    def kept(device, **flags):
+        with mock.patch.object(train.Run, "restore"):
+            run = train.Run(settings(tmp_path, **flags), CFG, Grid(dp=2, pp=1, tp=1),
+                            torch.device(device), Memory(CFG), Memory(CFG), None)
+        found = [bucket.shard[name] for bucket in run.flat.buckets
+                 for name in ("master", "exp_avg", "exp_avg_sq")]
+        assert len({x.device for x in found}) == 1
+        return found[0].device.type, sum(x.numel() for x in found)
+    _, whole = kept("cpu")
+    assert kept("meta") == ("meta", whole) and kept("meta", offload=True) == ("cpu", whole)
+    for zero in (1, 2, 3):
+        assert kept("cpu", zero=zero) == ("cpu", whole // 2)
 
 
 # ---- Mechanisms
 
 def events_of_a_step(rank, world, zero):
-    """(what one step of two microbatches and the next forward start and wait for, each parameter's
-    bucket when its gradient is there, and E, 0, 1, H when embedding, blocks and head begin in that
-    forward; the most buckets of blocks that had memory for gradients at once)"""
+    """What a step of two microbatches does, in order, and then the next forward: (what, of which
+    bucket or part of the model). And the most buckets of blocks that had memory for gradients at
+    once."""
     events, held = [], []
-    with gridded(rank, world, 1, 1) as grid:
-        local, flat = staged(replace(CFG, n_layer=2), grid, zero=zero)
+    storages = {}               # of tensors on their way: (what they are, their bucket)
 
-        def note(name, gradient):
-            events.append(name)
-            held.append(sum(bucket.grad is not None for bucket in flat.buckets[2:]))
+    def note_gradient(name, gradient):
+        events.append(("gradient", name))
+        held.append(sum(bucket.grad is not None for bucket in flat.buckets[2:]))
+
+    def note_message(name, x, *_, **__):
+        storage = x.untyped_storage().data_ptr()
+        if name == "isend":
+            for bucket in flat.buckets:
+                for kind, tensor in (("sum", bucket.grad), ("gather", bucket.data)):
+                    if tensor is not None and tensor.untyped_storage().data_ptr() == storage:
+                        storages[storage] = kind, bucket.name
+                        events.append((f"{kind} starts", bucket.name))
+        if name == "wait" and storage in storages:      # (not for what is received)
+            kind, bucket = storages.pop(storage)        # other tensors may take this memory
+            events.append((f"{kind} ends", bucket))
+    with gridded(rank, world, tp=1, pp=1) as grid:
+        local, flat = staged(replace(CFG, n_layer=2), grid, zero=zero)
         for bucket in flat.buckets:
             for module, attribute in sum((spec.owners for spec in bucket.specs), []):
-                getattr(module, attribute).register_hook(functools.partial(note, bucket.name))
-        with traffic(lambda name, *_, **__: events.append(name)):
+                parameter = getattr(module, attribute)
+                parameter.register_hook(functools.partial(note_gradient, bucket.name))
+        parts = {f"block {name}": block.norm1 for name, block in local.blocks.items()}
+        parts |= dict(embedding=local.embed.token, head=local.head.norm)
+        batch = [(tokens, tokens, 0) for tokens in tokens_of(CFG, 4).split(2)]
+        with traffic(note_message):
             flat.zero_grad()
-            run_schedule(one_f_one_b(0, 1, 2), local, grid,
-                         [(x, x, 0) for x in tokens_of(CFG, 4).split(2)], torch.empty(0), flat)
+            run_schedule(one_f_one_b(0, 1, 2), local, grid, batch, torch.empty(0), flat)
             flat.finish_grad_sync()
-            flat.step(1.0, 1, 1e-3, 0.9, 0.95, 0.1)
-            parts = {name: block.norm1 for name, block in local.blocks.items()}
-            for name, first in dict(parts, E=local.embed.token, H=local.head.norm).items():
-                first.register_forward_pre_hook(lambda *_, name=name: events.append(name))
+            events.append(("update", ""))
+            flat.step(1.0, step=1, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
+            for name, first in parts.items():
+                first.register_forward_pre_hook(lambda *_, name=name: events.append((name, "")))
             with torch.no_grad():
-                local(tokens_of(CFG, 1), tokens_of(CFG, 1))
-    return in_turn(events), max(held)
+                local(*batch[0][:2])
+    return events, max(held)
 
 
-@pytest.mark.parametrize("zero, blocks, expected", [
-    (0, 4, "tied ends 1.mlp 1.attn 0.mlp 0.attn ends tied ends 1.mlp start 1.attn start 0.mlp "
-           "start 0.attn start ends start tied start wait E 0 1 H"),
-    (1, 4, "tied ends 1.mlp 1.attn 0.mlp 0.attn ends tied ends 1.mlp start 1.attn wait start 0.mlp "
-           "wait start 0.attn wait start ends wait start tied wait start wait start wait E wait 0 "
-           "wait 1 H"),
-    (2, 1, "tied ends 1.mlp start 1.attn wait start 0.mlp wait start 0.attn wait start ends wait "
-           "start tied wait start tied ends 1.mlp wait start 1.attn wait start 0.mlp wait start "
-           "0.attn wait start ends wait start tied wait start wait start wait E wait 0 wait 1 H")])
-def test_buckets_travel_while_backward_goes_on(pool, zero, blocks, expected):
-    """Mechanism (that backward hides communication, and that ZeRO 2 needs its memory): a bucket
-    starts when its last gradient is there; with ZeRO one at a time on a CPU. ZeRO 2 reduces every
-    microbatch, and holds one block's half beside the one on its way. At last ZeRO gathers, which
-    the next forward hides: each block waits for its own parameters alone."""
+@pytest.mark.parametrize("zero, most_held", [(0, 4), (1, 4), (2, 1)])
+def test_sums_of_buckets_overlap_backward(pool, zero, most_held):
+    """Mechanism (that backward hides communication, and that ZeRO 2 needs its memory): the sum of a
+    bucket starts between its last gradient and the first of the next bucket. ZeRO 0 and 1 sum after
+    the last microbatch; ZeRO 2 after each, and keeps the gradients of half a block at once. With
+    ZeRO a CPU has one sum on its way at a time. At last ZeRO gathers the updated parameters, and
+    the next forward awaits those of each part before the part runs, not earlier."""
+    completed = ["1.mlp", "1.attn", "0.mlp", "0.attn", "ends", "tied"]      # in this order
     for events, held in pool.run(2, events_of_a_step, zero):
-        assert (" ".join(events), held) == (expected, blocks)
+        assert held == most_held
+        update = events.index(("update", ""))
+        backward, after = events[:update], events[update:]
+        started = [bucket for what, bucket in backward if what == "sum starts"]
+        assert started == completed * (2 if zero == 2 else 1)
+        last = {event: i for i, event in enumerate(backward)}
+        for bucket, following in itertools.pairwise(completed):
+            assert last["gradient", bucket] < last["sum starts", bucket] < last[
+                "gradient", following], (bucket, backward)
+        sums = [what for what, _ in backward if what in ("sum starts", "sum ends")]
+        if zero > 0:
+            assert sums == len(started) * ["sum starts", "sum ends"]
+        else:
+            assert sums == len(started) * ["sum starts"] + len(started) * ["sum ends"]
+            assert {what for what, _ in after} == {"update", "embedding", "block 0", "block 1",
+                                                   "head"}
+            continue
+        place = {event: i for i, event in enumerate(after)}
+        for part, previous, buckets in [
+                ("embedding", "update", ("tied", "ends")),
+                ("block 0", "embedding", ("0.attn", "0.mlp")),
+                ("block 1", "block 0", ("1.attn", "1.mlp"))]:
+            for bucket in buckets:
+                assert place["gather starts", bucket] < place["embedding", ""]
+                assert place[previous, ""] < place["gather ends", bucket] < place[part, ""]
 
 
 @pytest.mark.parametrize("stage, expected", [
     (0, "2.mlp 2.attn 1.mlp 1.attn 0.mlp 0.attn ends tied"),
     (1, "tied 4.mlp 4.attn 3.mlp 3.attn ends")])
-def test_buckets_travel_in_the_order_of_their_completion(stage, expected):
+def test_buckets_are_summed_in_the_order_of_their_completion(stage, expected):
     """Mechanism (that backward hides the largest one): on a pipeline's last stage the tied matrix
     is first, because only the head uses it there."""
-    local, flat = staged(CFG, Grid(1, 2, 1, stage))
+    local, flat = staged(CFG, Grid(dp=1, pp=2, tp=1, rank=stage))
     order = []
     flat._start_grad_sync = lambda bucket: order.append(bucket.name)
     x = tokens_of(CFG, 2) if stage == 0 else torch.randn(2, 16, 32, requires_grad=True)
@@ -1702,14 +1819,14 @@ def test_a_step_calls_each_operation_on_all_buckets_once(dtype, copies):
     assert len(flat.buckets) == 12
     with Passes() as seen:
         flat.zero_grad()
-        flat.step(0.5, 1, 1e-3, 0.9, 0.95, 0.1)
+        flat.step(0.5, step=1, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
     counts = {name: seen.calls.count(name) for name in ("_foreach_zero_", "_foreach_mul_",
                                                         "_fused_adamw_", "_foreach_copy_", "copy_")}
     assert list(counts.values()) == [1, 1, 2, copies, 0]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_zero_3_holds_two_blocks_the_next_on_its_way(recompute):
+def test_zero_3_holds_one_block_and_gathers_the_next(recompute):
     """Mechanism (of ZeRO 3's memory and overlap): which buckets have memory, the two halves of a
     block each, and + what is on its way: in a block's forward, its backward (recomputation sees it
     in both) and after."""
@@ -1745,27 +1862,48 @@ def test_zero_3_holds_two_blocks_the_next_on_its_way(recompute):
 # checkpoint.py
 # ---------------------------------------------------------------------------------------------
 
-def test_a_file_has_the_plain_models_names_and_no_layout(pool, tmp_path):
-    """Six layouts, and all ZeRO stages, write the same state bit for bit: the plain model's, the
-    tied matrix once, without padding, at most 1.2 times as large as its tensors. load_model returns
-    the plain model, which drops nothing."""
-    assert f"format      {checkpoint.FORMAT}: " in checkpoint.__doc__
-    cfg = replace(CFG, dropout=0.5)
-    plain = dict(GPT(cfg).initialize(5).named_parameters())
-    for layout, zero in [((1, 1, 1), 0), ((2, 2, 2), 1), ((1, 8, 1), 0), ((2, 1, 1), 2),
-                         ((4, 1, 1), 3), ((1, 1, 5), 0)]:
-        out = tmp_path / str(layout)
-        trained(pool, layout, out, cfg, prepare=save_at_the_start, micro_batch=1, seed=5, zero=zero,
-                steps=0)
-        whole = saved(out, 0)
-        assert_same_state(whole, saved(tmp_path / "(1, 1, 1)", 0))
-        size = sum(4 * t.numel() for name in checkpoint.STATE for t in whole[name].values())
-        assert (out / "latest.pt").stat().st_size < 1.2 * size
-    full = whole["parameters"]
-    assert full.keys() == plain.keys() and len(full["embed.token.weight"]) == 257
-    assert all(full[name].equal(p[:len(full[name])]) for name, p in plain.items())
-    loaded, _ = checkpoint.load_model(out / "latest.pt")
-    assert all(p.equal(plain[name]) for name, p in loaded.named_parameters())
+def save_at_the_start(run):
+    run.save(begins=True)
+
+
+@pytest.mark.parametrize("layout, zero", [
+    ((1, 1, 1), 0), ((2, 2, 2), 1), ((1, 4, 1), 0), ((2, 1, 1), 2), ((4, 1, 1), 3), ((1, 1, 3), 0)])
+def test_a_file_has_the_plain_models_state_in_any_layout(pool, tmp_path, layout, zero):
+    """In each layout and ZeRO stage the file of step 0 holds a plain model's parameters, bit for
+    bit, and no moments; that of step 1 the parameters and moments of torch's AdamW after a step on
+    the plain model, to 1e-10 in fp64: under its names, the tied matrix once, without padding, at
+    most 1.2 times as large as the tensors."""
+    cfg = replace(CFG, n_layer=3)
+    plain = GPT(cfg).initialize(5).double()
+
+    def unpadded(tensors):
+        return tensors | {"embed.token.weight": tensors["embed.token.weight"][:257]}
+    trained(pool, layout, tmp_path, cfg, prepare=save_at_the_start, micro_batch=1, seed=5,
+            zero=zero, steps=1, save_every=1, clip=0.0, dtype="fp64")
+    begin, end = saved(tmp_path, 0), saved(tmp_path, 1)
+    expected = unpadded(dict(plain.named_parameters()))
+    assert begin["parameters"].keys() == expected.keys()
+    assert all(begin["parameters"][name].equal(x) for name, x in expected.items())
+    assert not any(x.any() for key in ("exp_avg", "exp_avg_sq") for x in begin[key].values())
+
+    moments = train_theirs(settings("", steps=1, seed=5, clip=0.0), plain)[1].state
+    for key in checkpoint.STATE:
+        theirs = dict(plain.named_parameters())
+        if key != "parameters":
+            theirs = {name: moments[p][key] for name, p in theirs.items()}
+        theirs = unpadded(theirs)
+        assert relative(comparable(end[key]), comparable(theirs)) <= 1e-10, key
+    size = sum(x.nbytes for key in checkpoint.STATE for x in end[key].values())
+    assert (tmp_path / "latest.pt").stat().st_size < 1.2 * size
+
+
+def test_load_model_returns_the_plain_model_which_drops_nothing(tmp_path):
+    """With the parameters of the run, in eval mode."""
+    cfg = replace(CFG, dropout=0.5, n_layer=1)
+    watched(settings(tmp_path, steps=0), save_at_the_start, cfg=cfg)
+    loaded, _ = checkpoint.load_model(tmp_path / "latest.pt")
+    expected = dict(GPT(cfg).initialize(Config.seed).named_parameters())
+    assert all(p.equal(expected[name]) for name, p in loaded.named_parameters())
     tokens = tokens_of(cfg, 1)
     assert loaded(tokens, dropout_seed=1).equal(loaded(tokens, dropout_seed=2))
 
@@ -1776,24 +1914,9 @@ def test_a_loss_scale_stays_with_its_precision(tmp_path, before, after, scale):
     """A resume in fp16 goes on with fp16's scale, 2 ** 15 after the overflow of step 2; after
     another precision it begins at 2 ** 16."""
     config = settings(tmp_path, dtype=before, steps=2)
-    watched(config, overflow)
+    watched(config, lambda run: overflow_in(run, [2]))
     (row,) = watched(replace(config, dtype=after, steps=3), state=tmp_path / "latest.pt").rows
     assert row["step"] == 3 and row["loss_scale"] == 2.0 ** scale
-
-
-def test_the_newest_whole_file_is_taken_whatever_became_of_the_times(tmp_path, capsys):
-    """latest.pt is the newest, also where a copy has lost the times. A damaged file is passed over
-    with a line and an event; one that may not be read is not."""
-    for step, time_ in ((1, 9), (2, 2), (3, 3)):
-        os.utime(checkpoint.save(small_state(step), tmp_path, keep=3), (time_, time_))
-    files = checkpoint.list_checkpoints(tmp_path)
-    assert [checkpoint.load(path)["step"] for path in files] == [3, 1, 2]
-    os.truncate(files[0], 1000)
-    path, (event,) = directory.latest_valid(files)
-    assert path == files[1] and event["reason"] in capsys.readouterr().err
-    with mock.patch.object(checkpoint.zipfile, "ZipFile", side_effect=PermissionError), \
-            pytest.raises(PermissionError):
-        directory.latest_valid(files)
 
 
 def test_a_checkpoints_code_is_not_run(tmp_path):
@@ -1819,7 +1942,7 @@ def test_a_checkpoints_code_is_not_run(tmp_path):
     (dict(model=asdict(GPTConfig(n_layer=1, n_embd=64))), "its parameters are not those"),
     (dict(parameters={}), "its parameters are not those of its model"),
     (dict(exp_avg=dict(x=torch.zeros(1))), "its exp_avg are not those of its model")])
-def test_what_is_something_else_or_contradicts_itself_is_no_checkpoint(tmp_path, content, words):
+def test_other_files_and_states_that_contradict_themselves_are_refused(tmp_path, content, words):
     """Refused with its name and the reason. A dict changes a whole state; None leaves a key out."""
     if isinstance(content, dict):
         content = {k: v for k, v in {**small_state(1), **content}.items() if v is not None}
@@ -1828,114 +1951,9 @@ def test_what_is_something_else_or_contradicts_itself_is_no_checkpoint(tmp_path,
         checkpoint.load(tmp_path / "x.pt")
 
 
-# ---- Mechanisms
-
-def test_the_newest_and_the_healthy_stay_and_are_on_the_disk_before_they_take_their_names(
-        tmp_path, links):
-    """Serves the claim that a power cut costs nothing but the save: it loses what os.fsync has not
-    seen, of a file its bytes, of a directory its names. What stays are the newest two files, and
-    those that the monitor lists for a rollback."""
-    safe = {}
-
-    def content(path):
-        if path.is_file():
-            return path.read_bytes()
-        return {(file.name, file.stat().st_ino) for file in path.iterdir()}
-
-    def spy_sync(number, sync=os.fsync):
-        sync(number)
-        safe[os.fstat(number).st_ino] = content(Path(os.readlink(f"/proc/self/fd/{number}")))
-
-    def spy_move(source, target, move=os.replace):
-        assert safe.get(Path(source).stat().st_ino) == content(Path(source)), target
-        move(source, target)
-    monitor = dict(checkpoints=[[1, "step_00000001.pt", True]])
-    latest = tmp_path / "latest.pt"
-    with mock.patch.multiple(os, fsync=spy_sync, replace=spy_move):
-        for step in range(1, 6):
-            newest = checkpoint.save({**small_state(step), "monitor": monitor}, tmp_path, 2)
-            assert content(tmp_path) <= safe[tmp_path.stat().st_ino]        # some are removed since
-            assert latest.samefile(newest) == links and content(latest) == content(newest)
-    assert names_in(tmp_path) == ["latest.pt", *(f"step_0000000{k}.pt" for k in (1, 4, 5))]
-
-
-@pytest.mark.parametrize("full, whole", [(False, [2, 4, 6]), (True, [6])])
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
-    """Each file is written while two more steps run; when the next is due, training waits for it,
-    also on a full disk, and no older state is left in memory. A file holds the state of its step,
-    bit for bit that of a run whose files are written at once."""
-    save, copy, wait = checkpoint.save, checkpoint.copy_shards, checkpoint.Writer.wait
-    waits = threading.Semaphore(0)
-    done, living, states = [], [], []
-
-    def save_when_waited_for(state, out, keep):
-        assert waits.acquire(timeout=20)
-        done.append(f"file {state['step']}")
-        if full and state["step"] < 6:
-            raise OSError("the disk is full")
-        return save(state, out, keep)
-
-    def wait_and_tell(writer, **required):
-        if writer.pending is not None:
-            waits.release()
-        return wait(writer, **required)
-
-    def copy_and_count(*facts):
-        living.append(sum(reference() is not None for reference in states))
-        copies = copy(*facts)
-        states.extend(map(weakref.ref, copies))
-        return copies
-    fast = settings(tmp_path / "fast", steps=6, save_every=2, keep=9)
-    watched(fast)
-    with mock.patch.multiple(checkpoint, save=save_when_waited_for,
-                             copy_shards=copy_and_count), \
-            mock.patch.object(checkpoint.Writer, "wait", wait_and_tell):
-        watched(replace(fast, out=str(tmp_path / "slow")),
-                lambda run: after_backward(run, done.append))
-    assert done == [1, 2, 3, 4, "file 2", 5, 6, "file 4", "file 6"] and living[:3] == [0, 0, 0]
-    for step in whole:
-        assert_same_state(saved(tmp_path / "fast", step), saved(tmp_path / "slow", step))
-
-
-def save_at_the_start(run):
-    run.save(begins=True)
-
-
 # ---------------------------------------------------------------------------------------------
 # train.py
 # ---------------------------------------------------------------------------------------------
-
-def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_train, shards,
-                                                                            tmp_path):
-    """The console and an event say what that changes. metrics.jsonl has a row for every step. Old
-    losses are forgotten where a longer schedule may raise a healthy loss; a much higher --lr is
-    not trusted so far."""
-    out = tmp_path / "o"
-    flags = ["--data", shards, "--out", out]
-    for more, words, losses in [
-            ([*TINY, "--lr", 0.01, "--lr-schedule", "linear", "--beta2", 0.9], "step", 4),
-            ([], "nothing left to do", 4),                      # --steps 4 is in the checkpoint
-            (["--steps", 8], "steps 8 instead of 4; so the next step's learning rate is 5.50e-03 "
-                             "instead of 1.00e-03", 4),
-            (["--steps", 10, "--lr", 0.1, "--batch-size", 2], "lr 0.1 instead of 0.01", 6)]:
-        status, text, _ = run_train(*flags, *more)
-        assert status == 0 and words in text
-        assert len(checkpoint.load(out / "latest.pt")["monitor"]["losses"]) == losses
-    rows, events = read_metrics(out)
-    assert column(rows, "step") == [*range(1, 11)]
-    assert ["val_loss" in row for row in rows] == [False, True] * 5
-    assert all(row["loss_scale"] == 1.0 and len(repr(row["loss"])) > 8 for row in rows)
-    assert kinds(events) == ["start", "end", "resume", "end", "resume", "end"]
-    assert column(events, "step") == [0, 4, 4, 8, 8, 10]
-    resume = events[2]
-    assert resume["path"].endswith("step_00000004.pt") and resume["config"]["beta2"] == 0.9
-    assert resume["environment"]["hosts"] == [socket.gethostname()]
-    assert resume["given"] == dict(data=str(shards), out=str(out), steps=8)
-    assert [rows[4]["lr"], rows[8]["lr"]] == pytest.approx([5.5e-3, 0.1 * (0.1 + 0.9 / 8)])
-    state = saved(out, 10)
-    assert state["consumed_samples"] == 8 * 4 + 2 * 2       # read on where the file of step 8 ended
-    assert {"beta2": 0.9, "lr": 0.1, "steps": 10, "clip": 1.0}.items() <= state["config"].items()
-
 
 def test_learning_rate_warms_up_then_decays_to_the_ratio():
     """To 0.1 of a peak of 2 at step 110, after a warm-up of 10; a quarter of the way is step 35."""
@@ -1945,16 +1963,6 @@ def test_learning_rate_warms_up_then_decays_to_the_ratio():
                  for step in (1, 5, 10, 35, 60, 110)]
         assert rates == pytest.approx([0.2, 1.0, 2.0, at_a_quarter, 1.1, 0.2]), schedule
     assert train.learning_rate(replace(config, warmup_steps=0, steps=1), 1) == pytest.approx(0.2)
-
-
-def test_layout_precision_and_paths_never_come_from_the_checkpoint():
-    """Of a checkpoint in which every flag has a value of its own these are taken, and no others."""
-    config, _ = merge_config({}, dict(model=asdict(CFG), config=dict.fromkeys(
-        asdict(Config()), "the checkpoint's")))
-    assert {name for name, value in asdict(config).items() if value == "the checkpoint's"} == set(
-        """model n_layer n_head n_embd seq_len activation dropout batch_size batch_ramp steps lr
-        min_lr_ratio warmup_steps lr_schedule weight_decay beta1 beta2 clip seed save_every keep
-        eval_every rollback max_rollbacks skip_steps""".split())
 
 
 @pytest.mark.parametrize("ranks, dropout", [(1, 0.0), (2, 0.5)])
@@ -1967,8 +1975,8 @@ def test_a_mixture_is_evaluated_by_source_on_evenly_spaced_windows(monkeypatch, 
     both = data.TokenDataset("a=3,b=1", "train", 16)
     each = []
 
-    def loss(dataset, windows):
-        tokens = torch.from_numpy(dataset.tokens_of(windows))
+    def loss(source, windows):
+        tokens = torch.from_numpy(source.tokens_of(windows))
         return plain(tokens[:, :-1], tokens[:, 1:]).item() / tokens[:, 1:].numel()
     for name in "ab":
         val = data.TokenDataset(name, "val", 16)
@@ -1986,106 +1994,10 @@ def test_a_mixture_is_evaluated_by_source_on_evenly_spaced_windows(monkeypatch, 
         assert row["val_loss"] == pytest.approx(mean, rel=1e-14)
         assert [row["epochs/a"], row["epochs/b"]] == [
             n * (step + 1) / source.n_windows for n, source in zip((6, 2), both.sources.values())]
-        trained = loss(both, both.window_ids(Config.seed, 8 * step, 8))
-        assert (row["loss"] == pytest.approx(trained, rel=1e-10)) == (dropout == 0)
+        expected = loss(both, both.window_ids(Config.seed, 8 * step, 8))
+        assert (row["loss"] == pytest.approx(expected, rel=1e-10)) == (dropout == 0)
     assert both.average([4.0, 1.0]) == 3.25 and both.average([4.0, None]) is None
     assert data.TokenDataset("a=1,b=0", "val", 16).average([4.0, None]) == 4.0
-
-
-def test_epochs_make_the_steps_that_read_the_data_so_often(run_train, tmp_path, monkeypatch):
-    """49 windows, in batches of 4. Sequences that were left out do not count: the same command ends
-    where it would have. A source of weight 0 is not read; other weights count from where the run
-    is."""
-    monkeypatch.chdir(tmp_path)
-    for name in "ab":
-        dataset(Path(name), {"train": [i % 256 for i in range(197)], "val": range(9)},
-                fingerprint=name)
-    flags = ["--n-layer", 1, "--n-head", 1, "--n-embd", 8, "--seq-len", 4, "--batch-size", 4]
-    run_train("--data", "a", *flags, "--epochs", 2, "--save-every", 20)
-    middle, end = saved(Path("out"), 20), saved(Path("out"), 25)
-    left_out = dict(middle, consumed_samples=92)
-    for state, given, steps in [
-            (None, dict(batch_size=4, epochs=1), 13), (end, {}, 25), (end, dict(epochs=2), 25),
-            (end, dict(steps=32), 32), (end, dict(epochs=3, batch_size=8), 25 + 6),
-            (left_out, dict(epochs=2), 25), (middle, dict(batch_size=8), 25),
-            (middle, dict(epochs=2, batch_size=8), 20 + 3),
-            (middle, dict(epochs=2, data="a=1,b=0"), 25),
-            (middle, dict(epochs=2, data="a=1,b=1"), 20 + 29),
-            # 98 sequences: 6 steps of 3, 3 of 6, 2 of 9, 4 of 12
-            (None, dict(epochs=2, batch_size=12, batch_ramp="3:3:50"), 15)]:
-        config, _ = checks.validate(dict(data="a", seq_len=4) | given, state, 1, "cpu")
-        assert config.steps == steps, given
-
-
-def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_sources, things,
-                                                                tmp_path):
-    """From step 0 with its own flags, and with a file to roll back to."""
-    base = things / "whole.pt"
-    run_train("--data", two_sources / "b", "--out", tmp_path, "--init-from", base, "--steps", 1,
-              "--lr", 0, "--warmup-steps", 2, "--seq-len", 8, "--batch-size", 8, "--dropout", 0.1)
-    one = torch.load(base)
-    two = saved(tmp_path, 1)
-    for name, full in one["parameters"].items():
-        assert full[:len(two["parameters"][name])].equal(two["parameters"][name]), name
-    assert two["parameters"]["embed.position.weight"].shape == (8, 16)
-    assert (two["optimizer_steps"], two["consumed_samples"], two["model"]["dropout"]) == (1, 8, 0.1)
-    assert len(two["monitor"]["losses"]) == 1
-    assert two["monitor"]["checkpoints"][0] == [0, "step_00000000.pt", True]
-    assert two["run"]["origin"] == ["init-from", one["run"]["id"], 4]
-
-
-def test_gpt2s_tokens_end_to_end(run_train, run_sample, run_data, tmp_path, monkeypatch):
-    """data.py's default tokenizer, 40 steps, and sample.py: its text, of characters of up to three
-    tokens, is that of all greedy tokens decoded at once. Skipped where there is neither a network
-    nor the vocabulary, in ../shared or tiktoken's cache."""
-    if (SHARED / "tiktoken_cache").is_dir():
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
-    line = "\U0001f642 \u6f22\u5b57 \u00e9t\u00e9 \u20ac!\n"
-    (tmp_path / "a.txt").write_text(line * 500)
-    status, _, error = run_data("--input", tmp_path / "a.txt", "--out", tmp_path / "d")
-    if "vocabulary could not be loaded" in error:
-        pytest.skip(error)
-    assert (status, error) == (0, "")
-    flags = ["--data", tmp_path / "d", "--out", tmp_path / "o", *TINY, "--n-layer", 1, "--n-embd",
-             32, "--batch-size", 8, "--steps", 40, "--lr", 0.02, "--eval-every", 0]
-    assert "vocabulary 50257" in run_train(*flags)[1]
-    encoding = data.get_tokenizer("gpt2")
-    plain, _ = checkpoint.load_model(tmp_path / "o/latest.pt")
-    text = line + encoding.decode(greedy(plain, encoding.encode(line), 40))
-    assert text.count("\u6f22") > 1 and len(text) < len(line) + 40
-    assert run_sample("--ckpt", tmp_path / "o/latest.pt", "--temperature", 0, "--prompt", line,
-                      "--max-tokens", 40) == (0, text + "\n", "")
-
-
-@pytest.mark.parametrize("layout, flags", [
-    ((2, 2, 2), {}), ((1, 2, 1), dict(sequence_parallel=True))])
-def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, flags):
-    """The mean norm of the last activations in each step, to 1e-5 in fp32."""
-    cfg = replace(CFG, n_layer=2)
-    rows, *_ = trained(pool, layout, tmp_path, cfg, steps=2, lr=0.0, eval_every=1, **flags)
-    norms = []
-    plain = GPT(cfg).initialize(1337)
-    plain.head.register_forward_pre_hook(
-        lambda module, args: norms.append(args[0].norm(dim=-1).mean().item()))
-    memory = Memory(CFG)
-    for first in (0, 8):
-        windows = memory.tokens_of(memory.window_ids(1337, first, 8))
-        plain(torch.from_numpy(windows)[:, :-1])
-    assert column(rows, "activation_norm") == pytest.approx(norms, rel=1e-5)
-
-
-def greedy(plain, tokens, count):
-    """The most probable `count` tokens behind `tokens`, each from all of the window before it; the
-    window is cut to its newest half when it is full."""
-    seq_len = plain.cfg.seq_len
-    window = list(tokens)
-    drawn = []
-    for _ in range(count):
-        if len(window) > seq_len:
-            window = window[-max(1, seq_len // 2):]
-        drawn.append(plain(torch.tensor([window]))[0, -1].argmax().item())
-        window.append(drawn[-1])
-    return drawn
 
 
 # ---------------------------------------------------------------------------------------------
@@ -2116,7 +2028,7 @@ def test_sampling_prints_only_text_and_is_a_function_of_the_seed_and_the_flags(r
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_samples_of_a_batch_are_those_drawn_one_by_one_and_each_ends_by_itself(temperature):
+def test_samples_of_a_batch_equal_those_drawn_one_by_one(temperature):
     """Sample i, token by token, is that of seed i alone: it does not depend on how many there are,
     nor on when others end."""
     def drawn(seeds, end):
@@ -2133,48 +2045,6 @@ def test_samples_of_a_batch_are_those_drawn_one_by_one_and_each_ends_by_itself(t
     end = alone[1][20]                                      # where the others go on, or all end
     assert drawn(range(4), end) == [
         tokens[:tokens.index(end) if end in tokens else None] for tokens in alone]
-
-
-def test_samples_end_before_the_stop_text_and_stand_between_lines_of_dashes(run_sample):
-    """Of 40 samples of a prompt, number 7 is that of --seed 7. Each ends before the --stop text of
-    three tokens; what looks like the beginning of a text that never comes is not lost. Each line of
-    standard input is a prompt."""
-    flags = ("--max-tokens", 40, "--temperature", 1, "--prompt")
-    line = "-" * 40 + "\n"
-    many = run_sample(*flags, "line ", "--num-samples", 40)[1].split(line)
-    assert len(many) == 40 and len(set(many)) > 30              # in three batches
-    with mock.patch.object(sample, "AT_ONCE", 40):
-        assert run_sample(*flags, "line ", "--num-samples", 40)[1].split(line) == many
-    assert many[7] == run_sample(*flags, "line ", "--seed", 7)[1]
-    seed, stop = next((i, found[0]) for i, text in enumerate(many)
-                      if (found := re.search("[ -~]{3}", text[7:])))
-    cut = [re.sub(f"(?s)(?<=^line )(.*?){re.escape(stop)}.*", r"\1\n", text)
-           for text in many[seed:seed + 3]]
-    assert 6 < len(cut[0]) < len(many[seed])
-    for count in (1, 3):
-        assert run_sample(*flags, "line ", "--seed", seed, "--num-samples", count, "--stop",
-                          stop) == (0, line.join(cut[:count]), "")
-    never = many[seed].rstrip("\n")[-2:] + "\0"
-    assert run_sample(*flags, "line ", "--seed", seed, "--stop", never)[1] == many[seed]
-    both = [run_sample(*flags, prompt, "--num-samples", 2)[1] for prompt in ("line 1", "", "so")]
-    assert run_sample(*flags, "-", "--num-samples", 2,
-                      stdin="line 1\n\nso\n") == (0, line.join(both), "")
-
-
-@pytest.mark.parametrize("flags, message", [
-    ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"),
-    ("--ckpt .", "checkpoint .: give a file of train.py"),
-    ("--temperature -1", "--temperature"), ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"),
-    ("--temperature 1e-50", "at least 1e-06"), ("--top-p 1e-300", "at least 1e-06"),
-    ("--num_samples 0", "--num-samples must"), ("--max_new_tokens 9", "mean --max-tokens?"),
-    ("--start x", "mean --prompt?"), ("--temprature 1", "mean --temperature?"),
-    ("--max-tokens x", "--max-tokens"), ("--device cuda", "no CUDA device"),
-    ("--seed -1", "--seed"), ("--seed 99999999999999999999", "--seed"), ("--nonsense", "--nons"),
-    ("--prompt \udce9", "surrogates not allowed"), ("--stop \udce9", "surrogates not allowed")])
-def test_sampling_mistakes_end_in_one_line_and_exit_2(run_sample, flags, message):
-    """Nothing else is printed; the line names the flag, and the one meant if it knows it."""
-    status, out, error = run_sample(*flags.split())
-    assert (status, out) == (2, "") and message in error and error.count("\n") == 1
 
 
 def test_sampling_stops_at_the_end_of_text_and_never_draws_padding():
@@ -2208,7 +2078,7 @@ def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token():
 
 @pytest.mark.parametrize("seq_len, positions", [
     (1, [1] * 24), (5, [3, 1, 1] + [2, 1, 1, 1] * 5 + [2]), (16, [3] + [1] * 13 + [8] + [1] * 8)])
-def test_sampling_computes_each_token_once_and_in_half_a_window_one_half_again(seq_len, positions):
+def test_sampling_computes_each_token_once_until_its_window_is_full(seq_len, positions):
     """Serves the speed of "greedy sampling": the number of positions in each forward; the tokens
     are those of the plain model without a cache."""
     plain = random_gpt(replace(CFG, seq_len=seq_len))
@@ -2219,7 +2089,7 @@ def test_sampling_computes_each_token_once_and_in_half_a_window_one_half_again(s
     assert drawn == greedy(plain, [1, 2, 3][-seq_len:], 40)
 
 
-def test_top_k_and_top_p_keep_what_they_should():
+def test_top_k_and_top_p_keep_the_most_probable_tokens():
     """Serves --top-k and --top-p: the softmax of the tokens that stay, of each row for itself."""
     one = torch.tensor([2.0, -1.0, 3.0, 0.5, 1.0])      # probabilities .238 .012 .647 .053 .088
     logits = torch.stack([one, one.flip(0)])            # each row for itself
@@ -2230,27 +2100,6 @@ def test_top_k_and_top_p_keep_what_they_should():
         torch.testing.assert_close(sample.filter_logits(logits, 1.0, k, p), expected)
     torch.testing.assert_close(sample.filter_logits(one, 2.0, 0, 1.0), (one / 2).softmax(0))
     assert sample.filter_logits(one, 1e-40, 0, 1.0).tolist() == [0, 0, 1, 0, 0]
-
-
-def test_characters_come_out_whole_and_without_a_prompt_after_an_end_of_text(run_sample,
-                                                                             monkeypatch):
-    """Serves "prints only text": bytes that are no character print as one replacement character. A
-    terminal shows a question mark for a character that it lacks. Weights and cache have the type of
-    --dtype."""
-    seen = []
-    text = "é漢🙂!"
-
-    def generate(model, tokens, *_):
-        tensors = *model.parameters(), *model.new_kv_cache(1).values()
-        seen.append([tokens, *{tensor.dtype for tensor in tensors}])
-        yield from ({0: token} for token in text.encode() + b"\xff!" + "é".encode()[:1])
-    monkeypatch.setattr(sample, "generate", generate)
-    assert run_sample() == (0, text + "\ufffd!\ufffd\n", "")
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
-    monkeypatch.setattr(sys, "stdout", terminal)
-    run_sample("--dtype", "bf16")
-    assert terminal.buffer.getvalue() == b"???!?!?\n"
-    assert seen == [[[256], torch.float32], [[256], torch.bfloat16]]
 
 
 # ---------------------------------------------------------------------------------------------

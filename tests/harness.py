@@ -17,7 +17,7 @@ import io
 import itertools
 import json
 import math
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import re
@@ -46,6 +46,14 @@ GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")       # None: all
 os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="1",
                   PYTHONPATH=str(ROOT))
 sys.dont_write_bytecode = True      # the tests leave nothing behind
+
+# Ranks and commands are forks of one process, which imports for all of them what takes seconds. It
+# starts here, if this is pytest, and imports while this process does.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.harness", "torch._dynamo", "torch.distributed.fsdp",
+                              "torch.distributed.optim", "torch.distributed.pipelining"])
+if "_pytest" in sys.modules:
+    multiprocessing.forkserver.ensure_running()
 
 import numpy as np
 import pytest
@@ -89,6 +97,7 @@ def deep_enough(layout):
 
 BOUNDS = dict(fp32=1e-5, fp64=1e-10)
 INTERLEAVED = dict(pp_schedule="interleaved", pp_chunks=2)
+TWO_STEPS = dict(steps=2, lr=1e-2, warmup_steps=1)      # in fp64 val_loss shows a wrong second one
 
 # Rows in which every two values of different columns that may stand together do: a mistake that
 # shows where two of the seven meet shows here. Replicas are 4, or 2 beside tp or pp; beside both
@@ -113,10 +122,9 @@ for row in COVER:
 
 
 def deep_enough_for(row):
-    """The model for such a row."""
-    if "pp_chunks" in row:
-        return replace(CFG, n_layer=2 * row["pp"] + 2)          # chunks of two blocks and of one
-    return CFG
+    """The model for such a row: of the stages, or of their chunks, the first has two blocks, the
+    others one."""
+    return replace(CFG, n_layer=row["pp"] * row.get("pp_chunks", 1) + 1)
 
 
 FORMULA = dict(fp32=lambda dp: (16, 8 + 8 / dp, 4 + 12 / dp, 16 / dp),      # bytes a parameter
@@ -146,10 +154,6 @@ def readme_commands(program) -> list[tuple[str, list[str]]]:
 # Ranks: eight processes that are started once
 # ---------------------------------------------------------------------------------------------
 
-FORKS = multiprocessing.get_context("forkserver")      # forks of a process that has imported torch
-FORKS.set_forkserver_preload(["tests.harness", "torch._dynamo"])    # or each rank imports: 1.5 s
-
-
 def work(task):
     """In one of the pool's processes -> (rank, pickled answer)."""
     rank, world, store, seconds, call = task
@@ -169,7 +173,7 @@ def work(task):
 
 def enter(environment):
     os.environ.update(environment)
-    sys.stdout = open(os.devnull, "w")
+    sys.stdout = sys.stderr = open(os.devnull, "w")
 
 
 class Pool:
@@ -266,6 +270,20 @@ def random_gpt(cfg):
     return plain
 
 
+def greedy(plain, tokens, count):
+    """The most probable `count` tokens behind `tokens`, each from all of the window before it; the
+    window is cut to its newest half when it is full."""
+    seq_len = plain.cfg.seq_len
+    window = list(tokens)
+    drawn = []
+    for _ in range(count):
+        if len(window) > seq_len:
+            window = window[-max(1, seq_len // 2):]
+        drawn.append(plain(torch.tensor([window]))[0, -1].argmax().item())
+        window.append(drawn[-1])
+    return drawn
+
+
 class Memory(data.TokenDataset):
     """Without files: each token follows from the one before, but one in four is drawn."""
 
@@ -330,6 +348,11 @@ def nothing(run):
     return None
 
 
+def without_saves(run):
+    """For a test that reads no file: without this the run saves after its last step."""
+    run.save = lambda: None
+
+
 def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepare=nothing):
     """Train with train.Run on this rank -> (rows, what `look` saw, whole final state)."""
     dp, tp, pp = layout
@@ -359,7 +382,7 @@ def reference(pool, tmp_path_factory):
     def run(cfg, layout=(1, 1, 1), **flags):
         flags.setdefault("micro_batch", flags.get("batch_size", 8))
         return trained(pool, layout, tmp_path_factory.mktemp("reference"), cfg, whole_gradient,
-                       **flags)
+                       prepare=without_saves, **flags)
     return run
 
 
@@ -511,8 +534,8 @@ def traffic(note):
     def noted(name, start):
         def run(x, *args, **kwargs):
             note(name, x, *args, **kwargs)
-            work = start(x, *args, **kwargs)
-            return SimpleNamespace(wait=lambda: note("wait", x) or work.wait())
+            handle = start(x, *args, **kwargs)
+            return SimpleNamespace(wait=lambda: note("wait", x) or handle.wait())
         return run
     noting = {name: noted(name, getattr(dist, name)) for name in ("all_reduce", "isend", "irecv")}
     # batch_isend_irecv looks isend and irecv up in the module that defines them.
@@ -635,13 +658,13 @@ def launch(world, *flags, file="train.py", **environment):
                     **environment) for rank in range(world)]
 
 
-def torchrun(processes, *arguments, cwd=None, gpus="", **options):
+def torchrun(count, *arguments, cwd=None, gpus="", **options):
     """torchrun on a free port, with the environment of a user's shell, but only these GPUs."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "CUDA_VIS"))}
     environment |= {} if gpus is None else dict(CUDA_VISIBLE_DEVICES=gpus)
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d",
-         "--rdzv-endpoint=localhost:0", f"--nproc_per_node={processes}", *map(str, arguments)],
+         "--rdzv-endpoint=localhost:0", f"--nproc_per_node={count}", *map(str, arguments)],
         cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True, **options)
 
@@ -750,10 +773,10 @@ def set_block(monkeypatch, size):
     monkeypatch.setattr(data, "BLOCK", size)
 
 
-def dataset(directory, shards, **changes):
+def dataset(directory, files, **changes):
     """A TokenDataset of these shards, {name: tokens}, with `changes` of meta.json."""
     directory.mkdir(exist_ok=True)
-    for name, tokens in shards.items():
+    for name, tokens in files.items():
         (directory / f"{name}.bin").write_bytes(shard(tokens))
     meta = dict(tokenizer="bytes", vocab_size=257, bytes_per_token=1.0, fingerprint="f")
     (directory / "meta.json").write_text(json.dumps(meta | changes))

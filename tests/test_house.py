@@ -13,14 +13,17 @@ import ast
 import fnmatch
 import graphlib
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
 
 import pytest
 
+import model
+from model import GPTConfig
 from runtime.options import Config
-from tests.harness import ROOT
+from tests.harness import ROOT, tokens_of
 
 OURS = ("amp", "checkpoint", "data", "model", "parallel", "sample", "train", "test_all",
         "parallelism", "runtime", "tools", "tests")
@@ -115,21 +118,34 @@ def test_train_py_has_these_flags_and_no_others():
     assert {field.name for field in fields(Config)} == set(FLAGS.split())
 
 
+def test_the_example_in_model_py_runs():
+    """The lines of its docstring, as they stand there."""
+    names = vars(model) | dict(tokens=tokens_of(GPTConfig(), 2), targets=tokens_of(GPTConfig(), 2))
+    exec("\n".join(re.findall("^    ((?:model|loss) = .*)", model.__doc__, re.M)), names)
+    assert names["loss"].dim() == 0 and type(names["model"]) is model.GPT
+
+
 def test_the_books_commands_work_without_tools_and_tests(tmp_path):
-    """In a folder that has the seven programs, parallelism/ and runtime/ alone."""
+    """In a folder that has the seven programs, parallelism/ and runtime/ alone. (.ci/run does it by
+    torchrun too.)"""
     for pattern in ("*.py", "parallelism/*.py", "runtime/*.py"):
         for file in ROOT.glob(pattern):
             copy = tmp_path / file.relative_to(ROOT)
             copy.parent.mkdir(exist_ok=True)
             copy.write_bytes(file.read_bytes())
+    (tmp_path / "text.txt").write_text("".join(f"line {i}: some words\n" for i in range(9000)))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2"
-    for command, words in [
-            ("data.py", "python train.py"),
-            ("train.py --steps 2 --eval-every 0 --out out/one", "step 2/2"),
-            ("sample.py --ckpt out/one/latest.pt --max-tokens 3 --prompt def", "def"),
-            ("parallel.py --steps 2", "step 2"),
-            (f"{torchrun} train.py --tp 2 --steps 2 --eval-every 0 --out out/two", "step 2/2")]:
-        done = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, env=environment,
-                              capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0 and words in done.stdout, (command, done.stdout, done.stderr)
+
+    def start(command):
+        return subprocess.Popen([sys.executable, *command.split()], cwd=tmp_path, env=environment,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def finish(process, words):
+        out, error = process.communicate(timeout=300)
+        assert process.returncode == 0 and words in out, (process.args, out, error)
+    finish(start("data.py --input text.txt --tokenizer bytes --out data/python"), "python train.py")
+    train = start("train.py --steps 2 --eval-every 0")
+    plain = start("parallel.py --steps 2")                  # at the same time
+    finish(train, "step 2/2")
+    finish(plain, "step 2")
+    finish(start("sample.py --ckpt out/latest.pt --max-tokens 3 --prompt def"), "def")

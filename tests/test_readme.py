@@ -64,8 +64,8 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
     own = re.sub(r"(?m)^(\| `.*?\|.*?\|).*", r"\1", section)
     flags = set(re.findall(r"--[a-z][a-z0-9-]*", README.replace(section, own)))
     known = {f"--{name.replace('_', '-')}" for name in asdict(Config())}
-    tools = [f"tools/{file.name}" for file in ROOT.glob("tools/*.py")]
-    for file in ["data.py", "sample.py", "parallel.py", "checkpoint.py", *tools]:
+    tool_files = [f"tools/{file.name}" for file in ROOT.glob("tools/*.py")]
+    for file in ["data.py", "sample.py", "parallel.py", "checkpoint.py", *tool_files]:
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((
         "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",

@@ -12,21 +12,17 @@ Processes and signals         a signal saves; no thread outlives a run  a run wi
 The run's directory ...       where a run begins; metrics.jsonl; what   the file; the README's line
                               the console tells; --eval-only
 Divergence and recovery       when a run rolls back, and where to       runs without faults
-Corpora                       downloads, input, the vocabulary          a loopback server
+sample.py's command line      only text is printed; mistakes            each sample by itself
 """
 import errno
-import functools
-import hashlib
-import http.server
 import io
-import itertools
-import json
 import math
 import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -40,7 +36,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import requests
 import torch
 import torch.distributed as dist
 
@@ -48,21 +43,22 @@ import amp
 import checkpoint
 import data
 import model
+import sample
 import train
-from model import SIZES, GPTConfig
+from model import GPT, SIZES, GPTConfig
 from parallel import Grid, build_stage
 from parallelism import collectives
 from parallelism.tensor import param_specs
 from parallelism.zero import make_buckets
-from runtime import checks, console, corpora, devices, directory, processes, recovery
+from runtime import checks, console, devices, directory, processes, recovery
 from runtime.divergence import DivergenceMonitor
-from runtime.options import Config, parse_flags
+from runtime.options import Config, merge_config, parse_flags
 from runtime.processes import Job, RunError
 from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backward,
                            assert_same_state, batches_from, column, expect_mistake, failing, kinds,
                            launch, monitor_now, names_in, no_file_above, nothing, poison,
-                           read_metrics, relative, run_steps, saved, saved_file, set_block,
-                           settings, shard, staged, texts_of, torchrun, wait_for_step, watched)
+                           read_metrics, relative, run_steps, saved, saved_file, settings, staged,
+                           torchrun, trained, wait_for_step, watched)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -210,6 +206,16 @@ def test_flags_make_the_model_and_a_microbatch_that_suits_the_layout(shards, fla
     assert {**asdict(config), **asdict(cfg)}.items() >= expected.items()
 
 
+def test_layout_precision_and_paths_never_come_from_the_checkpoint():
+    """Of a checkpoint in which every flag has a value of its own these are taken, and no others."""
+    config, _ = merge_config({}, dict(model=asdict(CFG), config=dict.fromkeys(
+        asdict(Config()), "the checkpoint's")))
+    assert {name for name, value in asdict(config).items() if value == "the checkpoint's"} == set(
+        """model n_layer n_head n_embd seq_len activation dropout batch_size batch_ramp steps lr
+        min_lr_ratio warmup_steps lr_schedule weight_decay beta1 beta2 clip seed save_every keep
+        eval_every rollback max_rollbacks skip_steps""".split())
+
+
 def test_help_lists_every_flag_with_its_default(run_train):
     """The defaults are those of Config."""
     text = " ".join(run_train("--help")[1].split())
@@ -217,6 +223,15 @@ def test_help_lists_every_flag_with_its_default(run_train):
         assert f" --{name.replace('_', '-')} " in text
         assert value in (None, False) or re.search(
             rf"\((at least [^()]*, )?default {re.escape(str(value))}\)", text), name
+
+
+def test_plain_program_tells_a_mistake_in_one_line(tmp_path):
+    """What cannot run ends with status 2 and one line that names the numbers."""
+    for flags, words in [(["--tp", 2], "1 processes cannot form"), (["--pp", 0], "pp 0"),
+                         (["--tp", "x"], "--tp"), (["--steps"], "--steps"),
+                         ([], "does not exist: give a directory that data.py has made")]:
+        status, text, error = Command("parallel.py", *flags, cwd=tmp_path).finish()
+        assert (status, text) == (2, "") and words in error and error.count("\n") == 1, error
 
 
 # ---------------------------------------------------------------------------------------------
@@ -258,8 +273,8 @@ def test_a_model_that_a_gpu_or_its_machine_cannot_hold_is_refused(flags, on_gpu,
     with mock.patch.object(torch.cuda, "mem_get_info", lambda device: (0, int(on_gpu))), \
             mock.patch.object(os, "sysconf", dict(
                 SC_PHYS_PAGES=int(on_machine), SC_PAGE_SIZE=1).get), refusal:
-        checks.check_memory(cfg, Grid(8, 1, 1), settings("", dtype="bf16", **flags),
-                              amp.PRECISIONS["bf16"], torch.device("cuda"), 8)
+        checks.check_memory(cfg, Grid(dp=8, pp=1, tp=1), settings("", dtype="bf16", **flags),
+                            amp.PRECISIONS["bf16"], torch.device("cuda"), local_world=8)
 
 
 @pytest.mark.parametrize("dp, pp, tp, chunks, n_layer", [
@@ -291,6 +306,15 @@ def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, t
             ("allocate memory.* --device cpu", "sample.py", "--ckpt", tmp_path / "large.pt")]:
         status, _, error = Command(file, *flags).finish()
         assert status == 1 and re.fullmatch(rf"{file}: .*{words}.*\n", error), error
+
+
+def test_a_refusal_for_memory_counts_nearly_what_a_rank_would_keep():
+    """Serves check_memory: it counts parameters without the padding of buckets, within 5%."""
+    for pp in (1, 2):
+        grid = Grid(dp=2, pp=pp, tp=2)
+        specs = param_specs(build_stage(CFG, grid), CFG, grid)
+        kept = sum(bucket.numel for bucket in make_buckets(specs, grid.dp))
+        assert sum(spec.numel for spec in specs) == pytest.approx(kept, rel=0.05)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -355,18 +379,18 @@ def test_a_run_says_what_makes_it_slow(run_train, shards, tmp_path, missing, loa
     assert len(told) == len(notes) and all(words in line for words, line in zip(notes, told))
 
 
-@pytest.mark.parametrize("gpus, mps, processes, picked", [
+@pytest.mark.parametrize("gpus, mps, count, picked", [
     (2, True, 2, "cuda:1"), (1, False, 2, "cuda:0"),                # one each, as srun may show it
     (1, True, 1, "cuda:0"), (0, True, 1, "mps"), (0, True, 2, "cpu"), (0, False, 1, "cpu")])
-def test_each_process_has_a_device_of_its_own(gpus, mps, processes, picked):
+def test_each_process_has_a_device_of_its_own(gpus, mps, count, picked):
     """Serves --device auto: the device of the last process. Two with the same GPU are refused."""
     with mock.patch.multiple(torch.cuda, is_available=lambda: gpus > 0, set_device=nothing,
                              device_count=lambda: gpus, get_device_properties=mock.Mock()), \
             mock.patch.object(torch.backends.mps, "is_available", lambda: mps):
         with mock.patch.object(torch, "set_float32_matmul_precision") as set_precision:
-            device = devices.pick_device("auto", processes - 1, processes == 1)
+            device = devices.pick_device("auto", count - 1, count == 1)
             assert not set_precision.called         # that is the training program's decision
-            devices.choose_device(Config(), Job(0, processes, processes - 1))
+            devices.choose_device(Config(), Job(0, count, count - 1))
         assert set_precision.mock_calls == [mock.call("high")] * (device.type == "cuda")
         assert str(device) == picked and devices.pick_device("cpu").type == "cpu"
         for other, refused in (("another", False), (None, device.type == "cuda")):
@@ -642,6 +666,55 @@ def test_where_a_run_begins(run_train, shards, tmp_path, monkeypatch, torchrun_j
     assert len(ids - {base}) == 1
 
 
+def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_train, shards,
+                                                                            tmp_path):
+    """The console and an event say what that changes. metrics.jsonl has a row for every step. Old
+    losses are forgotten where a longer schedule may raise a healthy loss; a much higher --lr is
+    not trusted so far."""
+    out = tmp_path / "o"
+    flags = ["--data", shards, "--out", out]
+    for more, words, losses in [
+            ([*TINY, "--lr", 0.01, "--lr-schedule", "linear", "--beta2", 0.9], "step", 4),
+            ([], "nothing left to do", 4),                      # --steps 4 is in the checkpoint
+            (["--steps", 8], "steps 8 instead of 4; so the next step's learning rate is 5.50e-03 "
+                             "instead of 1.00e-03", 4),
+            (["--steps", 10, "--lr", 0.1, "--batch-size", 2], "lr 0.1 instead of 0.01", 6)]:
+        status, text, _ = run_train(*flags, *more)
+        assert status == 0 and words in text
+        assert len(checkpoint.load(out / "latest.pt")["monitor"]["losses"]) == losses
+    rows, events = read_metrics(out)
+    assert column(rows, "step") == [*range(1, 11)]
+    assert ["val_loss" in row for row in rows] == [False, True] * 5
+    assert all(row["loss_scale"] == 1.0 and len(repr(row["loss"])) > 8 for row in rows)
+    assert kinds(events) == ["start", "end", "resume", "end", "resume", "end"]
+    assert column(events, "step") == [0, 4, 4, 8, 8, 10]
+    resume = events[2]
+    assert resume["path"].endswith("step_00000004.pt") and resume["config"]["beta2"] == 0.9
+    assert resume["environment"]["hosts"] == [socket.gethostname()]
+    assert resume["given"] == dict(data=str(shards), out=str(out), steps=8)
+    assert [rows[4]["lr"], rows[8]["lr"]] == pytest.approx([5.5e-3, 0.1 * (0.1 + 0.9 / 8)])
+    state = saved(out, 10)
+    assert state["consumed_samples"] == 8 * 4 + 2 * 2       # read on where the file of step 8 ended
+    assert {"beta2": 0.9, "lr": 0.1, "steps": 10, "clip": 1.0}.items() <= state["config"].items()
+
+
+def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_sources, things,
+                                                                tmp_path):
+    """From step 0 with its own flags, and with a file to roll back to."""
+    base = things / "whole.pt"
+    run_train("--data", two_sources / "b", "--out", tmp_path, "--init-from", base, "--steps", 1,
+              "--lr", 0, "--warmup-steps", 2, "--seq-len", 8, "--batch-size", 8, "--dropout", 0.1)
+    one = torch.load(base)
+    two = saved(tmp_path, 1)
+    for name, full in one["parameters"].items():
+        assert full[:len(two["parameters"][name])].equal(two["parameters"][name]), name
+    assert two["parameters"]["embed.position.weight"].shape == (8, 16)
+    assert (two["optimizer_steps"], two["consumed_samples"], two["model"]["dropout"]) == (1, 8, 0.1)
+    assert len(two["monitor"]["losses"]) == 1
+    assert two["monitor"]["checkpoints"][0] == [0, "step_00000000.pt", True]
+    assert two["run"]["origin"] == ["init-from", one["run"]["id"], 4]
+
+
 def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
         run_train, shards, things, two_sources, tmp_path):
     """The losses that the run had, of its newest file or a FILE, whatever --out is, also of weights
@@ -732,7 +805,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
         "0:01:20", "0:00:40", evaluated, "0:00:00", evaluated]
     assert column(rows, "tokens_per_second") == [8 * 16 / 40] * 3
     run = SimpleNamespace(config=Config(), model_config=CFG, val_data=Memory(CFG),
-                          grid=Grid(2, 1, 1), device=torch.device("cpu"))
+                          grid=Grid(dp=2, pp=1, tp=1), device=torch.device("cpu"))
     assert "perplexity inf" in console.format_eval(dict(val_loss=1e3), run)
     row = dict(rows[0], loss=5.28014, lr=8e-5, grad_norm=7.9496, activation_norm=0.9251,
                tokens_per_second=7133.0)
@@ -746,6 +819,31 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
         run.config = Config(dtype=dtype)
         row |= dict(tokens_per_second=1e9, loss_scale=8.0)
         assert console.format_step(run, row, seconds).endswith(told)
+
+
+@pytest.mark.parametrize("layout, flags", [
+    ((2, 2, 2), {}), ((1, 2, 1), dict(sequence_parallel=True))])
+def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, flags):
+    """The mean norm of the last activations in each step, to 1e-5 in fp32."""
+    cfg = replace(CFG, n_layer=2)
+    rows, *_ = trained(pool, layout, tmp_path, cfg, steps=2, lr=0.0, eval_every=1, **flags)
+    norms = []
+    plain = GPT(cfg).initialize(1337)
+    plain.head.register_forward_pre_hook(
+        lambda module, args: norms.append(args[0].norm(dim=-1).mean().item()))
+    memory = Memory(CFG)
+    for first in (0, 8):
+        windows = memory.tokens_of(memory.window_ids(1337, first, 8))
+        plain(torch.from_numpy(windows)[:, :-1])
+    assert column(rows, "activation_norm") == pytest.approx(norms, rel=1e-5)
+
+
+def test_a_devices_peak_is_that_of_its_full_name():
+    """The dense 16-bit TFLOP/s of the maker's data sheet, which the MFU divides by; unknown: 0."""
+    for name, teraflops in {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 NVL": 835,
+                            "NVIDIA H100 PCIe": 756, "NVIDIA GB200": 2500, "NVIDIA B200": 2250,
+                            "Tesla V100-SXM2-16GB": 125, "NVIDIA GeForce RTX 4090": 0}.items():
+        assert model.peak_flops(name) == teraflops * 1e12, name
 
 
 def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_path):
@@ -800,7 +898,7 @@ def test_a_rank_that_computes_for_longer_than_others_of_its_stage_is_named(pool,
     config = settings(tmp_path, pp=2, steps=40)
     notes, *others = pool.run(4, slow_ranks, config)
     assert notes.count("note     rank 1 is slow") == 1 and others == [[], [], []]
-    grid = Grid(3, 2, 1)
+    grid = Grid(dp=3, pp=2, tp=1)
     grid.hosts = ["a", "a", "b", "b", "c", "c"]
     monkeypatch.setattr(console, "all_gather_object",
                         lambda own: [2.0, 6.0, own, 6.0, 2.0, 6.1])
@@ -837,6 +935,39 @@ def test_of_finite_gradients_whose_norm_is_not_no_rank_is_named():
     flat.buckets[-1].grad.fill_(1e160)
     assert not flat.grad_norm_squares()[1].isfinite()
     assert recovery.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
+
+
+def overflow_in_turn(run):
+    """At step k rank k - 1 alone finds a gradient that is not finite, and at step 5 rank 3 a
+    loss."""
+    reduce = run.reduce
+
+    def spoil(loss, *args):
+        if run.grid.rank == run.step - 1:
+            run.flat.buckets[-1].shard["grad"][0] = math.inf
+        if (run.step, run.grid.rank) == (5, 3):
+            loss += math.inf
+        return reduce(loss, *args)
+    run.reduce = spoil
+
+
+@pytest.mark.parametrize("zero, parameters", [
+    (0, ["norm2.weight", "norm2.weight"]),
+    (2, ["norm2.weight", "mlp.up.bias"])])              # in the halves of the two replicas
+def test_a_skip_names_the_rank_the_parameter_and_the_data(pool, tmp_path, zero, parameters):
+    """In metrics.jsonl: of two replicas on two stages each rank overflows once, then a loss."""
+    config = settings(tmp_path, dtype="fp16", steps=5, pp=2, zero=zero, rollback="off")
+    _, seen, _ = pool.run(4, run_steps, (2, 1, 2), config, replace(CFG, n_layer=2), monitor_now,
+                          None, overflow_in_turn)[0]
+    skips = [event for event in seen[-1][2] if event["event"] == "skip"]
+    assert [(e["step"], e["rank"], e["what"]) for e in skips] == [
+        (1, 0, "gradient"), (2, 1, "gradient"), (3, 2, "gradient"), (4, 3, "gradient"),
+        (5, 3, "loss")]
+    assert [e["parameter"] for e in skips[:4]] == [
+        f"blocks.{stage}.{name}" for name in parameters for stage in (0, 1)]
+    for event, scale in zip(skips, [65536, 32768, 16384, 8192, 4096]):
+        windows = Memory(CFG).window_ids(config.seed, 8 * event["step"] - 8, 8)
+        assert event["windows"] == windows.tolist() and event["loss_scale"] == scale
 
 
 def test_a_run_that_always_overflows_ends_with_a_clear_message(tmp_path):
@@ -893,14 +1024,15 @@ def infinite_gradients(run):
     (high_losses, dict(), 43, 0, 32, []),                   # no checkpoint yet
     (late_file, dict(save_every=39), 43, 39, 39, []),       # behind the skipped, but the only one
     (infinite_gradients, dict(save_every=10), 42, 30, 31, []),
-    (high_losses, dict(save_every=4, batch_size=24, batch_ramp="2:2:450"), 43, 32, 32, [])])
+    (high_losses, dict(save_every=4, batch_size=24, batch_ramp="2:2:450", micro_batch=2), 43, 32,
+     32, [])])
 def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, flags, at, to, first,
                                                             damaged):
     """After three bad steps, the last of them `at`, the run goes back to step `to`, leaves out the
     batches from the one with index `first` on (eight before the first bad one, but none that the
     checkpoint has read) and multiplies the learning rate by 0.6; metrics.jsonl tells it. A run
     that is resumed behind the rollback ends bit for bit alike."""
-    config = settings(tmp_path, steps=50, keep=99, **flags)
+    config = settings(tmp_path, **dict(steps=50, keep=99, micro_batch=8) | flags)
     seen = watched(config, fault)
     straight = batches_from(config, 0, 50)      # a step has the same size after a rollback
     left_out = [straight[first][0], sum(straight[at - 1])]
@@ -969,7 +1101,7 @@ def test_bad_batches_are_skipped_and_three_in_a_row_go_back(tmp_path, bad, facts
     step. Forty with a high loss take three rollbacks, and the learning rate is restored."""
     def prepare(run):
         report_instead(run, lambda: run.batches.position // 8 - 1 in bad, **facts)
-    seen = watched(settings(tmp_path, steps=50, save_every=4, keep=keep), prepare)
+    seen = watched(settings(tmp_path, steps=50, save_every=4, keep=keep, micro_batch=8), prepare)
     assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == back
     assert [first // 8 for first, _ in seen.batches] == [k for part in read for k in range(*part)]
     assert seen.run.monitor.lr_factor == lr_factor
@@ -986,7 +1118,7 @@ def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
     def prepare(run):
         runs.append(run)
         poison(run, times=9)
-    config = settings(tmp_path, steps=50, save_every=4, keep=9, max_rollbacks=4)
+    config = settings(tmp_path, steps=50, save_every=4, keep=9, max_rollbacks=4, micro_batch=8)
     with pytest.raises(RunError, match="--max-rollbacks 4 are used up.*--skip-steps") as stop:
         watched(config, prepare)
     *events, end = runs[0].events
@@ -1015,7 +1147,7 @@ def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, z
     process does, with its losses to 1e-5 in fp32."""
     dp, tp, pp = layout
     cfg = replace(CFG, n_layer=pp)
-    config = settings(tmp_path, steps=44, save_every=4, keep=9)
+    config = settings(tmp_path, steps=44, save_every=4, keep=9, micro_batch=8 // dp)
     one = watched(replace(config, out=str(tmp_path / "one")), poison, cfg=cfg)
     ranks = pool.run(dp * tp * pp, run_steps, layout, replace(config, tp=tp, pp=pp, zero=zero),
                      cfg, monitor_now, None, poison)
@@ -1034,7 +1166,7 @@ def test_a_rollback_waits_for_the_file_system_and_takes_no_older_file(tmp_path, 
     """A file that cannot be read for a while is not damaged: the run ends with exit status 1."""
     monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0, 0, 0, 0))
     with failing(".pt", call, 99 * [errno.EIO]), pytest.raises(RunError) as stop:
-        watched(settings(tmp_path, steps=44, save_every=4, keep=9), poison)
+        watched(settings(tmp_path, steps=44, save_every=4, keep=9, micro_batch=8), poison)
     assert stop.value.status == 1 and re.match(rf"{tmp_path}/step_.* could not be", str(stop.value))
 
 
@@ -1056,7 +1188,8 @@ def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
         resumed = watched(replace(config, skip_steps=skip, out=str(tmp_path / "resumed")),
                           state=checkpoint.step_file(tmp_path, step))
         assert resumed.batches == batches[first:first + 6 - step], (step, skip)
-    config = settings(tmp_path / "rollback", steps=44, skip_steps="41:43", save_every=4, keep=9)
+    config = settings(tmp_path / "rollback", steps=44, skip_steps="41:43", save_every=4, keep=9,
+                      micro_batch=8)
     seen, batches = watched(config, poison), batches_from(config, 0, 60)
     assert kinds(seen.events) == ["skip", "spike", "rollback", "skip"]
     assert seen.batches == [*batches[:40], *batches[43:58]]
@@ -1114,7 +1247,7 @@ def test_a_loss_that_rises_slowly_is_a_divergence_too_but_no_fall_or_plateau_is(
     noise = 0.1 * np.random.default_rng(1).standard_normal(300)
     told = judge(np.repeat([2.0, 2.0, 2.4], 100) + noise)
     assert 210 <= min(told) < 264 and "has risen from 1.9" in told[min(told)] and len(told) <= 3
-    for seed in range(10):
+    for seed in range(4):
         rng = np.random.default_rng(seed)
         plateau = 1.4 + 0.03 * rng.standard_normal(5000)
         fall = 2 + 3.5 * np.exp(-np.arange(1000) / rng.uniform(20, 200))
@@ -1199,234 +1332,66 @@ def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_ba
 
 
 # ---------------------------------------------------------------------------------------------
-# Corpora: where text comes from
+# sample.py's command line
 # ---------------------------------------------------------------------------------------------
 
-def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path, monkeypatch,
-                                                                        run_data):
-    """`python data.py` reads the .py files of Python's library: equal files once, and no link that
-    leads nowhere."""
-    assert Path(json.__file__) in corpora.standard_library()
-    for folder in ("tests", "test", "idle_test", "site-packages", "dist-packages", "a", "b"):
-        (tmp_path / "lib" / folder).mkdir(parents=True)
-        (tmp_path / "lib" / folder / "x.txt").write_text("not read")
-        (tmp_path / "lib" / folder / "x.py").write_text("some text" if folder in "ab" else folder)
-    (tmp_path / "lib" / "link.py").symlink_to("nowhere")
-    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
-    _, out, _ = run_data("--out", tmp_path / "out")
-    assert out.startswith("1 documents, 1 duplicates dropped, 0 without text skipped; ")
-    assert texts_of(tmp_path / "out", *data.SPLITS) == ["some text"]
+def test_samples_end_before_the_stop_text_and_are_separated_by_dashes(run_sample):
+    """Of 40 samples of a prompt, number 7 is that of --seed 7. Each ends before the --stop text of
+    three tokens; what looks like the beginning of a text that never comes is not lost. Each line of
+    standard input is a prompt."""
+    flags = ("--max-tokens", 40, "--temperature", 1, "--prompt")
+    line = "-" * 40 + "\n"
+    many = run_sample(*flags, "line ", "--num-samples", 40)[1].split(line)
+    assert len(many) == 40 and len(set(many)) > 30              # in three batches
+    with mock.patch.object(sample, "AT_ONCE", 40):
+        assert run_sample(*flags, "line ", "--num-samples", 40)[1].split(line) == many
+    assert many[7] == run_sample(*flags, "line ", "--seed", 7)[1]
+    seed, stop = next((i, found[0]) for i, text in enumerate(many)
+                      if (found := re.search("[ -~]{3}", text[7:])))
+    cut = [re.sub(f"(?s)(?<=^line )(.*?){re.escape(stop)}.*", r"\1\n", text)
+           for text in many[seed:seed + 3]]
+    assert 6 < len(cut[0]) < len(many[seed])
+    for count in (1, 3):
+        assert run_sample(*flags, "line ", "--seed", seed, "--num-samples", count, "--stop",
+                          stop) == (0, line.join(cut[:count]), "")
+    never = many[seed].rstrip("\n")[-2:] + "\0"
+    assert run_sample(*flags, "line ", "--seed", seed, "--stop", never)[1] == many[seed]
+    both = [run_sample(*flags, prompt, "--num-samples", 2)[1] for prompt in ("line 1", "", "so")]
+    assert run_sample(*flags, "-", "--num-samples", 2,
+                      stdin="line 1\n\nso\n") == (0, line.join(both), "")
 
 
-@pytest.mark.parametrize("flags, content, words", [
-    ("none.txt", None, "none.txt No such file"), ("nofolder", None, "nofolder No such"),
-    ("empty.txt", b"", "no text"), ("--shard_toks 9", None, "mean --shard-tokens?"),
-    ("--shard_tokens 9", None, "--shard-tokens 1024"), ("--nonsense", None, "--nonsense --help"),
-    (".", None, "only .txt .jsonl"), ("data.csv", b"a,b\n", "data.csv .txt .jsonl"),
-    ("tiny.txt", b"a", "no text"), ("blank.jsonl", b'{"text": ""}\n{"text": " \\n"}\n', "no text"),
-    ("latin.txt", b"x" * 300_000 + "ä".encode("latin-1") + b"!", "latin.txt byte 300000"),
-    ("torn.txt", b"x" * 50 + "漢".encode()[:2], "torn.txt byte 50"),
-    ("latin.jsonl", b'{"text": "ok"}\n{"text": "\xe4"}\n', "latin.jsonl line 2"),
-    ("bad.jsonl", b'{"text": "ok"}\n\n{"text": }\n', "bad.jsonl line 3 JSON"),
-    ("half.jsonl", b'{"text": "\\ud800"}\n', "half.jsonl line 1 surrogate"),
-    ("no.jsonl", b'{"text": "ok"}\n{"txt": "a"}\n', 'no.jsonl line 2 has no field "text"'),
-    ("no.jsonl", b'{"text": "ok"}\n{"text": 5}\n', 'no.jsonl line 2 "text"'),
-    ("no.jsonl", b'{"text": "ok"}\n["text"]\n', 'no.jsonl line 2 "text"'),
-    ("a.txt --seed -1", b"x" * 9, "--seed"), ("a.txt --shard-tokens 9", b"x" * 9, "1024"),
-    ("--dataset none", None, "none"), ("--input a.txt", b"x" * 9, "--out"),
-    ("--out a.txt", b"x" * 9, "a.txt is not a directory: give another"),
-    ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
-    ("--dataset fineweb --shards 104", None, "--shards 1 to 103"),
-    ("--dataset fineweb --tokenizer bytes", None, "GPT-2's tokens"),
-    # Shards made by others are neither deleted nor mixed in.
-    ("a.txt --out .", b"x" * 9, "fineweb_train_000001.bin")])
-def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatch, run_data, flags,
-                                                            content, words):
-    """The flags, or those behind --input; the content of the file; what the line says. Nothing is
-    written."""
-    monkeypatch.chdir(tmp_path)
-    Path("fineweb_train_000001.bin").write_bytes(shard([1, 2]))
-    if content is not None:
-        Path(re.search(r"\w+\.\w+", flags)[0]).write_bytes(content)
-    if not flags.startswith("--"):
-        flags = f"--out out --tokenizer bytes --input {flags}"
-    before = set(Path().iterdir())
-    status, out, line = run_data(*flags.split())
-    assert (status, out, line.count("\n")) == (2, "", 1) and line.startswith("data.py: ")
-    assert all(word in line for word in words.split()), line
-    assert set(Path().rglob("*")) <= before | {Path("out")}
+@pytest.mark.parametrize("flags, message", [
+    ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"),
+    ("--ckpt .", "checkpoint .: give a file of train.py"),
+    ("--temperature -1", "--temperature"), ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"),
+    ("--temperature 1e-50", "at least 1e-06"), ("--top-p 1e-300", "at least 1e-06"),
+    ("--num_samples 0", "--num-samples must"), ("--max_new_tokens 9", "mean --max-tokens?"),
+    ("--start x", "mean --prompt?"), ("--temprature 1", "mean --temperature?"),
+    ("--max-tokens x", "--max-tokens"), ("--device cuda", "no CUDA device"),
+    ("--seed -1", "--seed"), ("--seed 99999999999999999999", "--seed"), ("--nonsense", "--nons"),
+    ("--prompt \udce9", "surrogates not allowed"), ("--stop \udce9", "surrogates not allowed")])
+def test_sampling_mistakes_end_in_one_line_and_exit_2(run_sample, flags, message):
+    """Nothing else is printed; the line names the flag, and the one meant if it knows it."""
+    status, out, error = run_sample(*flags.split())
+    assert (status, out) == (2, "") and message in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("answer, words", [
-    (dict(side_effect=requests.ConnectionError("no net")), "could not be loaded (no net)"),
-    (dict(return_value=SimpleNamespace(content=b"a login page", raise_for_status=int)),
-     "Hash mismatch")])
-def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, run_data, answer,
-                                                        words):
-    """Where it cannot be downloaded the exit status is 1, and bytes are offered instead."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(requests, "get", mock.Mock(**answer))
-    tiktoken = pytest.importorskip("tiktoken")
-    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})         # of tests before
-    (tmp_path / "a.txt").write_text("some text")
-    status, out, line = run_data("--out", tmp_path, "--input", tmp_path / "a.txt")
-    assert (status, out, line.count("\n")) == (1, "", 1) and "TIKTOKEN_CACHE_DIR" in line
-    assert words in line and "--tokenizer bytes" in line
+def test_characters_are_printed_whole(run_sample, monkeypatch):
+    """Serves "prints only text": bytes that are no character print as one replacement character. A
+    terminal shows a question mark for a character that it lacks. Weights and cache have the type of
+    --dtype."""
+    seen = []
+    text = "é漢🙂!"
 
-
-BODY = np.random.default_rng(0).bytes(1 << 16).hex().encode()
-SIZE = len(BODY)
-
-
-@pytest.fixture
-def server(monkeypatch):
-    """A server on this machine. body: of each of its files; ranges: it knows Range; drop: so many
-    replies end half way; length: it says how long a reply is; asked: (file, first byte) of each
-    request."""
-    server = SimpleNamespace(body=BODY, ranges=True, drop=0, length=True, asked=[])
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        log_message = mock.Mock()
-
-        def do_GET(self):
-            start, status = 0, 200
-            if server.ranges:
-                start = int(self.headers["Range"][len("bytes="):-1])
-                status = 206 if start < len(server.body) else 416
-            server.asked.append((Path(self.path).name, start))
-            reply = server.body[start:]
-            self.send_response(status)
-            if server.length:
-                self.send_header("Content-Length", str(len(reply)))
-            self.end_headers()
-            if server.drop > 0:
-                reply = reply[:len(reply) // 2]
-            server.drop -= 1
-            self.wfile.write(reply)
-
-    set_block(monkeypatch, 4096)
-    monkeypatch.setattr(corpora.time, "sleep", nothing)        # between tries
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
-        threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
-        server.url = f"http://127.0.0.1:{httpd.server_port}"
-        yield server
-        httpd.shutdown()
-
-
-SHA256 = hashlib.sha256(BODY).hexdigest()
-
-
-@pytest.mark.parametrize("served, part, sha256, starts", [
-    (dict(drop=2), b"", SHA256, [0, SIZE // 2, SIZE * 3 // 4]),     # after a lost connection it
-    (dict(drop=2, ranges=False), b"", SHA256, [0, 0, 0]),           # continues, or starts over
-    ({}, BODY[:SIZE // 2], SHA256, [SIZE // 2]),                    # it continues an earlier run's
-    ({}, b"x" * 999, SHA256, [999, 0]),                             # or starts over if another's
-    ({}, b"x" * SIZE, SHA256, [SIZE, 0]),
-    ({}, b"x" * 5 * SIZE, SHA256, [5 * SIZE, 0]),
-    (dict(body=b"another text"), b"", SHA256, None),
-    ({}, b"", None, [0]), (dict(drop=99), b"", None, None),
-    (dict(length=False, ranges=False), b"", None, None)])
-def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, part, sha256, starts):
-    """What the server does; what .part holds before; where the requests begin, of which four that
-    are wrong (None) are an error. A file is whole by its sha256, if it is known, or by the length
-    that the server says. A damaged one is replaced, and a whole one not asked for."""
-    vars(server).update(served)
-    if sha256 is not None:
-        (tmp_path / "file").write_bytes(b"damaged")
-    (tmp_path / "file.part").write_bytes(part)
-    fetch = functools.partial(corpora.download, f"{server.url}/a", tmp_path / "file", sha256)
-    if starts is None:
-        with pytest.raises(ConnectionError, match="cannot download"):
-            fetch()
-        assert len(server.asked) == 4
-    else:
-        fetch()
-        fetch()
-        assert [start for _, start in server.asked] == starts
-        assert names_in(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == BODY
-
-
-def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, run_data):
-    """The same characters within a line do not. With another sha256 than that of DOWNLOADS the exit
-    status is 1."""
-    server.body = b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n"
-    for sha256, expected in [(SHA256, 1), (hashlib.sha256(server.body).hexdigest(), 0)]:
-        monkeypatch.setitem(corpora.DOWNLOADS, "tinystories",
-                            (f"{server.url}/file", sha256, ".eot"))
-        status, _, error = run_data("--dataset", "tinystories", "--tokenizer", "bytes",
-                                    "--out", tmp_path)
-        assert status == expected and ("data.py: cannot download" in error) == (status == 1)
-    assert texts_of(tmp_path, *data.SPLITS) == ["Once\nupon", "The end <|endoftext|> not"]
-
-
-def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path, server,
-                                                                       monkeypatch, run_data):
-    """Two training shards and the validation shard: a download continues, a second run asks for
-    nothing, a shard that is cut short is refused, and one that is missing is fetched again."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    fetch = functools.partial(run_data, "--dataset", "fineweb", "--shards", 2)
-    names = [f"fineweb_{name}.bin" for name in ("val_000000", "train_000001", "train_000002")]
-    val, *train = [Path("data/fineweb", name) for name in names]
-    server.body = shard(range(200))
-    val.parent.mkdir(parents=True)
-    train[0].with_name(f"{names[1]}.part").write_bytes(server.body[:500])
-    for _ in range(2):                              # the second time nothing is asked for
-        status, out, error = fetch()
-        assert (status, error) == (0, "") and "400 tokens to train on, 200 to validate on" in out
-        assert "python train.py --data data/fineweb --out out/fineweb\n" in out
-        assert server.asked == list(zip(names, [0, 500, 0]))
-    assert data.TokenDataset("data/fineweb", "train", 8).meta == dict(
-        tokenizer="gpt2", vocab_size=50257, bytes_per_token=None)
-    os.truncate(train[1], 1100)
-    status, _, error = fetch()
-    assert status == 2 and "not a complete shard" in error and "remove it" in error
-    train[1].unlink()
-    assert fetch()[0] == 0 and server.asked[3:] == [(names[2], 0)]          # in its place
-    Path("data/fineweb/meta.json").touch()
-    assert "holds other shards" in fetch()[2]
-
-
-def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, run_data):
-    """Sixty .TXT documents of one character are too little text for the default windows: the
-    output says so, and its command trains on windows that fit."""
-    for i in range(60):
-        (tmp_path / f"{i}.TXT").write_text(chr(ord("A") + i))
-    status, out, _ = run_data("--input", tmp_path, "--tokenizer", "bytes", "--out",
-                              tmp_path / "out")
-    assert status == 0 and out.startswith("60 documents, 0 duplicates dropped, 0 without")
-    assert f"too little text for windows of {GPTConfig().seq_len} + 1 tokens" in out
-    seq_len = int(re.search(r" --seq-len (\d+)\n", out)[1])
-    made = [data.TokenDataset(tmp_path / "out", split, seq_len) for split in data.SPLITS]
-    assert sum(one.n_tokens for one in made) == 120 and min(one.n_windows for one in made) > 0
-
-
-def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys, run_data):
-    """Mechanism of the lines on standard error: bytes done, of the total where it is known, and
-    lines without text move the clock too. Each look at the clock is four seconds later."""
-    monkeypatch.setattr(corpora, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
-    note = corpora.progress("x", 5_000_000, done=1_000_000)
-    for _ in range(4):
-        note(1_000_000)
-    assert capsys.readouterr().err == "x: 3.0 of 5.0 MB\nx: 5.0 of 5.0 MB\n"
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": ""}\n' * 2000 + '{"text": "some text"}\n' * 9)
-    status, _, error = run_data("--input", file, "--tokenizer", "bytes", "--out", tmp_path)
-    assert status == 0 and re.fullmatch("(reading: 0.0 MB\n)+(tokenising: 0.0 of 0.0 MB\n)*", error)
-
-
-def test_ctrl_c_ends_data_py_in_one_line_and_leaves_nothing(tmp_path):
-    """While it tokenises: exit status 1, an empty --out, and the same command makes the shards."""
-    (tmp_path / "a.txt").write_text("some words\n" * 1000)
-    (tmp_path / "wrapper.py").write_text("""
-import os, signal, sys, data
-signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background ignores it
-data.append_tokens = lambda *_: os.kill(os.getpid(), signal.SIGINT)
-sys.exit(data.main())
-""")
-    flags = ["--input", tmp_path / "a.txt", "--out", tmp_path / "d", "--tokenizer", "bytes"]
-    assert Command(tmp_path / "wrapper.py", *flags).finish() == (
-        1, "", "data.py: stopped: run it again, and a download continues\n")
-    assert names_in(tmp_path / "d") == []
-    assert Command("data.py", *flags).finish()[0] == 0
-    assert data.TokenDataset(tmp_path / "d", "train", 16).n_windows > 0
+    def generate(gpt, tokens, *_):
+        tensors = *gpt.parameters(), *gpt.new_kv_cache(1).values()
+        seen.append([tokens, *{tensor.dtype for tensor in tensors}])
+        yield from ({0: token} for token in text.encode() + b"\xff!" + "é".encode()[:1])
+    monkeypatch.setattr(sample, "generate", generate)
+    assert run_sample() == (0, text + "\ufffd!\ufffd\n", "")
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    run_sample("--dtype", "bf16")
+    assert terminal.buffer.getvalue() == b"???!?!?\n"
+    assert seen == [[[256], torch.float32], [[256], torch.bfloat16]]

@@ -165,7 +165,7 @@ def time_of(schedules, **times):
 
 
 @pytest.mark.parametrize("row", [
-    pytest.param(row, marks=() if i in (1, 7, 9, 14, 16, 21) else pytest.mark.slow)
+    pytest.param(row, marks=() if i in (1, 7, 14, 19, 23) else pytest.mark.slow)
     for i, row in enumerate(COVER)],            # each ZeRO stage, each schedule
     ids=lambda row: "-".join(map(str, row.values())))
 def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row):
@@ -175,14 +175,15 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row):
     cfg = deep_enough_for(row)
     # No padding, which does work that does not count; so wide that vectors count little.
     cfg = replace(cfg, vocab_size=384, n_embd=64)
-    config = plan_config(out=str(tmp_path), steps=1, world=8, gpu="endless", batch_size=16,
-                         micro_batch=1 if row["pp"] > 1 else 2, **row)
+    config = plan_config(out=str(tmp_path), steps=1, world=8, gpu="endless", batch_size=8,
+                         micro_batch=1, **row)
     tp, pp = config.tp, config.pp
     formula = FORMULA["bf16" if config.dtype in ("bf16", "fp16") else "fp32"]
     double = 2 if config.dtype == "fp64" else 1
     ranks = pool.run(8, a_step_of_a_run, config, cfg)
     for rank, (numel, held, sent, *_) in enumerate(ranks):
-        grid = Grid(8 // (tp * pp), pp, tp, rank, config.sequence_parallel, config.pp_chunks)
+        grid = Grid(8 // (tp * pp), pp=pp, tp=tp, rank=rank,
+                    sequence_parallel=config.sequence_parallel, chunks=config.pp_chunks)
         sizes = memory_bytes(cfg, grid, config, on_gpu=False)
         assert held == sum(sizes[kind] for kind in KEPT)
         assert held == formula(grid.dp)[config.zero] * numel * double
@@ -199,12 +200,13 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row):
     m = tools.plan.microbatches(config, grid)
     schedule = SCHEDULES[config.pp_schedule]
     weights = np.array([24 * cfg.n_embd ** 2 * len(pipeline.stage_layers(cfg.n_layer, pp, s)) / tp
-                        for s in range(pp)]) * (16 * cfg.seq_len / grid.dp)
+                        for s in range(pp)]) * (8 * cfg.seq_len / grid.dp)
     if config.pp_schedule != "zb-h1":
         weights *= 0
-    time = time_of([schedule(s, pp, m, config.pp_chunks) for s in range(pp)], F=forward[stages] / m,
-                   B=((flops - forward)[stages] - weights) / m, W=weights / m)
-    assert plan["bubble"] == pytest.approx(1 - flops[stages].mean() / time, rel=0.03, abs=1e-9)
+    duration = time_of([schedule(s, pp, m, config.pp_chunks) for s in range(pp)],
+                       F=forward[stages] / m, B=((flops - forward)[stages] - weights) / m,
+                       W=weights / m)
+    assert plan["bubble"] == pytest.approx(1 - flops[stages].mean() / duration, rel=0.03, abs=1e-9)
 
 
 A100, OLD_A100, H100 = "a100-80g", "a100-40g", "h100"
@@ -308,12 +310,12 @@ def test_traffic_takes_the_links_that_its_ranks_have(layout, gpus_per_node, spee
                         batch_size=32, gpus_per_node=gpus_per_node)
     plan = plan_on(replace(CFG, n_head=16, seq_len=2048), config, fp32=math.inf, link=64, network=1)
     sent = {name.removeprefix("bytes_"): size for name, size in plan.items()}
-    tensor, pipeline, data = (LINK * speed for speed in speeds)
-    expected = dict(tp=sent["tp"] / tensor, pp=sent["pp"] / pipeline)
+    of_tp, of_pp, of_dp = (LINK * speed for speed in speeds)
+    expected = dict(tp=sent["tp"] / of_tp, pp=sent["pp"] / of_pp)
     microbatch = sum(expected.values()) / (32 / dp)     # backward hides gradients, forward gathers
-    expected["dp"] = sent["embedding"] / pipeline
-    expected["dp"] += max(0, sent["gradients"] / data - microbatch * 2 / 3)
-    expected["dp"] += max(0, sent["parameters"] / data - microbatch / 3)
+    expected["dp"] = sent["embedding"] / of_pp
+    expected["dp"] += max(0, sent["gradients"] / of_dp - microbatch * 2 / 3)
+    expected["dp"] += max(0, sent["parameters"] / of_dp - microbatch / 3)
     assert {kind: plan[f"seconds_{kind}"] for kind in expected} == pytest.approx(expected)
 
 
@@ -399,7 +401,8 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
     monkeypatch.setattr(model, "NO_PRODUCTS", missing)
     cfg = GPTConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, activation=activation)
     for rank in range(tp * pp):
-        kept, grid = {}, Grid(1, pp, tp, rank, sequence_parallel)
+        kept = {}
+        grid = Grid(dp=1, pp=pp, tp=tp, rank=rank, sequence_parallel=sequence_parallel)
 
         def keep(x):
             kept[x.untyped_storage().data_ptr()] = x
@@ -429,7 +432,7 @@ def test_activations_are_those_of_the_microbatches_in_flight(schedule):
     for p, m in itertools.product((1, 2, 3, 4, 8), (1, 2, 5, 8, 32)):
         config = plan_config(micro_batch=2, batch_size=2, pp=p, pp_schedule=schedule)
         for s in range(p):
-            grid, cfg = Grid(1, p, 1, s), replace(CFG, n_layer=9)
+            grid, cfg = Grid(dp=1, pp=p, tp=1, rank=s), replace(CFG, n_layer=9)
             in_flight = m if schedule == "gpipe" and p > 1 else min(m, p - s)
             assert activation_bytes(cfg, grid, replace(config, batch_size=2 * m)) == (
                 in_flight * activation_bytes(cfg, grid, config))
@@ -439,8 +442,8 @@ def test_logits_are_a_chunk_in_the_models_type_and_in_16_bits_another_in_fp32(mo
     monkeypatch.setitem(MAX_LOGITS, "cpu", 2 ** 16)
     cfg = GPTConfig(vocab_size=8192, seq_len=256, n_layer=2, n_head=2, n_embd=16)
     for grid, dtype, expected in [(Grid(1, 1, 1), "fp32", 4 * 2 ** 16),
-                                  (Grid(1, 1, 2), "bf16", 6 * 2 ** 16),
-                                  (Grid(1, 2, 1), "fp32", 0)]:      # not the last stage
+                                  (Grid(dp=1, pp=1, tp=2), "bf16", 6 * 2 ** 16),
+                                  (Grid(dp=1, pp=2, tp=1), "fp32", 0)]:     # not the last stage
         config = plan_config(micro_batch=1, dtype=dtype, tp=grid.tp, pp=grid.pp)
         assert logits_bytes(cfg, grid, config, on_gpu=False) == expected
 
@@ -463,14 +466,14 @@ def test_the_search_finds_the_fastest_layouts_that_fit():
     given stay. One GPU shares nothing."""
     flags = "--gpu a100-40g --model gpt3-13b --dtype bf16 --batch-size 256"
     cfg = GPTConfig(50257, **SIZES["gpt3-13b"])
-    base = PlanConfig(world=64, gpu="a100-40g", model="gpt3-13b", dtype="bf16", batch_size=256)
+    base = PlanConfig(world=16, gpu="a100-40g", model="gpt3-13b", dtype="bf16", batch_size=256)
     choices = dict(tp=(1, 2, 4, 8), pp=(1, 2, 4, 8), micro_batch=(1, 2, 4), zero=range(4),
                    recompute=(False, True), sequence_parallel=(False, True),
                    pp_schedule=("gpipe", "1f1b", "interleaved"), pp_chunks=(1, 2, 4))
 
     def planned(chosen):
-        config, _ = checks.check_config(replace(base, **chosen), SIZES["gpt3-13b"], 50257, 64,
-                                       "cuda")
+        config, _ = checks.check_config(replace(base, **chosen), SIZES["gpt3-13b"], 50257, 16,
+                                        "cuda")
         return make_plan(cfg, config)
 
     def shown(plan):                        # of equal ones others may come first
@@ -482,21 +485,23 @@ def test_the_search_finds_the_fastest_layouts_that_fit():
         assert plans and len({str([x[name] for name in choices]) for x in plans}) == len(plans)
         assert all(plan["fits"] and (plan["dp"] > 1 or plan["zero"] == 0) for plan in plans)
         return plans
-    plans, rng = search(64), random.Random(0)
+    plans, rng = search(16), random.Random(0)
     seconds = [shown(plan) for plan in plans]
     assert len(plans) == 10 and seconds == sorted(seconds)
     assert plans == [planned({name: plan[name] for name in choices}) for plan in plans]
-    for _ in range(900):                        # most do not go together
+    for _ in range(400):                        # most do not go together
         chosen = {name: rng.choice(values) for name, values in choices.items()}
         with suppress(ValueError):
             other = planned(chosen)
             assert shown(other) >= seconds[-1] or not other["fits"] or (
                 other["step_seconds"] in column(plans, "step_seconds")), chosen
     assert {plan["tp"] for plan in search(8, "--model gpt2 --tp 2")} == {2}
-    header, *rows, best = tools.plan.answer(f"--world 64 {flags} --search".split()).splitlines()
+    with mock.patch.object(tools.plan, "search_layouts", lambda *_: plans):     # not once more
+        text = tools.plan.answer(f"--world 16 {flags} --search".split())
+    header, *rows, best = text.splitlines()
     assert len(rows) == 10 and "memory GB" in header and "step s" in header
     again = best.partition("train.py: ")[2]     # its flags, planned: the first
-    assert json.loads(tools.plan.answer(f"--world 64 {flags} {again} --json".split())) == plans[0]
+    assert json.loads(tools.plan.answer(f"--world 16 {flags} {again} --json".split())) == plans[0]
 
 
 def test_the_readmes_plan_is_what_the_command_prints():
@@ -577,8 +582,8 @@ def test_the_plan_is_a_command_with_help():
     for name in tools.plan.RUN_FLAGS + tools.plan.OWN_FLAGS:
         assert f" --{name.replace('_', '-')} " in text
     assert "(default 50257)" in text and "--lr" not in text
-    status, text, error = module("tools.plan", "--world", "8", "--gpu", "h100", "--json")
-    assert (status, error) == (0, "") and json.loads(text)["dp"] == 8
+    plan = tools.plan.answer("--world 8 --gpu h100 --json".split())
+    assert json.loads(plan)["dp"] == 8
 
 
 @pytest.mark.parametrize("program", ["data", "train", "sample", "tools.schedule", "tools.plan"])
@@ -1195,7 +1200,7 @@ def test_a_follower_that_hangs_costs_one_warning_and_never_the_run(
 def test_the_race_on_a_gpu_takes_turns_and_ends_in_time(monkeypatch, capsys):
     """Rates relative to the plain loop's at the same microbatch, MFU of an H100's 989 TFLOP/s, in
     rounds of four minutes of which two fit; a side that has too little memory is told."""
-    clock = itertools.count(0, 120).__next__
+    seconds = itertools.count(0, 120).__next__
     turns = []
 
     def ours(folder, size, micro_batch, *flags):
@@ -1207,7 +1212,7 @@ def test_the_race_on_a_gpu_takes_turns_and_ends_in_time(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", "gpt2"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=seconds))
     for name, function in dict(ceilings=lambda: "card", train_py_on_gpu=ours,
                                peer_on_gpu=lambda size, micro_batch: (250_000, 1e10)).items():
         monkeypatch.setattr(bench, name, function)

@@ -1,0 +1,105 @@
+"""The files of a run: which stay, which is taken, and how they reach the disk.
+
+    python -m pytest tests/test_checkpoint.py
+
+What is in a file: test_all.py. What a file survives: test_faults.py.
+"""
+import os
+import threading
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import checkpoint
+from runtime import directory
+from tests.harness import (after_backward, assert_same_state, names_in, saved, settings,
+                           small_state, watched)
+
+
+def test_the_docstring_tells_the_version_of_the_format():
+    assert f"format      {checkpoint.FORMAT}: " in checkpoint.__doc__
+
+
+def test_the_newest_whole_file_is_taken_even_if_times_are_lost(tmp_path, capsys):
+    """latest.pt is the newest, also where a copy has lost the times. A damaged file is passed over
+    with a line and an event; one that may not be read is not."""
+    for step, time_ in ((1, 9), (2, 2), (3, 3)):
+        os.utime(checkpoint.save(small_state(step), tmp_path, keep=3), (time_, time_))
+    files = checkpoint.list_checkpoints(tmp_path)
+    assert [checkpoint.load(path)["step"] for path in files] == [3, 1, 2]
+    os.truncate(files[0], 1000)
+    path, (event,) = directory.latest_valid(files)
+    assert path == files[1] and event["reason"] in capsys.readouterr().err
+    with mock.patch.object(checkpoint.zipfile, "ZipFile", side_effect=PermissionError), \
+            pytest.raises(PermissionError):
+        directory.latest_valid(files)
+
+
+def test_files_reach_the_disk_before_they_get_their_names(
+        tmp_path, links):
+    """Serves the claim that a power cut costs nothing but the save: it loses what os.fsync has not
+    seen, of a file its bytes, of a directory its names. What stays are the newest two files, and
+    those that the monitor lists for a rollback."""
+    safe = {}
+
+    def content(path):
+        if path.is_file():
+            return path.read_bytes()
+        return {(file.name, file.stat().st_ino) for file in path.iterdir()}
+
+    def spy_sync(number, sync=os.fsync):
+        sync(number)
+        safe[os.fstat(number).st_ino] = content(Path(os.readlink(f"/proc/self/fd/{number}")))
+
+    def spy_move(source, target, move=os.replace):
+        assert safe.get(Path(source).stat().st_ino) == content(Path(source)), target
+        move(source, target)
+    monitor = dict(checkpoints=[[1, "step_00000001.pt", True]])
+    latest = tmp_path / "latest.pt"
+    with mock.patch.multiple(os, fsync=spy_sync, replace=spy_move):
+        for step in range(1, 6):
+            newest = checkpoint.save({**small_state(step), "monitor": monitor}, tmp_path, 2)
+            assert content(tmp_path) <= safe[tmp_path.stat().st_ino]        # some are removed since
+            assert latest.samefile(newest) == links and content(latest) == content(newest)
+    assert names_in(tmp_path) == ["latest.pt", *(f"step_0000000{k}.pt" for k in (1, 4, 5))]
+
+
+@pytest.mark.parametrize("full, whole", [(False, [2, 4, 6]), (True, [6])])
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, full, whole):
+    """Each file is written while two more steps run; when the next is due, training waits for it,
+    also on a full disk, and no older state is left in memory. A file holds the state of its step,
+    bit for bit that of a run whose files are written at once."""
+    save, copy, wait = checkpoint.save, checkpoint.copy_shards, checkpoint.Writer.wait
+    waits = threading.Semaphore(0)
+    done, living, states = [], [], []
+
+    def save_when_waited_for(state, out, keep):
+        assert waits.acquire(timeout=20)
+        done.append(f"file {state['step']}")
+        if full and state["step"] < 6:
+            raise OSError("the disk is full")
+        return save(state, out, keep)
+
+    def wait_and_tell(writer, **required):
+        if writer.pending is not None:
+            waits.release()
+        return wait(writer, **required)
+
+    def copy_and_count(*facts):
+        living.append(sum(reference() is not None for reference in states))
+        copies = copy(*facts)
+        states.extend(map(weakref.ref, copies))
+        return copies
+    fast = settings(tmp_path / "fast", steps=6, save_every=2, keep=9)
+    watched(fast)
+    with mock.patch.multiple(checkpoint, save=save_when_waited_for,
+                             copy_shards=copy_and_count), \
+            mock.patch.object(checkpoint.Writer, "wait", wait_and_tell):
+        watched(replace(fast, out=str(tmp_path / "slow")),
+                lambda run: after_backward(run, done.append))
+    assert done == [1, 2, 3, 4, "file 2", 5, 6, "file 4", "file 6"] and living[:3] == [0, 0, 0]
+    for step in whole:
+        assert_same_state(saved(tmp_path / "fast", step), saved(tmp_path / "slow", step))

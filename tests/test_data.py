@@ -1,0 +1,416 @@
+"""Making a data set, and what is wrong with one: data.py and runtime/corpora.py.
+
+    python -m pytest tests/test_data.py
+
+Section                       Claims                                    Compared with
+Corpora                       downloads, input, the vocabulary          a loopback server
+The files of a data set       whole or not there; damage is refused     the bytes of the files
+A run's data                  --data, --epochs; GPT-2's tokens          literals
+"""
+import functools
+import hashlib
+import http.server
+import itertools
+import json
+import os
+import re
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import requests
+
+import checkpoint
+import data
+from model import GPTConfig
+from runtime import checks, corpora
+from tests.harness import (SHARED, TINY, Command, dataset, greedy, names_in, nothing, saved,
+                           set_block, shard, texts_of)
+
+
+# ---------------------------------------------------------------------------------------------
+# Corpora: where text comes from
+# ---------------------------------------------------------------------------------------------
+
+def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path, monkeypatch,
+                                                                        run_data):
+    """`python data.py` reads the .py files of Python's library: equal files once, and no link that
+    leads nowhere."""
+    assert Path(json.__file__) in corpora.standard_library()
+    for folder in ("tests", "test", "idle_test", "site-packages", "dist-packages", "a", "b"):
+        (tmp_path / "lib" / folder).mkdir(parents=True)
+        (tmp_path / "lib" / folder / "x.txt").write_text("not read")
+        (tmp_path / "lib" / folder / "x.py").write_text("some text" if folder in "ab" else folder)
+    (tmp_path / "lib" / "link.py").symlink_to("nowhere")
+    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    _, out, _ = run_data("--out", tmp_path / "out")
+    assert out.startswith("1 documents, 1 duplicates dropped, 0 without text skipped; ")
+    assert texts_of(tmp_path / "out", *data.SPLITS) == ["some text"]
+
+
+@pytest.mark.parametrize("flags, content, words", [
+    ("none.txt", None, "none.txt No such file"), ("nofolder", None, "nofolder No such"),
+    ("empty.txt", b"", "no text"), ("--shard_toks 9", None, "mean --shard-tokens?"),
+    ("--shard_tokens 9", None, "--shard-tokens 1024"), ("--nonsense", None, "--nonsense --help"),
+    (".", None, "only .txt .jsonl"), ("data.csv", b"a,b\n", "data.csv .txt .jsonl"),
+    ("tiny.txt", b"a", "no text"), ("blank.jsonl", b'{"text": ""}\n{"text": " \\n"}\n', "no text"),
+    ("latin.txt", b"x" * 300_000 + "ä".encode("latin-1") + b"!", "latin.txt byte 300000"),
+    ("torn.txt", b"x" * 50 + "漢".encode()[:2], "torn.txt byte 50"),
+    ("latin.jsonl", b'{"text": "ok"}\n{"text": "\xe4"}\n', "latin.jsonl line 2"),
+    ("bad.jsonl", b'{"text": "ok"}\n\n{"text": }\n', "bad.jsonl line 3 JSON"),
+    ("half.jsonl", b'{"text": "\\ud800"}\n', "half.jsonl line 1 surrogate"),
+    ("no.jsonl", b'{"text": "ok"}\n{"txt": "a"}\n', 'no.jsonl line 2 has no field "text"'),
+    ("no.jsonl", b'{"text": "ok"}\n{"text": 5}\n', 'no.jsonl line 2 "text"'),
+    ("no.jsonl", b'{"text": "ok"}\n["text"]\n', 'no.jsonl line 2 "text"'),
+    ("a.txt --seed -1", b"x" * 9, "--seed"), ("a.txt --shard-tokens 9", b"x" * 9, "1024"),
+    ("--dataset none", None, "none"), ("--input a.txt", b"x" * 9, "--out"),
+    ("--out a.txt", b"x" * 9, "a.txt is not a directory: give another"),
+    ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
+    ("--dataset fineweb --shards 104", None, "--shards 1 to 103"),
+    ("--dataset fineweb --tokenizer bytes", None, "GPT-2's tokens"),
+    # Shards made by others are neither deleted nor mixed in.
+    ("a.txt --out .", b"x" * 9, "fineweb_train_000001.bin")])
+def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatch, run_data, flags,
+                                                            content, words):
+    """The flags, or those behind --input; the content of the file; what the line says. Nothing is
+    written."""
+    monkeypatch.chdir(tmp_path)
+    Path("fineweb_train_000001.bin").write_bytes(shard([1, 2]))
+    if content is not None:
+        Path(re.search(r"\w+\.\w+", flags)[0]).write_bytes(content)
+    if not flags.startswith("--"):
+        flags = f"--out out --tokenizer bytes --input {flags}"
+    before = set(Path().iterdir())
+    status, out, line = run_data(*flags.split())
+    assert (status, out, line.count("\n")) == (2, "", 1) and line.startswith("data.py: ")
+    assert all(word in line for word in words.split()), line
+    assert set(Path().rglob("*")) <= before | {Path("out")}
+
+
+@pytest.mark.parametrize("answer, words", [
+    (dict(side_effect=requests.ConnectionError("no net")), "could not be loaded (no net)"),
+    (dict(return_value=SimpleNamespace(content=b"a login page", raise_for_status=int)),
+     "Hash mismatch")])
+def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, run_data, answer,
+                                                        words):
+    """Where it cannot be downloaded the exit status is 1, and bytes are offered instead."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(requests, "get", mock.Mock(**answer))
+    tiktoken = pytest.importorskip("tiktoken")
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})         # of tests before
+    (tmp_path / "a.txt").write_text("some text")
+    status, out, line = run_data("--out", tmp_path, "--input", tmp_path / "a.txt")
+    assert (status, out, line.count("\n")) == (1, "", 1) and "TIKTOKEN_CACHE_DIR" in line
+    assert words in line and "--tokenizer bytes" in line
+
+
+BODY = np.random.default_rng(0).bytes(1 << 16).hex().encode()
+SIZE = len(BODY)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server on this machine. body: of each of its files; ranges: it knows Range; drop: so many
+    replies end half way; length: it says how long a reply is; asked: (file, first byte) of each
+    request."""
+    server = SimpleNamespace(body=BODY, ranges=True, drop=0, length=True, asked=[])
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        log_message = mock.Mock()
+
+        def do_GET(self):
+            start, status = 0, 200
+            if server.ranges:
+                start = int(self.headers["Range"][len("bytes="):-1])
+                status = 206 if start < len(server.body) else 416
+            server.asked.append((Path(self.path).name, start))
+            reply = server.body[start:]
+            self.send_response(status)
+            if server.length:
+                self.send_header("Content-Length", str(len(reply)))
+            self.end_headers()
+            if server.drop > 0:
+                reply = reply[:len(reply) // 2]
+            server.drop -= 1
+            self.wfile.write(reply)
+
+    set_block(monkeypatch, 4096)
+    monkeypatch.setattr(corpora.time, "sleep", nothing)        # between tries
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
+        server.url = f"http://127.0.0.1:{httpd.server_port}"
+        yield server
+        httpd.shutdown()
+
+
+SHA256 = hashlib.sha256(BODY).hexdigest()
+
+
+@pytest.mark.parametrize("served, part, sha256, starts", [
+    (dict(drop=2), b"", SHA256, [0, SIZE // 2, SIZE * 3 // 4]),     # after a lost connection it
+    (dict(drop=2, ranges=False), b"", SHA256, [0, 0, 0]),           # continues, or starts over
+    ({}, BODY[:SIZE // 2], SHA256, [SIZE // 2]),                    # it continues an earlier run's
+    ({}, b"x" * 999, SHA256, [999, 0]),                             # or starts over if another's
+    ({}, b"x" * SIZE, SHA256, [SIZE, 0]),
+    ({}, b"x" * 5 * SIZE, SHA256, [5 * SIZE, 0]),
+    (dict(body=b"another text"), b"", SHA256, None),
+    ({}, b"", None, [0]), (dict(drop=99), b"", None, None),
+    (dict(length=False, ranges=False), b"", None, None)])
+def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, part, sha256, starts):
+    """What the server does; what .part holds before; where the requests begin, of which four that
+    are wrong (None) are an error. A file is whole by its sha256, if it is known, or by the length
+    that the server says. A damaged one is replaced, and a whole one not asked for."""
+    vars(server).update(served)
+    if sha256 is not None:
+        (tmp_path / "file").write_bytes(b"damaged")
+    (tmp_path / "file.part").write_bytes(part)
+    fetch = functools.partial(corpora.download, f"{server.url}/a", tmp_path / "file", sha256)
+    if starts is None:
+        with pytest.raises(ConnectionError, match="cannot download"):
+            fetch()
+        assert len(server.asked) == 4
+    else:
+        fetch()
+        fetch()
+        assert [start for _, start in server.asked] == starts
+        assert names_in(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == BODY
+
+
+def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, run_data):
+    """The same characters within a line do not. With another sha256 than that of DOWNLOADS the exit
+    status is 1."""
+    server.body = b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n"
+    for sha256, expected in [(SHA256, 1), (hashlib.sha256(server.body).hexdigest(), 0)]:
+        monkeypatch.setitem(corpora.DOWNLOADS, "tinystories",
+                            (f"{server.url}/file", sha256, ".eot"))
+        status, _, error = run_data("--dataset", "tinystories", "--tokenizer", "bytes",
+                                    "--out", tmp_path)
+        assert status == expected and ("data.py: cannot download" in error) == (status == 1)
+    assert texts_of(tmp_path, *data.SPLITS) == ["Once\nupon", "The end <|endoftext|> not"]
+
+
+def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path, server,
+                                                                       monkeypatch, run_data):
+    """Two training shards and the validation shard: a download continues, a second run asks for
+    nothing, a shard that is cut short is refused, and one that is missing is fetched again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    fetch = functools.partial(run_data, "--dataset", "fineweb", "--shards", 2)
+    names = [f"fineweb_{name}.bin" for name in ("val_000000", "train_000001", "train_000002")]
+    val, *train = [Path("data/fineweb", name) for name in names]
+    server.body = shard(range(200))
+    val.parent.mkdir(parents=True)
+    train[0].with_name(f"{names[1]}.part").write_bytes(server.body[:500])
+    for _ in range(2):                              # the second time nothing is asked for
+        status, out, error = fetch()
+        assert (status, error) == (0, "") and "400 tokens to train on, 200 to validate on" in out
+        assert "python train.py --data data/fineweb --out out/fineweb\n" in out
+        assert server.asked == list(zip(names, [0, 500, 0]))
+    assert data.TokenDataset("data/fineweb", "train", 8).meta == dict(
+        tokenizer="gpt2", vocab_size=50257, bytes_per_token=None)
+    os.truncate(train[1], 1100)
+    status, _, error = fetch()
+    assert status == 2 and "not a complete shard" in error and "remove it" in error
+    train[1].unlink()
+    assert fetch()[0] == 0 and server.asked[3:] == [(names[2], 0)]          # in its place
+    Path("data/fineweb/meta.json").touch()
+    assert "holds other shards" in fetch()[2]
+
+
+def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, run_data):
+    """Sixty .TXT documents of one character are too little text for the default windows: the
+    output says so, and its command trains on windows that fit."""
+    for i in range(60):
+        (tmp_path / f"{i}.TXT").write_text(chr(ord("A") + i))
+    status, out, _ = run_data("--input", tmp_path, "--tokenizer", "bytes", "--out",
+                              tmp_path / "out")
+    assert status == 0 and out.startswith("60 documents, 0 duplicates dropped, 0 without")
+    assert f"too little text for windows of {GPTConfig().seq_len} + 1 tokens" in out
+    seq_len = int(re.search(r" --seq-len (\d+)\n", out)[1])
+    made = [data.TokenDataset(tmp_path / "out", split, seq_len) for split in data.SPLITS]
+    assert sum(one.n_tokens for one in made) == 120 and min(one.n_windows for one in made) > 0
+
+
+def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys, run_data):
+    """Mechanism of the lines on standard error: bytes done, of the total where it is known, and
+    lines without text move the clock too. Each look at the clock is four seconds later."""
+    monkeypatch.setattr(corpora, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
+    note = corpora.progress("x", 5_000_000, done=1_000_000)
+    for _ in range(4):
+        note(1_000_000)
+    assert capsys.readouterr().err == "x: 3.0 of 5.0 MB\nx: 5.0 of 5.0 MB\n"
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": ""}\n' * 2000 + '{"text": "some text"}\n' * 9)
+    status, _, error = run_data("--input", file, "--tokenizer", "bytes", "--out", tmp_path)
+    assert status == 0 and re.fullmatch("(reading: 0.0 MB\n)+(tokenising: 0.0 of 0.0 MB\n)*", error)
+
+
+def test_ctrl_c_ends_data_py_in_one_line_and_leaves_nothing(tmp_path):
+    """While it tokenises: exit status 1, an empty --out, and the same command makes the shards."""
+    (tmp_path / "a.txt").write_text("some words\n" * 1000)
+    (tmp_path / "wrapper.py").write_text("""
+import os, signal, sys, data
+signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background ignores it
+data.append_tokens = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+sys.exit(data.main())
+""")
+    flags = ["--input", tmp_path / "a.txt", "--out", tmp_path / "d", "--tokenizer", "bytes"]
+    assert Command(tmp_path / "wrapper.py", *flags).finish() == (
+        1, "", "data.py: stopped: run it again, and a download continues\n")
+    assert names_in(tmp_path / "d") == []
+    assert Command("data.py", *flags).finish()[0] == 0
+    assert data.TokenDataset(tmp_path / "d", "train", 16).n_windows > 0
+
+
+# ---------------------------------------------------------------------------------------------
+# The files of a data set
+# ---------------------------------------------------------------------------------------------
+
+def test_a_data_set_stays_until_the_new_one_is_whole(tmp_path):
+    """Other text or flags for the same --out are refused before anything is made, because a run
+    may train on it. After a kill while the new files take their place the data set is refused as
+    damaged, not taken for one of GPT-2's tokens; the same text and flags mend it, to the bit."""
+    text, out, letters = tmp_path / "a.txt", tmp_path / "new", "abcdefghij" * 500
+    text.write_text(letters)
+    prepare = functools.partial(data.prepare, [text], out, "bytes")
+    replace_file = os.replace
+
+    def killed(path, target):
+        if target.name == "meta.json":
+            raise KeyboardInterrupt
+        replace_file(path, target)
+    with mock.patch.object(os, "replace", killed), pytest.raises(KeyboardInterrupt):
+        prepare()
+    with pytest.raises(ValueError, match="meta.json is damaged.*run data.py again"):
+        data.TokenDataset(out, "train", 4)
+    fingerprint = prepare()["fingerprint"]
+    assert names_in(out) == ["meta.json", "train_000000.bin", "val_000000.bin"]
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    assert fingerprint == hashlib.sha256(before[out / "train_000000.bin"]
+                                         + before[out / "val_000000.bin"]).hexdigest()
+    with mock.patch.object(data, "tokenise", side_effect=OSError), pytest.raises(OSError):
+        prepare()
+    for other, flags in [(letters, dict(shard_tokens=1024)), (letters, dict(seed=1)),
+                         (letters, dict(shard_tokens=10 ** 6)),      # the beginning of 10 ** 8
+                         (letters[:-1] + "J", {})]:
+        text.write_text(other)
+        with pytest.raises(ValueError, match="of other text, .* give another --out, or remove"):
+            prepare(**flags)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    text.write_text(letters)
+    (out / "val_000000.bin").write_bytes(b"damaged")
+    assert prepare()["fingerprint"] == fingerprint
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize("second", ["", "\n"])
+def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, run_data, second):
+    """Of two lines the second goes, or becomes blank: exit 2 and "changed while"."""
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "some text"}\n{"text": "more"}\n')
+    read = corpora.read_documents
+
+    def then_changes(path):
+        yield from read(path)
+        file.write_text('{"text": "some text"}\n' + second)
+    with mock.patch.object(data, "read_documents", then_changes):
+        status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out",
+                                      tmp_path / "out")
+    assert (status, out, error.count("\n")) == (2, "", 1) and "changed while" in error, error
+
+
+def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path):
+    """Wherever it stands in two shards, which three ranks share."""
+    for at in (0, 66_666, 66_667, 133_334, 199_999, 200_000, 299_999):
+        tokens = np.full(300_000, 256)
+        tokens[at] = 257
+        bad = dataset(tmp_path, {"train_0": tokens[:200_000], "train_1": tokens[200_000:]})
+        found = []
+        for part in range(3):
+            try:
+                bad.check(part, 3)
+            except ValueError as error:
+                found.append(str(error))
+        file = "train_0.bin" if at < 200_000 else "train_1.bin"
+        assert len(found) == 1 and f"{file} holds token 257, beyond a vocabulary of 257" in found[0]
+
+
+@pytest.mark.parametrize("file, damage, words", [
+    ("train_0.bin", shard(range(20), magic=20240521), "20240521"),
+    ("train_0.bin", shard(range(20), version=2), "20240520, 2"),
+    ("train_0.bin", shard(range(20), count=21), "21 1064"),
+    ("train_0.bin", shard(range(20), count=19), "19 1064"), ("train_0.bin", shard([]), "1024"),
+    ("train_0.bin", b"short", "5 bytes"), ("train_0.bin", b"", "0 bytes"),
+    ("train_0.bin", shard(range(4)), "4 tokens 4 + 1"), ("meta.json", b"{", ""),
+    ("meta.json", b"[]", ""), ("meta.json", b'{"tokenizer": "gpt2"}', "")])
+def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file, damage, words):
+    """Five tokens make a window of 4 + 1; with the damage the ValueError names file and cause."""
+    assert dataset(tmp_path, {"train_0": range(5)}).n_windows == 1
+    (tmp_path / file).write_bytes(damage)
+    with pytest.raises(ValueError) as error:
+        data.TokenDataset(tmp_path, "train", 4)
+    assert all(word in str(error.value) for word in [file, *words.split()])
+
+
+# ---------------------------------------------------------------------------------------------
+# A run's data
+# ---------------------------------------------------------------------------------------------
+
+def test_data_is_a_directory_or_several_by_weight(tmp_path, monkeypatch):
+    """--data is DIR, whose name may have a "=", or DIR=WEIGHT,... in lowest terms."""
+    monkeypatch.chdir(tmp_path)
+    Path("day=1").mkdir()
+    for text, weights in {"day=1": {"day=1": 1}, "data/a=0.7,b=0.3": {"data/a": 7, "b": 3},
+                          "a=.000001,b=1000,k=v=0": {"a": 1, "b": 10 ** 9, "k=v": 0}}.items():
+        assert data.parse_mixture(text) == {Path(folder): w for folder, w in weights.items()}
+
+
+def test_epochs_make_the_steps_that_read_the_data_so_often(run_train, tmp_path, monkeypatch):
+    """49 windows, in batches of 4. Sequences that were left out do not count: the same command ends
+    where it would have. A source of weight 0 is not read; other weights count from where the run
+    is."""
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        dataset(Path(name), {"train": [i % 256 for i in range(197)], "val": range(9)},
+                fingerprint=name)
+    flags = ["--n-layer", 1, "--n-head", 1, "--n-embd", 8, "--seq-len", 4, "--batch-size", 4]
+    run_train("--data", "a", *flags, "--epochs", 2, "--save-every", 20)
+    middle, end = saved(Path("out"), 20), saved(Path("out"), 25)
+    left_out = dict(middle, consumed_samples=92)
+    for state, given, steps in [
+            (None, dict(batch_size=4, epochs=1), 13), (end, {}, 25), (end, dict(epochs=2), 25),
+            (end, dict(steps=32), 32), (end, dict(epochs=3, batch_size=8), 25 + 6),
+            (left_out, dict(epochs=2), 25), (middle, dict(batch_size=8), 25),
+            (middle, dict(epochs=2, batch_size=8), 20 + 3),
+            (middle, dict(epochs=2, data="a=1,b=0"), 25),
+            (middle, dict(epochs=2, data="a=1,b=1"), 20 + 29),
+            # 98 sequences: 6 steps of 3, 3 of 6, 2 of 9, 4 of 12
+            (None, dict(epochs=2, batch_size=12, batch_ramp="3:3:50"), 15)]:
+        config, _ = checks.validate(dict(data="a", seq_len=4) | given, state, 1, "cpu")
+        assert config.steps == steps, given
+
+
+def test_gpt2s_tokens_end_to_end(run_train, run_sample, run_data, tmp_path, monkeypatch):
+    """data.py's default tokenizer, 40 steps, and sample.py: its text, of characters of up to three
+    tokens, is that of all greedy tokens decoded at once. Skipped where there is neither a network
+    nor the vocabulary, in ../shared or tiktoken's cache."""
+    if (SHARED / "tiktoken_cache").is_dir():
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+    line = "\U0001f642 \u6f22\u5b57 \u00e9t\u00e9 \u20ac!\n"
+    (tmp_path / "a.txt").write_text(line * 500)
+    status, _, error = run_data("--input", tmp_path / "a.txt", "--out", tmp_path / "d")
+    if "vocabulary could not be loaded" in error:
+        pytest.skip(error)
+    assert (status, error) == (0, "")
+    flags = ["--data", tmp_path / "d", "--out", tmp_path / "o", *TINY, "--n-layer", 1, "--n-embd",
+             32, "--batch-size", 8, "--steps", 40, "--lr", 0.02, "--eval-every", 0]
+    assert "vocabulary 50257" in run_train(*flags)[1]
+    encoding = data.get_tokenizer("gpt2")
+    plain, _ = checkpoint.load_model(tmp_path / "o/latest.pt")
+    text = line + encoding.decode(greedy(plain, encoding.encode(line), 40))
+    assert text.count("\u6f22") > 1 and len(text) < len(line) + 40
+    assert run_sample("--ckpt", tmp_path / "o/latest.pt", "--temperature", 0, "--prompt", line,
+                      "--max-tokens", 40) == (0, text + "\n", "")
