@@ -778,8 +778,8 @@ def test_few_documents_each_give_their_last_5_percent_in_llm_cs_shards(tmp_path,
 
 
 def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
-    """Of each shard that has the split as a word of its name. Without meta.json the names and sizes
-    of the files tell one source from another."""
+    """The shards are those that have the split as a word of their names. Without meta.json the
+    names and sizes of the files tell one source from another."""
     made = dataset(tmp_path, {"TinyStories-train": range(13), "retrieval_train_1": range(99, 102),
                               "train_2": range(100, 112), "constrained_val_0": range(9)})
     assert (made.n_tokens, made.n_windows) == (28, 5)
@@ -835,8 +835,8 @@ def test_an_epoch_is_a_permutation_drawn_from_seed_and_epoch(n):
 def test_a_mixture_is_exact_in_proportion_and_reads_each_source_without_replacement(n_windows,
                                                                                     phases):
     """After any number of sequences of a phase, each source has given its share of them, to less
-    than one sequence a source. It gives its windows in the order in which it would alone, and the
-    answer does not depend on how one asks."""
+    than one sequence a source. It gives its windows in the same order as it would alone, and the
+    window of a sequence does not depend on which sequences are asked for with it."""
     n = 2000
     made = mixture(n_windows, phases)
     windows = made.window_ids(7, 0, n)
@@ -865,8 +865,8 @@ def test_new_weights_replace_the_phases_of_later_files():
     (16, None, 60), (16, "4:4:100", 60), (24, "8:2:77", 60), (9, "1:1:7", 60), (16, "16:3:50", 60),
     (8, "1:7:1", 60), (64, "1:1:5000", 460), (1536, "16:16:585937", 2400)])
 def test_the_batch_grows_as_in_megatron(batch_size, ramp, steps):
-    """Past the ramp's end batches begin where Megatron-LM's do and have their size, also from
-    samples between, where one may begin after a rollback."""
+    """At each step, also past the end of the ramp, batches begin where Megatron-LM's do and have
+    their size; so do batches that begin at other samples, as after a rollback."""
     config = Config(batch_size=batch_size, batch_ramp=ramp)
     starts = [first for first, _ in batches_from(config, 0, steps + 1)]
     assert starts[-1] - starts[-2] == batch_size
@@ -921,8 +921,8 @@ def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch)
 
 
 def test_a_mixture_of_a_long_run_is_exact_too_and_takes_no_memory():
-    """Mechanism of the exact proportions: whole numbers, so that they hold after 8 * 10^9 sequences
-    of 10^9 windows; they are computed, in less than 100 kB."""
+    """Mechanism of the exact proportions: they are computed in whole numbers, so they hold after
+    8 * 10^9 sequences of 10^9 windows, and take less than 100 kB."""
     n, total = 8 * 10 ** 9, 10 ** 9
     made = mixture(dict(a=10 ** 9, b=10), [[0, dict(a=total - 1, b=1)]])
     made.window_ids(1337, 0, 1)         # the first call imports a module
@@ -1281,7 +1281,7 @@ def test_a_run_recomputes_each_block_in_backward_with_the_flag(pool, tmp_path):
 
 @pytest.mark.parametrize("schedule, expected", [(gpipe(0, 1, 8), 8), (None, 1)])
 def test_backward_frees_what_its_microbatch_holds(schedule, expected):
-    """Of eight microbatches GPipe holds all graphs at once, a run on one stage always one."""
+    """Of eight microbatches GPipe holds all graphs at once; a run on one stage holds one."""
     local, flat = staged(CFG, Grid(1, 1, 1))
     graphs, live = [], []
 
@@ -1598,9 +1598,10 @@ def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, worl
 @on_ranks
 def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_path,
                                                        sequence_parallel):
-    """Ranks 0 and 1, 2 and 3 have other heads of the same rows, and without sequence parallelism
-    the same activations between. In 2 steps of 2 microbatches each draws for the embedding and
-    thrice in a layer, once of it for attention; no mask comes twice, none in another seed's run."""
+    """Ranks 0 and 1, and 2 and 3, have different heads of the same rows; outside attention they
+    have the same activations, unless sequence parallelism splits these. In each of 2 steps of 2
+    microbatches a rank draws one mask for the embedding and three in a layer, of which one is for
+    attention. No mask is drawn twice, and none again with another seed."""
     cfg = replace(CFG, dropout=0.2, n_layer=2)
 
     def look(module, args, y):
@@ -1968,8 +1969,9 @@ def test_learning_rate_warms_up_then_decays_to_the_ratio():
 @pytest.mark.parametrize("ranks, dropout", [(1, 0.0), (2, 0.5)])
 def test_a_mixture_is_evaluated_by_source_on_evenly_spaced_windows(monkeypatch, tmp_path,
                                                                    two_sources, ranks, dropout):
-    """On 128 of each source at most, without dropout, which is back afterwards; and trained on as
-    drawn. Against a plain model, in two steps that change nothing, to 1e-10 in fp64."""
+    """Each source is evaluated on at most 128 windows, without dropout, which is on again in the
+    next step. Compared with a plain model in two steps whose learning rate is 0, to 1e-10 in fp64;
+    so is the training loss, on the batches that the mixture draws."""
     monkeypatch.chdir(two_sources)
     plain = GPT(GPTConfig(257, 16, 2, 2, 16)).initialize(Config.seed).double()
     both = data.TokenDataset("a=3,b=1", "train", 16)
