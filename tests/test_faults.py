@@ -387,7 +387,7 @@ def test_an_error_of_a_pipelines_messages_names_rank_machine_and_stage():
     """With tp 2, rank 2 on the second of three stages has the neighbors 0 and 4."""
     grid = Grid(dp=1, pp=3, tp=2, rank=2)
     grid.hosts = ["n0", "n0", "n1", "n1", "n2", "n2"]
-    messages = [(sending, ("B", 7, 0), torch.zeros(1)) for sending in (True, False)]
+    messages = [pipeline.Message(sending, ("B", 7, 0), torch.zeros(1)) for sending in (True, False)]
     closed = mock.Mock(side_effect=RuntimeError("closed"))
     words = (r"^backward of microbatch 7: send to rank 0 on n0 \(stage 0\), "
              r"backward .* 7: receive from rank 4 on n2 \(stage 2\): closed$")
