@@ -78,7 +78,7 @@ class Grid:
         self.is_last = self.stage == pp - 1
         self.sequence_parallel = sequence_parallel
         self.hosts = ["this machine"] * self.world      # each rank's; parallelism/groups.py asks
-        self.groups = dict.fromkeys(self.members())
+        self.groups = {"tp": None, "dp": None, "pp": None, "world": None, "embedding": None}
 
     def members(self) -> dict[str, list]:
         """{kind of group: the ranks of each group of that kind}."""

@@ -6,7 +6,7 @@ It computes what the plain form in parallel.py does. The differences:
     PP1  a stage's ops are a list            one executor runs any schedule        run_schedule
     PP2  1F1B: backwards start early         activations of p microbatches, not m  schedules.py
     PP3  crossing messages start together    NCCL cannot hang                      start_messages
-    PP4  a rank never builds other stages    memory / p                            parallel.build_stage
+    PP4  a rank never builds other stages    memory / p                            build_stage
     PP5  backward recomputes a block         stores 1 value instead of about 16    recompute_blocks
     PP6  a rank has v chunks of the layers   bubble about 1 / v; v times messages  model_chunks
     PP7  gradients of weights wait for gaps  bubble about 1 / 3; activations of p  schedules.zb_h1
@@ -65,8 +65,9 @@ OP_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}       # fo
 
 def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch.Tensor,
                  flat=None) -> torch.Tensor:
-    """PP1: run this stage's list of ops, as parallelism/schedules.py makes it. Returns the sum of the losses, not scaled, in `sum_dtype`;
-    0 on all stages but the last. Raises PeerError if another rank is gone or hangs.
+    """PP1: run this stage's list of ops, which schedules.py makes. Returns the sum of the losses, not
+    scaled, in `sum_dtype`; 0 on all stages but the last. Raises PeerError if another rank is gone or
+    hangs.
 
     batch            microbatch -> (tokens (B, T), targets (B, T), dropout seed)
     activation_like  a tensor like the activations between stages, (B, T, C) or (B, T / tp, C)

@@ -14,9 +14,9 @@ is the number of microbatches whose activations a stage keeps:
              .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .       2
              .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .       1
 
-PP6. Interleaved 1F1B: a stage has v chunks of the layers, a, b and so on. Chunk c of stage s has the
-layers of stage c p + s of a pipeline of v p stages. An op takes 1 / v of the time, so the bubble is
-(p - 1) / (v m + p - 1). Here two stages have two chunks each:
+PP6. Interleaved 1F1B: a stage has v chunks of the layers, a, b and so on. Chunk c of stage s has
+the layers of stage c p + s of a pipeline of v p stages. An op takes 1 / v of the time, so the
+bubble is (p - 1) / (v m + p - 1). Here two stages have two chunks each:
 
              F0a F1a F0b F1b F2a .   B0b B0b F3a B1b B1b F2b B0a B0a F3b B1a B1a .   B2b B2b ...
              .   F0a F1a F0b B0b B0b F1b B1b B1b F2a B0a B0a F3a B1a B1a F2b B2b B2b F3b B3b ...
