@@ -65,9 +65,9 @@ OP_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}       # fo
 
 def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch.Tensor,
                  flat=None) -> torch.Tensor:
-    """PP1: run this stage's list of ops, which schedules.py makes. Returns the sum of the losses, not
-    scaled, in `sum_dtype`; 0 on all stages but the last. Raises PeerError if another rank is gone or
-    hangs.
+    """PP1: run this stage's list of ops, which schedules.py makes. Returns the sum of the losses,
+    not scaled, in `sum_dtype`; 0 on all stages but the last. Raises PeerError if another rank is
+    gone or hangs.
 
     batch            microbatch -> (tokens (B, T), targets (B, T), dropout seed)
     activation_like  a tensor like the activations between stages, (B, T, C) or (B, T / tp, C)

@@ -360,8 +360,8 @@ class FlatParameters:
                 bucket.unsharding = None
 
     def reshard(self, buckets: list[Bucket]) -> None:
-        """ZeRO 3: free the gathered parameters. Their views refer to the storage, so `unshard`, which
-        fills it again, makes them valid again."""
+        """ZeRO 3: free the gathered parameters. Their views refer to the storage: filling it again
+        (`unshard`) makes them valid again."""
         if self.zero < 3:
             return
         for bucket in buckets:
