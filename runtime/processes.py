@@ -152,13 +152,14 @@ class Job:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
+    parent: int = 0             # the launcher's number, if there is one
 
     @classmethod
     def from_environment(cls) -> "Job":
         def read(name, default):
             return int(os.environ.get(name, default))
         return cls(read("RANK", 0), read("WORLD_SIZE", 1), read("LOCAL_RANK", 0),
-                   read("LOCAL_WORLD_SIZE", 1))
+                   read("LOCAL_WORLD_SIZE", 1), os.getppid())
 
 
 class StopSignal:
@@ -195,6 +196,15 @@ def exit_like_signal(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
+def forbid_restart(job: Job) -> None:
+    """End torchrun, this process's parent, if it would restart the group: a user's mistake would be
+    repeated."""
+    allowed = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    done = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if job.local_rank == 0 and done < allowed and os.getppid() == job.parent:
+        os.kill(job.parent, signal.SIGTERM)
+
+
 def run_process(parse: Callable, launch: Callable) -> None:
     """The life of one process, from its flags to its exit status.
 
@@ -214,6 +224,7 @@ def run_process(parse: Callable, launch: Callable) -> None:
             time.sleep(5)           # torchrun ends all ranks when one exits: rank 0 prints first
         if job.local_rank == 0:
             print_error(error)
+        forbid_restart(job)
         sys.exit(2)
     status = 0
     signal_number = None
@@ -227,6 +238,8 @@ def run_process(parse: Callable, launch: Callable) -> None:
                 if job.rank == 0:
                     print_error(error)
                 all_gather_object(None)             # wait until rank 0 has printed
+                if status == 2:
+                    forbid_restart(job)
     except Exception as error:
         message = fatal_message(error)
         if message is not None:
