@@ -1,4 +1,4 @@
-"""Numbers: the precisions, the loss scaler, gradient clipping.
+"""Numbers: the precisions, the loss scaler, gradient clipping, exact sums.
 
                  parameters, activations     gradients, masters, Adam's moments
     fp32                fp32                              fp32 (the parameter is its own master)
@@ -119,3 +119,124 @@ def clip_factor(norm: float, clip: float, scale: float) -> float:
     if clip > 0:
         factor = min(1.0, clip / (norm + 1e-6))
     return factor / scale
+
+
+# ---------------------------------------------------------------------------------------------
+# Exact sums (--exact)
+#
+# Floating-point addition rounds, so a sum depends on its order, and the order on the layout: on
+# microbatches, replicas, tensor-parallel ranks. Whole numbers add without rounding, in float64 up
+# to 2^53. So count in units: round each term to a whole number of units, by itself, and add these.
+# The sum is the same in every order (Demmel and Nguyen 2013; Collange et al. 2015). With a unit of
+# 0.01:
+#
+#     3.14159   ->    314 units           314 +  272 = 586,  586 - 1 = 585
+#     2.71828   ->    272 units             272 - 1 = 271,  271 + 314 = 585   -> 5.85
+#    -0.01234   ->     -1 unit
+#
+# Each term changes by at most half a unit. The units (powers of two) and limits:
+#
+#     terms                                   unit                    largest sum: 2^53 units
+#     activations of blocks                   2^-32                   2^21
+#     their gradients, for one position       2^-36 loss scale / N    2^17 loss scale / N
+#     gradients of parameters                 2^-40 loss scale        2^13 loss scale
+#       of embedding and head                 2^-36 loss scale        2^17 loss scale
+#     squares of gradients                    2^-30, rest 2^-46       2^23: a norm of 2,900
+#     exp(logit - largest)                    2^-34                   2^19: so many tokens
+#     losses                                  2^-20                   2^33: of 10^8 tokens
+#     norms of activations                    2^-10                   2^43
+#
+# N is the number of tokens in the batch. Why these: a gradient of the mean loss is below 1 in a
+# healthy run, AdamW's epsilon is 1e-8 = 10,000 * 2^-40, and the gradient of one of a million tokens
+# must not vanish. (An embedding's gradients are the largest: they pass the first LayerNorm, which
+# divides by 0.03 at the start.) A larger term must not cost the exactness in silence: `ExactSums`
+# compares each with its share of the largest sum, and an excess skips the step on all ranks, as an
+# overflow does. (In 60 healthy steps of nano the largest term was 0.03 of its share. The rest of
+# the squares is below 2^-31 each, so it cannot be too large with fewer than 2^38 parameters.)
+# ---------------------------------------------------------------------------------------------
+
+
+def plain_exact_sum(terms: list[float], unit: float) -> float:
+    """The sum of the terms, each rounded to a multiple of `unit`: the same in every order."""
+    units = 0
+    for term in terms:
+        units += round(term / unit)
+    return units * unit
+
+
+class ExactSums:
+    """The exact sums of a step, in float64 tensors, and whether a term was too large.
+
+    blocks      attention, MLP and logits are computed in so many blocks (parallelism/exact.py)
+    positions   of a microbatch
+    excess      the largest |term| so far, relative to its limit; at 1 or more a sum may be inexact
+    """
+    ACTIVATION = 2.0 ** -32
+    SQUARES = (2.0 ** -30, 2.0 ** -46)
+    SOFTMAX = 2.0 ** -34
+    LOSS = 2.0 ** -20
+    NORM = 2.0 ** -10
+
+    def __init__(self, blocks: int, positions: int, device: torch.device):
+        self.blocks, self.positions = blocks, positions
+        self.scratch = torch.empty(0, device=device)
+        self.begin_step(1.0, 1)
+
+    def begin_step(self, loss_scale: float, tokens: int) -> None:
+        """`tokens`: of the global batch."""
+        self.loss_scale, self.tokens = loss_scale, tokens
+        self.activation_gradient = 2.0 ** -36 * power_of_2(loss_scale / tokens)
+        self.gradient = 2.0 ** -40 * power_of_2(loss_scale)
+        self.embedding_gradient = 2.0 ** -36 * power_of_2(loss_scale)
+        self.excess = torch.zeros((), device=self.scratch.device)
+
+    def in_units(self, x: torch.Tensor, unit: float, terms: float) -> torch.Tensor:
+        """x in whole units, until the next call. `terms`: how many such terms the sum has. (Their
+        limit is half of its share: the token matrix has two uses.)"""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if self.scratch.numel() < x.numel() or self.scratch.dtype != wide:
+            self.scratch = torch.empty(x.numel(), dtype=wide, device=x.device)
+        units = self.scratch[:x.numel()].view(x.shape)
+        torch.mul(x.to(wide), 1 / unit, out=units).round_()     # exact: a power of two
+        low, high = units.aminmax()
+        excess = torch.maximum(-low, high) * (terms / 2 ** 52)
+        self.excess = torch.maximum(self.excess, excess)
+        return units
+
+    def add(self, total: torch.Tensor, x: torch.Tensor, unit: float, terms: float) -> None:
+        """total += x, both of one shape."""
+        total.add_(self.in_units(x, unit, terms), alpha=unit)
+
+    def add_rows(self, total: torch.Tensor, x: torch.Tensor, unit: float) -> None:
+        """total (C,) += the sum of x (..., C), which has a row for each position."""
+        units = self.in_units(x.flatten(0, -2), unit, self.terms(1))
+        total.add_(units.sum(0, dtype=total.dtype), alpha=unit)
+
+    def terms(self, positions: int) -> float:
+        """The number of terms, each for so many positions, in a sum over the batch."""
+        return self.tokens / positions
+
+    def squares(self, grad: torch.Tensor) -> torch.Tensor:
+        """The sum of the squares of a float64 gradient, as two exact sums: of the high digits, and
+        of what is left, (2,)."""
+        left = (grad / self.loss_scale).square_()
+        sums = []
+        for unit in self.SQUARES:
+            units = self.in_units(left, unit, 1)
+            sums.append(units.sum() * unit)
+            left -= units * unit
+        return torch.stack(sums) * self.loss_scale ** 2
+
+    def checked(self, total: torch.Tensor) -> torch.Tensor:
+        """This total, but inf if a term of any sum was too large, or NaN, since `begin_step`."""
+        return total.where(self.excess < 1, torch.inf)
+
+    def in_range(self, squares: float) -> bool:
+        """Whether a sum of squares' high digits is exact. (Its terms are positive: one that was too
+        large on the way is too large in the end.)"""
+        return squares < 2 ** 53 * self.SQUARES[0] * self.loss_scale ** 2
+
+
+def power_of_2(x: float) -> float:
+    """The largest power of two that is not above x > 0."""
+    return 2.0 ** math.floor(math.log2(x))

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model import GPT, GPTConfig
 from parallelism.compiling import compile_model
+from parallelism.exact import EXACT_PLAN, make_exact, new_sums
 from parallelism.pipeline import chunk_layers, recompute_blocks, stage_layers
 from parallelism.tensor import TP_PLAN, param_specs
 from parallelism.zero import FlatParameters, gather_before_use
@@ -79,6 +80,7 @@ class Grid:
         self.sequence_parallel = sequence_parallel
         self.hosts = ["this machine"] * self.world      # each rank's; parallelism/groups.py asks
         self.groups = {"tp": None, "dp": None, "pp": None, "world": None, "embedding": None}
+        self.exact = None           # amp.ExactSums, with --exact
 
     def members(self) -> dict[str, list]:
         """{kind of group: the ranks of each group of that kind}."""
@@ -546,10 +548,11 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
     with torch.device("meta"):
         model = GPT(model_config)
     keep_stage(model, grid, set().union(*chunk_layers(model_config.n_layer, grid)))
+    plan = TP_PLAN if grid.exact is None else TP_PLAN | EXACT_PLAN
     for name, module in list(model.named_modules()):
         name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
-        if name_in_plan in TP_PLAN:
-            model.set_submodule(name, TP_PLAN[name_in_plan](module, grid))
+        if name_in_plan in plan:
+            model.set_submodule(name, plan[name_in_plan](module, grid))
     for block in model.blocks.values():     # different heads need different dropout masks
         block.attn.core_attention.rng_offset = grid.tp_rank
     return model
@@ -568,7 +571,11 @@ def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
     5. ZeRO gathers a block's parameters before its forward, or its recomputation, begins.
     """
     host = "cpu" if config.offload else device
+    if config.exact:
+        grid.exact = new_sums(model_config, config, device)
     model = build_stage(model_config, grid)
+    if config.exact:
+        make_exact(model, model_config, grid)
     flat = FlatParameters(param_specs(model, model_config, grid), grid, *dtypes, device,
                           config.zero, host, training=not config.eval_only)
     if config.compile:

@@ -3,33 +3,33 @@
     python train.py                                             # one process
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (tp pp) = 2
 
+    rank       one process
+    replica    one full copy of the model, on tp x pp ranks; each trains on its share of the batch
+    stage      a slice of the layers, on tp ranks of each replica
+    window     T + 1 consecutive tokens: T inputs; the target of each is the token after it
+    shard      the part of the parameters that a rank updates, with ZeRO (--zero 1 to 3)
+
 `plain_train` is the whole algorithm on one CPU. `Run` does the same in every layout and precision;
 a test compares their numbers:
 
-    plain_train             Run, on each rank
+    plain_train             Run, on each rank                               where
     rows of the batch       this replica's rows, in microbatches            load_microbatches
     forward and backward    for each microbatch, or a pipeline's schedule   train_step
                             sum of the gradients over the replicas          flat.finish_grad_sync
-    norm and clipping       loss and norm, summed over all ranks, so        reduce, clip_factor
-                            every rank takes the same decision
+    norm and clipping       loss and norm, summed over all ranks, so that   reduce, clip_factor
+                            all clip, or skip the step, alike
     AdamW                   AdamW on this rank's shard                      flat.step
 
-    rank       one process
-    replica    one full copy of the model, on tp x pp ranks
-    stage      a slice of the layers, on tp ranks of each replica
-    window     T + 1 consecutive tokens: T inputs; the target of each is the token after it
-    shard      the part of the parameters that a rank updates
-
-What operates a run is in runtime/: flags, signals, the console, metrics.jsonl, and recovery: a
-diverged run, whose loss stays too high or NaN, is rolled back to an older checkpoint.
+runtime/ operates a run: flags, signals, the console, metrics.jsonl, and recovery: a diverged run,
+whose loss stays too high or NaN, is rolled back to an older checkpoint.
 
 Resuming is exact: on the CPU, with the same layout, a resumed run is bit-identical to an
-uninterrupted one. Flags come from the command line, then the checkpoint, then the defaults; layout,
+uninterrupted one. The command line overrides the checkpoint, which overrides the defaults; layout,
 precision and paths are not restored.
 """
 import signal
 
-if __name__ == "__main__":      # first, so that Ctrl-C exits at once while torch is imported, too
+if __name__ == "__main__":      # before the slow `import torch`, so that Ctrl-C exits at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import dataclasses
@@ -57,12 +57,12 @@ from runtime.divergence import DivergenceMonitor
 from runtime.options import Config
 from runtime.processes import Job, StopSignal, all_ranks
 
-EVAL_MICROBATCHES = 64          # of a replica, in each part of an evaluation
+EVAL_MICROBATCHES = 64          # of a replica, between two all-reduces of an evaluation
 
 
 def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, float]]:
     """Train on the CPU with PyTorch's own AdamW. Returns (loss, gradient norm) of each step. Needs
-    `config.clip` > 0; ignores the ramp of the batch size and skipped steps."""
+    `config.clip` > 0; ignores --batch-ramp and --skip-steps."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]           # biases, LayerNorm
     optimizer = torch.optim.AdamW(
@@ -100,15 +100,16 @@ def learning_rate(config, step: int) -> float:
 
 @dataclass
 class StepStats:
-    """The statistics of a step. All but the last are equal on every rank."""
+    """The statistics of a step. All but local_loss are equal on every rank."""
     loss: float                 # mean over the tokens of the global batch, in nats
-    activation_norm: float      # of the last activations of a token, mean over the tokens
+    activation_norm: float      # of a token's last activations, mean over the tokens
     grad_norm: float            # of the whole model, unscaled, before clipping
-    found_inf: bool             # the loss or a gradient of some rank is inf or NaN
+    found_inf: bool             # the loss or a gradient of some rank is inf or NaN; or out of range
     stop_requested: bool        # some rank received a signal
     loss_scale: float           # the loss scale used in this step
-    scale_can_fall: bool        # it is above its floor, so a smaller one may avoid an overflow
+    scale_can_fall: bool        # the loss scale is above its floor: a smaller one may help
     local_loss: torch.Tensor    # sum over this rank's tokens: shows where inf or NaN began
+    out_of_range: bool = False  # all are finite but, with --exact, one is too large for its sum
 
 
 class Run:
@@ -139,7 +140,8 @@ class Run:
                                            device)
         self.writer = checkpoint.Writer(Path(config.out), config.keep, model_config, self.flat,
                                         config.timeout)
-        # Not filled: only its shape and type count, those of what one stage sends to the next.
+        # A template of the activations that one stage sends to the next: only its shape and type
+        # count.
         positions = model_config.seq_len
         if grid.sequence_parallel:
             positions //= grid.tp
@@ -155,13 +157,15 @@ class Run:
         self.model.train()
         while self.step <= config.steps:
             started = time.perf_counter()
-            recovery.skip_excluded(self)        # move past sequences that are to be left out
+            # Leave out sequences that --skip-steps or a rollback excludes. A batch of them that was
+            # loaded in advance is dropped.
+            recovery.skip_excluded(self)
             batch = self.batches.next(self.step)            # calls load_microbatches
             lr = learning_rate(config, self.step) * self.monitor.lr_factor  # cut by a rollback
             stats = self.train_step(batch, lr, stop.requested)
             row = self.log.new_row(self, batch, stats, lr, time.perf_counter() - started)
             if recovery.after_step(self, batch, stats, row):
-                continue                        # rolled back: go on after the checkpoint's step
+                continue        # rolled back: step, weights and position are the checkpoint's
 
             last = self.step == config.steps
             stopping = stats.stop_requested and not last
@@ -174,7 +178,7 @@ class Run:
             if stopping:
                 break
         self.flat.wait_params()     # stay until the other ranks have received this rank's shard
-        # all_ranks: what fails on one rank, for example because its disk is full, fails on all.
+        # all_ranks: an error on one rank, such as a full disk, is raised on every rank.
         all_ranks(lambda: self.writer.wait(required=True))      # the last checkpoint is complete
         console.report_end(self)
 
@@ -183,13 +187,11 @@ class Run:
 
     def load_microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
         """This replica's microbatches of the windows (B,): (tokens (b, T), targets (b, T), dropout
-        seed) each; tokens and targets are None on middle stages. PADDING has no targets."""
+        seed) each; tokens and targets are None on middle stages. The loss ignores PADDING."""
         grid = self.grid
-        # Ranks with different rows, or different positions (sequence parallelism), need different
-        # dropout masks; the others need the same.
-        mask_key = [grid.dp_rank]
-        if grid.sequence_parallel:
-            mask_key.append(grid.tp_rank)
+        # Ranks of a tp group draw the same dropout masks, but with sequence parallelism each one
+        # has other positions.
+        mask_key = [grid.tp_rank] if grid.sequence_parallel else []
         rows = split_microbatches(window_ids, self.config.micro_batch, grid.dp_rank, grid.dp)
         microbatches = []
         for m, ids in enumerate(rows):                                          # (b,)
@@ -202,25 +204,27 @@ class Run:
                 targets[is_padding] = IGNORE_INDEX
                 inputs = devices.to_device(inputs, self.device)
                 targets = devices.to_device(targets, self.device)
-            dropout_seed = derive_seed(self.config.seed, step, m, *mask_key)
+            number = m * grid.dp + grid.dp_rank                             # in the batch
+            dropout_seed = derive_seed(self.config.seed, step, number, *mask_key)
             microbatches.append((inputs, targets, dropout_seed))
         return microbatches
 
     # ---- One step ---------------------------------------------------------------------------
 
     def train_step(self, batch: Batch, lr: float, stop_requested) -> StepStats:
-        """Forward, backward and update. If the loss or a gradient is inf or NaN, every rank skips
-        the update. `stop_requested`: this rank has received a signal."""
+        """Forward, backward and update. If the loss or a gradient is inf or NaN (or, with --exact,
+        too large for its sum), every rank skips the update. `stop_requested`: this rank has
+        received a signal."""
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
         tokens_in_batch = batch.size * self.model_config.seq_len        # of all replicas
 
         # 1. Forward and backward. The model returns a sum over tokens; times `scale`, it gives the
-        #    gradients of the mean loss (times the loss scale), which add up in `flat`. The head
-        #    computes its gradients already in forward, times the scale that it is given here; its
-        #    backward expects the scaled loss and does not multiply again.
+        #    gradients of the mean loss (times the loss scale), which add up in `flat`. The head has
+        #    to know `scale` beforehand: it computes its gradients in forward, where it has the
+        #    logits, and its backward only hands them on.
         scale = self.scaler.scale / tokens_in_batch
-        flat.zero_grad()
+        flat.begin_step(self.scaler.scale, tokens_in_batch)
         if grid.is_last:
             model.head.begin_step(scale)
         if grid.pp == 1:
@@ -235,20 +239,22 @@ class Run:
         else:       # the same in the order of a schedule, with messages between the stages
             schedule = make_schedule(config.pp_schedule, grid, len(microbatches))
             loss_sum = run_schedule(schedule, model, grid, microbatches, self.activation_like, flat)
-        if self.step < config.steps:    # load while a GPU still computes; `reduce` waits for it
+        if self.step < config.steps:    # while a GPU still computes: the CPU waits in `reduce`
             self.batches.prefetch(self.step + 1)
 
-        # 2. Sum over ranks: the gradients, over the replicas; the loss and the norm, over all.
+        # 2. Sum over ranks: the gradients over the replicas (with ZeRO, each keeps its shard's
+        #    sum); the loss and the norm over all ranks.
         flat.finish_grad_sync()
         stats = self.reduce(loss_sum, tokens_in_batch, stop_requested)
 
-        # 3. Update. One factor clips and removes the loss scale; each rank updates only its shard.
+        # 3. Update. One factor clips and removes the loss scale. AdamW updates this rank's shard;
+        #    what the other replicas need of it travels during the next forward.
         if not stats.found_inf:
             self.optimizer_steps += 1
             factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
             flat.step(factor, self.optimizer_steps, lr, config.beta1, config.beta2,
                       config.weight_decay)
-        self.scaler.update(stats.found_inf)
+        self.scaler.update(stats.found_inf and not stats.out_of_range)
         return stats
 
     def reduce(self, loss_sum: torch.Tensor, tokens_in_batch: int, stop_requested) -> StepStats:
@@ -258,21 +264,21 @@ class Run:
         # All tp ranks have the same loss: count it once. Their last activations are the same too,
         # unless sequence parallelism splits the positions.
         if grid.is_last and grid.tp_rank == 0:
-            loss = loss_sum / tokens_in_batch
+            loss = loss_sum
         if grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel):
-            activation_norm = self.model.head.norms.to(loss.dtype) / tokens_in_batch
+            activation_norm = self.model.head.norms.to(loss.dtype)
         stops = self.scalar(1.0 if stop_requested else 0.0)
-        # `squares`: for the norm, each parameter of the model once. `all_squares`: also every copy
-        # of a parameter on another rank, only to detect inf or NaN.
-        squares, all_squares = self.flat.grad_norm_squares()
         total = self.sum_across_ranks(dict(loss=loss, activation_norm=activation_norm, stops=stops,
-                                           squares=squares, all_squares=all_squares))
+                                           **self.flat.grad_norm_squares()))
+        norm, in_range = self.flat.global_norm(total)
         finite = math.isfinite(total["loss"]) and math.isfinite(total["all_squares"])
         return StepStats(
-            loss=total["loss"], activation_norm=total["activation_norm"],
-            grad_norm=math.sqrt(total["squares"]) / scaler.scale, found_inf=not finite,
+            loss=total["loss"] / tokens_in_batch,
+            activation_norm=total["activation_norm"] / tokens_in_batch,
+            grad_norm=norm / scaler.scale, found_inf=not (finite and in_range),
+            out_of_range=finite and not in_range,
             stop_requested=total["stops"] > 0, loss_scale=scaler.scale,
-            scale_can_fall=self.scale_can_fall, local_loss=loss_sum)
+            scale_can_fall=self.scale_can_fall and in_range, local_loss=loss_sum)
 
     def sum_across_ranks(self, local: dict) -> dict:
         """{name: scalar tensor} -> {name: its sum over all ranks, a number}. Blocks until the sums
@@ -316,6 +322,9 @@ class Run:
         window_ids = np.full(padded, PADDING)
         evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
         window_ids[:count] = source.first + evenly_spaced
+        exact = self.grid.exact
+        if exact is not None:
+            exact.begin_step(1.0, count * self.model_config.seq_len)
         total = 0.0
         part = EVAL_MICROBATCHES * at_once      # in parts, so that --timeout applies to each part
         for first in range(0, padded, part):
@@ -324,6 +333,8 @@ class Run:
             loss_sum = self.forward(microbatches)
             if self.grid.tp_rank > 0:       # all tp ranks have the same loss: count it once
                 loss_sum.zero_()
+            if exact is not None:
+                loss_sum = exact.checked(loss_sum)
             total += self.sum_across_ranks(dict(loss=loss_sum))["loss"]
         self.model.train()
         return total / (count * self.model_config.seq_len)

@@ -217,15 +217,17 @@ class VocabParallelEmbedding(TensorParallel):
     partition_dim = {"weight": 0}
 
     def forward(self, tokens):
-        lookup = F.embedding
-        if hasattr(self.weight, "main_grad"):
-            lookup = _LookupToMainGrad.apply
         if self.grid.tp == 1:
-            return lookup(tokens, self.weight)
+            return self.lookup(tokens)
         rows = tokens - self.grid.tp_rank * len(self.weight)
         is_local = (rows >= 0) & (rows < len(self.weight))
-        x = lookup(rows.where(is_local, 0), self.weight)                # (B, T, C)
+        x = self.lookup(rows.where(is_local, 0))                        # (B, T, C)
         return _Reduce.apply(x * is_local.unsqueeze(-1), self.grid)
+
+    def lookup(self, rows):
+        if hasattr(self.weight, "main_grad"):
+            return _LookupToMainGrad.apply(rows, self.weight)
+        return F.embedding(rows, self.weight)
 
 
 class _LookupToMainGrad(torch.autograd.Function):
@@ -387,7 +389,7 @@ class VocabParallelHead(TensorParallel):
 
     def __init__(self, head: nn.Module, grid):
         super().__init__(head, grid)
-        self.norm = head.norm
+        self.norm, self.vocab_size = head.norm, head.vocab_size
         self.chunk_loss = partial(chunk_loss, vocab_size=head.vocab_size, grid=grid)
         self.begin_step(scale=1.0)
 
@@ -403,7 +405,9 @@ class VocabParallelHead(TensorParallel):
     def forward(self, x, targets):
         x, norms = self.normalize(x)
         self.norms += norms
-        scale = self.scale if torch.is_grad_enabled() else None
+        return self.loss(x, targets, self.scale if torch.is_grad_enabled() else None)
+
+    def loss(self, x, targets, scale):
         return VocabParallelCrossEntropy.apply(x, self.weight, targets, self.grid, scale,
                                                self.chunk_loss)
 

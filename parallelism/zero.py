@@ -30,6 +30,7 @@ A step of m microbatches (in fp32 a parameter is its own master):
       2     shard      shard    full     2 + 16/dp    4 + 12/dp      4m + 2
       3     shard      shard    shard    18/dp        16/dp          4m + 4m
 """
+import math
 from functools import partial
 
 import torch
@@ -124,7 +125,7 @@ class FlatParameters:
     Adam moments (of type `master_dtype`), in buckets. With `host`, masters and moments are there,
     and AdamW runs there: 6 of 18 bytes per parameter stay on the GPU.
 
-    A training step calls zero_grad, then prepare_grad_sync before each backward, and at the end
+    A training step calls begin_step, then prepare_grad_sync before each backward, and at the end
     finish_grad_sync, grad_norm_squares and step. In ZeRO 1 and 2 `step` only starts to gather the
     updated parameters: `gather_before_use` or wait_params waits for them."""
 
@@ -161,11 +162,12 @@ class FlatParameters:
         shard["master"] = shard["data"]
         if not self.training:
             return
+        grad_dtype = master_dtype if self.grid.exact is None else torch.float64
         if self.zero < 2:
-            bucket.grad = torch.zeros(bucket.numel, dtype=master_dtype, device=device)
+            bucket.grad = torch.zeros(bucket.numel, dtype=grad_dtype, device=device)
             shard["grad"] = bucket.grad.chunk(self.num_shards)[self.shard_rank]
         else:
-            shard["grad"] = torch.zeros(length, dtype=master_dtype, device=device)
+            shard["grad"] = torch.zeros(length, dtype=grad_dtype, device=device)
         if dtype != master_dtype or device != host:
             shard["master"] = torch.zeros(length, dtype=master_dtype, device=host)
         for moment in ("exp_avg", "exp_avg_sq"):
@@ -232,6 +234,12 @@ class FlatParameters:
         if self.zero < 3:
             self.unshard(self.buckets)
 
+    def begin_step(self, loss_scale: float, tokens: int) -> None:
+        """Before a step on so many tokens of all replicas."""
+        if self.grid.exact is not None:
+            self.grid.exact.begin_step(loss_scale, tokens)
+        self.zero_grad()
+
     def zero_grad(self) -> None:
         torch._foreach_zero_([bucket.grad if self.zero < 2 else bucket.shard["grad"]
                               for bucket in self.buckets])
@@ -253,7 +261,12 @@ class FlatParameters:
         # (Autograd calls the hook also if a Function of tensor.py has added the gradient to
         # main_grad itself, and returned None.)
         if parameter.grad is not None:
-            parameter.main_grad().add_(parameter.grad)
+            exact = self.grid.exact
+            if exact is None:
+                parameter.main_grad().add_(parameter.grad)
+            else:
+                exact.add(parameter.main_grad(), parameter.grad, exact.gradient,
+                          exact.terms(exact.positions))
             parameter.grad = None
         parameter.bucket.pending_grads -= 1
         # All ranks must communicate in the same order. A bucket completed out of turn waits.
@@ -302,10 +315,11 @@ class FlatParameters:
                 sums = all_reduce(torch.cat(replicated), self.grid.groups["tp"]).wait()
                 torch._foreach_copy_(replicated, sums.split([len(x) for x in replicated]))
 
-    def grad_norm_squares(self) -> torch.Tensor:
-        """Sums of squares of this rank's gradients, (2,) of `sum_dtype`: [those that count for the
-        global norm, all of them]. The first, summed over the world, counts every parameter once.
-        The second shows where a gradient is not finite."""
+    def grad_norm_squares(self) -> dict[str, torch.Tensor]:
+        """Sums of squares of this rank's gradients, numbers of `sum_dtype`, for a sum over all
+        ranks: `squares` for the global norm, each parameter of the model once, and `all_squares`,
+        also every copy of a parameter, only to detect inf or NaN. With --exact a part of the first
+        is in `low_squares`, and `out_of_range` is 0, or inf if a term of a sum was too large."""
         counted, others = [], []
         is_replica = self.zero == 0 and self.grid.dp_rank > 0
         for bucket in self.buckets:
@@ -317,9 +331,23 @@ class FlatParameters:
                 else:
                     counted += pieces
         # (One fp32 sum over 10M values can be off in its fourth digit. Pieces fit a CPU's cache.)
+        exact = self.grid.exact
+        if exact is not None:
+            squares = torch.stack([exact.squares(piece) for piece in counted + others])
+            high, low = squares[:len(counted)].sum(0)
+            return dict(squares=high, low_squares=low, all_squares=squares.sum(),
+                        out_of_range=exact.checked(torch.zeros_like(high)))
         dtype = sum_dtype(self.buckets[0].data.device)
         squares = torch.stack(torch._foreach_norm(counted + others, 2, dtype=dtype)).square()
-        return torch.stack([squares[:len(counted)].sum(), squares.sum()])
+        return dict(squares=squares[:len(counted)].sum(), all_squares=squares.sum())
+
+    def global_norm(self, total: dict[str, float]) -> tuple[float, bool]:
+        """From the sums of `grad_norm_squares` over all ranks: (the gradient norm of the whole
+        model, times the loss scale; whether all sums are exact, True without --exact)."""
+        if self.grid.exact is None:
+            return math.sqrt(total["squares"]), True
+        in_range = self.grid.exact.in_range(total["squares"]) and total["out_of_range"] == 0
+        return math.sqrt(total["squares"] + total["low_squares"]), in_range
 
     @torch.no_grad()
     def step(self, factor: float, step: int, lr: float, beta1: float, beta2: float,
@@ -329,6 +357,12 @@ class FlatParameters:
         one's gradients arrive and the previous one's parameters leave."""
         grads = [bucket.shard["grad"] for bucket in self.buckets]
         torch._foreach_mul_(grads, factor)
+        if self.grid.exact is not None:
+            for bucket, grad in zip(self.buckets, grads):       # one at a time: a copy less
+                rounded = grad.to(bucket.shard["master"].dtype)
+                adamw_step([bucket], [rounded], step, lr, beta1, beta2, weight_decay)
+            self.sync_params()
+            return
         if self.staging is None:
             adamw_step(self.buckets, grads, step, lr, beta1, beta2, weight_decay)
             self.sync_params()
@@ -373,7 +407,10 @@ def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: 
                beta1: float, beta2: float, weight_decay: float) -> None:
     """torch's fused AdamW on the parameters in this rank's shards, whose gradients are `grads`."""
     for decays, decay in ((True, weight_decay), (False, 0.0)):
-        parts = [(bucket.shard | dict(grad=grad), shard_slice)
+        # (Slices end at a multiple of 32, in the padding: the same instructions for each number,
+        # wherever a shard or a tensor-parallel part ends.)
+        parts = [(bucket.shard | dict(grad=grad),
+                  slice(shard_slice.start, ceil_div(shard_slice.stop, 32) * 32))
                  for bucket, grad in zip(buckets, grads)
                  for spec, shard_slice, _ in bucket.shard_ranges if spec.decays == decays]
         tensors = [[shard[name][shard_slice] for shard, shard_slice in parts]
@@ -428,16 +465,18 @@ def gather_before_use(model: GPT, flat: FlatParameters) -> None:
         block.forward = partial(run_block, block.forward, current, previous, following)
 
 
-def state_bytes(numel: int, longest: int, dp: int, dtypes: tuple, zero: int,
-                offload: bool) -> tuple[dict, dict]:
+def state_bytes(numel: int, longest: int, dp: int, dtypes: tuple, zero: int, offload: bool,
+                exact: bool = False) -> tuple[dict, dict]:
     """Bytes of one rank's state, as the table of ZeRO stages says: {kind: bytes} on its device and,
     if `offload` keeps a part there, on the host. `numel` counts this rank's parameters before ZeRO
-    shards them, `longest` those of its longest bucket; `dtypes`: of parameters and masters."""
+    shards them, `longest` those of its longest bucket; `dtypes`: of parameters and masters. `exact`
+    gradients are float64."""
     dtype, master_dtype = dtypes
+    grad_dtype = torch.float64 if exact else master_dtype
     shard = numel // dp
     weights = dict(
         parameters=dtype.itemsize * (shard if zero >= 3 else numel),
-        gradients=master_dtype.itemsize * (shard if zero >= 2 else numel))
+        gradients=grad_dtype.itemsize * (shard if zero >= 2 else numel))
     masters = master_dtype.itemsize * (shard if zero >= 1 else numel)
     states = dict(masters=masters, moments=2 * masters)
     if offload:

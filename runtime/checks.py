@@ -13,6 +13,7 @@ import torch
 from data import TokenDataset, batch_sizes, steps_of_epochs
 from model import PEAK_LR, SIZES, GPTConfig
 from parallel import Grid, build_stage
+from parallelism.exact import MOST_BLOCKS
 from parallelism.pipeline import chunk_layers
 from parallelism.tensor import param_specs
 from parallelism.zero import make_buckets, state_bytes
@@ -40,6 +41,15 @@ def check_grid(world: int, config) -> None:
     if schedule == "zb-h1" and (pp == 1 or config.zero == 2 or config.recompute or config.compile):
         raise ValueError("--pp-schedule zb-h1 requires --pp 2 or more, and cannot be combined "
                          "with --zero 2, --recompute or --compile: drop these, or use 1f1b")
+    if config.exact and MOST_BLOCKS % tp:
+        raise ValueError(f"--exact computes in {MOST_BLOCKS} blocks at most, which tp {tp} does "
+                         f"not divide: give --tp 1, 2, 4 or 8")
+    if config.exact and config.compile:
+        raise ValueError("--exact cannot be combined with --compile, which orders sums in its own "
+                         "way: drop one")
+    if config.exact and config.sequence_parallel and config.dropout > 0:
+        raise ValueError("--exact cannot be combined with --dropout and --sequence-parallel, where "
+                         "each rank draws masks for its positions: drop one")
 
 
 def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> None:
@@ -97,7 +107,9 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
                          f"{config.batch_size}: START and INCREMENTs must add up to it (none: no "
                          f"ramp)")
     defaults = {}
-    if config.micro_batch is None:
+    if config.micro_batch is None and config.exact:     # the same in every layout of 8 replicas
+        defaults["micro_batch"] = default_micro_batch(sizes, 8, 1, "cpu")
+    elif config.micro_batch is None:
         defaults["micro_batch"] = default_micro_batch(sizes, replicas, config.pp, device_type)
     if config.lr is None:
         defaults["lr"] = default_lr(config.model, shape)
@@ -140,6 +152,12 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     resumed = None if weights_only else state
     if state is not None:
         check_data(state, data, config, same=not weights_only)
+    if resumed is not None and config.exact and not config.eval_only:
+        stored = resumed["config"]
+        if stored.get("exact") and stored["micro_batch"] != config.micro_batch:
+            raise ValueError(f"--exact: this run's microbatches have {stored['micro_batch']} "
+                             f"sequences, others would give other bits: drop --micro-batch "
+                             f"{config.micro_batch}")
     if config.epochs is not None and not config.eval_only:
         config = dataclasses.replace(config, steps=steps_of_epochs(config, data, resumed))
     return config, model_config
@@ -168,7 +186,7 @@ def check_memory(model_config: GPTConfig, grid: Grid, config, dtypes: tuple, dev
         place = Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks)
         numel, longest = rank_parameters(model_config, place)
         on_device, on_host = state_bytes(numel, longest, grid.dp, dtypes, config.zero,
-                                         config.offload and device.type != "cpu")
+                                         config.offload and device.type != "cpu", config.exact)
         if config.eval_only:
             on_device = dict(parameters=on_device["parameters"])
             on_host = {}

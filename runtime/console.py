@@ -149,7 +149,7 @@ def print_summary(run) -> None:
         layout += f", {config.pp_schedule}"
     if grid.chunks > 1:
         layout += f" in {grid.chunks} chunks"
-    for name in ("recompute", "sequence_parallel", "offload", "compile"):
+    for name in ("recompute", "sequence_parallel", "offload", "compile", "exact"):
         if getattr(config, name):
             layout += ", " + name.replace("_", " ")
     num_microbatches = config.batch_size // (grid.dp * config.micro_batch)
@@ -159,7 +159,8 @@ def print_summary(run) -> None:
         batch += f", after a ramp {config.batch_ramp}"
     sizes = [bucket.numel for bucket in run.flat.buckets]
     on_device, on_host = state_bytes(sum(sizes), max(sizes), grid.dp, PRECISIONS[config.dtype],
-                                     config.zero, config.offload and run.device.type != "cpu")
+                                     config.zero, config.offload and run.device.type != "cpu",
+                                     config.exact)
     memory = [f"{kind} {size / 1e6:,.1f} MB" for kind, size in on_device.items()]
     memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]
     trained = run.batches.sequences_trained
@@ -230,6 +231,8 @@ def report_resume(run, state: dict, begin: Start, given: dict,
     for name in RESTORED:
         if state["config"].get(name) != getattr(config, name):
             changed[name] = [state["config"].get(name), getattr(config, name)]
+    if state["config"].get("exact", False) != config.exact:
+        changed["exact"] = [not config.exact, config.exact]
     if state["data"] != run.train_data.phases:
         changed["data"] = [state["config"]["data"], config.data]
     done = run.step - 1

@@ -88,6 +88,8 @@ class DivergenceMonitor:
         problem = None
         if not math.isfinite(stats.loss):
             problem = "the loss is not finite"
+        elif stats.out_of_range:
+            problem = "a number is too large for an exact sum (--exact)"
         elif stats.found_inf and not stats.scale_can_fall:
             problem = "a gradient is not finite"
         elif stats.loss > limit:

@@ -73,6 +73,8 @@ class Config:
     offload: bool = flag(False, "keep the optimizer state in host memory and run AdamW on the CPU")
     dtype: str = flag("fp32", "type of parameters and activations",
                       choices=list(PRECISIONS), group="precision")
+    exact: bool = flag(False, "the same bits in every layout, with the same --micro-batch; "
+                       "slower, and on a CPU with one thread")
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
                            group="checkpoints, evaluation, logging")
     keep: int = flag(3, "step files kept", low=1)
@@ -96,7 +98,7 @@ SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
 # is stored as the resulting --steps.)
 LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens", "log_every", "tp",
          "pp", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch", "zero",
-         "recompute", "sequence_parallel", "offload", "dtype", "epochs"}
+         "recompute", "sequence_parallel", "offload", "dtype", "exact", "epochs"}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 # Losses under different values of these flags are not compared (`losses_stay_comparable`).
 FLAGS_THAT_CHANGE_THE_LOSS = (
@@ -213,6 +215,8 @@ def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[C
     shape = {name: state["model"][name] for name in SHAPE} | shape
     if not weights_only:
         config = Config(**(restored_flags(state) | given))
+        if config.exact and config.micro_batch is None:     # other microbatches give other bits
+            config = dataclasses.replace(config, micro_batch=state["config"]["micro_batch"])
     return config, shape
 
 

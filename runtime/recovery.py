@@ -45,9 +45,13 @@ def report(run, batch: Batch, stats, row: dict, divergence: Divergence | None) -
     batch, or the last batches, from the windows in the event."""
     seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
     if stats.found_inf:
-        where = locate_nonfinite(stats.local_loss.item(), run.flat)
-        run.log.event("skip", reason="not finite", **seen, **where,
-                      windows=batch.window_ids.tolist())
+        if stats.out_of_range:
+            reason = "too large for an exact sum (--exact)"
+            where = {}
+        else:
+            reason = "not finite"
+            where = locate_nonfinite(stats.local_loss.item(), run.flat)
+        run.log.event("skip", reason=reason, **seen, **where, windows=batch.window_ids.tolist())
     if divergence is not None:
         windows = []
         starts = run.monitor.starts[-LEAD_IN - BAD_STEPS:]

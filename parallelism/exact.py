@@ -1,0 +1,336 @@
+"""--exact: the same bits in every layout. parallel.build_rank calls `new_sums` and `make_exact`.
+
+With one seed, batch and --micro-batch, on one kind of machine, every number that two layouts both
+compute has the same bits. By induction over the operations: their inputs have, and then
+
+    sums       whose order or grouping depends on the layout have terms with the same bits: rounded
+               to whole units, they add exactly (amp.ExactSums)
+    products   are computed in blocks of the parameters, one by one; tp only decides which rank
+               computes a block. So they have the same shapes, strides, alignment: the same kernels
+    the rest   is elementwise, or computes each row by itself
+
+    x -f-+- block 0: qkv -> attention -> proj -+
+         +- block 1: qkv -> attention -> proj -+        with tp 2, rank 0 computes blocks 0 and 1,
+         +- block 2: qkv -> attention -> proj -+-g-> y  and rank 1 blocks 2 and 3
+         +- block 3: qkv -> attention -> proj -+        f, g: exact sums over blocks and ranks
+
+    operation                     its sums are over                              exact in
+    embeddings                    backward: positions, sequences                 ExactLookup
+    LayerNorm, bias after g       backward: positions                            Affine
+    qkv and proj, up and down     forward (g) and backward (f): blocks           sum_blocks
+        their biases              backward: positions                            BlockProduct
+    logits and loss               blocks of the vocabulary, positions            ExactCrossEntropy
+    gradients of parameters       microbatches, replicas, both ends of a         FlatParameters
+                                  pipeline; the squares for the norm
+
+Attention takes a head by itself; dropout draws a mask for each block. It costs float64 gradients,
+copies of the weights, one block at a time, and on a CPU all threads but one. (Under ZB-H1, B
+computes all gradients here, W none: nothing is gained by it.)
+"""
+import math
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from amp import ExactSums
+from model import GPT, IGNORE_INDEX, Block, GPTConfig, linear
+from parallelism.collectives import all_reduce
+from parallelism.tensor import (TensorParallel, VocabParallelCrossEntropy, VocabParallelEmbedding,
+                                VocabParallelHead, chunk_size, gather_positions, matmul,
+                                sum_over_ranks)
+
+MOST_BLOCKS = 8         # tp must divide it
+
+
+# ---- Attention and MLP ----------------------------------------------------------------------
+
+class CopyToBlocks(torch.autograd.Function):
+    """f: x for each of this rank's blocks. Backward sums the gradients of all blocks."""
+
+    @staticmethod
+    def forward(ctx, x, count, grid):
+        ctx.grid = grid
+        x = gather_positions(x, grid).wait()
+        return tuple(x.view_as(x) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx, *dxs):
+        return sum_blocks(dxs, ctx.grid.exact.activation_gradient, ctx.grid), None, None
+
+
+class SumOfBlocks(torch.autograd.Function):
+    """g: the sum of the y of all blocks."""
+
+    @staticmethod
+    def forward(ctx, grid, *ys):
+        ctx.grid = grid
+        ctx.count = len(ys)
+        return sum_blocks(ys, ExactSums.ACTIVATION, grid)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = gather_positions(dy, ctx.grid).wait()
+        return (None, *(dy for _ in range(ctx.count)))
+
+
+def sum_blocks(terms, unit: float, grid) -> torch.Tensor:
+    """The sum of this rank's terms (B, T, C) and those of the other tensor-parallel ranks."""
+    total = torch.zeros_like(terms[0], dtype=torch.float64)
+    for term in terms:
+        grid.exact.add(total, term, unit, MOST_BLOCKS)
+    return sum_over_ranks(total, grid).wait().to(terms[0].dtype)
+
+
+class BlockProduct(torch.autograd.Function):
+    """x W^T + b. W is a view (n, w, in) or (out, 1, w), and is copied for each product: a kernel
+    may also depend on strides and alignment."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, exact):
+        ctx.save_for_backward(x, weight, bias)
+        ctx.exact = exact
+        y = linear(x, copy_matrix(weight))
+        return y if bias is None else y.add_(bias.flatten())
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, bias = ctx.saved_tensors
+        dx = matmul(dy, copy_matrix(weight))
+        dw = matmul(dy.flatten(0, 1).t(), x.flatten(0, 1)).view(weight.shape)
+        db = None
+        if bias is not None:
+            total = torch.zeros(bias.numel(), dtype=torch.float64, device=bias.device)
+            ctx.exact.add_rows(total, dy, ctx.exact.gradient)
+            db = total.to(bias.dtype).view(bias.shape)
+        return dx, dw, db, None
+
+
+def copy_matrix(weight: torch.Tensor) -> torch.Tensor:
+    return weight.flatten(0, -2).clone(memory_format=torch.contiguous_format)
+
+
+class BlockLinear(nn.Module):
+    """A Linear with the weight and bias of one block, views of this rank's part."""
+
+    def __init__(self, exact: ExactSums):
+        super().__init__()
+        self.exact = exact
+
+    def forward(self, x):
+        return BlockProduct.apply(x, self.weight, self.bias, self.exact)
+
+
+def cut_in_blocks(layer: TensorParallel, count: int) -> list[tuple]:
+    """[(weight, bias)] of the blocks of this rank's part of a layer. (All at once: autograd then
+    joins their gradients. It would pad those of single slices with zeros, and add.)"""
+    blocks = {"bias": [None] * count}
+    for name, dim in layer.partition_dim.items():
+        stacked = getattr(layer, name).unflatten(dim, (layer.stride, count, -1))
+        blocks[name] = stacked.unbind(dim + 1)
+    return list(zip(blocks["weight"], blocks["bias"]))
+
+
+class InBlocks:
+    """The forward of attention or an MLP, `part`, in blocks. `narrow` is model.py's own module,
+    which runs with the weights of one block after another; `names`: its two Linear modules."""
+
+    def __init__(self, part: nn.Module, narrow: nn.Module, names: tuple, grid):
+        self.part, self.narrow, self.names, self.grid = part, narrow, names, grid
+        for name in names:
+            setattr(narrow, name, BlockLinear(grid.exact))
+
+    def __call__(self, x, *args):
+        count = self.grid.exact.blocks // self.grid.tp
+        layers = {name: getattr(self.part, name) for name in self.names}
+        blocks = {name: cut_in_blocks(layer, count) for name, layer in layers.items()}
+        self.narrow.train(self.part.training)
+        ys = []
+        for number, x_of_block in enumerate(CopyToBlocks.apply(x, count, self.grid)):
+            for name in self.names:
+                linear = getattr(self.narrow, name)
+                linear.weight, linear.bias = blocks[name][number]
+            if hasattr(self.narrow, "core_attention"):      # each block has a dropout mask
+                self.narrow.core_attention.rng_offset = self.grid.tp_rank * count + number
+            ys.append(self.narrow(x_of_block, *args))
+        y = SumOfBlocks.apply(self.grid, *ys)
+        row_parallel = layers[self.names[1]]
+        return Affine.apply(y, None, row_parallel.bias, self.grid.exact)
+
+
+class Affine(torch.autograd.Function):
+    """x * weight + bias, (..., C) with (C,), or without a weight x + bias. The gradients of weight
+    and bias are added to main_grad."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, exact):
+        ctx.weight, ctx.bias, ctx.exact = weight, bias, exact
+        if weight is None:
+            return x + bias
+        ctx.save_for_backward(x)
+        return (x * weight).add_(bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        unit = ctx.exact.gradient
+        ctx.exact.add_rows(ctx.bias.main_grad(), dy, unit)
+        if ctx.weight is None:
+            return dy, None, None, None
+        x, = ctx.saved_tensors
+        ctx.exact.add_rows(ctx.weight.main_grad(), dy * x, unit)
+        return dy * ctx.weight, None, None, None
+
+
+def exact_norm(norm: nn.LayerNorm, exact: ExactSums, x: torch.Tensor) -> torch.Tensor:
+    """LayerNorm of x (..., C), computed in fp32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normal = F.layer_norm(wide, x.shape[-1:], eps=norm.eps)
+    return Affine.apply(normal, norm.weight, norm.bias, exact).to(x.dtype)
+
+
+# ---- Embedding, head and loss ---------------------------------------------------------------
+
+class ExactLookup(torch.autograd.Function):
+    """F.embedding, whose gradient is added to main_grad."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, exact):
+        ctx.save_for_backward(rows)
+        ctx.weight, ctx.exact = weight, exact
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    def backward(ctx, dx):
+        unit = ctx.exact.embedding_gradient
+        units = ctx.exact.in_units(dx.flatten(0, 1), unit, ctx.exact.terms(1))
+        rows, = ctx.saved_tensors                   # in any order: units add exactly
+        ctx.weight.main_grad().index_add_(0, rows.flatten(), units.double(), alpha=unit)
+        return None, None, None
+
+
+class ExactEmbedding(VocabParallelEmbedding):
+    def lookup(self, rows):
+        return ExactLookup.apply(rows, self.weight, self.grid.exact)
+
+
+def add_positions(embed: nn.Module, grid, x: torch.Tensor, dropout_seed, start: int):
+    """model.Embed.add_positions, but each sequence looks its positions up: autograd would sum the
+    gradients of all sequences."""
+    B, T, _ = x.shape
+    if grid.sequence_parallel:
+        start = grid.tp_rank * T
+    positions = torch.arange(start, start + T, device=x.device).expand(B, T)
+    x = x + ExactLookup.apply(positions, embed.position.weight, grid.exact)
+    return embed.dropout(x, dropout_seed)
+
+
+class ExactCrossEntropy(VocabParallelCrossEntropy):
+    """The loss of tensor.VocabParallelCrossEntropy, with logits in blocks, and its gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, grid, scale, vocab_size):
+        exact = grid.exact
+        x = gather_positions(x, grid).wait()
+        shape = x.shape
+        x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
+        # Each (w, C): whole, aligned rows, because w is a multiple of 16.
+        weights = weight.chunk(exact.blocks // grid.tp)
+        first = grid.tp_rank * len(weight)
+        dx = torch.zeros_like(x, dtype=torch.float64)
+        loss = torch.zeros(1, dtype=torch.float64, device=x.device)
+        size = chunk_size(len(x), len(weight) * grid.tp, x.device.type)     # the same for every tp
+        for x_i, targets_i, dx_i in zip(x.split(size), targets.split(size), dx.split(size)):
+            logits = [wide_logits(x_i, block, vocab_size - first - i * len(block))
+                      for i, block in enumerate(weights)]                   # each (n, w)
+            targets_of_blocks = [(targets_i - first - i * len(block)).unsqueeze(1)
+                                 for i, block in enumerate(weights)]        # each (n, 1)
+            losses, total = exact_losses(logits, targets_of_blocks, grid)   # (n, 1); new logits
+            counted = (targets_i != IGNORE_INDEX).unsqueeze(1)
+            exact.add_rows(loss, losses.where(counted, 0), exact.LOSS)
+            if scale is None:
+                continue
+            weight_of_row = counted.to(total.dtype) * scale                 # (n, 1)
+            dws = weight.main_grad().chunk(len(weights))
+            for p, block, dw, columns in zip(logits, weights, dws, targets_of_blocks):
+                p.mul_((weight_of_row / total).to(p.dtype))
+                columns, is_local = local_columns(columns, p)
+                p.scatter_add_(1, columns, -(weight_of_row * is_local).to(p.dtype))
+                dz = p.to(x.dtype)
+                exact.add(dx_i, matmul(dz, block), exact.activation_gradient, MOST_BLOCKS)
+                exact.add(dw, matmul(dz.t(), x_i), exact.embedding_gradient, exact.terms(len(x_i)))
+        if scale is not None:
+            dx = sum_over_ranks(dx.view(shape), grid).wait().to(x.dtype)
+            ctx.save_for_backward(dx, None, loss.new_full((), scale))
+        return loss[0]
+
+
+def wide_logits(x: torch.Tensor, weight: torch.Tensor, tokens: int) -> torch.Tensor:
+    """(n, C), (w, C) -> (n, w) in fp32 or wider. From column `tokens` on they are padding."""
+    logits = matmul(x, weight.t())
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits[:, max(tokens, 0):] = torch.finfo(logits.dtype).min
+    return logits
+
+
+def local_columns(columns: torch.Tensor, logits: torch.Tensor) -> tuple:
+    """(the columns (n, 1) that a block has, 0 for the others; whether it has them)."""
+    is_local = (columns >= 0) & (columns < logits.shape[1])
+    return columns.where(is_local, 0), is_local
+
+
+def exact_losses(logits: list, targets: list, grid) -> tuple:
+    """The losses of n positions, and the sum of exp(z - largest) over the vocabulary, (n, 1) each
+    in float64. The logits z (n, w) of each block become exp(z - largest)."""
+    largest = torch.stack([z.amax(1, keepdim=True) for z in logits]).amax(0)
+    largest = all_reduce(largest, grid.groups["tp"], dist.ReduceOp.MAX).wait()
+    sums = torch.zeros(2, *largest.shape, dtype=torch.float64, device=largest.device)
+    total, target = sums
+    for z, columns in zip(logits, targets):
+        z.sub_(largest)
+        columns, is_local = local_columns(columns, z)
+        target += z.gather(1, columns).where(is_local, 0)       # one block has it
+        grid.exact.add(total, z.exp_().sum(1, keepdim=True), ExactSums.SOFTMAX, MOST_BLOCKS)
+    total, target = all_reduce(sums, grid.groups["tp"]).wait()
+    return total.log() - target, total
+
+
+class ExactHead(VocabParallelHead):
+    def normalize(self, x):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True, dtype=wide)
+        total = torch.zeros(1, dtype=torch.float64, device=x.device)
+        self.grid.exact.add_rows(total, norms, ExactSums.NORM)
+        return self.norm(x), total[0]
+
+    def loss(self, x, targets, scale):
+        return ExactCrossEntropy.apply(x, self.weight, targets, self.grid, scale, self.vocab_size)
+
+
+EXACT_PLAN = {"embed.token": ExactEmbedding, "head": ExactHead}         # instead of TP_PLAN's
+
+
+# ---- A rank ---------------------------------------------------------------------------------
+
+def new_sums(model_config: GPTConfig, config, device: torch.device) -> ExactSums:
+    """The ExactSums of a run. On a CPU one thread computes: the number of threads chooses kernels
+    of matrix products, and cuts elementwise ones at other places."""
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    positions = config.micro_batch * model_config.seq_len
+    return ExactSums(math.gcd(MOST_BLOCKS, model_config.n_head), positions, device)
+
+
+def make_exact(model: GPT, model_config: GPTConfig, grid) -> None:
+    """Let a stage compute as this file says."""
+    for name, block in model.blocks.items():
+        with torch.device("meta"):
+            narrow = Block(model_config, int(name))
+        block.attn.forward = InBlocks(block.attn, narrow.attn, ("qkv", "proj"), grid)
+        block.mlp.forward = InBlocks(block.mlp, narrow.mlp, ("up", "down"), grid)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.forward = partial(exact_norm, module, grid.exact)
+    if model.embed is not None:
+        model.embed.add_positions = partial(add_positions, model.embed, grid)
