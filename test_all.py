@@ -89,8 +89,9 @@ from tests.harness import (BOUNDS, CFG, FORMULA, INTERLEAVED, LAYOUTS, NASTY, TI
                            assert_same_state, batches_from, column, dataset, deep_enough,
                            differences, greedy, gridded, in_turn, launch, megatrons_batch_size,
                            monitor_now, names_in, on_ranks, random_gpt, read_metrics, relative,
-                           run_steps, saved, set_block, settings, small_state, staged, texts_of,
-                           tokens_of, traffic, trained, watched, whole_gradient, without_saves)
+                           run_steps, same_bits, saved, set_block, settings, small_state, staged,
+                           texts_of, tokens_of, traffic, trained, watched, whole_gradient,
+                           without_saves)
 from tools.schedule import bubble, clock, live_activations
 
 
@@ -147,6 +148,48 @@ def test_gpt2s_vocabulary_trains_as_one_process(pool, tmp_path, reference):
     flags = dict(dtype="fp32", steps=2)
     found = equality_row(pool, (1, 2, 2), reference(cfg, **flags), tmp_path, cfg, **flags)
     assert max(found) <= BOUNDS["fp32"], f"(loss, gradient, norm) differ by {found}"
+
+
+# Heads of 5 channels and sequences of 17: shapes for which kernels differ most.
+NARROW = GPTConfig(vocab_size=257, seq_len=17, n_layer=4, n_head=8, n_embd=40)
+
+
+@pytest.mark.parametrize("layout, cfg, same, flags", [       # (dp, tp, pp)
+    ((8, 1, 1), NARROW, {}, dict(zero=1)),
+    ((1, 8, 1), NARROW, {}, {}),
+    ((1, 1, 4), NARROW, {}, dict(pp_schedule="1f1b")),
+    ((4, 1, 2), NARROW, {}, INTERLEAVED),
+    ((2, 2, 2), NARROW, dict(dtype="fp16"), dict(pp_schedule="zb-h1", zero=1)),
+    ((2, 4, 1), replace(NARROW, seq_len=20), dict(dtype="bf16"),
+     dict(zero=3, sequence_parallel=True)),
+    ((1, 4, 1), replace(NARROW, seq_len=20), dict(micro_batch=8), dict(sequence_parallel=True)),
+    ((2, 2, 2), replace(NARROW, dropout=0.1), {}, dict(zero=2, recompute=True)),
+    ((1, 2, 2), replace(NARROW, vocab_size=50257, n_layer=2), {}, {})])
+def test_exact_layouts_have_the_bits_of_one_process(pool, tmp_path, reference, layout, cfg, same,
+                                                    flags):
+    """With --exact every row, each parameter's gradient, the weights and the moments are those of
+    one process, bit for bit. Without it the losses of the first row already differ."""
+    same = dict(steps=3, micro_batch=1) | same
+    one = reference(cfg, exact=True, **same)
+    ours = trained(pool, layout, tmp_path, cfg, whole_gradient, exact=True, **same, **flags)
+    assert same_bits(ours, one)
+    if layout == (8, 1, 1):
+        ours = trained(pool, layout, tmp_path / "rounded", cfg, **same, **flags)
+        assert not same_bits(ours, reference(cfg, **same))
+
+
+def test_an_exact_run_goes_on_in_another_layout_bit_for_bit(pool, tmp_path):
+    """Two steps on dp 4, two on tp 2 x pp 2 with ZeRO 1 and two in one process end where six steps
+    in one process do. (The learning rate is constant: it would depend on --steps.)"""
+    flags = dict(exact=True, micro_batch=1, warmup_steps=1, min_lr_ratio=1.0)
+    straight = trained(pool, (1, 1, 1), tmp_path / "straight", NARROW, steps=6, **flags)
+    state = None
+    for steps, layout, zero in [(2, (4, 1, 1), 0), (4, (1, 2, 2), 1), (6, (1, 1, 1), 0)]:
+        out = tmp_path / f"{steps}"
+        rows, _, final = trained(pool, layout, out, NARROW, state=state, steps=steps, zero=zero,
+                                 **flags)
+        state = out / f"step_{steps:08d}.pt"
+    assert same_bits((rows, None, final), (straight[0][4:], None, straight[2]))
 
 
 # ---- Tensor parallelism: the layers of tp ranks are the plain layers
@@ -1196,7 +1239,8 @@ def test_the_gradient_norm_is_exact_over_many_elements():
         for spec in bucket.specs:
             gradient = bucket.view(bucket.grad, spec).normal_(0, 3, generator=generator)
             expected += gradient.double().square().sum().item()
-    assert flat.grad_norm_squares().tolist() == pytest.approx([expected, expected], rel=1e-10)
+    squares = {name: x.item() for name, x in flat.grad_norm_squares().items()}
+    assert squares == pytest.approx(dict(squares=expected, all_squares=expected), rel=1e-10)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -2122,6 +2166,16 @@ def equality_table(pool, dtype, out):
                 pool, layout, one[cfg], out, cfg, dtype=dtype, **flags)
 
 
+def exact_row(pool, dtype, out):
+    """The largest (loss, gradient, norm) of all these layouts with --exact: 0."""
+    cfg = replace(NARROW, n_layer=9)
+    flags = dict(exact=True, dtype=dtype, micro_batch=1)
+    one = trained(pool, (1, 1, 1), out, cfg, whole_gradient, **flags)
+    rows = [differences(trained(pool, layout, out, cfg, whole_gradient, **flags), one)
+            for layout in LAYOUTS]
+    return [max(column) for column in zip(*rows)]
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         workers = Pool()
@@ -2132,4 +2186,8 @@ if __name__ == "__main__":
             cells = [" x ".join(map(str, layout)), schedule]
             cells += [f"{x:.0e}" for x in fp32 + fp64]
             print("| " + " | ".join(cells) + " |", flush=True)
+        cells = []
+        for dtype in ("fp32", "fp64"):
+            cells += [f"{x:.0e}" for x in exact_row(workers, dtype, folder)]
+        print("| all of these | exact | " + " | ".join(cells) + " |")
         workers.stop()

@@ -494,6 +494,15 @@ def assert_same_state(one, two, but=("config", "run")):
             assert one[key] == two[key], key
 
 
+def same_bits(ours, theirs):
+    """Whether two runs have equal rows (but for the time) and bit-equal final states."""
+    (rows, _, state), (expected, _, wanted) = ours, theirs
+    timeless = [[{key: x for key, x in row.items() if key != "tokens_per_second"} for row in steps]
+                for steps in (rows, expected)]
+    return timeless[0] == timeless[1] and all(
+        torch.equal(x, wanted[name][key]) for name in state for key, x in state[name].items())
+
+
 def column(steps, name):
     return [row[name] for row in steps]
 
@@ -679,6 +688,17 @@ def wait_for_step(out, step, process):
         time.sleep(0.02)
     raise AssertionError((process.finish if isinstance(process, Command) else
                           process.communicate)())
+
+
+def wait_for_event(out, kind, process, seconds=120):
+    """The first such event in metrics.jsonl, once it is there."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        for event in read_metrics(out)[1]:
+            if event["event"] == kind:
+                return event
+        time.sleep(0.1)
+    raise AssertionError(process.communicate())
 
 
 def run_main(capsys, program, *flags):

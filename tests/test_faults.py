@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +49,8 @@ from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Comman
                            after_backward, assert_same_state, column, expect_mistake, failing,
                            gridded, kinds, launch, names_in, no_file_above, nothing, on_ranks,
                            poison, read_metrics, saved, saved_file, settings, small_state, torchrun,
-                           trained, wait_for_step, watched)
+                           trained, wait_for_event, wait_for_step,
+                           watched)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -775,3 +776,90 @@ def test_the_readmes_two_machines_survive_a_link_that_goes_down(shards, tmp_path
     assert "all-reduce with ranks" in lost or "exchange" in lost
     assert "resume" in kinds(read_metrics(out)[1]) and saved(straight, 200)["step"] == 200
     assert_same_state(saved(straight, 200), saved(out, 200))
+
+
+@contextmanager
+def machines(out, *flags):
+    """Yields (start, lose). start() is a torchrun of two processes, one of two machines, by the
+    README's command; lose(it): its processes are gone at once, as if by a power failure."""
+    line = next(x for x in README.split("```")[1::2] if "--nnodes=1:2" in x).replace("\\\n", " ")
+    options = re.search(r"torchrun (.*?) train\.py", line)[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        host = free.getsockname()
+    options = options.replace("HOST:29500", f"localhost:{host[1]}")
+    options = options.replace("--nproc_per_node=8", "--nproc_per_node=2")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
+    environment.update(re.findall(r"(TORCH_\w+)=(\S+)", line))
+    running = []
+
+    def start():
+        running.append(subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *options.split(), ROOT / "train.py",
+             *map(str, flags), "--out", out], env=environment, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True))
+        while running[-1].poll() is None:       # the first one, HOST, listens before others start
+            with suppress(ConnectionRefusedError), socket.create_connection(host):
+                return running[-1]
+            time.sleep(0.1)
+
+    def lose(machine):
+        workers = Path(f"/proc/{machine.pid}/task/{machine.pid}/children").read_text().split()
+        for number in [machine.pid, *map(int, workers)]:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        machine.communicate()
+    try:
+        yield start, lose
+    finally:
+        for machine in running:
+            if machine.poll() is None:
+                lose(machine)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_machines_that_are_left_and_has_the_same_bits(shards, tmp_path):
+    """Of two machines with two processes each, one is lost. The other goes on from the last
+    checkpoint, with half of the replicas, until a machine joins again. With --exact the final state
+    is bit for bit that of one process without any of it."""
+    flags = ["--data", shards, *TINY, "--steps", 500, "--save-every", 20, "--eval-every", 10,
+             "--exact", "--micro-batch", 1, "--timeout", 20]
+    out = tmp_path / "out"
+    with machines(out, *flags) as (start, lose):
+        first, second = start(), start()
+        wait_for_step(out, 50, first)
+        lose(second)
+        resumed = wait_for_event(out, "resume", first)
+        assert resumed["environment"]["hosts"] == [socket.gethostname()] * 2
+        wait_for_step(out, resumed["step"] + 5, first)
+        third = start()
+        texts = [machine.communicate(timeout=300)[0] for machine in (first, third)]
+        assert first.returncode == 0 and third.returncode == 0, texts
+    worlds = [len(event["environment"]["hosts"]) for event in read_metrics(out)[1]
+              if event["event"] in ("start", "resume")]
+    assert worlds == [4, 2, 4]
+    assert Command("train.py", *flags, "--out", tmp_path / "one").finish(300)[0] == 0
+    assert_same_state(saved(tmp_path / "one", 500), saved(out, 500), ("config", "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes, message", [
+    (["--tp", 2, "--pp", 2], "2 processes are not divisible by tp 2 x pp 2 = 4"),
+    (["--batch-size", 4, "--micro-batch", 2, "--zero", 1], None)])
+def test_machines_that_cannot_go_on_alone_end_in_one_line(shards, tmp_path, changes, message):
+    """Where the layout does not fit what is left, the run ends with one line, and torchrun does not
+    try again; where it does, the run goes on."""
+    flags = ["--data", shards, *TINY, "--steps", 400, "--save-every", 50, "--eval-every", 10,
+             "--timeout", 20, *changes]
+    out = tmp_path / "out"
+    with machines(out, *flags) as (start, lose):
+        first, second = start(), start()
+        wait_for_step(out, 100, first)
+        lose(second)
+        text, _ = first.communicate(timeout=200)
+    if message is None:
+        worlds = [len(event["environment"]["hosts"]) for event in read_metrics(out)[1]
+                  if event["event"] in ("start", "resume")]
+        assert first.returncode == 0 and worlds == [4, 2], text
+    else:
+        assert first.returncode != 0 and text.count(message) == 1, text

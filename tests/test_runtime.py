@@ -102,6 +102,11 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
         "--n-layer 4 --batch-size 4 --batch-ramp 3:1:9 --micro-batch 1 --pp 2 --pp-chunks 2 "
         "--pp-schedule interleaved"]),
     ("seq_len 15 is not divisible", ["--sequence-parallel --tp 2 --seq-len 15"]),
+    ("--exact computes in 8 blocks at most, which tp 3 does not divide: give --tp 1, 2, 4 or 8",
+     ["--exact --tp 3 --n-head 3"]),
+    ("--exact cannot be combined with --compile", ["--exact --compile"]),
+    ("--exact cannot be combined with --dropout and --sequence-parallel",
+     ["--exact --dropout 0.1 --sequence-parallel --tp 2"]),
     ("batch size 6 is not divisible by dp 1 x micro-batch 4", ["--batch-size 6 --micro-batch 4"]),
     ("batch size 5 is not divisible", ["--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2"]),
     ("n_embd 15 is not divisible by n_head 2", ["--n-embd 15"]),
@@ -214,6 +219,18 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         """model n_layer n_head n_embd seq_len activation dropout batch_size batch_ramp steps lr
         min_lr_ratio warmup_steps lr_schedule weight_decay beta1 beta2 clip seed save_every keep
         eval_every rollback max_rollbacks skip_steps""".split())
+
+
+def test_an_exact_run_keeps_its_microbatch(shards, run_train, tmp_path):
+    """A resume takes it from the checkpoint, whatever its default would be, and refuses another;
+    a run that is not exact takes any."""
+    command = ["--data", shards, "--out", tmp_path, *TINY, "--save-every", 0]
+    assert run_train(*command, "--exact", "--micro-batch", 1)[0] == 0
+    status, _, error = run_train(*command, "--steps", 6, "--exact", "--micro-batch", 2)
+    assert status == 2 and "this run's microbatches have 1 sequences" in error, error
+    status, text, error = run_train(*command, "--steps", 6, "--exact")
+    assert status == 0 and "4 microbatches x 1 sequences" in text, error
+    assert run_train(*command, "--steps", 8, "--micro-batch", 2)[0] == 0
 
 
 def test_help_lists_every_flag_with_its_default(run_train):
@@ -510,6 +527,28 @@ def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monk
     assert capfd.readouterr().out.splitlines() == [
         "saving after this step; a second signal ends at once, without saving",
         "ended without saving"]
+
+
+def test_a_mistake_ends_torchruns_restarts(shards, tmp_path):
+    """A restart would repeat it. Another failure is still restarted."""
+    group = torchrun(2, "--max-restarts=3", ROOT / "train.py", "--data", shards, "--tp", 3, "--out",
+                     tmp_path / "out")
+    _, error = group.communicate(timeout=60)
+    assert group.returncode != 0 and error.count("2 processes are not divisible by tp 3") == 1, error
+
+
+def test_only_a_launcher_with_restarts_left_is_ended(monkeypatch):
+    """Of a group only local rank 0 ends it, and only while the launcher is still its parent."""
+    ended = []
+    monkeypatch.setattr(os, "kill", lambda *what: ended.append(what))
+    parent = os.getppid()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    for restarts, local_rank, launcher in [(2, 0, parent), (0, 1, parent), (0, 0, parent + 1)]:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        processes.forbid_restart(processes.Job(local_rank=local_rank, parent=launcher))
+    assert ended == []
+    processes.forbid_restart(processes.Job(parent=parent))
+    assert ended == [(parent, signal.SIGTERM)]
 
 
 def test_the_ranks_of_a_restarted_group_do_not_take_dead_ones_for_each_other(monkeypatch):
@@ -933,7 +972,7 @@ def test_of_finite_gradients_whose_norm_is_not_no_rank_is_named():
     """The sum of the squares of 1e160 is beyond float64."""
     _, flat = staged(CFG, Grid(1, 1, 1), torch.float64)
     flat.buckets[-1].grad.fill_(1e160)
-    assert not flat.grad_norm_squares()[1].isfinite()
+    assert not flat.grad_norm_squares()["all_squares"].isfinite()
     assert recovery.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
 
 

@@ -1,0 +1,271 @@
+"""--exact: sums that do not depend on their order, terms out of range, and random pairs of layouts.
+
+    python -m pytest tests/test_exact.py
+
+test_all.py shows that layouts have the same bits.
+"""
+import functools
+import math
+import os
+import random
+from dataclasses import replace
+from fractions import Fraction
+from unittest import mock
+
+import pytest
+import torch
+
+from amp import ExactSums, plain_exact_sum
+from model import GPTConfig
+from tests.harness import (after_backward, column, differences, relative, run_steps, same_bits,
+                           settings, trained, watched, whole_gradient)
+
+PAIRS = int(os.environ.get("PAIRS", 40))        # of random layouts, all but four of them slow
+
+
+def terms_of_many_sizes(count, seed=0):
+    """float32 numbers from 2^-60 to 2^6, of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-60, 6, (count,), generator=generator)
+    return torch.ldexp(torch.randn(count, generator=generator), exponents)
+
+
+# ---------------------------------------------------------------------------------------------
+# The arithmetic
+# ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("unit", [2.0 ** -32, 2.0 ** -42, 2.0 ** -10])
+def test_an_exact_sum_is_the_same_in_every_order(unit):
+    """200 terms in 50 orders, added one by one, in parts or by rows, have the sum of whole numbers
+    that Python's integers have. Added as they are, in float64, they have several sums."""
+    terms = terms_of_many_sizes(200)
+    expected = plain_exact_sum([Fraction(term) for term in terms.tolist()], Fraction(unit))
+    sums = ExactSums(1, 1, torch.device("cpu"))
+    plain, found = set(), set()
+    for seed in range(50):
+        order = torch.randperm(200, generator=torch.Generator().manual_seed(seed))
+        plain.add(sum(terms[order].double().tolist()))
+        parts = terms[order].split(1 + seed % 7)            # each on a rank of its own
+        totals = torch.zeros(len(parts), 1, dtype=torch.float64)
+        for total, part in zip(totals, parts):
+            for term in part:
+                sums.add(total, term.view(1), unit, 200)
+        rows = torch.zeros(1, dtype=torch.float64)
+        sums.add_rows(rows, terms[order].view(-1, 1), unit)
+        found |= {totals.sum().item(), rows.item()}
+    assert found == {float(expected)} and len(plain) > 1
+    assert abs(expected - sum(map(Fraction, terms.tolist()))) <= 100 * Fraction(unit)
+
+
+def test_squares_of_gradients_are_exact_and_precise():
+    """The sum of squares of gradients between 1e-9 and 30 is the same however they are cut into
+    shards, and that of fractions to 1e-9; with a loss scale, times its square."""
+    gradients = terms_of_many_sizes(5000).double() * (torch.arange(5000) % 7 > 0)
+    for scale in (1.0, 2.0 ** 16):
+        sums = ExactSums(1, 1, torch.device("cpu"))
+        sums.begin_step(scale, 64)
+        found = set()
+        for size in (5000, 4999, 64, 7):
+            found.add(tuple(sum(map(sums.squares, (scale * gradients).split(size))).tolist()))
+        assert len(found) == 1
+        expected = scale ** 2 * sum(Fraction(x) ** 2 for x in gradients.tolist())
+        high, low = found.pop()
+        assert high + low == pytest.approx(float(expected), rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_term_above_its_share_of_the_sum_is_noticed(dtype):
+    """So many terms may reach 2^52 units together, half of the largest sum. A NaN and an infinity
+    are noticed, too."""
+    for value, unit, terms, inside in [
+            (2.0 ** 9, 2.0 ** -32, 2 ** 10, True), (2.0 ** 10, 2.0 ** -32, 2 ** 10, False),
+            (-2.0 ** 10, 2.0 ** -32, 2 ** 10, False), (2.0 ** 10, 2.0 ** -31, 2 ** 10, True),
+            (torch.nan, 1.0, 1, False), (torch.inf, 1.0, 1, False), (0.0, 1.0, 1, True)]:
+        sums = ExactSums(1, 1, torch.device("cpu"))
+        sums.add(torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, value], dtype=dtype), unit,
+                 terms)
+        sums.add(torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=dtype), 1.0, 1)
+        assert sums.checked(torch.tensor(5.0)) == (5.0 if inside else torch.inf), (value, unit)
+        sums.begin_step(1.0, 1)
+        assert sums.checked(torch.tensor(5.0)) == 5.0
+
+
+# ---------------------------------------------------------------------------------------------
+# Runs
+# ---------------------------------------------------------------------------------------------
+
+NARROW = GPTConfig(vocab_size=257, seq_len=17, n_layer=3, n_head=8, n_embd=40)      # heads of 5
+UNITS = ("activation_gradient", "gradient", "embedding_gradient", "ACTIVATION", "SOFTMAX", "LOSS",
+         "NORM")
+
+
+@pytest.mark.parametrize("unrounded", [None, *UNITS])
+def test_every_sum_of_a_step_is_a_whole_number_of_units(tmp_path, unrounded):
+    """After each addition the total is; and so are the gradients that replicas would add. If the
+    terms of one kind are not rounded, this test sees it."""
+    class NotWhole(Exception):
+        pass
+
+    def is_whole(total, unit):
+        return torch.equal((total / unit).round() * unit, total)
+
+    def in_units(self, x, unit, terms):
+        if unrounded is not None and unit == getattr(self, unrounded):
+            return x.to(torch.promote_types(x.dtype, torch.float32)) / unit
+        return round_to_units(self, x, unit, terms)
+
+    def checks(method, position_of_unit):
+        def add(self, total, x, *args):
+            method(self, total, x, *args)
+            if not is_whole(total, args[position_of_unit]):
+                raise NotWhole
+        return add
+
+    def gradients_are_whole(step):
+        for bucket in run.flat.buckets:
+            if not is_whole(bucket.grad, run.grid.exact.gradient):
+                raise NotWhole
+
+    def prepare(one):
+        nonlocal run
+        run = one
+        run.model.head.norm.weight.data *= 200      # some blocks' exp(logit - largest) are tiny
+        after_backward(run, gradients_are_whole)
+
+    run = None
+    round_to_units = ExactSums.in_units
+    with mock.patch.object(ExactSums, "in_units", in_units), \
+            mock.patch.object(ExactSums, "add", checks(ExactSums.add, 0)), \
+            mock.patch.object(ExactSums, "add_rows", checks(ExactSums.add_rows, 0)):
+        config = settings(tmp_path, steps=2, exact=True)
+        if unrounded is None:
+            watched(config, prepare, cfg=NARROW)
+        else:
+            with pytest.raises(NotWhole):
+                watched(config, prepare, cfg=NARROW)
+
+
+def test_a_term_out_of_range_skips_the_step_on_every_rank(pool, tmp_path):
+    """In step 2 replica 1 has a finite gradient that is too large to add exactly, or so large an
+    activation or norm. All ranks skip this update, as they do for an infinite gradient, and go
+    on."""
+    bits = []
+    for change in (infinite_gradients, large_gradients, large_norm, large_activations):
+        rows, _, state = trained(pool, (2, 1, 1), tmp_path, NARROW, steps=4, exact=True,
+                                 prepare=functools.partial(on_replica_1, change=change))
+        assert column(rows, "skipped") == [0, 1, 0, 0]
+        bits.append(([], None, state))
+    assert all(same_bits(bits[0], other) for other in bits[1:])
+
+
+def on_replica_1(run, change):
+    def spoil(x):
+        return change(x) if run.step == 2 else x
+    if run.grid.dp_rank == 1:
+        up = run.model.blocks["1"].mlp.up
+        if change is large_activations:
+            run.model.blocks["1"].mlp.register_forward_hook(lambda mlp, args, y: spoil(y))
+        else:
+            up.weight.register_hook(spoil)
+
+
+def infinite_gradients(grad):
+    return grad * torch.inf
+
+
+def large_gradients(grad):
+    return grad * 2.0 ** 40
+
+
+def large_norm(grad):
+    """Each of the 6,400 numbers is in range, their norm of 8,000 is not."""
+    return torch.full_like(grad, 100.0)
+
+
+def large_activations(y):
+    """They make the next LayerNorm's input large, and its output as large as ever."""
+    return y * 2.0 ** 40
+
+
+def test_an_evaluation_out_of_range_has_no_loss(tmp_path):
+    """Activations of 2^40 have a finite loss without --exact."""
+    def enlarge(run):
+        mlp = run.model.blocks["0"].mlp
+        mlp.register_forward_pre_hook(lambda mlp, args: (args[0] * 2.0 ** 40, *args[1:]))
+
+    for exact in (True, False):
+        config = settings(tmp_path, steps=1, eval_every=1, exact=exact)
+        row, = watched(config, enlarge, cfg=replace(NARROW, n_layer=1)).rows
+        assert math.isfinite(row["val_loss"]) != exact
+
+
+def test_exact_sums_are_precise(pool, tmp_path, reference):
+    """In fp64 the rows of an exact run, and each parameter's gradient, are those of a run without
+    --exact; and a bias's gradient over 4 million tokens, each a whole number of units, is that of
+    a float64 sum."""
+    flags = dict(dtype="fp64", steps=3)
+    ours = trained(pool, (1, 1, 1), tmp_path, NARROW, whole_gradient, exact=True, **flags)
+    assert max(differences(ours, reference(NARROW, **flags))) < 1e-6
+    tokens = 2 ** 22
+    sums = ExactSums(1, 1, torch.device("cpu"))
+    sums.begin_step(1.0, tokens)
+    dy = torch.randn(tokens, 4, generator=torch.Generator().manual_seed(0)) / tokens
+    total = torch.zeros(4, dtype=torch.float64)
+    sums.add_rows(total, dy, sums.gradient)
+    assert relative(total, dy.double().sum(0)) < 1e-5
+
+
+def random_pair(seed):
+    """A model, the flags of one process, and those of a random layout of it."""
+    rng = random.Random(seed)
+    heads = rng.choice([1, 2, 4, 8, 8, 8])
+    layers = rng.randint(1, 5)
+    seq_len = rng.choice([16, 17, 32, 57])
+    while True:
+        dp, tp, pp = (rng.choice(sizes) for sizes in ([1, 2, 3, 4, 8], [1, 2, 4, 8], [1, 1, 2, 4]))
+        if dp * tp * pp <= 8 and heads % tp == 0 and pp <= layers:
+            break
+    micro_batch = rng.choice([1, 2, 4, 8])
+    microbatches = rng.choice([1, 2, 3, 4])
+    schedules = ["gpipe", "1f1b", "zb-h1"]
+    if layers >= 2 * pp and microbatches % pp == 0:
+        schedules.append("interleaved")
+    schedule = rng.choice(schedules) if pp > 1 else "gpipe"
+    stages = [0, 1, 2, 3]
+    if pp > 1:
+        stages = [0, 1] if schedule == "zb-h1" else [0, 1, 2]
+    sequence_parallel = tp > 1 and seq_len % tp == 0 and rng.random() < 0.3
+    dropout = rng.choice([0.0, 0.0, 0.1]) if not sequence_parallel else 0.0
+    cfg = GPTConfig(
+        rng.choice([257, 257, 257, 50257]), seq_len, layers, heads,
+        heads * rng.choice([5, 8, 13, 16, 24, 26]), rng.choice(["gelu", "gelu", "relu"]), dropout)
+    common = dict(batch_size=micro_batch * dp * microbatches, micro_batch=micro_batch, exact=True,
+                  dtype=rng.choice(["fp32", "fp32", "bf16", "fp16", "fp64"]))
+    layout = dict(tp=tp, pp=pp, pp_schedule=schedule, zero=rng.choice(stages),
+                  pp_chunks=2 if schedule == "interleaved" else 1,
+                  sequence_parallel=sequence_parallel,
+                  recompute=schedule != "zb-h1" and rng.random() < 0.3)
+    return cfg, (dp, tp, pp), common, layout
+
+
+def run_on_threads(rank, world, threads, *args):
+    torch.set_num_threads(threads)
+    try:
+        return run_steps(rank, world, *args)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("seed", [
+    *range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, PAIRS))])
+def test_a_random_layout_has_the_bits_of_one_process(pool, tmp_path, seed):
+    """Rows and state of one process, however many threads its environment gives it, and of a random
+    layout; of models with heads of 5 channels, sequences of 17, 50257 tokens, dropout, in all
+    precisions."""
+    cfg, layout, common, flags = random_pair(seed)
+    steps = 3 if seed < 4 else 20
+    one = pool.run(1, run_on_threads, 1 + seed % 4, (1, 1, 1),
+                   settings(tmp_path, steps=steps, **common), cfg, seconds=300)[0]
+    other = pool.run(math.prod(layout), run_on_threads, 1, layout,
+                     settings(tmp_path, steps=steps, **common, **flags), cfg, seconds=300)[0]
+    assert same_bits(one, other), (cfg, layout, common, flags)
