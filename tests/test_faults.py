@@ -843,23 +843,15 @@ def test_a_run_goes_on_with_the_machines_that_are_left_and_has_the_same_bits(sha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes, message", [
-    (["--tp", 2, "--pp", 2], "2 processes are not divisible by tp 2 x pp 2 = 4"),
-    (["--batch-size", 4, "--micro-batch", 2, "--zero", 1], None)])
-def test_machines_that_cannot_go_on_alone_end_in_one_line(shards, tmp_path, changes, message):
+def test_machines_that_cannot_go_on_alone_end_in_one_line(shards, tmp_path):
     """Where the layout does not fit what is left, the run ends with one line, and torchrun does not
-    try again; where it does, the run goes on."""
+    try again."""
     flags = ["--data", shards, *TINY, "--steps", 400, "--save-every", 50, "--eval-every", 10,
-             "--timeout", 20, *changes]
-    out = tmp_path / "out"
-    with machines(out, *flags) as (start, lose):
+             "--timeout", 20, "--tp", 2, "--pp", 2]
+    with machines(tmp_path / "out", *flags) as (start, lose):
         first, second = start(), start()
-        wait_for_step(out, 100, first)
+        wait_for_step(tmp_path / "out", 100, first)
         lose(second)
         text, _ = first.communicate(timeout=200)
-    if message is None:
-        worlds = [len(event["environment"]["hosts"]) for event in read_metrics(out)[1]
-                  if event["event"] in ("start", "resume")]
-        assert first.returncode == 0 and worlds == [4, 2], text
-    else:
-        assert first.returncode != 0 and text.count(message) == 1, text
+    message = "2 processes are not divisible by tp 2 x pp 2 = 4"
+    assert first.returncode != 0 and text.count(message) == 1, text
