@@ -37,7 +37,8 @@ from parallelism.compiling import compile_model
 from parallelism.exact import EXACT_PLAN, make_exact, new_sums
 from parallelism.pipeline import chunk_layers, recompute_blocks, stage_layers
 from parallelism.tensor import TP_PLAN, param_specs
-from parallelism.zero import FlatParameters, gather_before_use
+from parallelism.unshard import gather_before_use
+from parallelism.zero import FlatParameters
 
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks

@@ -12,8 +12,8 @@ bits):
     DP6  the tied matrix has its own bucket      no other bucket waits for it  make_buckets
     DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/dp   _start_grad_sync
     DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/dp      _start_grad_sync
-    DP9  ZeRO 3: and only its parameters         2 more bytes become 2/dp      gather_before_use
-    DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  gather_before_use
+    DP9  ZeRO 3: and only its parameters         2 more bytes become 2/dp      unshard.py
+    DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  unshard.py
 
 The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
 for each block. Backward completes them from the right; every rank communicates in that order.
@@ -37,7 +37,7 @@ import torch
 import torch.nn as nn
 from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 
-from model import GPT, GPTConfig, ceil_div, initial_value
+from model import GPTConfig, ceil_div, initial_value
 from parallelism.collectives import (all_gather, all_reduce, copy_to_host_async, reduce_scatter,
                                      sum_dtype)
 from parallelism.tensor import TIED, ParamSpec
@@ -127,7 +127,7 @@ class FlatParameters:
 
     A training step calls begin_step, then prepare_grad_sync before each backward, and at the end
     finish_grad_sync, grad_norm_squares and step. In ZeRO 1 and 2 `step` only starts to gather the
-    updated parameters: `gather_before_use` or wait_params waits for them."""
+    updated parameters: unshard.gather_before_use or wait_params waits for them."""
 
     def __init__(self, specs: list[ParamSpec], grid, dtype, master_dtype, device,
                  zero: int = 0, host=None, training: bool = True):
@@ -419,50 +419,6 @@ def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: 
         steps = torch.full((len(parts),), step - 1.0, device=grads[0].device).unbind()
         adamw(*tensors, [], list(steps), fused=True, amsgrad=False, maximize=False, lr=lr,
               beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
-
-
-def gather_before_use(model: GPT, flat: FlatParameters) -> None:
-    """Wrap the forward of the embedding, each block and the head in unshard and reshard. ZeRO 1 and
-    2 (DP10): the all-gather after AdamW is awaited there, bucket by bucket. ZeRO 3 (DP9):
-
-        forward    unshard block i, prefetch i + 1, run, reshard
-        backward   unshard block i, prefetch i - 1, run; _start_grad_sync reduces and reshards
-
-    The tied matrix stays gathered from the embedding to the end of the head's forward, because the
-    head computes its gradients there. The other parameters of the ends, and the last block, stay
-    gathered until backward."""
-    ends = [bucket for bucket in flat.buckets if bucket.name in ("tied", "ends")]
-    halves = flat.buckets[len(ends):]
-    blocks = list(zip(halves[::2], halves[1::2]))                   # [(attention, MLP)]
-
-    def run_embed(forward, *args):
-        flat.unshard(ends, prefetch=blocks[0])
-        return forward(*args)
-
-    def run_block(forward, current, previous, following, *args):
-        flat.unshard(current, prefetch=following)
-        y = forward(*args)
-        if y.requires_grad:         # the hook runs when y's gradient is there, before the block's
-            y.register_hook(lambda dy: flat.unshard(current, prefetch=previous))
-        if following or not y.requires_grad:
-            flat.reshard(current)
-        return y
-
-    def run_head(forward, *args):
-        flat.unshard(ends)
-        y = forward(*args)
-        flat.reshard(ends[:1])                                      # the tied matrix
-        if not torch.is_grad_enabled():
-            flat.reshard(ends[1:])
-        return y
-
-    if model.embed is not None:
-        model.embed.forward = partial(run_embed, model.embed.forward)
-    if model.head is not None:
-        model.head.forward = partial(run_head, model.head.forward)
-    for block, current, previous, following in zip(model.blocks.values(), blocks, [(), *blocks],
-                                                   [*blocks[1:], ()]):
-        block.forward = partial(run_block, block.forward, current, previous, following)
 
 
 def state_bytes(numel: int, longest: int, dp: int, dtypes: tuple, zero: int, offload: bool,

@@ -73,7 +73,8 @@ from parallel import Grid
 from parallelism.groups import make_groups
 from parallelism.pipeline import recompute_blocks
 from parallelism.tensor import param_specs
-from parallelism.zero import FlatParameters, gather_before_use
+from parallelism.unshard import gather_before_use
+from parallelism.zero import FlatParameters
 from runtime import console, corpora, processes
 from runtime.options import Config
 
