@@ -345,13 +345,17 @@ def reading(path: Path, problem: str):
             raise FileNotFoundError
         yield
     except (FileNotFoundError, NotADirectoryError):
+        others = [file.name for file in list_checkpoints(path.parent)]
         if (path / "latest.pt").exists():
             advice = f"give a file, such as {path / 'latest.pt'}"
+        elif path.suffix == ".pt" and others:           # --keep has removed it
+            advice = f"{path.parent} has {', '.join(others)}"
         elif path.suffix == ".pt":
             advice = "run train.py first, or give another file"
         else:
-            advice = (f"give a file of train.py, such as out/latest.pt, or of `python -m "
-                      f"tools.huggingface import {path} FILE.pt`")
+            advice = (f"give a file of train.py, such as out/latest.pt; `python -m "
+                      f"tools.huggingface import {path} FILE.pt` makes one of weights, for "
+                      f"--init-from and sample.py")
         raise FileNotFoundError(f"there is no checkpoint {path}: {advice}") from None
     except (PermissionError, MemoryError):
         raise

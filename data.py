@@ -29,7 +29,6 @@ import sys
 import tempfile
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +36,7 @@ import numpy as np
 
 from runtime.commandline import Parser
 from runtime.corpora import (BLOCK, DOWNLOADS, EOT, FINEWEB_SHARDS, HUB, download, find_files,
-                             progress, read_documents, sha256_of, standard_library)
+                             progress, read_documents, read_url, sha256_of, standard_library)
 
 SPLITS = ("train", "val")
 VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
@@ -52,18 +51,19 @@ PADDING = -1                # in place of a window's number: a row without token
 def get_tokenizer(name: str):
     """A tiktoken.Encoding. "gpt2": GPT-2's BPE, 50257 tokens. "bytes": token i is byte i, and 256
     is <|endoftext|>. Raises ValueError for another name, ConnectionError without a vocabulary."""
-    import tiktoken             # imported here, like requests: train.py runs without them
+    import tiktoken.load        # imported here, like requests: train.py runs without them
     if name == "bytes":         # the pattern bounds the characters processed at once; no merges
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,256}", special_tokens={EOT: 256},
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     if name != "gpt2":
         raise ValueError(f"unknown tokenizer {name!r}: expected gpt2 or bytes")
+    tiktoken.load.read_file = read_url      # tiktoken's own may wait for ever
     try:
         return tiktoken.get_encoding("gpt2")        # downloads its vocabulary once
     except (OSError, ValueError) as error:      # ValueError: the file has the wrong hash
         raise ConnectionError(f"GPT-2's vocabulary could not be loaded ({error}): run it again "
-                              f"later, set TIKTOKEN_CACHE_DIR to a folder that has it, or make "
-                              f"shards with --tokenizer bytes") from None
+                              f"later, or set TIKTOKEN_CACHE_DIR to a folder that has it; shards "
+                              f"of data.py --tokenizer bytes need none") from None
 
 
 def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int) -> None:
@@ -115,13 +115,14 @@ def read_meta(directory: Path) -> dict:
                 for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
     except FileNotFoundError:
         if (directory / "train_000000.bin").exists():       # data.py's own name
-            raise ValueError(f"{directory} has no meta.json: copy it, too, or run data.py "
-                             f"again") from None
+            raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "
+                             f"and run data.py again") from None
         names = [(file.name, file.stat().st_size) for file in sorted(directory.glob("*.bin"))]
         return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None,
                     fingerprint=hashlib.sha256(repr(names).encode()).hexdigest())
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): run data.py again") from None
+        raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
+                         f"again") from None
 
 
 # ---- Windows of tokens, in the order in which a run reads them -------------------------------
@@ -160,7 +161,7 @@ class TokenDataset:
                 self.n_windows += (len(tokens) - 1) // seq_len
             if self.n_windows == first:
                 raise ValueError(f"{path}: {len(tokens)} tokens are too few for a window of "
-                                 f"{seq_len} + 1: use a shorter --seq-len, or more text")
+                                 f"{seq_len} + 1: give more text, or --seq-len {len(tokens) - 1} or less")
             meta = read_meta(directory)
             for other in self.sources.values():
                 pair = f"--data {data}: {other.name} and {directory}"
@@ -168,7 +169,7 @@ class TokenDataset:
                     raise ValueError(f"{pair} hold the same text: drop one")
                 if any(meta[key] != other.meta[key] for key in ("tokenizer", "vocab_size")):
                     raise ValueError(f"{pair} have different tokenizers, {other.meta['tokenizer']} "
-                                     f"and {meta['tokenizer']}: make both with one")
+                                     f"and {meta['tokenizer']}: make both with one --tokenizer")
             self.sources[meta["fingerprint"]] = Source(
                 directory.absolute().name, weight, first, self.n_windows - first, meta)
         metas = [source.meta for source in self.sources.values()]
@@ -289,17 +290,33 @@ def parse_mixture(text: str) -> dict[Path, int]:
     """"DIR" -> {DIR: 1}; "A=0.7,B=0.3" -> {A: 7, B: 3}. Raises ValueError."""
     if not set("=,") & set(text) or Path(text).is_dir():
         return {Path(text): 1}
+    def refuse(problem):
+        raise ValueError(f"--data {text}: a mixture is DIR=WEIGHT,DIR=WEIGHT: {problem}")
     weights = {}
+    names = {}                  # {last part of a folder: the folder}
     for part in text.split(","):
-        folder, _, number = part.rpartition("=")
-        with suppress(ValueError):
-            if float(number) == 0 or 1e-6 <= float(number) <= 1000:
-                weights[Path(folder)] = round(1e6 * float(number))
+        folder, equals, number = part.rpartition("=")
+        if not part:
+            refuse("a comma stands at an end, or twice: drop it")
+        if not folder:
+            refuse(f"{part!r} lacks its DIR or its =WEIGHT: give both, as in a=0.7")
+        try:
+            weight = float(number)
+        except ValueError:
+            refuse(f"the weight {number!r} of {folder} is no number: give one, as in {folder}=0.7")
+        if weight != 0 and not 1e-6 <= weight <= 1000:
+            refuse(f"the weight of {folder} must be 0 or 1e-6 to 1000: only their ratios count, so "
+                   f"scale all of them; {folder}=0 leaves it out")
+        other = names.setdefault(Path(folder).absolute().name, folder)
+        if Path(folder) in weights:
+            refuse(f"{folder} stands there twice: give it once, with the sum of the weights")
+        if other != folder:
+            refuse(f"{other} and {folder} have the same last part, which names a source in "
+                   f"metrics.jsonl: rename one")
+        weights[Path(folder)] = round(1e6 * weight)
     divisor = math.gcd(*weights.values())
-    names = {folder.absolute().name for folder in weights}
-    if divisor == 0 or len(names) < len(text.split(",")):
-        raise ValueError(f"--data: a mixture is DIR=WEIGHT,DIR=WEIGHT, not {text}: weights are 0 "
-                         f"or 1e-6 to 1000, not all 0, and the last parts of the DIRs differ")
+    if divisor == 0:
+        refuse("all weights are 0: give one that is not")
     return {folder: weight // divisor for folder, weight in weights.items()}
 
 

@@ -52,7 +52,7 @@ from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.groups import make_groups
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import make_schedule
-from runtime import console, devices, directory, processes, recovery, startup
+from runtime import checks, console, devices, directory, processes, recovery, startup
 from runtime.divergence import DivergenceMonitor
 from runtime.options import Config
 from runtime.processes import Job, StopSignal, all_ranks
@@ -428,12 +428,15 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> int
             console.print_finished(run, begin)
         else:
             startup.begin_training(run, state, begin, given, learning_rate, stack)
-            stop = StopSignal()
-            run.train(stop)
+            with StopSignal() as stop:
+                run.train(stop)
             if run.step <= config.steps:
                 return stop.number
     except PeerError as error:
         raise PeerError(f"stage {grid.stage}, step {run.step}: {error}") from error
+    except (MemoryError, RuntimeError) as error:
+        checks.note_less_memory(error, config, grid)
+        raise
     return None
 
 

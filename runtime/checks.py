@@ -7,12 +7,14 @@ import dataclasses
 import math
 import os
 from collections import Counter
+from contextlib import suppress
 
 import torch
 
 from data import TokenDataset, batch_sizes, steps_of_epochs
 from model import PEAK_LR, SIZES, GPTConfig
 from parallel import Grid, build_stage
+from parallelism.collectives import out_of_memory
 from parallelism.exact import MOST_BLOCKS
 from parallelism.pipeline import chunk_layers
 from parallelism.tensor import param_specs
@@ -25,16 +27,17 @@ def check_grid(world: int, config) -> None:
     """Raise a ValueError that names the numbers if no model can run in this layout."""
     tp, pp, schedule, chunks = config.tp, config.pp, config.pp_schedule, config.pp_chunks
     if world % (tp * pp):
-        raise ValueError(f"{world} processes are not divisible by tp {tp} x pp {pp} = {tp * pp}; "
-                         f"start a multiple of {tp * pp} (torchrun --nproc_per_node)")
+        raise ValueError(f"{world} processes are not divisible by tp {tp} x pp {pp} = {tp * pp}: "
+                         f"start a multiple of them: torchrun --nproc_per_node={tp * pp} train.py")
     if config.zero == 3 and pp > 1:
         raise ValueError(f"zero 3 with pp {pp} would gather every block again for each microbatch "
-                         f"of the pipeline: use zero 2, or pp 1")
+                         f"of the pipeline: give --zero 1 or, but for zb-h1, 2")
     if config.sequence_parallel and tp == 1:
         raise ValueError("sequence parallelism splits the positions over tensor-parallel ranks, "
                          "but tp is 1: give --tp 2 or more")
     if schedule != "interleaved" and chunks > 1:
-        raise ValueError(f"--pp-chunks {chunks} requires --pp-schedule interleaved, not {schedule}")
+        raise ValueError(f"--pp-chunks {chunks} requires --pp 2 or more with --pp-schedule "
+                         f"interleaved, not {schedule}: give both, or drop --pp-chunks")
     if schedule == "interleaved" and min(pp, chunks) < 2:
         raise ValueError(f"--pp-schedule interleaved requires --pp and --pp-chunks of 2 or more, "
                          f"not {pp} and {chunks}")
@@ -59,22 +62,27 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     dp = world // (tp * pp)
     if config.sequence_parallel and model_config.seq_len % tp:
         raise ValueError(f"sequence parallelism: seq_len {model_config.seq_len} is not divisible "
-                         f"by tp {tp}")
+                         f"by tp {tp}: change one, or drop --sequence-parallel")
     if model_config.n_head % tp:
-        raise ValueError(f"n_head {model_config.n_head} is not divisible by tp {tp}")
+        raise ValueError(f"n_head {model_config.n_head} is not divisible by tp {tp}: give a --tp "
+                         f"that divides it")
     if model_config.padded_vocab % tp:
         raise ValueError(f"the padded vocabulary {model_config.padded_vocab} is not divisible by "
-                         f"tp {tp}")
+                         f"tp {tp}: give a --tp that divides it, such as a power of 2")
     if model_config.n_layer < pp * chunks:
         raise ValueError(f"n_layer {model_config.n_layer} is less than pp {pp} x pp-chunks "
-                         f"{chunks}: a stage would be empty")
-    if batch % (dp * micro_batch):
+                         f"{chunks}: a stage would be empty: raise --n-layer, or lower the others")
+    at_once = dp * micro_batch
+    if batch % at_once:
+        advice = f"give --batch-size (and START and INCREMENT of a ramp) in multiples of {at_once}"
+        if batch % dp == 0:
+            advice += ", or drop --micro-batch"
         raise ValueError(f"batch size {batch} is not divisible by dp {dp} x micro-batch "
-                         f"{micro_batch} = {dp * micro_batch}")
-    if chunks > 1 and batch // (dp * micro_batch) % pp:
-        raise ValueError(f"{batch // (dp * micro_batch)} microbatches are not divisible by pp "
-                         f"{pp}, as the interleaved schedule requires: change --batch-size, its "
-                         f"ramp or --micro-batch")
+                         f"{micro_batch} = {at_once}: {advice}")
+    if chunks > 1 and batch // at_once % pp:
+        raise ValueError(f"{batch // at_once} microbatches are not divisible by pp {pp}, as the "
+                         f"interleaved schedule requires: give --batch-size (and START and "
+                         f"INCREMENT of a ramp) in multiples of {at_once * pp}")
 
 
 def default_micro_batch(sizes: range, replicas: float, pp: int, device_type: str) -> int:
@@ -139,7 +147,7 @@ def check_data(state: dict, dataset: TokenDataset, config, same: bool) -> None:
             warn(problem)
         elif same:
             raise ValueError(f"{problem}: give that again (DIR=0 leaves out a source), or begin a "
-                             f"run on this one with --init-from and another --out")
+                             f"run on this one: --init-from without --resume, and another --out")
 
 
 def validate(given: dict, state: dict | None, world: int, device_type: str,
@@ -173,6 +181,26 @@ def rank_parameters(model_config: GPTConfig, place: Grid) -> tuple[int, int]:
     blocks = sum(len(layers) for layers in chunk_layers(model_config.n_layer, place))
     longest = max(bucket.numel for bucket in make_buckets(specs, place.dp))
     return of_ends + of_blocks // place.chunks * blocks, longest
+
+
+def note_less_memory(error: Exception, config: Config, grid: Grid) -> None:
+    """To an error of too little memory, add the flags that take less and can be given here."""
+    if not out_of_memory(error):
+        return
+    changes = []
+    if config.micro_batch > 1 and not config.exact:         # with --exact it gives other bits
+        smaller = max(m for m in range(1, config.micro_batch) if config.micro_batch % m == 0)
+        changes.append((f"--micro-batch {smaller} instead of {config.micro_batch}", {}))
+    if not config.recompute:
+        changes.append(("--recompute", dict(recompute=True)))
+    if grid.dp > 1 and config.zero < 3:
+        changes.append((f"--zero {config.zero + 1}", dict(zero=config.zero + 1)))
+    flags = []
+    for text, change in changes:
+        with suppress(ValueError):
+            check_grid(grid.world, dataclasses.replace(config, **change))
+            flags.append(text)
+    error.add_note(f"give {', '.join([*flags, '--tp or --pp on more processes'])}")
 
 
 def check_memory(model_config: GPTConfig, grid: Grid, config, dtypes: tuple, device: torch.device,

@@ -24,6 +24,10 @@ class Parser(argparse.ArgumentParser):
             arguments = sys.argv[1:]
         given = [re.sub(r"^--[\w-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)
                  for text in arguments]
+        for text in given:              # --compile=False, as nanoGPT's
+            name, sep, _ = text.partition("=")
+            if sep and getattr(self._option_string_actions.get(name), "nargs", None) == 0:
+                self.error(f"argument {name} takes no value: give {name} alone, or leave it out")
         args, unknown = self.parse_known_args(given)
         if unknown:
             flags = [text for text in unknown if text.startswith("--")] or unknown[:1]

@@ -114,7 +114,16 @@ DOWNLOADS = {
         None, ".eot"),
     "fineweb": (f"{HUB}/datasets/kjj0/fineweb10B-gpt2/resolve/main/", None, ".bin"),
 }
+TIMEOUT = (10, 30)          # seconds to connect, and of silence
 FINEWEB_SHARDS = 103        # training shards of 100M tokens each; there is one validation shard
+
+
+def read_url(url: str) -> bytes:
+    """The bytes at this address. Raises a RequestException, which is an OSError."""
+    import requests
+    reply = requests.get(url, timeout=TIMEOUT)
+    reply.raise_for_status()
+    return reply.content
 
 
 def download(url: str, path: Path, sha256: str | None = None) -> None:
@@ -132,7 +141,7 @@ def download(url: str, path: Path, sha256: str | None = None) -> None:
         size = part.stat().st_size
         headers = {"Range": f"bytes={size}-", "Accept-Encoding": "identity"}
         try:
-            with (requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as reply,
+            with (requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply,
                   open(part, "ab") as file):
                 if reply.status_code in (200, 416):     # the whole file; nothing after this byte
                     size = file.truncate(0)

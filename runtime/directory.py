@@ -94,26 +94,29 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
         path, events = latest_valid(found)
         state = load(path)
         if file is not None and not restarted:
-            origin = new_run(kind, load(file))["origin"] if file.exists() else None
-            if state["run"].get("origin") != origin:        # ids and steps, not paths
-                raise ValueError(f"{out} holds a run that did not begin from {file}, or that file "
-                                 f"is gone: drop --{kind} to go on with that run, or give another "
-                                 f"--out")
+            if not file.exists():
+                raise ValueError(f"there is no {file}, but a run in {out}: drop --{kind} to go on "
+                                 f"with it")
+            if state["run"].get("origin") != new_run(kind, load(file))["origin"]:   # no paths
+                raise ValueError(f"{out} holds a run that did not begin from {file}: drop --{kind} "
+                                 f"to go on with that run, or give another --out")
         start = Start("continue", path, state["run"], found, events)
     elif file is not None:
         verify(file)
         state = load(file)
         start = Start(kind, file, new_run(kind, state), found)
     elif eval_only:
-        raise ValueError(f"--eval-only, but {out} holds no checkpoint")
+        raise ValueError(f"--eval-only, but {out} holds no checkpoint: give the --out of a run, "
+                         f"or --resume FILE")
     else:
         return Start(kind, None, new_run(kind), found)
 
     if eval_only:
         return Start("init-from", start.path, new_run("init-from", state), found)
     if not state["exp_avg"] and start.kind != "init-from":
+        how = {"resume": "instead of --resume", "continue": "and another --out"}[start.kind]
         raise ValueError(f"{start.path} holds weights alone: begin a run with --init-from "
-                         f"{start.path} and another --out")
+                         f"{start.path} {how}")
     return start
 
 

@@ -117,6 +117,7 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save", "resume": "load",
     "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval",
     "offload": "optimizer-cpu-offload", "init-from": "finetune"}
+NO_FILES = {"resume", "scratch", "latest", "true", "false", "yes", "no", "none"}    # habits
 
 
 def add_flags(parser: Parser, names=None, kind=Config) -> None:
@@ -182,8 +183,14 @@ def parse_flags(arguments) -> dict:
         raise ValueError(f"argument --batch-ramp: {ramp} is not START:INCREMENT:SEQUENCES, all > 0")
     if {"steps", "epochs"} <= set(given):
         raise ValueError("--steps cannot be combined with --epochs: both say when the run ends")
+    for name in ("resume", "init_from"):
+        if name in given and given[name].lower() in NO_FILES:
+            raise ValueError(f"argument --{name.replace('_', '-')}: {given[name]} is no checkpoint's "
+                             f"FILE: leave the flag out, and train.py goes on with the run in --out "
+                             f"or, if there is none, begins one")
     if "init_from" in given and given.get("resume", "auto") not in ("auto", "never"):
-        raise ValueError("--init-from cannot be combined with --resume FILE: it begins a new run")
+        raise ValueError("--init-from cannot be combined with --resume FILE: drop --resume to "
+                         "begin a new run from the weights, or --init-from to branch")
     return given
 
 

@@ -38,8 +38,7 @@ class RunError(Exception):
 def fatal_message(error: Exception) -> str | None:
     """One line for a lost peer or too little memory; None for errors that need a traceback."""
     if out_of_memory(error):
-        return (f"{first_line(error)}: lower --micro-batch, give --recompute, or raise --zero, "
-                f"--tp or --pp")
+        return "; ".join([first_line(error), *getattr(error, "__notes__", [])])
     return str(error) if isinstance(error, PeerError) else None
 
 
@@ -172,6 +171,16 @@ class StopSignal:
         self.number = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle)
+
+    def __enter__(self) -> "StopSignal":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """After a signal, an error of the block ends this process as the signal does: a terminal
+        sends Ctrl-C to the compiler that --compile has started, too."""
+        if error is not None and self.number and not isinstance(error, (PeerError, RunError)):
+            print_error(f"ended without saving: {first_line(error)}")
+            exit_like_signal(self.number)
 
     def handle(self, number: int, frame) -> None:
         now = time.monotonic()

@@ -123,9 +123,13 @@ def skip_excluded(run) -> None:
 def fail(run, reason: str) -> None:
     """Stop a run that cannot recover from its divergence."""
     run.log.event("stop", step=run.step, reason=reason)
+    healthy = [file for _, file, healthy in run.monitor.checkpoints if healthy]
+    begin = "begin again"
+    if healthy:
+        begin = f"branch from an older checkpoint (--resume {Path(run.config.out, healthy[-1])})"
     raise RunError(f"step {run.step}: {reason}; the run has diverged: see the events in "
-                   f"{run.config.out}/metrics.jsonl, and go on from an older checkpoint with a "
-                   f"lower --lr, a tighter --clip or --skip-steps")
+                   f"{run.config.out}/metrics.jsonl, and {begin} in another --out, with a lower "
+                   f"--lr, a tighter --clip or --skip-steps")
 
 
 def judge_checkpoint(run, done: int, is_start: bool) -> None:

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -50,7 +50,7 @@ from parallel import Grid, build_stage
 from parallelism import collectives
 from parallelism.tensor import param_specs
 from parallelism.zero import make_buckets
-from runtime import checks, console, devices, directory, processes, recovery
+from runtime import checks, console, devices, directory, processes, recovery, startup
 from runtime.divergence import DivergenceMonitor
 from runtime.options import Config, merge_config, parse_flags
 from runtime.processes import Job, RunError
@@ -90,7 +90,7 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("zero 3 with pp 2", ["--zero 3 --pp 2"]),
     ("requires --pp and --pp-chunks of 2 or more, not", [
         "--pp 2 --pp-schedule interleaved", "--pp-schedule interleaved --pp-chunks 2"]),
-    ("--pp-chunks 2 requires --pp-schedule interleaved, not", [
+    ("--pp-chunks 2 requires --pp 2 or more with --pp-schedule interleaved, not", [
         "--pp 2 --pp-chunks 2", "--pp 2 --pp-schedule 1f1b --pp-chunks 2"]),
     ("n_layer 3 is less than pp 2 x pp-chunks 2", [
         "--n-layer 3 --pp 2 --pp-schedule interleaved --pp-chunks 2"]),
@@ -112,15 +112,22 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("n_embd 15 is not divisible by n_head 2", ["--n-embd 15"]),
     ("--steps cannot be combined with --epochs", ["--epochs 2"]),
     ("would keep parameters 695.9 GB", ["--n-layer 96 --n-head 96 --n-embd 12288"]),
-    ("a mixture is DIR=WEIGHT,DIR=WEIGHT, not ", [
-        "--data a,b", "--data a:0.5,b:0.5", "--data a=1,b", "--data a=x,b=1", "--data a=nan",
-        "--data a=inf", "--data a=-1,b=2", "--data a=0,b=0", "--data a=1001,b=1",
-        "--data a=1,a=2", "--data one/a=1,two/a=1", "--data ,", "--data a=1,"]),
+    ("--data a,b: a mixture is DIR=WEIGHT,DIR=WEIGHT: 'a' lacks its DIR or its =WEIGHT: give both",
+     ["--data a,b"]),
+    ("lacks its DIR or its =WEIGHT", ["--data a:0.5,b:0.5", "--data a=1,b", "--data =1,b=1"]),
+    ("the weight 'x' of a is no number: give one, as in a=0.7", ["--data a=x,b=1"]),
+    ("the weight of a must be 0 or 1e-6 to 1000", [
+        "--data a=nan", "--data a=inf", "--data a=-1,b=2", "--data a=1001,b=1"]),
+    ("all weights are 0: give one that is not", ["--data a=0,b=0"]),
+    ("a stands there twice: give it once, with the sum of the weights", [
+        "--data a=1,a=2", "--data a=1,./a=2"]),
+    ("one/a and two/a have the same last part", ["--data one/a=1,two/a=1"]),
+    ("a comma stands at an end, or twice: drop it", ["--data ,", "--data a=1,"]),
     ("nowhere does not exist: give a directory that data.py has made: data/python by `python "
      "data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR",
      ["--data nowhere", "--data other=1,nowhere=1"]),
     ("has no train shards: give", ["--data run", "--data other/train_0.bin"]),
-    ("lost has no meta.json: copy it, too, or run data.py again", ["--data lost"]),
+    ("lost has no meta.json: copy it, too, or remove the shards and run", ["--data lost"]),
     ("too few", ["--seq-len 100000"]),
     ("other and toy have different tokenizers", ["--data other=1,toy=0"]),
     ("train_0.bin", ["--data torn=1,other=1"]),
@@ -128,9 +135,15 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("257", ["--data beyond_val", "--data other=1,beyond=2"]),
     ("/proc/nowhere", ["--out /proc/nowhere"]), ("--out precious is not a", ["--out precious"]),
     ("holds no checkpoint", ["--eval-only"]), ("there is no checkpoint ", ["--init-from "]),
-    ("there is no checkpoint yes: give a file of train.py, such as out/latest.pt, or", [
-        "--resume yes"]),
+    ("there is no checkpoint nowhere: give a file of train.py, such as out/latest.pt; ", [
+        "--resume nowhere"]),
+    ("--resume: True is no checkpoint's FILE: leave the flag out", ["--resume True"]),
+    ("--init-from: resume is no checkpoint's FILE: leave the flag out, and train.py goes on with "
+     "the run in --out", ["--init_from=resume"]),
+    ("--compile takes no value: give --compile alone, or leave it out", ["--compile=False"]),
     ("there is no checkpoint no.pt: run train.py first", ["--init-from no.pt"]),
+    ("there is no checkpoint run/step_00000003.pt: run has step_00000004.pt, step_00000002.pt", [
+        "--resume run/step_00000003.pt", "--init-from run/step_00000003.pt"]),
     ("no checkpoint sixth: give a file, such as sixth/latest.pt", [
         "--resume sixth", "--init-from sixth"]),
     ("File name too long", [f"--resume {'x' * 300}.pt", f"--init-from {'x' * 300}.pt"]),
@@ -146,8 +159,7 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("n_embd 16, not 32", ["--init-from whole.pt --n-embd 32"]),
     ("but opt has opt-257 with 257", ["--init-from whole.pt --data opt"]),
     ("cannot be combined with --resume FILE", ["--init-from whole.pt --resume whole.pt"]),
-    ("did not begin from whole.pt, or that file is gone: drop --init-from", [
-        "--init-from whole.pt --out run"])])
+    ("did not begin from whole.pt: drop --init-from", ["--init-from whole.pt --out run"])])
 def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch,
                                                      message, commands):
     """Each command ends with this message, in as many processes as tp x pp, where the compiler and
@@ -163,6 +175,78 @@ def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, 
                                  WORLD_SIZE=world), message)
         shutil.rmtree("o", ignore_errors=True)
         assert names_in(things) == before and Path("precious").read_text() == "a file"
+
+
+ADVICE = [      # flags that are refused, what the message advises, and flags that follow the advice
+    ("--init_from=resume", "leave the flag out", ""),
+    ("--resume True --out run", "leave the flag out", "--out run"),
+    ("--resume run/step_00000003.pt", "run has step_00000004.pt", "--resume run/step_00000004.pt"),
+    ("--resume run/step_00000003.pt --out run", "drop --resume to go on with it", "--out run"),
+    ("--init-from whole.pt --out run", "drop --init-from to go on", "--out run"),
+    ("--init-from whole.pt --out run", "give another --out", "--init-from whole.pt"),
+    ("--resume never --out run", "give another --out", "--resume never"),
+    ("--resume whole.pt --init-from whole.pt", "drop --resume", "--init-from whole.pt"),
+    ("--resume whole.pt --init-from whole.pt", "or --init-from to branch", "--resume whole.pt"),
+    ("--eval-only", "give the --out of a run", "--eval-only --out run"),
+    ("--eval-only", "or --resume FILE", "--eval-only --resume whole.pt"),
+    ("--resume whole.pt --n-layer 3", "drop --n-layer", "--resume whole.pt"),
+    ("--resume whole.pt --data other", "(DIR=0 leaves out a source)",
+     "--resume whole.pt --data SHARDS=0,other=1"),
+    ("--resume whole.pt --data other", "--init-from without --resume",
+     "--init-from whole.pt --data other"),
+    ("--compile=False", "leave it out", ""),
+    ("--tp 2", "torchrun --nproc_per_node=2 train.py", "--nproc_per_node=2 --tp 2"),
+    ("--nproc_per_node=2 --pp 2 --zero 3", "give --zero 1", "--nproc_per_node=2 --pp 2 --zero 1"),
+    ("--nproc_per_node=2 --pp 2 --zero 3", "but for zb-h1, 2",
+     "--nproc_per_node=2 --pp 2 --zero 2"),
+    ("--nproc_per_node=2 --pp 2 --zero 3 --pp-schedule zb-h1", "give --zero 1",
+     "--nproc_per_node=2 --pp 2 --zero 1 --pp-schedule zb-h1"),
+    ("--pp-chunks 2", "drop --pp-chunks", ""),
+    ("--n-layer 4 --pp-chunks 2", "--pp 2 or more with --pp-schedule interleaved",
+     "--nproc_per_node=2 --n-layer 4 --pp-chunks 2 --pp 2 --pp-schedule interleaved"),
+    ("--nproc_per_node=2 --pp-chunks 2 --pp 2 --pp-schedule interleaved", "raise --n-layer",
+     "--nproc_per_node=2 --pp-chunks 2 --pp 2 --pp-schedule interleaved --n-layer 4"),
+    ("--nproc_per_node=4 --tp 4", "give a --tp that divides it", "--nproc_per_node=4 --tp 2"),
+    ("--batch-size 6 --micro-batch 4", "in multiples of 4", "--batch-size 8 --micro-batch 4"),
+    ("--batch-size 6 --micro-batch 4", "or drop --micro-batch", "--batch-size 6"),
+    ("--nproc_per_node=3", "in multiples of 3", "--nproc_per_node=3 --batch-size 6"),
+    ("--batch-ramp 1:2:9", "(none: no ramp)", "--batch-ramp none"),
+    ("--data other,beyond", "as in a=0.7", "--data other=0.7,beyond=0.7"),
+    ("--data other=x,beyond=1", "as in other=0.7", "--data other=0.7,beyond=1"),
+    ("--data other=2000,beyond=1", "scale all of them", "--data other=200,beyond=0.1"),
+    ("--data other=-1,beyond=1", "other=0 leaves it out", "--data other=0,beyond=1"),
+    ("--data other=1,other=2", "with the sum of the weights", "--data other=3"),
+    ("--data other=1,", "drop it", "--data other=1"),
+    ("--data other=0,beyond=0", "give one that is not", "--data other=1,beyond=0"),
+    ("--data beyond=1,beyond_val=1", "drop one", "--data beyond=1"),
+    ("--data other --seq-len 100000", "--seq-len 99999 or less", "--data other --seq-len 99999"),
+    ("--nproc_per_node=3 --exact --tp 3", "give --tp 1, 2, 4 or 8", "--nproc_per_node=2 --exact --tp 2")]
+
+
+def refusal(shards, flags):
+    """What the start of train.py refuses in as many processes as --nproc_per_node says;
+    None if it would begin."""
+    world = int((re.findall(r"--nproc_per_node=(\d+)", flags) or [1])[0])
+    flags = re.sub(r"--nproc_per_node=\d+", "", flags.replace("SHARDS", str(shards))).split()
+    job = Job(world=world, local_world=world)
+    given = ["train.py", "--data", str(shards), "--out", "o", *TINY, *flags]
+    try:
+        with ExitStack() as stack, mock.patch.object(sys, "argv", given):
+            given, device, _ = startup.parse(job)
+            startup.resolve(given, job, device, stack)
+    except (ValueError, OSError, RunError) as error:
+        return str(error)
+    return None
+
+
+def test_what_a_message_advises_is_not_refused(shards, things, monkeypatch):
+    """No message sends to a second error."""
+    monkeypatch.chdir(things)
+    for flags, advice, next_flags in ADVICE:
+        message = refusal(shards, flags)
+        assert message is not None and advice in message, (flags, message)
+        assert refusal(shards, next_flags) is None, (flags, message, refusal(shards, next_flags))
+        shutil.rmtree("o", ignore_errors=True)
 
 
 def differ(rank, world):
@@ -661,7 +745,7 @@ STORIES = {     # shell commands, or: job of torchrun, flags of train.py, exit s
         "rm link.pt && mv base old",
         ("", "--out old/../new --keep 1 --resume ./old/step_00000002.pt --steps 6", 0, "step 5"),
         ("", "--out new --resume old/step_00000003.pt", 2,
-         "new holds a run that did not begin from old/step_00000003.pt, or"),
+         "new holds a run that did not begin from old/step_00000003.pt: drop"),
         "rm -r old && mv new newer",
         "truncate -s 1000 newer/step_00000006.pt",              # it keeps its own first file
         ("", "--out newer", 0, "6.pt is damaged.*newer/step_00000002.pt, after step 2")],

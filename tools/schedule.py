@@ -91,6 +91,8 @@ def main() -> None:
     try:
         if min(p, m, v) < 1:
             raise ValueError("--pp, --microbatches and --pp-chunks must be at least 1")
+        if v > 1 and m % p:
+            raise ValueError(f"interleaved requires --microbatches in multiples of --pp {p}")
         check_layout(GPTConfig(n_layer=p * v), p, m, args)
     except ValueError as error:
         parser.error(error)
