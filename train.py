@@ -38,6 +38,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -414,6 +415,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> int
     train_data, val_data = startup.open_data(config, model_config, state, job)
     grid = Grid(job.world // (config.tp * config.pp), config.pp, config.tp, job.rank,
                 config.sequence_parallel, config.pp_chunks)
+    stack.push(partial(checks.note_less_memory, config, grid))
     make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
     run = Run(config, model_config, grid, device, train_data, val_data, state, begin.run)
@@ -434,9 +436,6 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> int
                 return stop.number
     except PeerError as error:
         raise PeerError(f"stage {grid.stage}, step {run.step}: {error}") from error
-    except (MemoryError, RuntimeError) as error:
-        checks.note_less_memory(error, config, grid)
-        raise
     return None
 
 

@@ -183,14 +183,16 @@ def rank_parameters(model_config: GPTConfig, place: Grid) -> tuple[int, int]:
     return of_ends + of_blocks // place.chunks * blocks, longest
 
 
-def note_less_memory(error: Exception, config: Config, grid: Grid) -> None:
-    """To an error of too little memory, add the flags that take less and can be given here."""
+def note_less_memory(config: Config, grid: Grid, kind, error, trace) -> None:
+    """To an error of too little memory, add the flags that take less and can be given here: for
+    ExitStack.push, which gives the last three."""
     if not out_of_memory(error):
         return
     changes = []
     if config.micro_batch > 1 and not config.exact:         # with --exact it gives other bits
-        smaller = max(m for m in range(1, config.micro_batch) if config.micro_batch % m == 0)
-        changes.append((f"--micro-batch {smaller} instead of {config.micro_batch}", {}))
+        prime = next(n for n in range(2, config.micro_batch + 1) if config.micro_batch % n == 0)
+        changes.append((f"--micro-batch {config.micro_batch // prime} instead of "
+                        f"{config.micro_batch}", {}))
     if not config.recompute:
         changes.append(("--recompute", dict(recompute=True)))
     if grid.dp > 1 and config.zero < 3:

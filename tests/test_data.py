@@ -105,6 +105,7 @@ def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, r
     status, out, line = run_data("--out", tmp_path, "--input", tmp_path / "a.txt")
     assert (status, out, line.count("\n")) == (1, "", 1) and "TIKTOKEN_CACHE_DIR" in line
     assert words in line and "--tokenizer bytes" in line
+    assert requests.get.call_args.kwargs["timeout"] == corpora.TIMEOUT      # it never hangs
 
 
 BODY = np.random.default_rng(0).bytes(1 << 16).hex().encode()
@@ -353,6 +354,20 @@ def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file,
     with pytest.raises(ValueError) as error:
         data.TokenDataset(tmp_path, "train", 4)
     assert all(word in str(error.value) for word in [file, *words.split()])
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("{")])
+def test_what_the_message_of_a_lost_or_damaged_meta_json_advises_works(tmp_path, damage):
+    (tmp_path / "a.txt").write_text("some words\n" * 100)
+    prepare = functools.partial(data.prepare, [tmp_path / "a.txt"], tmp_path / "d", "bytes")
+    prepare()
+    damage(tmp_path / "d/meta.json")
+    with pytest.raises(ValueError, match="remove (it and )?the shards,? and run data.py again"):
+        data.TokenDataset(tmp_path / "d", "train", 4)
+    for path in (tmp_path / "d").iterdir():
+        path.unlink()
+    prepare()
+    assert data.TokenDataset(tmp_path / "d", "train", 4).n_windows > 0
 
 
 # ---------------------------------------------------------------------------------------------

@@ -191,6 +191,7 @@ def test_the_readme_prints_the_text_of_a_spike(shards, tmp_path):
     status, _, error = Command("train.py", *TINY, "--seq-len", 128, "--lr", 1e19,
                                "--max-rollbacks", 0, cwd=tmp_path).finish()
     assert status == 1 and "are used up; the run has diverged" in error
+    assert "begin again in another --out, with a lower --lr" in error      # it has no checkpoint
     recipe = next(block for block in README.split("```")[1::2] if "spike" in block)
     def print_spike():
         return subprocess.run(["bash", "-c", recipe], cwd=tmp_path, capture_output=True, text=True)

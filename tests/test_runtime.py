@@ -403,10 +403,28 @@ def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, t
     torch.save(state, tmp_path / "large.pt")
     most = ["--out", tmp_path, *TINY, "--batch-size", 2 ** 50, "--micro-batch", 2 ** 50]
     for words, file, *flags in [
-            ("allocate memory.* lower --micro-batch", "train.py", "--data", shards, *most),
+            (f"allocate memory.*; give --micro-batch {2 ** 49} instead of {2 ** 50}, --recompute, "
+             "--tp or --pp on more processes", "train.py", "--data", shards, *most),
             ("allocate memory.* --device cpu", "sample.py", "--ckpt", tmp_path / "large.pt")]:
         status, _, error = Command(file, *flags).finish()
         assert status == 1 and re.fullmatch(rf"{file}: .*{words}.*\n", error), error
+
+
+@pytest.mark.parametrize("layout, flags, advice", [
+    ((1, 1, 1), dict(micro_batch=16), "--micro-batch 8 instead of 16, --recompute, "),  # a default
+    ((2, 1, 2), dict(micro_batch=15, tp=2, zero=2), "--micro-batch 5 instead of 15, --recompute, "
+     "--zero 3, "),
+    ((2, 2, 1), dict(micro_batch=1, pp=2, zero=2, recompute=True), ""),
+    ((2, 2, 1), dict(micro_batch=2, pp=2, zero=1, pp_schedule="zb-h1"),
+     "--micro-batch 1 instead of 2, "),
+    ((1, 1, 1), dict(micro_batch=4, exact=True), "--recompute, ")])
+def test_what_is_advised_against_too_little_memory_can_be_given(layout, flags, advice):
+    """Of the microbatch the message has the number, which a default may have chosen: a resume on a
+    smaller GPU. What the layout, or --exact, refuses is not advised."""
+    error = MemoryError("too little")
+    checks.note_less_memory(Config(**flags), Grid(*layout), None, error, None)
+    assert processes.fatal_message(error) == (
+        f"too little; give {advice}--tp or --pp on more processes")
 
 
 def test_a_refusal_for_memory_counts_nearly_what_a_rank_would_keep():
@@ -595,6 +613,20 @@ finally:
         during, *_, after = text.splitlines()
         assert int(during) > 0 == int(after) and status == 1
         assert ("train.py: the last checkpoint is lost: full" in error) == (rank == 0)
+
+
+def test_ctrl_c_while_the_compiler_runs_ends_in_one_line(shards, tmp_path):
+    """A terminal sends it to the compiler too, which then fails. The exit status is the signal's,
+    as elsewhere."""
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\n[ -e $0.once ] || kill -INT $PPID\ntouch $0.once\nexit 1\n")
+    compiler.chmod(0o755)
+    run = subprocess.run(
+        [sys.executable, ROOT / "train.py", "--data", shards, "--out", tmp_path / "out", *TINY,
+         "--compile"], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "c")})
+    assert run.returncode == -signal.SIGINT, run
+    assert re.fullmatch("train.py: ended without saving: .*\n", run.stderr), run
 
 
 def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monkeypatch, capfd):
@@ -1247,6 +1279,8 @@ def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
     *events, end = runs[0].events
     assert (stop.value.status, end["event"], kinds(events).count("spike")) == (1, "stop", 5)
     assert "--max-rollbacks 4" in end["reason"]
+    older = re.search(r"branch from an older checkpoint \(--resume (.*)\)", str(stop.value))[1]
+    assert checkpoint.load(Path(older))["step"] >= 28
     assert [(e["to"], e["lr_factor"]) for e in events if e["event"] == "rollback"] == [
         (32, 0.6), (32, pytest.approx(0.06)), (28, pytest.approx(0.003)),
         (28, pytest.approx(0.00015))]

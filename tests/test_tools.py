@@ -12,6 +12,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,6 +92,11 @@ def test_parallel_py_draws_the_timeline_and_counts(monkeypatch, capsys):
         with pytest.raises(SystemExit, match="2"):
             output(flag, "0")
         assert capsys.readouterr().err.count("\n") == 1
+    interleaved = ["--pp", "2", "--pp-schedule", "interleaved", "--pp-chunks", "2"]
+    with pytest.raises(SystemExit, match="2"):
+        output(*interleaved, "--microbatches", "3")
+    assert "requires --microbatches in multiples of --pp 2" in capsys.readouterr().err
+    output(*interleaved, "--microbatches", "4")
     with pytest.raises(SystemExit, match="2"):
         output("--schedule", "1f1b")
     assert capsys.readouterr().err == (
@@ -737,7 +743,12 @@ def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(run_train, sh
     assert run_train(*flags, "--init-from", "b.pt", "--steps", 2)[0] == 0
     assert saved(Path("o"), 2)["model"]["n_embd"] == CFG.n_embd
     expect_mistake(run_train("--data", shards, "--out", "p", "--resume", "b.pt"),
-                   "b.pt holds weights alone: begin a run with --init-from b.pt and another")
+                   "b.pt holds weights alone: begin a run with --init-from b.pt instead of --re")
+    Path("q").mkdir()
+    shutil.copy("b.pt", "q/latest.pt")
+    expect_mistake(run_train("--data", shards, "--out", "q"),
+                   "alone: begin a run with --init-from q/latest.pt and another --out")
+    assert run_train(*flags[:2], "--init-from", "q/latest.pt", "--out", "p", "--steps", 1)[0] == 0
     with mock.patch.object(sys, "argv", ["sample.py", "--ckpt", "b.pt", "--max-tokens", "5"]):
         sample.main()
 
@@ -748,8 +759,9 @@ def test_train_py_names_the_import_for_a_model_of_the_hub(run_train, shards, tmp
                                                           flag, name):
     monkeypatch.chdir(tmp_path)
     expect_mistake(run_train("--data", shards, flag, name),
-                   f"no checkpoint {name}: give a file of train.py, such as out/latest.pt, or of "
-                   f"`python -m tools.huggingface import {name} FILE.pt`")
+                   f"no checkpoint {name}: give a file of train.py, such as out/latest.pt; "
+                   f"`python -m tools.huggingface import {name} FILE.pt` makes one of weights, for "
+                   f"--init-from and sample.py")
 
 
 BROKEN = [      # changes of config.json and of the tensors (None: it is missing), and the answer
