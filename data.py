@@ -161,7 +161,8 @@ class TokenDataset:
                 self.n_windows += (len(tokens) - 1) // seq_len
             if self.n_windows == first:
                 raise ValueError(f"{path}: {len(tokens)} tokens are too few for a window of "
-                                 f"{seq_len} + 1: give more text, or --seq-len {len(tokens) - 1} or less")
+                                 f"{seq_len} + 1: give more text, or --seq-len {len(tokens) - 1} "
+                                 f"or less")
             meta = read_meta(directory)
             for other in self.sources.values():
                 pair = f"--data {data}: {other.name} and {directory}"

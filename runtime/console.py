@@ -209,6 +209,8 @@ def print_notes(run, given: dict, resumed: bool) -> None:
     if config.warmup_steps > config.steps / 2:
         print_rank0(f"note     the warm-up takes {config.warmup_steps} of {config.steps} steps: "
                     f"give a smaller --warmup-steps")
+    if config.compile:
+        print_rank0("note     the first step and the first evaluation compile, for a minute or so")
     if config.skip_steps is not None and step_range(config.skip_steps)[1] < run.step:
         print_rank0(f"skip     the steps {config.skip_steps} are done: there is nothing to skip")
 

@@ -185,9 +185,9 @@ def parse_flags(arguments) -> dict:
         raise ValueError("--steps cannot be combined with --epochs: both say when the run ends")
     for name in ("resume", "init_from"):
         if name in given and given[name].lower() in NO_FILES:
-            raise ValueError(f"argument --{name.replace('_', '-')}: {given[name]} is no checkpoint's "
-                             f"FILE: leave the flag out, and train.py goes on with the run in --out "
-                             f"or, if there is none, begins one")
+            raise ValueError(f"argument --{name.replace('_', '-')}: {given[name]} is no "
+                             f"checkpoint's FILE: leave the flag out, and train.py goes on with "
+                             f"the run in --out or, if there is none, begins one")
     if "init_from" in given and given.get("resume", "auto") not in ("auto", "never"):
         raise ValueError("--init-from cannot be combined with --resume FILE: drop --resume to "
                          "begin a new run from the weights, or --init-from to branch")

@@ -190,7 +190,7 @@ class StopSignal:
             self.write("saving after this step; a second signal ends at once, without saving")
         elif now - self.requested >= 0.5:
             self.write("ended without saving")
-            os._exit(1)
+            exit_like_signal(number)
 
     def write(self, line: str) -> None:
         """As `print_rank0`, which a handler that interrupts it must not call again."""

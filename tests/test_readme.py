@@ -34,19 +34,24 @@ from tests.harness import (README, ROOT, TINY, Command, kinds, launch, read_metr
 def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path):
     """data.py, train.py on eight ranks with 3 steps, and sample.py; the sample begins with the
     prompt, and there is no warning. (.ci/run makes the environment, and starts the eight by
-    torchrun.)"""
-    [line] = README.split("```")[1].strip().splitlines()
+    torchrun.) The line for one process is the same but for train.py, and the first loss is, too."""
+    [line], [alone] = (block.strip().splitlines() for block in README.split("```")[1:4:2])
+    assert alone == line.replace("torchrun --nproc_per_node=8 train.py --tp 2 --pp 2",
+                                 "python train.py").replace("--ckpt out/latest.pt ", "")
     *_, (_, make), (_, ranks, *run), (_, *draw) = map(shlex.split, line.split(" && "))
     assert [ranks, *run] == ["--nproc_per_node=8", "train.py", "--tp", "2", "--pp", "2"]
     ends = [Command(make, cwd=tmp_path).finish(200)]
     ends += [rank.finish(200) for rank in launch(8, *run[1:], "--steps", 3, "--eval-every", 0,
                                                  cwd=tmp_path)]
     ends += [Command(*draw, cwd=tmp_path).finish(200)]
+    ends += [Command("train.py", "--steps", 1, "--out", "one", cwd=tmp_path).finish(200)]
+    ends += [Command(*draw[:1], *draw[3:], cwd=tmp_path).finish(200)]
     assert all(status == 0 and "warn" not in error.lower() for status, _, error in ends), ends
-    made, trained, *_, sampled = (text for _, text, _ in ends)
+    made, trained, *_, sampled, alone, sampled_too = (text for _, text, _ in ends)
     assert "torchrun --nproc_per_node=8 train.py --tp 2 --pp 2" in made
     assert "step 3/3" in trained and "dp 2 x pp 2 x tp 2" in trained
-    assert sampled.startswith("def ")
+    assert sampled.startswith("def ") and sampled_too == sampled
+    assert re.search(r"step 1/1  (loss \S+)", alone)[1] in trained
 
 
 def test_the_readme_names_only_tests_and_flags_that_exist():
@@ -164,7 +169,7 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     made = [data.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [
-        "data/python", "data/mine-bytes", "data/shakespeare", "data/tinystories", "data/mine"]
+        "data/python", "data/python", "data/mine-bytes", "data/shakespeare", "data/tinystories", "data/mine"]
     drawings = readme_commands("tools.schedule")
     assert len(drawings) == 3
     for _, flags in [*drawings, (None, [*drawings[0][1], "--pp-schedule", "1f1b"])]:

@@ -220,7 +220,8 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
     ("--data other=0,beyond=0", "give one that is not", "--data other=1,beyond=0"),
     ("--data beyond=1,beyond_val=1", "drop one", "--data beyond=1"),
     ("--data other --seq-len 100000", "--seq-len 99999 or less", "--data other --seq-len 99999"),
-    ("--nproc_per_node=3 --exact --tp 3", "give --tp 1, 2, 4 or 8", "--nproc_per_node=2 --exact --tp 2")]
+    ("--nproc_per_node=3 --exact --tp 3", "give --tp 1, 2, 4 or 8",
+     "--nproc_per_node=2 --exact --tp 2")]
 
 
 def refusal(shards, flags):
@@ -328,7 +329,7 @@ def test_help_lists_every_flag_with_its_default(run_train):
 
 def test_plain_program_tells_a_mistake_in_one_line(tmp_path):
     """What cannot run ends with status 2 and one line that names the numbers."""
-    for flags, words in [(["--tp", 2], "1 processes cannot form"), (["--pp", 0], "pp 0"),
+    for flags, words in [(["--tp", 2], "torchrun --nproc_per_node=2 parallel.py"), (["--pp", 0], "pp 0"),
                          (["--tp", "x"], "--tp"), (["--steps"], "--steps"),
                          ([], "does not exist: give a directory that data.py has made")]:
         status, text, error = Command("parallel.py", *flags, cwd=tmp_path).finish()
@@ -630,13 +631,14 @@ def test_ctrl_c_while_the_compiler_runs_ends_in_one_line(shards, tmp_path):
 
 
 def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monkeypatch, capfd):
-    """Serves "a signal saves": torchrun's copy comes within 0.5 s and does not count."""
+    """Serves "a signal saves": torchrun's copy comes within 0.5 s and does not count. The exit
+    status is the signal's, so that a second Ctrl-C, too, ends a shell's loop."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)    # pytest keeps its own handlers
-    monkeypatch.setattr(os, "_exit", lambda status: ended.append(status))
+    monkeypatch.setattr(processes, "exit_like_signal", lambda number: ended.append(number))
     ended = []
     stop = processes.StopSignal()
     assert not stop.requested
-    for seconds, expected in [(100, []), (100.4, []), (100.6, [1])]:
+    for seconds, expected in [(100, []), (100.4, []), (100.6, [signal.SIGINT])]:
         monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: seconds))
         stop.handle(signal.SIGINT, None)
         assert stop.requested and ended == expected

@@ -559,7 +559,7 @@ def test_tokens_stand_for_the_steps_that_read_them():
     ("--world 8 --gpu h100 --tokens nan", "argument --tokens: nan must be at least 1"),
     ("--world 8 --gpu h100 --tokens 26b", "invalid float value"),
     ("--world 8 --gpu h100 --tokens 1e9 --steps 5", "--steps and --tokens both say"),
-    ("--world 8 --gpu h300", "invalid choice: 'h300'"), ("--gpu h100-80g", "h100"),
+    ("--world 8 --gpu h300", "--gpu: h300 is none of v100-16g, "), ("--gpu h100-80g", "h100"),
     ("--world 8 --gpu 3090", "v100-16g"),
     ("--world 8 --gpu h100 --zero 3 --pp 2", "zero 3 with pp 2"),
     ("--world 3 --tp 2 --gpu h100", "--world 3 is not divisible by tp 2 x pp 1"),
@@ -578,6 +578,18 @@ def test_the_plans_mistakes_are_refused_in_one_line(monkeypatch, capsys, flags, 
     out, error = capsys.readouterr()
     assert end.value.code == 2 and out == ""
     assert error.startswith("plan.py: ") and error.count("\n") == 1 and message in error
+
+
+def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
+    """The message for an unknown name gives an example, which works. Those of an A100, on one GPU,
+    give an A100's plan."""
+    with pytest.raises(ValueError, match="another GPU's TFLOP/s:GB:GB/s") as error:
+        tools.plan.answer("--world 1 --gpu rtx4090".split())
+    example = re.search(r"as (--gpu .*)", str(error.value))[1]
+    assert "165:24:1008" in tools.plan.answer(f"--world 1 {example}".split())
+    known, own = (json.loads(tools.plan.answer(f"--world 1 --json --dtype bf16 --gpu {gpu}".split()))
+                  for gpu in ("a100-80g", "312:80:2039"))
+    assert known == own | dict(gpu="a100-80g")
 
 
 def test_the_plan_is_a_command_with_help():

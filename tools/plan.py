@@ -27,6 +27,7 @@ are fitted on published runs, and predict 19 others within a fifth (listed in te
 import argparse
 import json
 import math
+import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -64,7 +65,7 @@ PF_DAY = 1e15 * DAY     # FLOPs
 @dataclass(frozen=True)
 class GPUSpec:
     """A GPU in its usual machine: bytes, and bytes per second in one direction."""
-    name: str           # in PEAK_FLOPS
+    name: str           # in PEAK_FLOPS, or FLOP/s in 16 bits
     fp32: float         # FLOP/s, in TF32 where there is one
     memory: float
     bandwidth: float    # of its memory
@@ -75,14 +76,27 @@ class GPUSpec:
     def peak(self, itemsize: int) -> float:
         """FLOP/s of matrix products in a type of so many bytes."""
         if itemsize == 2:
-            return PEAK_FLOPS[self.name]
+            return PEAK_FLOPS.get(self.name) or float(self.name)
         if itemsize == 4:
             return self.fp32
         return self.fp32 / 8        # fp64, roughly
 
 
+class KnownGPUs(dict):
+    """{name: GPUSpec}. Another GPU is TFLOP/s:GB:GB/s, as 165:24:1008 (in 16 bits; its memory): a
+    card on PCIe, with half the FLOP/s in TF32. Raises ValueError."""
+
+    def __missing__(self, name: str) -> GPUSpec:
+        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", name):
+            raise ValueError(f"argument --gpu: {name} is none of {', '.join(self)}: give one of "
+                             f"these, or another GPU's TFLOP/s:GB:GB/s (products in 16 bits; its "
+                             f"memory), as --gpu 165:24:1008")
+        flops, memory, bandwidth = map(float, name.split(":"))
+        return GPUSpec(f"{flops}e12", flops * 5e11, memory * 1e9, bandwidth * 1e9, 32e9, 25e9, 32e9)
+
+
 # The makers' data sheets of the SXM modules; network and host of DGX-1, A100, H100, H200 and B200.
-GPUS = {
+GPUS = KnownGPUs({
     "v100-16g": GPUSpec("V100", 15.7e12, 16e9, 900e9, 150e9, 6.25e9, 16e9),
     "v100-32g": GPUSpec("V100", 15.7e12, 32e9, 900e9, 150e9, 6.25e9, 16e9),
     "a100-40g": GPUSpec("A100", 156e12, 40e9, 1555e9, 300e9, 25e9, 32e9),
@@ -90,15 +104,15 @@ GPUS = {
     "h100": GPUSpec("H100", 494e12, 80e9, 3350e9, 450e9, 50e9, 64e9),
     "h200": GPUSpec("H200", 494e12, 141e9, 4800e9, 450e9, 50e9, 64e9),
     "b200": GPUSpec("B200", 1125e12, 180e9, 8000e9, 900e9, 50e9, 64e9),
-}
+})
 
 
 @dataclass(frozen=True)
 class PlanConfig(options.Config):
     """train.py's flags, of which RUN_FLAGS count here, and the plan's own."""
     world: int = flag(None, "GPUs (required)", low=1, group="plan")
-    gpu: str = flag(None, "kind of GPU (required): " + ", ".join(GPUS), choices=list(GPUS),
-                     form="NAME")
+    gpu: str = flag(None, "kind of GPU (required): " + ", ".join(GPUS) + ", or TFLOP/s:GB:GB/s of "
+                    "another", form="NAME")
     gpus_per_node: int = flag(8, "GPUs of a machine", low=1)
     vocab_size: int = flag(50257, "tokens of the vocabulary; a run takes that of its data", low=1)
     tokens: float = flag(None, "instead of --steps: train on so many tokens, as 26e9", low=1)
@@ -721,8 +735,8 @@ def answer(arguments: list[str]) -> str:
     options.add_flags(parser, OWN_FLAGS + RUN_FLAGS, PlanConfig)
     given = options.parse_given(parser, arguments, PlanConfig)
     if "world" not in given or "gpu" not in given:
-        raise ValueError(f"--world, the number of GPUs, and --gpu, one of {', '.join(GPUS)}, are "
-                         f"required")
+        raise ValueError(f"--world, the number of GPUs, and --gpu, one of {', '.join(GPUS)} or "
+                         f"TFLOP/s:GB:GB/s of another, are required")
     if "tokens" in given and "steps" in given:
         raise ValueError("--steps and --tokens both say when the run ends: drop one")
     config = PlanConfig(**given)
