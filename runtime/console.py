@@ -196,8 +196,8 @@ def print_notes(run, given: dict, resumed: bool) -> None:
     config = run.config
     many_threads = run.device.type == "cpu" and torch.get_num_threads() > 1
     if many_threads and hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count():
-        print_rank0("note     this machine is busy: set OMP_NUM_THREADS=1, or threads wait for "
-                    "each other")
+        print_rank0("note     this machine is busy: put OMP_NUM_THREADS=1 before the command, or "
+                    "threads wait for each other")
     if not resumed and not {"lr", "model"} & set(given) and parameter_count(run.model_config) > 2e7:
         print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 used 6e-4 for "
                     f"125M parameters, 2e-4 for 1.3B: give --lr")

@@ -131,7 +131,7 @@ def test_the_readmes_loop_of_two_machines_ends_after_ctrl_c(tmp_path):
 
 
 def test_the_readmes_layouts_are_not_refused(shards):
-    """All thirteen train.py commands, with the model and the number of ranks that they name."""
+    """All train.py commands, with the model and the number of ranks that they name."""
     commands = readme_commands("train.py")
     for before, flags in commands:
         given = dict(parse_flags(flags), data=str(shards), seq_len=16)
@@ -139,7 +139,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         config, cfg = checks.validate(given, None, world, "cuda")
         if "n_layer" not in given:
             assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 13
+    assert len(commands) == 14
 
 
 @pytest.mark.slow

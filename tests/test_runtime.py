@@ -486,7 +486,7 @@ runpy.run_path({str(ROOT)!r} + "/" + sys.argv.pop(1), run_name="__main__")
     ([torch.bfloat16], 0, 2, "", []), ([], 0, 2, "--dtype bf16", []), ([], 9e9, 1, "", []),
     ([torch.bfloat16], 0, 2, "--dtype bf16", ["cpu (multiplies bf16 in fp32), bf16"]),
     ([], 9e9, 2, "--warmup-steps 3", [
-        "set OMP_NUM_THREADS=1",
+        "put OMP_NUM_THREADS=1 before the command",
         "the warm-up takes 3 of 4 steps: give a smaller --warmup-steps"])])
 def test_a_run_says_what_makes_it_slow(run_train, shards, tmp_path, missing, load, threads, flags,
                                        notes):
@@ -628,6 +628,7 @@ def test_ctrl_c_while_the_compiler_runs_ends_in_one_line(shards, tmp_path):
         env={**os.environ, "CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "c")})
     assert run.returncode == -signal.SIGINT, run
     assert re.fullmatch("train.py: ended without saving: .*\n", run.stderr), run
+    assert "note     the first step and the first evaluation compile" in run.stdout
 
 
 def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monkeypatch, capfd):
