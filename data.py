@@ -296,7 +296,7 @@ def parse_mixture(text: str) -> dict[Path, int]:
     weights = {}
     names = {}                  # {last part of a folder: the folder}
     for part in text.split(","):
-        folder, equals, number = part.rpartition("=")
+        folder, _, number = part.rpartition("=")
         if not part:
             refuse("a comma stands at an end, or twice: drop it")
         if not folder:

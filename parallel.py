@@ -522,7 +522,8 @@ def main() -> None:
     config = GPTConfig()
     if tp < 1 or pp < 1 or world % (tp * pp) or 16 % (world // (tp * pp)):
         fail(f"{world} processes cannot form dp x pp x tp ranks with pp {pp}, tp {tp}, and a dp "
-             f"that divides the batch of 16: torchrun --nproc_per_node={max(1, tp * pp)} parallel.py")
+             f"that divides the batch of 16: start them by torchrun --nproc_per_node="
+             f"{max(1, tp * pp)} parallel.py")
     if config.n_head % tp or pp > config.n_layer:
         fail(f"the model has {config.n_head} heads for --tp {tp}, {config.n_layer} layers for "
              f"--pp {pp}")

@@ -211,14 +211,17 @@ def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[C
     shape = model_shape(given)
     if state is None:
         return config, SIZES[config.model] | shape
+    problems, drop = [], []
     for name, value in shape.items():
         stored = state["model"][name]
         may_be_shorter = name == "seq_len" and weights_only
         if value != stored and not (may_be_shorter and value < stored):
             allowed = f"{stored} or less" if may_be_shorter else stored
-            flag_name = (name if name in given else "model").replace("_", "-")
-            raise ValueError(f"the checkpoint's model has {name} {allowed}, not {value}: drop "
-                             f"--{flag_name}, or use another --out or checkpoint")
+            problems.append(f"{name} {allowed}, not {value}")
+            drop.append("--" + (name if name in given else "model").replace("_", "-"))
+    if problems:
+        raise ValueError(f"the checkpoint's model has {'; '.join(problems)}: drop "
+                         f"{', '.join(dict.fromkeys(drop))}, or use another --out or checkpoint")
     shape = {name: state["model"][name] for name in SHAPE} | shape
     if not weights_only:
         config = Config(**(restored_flags(state) | given))

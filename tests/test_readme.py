@@ -169,7 +169,8 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     made = [data.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [
-        "data/python", "data/python", "data/mine-bytes", "data/shakespeare", "data/tinystories", "data/mine"]
+        "data/python", "data/python", "data/mine-bytes", "data/shakespeare", "data/tinystories",
+        "data/mine"]
     drawings = readme_commands("tools.schedule")
     assert len(drawings) == 3
     for _, flags in [*drawings, (None, [*drawings[0][1], "--pp-schedule", "1f1b"])]:

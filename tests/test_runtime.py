@@ -190,6 +190,8 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
     ("--eval-only", "give the --out of a run", "--eval-only --out run"),
     ("--eval-only", "or --resume FILE", "--eval-only --resume whole.pt"),
     ("--resume whole.pt --n-layer 3", "drop --n-layer", "--resume whole.pt"),
+    ("--resume whole.pt --n-layer 3 --n-head 4 --model opt-125m", "drop --n-layer, --n-head, "
+     "--model,", "--resume whole.pt"),
     ("--resume whole.pt --data other", "(DIR=0 leaves out a source)",
      "--resume whole.pt --data SHARDS=0,other=1"),
     ("--resume whole.pt --data other", "--init-from without --resume",
@@ -329,7 +331,8 @@ def test_help_lists_every_flag_with_its_default(run_train):
 
 def test_plain_program_tells_a_mistake_in_one_line(tmp_path):
     """What cannot run ends with status 2 and one line that names the numbers."""
-    for flags, words in [(["--tp", 2], "torchrun --nproc_per_node=2 parallel.py"), (["--pp", 0], "pp 0"),
+    for flags, words in [(["--tp", 2], "1 processes cannot form"), (["--pp", 0], "pp 0"),
+                         (["--tp", 2], "start them by torchrun --nproc_per_node=2 parallel.py"),
                          (["--tp", "x"], "--tp"), (["--steps"], "--steps"),
                          ([], "does not exist: give a directory that data.py has made")]:
         status, text, error = Command("parallel.py", *flags, cwd=tmp_path).finish()

@@ -587,7 +587,8 @@ def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
         tools.plan.answer("--world 1 --gpu rtx4090".split())
     example = re.search(r"as (--gpu .*)", str(error.value))[1]
     assert "165:24:1008" in tools.plan.answer(f"--world 1 {example}".split())
-    known, own = (json.loads(tools.plan.answer(f"--world 1 --json --dtype bf16 --gpu {gpu}".split()))
+    flags = "--world 1 --json --dtype bf16 --gpu".split()
+    known, own = (json.loads(tools.plan.answer([*flags, gpu]))
                   for gpu in ("a100-80g", "312:80:2039"))
     assert known == own | dict(gpu="a100-80g")
 
