@@ -211,7 +211,8 @@ def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[C
     shape = model_shape(given)
     if state is None:
         return config, SIZES[config.model] | shape
-    problems, drop = [], []
+    problems = []
+    drop = []
     for name, value in shape.items():
         stored = state["model"][name]
         may_be_shorter = name == "seq_len" and weights_only
