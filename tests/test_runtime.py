@@ -451,7 +451,7 @@ def test_mps_is_for_one_process_without_float64(run_train, shards, tmp_path, mon
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     for more, world in ((["--dtype", "fp64"], 1), ([], 2)):
         expect_mistake(run_train(*flags, "--device", "mps", *more, WORLD_SIZE=world),
-                       "--device mps is for one process, and not for fp64: give")
+                       "--device mps is for one process, and not for fp64 or --exact: give")
     assert ", cpu, fp64" in run_train(*flags, "--dtype", "fp64")[1]
     assert collectives.sum_dtype(torch.device("mps")) == torch.float32
     with mock.patch.object(torch.mps, "manual_seed") as manual_seed:
