@@ -136,23 +136,27 @@ def clip_factor(norm: float, clip: float, scale: float) -> float:
 #
 # Each term changes by at most half a unit. The units (powers of two) and limits:
 #
-#     terms                                   unit                    largest sum: 2^53 units
-#     activations of blocks                   2^-32                   2^21
-#     their gradients, for one position       2^-36 loss scale / N    2^17 loss scale / N
-#     gradients of parameters                 2^-40 loss scale        2^13 loss scale
-#       of embedding and head                 2^-36 loss scale        2^17 loss scale
-#     squares of gradients                    2^-30, rest 2^-46       2^23: a norm of 2,900
-#     exp(logit - largest)                    2^-34                   2^19: so many tokens
-#     losses                                  2^-20                   2^33: of 10^8 tokens
-#     norms of activations                    2^-10                   2^43
+#     terms                                   unit                    largest sum: 2^52 units
+#     activations of blocks                   2^-32                   2^20
+#     a token's gradients of these            2^-36 loss scale / N    2^16 loss scale / N
+#     gradients of parameters                 2^-40 loss scale        2^12 loss scale
+#       of embedding and head                 2^-36 loss scale        2^16 loss scale
+#     squares of gradients, high digits       2^-30                   2^23 (2^53 units): norm 2,900
+#       what is left of each                  2^-46                   2^7: of 2^38 parameters
+#     exp(logit - largest)                    2^-34                   2^18: tokens of a vocabulary
+#     losses                                  2^-20                   2^32: of 10^8 tokens
+#     norms of activations                    2^-10                   2^42
 #
 # N is the number of tokens in the batch. Why these: a gradient of the mean loss is below 1 in a
 # healthy run, AdamW's epsilon is 1e-8 = 10,000 * 2^-40, and the gradient of one of a million tokens
 # must not vanish. (An embedding's gradients are the largest: they pass the first LayerNorm, which
-# divides by 0.03 at the start.) A larger term must not cost the exactness in silence: `ExactSums`
-# compares each with its share of the largest sum, and an excess skips the step on all ranks, as an
-# overflow does. (In 60 healthy steps of nano the largest term was 0.03 of its share. The rest of
-# the squares is below 2^-31 each, so it cannot be too large with fewer than 2^38 parameters.)
+# divides by 0.03 at the start.) The largest sum is half of what float64 holds, because the token
+# matrix has two sums, of the embedding and of the head, which are added.
+#
+# A larger term must not cost the exactness in silence. Of n terms each may be as large as the n-th
+# part of the largest sum, its share. `ExactSums` compares it with that, and an excess skips the
+# step on all ranks, as an overflow does. (In 60 healthy steps of nano the largest term had 0.03 of
+# its share.)
 # ---------------------------------------------------------------------------------------------
 
 
@@ -191,8 +195,8 @@ class ExactSums:
         self.excess = torch.zeros((), device=self.scratch.device)
 
     def in_units(self, x: torch.Tensor, unit: float, terms: float) -> torch.Tensor:
-        """x in whole units, until the next call. `terms`: how many such terms the sum has. (Their
-        limit is half of its share: the token matrix has two uses.)"""
+        """x in whole units, in memory that the next call uses again. `terms`: how many such terms
+        the sum has."""
         wide = torch.promote_types(x.dtype, torch.float32)
         if self.scratch.numel() < x.numel() or self.scratch.dtype != wide:
             self.scratch = torch.empty(x.numel(), dtype=wide, device=x.device)
@@ -239,4 +243,4 @@ class ExactSums:
 
 def power_of_2(x: float) -> float:
     """The largest power of two that is not above x > 0."""
-    return 2.0 ** math.floor(math.log2(x))
+    return 2.0 ** (math.frexp(x)[1] - 1)

@@ -273,13 +273,14 @@ class Run:
                                            **self.flat.grad_norm_squares()))
         norm, in_range = self.flat.global_norm(total)
         finite = math.isfinite(total["loss"]) and math.isfinite(total["all_squares"])
+        out_of_range = finite and not in_range
         return StepStats(
             loss=total["loss"] / tokens_in_batch,
             activation_norm=total["activation_norm"] / tokens_in_batch,
-            grad_norm=norm / scaler.scale, found_inf=not (finite and in_range),
-            out_of_range=finite and not in_range,
+            grad_norm=norm / scaler.scale, found_inf=not finite or out_of_range,
             stop_requested=total["stops"] > 0, loss_scale=scaler.scale,
-            scale_can_fall=self.scale_can_fall and in_range, local_loss=loss_sum)
+            scale_can_fall=self.scale_can_fall and not out_of_range, local_loss=loss_sum,
+            out_of_range=out_of_range)
 
     def sum_across_ranks(self, local: dict) -> dict:
         """{name: scalar tensor} -> {name: its sum over all ranks, a number}. Blocks until the sums

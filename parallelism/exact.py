@@ -1,13 +1,16 @@
 """--exact: the same bits in every layout. parallel.build_rank calls `new_sums` and `make_exact`.
 
-With one seed, batch and --micro-batch, on one kind of machine, every number that two layouts both
-compute has the same bits. By induction over the operations: their inputs have, and then
+The claim: with one seed, batch size and --micro-batch, on one kind of machine, layouts compute the
+same bits. The argument, for each operation whose inputs have the same bits:
 
-    sums       whose order or grouping depends on the layout have terms with the same bits: rounded
-               to whole units, they add exactly (amp.ExactSums)
+    sums       whose order depends on the layout are exact sums, so their order does not matter
+               (amp.ExactSums)
     products   are computed in blocks of the parameters, one by one; tp only decides which rank
-               computes a block. So they have the same shapes, strides, alignment: the same kernels
-    the rest   is elementwise, or computes each row by itself
+               computes a block. So a product has the same shape, strides and alignment everywhere
+    the rest   is elementwise (a + b = b + a), or computes each row by itself
+
+The assumption: a library computes a product in the same way where shape, strides and alignment are
+the same, and a row of LayerNorm however many rows there are. Random layouts test it.
 
     x -f-+- block 0: qkv -> attention -> proj -+
          +- block 1: qkv -> attention -> proj -+        with tp 2, rank 0 computes blocks 0 and 1,
@@ -23,9 +26,9 @@ compute has the same bits. By induction over the operations: their inputs have, 
     gradients of parameters       microbatches, replicas, both ends of a         FlatParameters
                                   pipeline; the squares for the norm
 
-Attention takes a head by itself; dropout draws a mask for each block. It costs float64 gradients,
-copies of the weights, one block at a time, and on a CPU all threads but one. (Under ZB-H1, B
-computes all gradients here, W none: nothing is gained by it.)
+Dropout draws a mask for each block; AdamW's slices end at multiples of 32 (zero.adamw_step). It
+costs float64 gradients, copies of the weights, one block at a time, and on a CPU all threads but
+one. (Under ZB-H1, B computes all gradients here, W none: nothing is gained by it.)
 """
 import math
 from functools import partial
@@ -80,13 +83,13 @@ def sum_blocks(terms, unit: float, grid) -> torch.Tensor:
     """The sum of this rank's terms (B, T, C) and those of the other tensor-parallel ranks."""
     total = torch.zeros_like(terms[0], dtype=torch.float64)
     for term in terms:
-        grid.exact.add(total, term, unit, MOST_BLOCKS)
+        grid.exact.add(total, term, unit, grid.exact.blocks)
     return sum_over_ranks(total, grid).wait().to(terms[0].dtype)
 
 
 class BlockProduct(torch.autograd.Function):
-    """x W^T + b. W is a view (n, w, in) or (out, 1, w), and is copied for each product: a kernel
-    may also depend on strides and alignment."""
+    """x W^T + b. W is a view, (1 or 3, w, in) or (out, 1, w), and is copied for each product: a
+    kernel may also depend on strides and alignment."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, exact):
@@ -124,8 +127,8 @@ class BlockLinear(nn.Module):
 
 
 def cut_in_blocks(layer: TensorParallel, count: int) -> list[tuple]:
-    """[(weight, bias)] of the blocks of this rank's part of a layer. (All at once: autograd then
-    joins their gradients. It would pad those of single slices with zeros, and add.)"""
+    """[(weight, bias)] of the blocks of this rank's part of a layer. (All at once, because autograd
+    then joins their gradients. Of single slices it would pad each with zeros, and add.)"""
     blocks = {"bias": [None] * count}
     for name, dim in layer.partition_dim.items():
         stacked = getattr(layer, name).unflatten(dim, (layer.stride, count, -1))
@@ -235,7 +238,7 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
         x = gather_positions(x, grid).wait()
         shape = x.shape
         x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
-        # Each (w, C): whole, aligned rows, because w is a multiple of 16.
+        # Each (w, C), and aligned: w is a multiple of 16, C of the number of blocks.
         weights = weight.chunk(exact.blocks // grid.tp)
         first = grid.tp_rank * len(weight)
         dx = torch.zeros_like(x, dtype=torch.float64)
@@ -258,7 +261,7 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
                 columns, is_local = local_columns(columns, p)
                 p.scatter_add_(1, columns, -(weight_of_row * is_local).to(p.dtype))
                 dz = p.to(x.dtype)
-                exact.add(dx_i, matmul(dz, block), exact.activation_gradient, MOST_BLOCKS)
+                exact.add(dx_i, matmul(dz, block), exact.activation_gradient, exact.blocks)
                 exact.add(dw, matmul(dz.t(), x_i), exact.embedding_gradient, exact.terms(len(x_i)))
         if scale is not None:
             dx = sum_over_ranks(dx.view(shape), grid).wait().to(x.dtype)
@@ -291,7 +294,7 @@ def exact_losses(logits: list, targets: list, grid) -> tuple:
         z.sub_(largest)
         columns, is_local = local_columns(columns, z)
         target += z.gather(1, columns).where(is_local, 0)       # one block has it
-        grid.exact.add(total, z.exp_().sum(1, keepdim=True), ExactSums.SOFTMAX, MOST_BLOCKS)
+        grid.exact.add(total, z.exp_().sum(1, keepdim=True), ExactSums.SOFTMAX, grid.exact.blocks)
     total, target = all_reduce(sums, grid.groups["tp"]).wait()
     return total.log() - target, total
 

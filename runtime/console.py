@@ -107,6 +107,8 @@ def format_step(run, row: dict, seconds: float) -> str:
     line += f"  left {timedelta(seconds=round((config.steps - row['step']) * seconds))}"
     if row["skipped"] > 0:
         line += "  skipped: loss or gradient not finite"
+        if config.exact:
+            line += ", or out of range"
     return line
 
 

@@ -187,6 +187,27 @@ def large_activations(y):
     return y * 2.0 ** 40
 
 
+def test_an_overflow_in_fp16_halves_the_scale_as_without_exact(tmp_path):
+    """Also many in a row, which are no divergence while the scale can fall."""
+    def enlarge(run):
+        run.scaler.scale = 2.0 ** 28
+
+    runs = []
+    for exact in (False, True):
+        config = settings(tmp_path, steps=14, dtype="fp16", exact=exact)
+        runs.append(watched(config, enlarge, cfg=replace(NARROW, n_layer=1)))
+        assert max(column(runs[-1].rows, "skipped")) > 3        # in a row
+    assert {event["event"] for event in runs[1].events} == {"skip"}
+    assert {event["reason"] for event in runs[1].events} == {"not finite"}
+
+
+def test_the_softmax_of_a_large_vocabulary_is_in_range(tmp_path):
+    """At the start all tokens of 50257 are nearly as likely as the largest; here in one block."""
+    cfg = GPTConfig(vocab_size=50257, seq_len=16, n_layer=1, n_head=1, n_embd=24)
+    run = watched(settings(tmp_path, steps=1, batch_size=2, exact=True), cfg=cfg)
+    assert column(run.rows, "skipped") == [0]
+
+
 def test_an_evaluation_out_of_range_has_no_loss(tmp_path):
     """Activations of 2^40 have a finite loss without --exact."""
     def enlarge(run):

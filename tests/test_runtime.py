@@ -656,7 +656,8 @@ def test_a_mistake_ends_torchruns_restarts(shards, tmp_path):
     group = torchrun(2, "--max-restarts=3", ROOT / "train.py", "--data", shards, "--tp", 3, "--out",
                      tmp_path / "out")
     _, error = group.communicate(timeout=60)
-    assert group.returncode != 0 and error.count("2 processes are not divisible by tp 3") == 1, error
+    assert group.returncode != 0
+    assert error.count("2 processes are not divisible by tp 3") == 1, error
 
 
 def test_only_a_launcher_with_restarts_left_is_ended(monkeypatch):
