@@ -10,6 +10,7 @@ It computes what the plain form in parallel.py does. The differences:
     PP5  backward recomputes a block         stores 1 value instead of about 16    recompute_blocks
     PP6  a rank has v chunks of the layers   bubble about 1 / v; v times messages  model_chunks
     PP7  gradients of weights wait for gaps  bubble about 1 / 3; activations of p  schedules.zb_h1
+    PP8  tp ranks send 1 / tp of x each      networks carry x once, not tp times   gather_message
 """
 import copy
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from model import GPT, ceil_div
-from parallelism.collectives import PeerError, Work, comm_errors, on_hosts, sum_dtype
+from parallelism.collectives import (PeerError, Work, all_gather, comm_errors, on_hosts,
+                                     sum_dtype)
 from parallelism.schedules import split_in_turns
 from parallelism.tensor import gather_positions, matmul
 
@@ -182,15 +184,21 @@ def start_messages(grid, messages: list[Message]) -> list[Work]:
         tag = 2 * (m * grid.pp * grid.chunks + receiver) + "FB".index(kind)
         stage = other % grid.pp
         peer = grid.rank + (stage - grid.stage) * grid.tp
+        work = Work(None)
         if message.sending:
             start, verb = dist.isend, "send to"
-            x = message.tensor.detach().contiguous()
+            work.result = message.tensor.detach().contiguous()
         else:
             start, verb = dist.irecv, "receive from"
-            x = torch.empty_like(message.tensor)
-        operations.append(dist.P2POp(start, x, peer, grid.groups["pp"], tag))
-        works.append(Work(x, operation=f"{OP_NAMES[kind]} of microbatch {m}: {verb} rank {peer}"
-                                       f"{on_hosts([peer], grid.hosts)} (stage {stage})"))
+            work.result = torch.empty_like(message.tensor)
+            work.finish = partial(gather_message, grid=grid)
+        work.operation = (f"{OP_NAMES[kind]} of microbatch {m}: {verb} rank {peer}"
+                          f"{on_hosts([peer], grid.hosts)} (stage {stage})")
+        works.append(work)
+        own = work.result
+        if not grid.sequence_parallel:
+            own = own.view(-1).chunk(grid.tp)[grid.tp_rank]                 # PP8
+        operations.append(dist.P2POp(start, own, peer, grid.groups["pp"], tag))
     started = [work for work in works if work.result is not None]
     if started:
         with comm_errors(", ".join(work.operation for work in started)):
@@ -200,3 +208,12 @@ def start_messages(grid, messages: list[Message]) -> list[Work]:
         for work, handle in zip(started, handles, strict=True):
             work.handles = [handle]
     return works
+
+
+def gather_message(x: torch.Tensor, grid) -> torch.Tensor:
+    """PP8 (Narayanan et al. 2021, section 4.1): the tp ranks of a stage would send the same x to
+    those of the next, which is in another machine. Each sends 1 / tp of it, and the receivers
+    exchange theirs inside their machine. (With TP2, x is a part already.)"""
+    if not grid.sequence_parallel:
+        all_gather(x.view(-1), grid.groups["tp"]).wait()                    # in place
+    return x

@@ -52,7 +52,6 @@ class Published:
 
         unfused     attention writes its scores to memory
         whole       recomputation repeats a block's last product, and its all-reduce
-        scattered   tp ranks send 1 / tp of a message each, and gather it inside the machine
         halved      gradients are sent in 16 bits
         overlapped  computation hides all communication
         deepspeed   kernels are launched one at a time (CUDA_LAUNCH_BLOCKING=1); nothing hides data
@@ -109,15 +108,11 @@ def their_block(row: Published, block: BlockTimes) -> BlockTimes:
 
 
 def their_traffic(row: Published, sent: dict) -> dict:
-    config, links = row.config, tools.plan.link_speeds(row.config)
     sent = dict(sent)
-    if "whole" in row.theirs and config.recompute:
+    if "whole" in row.theirs and row.config.recompute:
         sent["tp"] *= 12 / 10
     if "halved" in row.theirs:
         sent["gradients"] /= 2
-    if "scattered" in row.theirs and not config.sequence_parallel:
-        gathered = (config.tp - 1) * links.pipeline / links.tensor
-        sent["pp"] *= (1 + gathered) / config.tp
     if "overlapped" in row.theirs:
         sent |= dict.fromkeys(("tp", "pp", "gradients", "parameters", "embedding"), 0)
     return sent
@@ -164,9 +159,9 @@ def megatron(name, rate, gpu, shape, layout, batch, *theirs, seq_len=2048, vocab
     return Published(name, seconds, cfg, config, theirs)
 
 
-OF_2021 = ("unfused", "whole", "scattered")
+OF_2021 = ("unfused", "whole")
 RUNS = [
-    # Narayanan et al. 2021, table 1 and section 4.1 (`scattered`); 175B: Megatron-LM's README
+    # Narayanan et al. 2021, table 1; 175B: Megatron-LM's README
     *(megatron(f"A100 {name}", rate, A100, shape, layout, batch, *OF_2021, interleave=interleave)
       for name, shape, layout, interleave, batch, rate in [
         ("1.7B", (24, 2304, 24), (1, 1, 32), 1, (16, 512), 137),

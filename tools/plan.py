@@ -388,7 +388,7 @@ def traffic_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> dict:
     """Bytes that this rank sends in a step, by kind:
 
         tp          see `tensor_parallel_bytes`
-        pp          x (B, T, C) forward, its gradient backward, of each chunk
+        pp          1 / tp of x (B, T, C) forward, of its gradient backward, of each chunk
         gradients   `gradient_rings`
         parameters  ZeRO 1, 2: an all-gather; 3: for each microbatch one forward and another
                     backward, where the ends and the last block are still there
@@ -413,14 +413,15 @@ def traffic_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> dict:
 
     messages = 2 * grid.chunks - grid.is_first - grid.is_last
     message = config.micro_batch * cfg.seq_len * cfg.n_embd * size
-    if grid.sequence_parallel:
-        message /= grid.tp
+    tp = tensor_parallel_bytes(cfg, grid, config, buckets)
+    if not grid.sequence_parallel:
+        tp += m * messages * ring(grid.tp, message)         # the receivers gather it
     embedding = 0
     if grid.pp > 1 and (grid.is_first or grid.is_last):
         embedding = master_size * tied
         if zero > 0:
             embedding /= grid.dp
-    return dict(tp=tensor_parallel_bytes(cfg, grid, config, buckets), pp=m * messages * message,
+    return dict(tp=tp, pp=m * messages * message / grid.tp,
                 gradients=ring(grid.dp, master_size * gradients),
                 parameters=ring(grid.dp, size * parameters), embedding=embedding,
                 world=2 * ring(grid.world, 5 * 8))
