@@ -53,7 +53,8 @@ from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.groups import make_groups
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import make_schedule
-from runtime import checks, console, devices, directory, processes, recovery, startup
+from runtime import (checks, console, devices, directory, processes, recovery, replicas,
+                     startup)
 from runtime.divergence import DivergenceMonitor
 from runtime.options import Config
 from runtime.processes import Job, StopSignal, all_ranks
@@ -173,7 +174,10 @@ class Run:
             if last or (self.is_due(config.eval_every) and not stopping):
                 row.update(self.evaluate())
             self.log.step(self, row)            # to metrics.jsonl and the console
-            if last or stopping or self.is_due(config.save_every):
+            saving = last or stopping or self.is_due(config.save_every)
+            if (saving or self.is_due(config.check_every)) and replicas.check(self):
+                continue        # a replica differed: the run is back at its last checkpoint
+            if saving:
                 self.save()
             self.step += 1
             if stopping:

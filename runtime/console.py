@@ -23,7 +23,7 @@ from parallel import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
 from parallelism.zero import state_bytes
 from runtime.directory import Metrics, Start
-from runtime.options import RESTORED, Config, step_range
+from runtime.options import RESTORED, Config, restored_flags, step_range
 from runtime.processes import print_rank0
 
 COMPARE_RANKS_EVERY = 100       # steps
@@ -232,9 +232,10 @@ def report_resume(run, state: dict, begin: Start, given: dict,
     next step's learning rate changes (`lr_before` is that of the stored settings)."""
     config, factor = run.config, run.monitor.lr_factor
     changed = {}
+    stored = Config(**restored_flags(state))            # an older file lacks flags: the defaults
     for name in RESTORED:
-        if state["config"].get(name) != getattr(config, name):
-            changed[name] = [state["config"].get(name), getattr(config, name)]
+        if getattr(stored, name) != getattr(config, name):
+            changed[name] = [getattr(stored, name), getattr(config, name)]
     if state["config"].get("exact", False) != config.exact:
         changed["exact"] = [not config.exact, config.exact]
     if state["data"] != run.train_data.phases:

@@ -1,5 +1,6 @@
 """The directory of a run: one writer, where a run begins, and metrics.jsonl. runtime/startup.py
-calls it; train.py and runtime/recovery.py load checkpoints by it.
+calls it; train.py loads checkpoints by it, runtime/recovery.py and runtime/replicas.py go back to
+older ones.
 """
 import json
 import math
@@ -9,10 +10,10 @@ import socket
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 from checkpoint import CorruptCheckpoint, list_checkpoints, load, verify
-from runtime.processes import RunError, warn
+from runtime.processes import RunError, all_ranks, on_rank0, warn
 
 
 @contextmanager
@@ -132,7 +133,8 @@ def new_run(kind: str, state: dict | None = None) -> dict:
 def start_branch(state: dict, new_lr: bool) -> None:
     """Reset the history of rollbacks in a state with which a branch begins and, if the branch has a
     learning rate of its own (`new_lr`), the corrections of the learning rate."""
-    state["monitor"].update(checkpoints=[], rollbacks=0, returned_to=[], last_cut=1.0, bad=0)
+    state["monitor"].update(checkpoints=[], rollbacks=0, returned_to=[], last_cut=1.0, bad=0,
+                            accused=[])
     if new_lr:
         state["monitor"]["lr_factor"] = 1.0
 
@@ -140,6 +142,19 @@ def start_branch(state: dict, new_lr: bool) -> None:
 def load_state(path) -> dict | None:
     """The state in a checkpoint, or None without a path."""
     return None if path is None else load(Path(path))
+
+
+def go_back(run, find: Callable) -> None:
+    """Restore a train.Run from an older checkpoint. find() chooses it on rank 0, as `latest_valid`
+    does. Every rank must call it."""
+    step = run.step
+    run.flat.wait_params()                      # restoring them starts the next all-gather
+    all_ranks(run.writer.wait)                  # we may load the file being written
+    path, events = on_rank0(find)
+    run.restore(all_ranks(lambda: load_state(path), status=1))
+    run.log.compute_clock = None                # the rollback was no computing
+    for event in events:
+        run.log.metrics.write(**event, step=step)
 
 
 class Metrics:

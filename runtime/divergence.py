@@ -64,6 +64,7 @@ class DivergenceMonitor:
     excluded: list = field(default_factory=list)        # [first, end) of sequences to skip
     applied_skip: str | None = None                     # --skip-steps, once they are excluded
     checkpoints: list = field(default_factory=list)     # [step, file, healthy] of those kept
+    accused: list = field(default_factory=list)         # machines whose replicas differed
 
     def deviation(self) -> float:
         """Standard deviation of the losses. It is estimated from neighbours, so that a falling loss

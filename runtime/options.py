@@ -81,6 +81,8 @@ class Config:
     resume: str = flag("auto", "auto: from the newest whole checkpoint of --out; never: --out must "
                        "be new; FILE: branch from it into a new --out", form="{auto,never,FILE}")
     init_from: str = flag(None, "start a new run from the weights of this checkpoint", form="FILE")
+    check_every: int = flag(100, "steps between comparisons of the bits that replicas share, also "
+                            "made before each save; 0: never", low=0)
     eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
     eval_tokens: int = flag(None, "validation tokens per evaluation and source (default: 128 "
                             "sequences; all with --eval-only)", low=1)

@@ -13,10 +13,10 @@ from checkpoint import step_file
 from data import Batch, TokenDataset, batch_size_at, sequences_after
 from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
-from runtime import directory
+from runtime import directory, replicas
 from runtime.divergence import BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor
 from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range
-from runtime.processes import RunError, all_ranks, on_rank0
+from runtime.processes import RunError, all_ranks
 
 
 def after_step(run, batch: Batch, stats, row: dict) -> bool:
@@ -28,14 +28,15 @@ def after_step(run, batch: Batch, stats, row: dict) -> bool:
     divergence = monitor.observe(batch.position, stats)
     row["skipped"] = monitor.skipped
     report(run, batch, stats, row, divergence)
-    if config.rollback == "off":
-        if monitor.skipped >= MAX_SKIPPED and not stats.scale_can_fall:
-            run.log.step(run, row)
-            fail(run, f"{MAX_SKIPPED} steps in a row were not finite")
-        return False
-    if divergence is None:
+    off = config.rollback == "off"
+    hopeless = off and monitor.skipped >= MAX_SKIPPED and not stats.scale_can_fall
+    if not hopeless and (off or divergence is None):
         return False
     run.log.step(run, row)
+    if replicas.check(run):         # a flipped bit was the cause, not the data or the learning rate
+        return True
+    if hopeless:
+        fail(run, f"{MAX_SKIPPED} steps in a row were not finite")
     roll_back(run, divergence)
     return True
 
@@ -76,17 +77,11 @@ def roll_back(run, divergence: Divergence) -> None:
     candidates = monitor.candidates(first_skipped)
     files = [Path(config.out, name) for name in candidates] or [None]       # None: step 0
 
-    run.flat.wait_params()                      # restoring them starts the next all-gather
-    all_ranks(run.writer.wait)                  # we may load the file being written
-    path, events = on_rank0(lambda: directory.latest_valid(files))
-    run.restore(all_ranks(lambda: directory.load_state(path), status=1))
+    directory.go_back(run, lambda: directory.latest_valid(files))
     excluded[0] = max(excluded[0], run.batches.position)
     # The history of rollbacks outlasts the restored state, which has a monitor of its own.
     monitor.rolled_back(run.step - 1, excluded, data_to_blame, restored=run.monitor)
     run.monitor = monitor
-    run.log.compute_clock = None            # the rollback was no computing
-    for event in events:
-        run.log.metrics.write(**event, step=diverged_at)
     run.log.event(
         "rollback", f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: back to step "
         f"{run.step - 1}, learning rate x {monitor.lr_factor:.3g} from now on",

@@ -1,0 +1,120 @@
+"""Replicas prove each other right: ranks that must hold the same bits compare them. train.py calls
+`check` before each save and every --check-every steps, runtime/recovery.py before it acts on a
+divergence.
+
+A bit that flips in memory, or a processor that errs, changes one copy in silence. The copies that
+must be equal, by the group of ranks that hold them:
+
+    dp           ZeRO 0: parameters, masters, moments; ZeRO 1 and 2: the gathered parameters
+    tp           the same of LayerNorms, biases after g and positions; with ZeRO, of their shards
+    embedding    the same of the token matrix, tied on both ends of a pipeline
+
+Other ZeRO shards and, where dp is 1, the parts that tensor parallelism cuts have no copy. Once a
+wrong gradient is in the sum, all replicas share it. Checkpoints were compared before they were
+written: from the last one the run repeats its steps, and ends with an undisturbed run's bits.
+"""
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from checkpoint import list_checkpoints
+from model import ceil_div
+from parallelism.collectives import all_gather, all_gather_object, to_host
+from parallelism.zero import FlatParameters
+from runtime.directory import go_back, latest_valid
+from runtime.processes import RunError
+
+KINDS = ("dp", "tp", "embedding")       # of groups, the one that names a parameter best first:
+                                        # replicas share all gradients, so one tensor alone differs
+PIECE = 2 ** 18                         # words that are hashed at once
+
+
+def hash_bits(x: torch.Tensor) -> torch.Tensor:
+    """The sum, modulo 2^64, of a flat tensor's words of 8 bytes, each times its own odd number. One
+    flipped bit always changes it; so do two."""
+    words = x.view(torch.int64)
+    odd = torch.arange(1, 2 * min(len(words), PIECE), 2, device=x.device)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for number, piece in enumerate(words.split(PIECE)):
+        total += (piece * odd[:len(piece)]).sum() * (2 * number + 1)
+    return total
+
+
+def shared_hashes(flat: FlatParameters) -> dict[str, dict]:
+    """{kind of group: {(parameter, tensor): hash}}; a group's ranks have the same keys in turn."""
+    shared = {kind: {} for kind in KINDS}
+
+    def add(kinds: list, spec, name: str, tensor: torch.Tensor, first: int, end: int) -> None:
+        if kinds:
+            end = ceil_div(end, 32) * 32        # whole words: the padding is zero
+            value = hash_bits(tensor[first:end]).to(flat.buckets[0].data.device)
+            for kind in kinds:
+                shared[kind][spec.name, name] = value
+
+    for bucket in flat.buckets:
+        for spec, part, _ in bucket.shard_ranges:
+            shares = dict(dp=flat.zero == 0, tp=spec.partition_dim is None,
+                          embedding=bucket.name == "tied")
+            kinds = [kind for kind in KINDS if shares[kind] and flat.grid.groups[kind] is not None]
+            for name in ("exp_avg", "exp_avg_sq", "master", "data"):    # cause before effect
+                if name != "master" or bucket.shard["master"] is not bucket.shard["data"]:
+                    add(kinds, spec, name, bucket.shard[name], part.start, part.stop)
+        if flat.zero in (1, 2):
+            for spec in bucket.specs:
+                first = bucket.offsets[spec.name]
+                add(["dp"], spec, "data", bucket.data, first, first + spec.numel)
+    return shared
+
+
+def find_difference(flat: FlatParameters, timeout: float) -> dict | None:
+    """The first tensor whose copies differ, the same on every rank; each must call it. `ranks` have
+    another copy than the majority of their group; without one all of the group are named. Ranks
+    exchange a number for each kind of group and, only if these differ, all hashes."""
+    flat.wait_params()
+    grid, shared = flat.grid, shared_hashes(flat)
+    digests = flat.buckets[0].data.new_zeros(grid.world, len(KINDS), dtype=torch.int64)
+    for i, hashes in enumerate(shared.values()):
+        if hashes:
+            digests[grid.rank, i] = hash_bits(torch.stack(list(hashes.values())))
+    digests = to_host(all_gather(digests, grid.groups["world"]).wait(), timeout)
+    unequal = [(kind, ranks) for i, kind in enumerate(KINDS) for ranks in grid.members()[kind]
+               if len(digests[ranks, i].unique()) > 1]
+    if not unequal:
+        return None
+    first, _ = unequal[0]
+    tables = all_gather_object({key: value.item() for key, value in shared[first].items()})
+    found = []                      # [(parameter, tensor, rank)]
+    for ranks in [ranks for kind, ranks in unequal if kind == first]:
+        for key in tables[ranks[0]]:
+            [(value, count)] = Counter(tables[rank][key] for rank in ranks).most_common(1)
+            found += [(*key, rank) for rank in ranks if count < len(ranks)
+                      and (2 * count <= len(ranks) or tables[rank][key] != value)]
+    parameter, tensor, _ = found[0]
+    return dict(ranks=sorted({rank for name, _, rank in found if name == parameter}),
+                parameter=parameter, tensor=tensor)
+
+
+def check(run) -> bool:
+    """True if copies differed and the train.Run has gone back to its last checkpoint. RunError if
+    one of these machines was named before."""
+    config, grid, step = run.config, run.grid, run.step
+    if config.check_every == 0 or grid.world == 1:
+        return False
+    found = find_difference(run.flat, config.timeout)
+    if found is None:
+        return False
+    hosts = sorted({grid.hosts[rank] for rank in found["ranks"]})
+    ranks = " or ".join(f"rank {rank} on {grid.hosts[rank]}" for rank in found["ranks"])
+    reason = f"{ranks} has a wrong {found['parameter']} ({found['tensor']})"
+    run.log.event("replicas", step=step, hosts=hosts, **found)
+    if again := [host for host in hosts if host in run.monitor.accused]:
+        run.log.event("stop", step=step, reason=reason)
+        raise RunError(f"step {step}: {reason}, as before on {', '.join(again)}: leave this "
+                       f"machine out, then give the same command")
+    accused = [*run.monitor.accused, *hosts]
+    go_back(run, lambda: latest_valid(list_checkpoints(Path(config.out)) or [None]))
+    run.monitor.accused = accused           # the restored state does not have it
+    run.log.event("rollback", f"replicas {reason}: back to step {run.step - 1}",
+                  reason=reason, to=run.step - 1, step=step)
+    return True
