@@ -56,6 +56,7 @@ from parallelism.schedules import make_schedule
 from runtime import (checks, console, devices, directory, processes, recovery, replicas,
                      startup)
 from runtime.divergence import DivergenceMonitor
+from runtime.noise_scale import NoiseScale
 from runtime.options import Config
 from runtime.processes import Job, StopSignal, all_ranks
 
@@ -124,6 +125,7 @@ class Run:
     flat                zero.FlatParameters: the buffers that hold its parameters, their gradients
                         and AdamW's state
     scaler, monitor     the loss scale; the detector of divergence
+    noise               the gradient noise scale, with --noise-scale
     writer, log         checkpoint.Writer; console.RunLog, which startup sets before `train`
     """
 
@@ -137,6 +139,7 @@ class Run:
         self.train_data, self.val_data = train_data, val_data
         self.identity = identity or directory.new_run("seed")
         self.log = None
+        self.noise = NoiseScale()
         dtype, master_dtype = PRECISIONS[config.dtype]
         self.model, self.flat = build_rank(model_config, grid, config, (dtype, master_dtype),
                                            device)
@@ -166,6 +169,7 @@ class Run:
             lr = learning_rate(config, self.step) * self.monitor.lr_factor  # cut by a rollback
             stats = self.train_step(batch, lr, stop.requested)
             row = self.log.new_row(self, batch, stats, lr, time.perf_counter() - started)
+            self.noise.after_step(self, batch, stats, row)
             if recovery.after_step(self, batch, stats, row):
                 continue        # rolled back: step, weights and position are the checkpoint's
 
@@ -229,7 +233,7 @@ class Run:
         #    to know `scale` beforehand: it computes its gradients in forward, where it has the
         #    logits, and its backward only hands them on.
         scale = self.scaler.scale / tokens_in_batch
-        flat.begin_step(self.scaler.scale, tokens_in_batch)
+        flat.begin_step(self.scaler.scale, tokens_in_batch, self.is_due(config.noise_scale))
         if grid.is_last:
             model.head.begin_step(scale)
         if grid.pp == 1:
@@ -241,6 +245,7 @@ class Run:
                 loss = model(tokens, targets, dropout_seed)
                 (loss * scale).backward()
                 loss_sum += loss.detach()
+                self.noise.after_backward(self, m)
         else:       # the same in the order of a schedule, with messages between the stages
             schedule = make_schedule(config.pp_schedule, grid, len(microbatches))
             loss_sum = run_schedule(schedule, model, grid, microbatches, self.activation_like, flat)
@@ -249,6 +254,7 @@ class Run:
 
         # 2. Sum over ranks: the gradients over the replicas (with ZeRO, each keeps its shard's
         #    sum); the loss and the norm over all ranks.
+        self.noise.before_sum(self)
         flat.finish_grad_sync()
         stats = self.reduce(loss_sum, tokens_in_batch, stop_requested)
 

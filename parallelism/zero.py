@@ -139,6 +139,7 @@ class FlatParameters:
         self.buckets = make_buckets(specs, grid.dp, self.num_shards, self.shard_rank)
         self.buckets_to_sync = []       # those that this backward communicates, the next one last
         self.in_flight = []             # [(bucket, Work)] of gradients
+        self.holds_grads = False        # in this step they are summed after backward
         for bucket in self.buckets:
             self._allocate(bucket, dtype, master_dtype, device, host)
             self._attach(bucket)
@@ -234,8 +235,10 @@ class FlatParameters:
         if self.zero < 3:
             self.unshard(self.buckets)
 
-    def begin_step(self, loss_scale: float, tokens: int) -> None:
-        """Before a step on so many tokens of all replicas."""
+    def begin_step(self, loss_scale: float, tokens: int, hold_grads: bool = False) -> None:
+        """Before a step on so many tokens of all replicas. `hold_grads`: the sums over the replicas
+        start in finish_grad_sync; until then bucket.grad has this replica's gradient."""
+        self.holds_grads = hold_grads
         if self.grid.exact is not None:
             self.grid.exact.begin_step(loss_scale, tokens)
         self.zero_grad()
@@ -250,7 +253,7 @@ class FlatParameters:
         for parameter in chunk.parameters():
             parameter.bucket.pending_grads += 1
         self.buckets_to_sync = []
-        if last or self.zero >= 2:
+        if (last or self.zero >= 2) and not self.holds_grads:
             self.buckets_to_sync = [bucket for bucket in self.buckets if bucket.pending_grads > 0]
             if self.buckets_to_sync[0].specs[0].is_tied_copy:   # the head's gradient is ready first
                 self.buckets_to_sync.append(self.buckets_to_sync.pop(0))
@@ -269,6 +272,8 @@ class FlatParameters:
                           exact.terms(exact.positions))
             parameter.grad = None
         parameter.bucket.pending_grads -= 1
+        if self.holds_grads and parameter.bucket.pending_grads == 0:
+            self.reshard([parameter.bucket])
         # All ranks must communicate in the same order. A bucket completed out of turn waits.
         while self.buckets_to_sync and self.buckets_to_sync[-1].pending_grads == 0:
             self._start_grad_sync(self.buckets_to_sync.pop())
@@ -304,6 +309,9 @@ class FlatParameters:
         part: the tied matrix's on the two ends of a pipeline, and, with sequence parallelism,
         those of parameters that tensor parallelism replicates (TP2)."""
         assert not self.buckets_to_sync, "a parameter got no gradient"
+        if self.holds_grads:
+            for bucket in reversed(self.buckets):
+                self._start_grad_sync(bucket)
         self._wait_grad_sync()
         if self.buckets[0].name == "tied":
             all_reduce(self.buckets[0].shard["grad"], self.grid.groups["embedding"]).wait()

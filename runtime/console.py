@@ -60,6 +60,8 @@ class RunLog:
             print_rank0(format_step(run, row, statistics.median_low(self.recent_seconds)))
         if "val_loss" in row:
             print_rank0(format_eval(row, run))
+            if run.noise.sequences is not None:
+                print_rank0(format_noise(run.noise.sequences, run.model_config.seq_len, row))
         # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
         on_cpus = run.grid.world > 1 and run.device.type == "cpu"
         if row["step"] % COMPARE_RANKS_EVERY == 0 and on_cpus:
@@ -135,6 +137,11 @@ def format_eval(row: dict, run) -> str:
             lines.append(line(f"  {source.name}", row[f"val_loss/{source.name}"],
                               source.meta["bytes_per_token"]))
     return "\n".join(lines)
+
+
+def format_noise(sequences: float, seq_len: int, row: dict) -> str:
+    return (f"noise scale: {sequences:,.1f} sequences, {sequences * seq_len:,.0f} tokens; the batch "
+            f"has {row['batch_size']} sequences")
 
 
 def print_summary(run) -> None:

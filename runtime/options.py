@@ -87,6 +87,8 @@ class Config:
     eval_tokens: int = flag(None, "validation tokens per evaluation and source (default: 128 "
                             "sequences; all with --eval-only)", low=1)
     eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
+    noise_scale: int = flag(0, "steps between measurements of the gradient noise scale; 0: none",
+                            low=0)
     log_every: int = flag(1, "steps between lines on the console", low=1)
     rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning rate",
                          choices=["on", "off"], group="stability")

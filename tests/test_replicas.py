@@ -18,6 +18,7 @@ import torch
 import checkpoint
 from runtime import replicas
 from runtime.processes import RunError
+from model import ceil_div
 from parallel import Grid, build_stage
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters
@@ -221,7 +222,7 @@ def drawn_flip(number, layout, flags):
 def why_not_seen(flip, layout, flags):
     """Why the comparison cannot see the flip, or None if it must; and the parameter's name."""
     dp, tp, pp = layout
-    zero, dtype = flags.get("zero", 0), getattr(torch, "bfloat16" if flags else "float32")
+    zero = flags.get("zero", 0)
     dtype = torch.bfloat16 if flags.get("dtype") == "bf16" else torch.float32
     grid = Grid(dp, pp, tp, flip.rank)
     specs = param_specs(build_stage(SMALL, grid), SMALL, grid)
@@ -250,7 +251,7 @@ def test_each_of_two_hundred_flips_is_found_or_cannot_be(pool, tmp_path):
     """Every bit position, at random ranks and steps, in twelve layouts. A flip is found before the
     next save, named, and undone to the last bit, or it is listed with the reason. (With -s: the
     table.)"""
-    table, bits, silent = Counter(), set(), 0
+    table, bits = Counter(), set()
     for row, (layout, flags) in enumerate(CAMPAIGN):
         _, healthy = flipped(pool, tmp_path / f"healthy{row}", layout, None, **flags)
         for number in range(row * FLIPS, (row + 1) * FLIPS):
@@ -264,20 +265,24 @@ def test_each_of_two_hundred_flips_is_found_or_cannot_be(pool, tmp_path):
             if "replicas" in what:
                 found = events[what.index("replicas")]
                 assert what.count("replicas") == 1 and same, told
-                assert flip.rank in found["ranks"] and found["step"] <= -(-flip.step // 4) * 4 + 4, told
+                # (The sum of a wrong gradient may be on another rank.)
+                right = flip.rank in found["ranks"]
+                assert right or flip.moment == "backward", told
+                first = flip.step + (flip.moment == "forward")      # whose update or save has it
+                assert found["step"] <= 4 * ceil_div(first, 4), told
                 for step in (4, 8):
                     assert_same_state(saved(out, step), saved(tmp_path / f"healthy{row}", step),
                                       but=("config", "run", "monitor"))
                 named = "named" if found["parameter"] == name else "another parameter named"
-                ranks = "rank" if len(found["ranks"]) == 1 else "group"
-                outcome = f"found: {ranks}, {named}"
+                who = "its rank" if found["ranks"] == [flip.rank] else "its group of ranks"
+                outcome = f"found: {who if right else 'another rank'}, {named}"
             elif same:
                 outcome = f"no trace: {reason or ROUNDED}"
             else:
                 if "skip" in what and reason is None:
                     reason = SKIPPED
                 outcome = f"not seen: {reason}"
-                if reason is None: print("MISSED", told)
+                assert reason is not None, told
             table[f"{flip.tensor}, {flip.moment}", outcome] += 1
             bits.add(flip.bit)
     print()
@@ -288,7 +293,7 @@ def test_each_of_two_hundred_flips_is_found_or_cannot_be(pool, tmp_path):
         totals[outcome] += count
     for outcome, count in sorted(totals.items()):
         print(f"{'all':22} {count:4}  {outcome}")
-    assert len(bits) == 32 and not totals["not seen: None"]
+    assert len(bits) == 32
 
 
 @pytest.mark.slow

@@ -1,0 +1,90 @@
+"""The gradient noise scale: up to which size a batch is worth its work (McCandlish et al. 2018, "An
+Empirical Model of Large-Batch Training", appendix A.1). train.py measures it every --noise-scale
+steps.
+
+The gradient of a batch of B sequences is the true one, G, plus noise:
+
+    E |G_B|^2 = |G|^2 + tr(Sigma) / B               noise scale = tr(Sigma) / |G|^2
+
+Two batch sizes give both unknowns. The large one is the whole batch, whose norm clipping computes
+anyway. The small one is each replica's part, before the sum over the replicas; with one replica it
+is the first microbatch. One step's estimates are far off, so each is averaged over the measured
+steps before the division.
+
+On such a step the sums over the replicas start after backward, when the parts are measured: no
+second backward, but from ZeRO 2 on a rank then holds its whole gradient.
+"""
+import torch
+
+from parallelism.collectives import all_reduce, sum_dtype
+
+MEMORY = 0.95               # of the averages: they are those of about 20 measured steps
+
+
+class NoiseScale:
+    """The averages of a train.Run, from this start of its processes on. `small_squares`: of the
+    step, |gradient|^2 of the small batches, summed over them, as `flat` holds it."""
+
+    def __init__(self):
+        self.tr_sigma = self.squared_norm = 0.0     # (too small at first, but by the same factor)
+        self.small_squares = None
+
+    def after_backward(self, run, microbatch: int) -> None:
+        """With one replica: measure the first microbatch."""
+        if run.flat.holds_grads and run.grid.dp == 1 and microbatch == 0:
+            self.small_squares = local_squares(run.flat)
+
+    def before_sum(self, run) -> None:
+        """With several: measure each one's part."""
+        if run.flat.holds_grads and run.grid.dp > 1:
+            self.small_squares = local_squares(run.flat)
+        if run.flat.holds_grads:
+            total = run.sum_across_ranks(dict(squares=self.small_squares))
+            self.small_squares = total["squares"]
+
+    def after_step(self, run, batch, stats, row: dict) -> None:
+        """Add a measured step, unless it was skipped, and complete its row of metrics.jsonl."""
+        if not run.flat.holds_grads or stats.found_inf:
+            return
+        dp = run.grid.dp
+        parts = dp if dp > 1 else len(batch.microbatches)
+        # Each was divided by the tokens of the whole batch; there are dp of them.
+        small_squares = self.small_squares * (parts / stats.loss_scale) ** 2 / dp
+        self.observe(small_squares, stats.grad_norm ** 2, batch.size / parts, batch.size)
+        scale = self.sequences
+        tokens = None if scale is None else scale * run.model_config.seq_len
+        row.update(noise_scale=scale, noise_scale_tokens=tokens)
+
+    def observe(self, small_squares: float, big_squares: float, small: float, big: float) -> None:
+        """Average in |G_small|^2 and |G_big|^2, of batches of so many sequences."""
+        squared_norm = (big * big_squares - small * small_squares) / (big - small)
+        tr_sigma = (small_squares - big_squares) / (1 / small - 1 / big)
+        self.squared_norm += (1 - MEMORY) * (squared_norm - self.squared_norm)
+        self.tr_sigma += (1 - MEMORY) * (tr_sigma - self.tr_sigma)
+
+    @property
+    def sequences(self) -> float | None:
+        """The noise scale; None before the first measurement, or while noise hides the gradient."""
+        return self.tr_sigma / self.squared_norm if self.squared_norm > 0 else None
+
+
+@torch.no_grad()
+def local_squares(flat) -> torch.Tensor:
+    """The squares of this replica's gradient, before its sum over the replicas, summed on this
+    rank so that the sum over its ranks has each parameter once."""
+    grid, counted, replicated = flat.grid, [], []
+    for bucket in flat.buckets:
+        grad = bucket.grad
+        if bucket.name == "tied":           # both ends of a pipeline have a part
+            grad = all_reduce(grad.clone(), grid.groups["embedding"]).wait()
+        for spec in bucket.specs:
+            if not spec.is_tied_copy:
+                kind = replicated if spec.partition_dim is None else counted
+                kind.append(bucket.view(grad, spec).flatten())
+    if grid.sequence_parallel:              # each tensor-parallel rank has a part
+        replicated = [all_reduce(torch.cat(replicated), grid.groups["tp"]).wait()]
+    if grid.tp_rank == 0:
+        counted += replicated
+    pieces = [piece for x in counted for piece in x.split(2 ** 20)]
+    dtype = sum_dtype(counted[0].device)
+    return torch.stack(torch._foreach_norm(pieces, 2, dtype=dtype)).square().sum()
