@@ -129,11 +129,13 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
         check_layout(model_config, world, size, config)
     if config.noise_scale > 0 and replicas == 1 and not config.eval_only:
         if config.pp > 1:
-            raise ValueError("--noise-scale with --pp requires 2 replicas or more: the microbatches "
-                             "of a pipeline are not apart: give more processes, or drop one")
+            raise ValueError("--noise-scale with --pp requires 2 replicas or more, because a "
+                             "pipeline mixes the gradients of microbatches: give more processes, "
+                             "or drop one")
         if min(sizes) == config.micro_batch:
-            raise ValueError(f"--noise-scale compares two batch sizes, but one replica has a single "
-                             f"microbatch of {config.micro_batch}: give a smaller --micro-batch")
+            raise ValueError(f"--noise-scale compares two batch sizes, but one replica has a "
+                             f"single microbatch of {config.micro_batch}: give a smaller "
+                             f"--micro-batch")
     return config, model_config
 
 

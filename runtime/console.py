@@ -140,8 +140,8 @@ def format_eval(row: dict, run) -> str:
 
 
 def format_noise(sequences: float, seq_len: int, row: dict) -> str:
-    return (f"noise scale: {sequences:,.1f} sequences, {sequences * seq_len:,.0f} tokens; the batch "
-            f"has {row['batch_size']} sequences")
+    return (f"noise scale: {sequences:,.1f} sequences, {sequences * seq_len:,.0f} tokens; the "
+            f"batch has {row['batch_size']} sequences")
 
 
 def print_summary(run) -> None:

@@ -91,8 +91,7 @@ def find_difference(flat: FlatParameters, timeout: float) -> dict | None:
             found += [(*key, rank) for rank in ranks if count < len(ranks)
                       and (2 * count <= len(ranks) or tables[rank][key] != value)]
     parameter, tensor, _ = found[0]
-    return dict(ranks=sorted({rank for name, _, rank in found if name == parameter}),
-                parameter=parameter, tensor=tensor)
+    return dict(ranks=sorted({rank for *_, rank in found}), parameter=parameter, tensor=tensor)
 
 
 def check(run) -> bool:

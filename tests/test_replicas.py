@@ -10,18 +10,16 @@ import functools
 import random
 import socket
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-import checkpoint
-from runtime import replicas
-from runtime.processes import RunError
 from model import ceil_div
 from parallel import Grid, build_stage
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters
+from runtime import replicas
 from tests.harness import (CFG, COVER, TINY, assert_same_state, deep_enough_for, kinds, launch,
                            names_in, nothing, read_metrics, saved, trained)
 
@@ -31,9 +29,9 @@ STEPS = dict(steps=8, save_every=4, check_every=2, keep=9, lr=1e-2, warmup_steps
 
 @dataclass(frozen=True)
 class Flip:
-    """One bit of `tensor`, in the part of a parameter that the rank holds. `moment`: "update" (after
-    that of `step`), "forward" (before that of the next step), and for gradients "sum" (after the
-    sum over the replicas) or "backward" (before it)."""
+    """One bit of `tensor`, in the part of a parameter that the rank holds. `moment`: "update",
+    after that of `step`; "forward", before that of the next step; of gradients "sum", after the
+    sum over the replicas, or "backward", before it."""
     rank: int
     step: int
     moment: str
@@ -42,67 +40,66 @@ class Flip:
     bit: int
 
 
+def numbers_of(flat, flip, bucket):
+    """The flat tensor of a bucket in which the bit is, and the parts of it that parameters have."""
+    if flip.moment == "backward" or (flip.tensor == "data" and flat.zero < 3):      # all the bucket
+        offsets = [(spec, bucket.offsets[spec.name]) for spec in bucket.specs]
+        return (getattr(bucket, flip.tensor),
+                [(spec, slice(first, first + spec.numel)) for spec, first in offsets])
+    return (bucket.shard.get(flip.tensor),
+            [(spec, part) for spec, part, _ in bucket.shard_ranges])
+
+
 def number_at(flat, flip):
-    """(the spec, its part of a flat tensor of the rank, the number's place there)."""
-    whole = flip.tensor == "data" and flat.zero < 3 or flip.moment == "backward"
-    parts = []
-    for bucket in flat.buckets:
-        ranges = bucket.shard_ranges
-        if whole:
-            ranges = [(spec, slice(bucket.offsets[spec.name], bucket.offsets[spec.name] + spec.numel),
-                       None) for spec in bucket.specs]
-        parts += [(bucket, spec, part) for spec, part, _ in ranges]
+    """(bucket, spec, the number's place in the flat tensor). Each parameter is as likely as another
+    one, though a LayerNorm has few numbers."""
+    parts = [(bucket, *part) for bucket in flat.buckets
+             for part in numbers_of(flat, flip, bucket)[1]]
     if isinstance(flip.place, str):
-        [(bucket, spec, part)] = [part for part in parts if part[1].name == flip.place]
-        return bucket, spec, (part.start + part.stop) // 2
-    # Each parameter is as likely as another one: a LayerNorm has few numbers.
-    bucket, spec, part = parts[int(flip.place * len(parts))]
+        [found] = [part for part in parts if part[1].name == flip.place]
+    else:
+        found = parts[int(flip.place * len(parts))]
+    bucket, spec, part = found
     return bucket, spec, (part.start + part.stop) // 2
 
 
 def turn(flat, flip, bucket, i):
-    x = getattr(bucket, flip.tensor) if hasattr(bucket, flip.tensor) else None
-    if x is None or (flip.moment != "backward" and not (flip.tensor == "data" and flat.zero < 3)):
-        x = bucket.shard[flip.tensor]
+    x, _ = numbers_of(flat, flip, bucket)
     bits = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
     width = 8 * x.itemsize
     mask = 1 << flip.bit % width
-    bits[i] ^= mask - (1 << width) if mask == 1 << width - 1 else mask
+    if mask == 1 << width - 1:              # the sign
+        mask -= 1 << width
+    bits[i] ^= mask
 
 
 def inject(flip, again, run):
     """Turn the bit once, or with `again` in each attempt."""
-    flat = run.flat
-    run.turned = None
+    flat, run.turned = run.flat, False
     if run.grid.rank != flip.rank:
         return
-    bucket, spec, i = number_at(flat, flip)
+    bucket, _, i = number_at(flat, flip)
+    method, step, before = {
+        "update": ("step", flip.step, False), "forward": ("begin_step", flip.step + 1, True),
+        "sum": ("finish_grad_sync", flip.step, False),
+        "backward": ("_start_grad_sync", flip.step, True)}[flip.moment]
+    original = getattr(flat, method)
 
-    def at(method, step, before):
-        original = getattr(flat, method)
+    def turn_now():
+        run.turned = True
+        flat.wait_params()
+        turn(flat, flip, bucket, i)
 
-        def changed(*args):
-            due = run.step == step and (again or run.turned is None)
-            if method == "_start_grad_sync":
-                due = due and args[0] is bucket
-            if due and before:
-                run.turned = spec.name
-                flat.wait_params()
-                turn(flat, flip, bucket, i)
-            original(*args)
-            if due and not before:
-                run.turned = spec.name
-                flat.wait_params()
-                turn(flat, flip, bucket, i)
-        setattr(flat, method, changed)
-    if flip.moment == "update":
-        at("step", flip.step, False)
-    elif flip.moment == "forward":
-        at("begin_step", flip.step + 1, True)
-    elif flip.moment == "sum":
-        at("finish_grad_sync", flip.step, False)
-    else:
-        at("_start_grad_sync", flip.step, True)
+    def changed(*args):
+        due = run.step == step and (again or not run.turned)
+        if method == "_start_grad_sync":
+            due = due and args[0] is bucket
+        if due and before:
+            turn_now()
+        original(*args)
+        if due and not before:
+            turn_now()
+    setattr(flat, method, changed)
 
 
 def events_of(run):
@@ -129,13 +126,10 @@ def test_each_flipped_bit_changes_the_hash(dtype):
     words, rng = x.view(torch.int64), random.Random(0)
     for count in [1] * 200 + [2] * 200:
         picks = {(rng.randrange(len(words)), rng.randrange(64)) for _ in range(count)}
-        for _ in range(2):          # there and back
+        for is_changed in (True, False):            # there and back
             for i, bit in picks:
                 words[i] ^= (1 << bit) - (1 << 64 if bit == 63 else 0)
-            changed = replicas.hash_bits(x) != before
-            if _ == 0:
-                assert changed, picks
-        assert not changed
+            assert (replicas.hash_bits(x) != before) == is_changed, picks
 
 
 @pytest.mark.parametrize("layout, flags, flip, ranks", [
@@ -161,6 +155,16 @@ def test_a_flipped_bit_is_found_named_and_undone(pool, tmp_path, layout, flags, 
     for step in (4, 8):
         assert_same_state(saved(tmp_path / "flipped", step), saved(tmp_path / "healthy", step),
                           but=("config", "run", "monitor"))
+
+
+def test_a_flip_that_makes_the_loss_nan_is_no_divergence(pool, tmp_path):
+    """It is compared before a rollback that would skip batches and cut the learning rate."""
+    flags = dict(save_every=0, check_every=100)
+    _, healthy = flipped(pool, tmp_path / "healthy", (2, 1, 1), None, **flags)
+    nan = Flip(1, 2, "update", "data", "blocks.0.norm1.weight", 30)
+    events, state = flipped(pool, tmp_path / "flipped", (2, 1, 1), nan, **flags)
+    assert kinds(events) == ["skip"] * 3 + ["spike", "replicas", "rollback"], events
+    assert events[-1]["to"] == 0 and equal_states(state, healthy)
 
 
 def test_the_second_time_on_the_same_machine_the_run_ends(shards, tmp_path):
@@ -251,7 +255,7 @@ def test_each_of_two_hundred_flips_is_found_or_cannot_be(pool, tmp_path):
     """Every bit position, at random ranks and steps, in twelve layouts. A flip is found before the
     next save, named, and undone to the last bit, or it is listed with the reason. (With -s: the
     table.)"""
-    table, bits = Counter(), set()
+    table, bits, wrong = Counter(), set(), []
     for row, (layout, flags) in enumerate(CAMPAIGN):
         _, healthy = flipped(pool, tmp_path / f"healthy{row}", layout, None, **flags)
         for number in range(row * FLIPS, (row + 1) * FLIPS):
@@ -264,12 +268,13 @@ def test_each_of_two_hundred_flips_is_found_or_cannot_be(pool, tmp_path):
             told = (row, layout, flags, flip, name, reason, events, same)
             if "replicas" in what:
                 found = events[what.index("replicas")]
-                assert what.count("replicas") == 1 and same, told
                 # (The sum of a wrong gradient may be on another rank.)
                 right = flip.rank in found["ranks"]
-                assert right or flip.moment == "backward", told
                 first = flip.step + (flip.moment == "forward")      # whose update or save has it
-                assert found["step"] <= 4 * ceil_div(first, 4), told
+                in_time = found["step"] <= 4 * ceil_div(first, 4)
+                if not (what.count("replicas") == 1 and same and in_time
+                        and (right or flip.moment == "backward")):
+                    wrong.append(told)
                 for step in (4, 8):
                     assert_same_state(saved(out, step), saved(tmp_path / f"healthy{row}", step),
                                       but=("config", "run", "monitor"))
@@ -282,7 +287,8 @@ def test_each_of_two_hundred_flips_is_found_or_cannot_be(pool, tmp_path):
                 if "skip" in what and reason is None:
                     reason = SKIPPED
                 outcome = f"not seen: {reason}"
-                assert reason is not None, told
+                if reason is None:
+                    wrong.append(told)
             table[f"{flip.tensor}, {flip.moment}", outcome] += 1
             bits.add(flip.bit)
     print()
@@ -293,7 +299,7 @@ def test_each_of_two_hundred_flips_is_found_or_cannot_be(pool, tmp_path):
         totals[outcome] += count
     for outcome, count in sorted(totals.items()):
         print(f"{'all':22} {count:4}  {outcome}")
-    assert len(bits) == 32
+    assert len(bits) == 32 and not wrong
 
 
 @pytest.mark.slow
