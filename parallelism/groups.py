@@ -45,10 +45,10 @@ def connect(grid, device: torch.device) -> None:
     """NCCL connects two ranks at their first message, and connecting waits for all work queued on
     the device. If that work is a receive whose sender is itself waiting to connect, both hang (seen
     with GPipe on two H100s). So connect everything first (see also `processes.run_process`)."""
-    one = torch.zeros(1, device=device)
+    x = torch.zeros(grid.tp, device=device)         # tp ranks send a part of a message each
     for group in grid.groups.values():
-        all_reduce(one, group).wait()
-    messages = [Message(sending, (kind, 0, chunk), one) for sending in (True, False)
+        all_reduce(x, group).wait()
+    messages = [Message(sending, (kind, 0, chunk), x) for sending in (True, False)
                 for kind in "FB" for chunk in range(grid.chunks)]
     for work in start_messages(grid, messages):
         work.wait()

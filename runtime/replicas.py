@@ -7,6 +7,8 @@ must be equal, by the group of ranks that hold them:
 
     dp           ZeRO 0: parameters, masters, moments; ZeRO 1 and 2: the gathered parameters
     tp           the same of LayerNorms, biases after g and positions; with ZeRO, of their shards
+                 (on GPUs only with --sequence-parallel, which sums their gradients, or --exact:
+                 else each rank computes these, by kernels that may add in any order)
     embedding    the same of the token matrix, tied on both ends of a pipeline
 
 Other ZeRO shards and, where dp is 1, the parts that tensor parallelism cuts have no copy. Once a
@@ -32,31 +34,35 @@ PIECE = 2 ** 18                         # words that are hashed at once
 
 def hash_bits(x: torch.Tensor) -> torch.Tensor:
     """The sum, modulo 2^64, of a flat tensor's words of 8 bytes, each times its own odd number. One
-    flipped bit always changes it; so do two."""
+    flipped bit always changes it. (A word's upper half is first mixed into its lower one: two
+    highest bits would cancel.)"""
     words = x.view(torch.int64)
     odd = torch.arange(1, 2 * min(len(words), PIECE), 2, device=x.device)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for number, piece in enumerate(words.split(PIECE)):
-        total += (piece * odd[:len(piece)]).sum() * (2 * number + 1)
+        total += ((piece ^ (piece >> 32)) * odd[:len(piece)]).sum() * (2 * number + 1)
     return total
 
 
 def shared_hashes(flat: FlatParameters) -> dict[str, dict]:
     """{kind of group: {(parameter, tensor): hash}}; a group's ranks have the same keys in turn."""
     shared = {kind: {} for kind in KINDS}
+    grid = flat.grid
+    device = flat.buckets[0].data.device
+    tp_is_equal = device.type == "cpu" or grid.sequence_parallel or grid.exact is not None
 
     def add(kinds: list, spec, name: str, tensor: torch.Tensor, first: int, end: int) -> None:
         if kinds:
             end = ceil_div(end, 32) * 32        # whole words: the padding is zero
-            value = hash_bits(tensor[first:end]).to(flat.buckets[0].data.device)
+            value = hash_bits(tensor[first:end]).to(device)
             for kind in kinds:
                 shared[kind][spec.name, name] = value
 
     for bucket in flat.buckets:
         for spec, part, _ in bucket.shard_ranges:
-            shares = dict(dp=flat.zero == 0, tp=spec.partition_dim is None,
+            shares = dict(dp=flat.zero == 0, tp=tp_is_equal and spec.partition_dim is None,
                           embedding=bucket.name == "tied")
-            kinds = [kind for kind in KINDS if shares[kind] and flat.grid.groups[kind] is not None]
+            kinds = [kind for kind in KINDS if shares[kind] and grid.groups[kind] is not None]
             for name in ("exp_avg", "exp_avg_sq", "master", "data"):    # cause before effect
                 if name != "master" or bucket.shard["master"] is not bucket.shard["data"]:
                     add(kinds, spec, name, bucket.shard[name], part.start, part.stop)
