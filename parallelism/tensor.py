@@ -389,7 +389,8 @@ class VocabParallelHead(TensorParallel):
 
     def __init__(self, head: nn.Module, grid):
         super().__init__(head, grid)
-        self.norm, self.vocab_size = head.norm, head.vocab_size
+        self.norm = head.norm
+        self.vocab_size = head.vocab_size
         self.chunk_loss = partial(chunk_loss, vocab_size=head.vocab_size, grid=grid)
         self.begin_step(scale=1.0)
 

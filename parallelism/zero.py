@@ -261,8 +261,7 @@ class FlatParameters:
     def grad_ready(self, parameter: nn.Parameter) -> None:
         """DP3, DP4: autograd, or W, calls this hook when a parameter's gradient is complete, on the
         backward's thread and CUDA stream: collectives start after the kernels of the gradient."""
-        # (Autograd calls the hook also if a Function of tensor.py has added the gradient to
-        # main_grad itself, and returned None.)
+        # (None: a Function of tensor.py has added the gradient to main_grad itself.)
         if parameter.grad is not None:
             exact = self.grid.exact
             if exact is None:

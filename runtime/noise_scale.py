@@ -26,7 +26,8 @@ class NoiseScale:
     step, |gradient|^2 of the small batches, summed over them, as `flat` holds it."""
 
     def __init__(self):
-        self.tr_sigma = self.squared_norm = 0.0     # (too small at first, but by the same factor)
+        self.tr_sigma = 0.0         # both are too small at first, but by the same factor
+        self.squared_norm = 0.0
         self.small_squares = None
 
     def after_backward(self, run, microbatch: int) -> None:

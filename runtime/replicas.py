@@ -78,7 +78,8 @@ def find_difference(flat: FlatParameters, timeout: float) -> dict | None:
     another copy than the majority of their group; without one all of the group are named. Ranks
     exchange a number for each kind of group and, only if these differ, all hashes."""
     flat.wait_params()
-    grid, shared = flat.grid, shared_hashes(flat)
+    grid = flat.grid
+    shared = shared_hashes(flat)
     digests = flat.buckets[0].data.new_zeros(grid.world, len(KINDS), dtype=torch.int64)
     for i, hashes in enumerate(shared.values()):
         if hashes:

@@ -132,6 +132,19 @@ def test_each_flipped_bit_changes_the_hash(dtype):
             assert (replicas.hash_bits(x) != before) == is_changed, picks
 
 
+@pytest.mark.parametrize("device, sequence_parallel, is_compared", [
+    ("cpu", False, True), ("meta", False, False), ("meta", True, True)])
+def test_tp_copies_on_a_gpu_are_compared_where_their_gradients_are_summed(device, sequence_parallel,
+                                                                          is_compared):
+    """Elsewhere a GPU may compute them with other bits on each rank. (A device without numbers
+    stands for it.)"""
+    grid = Grid(1, 1, 2, 0, sequence_parallel=sequence_parallel)
+    grid.groups["tp"] = "two ranks"
+    specs = param_specs(build_stage(SMALL, grid), SMALL, grid)
+    flat = FlatParameters(specs, grid, torch.float32, torch.float32, device)
+    assert (len(replicas.shared_hashes(flat)["tp"]) > 0) == is_compared
+
+
 @pytest.mark.parametrize("layout, flags, flip, ranks", [
     ((2, 1, 1), {}, Flip(1, 3, "update", "exp_avg", 0.3, 12), [0, 1]),
     ((4, 1, 1), {}, Flip(2, 5, "forward", "data", 0.7, 29), [2]),

@@ -234,8 +234,8 @@ def test_plans_predict_published_runs():
 
 
 def test_plans_predict_runs_that_were_held_out_and_order_their_layouts():
-    """Of each table 7.5% off on average and nine of ten within 15%; 23% where 1 GB of memory is left.
-    85% of the pairs of one model's layouts are in the right order."""
+    """Of each table 7.5% off on average and nine of ten within 15%; 23% where 1 GB of memory is
+    left. 85% of the pairs of one model's layouts are in the right order."""
     for rows in (published.LONG, published.LAYOUTS, published.SEQUENCE_PARALLEL):
         errors = errors_of(rows)
         assert np.mean(list(errors.values())) < 0.075, errors
