@@ -56,7 +56,8 @@ def get_tokenizer(name: str):
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,256}", special_tokens={EOT: 256},
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     if name != "gpt2":
-        raise ValueError(f"unknown tokenizer {name!r}: expected gpt2 or bytes")
+        raise ValueError(f"there is no tokenizer {name!r} here, only gpt2 and bytes: `python -m "
+                         f"tools.huggingface export FILE.pt DIR` takes its model to where it is")
     tiktoken.load.read_file = read_url      # tiktoken's own may wait for ever
     try:
         return tiktoken.get_encoding("gpt2")        # downloads its vocabulary once

@@ -656,6 +656,9 @@ def test_a_model_goes_to_transformers_and_comes_back(tmp_path, capsys, activatio
     one, two = (checkpoint.load(tmp_path / name) for name in ("a.pt", "b.pt"))
     assert all(full.equal(two["parameters"][name]) for name, full in one["parameters"].items())
     assert (one["model"], tokenizer) == (two["model"], two["tokenizer"])
+    if saved_as == "a pickle":
+        with pytest.raises(ValueError, match="tools.huggingface export"):       # in sample.py
+            data.get_tokenizer(tokenizer)
 
 
 @pytest.mark.filterwarnings("ignore")
