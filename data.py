@@ -161,9 +161,11 @@ class TokenDataset:
                 self.firsts.append(self.n_windows)
                 self.n_windows += (len(tokens) - 1) // seq_len
             if self.n_windows == first:
+                advice = "give more text"
+                if len(tokens) > 1:
+                    advice += f", or --seq-len {len(tokens) - 1} or less"
                 raise ValueError(f"{path}: {len(tokens)} tokens are too few for a window of "
-                                 f"{seq_len} + 1: give more text, or --seq-len {len(tokens) - 1} "
-                                 f"or less")
+                                 f"{seq_len} + 1: {advice}")
             meta = read_meta(directory)
             for other in self.sources.values():
                 pair = f"--data {data}: {other.name} and {directory}"

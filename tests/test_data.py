@@ -221,6 +221,16 @@ def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path,
     assert "holds other shards" in fetch()[2]
 
 
+@pytest.mark.parametrize("count, problem", [
+    (0, "not a complete shard"), (1, r"1 tokens are too few for a window of 8 \+ 1: give more text$"),
+    (8, "8 token.* give more text, or --seq-len 7 or less$")])
+def test_a_shard_without_a_window_is_refused_with_advice_that_can_be_followed(tmp_path, count,
+                                                                              problem):
+    (tmp_path / "train_000000.bin").write_bytes(shard(range(count)))
+    with pytest.raises(ValueError, match=problem):
+        data.TokenDataset(str(tmp_path), "train", 8)
+
+
 def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, run_data):
     """Sixty .TXT documents of one character are too little text for the default windows: the
     output says so, and its command trains on windows that fit."""
