@@ -222,7 +222,8 @@ def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path,
 
 
 @pytest.mark.parametrize("count, problem", [
-    (0, "not a complete shard"), (1, r"1 tokens are too few for a window of 8 \+ 1: give more text$"),
+    (0, "not a complete shard"),
+    (1, r"1 tokens are too few for a window of 8 \+ 1: give more text$"),
     (8, "8 token.* give more text, or --seq-len 7 or less$")])
 def test_a_shard_without_a_window_is_refused_with_advice_that_can_be_followed(tmp_path, count,
                                                                               problem):
