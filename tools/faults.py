@@ -1,0 +1,247 @@
+"""A gym for recovery: the same faults under six policies, beside the undisturbed run.
+
+    python -m tools.faults                              # everything: half an hour on one core
+    python -m tools.faults "lr x 300" "other data"      # some faults, by name
+
+A healthy run is stopped half way. From its checkpoints each fault is trained to the end under each
+policy, by train.Run: model, data, updates and saves are the same for all policies.
+
+    healthy     step 1 ---------------> 150 ---------------> 300        validation loss
+    disturbed                            +-- fault, policy --> 300      the same, and steps lost
+
+A step is lost if it was computed, or left to do, and is not in the final model. A run that ends
+early has the loss of the checkpoint that it leaves. A false alarm is a healthy run in which a
+policy would have acted. Under every policy an update that is not finite is skipped, as by any loss
+scaler.
+"""
+import copy
+import importlib
+import inspect
+import itertools
+import math
+import shutil
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+import checkpoint
+from data import TokenDataset, prepare
+from model import GPTConfig
+from runtime import commandline
+from runtime.options import Config
+from tools.policies import POLICIES, Policy, PolicyRun, Watch
+
+# Neither the models nor the seeds are those by which divergence.py's constants were chosen.
+SETTINGS = Config(steps=300, batch_size=8, micro_batch=8, lr=4e-3, warmup_steps=20, save_every=30,
+                  eval_every=0, device="cpu", log_every=10 ** 9)
+MODELS = {              # (text, shape)
+    "code": ("code", GPTConfig(n_layer=2, n_head=2, n_embd=48, seq_len=32)),
+    "deep": ("code", GPTConfig(n_layer=4, n_head=2, n_embd=32, seq_len=32, activation="relu")),
+    "prose": ("prose", GPTConfig(n_layer=1, n_head=4, n_embd=96, seq_len=64))}
+SEEDS = (7, 8)
+HEALTHY_RUNS = 100      # from seed 100 on
+
+
+# ---- Faults ---------------------------------------------------------------------------------
+
+def spoil(run, batches: int, every: int, tokens_of) -> None:
+    """In so many coming batches, one of `every` sequences is tokens_of(its window) instead."""
+    read = run.train_data.tokens_of
+    count = batches * run.config.batch_size
+    windows = run.train_data.window_ids(run.config.seed, run.batches.position, count)[::every]
+    spoiled = {window: tokens_of(window) for window in windows.tolist()}
+
+    def spoiled_tokens_of(window_ids):
+        tokens = read(window_ids)
+        for row, window in zip(tokens, window_ids):
+            row[:] = spoiled.get(int(window), row)
+        return tokens
+    run.train_data.tokens_of = spoiled_tokens_of
+
+
+def noise(run, batches: int, every: int) -> None:
+    def random_bytes(window):
+        return np.random.default_rng(window).integers(256, size=run.model_config.seq_len + 1)
+    spoil(run, batches, every, random_bytes)
+
+
+def other_data(run) -> None:
+    """One of four ranks reads another text, in shards with the same fingerprint. (With another one
+    `startup.open_data` refuses to start.)"""
+    own = Path(run.config.data)
+    name = dict(code="prose", prose="code")[own.name]
+    other = TokenDataset(own.with_name(name), "train", run.model_config.seq_len)
+    spoil(run, 600, 4, lambda window: other.tokens_of([window % other.n_windows])[0])
+
+
+def higher_lr(run, factor: int) -> None:
+    run.config = replace(run.config, lr=factor * run.config.lr)
+
+
+def overflow(run) -> None:
+    """Bits flip in memory: a matrix becomes 1e5 times as large, and activations in fp16 inf."""
+    state = checkpoint.load(run.files()[0])
+    name = "blocks.0.mlp.up.weight"
+    state["parameters"][name] = 1e5 * state["parameters"][name]
+    checkpoint.restore(state, run.flat)
+
+
+def full_disk(run) -> None:
+    """There is no room for the next two saves."""
+    run.failing_saves = 2
+
+
+FAULTS = {"41 bad batches": partial(noise, batches=41, every=1),
+          "lr x 30": partial(higher_lr, factor=30), "lr x 300": partial(higher_lr, factor=300),
+          "lr x 3000": partial(higher_lr, factor=3000), "overflow": overflow,
+          "source of noise": partial(noise, batches=600, every=3),      # it has a third
+          "other data": other_data, "full disk": full_disk}
+DTYPES = {fault: "fp32" for fault in FAULTS} | {"overflow": "fp16"}
+
+
+# ---- Runs -----------------------------------------------------------------------------------
+
+class Outcome(NamedTuple):
+    """A run under a fault and a policy."""
+    rise: float         # of its validation loss above the healthy run's, relative to that
+    lost: int           # steps
+    ended: bool         # before the last step
+
+
+def healthy(folder: Path, model: str, seed: int, dtype="fp32",
+            settings=SETTINGS) -> tuple[PolicyRun, dict]:
+    """Train without a fault on the text in `folder`. Returns the run and the policies as they were
+    half way; the checkpoints of that time are in `folder`/half."""
+    text, model_config = MODELS[model]
+    whole, half = folder / "whole", folder / "half"
+    for path in (whole, half):
+        shutil.rmtree(path, ignore_errors=True)
+    whole.mkdir()
+    config = replace(settings, data=str(folder / text), out=str(whole), seed=seed, dtype=dtype,
+                     rollback="off")
+    run = PolicyRun(Watch(), config, model_config)
+    run.reaches(settings.steps // 2)
+    half_way = copy.deepcopy(run.policy.policies)
+    shutil.copytree(whole, half, ignore=shutil.ignore_patterns("latest.pt"))
+    run.reaches()
+    return run, half_way
+
+
+def disturbed(run: PolicyRun, fault: str, policy: Policy) -> Outcome:
+    """Train the second half of a healthy run under a fault and a policy."""
+    half, out = (Path(run.config.out).with_name(name) for name in ("half", "disturbed"))
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(half, out)
+    state = checkpoint.load(checkpoint.list_checkpoints(out)[0])
+    config = replace(run.config, out=str(out), rollback="on")
+    other = PolicyRun(copy.deepcopy(policy), config, run.model_config, state)
+    FAULTS[fault](other)
+    whole = other.reaches()
+    if not whole:
+        other.load(other.policy.file_left(other))
+        other.note(**other.evaluate())
+    rise = other.val_loss / run.val_loss - 1
+    if math.isnan(rise):
+        rise = math.inf
+    steps = max(other.computed, config.steps - state["step"])
+    kept = other.optimizer_steps - state["optimizer_steps"]
+    return Outcome(rise, steps - kept, not whole)
+
+
+def make_texts(folder: Path) -> None:
+    """Shards of two texts: some of the standard library's source, and Python's own help."""
+    names = ("argparse", "ast", "asyncio.base_events", "collections", "datetime", "doctest",
+             "inspect", "logging", "mailbox", "optparse", "pathlib", "pdb", "pickle", "pydoc",
+             "socket", "subprocess", "tarfile", "threading", "typing", "zipfile")
+    code = "".join(inspect.getsource(importlib.import_module(name)) for name in names)
+    for name, text in dict(code=code, prose="\n".join(topics.values())).items():
+        file = folder / f"{name}.txt"
+        file.write_text(text, encoding="utf-8")
+        prepare([file], folder / name, "bytes")
+
+
+# ---- Tables ---------------------------------------------------------------------------------
+
+def outcomes(folder: Path, faults) -> dict[tuple, list[Outcome]]:
+    """{(fault, policy): one outcome for each model and seed}. `folder` has the texts."""
+    found = {(fault, policy): [] for fault in faults for policy in POLICIES}
+    dtypes = sorted({DTYPES[fault] for fault in faults})
+    for model, seed, dtype in itertools.product(MODELS, SEEDS, dtypes):
+        print(f"{model}, seed {seed}, {dtype}", file=sys.stderr)
+        run, half_way = healthy(folder, model, seed, dtype)
+        for fault, policy in found:
+            if DTYPES[fault] == dtype:
+                found[fault, policy].append(disturbed(run, fault, half_way[policy]))
+    return found
+
+
+def false_alarms(folder: Path) -> Counter:
+    """{policy: in how many of HEALTHY_RUNS it would have acted}, each with its own seed."""
+    found = Counter()
+    for number, model in zip(range(HEALTHY_RUNS), itertools.cycle(MODELS)):
+        run, _ = healthy(folder, model, 100 + number)
+        found.update(run.policy.alarms)
+        found["ours"] += run.alarm
+    return found
+
+
+def print_row(*cells) -> None:
+    print("| " + " | ".join(map(str, cells)) + " |")
+
+
+def print_faults(found: dict) -> None:
+    """A row for each fault: the medians of the rise and of the steps lost; runs that ended."""
+    print_row("rise of the loss; steps lost", *POLICIES)
+    print("|---" * (1 + len(POLICIES)) + "|")
+    for fault in dict.fromkeys(fault for fault, _ in found):
+        cells = []
+        for policy in POLICIES:
+            rises, lost, ended = zip(*found[fault, policy])
+            cells.append(f"{statistics.median(rises):+,.1%}; {statistics.median(lost):g}")
+            if any(ended):
+                cells[-1] += f"; {sum(ended)} of {len(ended)} ended"
+        print_row(fault, *cells)
+
+
+def print_policies(found: dict, alarms: Counter) -> None:
+    """A row for each policy, over all faults."""
+    print_row("policy", "rise of at most 5%", "largest rise", "steps lost, mean", "ended early",
+              f"false alarms in {HEALTHY_RUNS} runs")
+    print("|---" * 6 + "|")
+    for policy in POLICIES:
+        groups = [group for (_, name), group in found.items() if name == policy]
+        rises, lost, ended = zip(*itertools.chain(*groups))
+        near = sum(rise <= 0.05 for rise in rises)
+        print_row(policy, f"{near} of {len(rises)}", f"{max(rises):+,.1%}",
+                  f"{statistics.mean(lost):.0f}", sum(ended), alarms[policy])
+
+
+def main() -> None:
+    parser = commandline.Parser("faults.py", "python -m tools.faults [FAULT ...]", __doc__)
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS)
+                        + " (default: all of them, and the false alarms)")
+    faults = parser.parse_args().faults
+    for name in faults:
+        if name not in FAULTS:
+            parser.error(f"there is no fault {name!r}: there are {', '.join(FAULTS)}")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        make_texts(Path(folder))
+        found = outcomes(Path(folder), faults or FAULTS)
+        print_faults(found)
+        if not faults:
+            print()
+            print_policies(found, false_alarms(Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Six policies on a run that goes wrong, each written from its public description, and `PolicyRun`,
+the train.Run that obeys one. tools/faults.py compares them.
+"""
+import errno
+import math
+import os
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import torch
+
+import checkpoint
+import train
+from data import SPLITS, TokenDataset
+from model import GPTConfig
+from parallel import Grid
+from parallelism.groups import make_groups
+from runtime import console, directory, recovery
+from runtime.options import Config
+from runtime.processes import RunError
+from runtime.recovery import after_step
+
+MAX_RETURNS = 5         # of a policy to a checkpoint, then the run ends: as --max-rollbacks
+
+
+class Ended(Exception):
+    """The policy has ended the run."""
+
+
+class Restart(Exception):
+    """The exception of a failed save has ended the process. torchrun starts it again, from the
+    newest whole checkpoint."""
+
+
+class Policy:
+    """Ignore: the run goes on, whatever happens."""
+    after_failed_save = None        # or an exception
+    returns = 0
+
+    def judge(self, step: int, stats: train.StepStats) -> str | None:
+        """Before the update: "skip" it, or "stop" or go "back" after it, or None."""
+
+    def after_step(self, run, batch, stats, row: dict) -> bool:
+        """In place of recovery.after_step."""
+        row["skipped"] = int(stats.found_inf)
+        if run.verdict == "stop":
+            raise Ended
+        if run.verdict == "back":
+            self.returns += 1
+            if self.returns > MAX_RETURNS:
+                raise Ended
+            self.go_back(run)
+        return run.verdict == "back"
+
+    def file_left(self, run) -> Path:
+        """The checkpoint of a run that has ended."""
+        return run.files()[0]
+
+
+class Stop(Policy):
+    """As Keras's TerminateOnNaN: a loss that is not finite ends the run; so does a failed save."""
+    after_failed_save = Ended
+
+    def judge(self, step, stats):
+        return None if math.isfinite(stats.loss) else "stop"
+
+
+class SkipSixDeviations(Policy):
+    """OLMo-core's SkipStepOptimizer (olmo_core/optim/skip_step_optimizer.py): no update if the loss
+    or the norm of the gradient is more than six standard deviations above the mean of the last 128,
+    once there are 64. Skipped ones enter the mean; those that are not finite do not."""
+    after_failed_save = Restart
+
+    def __init__(self):
+        self.seen = dict(loss=[], grad_norm=[])
+
+    def judge(self, step, stats):
+        verdict = None
+        for name, values in self.seen.items():
+            value = getattr(stats, name)
+            if len(values) >= 64 and not value <= np.mean(values) + 6 * np.std(values, ddof=1):
+                verdict = "skip"
+            if math.isfinite(value):
+                self.seen[name] = [*values, value][-128:]
+        return verdict
+
+
+class CountNaN(Policy):
+    """KempnerForge's NaNDetector (kempnerforge/resilience/health.py and docs/resilience): a step
+    whose loss is not finite is skipped; after ten in a row the run goes back to a checkpoint.
+    (There the loop ends, for a person to do that.)"""
+    after_failed_save = Restart
+    in_a_row = 0
+
+    def judge(self, step, stats):
+        self.in_a_row += 1
+        if math.isfinite(stats.loss):
+            self.in_a_row = 0
+        return "back" if self.in_a_row == 10 else None
+
+    def go_back(self, run):
+        self.in_a_row = 0
+        run.load(run.files()[0])
+
+
+class ByHand(Policy):
+    """OPT-175B (Zhang et al. 2022, section 2.5, and the team's logbook): somebody looks at the
+    curve, here every 50 steps. If the mean of the last ten losses is not finite, or 5% above that
+    of the last look, the run goes on from a checkpoint before that look, with half the learning
+    rate and, as PaLM did (Chowdhery et al. 2022, section 5.1), without the data read since."""
+    after_failed_save = Restart
+    losses = ()                     # the last ten
+    good = (0, math.inf)            # the last look that found nothing: step and mean
+
+    def judge(self, step, stats):
+        self.losses = (*self.losses, stats.loss)[-10:]
+        mean = float(np.mean(self.losses))
+        if step % 50 == 0 and not mean <= 1.05 * self.good[1]:
+            return "back"
+        if step % 50 == 0:
+            self.good = (step, mean)
+        return None
+
+    def go_back(self, run):
+        position = run.batches.position
+        step, _ = self.good
+        before = [file for file in run.files() if int(file.stem.removeprefix("step_")) <= step]
+        run.load((before or run.files()[-1:])[0])
+        run.batches.skip_to(position)
+        run.monitor.lr_factor = 0.5 ** self.returns
+
+
+class Ours(Policy):
+    """runtime/divergence.py and runtime/recovery.py, as train.py runs them."""
+
+    def after_step(self, run, batch, stats, row):
+        return after_step(run, batch, stats, row)
+
+    def file_left(self, run):
+        """The healthy one that the run's last words name."""
+        healthy = [file for _, file, healthy in run.monitor.checkpoints if healthy]
+        return Path(run.config.out, healthy[-1]) if healthy else super().file_left(run)
+
+
+POLICIES = {"ignore": Policy, "stop": Stop, "skip six deviations": SkipSixDeviations,
+            "count NaN": CountNaN, "by hand": ByHand, "ours": Ours}
+
+
+class Watch(Ours):
+    """For healthy runs, with --rollback off: each policy judges, none acts."""
+
+    def __init__(self):
+        self.policies = {name: policy() for name, policy in POLICIES.items()}
+        self.alarms = set()         # the policies that would have acted
+
+    def judge(self, step, stats):
+        self.alarms |= {name for name, policy in self.policies.items() if policy.judge(step, stats)}
+
+
+class PolicyRun(train.Run):
+    """A train.Run under a policy. `computed`: its steps so far; `alarm`: its own monitor has told
+    of a divergence; `failing_saves`: how many of the next saves fail."""
+
+    def __init__(self, policy: Policy, config: Config, model_config: GPTConfig, state=None):
+        grid = Grid(1, 1, 1)
+        make_groups(grid)
+        texts = [TokenDataset(config.data, split, model_config.seq_len) for split in SPLITS]
+        super().__init__(config, model_config, grid, torch.device("cpu"), *texts, state)
+        self.policy = policy
+        self.failing_saves = 0
+        self.computed = 0
+        self.verdict = None
+        self.val_loss = None
+        self.stop_after = math.inf
+        self.alarm = False
+        self.log = console.RunLog(SimpleNamespace(write=self.note))
+
+    def note(self, **row) -> None:
+        """In place of metrics.jsonl."""
+        self.val_loss = row.get("val_loss", self.val_loss)
+        self.alarm = self.alarm or row.get("event") == "spike"
+
+    def reduce(self, *arguments) -> train.StepStats:
+        stats = super().reduce(*arguments)
+        self.computed += 1
+        self.verdict = self.policy.judge(self.step, stats)
+        if self.verdict == "skip" and not stats.found_inf:
+            stats = replace(stats, found_inf=True, out_of_range=True)   # the loss scale stays
+        return stats
+
+    def write_checkpoint(self, done: int) -> None:
+        if self.failing_saves == 0:
+            return super().write_checkpoint(done)
+        self.failing_saves -= 1
+        self.writer.wait()
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with mock.patch.object(os, "fsync", side_effect=full):
+            super().write_checkpoint(done)
+            self.writer.wait()
+        if self.policy.after_failed_save is not None:
+            raise self.policy.after_failed_save
+
+    def files(self) -> list[Path]:
+        """The checkpoints, the newest first."""
+        return checkpoint.list_checkpoints(Path(self.config.out))
+
+    def load(self, file: Path) -> None:
+        directory.go_back(self, lambda: (file, []))
+
+    def reaches(self, step=math.inf) -> bool:
+        """Train until after `step`, or the last one. False if the run ended before."""
+        self.stop_after = step
+        with mock.patch.object(recovery, "after_step", self.policy.after_step), \
+                redirect_stdout(None), redirect_stderr(None):       # prints nothing
+            while True:
+                try:
+                    self.train(self)
+                    return True
+                except Restart:
+                    self.load(self.files()[0])
+                except (Ended, RunError):
+                    return False
+
+    @property
+    def requested(self) -> bool:
+        """As a StopSignal's."""
+        return self.step == self.stop_after
