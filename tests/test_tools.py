@@ -44,7 +44,7 @@ from parallelism import pipeline, tensor
 from parallelism.collectives import Work
 from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS
-from runtime import checks, console, corpora, dashboards, directory
+from runtime import checks, console, corpora, dashboards, directory, divergence
 from tests import published
 from tests.harness import (CFG, COVER, FORMULA, NASTY, README, ROOT, SHARED, TINY, Alive, Memory,
                            Rows, column, deep_enough_for, expect_mistake, gridded, launch, names_in,
@@ -891,6 +891,7 @@ def test_compare_plots_and_tabulates_runs_without_their_void_rows(tmp_path, monk
 def test_the_readmes_benchmarks_exist():
     for _, names in readme_commands("tools.bench"):
         assert names[0] in bench.TABLES or names[0] == "gpu" and names[1] in bench.GPU_RACES
+    assert [names for _, names in readme_commands("tools.faults")] == [[]]
 
 
 def test_compare_draws_a_chart_for_a_readme(tmp_path, monkeypatch):
@@ -1291,8 +1292,8 @@ def gym(tmp_path_factory):
 
 @pytest.mark.parametrize("fault", faults.FAULTS)
 def test_each_fault_of_the_gym_harms_and_the_policies_answer(gym, fault):
-    """Under "ignore" the loss differs from the healthy run's, unless the disk is full. Where another
-    policy must act, it does: by the steps lost, and by the end."""
+    """Under "ignore" the loss differs from the healthy run's, unless the disk is full. Where
+    another policy must act, it does: by the steps lost, and by the end."""
     run, half_way = gym(faults.DTYPES[fault])
     assert run.step == 161 and half_way["count NaN"].in_a_row == 0
     assert not {"ours", "stop", "count NaN"} & run.policy.alarms and not run.alarm
@@ -1316,6 +1317,19 @@ def test_each_fault_of_the_gym_harms_and_the_policies_answer(gym, fault):
     if fault == "full disk":
         assert [under(policy)[1:] for policy in ("stop", "count NaN", "ours")] == [
             (80, True), (40, False), (0, False)]
+
+
+def test_the_gym_counts_the_false_alarms_of_healthy_runs(tmp_path, monkeypatch):
+    """Of a monitor to which every loss is high, and of a policy that always acts; a run of each
+    model. None of them acts."""
+    faults.make_texts(tmp_path)
+    brief = replace(faults.SETTINGS, steps=40, save_every=20, batch_size=2, micro_batch=2)
+    monkeypatch.setattr(faults, "healthy", functools.partial(faults.healthy, settings=brief))
+    monkeypatch.setattr(faults, "HEALTHY_RUNS", 3)
+    assert faults.false_alarms(tmp_path) == {"ours": 0}
+    monkeypatch.setattr(divergence, "SPIKE_MARGIN", -99.0)
+    monkeypatch.setattr(policies.CountNaN, "judge", lambda *_: "back")
+    assert faults.false_alarms(tmp_path) == {"ours": 3, "count NaN": 3}
 
 
 def test_the_gym_prints_medians_the_worst_and_false_alarms(monkeypatch, capsys):

@@ -1,6 +1,6 @@
 """A gym for recovery: the same faults under six policies, beside the undisturbed run.
 
-    python -m tools.faults                              # everything: half an hour on one core
+    python -m tools.faults                              # everything: twenty minutes on one core
     python -m tools.faults "lr x 300" "other data"      # some faults, by name
 
 A healthy run is stopped half way. From its checkpoints each fault is trained to the end under each

@@ -193,6 +193,7 @@ class PolicyRun(train.Run):
         return stats
 
     def write_checkpoint(self, done: int) -> None:
+        """Save; or fail where a full disk shows at the latest, when a file is flushed to it."""
         if self.failing_saves == 0:
             return super().write_checkpoint(done)
         self.failing_saves -= 1
@@ -218,7 +219,7 @@ class PolicyRun(train.Run):
                 redirect_stdout(None), redirect_stderr(None):       # prints nothing
             while True:
                 try:
-                    self.train(self)
+                    self.train(stop=self)
                     return True
                 except Restart:
                     self.load(self.files()[0])
