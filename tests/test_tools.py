@@ -1275,6 +1275,25 @@ def test_a_policy_of_the_gym_judges_as_it_was_published(policy, losses, norms, s
     assert verdicts(policy(), losses, norms) == said
 
 
+def test_the_gyms_operator_goes_back_skips_and_slows_five_times():
+    """To the newest file from before the last good look, or the oldest. A sixth return ends the
+    run."""
+    loaded, skipped = [], []
+    run = SimpleNamespace(
+        verdict="back", files=lambda: [Path(f"step_{step:08d}.pt") for step in (150, 120, 90)],
+        load=loaded.append, monitor=SimpleNamespace(lr_factor=1.0),
+        batches=SimpleNamespace(position=1200, skip_to=skipped.append))
+    policy = policies.ByHand()
+    looks = [(149, 120), (150, 150), (119, 90), (50, 90), (120, 120)]
+    for returns, (good, file) in enumerate(looks):
+        policy.good = (good, 2.0)
+        assert policy.after_step(run, None, SimpleNamespace(found_inf=False), {})
+        assert loaded.pop() == Path(f"step_{file:08d}.pt") and skipped.pop() == 1200
+        assert run.monitor.lr_factor == 0.5 ** (returns + 1)
+    with pytest.raises(policies.Ended):
+        policy.after_step(run, None, SimpleNamespace(found_inf=False), {})
+
+
 @pytest.fixture(scope="module")
 def gym(tmp_path_factory):
     """gym(dtype) -> a healthy run and its policies half way, after 80 of 160 steps."""
@@ -1323,7 +1342,7 @@ def test_the_gym_counts_the_false_alarms_of_healthy_runs(tmp_path, monkeypatch):
     """Of a monitor to which every loss is high, and of a policy that always acts; a run of each
     model. None of them acts."""
     faults.make_texts(tmp_path)
-    brief = replace(faults.SETTINGS, steps=40, save_every=20, batch_size=2, micro_batch=2)
+    brief = replace(faults.SETTINGS, steps=24, save_every=12, batch_size=2, micro_batch=2)
     monkeypatch.setattr(faults, "healthy", functools.partial(faults.healthy, settings=brief))
     monkeypatch.setattr(faults, "HEALTHY_RUNS", 3)
     assert faults.false_alarms(tmp_path) == {"ours": 0}
