@@ -890,7 +890,7 @@ def test_compare_plots_and_tabulates_runs_without_their_void_rows(tmp_path, monk
 
 def test_the_readmes_benchmarks_exist():
     for _, names in readme_commands("tools.bench"):
-        assert names[0] in bench.TABLES or names[0] == "gpu" and names[1] in bench.GPU_RACES
+        assert names[0] in bench.TABLES or names == ["gpu"]
     assert [names for _, names in readme_commands("tools.faults")] == [[]]
 
 
@@ -1200,42 +1200,6 @@ def test_a_follower_that_hangs_costs_one_warning_and_never_the_run(
         assert error == ""
     else:
         assert error.count("\n") == 1 and words in error
-
-
-# ---------------------------------------------------------------------------------------------
-# bench.py: the race on a GPU, with made-up rates
-# ---------------------------------------------------------------------------------------------
-
-def test_the_race_on_a_gpu_takes_turns_and_ends_in_time(monkeypatch, capsys):
-    """Rates relative to the plain loop's at the same microbatch, MFU of an H100's 989 TFLOP/s, in
-    rounds of four minutes of which two fit; a side that has too little memory is told."""
-    seconds = itertools.count(0, 120).__next__
-    turns = []
-
-    def ours(folder, size, micro_batch, *flags):
-        turns.append(" ".join([str(micro_batch), *flags]))
-        if micro_batch == 16 and not flags:
-            raise AssertionError("CUDA out of memory")
-        return (300_000 if flags else 200_000), 2e10
-    monkeypatch.setenv("PYTHONPATH", "")                    # bench.main sets it
-    monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", "gpt2"])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=seconds))
-    for name, function in dict(ceilings=lambda: "card", train_py_on_gpu=ours,
-                               peer_on_gpu=lambda size, micro_batch: (250_000, 1e10)).items():
-        monkeypatch.setattr(bench, name, function)
-    bench.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert turns == ["8", "8 --compile", "16", "16 --compile"]
-    assert "ours, microbatch 16: CUDA out of memory" in lines
-    assert "| ours, microbatch 8 | 200,000 | 0.80 | 17.3% | 20.0 GB |" in lines
-    assert "| ours --compile, microbatch 16 | 300,000 | 1.20 | 25.9% | 20.0 GB |" in lines
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        bench.main()
-    assert capsys.readouterr().err == ("bench.py: gpu requires a CUDA device: torch finds none "
-                                       "here\n")
 
 
 # ---------------------------------------------------------------------------------------------

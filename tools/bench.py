@@ -2,7 +2,7 @@
 
     python -m tools.bench                       # all tables: an hour on a quiet machine
     python -m tools.bench parallel_stack        # one or more, by name
-    python -m tools.bench gpu gpt2              # on one GPU: gpt2, gpt3-350m or gpt3-1.3b
+    python -m tools.bench gpu                   # on one GPU: tools/gpu.py
 
 Where PyTorch's own parallel stack (tools/peer.py) or another library does the same work, both sides
 take turns, and their medians and the ratio are printed.
@@ -12,11 +12,9 @@ import functools
 import gc
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,46 +39,12 @@ from parallelism.groups import make_groups
 from parallelism.zero import state_bytes
 from runtime import commandline, console, corpora, divergence
 from runtime.options import Config
-from tools import huggingface
+from tools import gpu, huggingface
 from tools.peer import SHAPE
 from tools.plan import memory_bytes
+from tools.runs import PEER, ROOT, finished, random_data, rows_of, started
 
-ROOT = Path(__file__).resolve().parents[1]
 PAIRS = 5                       # each side's runs, in turn
-PEER = Path(__file__).with_name("peer.py")
-
-
-def random_data(folder, vocab):
-    """A directory of shards of random tokens."""
-    path, draw = Path(folder) / f"random_{vocab}", np.random.default_rng(0)
-    if not path.exists():
-        path.mkdir()
-        for split, count in (("train", 400_000), ("val", 2049)):
-            header = np.array([20240520, 1, count], "<i4").tobytes().ljust(1024, b"\0")
-            tokens = draw.integers(vocab, size=count).astype("<u2").tobytes()
-            (path / f"{split}_000000.bin").write_bytes(header + tokens)
-        (path / "meta.json").write_text(json.dumps(dict(
-            tokenizer="bytes", vocab_size=vocab, bytes_per_token=1.0, fingerprint="random")))
-    return path
-
-
-def started(processes, *command):
-    """A Python script, in one process on all cores, or by torchrun."""
-    torchrun = []
-    if processes > 1:
-        torchrun = ["-m", "torch.distributed.run", "--rdzv-backend=c10d",
-                    "--rdzv-endpoint=localhost:0", f"--nproc_per_node={processes}"]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
-    return subprocess.Popen([sys.executable, *torchrun, *map(str, command)], env=environment,
-                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def finished(processes, *command):
-    """Standard output of a Python script."""
-    process = started(processes, *command)
-    text, error = process.communicate(timeout=900)
-    assert process.returncode == 0, error
-    return text
 
 
 def speed_of_train_py(folder, processes, *flags, vocab=257, shape=SHAPE, steps=3, warmup=2):
@@ -90,8 +54,7 @@ def speed_of_train_py(folder, processes, *flags, vocab=257, shape=SHAPE, steps=3
         finished(processes, ROOT / "train.py", "--data", random_data(folder, vocab), "--out", out,
                  *sizes, "--batch-size", 16, "--steps", warmup + steps, "--eval-every", 0,
                  "--save-every", 0, "--lr", 1e-3, *flags)
-        rows = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
-        speeds = [row["tokens_per_second"] for row in rows if "loss" in row]
+        speeds = [row["tokens_per_second"] for row in rows_of(out)]
     assert len(speeds) == warmup + steps
     return np.median(speeds[warmup:])
 
@@ -425,92 +388,6 @@ def memory(folder):
         row(name, peak_of(LONG, folder, pp=4, batch_size=32, **flags), "16")
 
 
-GPU_RACES = {"gpt2": (8, 16, 64), "gpt3-350m": (8, 16), "gpt3-1.3b": (4, 8)}    # microbatches
-GPU_MINUTES = 10                # for a size
-# Runs a program, then prints the peak of its memory.
-WITH_PEAK = """
-import atexit, json, runpy, sys, torch
-atexit.register(lambda: print(json.dumps(dict(peak_memory=torch.cuda.max_memory_allocated()))))
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def ceilings():
-    """A line on this GPU: name, power limit, clocks, and the rates of a product and of a copy."""
-    query = ["nvidia-smi", "--format=csv,noheader",
-             "--query-gpu=name,power.limit,clocks.sm,clocks.max.sm,clocks.mem"]
-    card = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    memory = torch.empty(2 ** 30, device="cuda", dtype=torch.uint8)
-
-    def seconds(work, times=20):
-        work()
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(times):
-            work()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - started) / times
-    product = 2 * 8192 ** 3 / seconds(lambda: a @ a)
-    copy_ = 2 * 2 ** 29 / seconds(lambda: memory[:2 ** 29].copy_(memory[2 ** 29:]))
-    return (f"{card}; PyTorch {torch.__version__}; bf16 product of 8192 {product / 1e12:.0f} "
-            f"TFLOP/s, copy {copy_ / 1e12:.2f} TB/s")
-
-
-def train_py_on_gpu(folder, size, micro_batch, *flags):
-    """(tokens a second, peak bytes) of train.py in bf16: 30 steps, the median after 10."""
-    with tempfile.TemporaryDirectory(dir=folder) as out:
-        text = finished(1, "-c", WITH_PEAK, ROOT / "train.py", "--data", random_data(folder, 50257),
-                        "--model", size, "--out", out, "--batch-size", 64, "--micro-batch",
-                        micro_batch, "--dtype", "bf16", "--device", "cuda", "--steps", 30,
-                        "--eval-every", 0, "--save-every", 0, *flags)
-        rows = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
-        speeds = [row["tokens_per_second"] for row in rows if "loss" in row]
-    return np.median(speeds[10:]), json.loads(text.splitlines()[-1])["peak_memory"]
-
-
-def peer_on_gpu(size, micro_batch):
-    shape = {name: SIZES[size][name] for name in SHAPE}
-    work = dict(mode="single", batch_size=64, micro_batch=micro_batch, vocab=50304, dtype="bf16",
-                steps=20, warmup=10, shape=shape, device="cuda", compile=True)
-    found = json.loads(finished(1, PEER, json.dumps(work)))
-    return found["tokens_per_second"], found["peak_memory"]
-
-
-def gpu(folder, size):
-    """Ours eager, ours compiled and the plain loop compiled as a whole, in turn, until the time is
-    over: medians, and each one's rate relative to the plain loop's."""
-    name = torch.cuda.get_device_name()
-    flops = model.flops_per_token(GPTConfig(vocab_size=50257, **SIZES[size]))
-    print(f"{ceilings()}\n\n| {size} in bf16 | tokens a second | of the plain loop | MFU | peak "
-          f"memory |\n|---|---|---|---|---|", flush=True)
-    torch.cuda.empty_cache()
-    sides = {"ours": lambda m: train_py_on_gpu(folder, size, m),
-             "ours --compile": lambda m: train_py_on_gpu(folder, size, m, "--compile"),
-             "plain loop compiled": lambda m: peer_on_gpu(size, m)}
-    seen = {(m, side): [] for m in GPU_RACES[size] for side in sides}
-    started = time.monotonic()
-    slowest = 0.0                                           # seconds of a round
-    for m in itertools.cycle(GPU_RACES[size]):
-        round_started = time.monotonic()
-        if round_started + slowest > started + 60 * GPU_MINUTES:
-            break
-        for side, measure in sides.items():
-            try:
-                seen[m, side].append(measure(m))
-            except AssertionError as error:                 # too little memory for this microbatch
-                print(f"{side}, microbatch {m}: {str(error).strip().splitlines()[-1]}", flush=True)
-        slowest = max(slowest, time.monotonic() - round_started)
-    for m, side in seen:
-        plain = [speed for speed, _ in seen[m, "plain loop compiled"]]
-        if seen[m, side] and plain:
-            speed, peak = np.median(seen[m, side], axis=0)
-            mfu = speed * flops / (model.peak_flops(name) or math.inf)
-            print(f"| {side}, microbatch {m} | {speed:,.0f} | {speed / np.median(plain):.2f} | "
-                  f"{mfu:.1%} | {peak / 1e9:.1f} GB |")
-
-
 TABLES = dict(parallel_stack=parallel_stack, three_dimensions=three_dimensions, memory=memory,
               sampling=sampling, tokenizing=tokenizing, checkpoints=checkpoints,
               first_step=first_step, monitoring=monitoring, dropout_seeds=dropout_seeds,
@@ -519,19 +396,14 @@ TABLES = dict(parallel_stack=parallel_stack, three_dimensions=three_dimensions, 
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["gpu"]:
+        gpu.main(sys.argv[2:])
+        return
     parser = commandline.Parser("bench.py", "python -m tools.bench [NAME ...]", __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME",
-                        help=", ".join(TABLES) + " (default: all); or gpu and one of "
-                        + ", ".join(GPU_RACES))
+                        help=", ".join(TABLES) + " (default: all); or gpu, with flags of its own")
     names = parser.parse_args().names or list(TABLES)
     os.environ["PYTHONPATH"] = str(ROOT)                    # for the programs that it starts
-    if names[0] == "gpu":
-        if len(names) != 2 or names[1] not in GPU_RACES:
-            parser.error(f"gpu requires one of {', '.join(GPU_RACES)}")
-        if not torch.cuda.is_available():
-            parser.error("gpu requires a CUDA device: torch finds none here")
-        with tempfile.TemporaryDirectory() as folder:
-            return gpu(Path(folder), names[1])
     for name in names:
         if name not in TABLES:
             parser.error(f"there is no table {name!r}: there are {', '.join(TABLES)}")

@@ -86,11 +86,11 @@ def tensor_parallel(plain, mesh):
 
 
 def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3, warmup=2,
-                schedule="ScheduleGPipe", shape=None, device="cpu", compile=False):
+                schedule="ScheduleGPipe", shape=None, device="cpu", compile=False, trace=None):
     """Train a PlainGPT on random tokens by PyTorch's stack; rank 0 prints tokens a second, on a GPU
-    (single only) the peak of its memory too. `compile`: model and loss as a whole. Where there is
-    tensor parallelism (tp, 3d) or a pipeline the head is not tied and the norm is not global,
-    because the stack has no way to do either."""
+    (single only) the peak of its memory too. `compile`: model and loss as a whole. `trace`: a file
+    for a profile of the last two steps. Where there is tensor parallelism (tp, 3d) or a pipeline
+    the head is not tied and the norm is not global, because the stack has no way to do either."""
     warnings.simplefilter("ignore")
     SHAPE.update(shape or {})
     from torch.distributed import pipelining
@@ -151,7 +151,10 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
                 loss.backward()
 
     seconds = []
-    for _ in range(warmup + steps):
+    profiler = torch.profiler.profile()
+    for step in range(warmup + steps):
+        if trace is not None and step == warmup + steps - 2:
+            profiler.start()
         x, y = torch.randint(vocab, (2, batch_size // dp, SHAPE["seq_len"])).to(device)
         if world > 1:
             dist.barrier()
@@ -171,6 +174,9 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
+    if trace is not None:
+        profiler.stop()
+        profiler.export_chrome_trace(trace)
     if rank == 0:
         tokens = batch_size * SHAPE["seq_len"]
         found = dict(tokens_per_second=tokens / np.median(seconds[warmup:]))

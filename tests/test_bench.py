@@ -1,0 +1,191 @@
+"""tools/bench.py's command for a GPU, on a CPU: its parts, its page, and what befalls a part.
+
+    python -m pytest tests/test_bench.py
+
+No figure of these tests is a measurement.
+"""
+import functools
+import io
+import itertools
+import json
+import sys
+from contextlib import redirect_stdout
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import own_processes
+from tools import bench, gpu, peer, report, shared_gpu, trace
+
+
+def rows_of_part(name, folder):
+    """{title: rows} of a part on the CPU."""
+    tables = {}
+    for title, row in gpu.PARTS[name](gpu.CPU_WORK, folder):
+        tables.setdefault(title, []).append(row)
+    return tables
+
+
+def parts_on_a_cpu(rank, world, folder):
+    """The parts that need no other program. (Compiled without inductor, which takes a minute; the
+    plain loop in this process.)"""
+    def run_peer(processes, script, text, **_):
+        with redirect_stdout(io.StringIO()) as out:
+            peer.train_plain(**json.loads(text))
+        return out.getvalue()
+    without_inductor = functools.partial(torch.compile, backend="aot_eager")
+    with mock.patch.object(torch, "compile", without_inductor), \
+            mock.patch.object(gpu, "finished", run_peer):
+        return {name: rows_of_part(name, folder)
+                for name in ("ceilings", "loss", "optimizer", "profile")}
+
+
+def test_parts_measure_on_a_cpu(tmp_path):
+    """Rates and times are positive. The loss and its gradients are float64's: in fp32 to 1e-6, in
+    bf16 to its eps. Each side's profile has its kernels by time and at most ten gaps."""
+    with own_processes() as fresh:
+        found, = fresh.run(1, parts_on_a_cpu, tmp_path)
+    rates, = found["ceilings"]["rates"]
+    assert min(rates.values()) > 0
+    assert found["ceilings"]["card"] == [dict(skipped="only an NVIDIA GPU has nvidia-smi")]
+    chunks = found["loss"]["chunk"]
+    assert [(row["dtype"], row["side"]) for row in chunks] == [
+        (dtype, side) for dtype in ("fp32", "bf16") for side in ("ours", "ours --compile")]
+    for row in chunks:
+        bound = 1e-6 if row["dtype"] == "fp32" else torch.finfo(torch.bfloat16).eps
+        assert max(row["loss"], row["dx"], row["dW"]) <= bound and row["ms"] > 0
+    update, = found["optimizer"]["flat.step"]
+    assert 0 < update["median, ms"] <= update["longest, ms"]
+    profile = found["profile"]
+    sides = ["ours", "ours --compile", gpu.PLAIN]
+    steps = profile["two steps"]
+    assert [row["side"] for row in steps if "slowed" not in row["side"]] == sides
+    assert all(row["ms"] == pytest.approx(row["busy, ms"] + row["idle, ms"]) for row in steps)
+    for side in sides:
+        times = [row["ms"] for row in profile[f"{side}: kernels"]]
+        assert times == sorted(times, reverse=True) and 0 < len(profile[f"{side}: gaps"]) <= 10
+    assert any("linear" in row["kernel"] for row in profile["ours: kernels"])
+    python = profile["ours, slowed by noting Python's calls: gaps"]
+    assert any(row["in Python"] != "-" for row in python)
+
+
+def test_a_trace_shows_the_gaps_and_the_host_beneath(tmp_path):
+    """Two kernels at once, then a gap of 3 ms in which the host copies, and one of 1 ms."""
+    def event(kind, name, start, end):
+        return dict(ph="X", cat=kind, name=name, ts=1e3 * start, dur=1e3 * (end - start))
+    events = [event("kernel", "a", 0, 4), event("kernel", "b", 1, 2), event("kernel", "a", 7, 8),
+              event("gpu_memcpy", "c", 9, 10), event("cpu_op", "aten::item", 3, 7),
+              event("cuda_runtime", "cudaMemcpyAsync", 5, 6), dict(ph="M", name="other")]
+    (tmp_path / "trace.json").write_text(json.dumps(dict(traceEvents=events)))
+    tables = {}
+    for title, row in trace.tables_of(tmp_path / "trace.json", "ours"):
+        tables.setdefault(title, []).append(row)
+    assert tables["two steps"] == [{"side": "ours", "kernels": 4, "ms": 10, "busy, ms": 6,
+                                    "idle, ms": 4, "idle": 0.4}]
+    assert tables["ours: kernels"][0] == {"kernel": "a", "calls": 2, "ms": 5, "share": 5 / 7}
+    assert [list(row.values()) for row in tables["ours: gaps"]] == [
+        [3, "a", "a", "cudaMemcpyAsync", "-"], [1, "a", "c", "-", "-"]]
+
+
+def test_the_race_takes_turns_and_ends_in_time(monkeypatch, tmp_path):
+    """Rates relative to the plain loop's at the same microbatch, MFU of an H100's 989 TFLOP/s, in
+    rounds of 80 seconds, of which two fit; a side that has too little memory says so."""
+    seconds = itertools.count(0, 80).__next__
+    turns = []
+
+    def ours(work, folder, micro_batch, steps, *flags):
+        turns.append(" ".join([str(micro_batch), *flags]))
+        if micro_batch == 16 and not flags:
+            raise RuntimeError("train.py: CUDA out of memory")
+        return [1] * 10 + [300_000 if flags else 200_000] * 20, dict(peak=20.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=seconds))
+    monkeypatch.setattr(gpu, "run_model", ours)
+    monkeypatch.setattr(gpu, "plain_loop", lambda work, micro_batch: dict(
+        tokens_per_second=250_000, peak_memory=1e10))
+    rows = [row for _, row in gpu.race(gpu.GPU_WORK, tmp_path)]
+    assert turns == ["8", "8 --compile", "16", "16 --compile"]
+    found = {(row["microbatch"], row["side"]): row for row in rows}
+    assert found[16, "ours"]["error"] == "train.py: CUDA out of memory"
+    for at, ratio, mfu in [((8, "ours"), 0.8, 0.173), ((16, "ours --compile"), 1.2, 0.259)]:
+        assert found[at]["of the plain"] == ratio and found[at]["MFU"] == pytest.approx(mfu, 2e-3)
+
+
+def test_memory_is_compared_with_the_plan(monkeypatch, tmp_path):
+    """Of each microbatch, then of each flag; what an offloaded state takes on the host is left out
+    of the plan."""
+    monkeypatch.setattr(gpu, "run_model", lambda *_: ([], dict(peak=3.0, retries=0)))
+    rows = [row for _, row in gpu.memory(gpu.GPU_WORK, tmp_path)]
+    assert [(row["microbatch"], row["flags"]) for row in rows] == [
+        (8, ""), (16, ""), (64, ""), *((16, flags) for flags in gpu.MEMORIES)]
+    plan = {row["flags"]: row["plan, GB"] for row in rows[1:2] + rows[3:]}
+    state = 124.4e6 / 1e9                       # parameters of GPT-2, in units of 10^9 bytes
+    assert plan[""] - plan["--offload"] == pytest.approx(12 * state, rel=0.01)
+    assert plan["--recompute"] < plan[""] < plan["--dtype fp32"]
+    assert all(row["peak / plan"] == 3.0 / row["plan, GB"] for row in rows)
+
+
+def test_a_part_that_fails_or_hangs_leaves_its_rows_and_the_next_one_runs(monkeypatch, tmp_path,
+                                                                          capsys):
+    """On the page and in the JSON. The page has the cause of an error, the JSON all of it."""
+    row = 'print(\'["table", {"a": 1, "b": 0.123456, "right": true}]\', flush=True)'
+    programs = dict(
+        ceilings=f"{row}; raise ZeroDivisionError('of this part')",
+        race=f"{row}; import time; time.sleep(60)",
+        optimizer="print('other words'); " + row.replace("1,", '"x|y",'))
+    monkeypatch.setattr(gpu, "part_command", lambda name, _: [sys.executable, "-c", programs[name]])
+    monkeypatch.setattr(gpu, "SECONDS", dict(ceilings=30, race=1, optimizer=30))
+    monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", "--device", "cpu", *programs, "--out",
+                                      str(tmp_path)])
+    bench.main()
+    page = (tmp_path / "gpu.md").read_text()
+    assert page in capsys.readouterr().out
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert list(parts) == list(programs)
+    assert parts["ceilings"]["error"].startswith("Traceback")
+    assert parts["optimizer"]["error"] is None
+    assert "**Failed:** ZeroDivisionError: of this part" in page
+    assert "**Failed:** stopped after 1 s" in page
+    assert page.count("| a | b | right |\n|---|---|---|\n| 1 | 0.123 | yes |") == 2
+    assert "| x/y | 0.123 | yes |" in page
+
+
+def test_the_page_has_the_first_error_of_a_job():
+    text = "W1 warning\n[rank1]: Traceback\ntrain.py: rank 1: it fails\nChildFailedError:\n=====\n"
+    assert report.cause(text) == "train.py: rank 1: it fails"
+    assert report.cause("words\nand others") == "and others"
+
+
+def test_the_command_ends_within_twenty_minutes_and_names_what_it_lacks(monkeypatch, capsys):
+    assert sum(gpu.SECONDS.values()) <= 20 * 60 and set(gpu.SECONDS) == set(gpu.PARTS)
+    for flags, words in [([], "finds no CUDA device here: --device cpu shows"),
+                         (["speed"], "there is no part 'speed': there are ceilings, race")]:
+        monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", *flags])
+        with pytest.raises(SystemExit):
+            bench.main()
+        error = capsys.readouterr().err
+        assert error.startswith("bench.py: ") and words in error and error.count("\n") == 1
+
+
+def test_an_older_pytorch_has_other_names_for_two_collectives(monkeypatch):
+    """Those of 2.11, under which it has them too."""
+    for new in ("all_gather_single", "reduce_scatter_single"):
+        monkeypatch.delattr(dist, new)
+    shared_gpu.accept_older_pytorch()
+    assert dist.all_gather_single is dist.all_gather_into_tensor
+    assert dist.reduce_scatter_single is dist.reduce_scatter_tensor
+
+
+@pytest.mark.slow
+def test_layouts_are_compared_with_one_process(tmp_path):
+    """Two processes and one on the CPU, also when what ZeRO 3 frees becomes NaN."""
+    work = replace(gpu.CPU_WORK, layouts=((2, "--zero 1", {}),
+                                          (2, "--zero 3", {shared_gpu.POISON: "1"}),
+                                          (2, "--tp 3", {})))
+    rows = [row for _, row in gpu.layouts(work, tmp_path)]
+    assert all(row["right"] and row["norm"] <= 1e-5 for row in rows[:2]), rows
+    assert "train.py: " in report.cause(rows[2]["error"])

@@ -1,0 +1,349 @@
+"""What only a GPU can show, in one command for a card that is lent for half an hour.
+
+    python -m tools.bench gpu                       # all parts, at most 20 minutes; on a free GPU
+    python -m tools.bench gpu race profile          # some of them
+    python -m tools.bench gpu --device cpu          # a tiny model: shows that the parts run
+
+It makes its own data, needs nothing but PyTorch, and writes gpu.json and gpu.md. Each part is a
+process of its own: an error, or the end of its time, costs the rest of that part alone. Nothing is
+asserted.
+"""
+import itertools
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import train
+from data import SPLITS, TokenDataset
+from model import SIZES, GPTConfig, flops_per_token, peak_flops
+from parallel import Grid
+from runtime import commandline
+from runtime.options import Config, parse_flags
+from tools.peer import SHAPE
+from tools.plan import memory_bytes
+from tools.report import collect, format_page
+from tools.runs import PEER, finished, random_data, rows_of
+from tools.shared_gpu import LAYOUTS, accept_older_pytorch, compare_layout, run_train_py
+from tools.trace import tables_of
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is measured, and how much of it. A part gets one, and yields (title, row) by row."""
+    device: str
+    model: str
+    vocab: int
+    batch: int                  # sequences of a step
+    steps: int                  # of a run in the race; the median is of those after the warm-up
+    warmup: int
+    product: int                # rows and columns of a square matrix
+    copied: int                 # bytes
+    positions: int              # of a chunk of the loss
+    layouts: tuple              # (processes, flags of train.py, the environment)
+    memories: tuple             # flags of train.py
+
+    @property
+    def microbatches(self) -> tuple:
+        """Of the race, in sequences; the other parts take the second."""
+        return MICROBATCHES[self.model]
+
+    @property
+    def model_config(self) -> GPTConfig:
+        return GPTConfig(vocab_size=self.vocab, **SIZES[self.model])
+
+
+RUN_SECONDS = 120               # the longest that a program may take
+PLAIN = "plain, compiled whole"
+SIDES = {"ours": {}, "ours --compile": dict(compile=True)}
+MEMORIES = ("--compile", "--recompute", "--offload", "--dtype fp32")    # beside the microbatches
+MICROBATCHES = {"gpt2": (8, 16, 64), "gpt3-350m": (8, 16), "gpt3-1.3b": (4, 8), "nano": (2, 4)}
+GPU_WORK = Work("cuda", "gpt2", vocab=50257, batch=64, steps=30, warmup=10, product=8192,
+                copied=2 ** 30, positions=4096, layouts=LAYOUTS, memories=MEMORIES)
+CPU_WORK = Work("cpu", "nano", vocab=257, batch=4, steps=3, warmup=1, product=128, copied=2 ** 20,
+                positions=64, layouts=((2, "--zero 1", {}),), memories=())
+
+
+# ---------------------------------------------------------------------------------------------
+# Tools of the parts
+# ---------------------------------------------------------------------------------------------
+
+def synchronize(work: Work) -> None:
+    torch.get_device_module(work.device).synchronize()
+
+
+def seconds_of(work: Work, action, times: int = 10) -> float:
+    """Of one call, the median."""
+    seen = []
+    for _ in range(times + 2):                  # the first two warm up
+        synchronize(work)
+        started = time.perf_counter()
+        action()
+        synchronize(work)
+        seen.append(time.perf_counter() - started)
+    return float(np.median(seen[2:]))
+
+
+def within(seconds: float, items) -> Iterator:
+    """The items, as long as another like the slowest so far would end in time."""
+    started = time.monotonic()
+    slowest = 0.0
+    for item in items:
+        begun = time.monotonic()
+        if begun + slowest > started + seconds:
+            return
+        yield item
+        slowest = max(slowest, time.monotonic() - begun)
+
+
+def new_run(work: Work, folder: Path, cfg: GPTConfig, **flags) -> train.Run:
+    """A run in this process, before its first step."""
+    given = dict(data=str(random_data(folder, work.vocab)), out=str(folder), lr=1e-4, steps=1000,
+                 batch_size=work.batch, micro_batch=work.microbatches[1], dtype="bf16")
+    config = Config(**given | flags)
+    datasets = [TokenDataset(config.data, split, cfg.seq_len) for split in SPLITS]
+    return train.Run(config, cfg, Grid(1, 1, 1), torch.device(work.device), *datasets, None)
+
+
+def make_steps(run: train.Run, count: int) -> None:
+    for _ in range(count):
+        run.train_step(run.batches.next(run.step), run.config.lr, False)
+        run.step += 1
+
+
+def run_model(work: Work, folder: Path, micro_batch: int, steps: int, *flags) -> tuple:
+    """(tokens a second of each step, the use of memory) of train.py in one process."""
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        memory = run_train_py(
+            1, out, "--data", random_data(folder, work.vocab), "--model", work.model,
+            "--batch-size", work.batch, "--micro-batch", micro_batch, "--dtype", "bf16",
+            "--device", work.device, "--steps", steps, *flags, seconds=RUN_SECONDS)
+        return [row["tokens_per_second"] for row in rows_of(out)], memory
+
+
+def plain_loop(work: Work, micro_batch: int, **more) -> dict:
+    """What tools/peer.py prints, with model and loss compiled as a whole."""
+    cfg = work.model_config
+    shape = {name: getattr(cfg, name) for name in SHAPE}
+    arguments = dict(mode="single", batch_size=work.batch, micro_batch=micro_batch,
+                     vocab=cfg.padded_vocab, dtype="bf16", steps=work.steps - work.warmup,
+                     warmup=work.warmup, shape=shape, device=work.device, compile=True) | more
+    return json.loads(finished(1, PEER, json.dumps(arguments), seconds=RUN_SECONDS))
+
+
+# ---------------------------------------------------------------------------------------------
+# The parts
+# ---------------------------------------------------------------------------------------------
+
+def ceilings(work: Work, folder: Path) -> Iterator:
+    """What this card gives at best. (An H200 measured elsewhere: 770 to 800 TFLOP/s, 4.3 TB/s. The
+    H100 of the first race gave about half of its usual rates.)"""
+    yield "versions", dict(torch=torch.__version__, cuda=torch.version.cuda,
+                           python=sys.version.split()[0])
+    n = work.product
+    a = torch.randn(n, n, device=work.device, dtype=torch.bfloat16)
+    source, target = torch.empty(2, work.copied // 2, device=work.device, dtype=torch.uint8)
+    product = 2 * n ** 3 / seconds_of(work, lambda: a @ a)
+    copied = work.copied / seconds_of(work, lambda: target.copy_(source))   # read and written
+    yield "rates", {"bf16 product of": n, "TFLOP/s": product / 1e12, "copy, TB/s": copied / 1e12}
+    if work.device == "cpu":
+        yield "card", dict(skipped="only an NVIDIA GPU has nvidia-smi")
+        return
+    for _ in range(int(product / n ** 3)):                  # about two seconds' work
+        a @ a
+    query = "name,power.limit,power.draw,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,pstate"
+    text = subprocess.run(["nvidia-smi", "--format=csv,noheader", f"--query-gpu={query}"],
+                          capture_output=True, text=True).stdout
+    yield "card, during products", dict(zip(query.split(","), text.strip().split(", ")))
+
+
+def race(work: Work, folder: Path) -> Iterator:
+    """Ours eager, ours compiled, and a plain loop whose model and loss are compiled as a whole, in
+    turn; medians. Wanted: 0.95 of the plain loop. (An H100 in November 2026: 0.69.)"""
+    flops = flops_per_token(work.model_config)
+    peak_rate = math.inf
+    if work.device == "cuda":
+        peak_rate = peak_flops(torch.cuda.get_device_name()) or math.inf
+
+    def plain(micro_batch):
+        found = plain_loop(work, micro_batch)
+        return found["tokens_per_second"], found.get("peak_memory", 0) / 1e9
+
+    def ours(micro_batch, *flags):
+        speeds, memory = run_model(work, folder, micro_batch, work.steps, *flags)
+        return np.median(speeds[work.warmup:]), memory["peak"]
+    sides = {PLAIN: plain, "ours": ours,
+             "ours --compile": lambda micro_batch: ours(micro_batch, "--compile")}
+    seen = {(micro_batch, side): [] for micro_batch in work.microbatches for side in sides}
+    for micro_batch in within(SECONDS["race"], itertools.cycle(work.microbatches)):
+        for side, measure in sides.items():
+            row = dict(microbatch=micro_batch, side=side)
+            try:
+                speed, peak = measure(micro_batch)
+            except RuntimeError as error:                   # too little memory, say
+                yield "runs", row | dict(error=str(error))
+                continue
+            seen[micro_batch, side].append(speed)
+            median = np.median(seen[micro_batch, side])
+            row |= {"tokens/s": speed, "median": median, "MFU": median * flops / peak_rate,
+                    "peak, GB": peak}
+            if seen[micro_batch, PLAIN]:
+                row["of the plain"] = median / np.median(seen[micro_batch, PLAIN])
+            yield "runs", row
+
+
+def profile(work: Work, folder: Path) -> Iterator:
+    """Two steps by kernel, and their ten longest gaps with the host's call beneath. (Before the
+    compiled loss, 24 to 28% of the busy time were passes over the logits; 6 to 8% are expected.)"""
+    path = folder / "trace.json"
+    for side, flags in SIDES.items():
+        run = new_run(work, folder, work.model_config, **flags)
+        make_steps(run, work.warmup)
+        for with_stack in (False, True):
+            synchronize(work)
+            with torch.profiler.profile(with_stack=with_stack) as profiler:
+                make_steps(run, 2)
+                synchronize(work)
+            profiler.export_chrome_trace(str(path))
+            yield from tables_of(path, side, with_stack)
+    plain_loop(work, work.microbatches[1], trace=str(path))
+    yield from tables_of(path, PLAIN)
+
+
+def loss(work: Work, folder: Path) -> Iterator:
+    """A chunk of the loss and its gradients against float64: relative differences, of vectors those
+    of the norm. (Expected on an H100: beside its products 2 ms eager, 0.4 compiled.)"""
+    cfg = replace(work.model_config, n_layer=1)
+    for dtype, (side, flags) in itertools.product(("fp32", "bf16"), SIDES.items()):
+        run = new_run(work, folder, cfg, dtype=dtype, **flags)
+        head, weight = run.model.head, run.model.head.weight
+        x = torch.randn(1, work.positions, cfg.n_embd, device=work.device).to(weight.dtype)
+        x.requires_grad_()
+        targets = torch.randint(work.vocab, (1, work.positions), device=work.device)
+        run.flat.begin_step(1.0, work.positions)
+        found = head.loss(x, targets, 1.0)
+        found.backward()
+        x_wide, weight_wide = (y.detach().double().requires_grad_() for y in (x, weight))
+        logits = x_wide[0] @ weight_wide[:work.vocab].t()
+        expected = F.cross_entropy(logits, targets[0], reduction="sum")
+        expected.backward()
+
+        def difference(ours, theirs):
+            return ((ours.double() - theirs).norm() / theirs.norm()).item()
+        row = dict(dtype=dtype, side=side, loss=difference(found.detach(), expected.detach()),
+                   dx=difference(x.grad, x_wide.grad),
+                   dW=difference(weight.main_grad(), weight_wide.grad))
+        seconds = seconds_of(work, lambda: head.loss(x.detach(), targets, 1.0))
+        with torch.no_grad():
+            product = seconds_of(work, lambda: x[0] @ weight.t())
+        yield "chunk", row | {"ms": 1e3 * seconds, "three products, ms": 3e3 * product}
+
+
+def optimizer(work: Work, folder: Path) -> Iterator:
+    """The host's time for an update, which begins after the step's only synchronization. (8 to 15
+    ms with 52 calls of AdamW; under 2 expected.)"""
+    run = new_run(work, folder, work.model_config)
+    make_steps(run, work.warmup)
+    seen = []
+
+    def timed(*args, step=run.flat.step):
+        started = time.perf_counter()
+        step(*args)
+        seen.append(time.perf_counter() - started)
+    run.flat.step = timed
+    make_steps(run, 10)
+    yield "flat.step", {"median, ms": 1e3 * np.median(seen), "longest, ms": 1e3 * max(seen)}
+
+
+def layouts(work: Work, folder: Path) -> Iterator:
+    """Several processes on one GPU train as one on the CPU: the largest relative differences in
+    eight steps. With --exact the other is one process on the GPU, and the bits are equal."""
+    references = {}
+    for layout in within(SECONDS["layouts"], work.layouts):
+        yield "layouts", compare_layout(work.device, layout, references, folder, RUN_SECONDS)
+
+
+def memory(work: Work, folder: Path) -> Iterator:
+    """The allocator's peak against tools.plan's estimate. Wanted: within 10%, without retries."""
+    second = work.microbatches[1]
+    runs = [(micro_batch, "") for micro_batch in work.microbatches]
+    for micro_batch, flags in runs + [(second, flags) for flags in work.memories]:
+        given = parse_flags(flags.split()) | dict(batch_size=work.batch, micro_batch=micro_batch)
+        sizes = memory_bytes(work.model_config, Grid(1, 1, 1), Config(**dict(dtype="bf16") | given))
+        plan = sum(size for kind, size in sizes.items() if not kind.startswith("host_")) / 1e9
+        row = {"microbatch": micro_batch, "flags": flags, "plan, GB": plan}
+        try:
+            _, used = run_model(work, folder, micro_batch, 3, *flags.split())
+        except RuntimeError as error:
+            yield "peaks", row | dict(error=str(error))
+            continue
+        if used["peak"] is None:
+            yield "peaks", row | dict(skipped="only a GPU's allocator counts")
+            return
+        yield "peaks", row | {"peak, GB": used["peak"], "peak / plan": used["peak"] / plan,
+                              "retries": used["retries"]}
+
+
+# ---------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------
+
+PARTS = dict(ceilings=ceilings, race=race, profile=profile, loss=loss, optimizer=optimizer,
+             layouts=layouts, memory=memory)
+SECONDS = dict(ceilings=60, race=380, profile=150, loss=90, optimizer=40, layouts=360, memory=120)
+
+
+def work_of(device: str, model: str | None) -> Work:
+    work = GPU_WORK if device == "cuda" else CPU_WORK
+    return replace(work, model=model or work.model)
+
+
+def run_part(name: str, device: str, model: str) -> None:
+    """In a process of its own: print the part's rows, each as a line [title, row]."""
+    with tempfile.TemporaryDirectory() as folder:
+        for title, row in PARTS[name](work_of(device, model), Path(folder)):
+            print(json.dumps([title, row], default=float), flush=True)
+
+
+def part_command(name: str, work: Work) -> list[str]:
+    return [sys.executable, "-m", "tools.gpu", name, work.device, work.model]
+
+
+def main(arguments: list[str]) -> None:
+    parser = commandline.Parser("bench.py", "python -m tools.bench gpu [PART ...]", __doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--model", choices=list(MICROBATCHES), help="default: gpt2; on a CPU nano")
+    parser.add_argument("--out", default="bench_gpu", metavar="DIR", help="for gpu.json and gpu.md")
+    args = parser.parse_args(arguments)
+    for name in args.parts:
+        if name not in PARTS:
+            parser.error(f"there is no part {name!r}: there are {', '.join(PARTS)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device here: --device cpu shows that the parts run")
+    work = work_of(args.device, args.model)
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    found = dict(device=name, model=work.model, started=time.strftime("%Y-%m-%d %H:%M"), parts={})
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in args.parts or list(PARTS):
+        print(f"{name}: at most {SECONDS[name]} s", flush=True)
+        part = collect(part_command(name, work), SECONDS[name])
+        found["parts"][name] = dict(about=" ".join(PARTS[name].__doc__.split())) | part
+        (out / "gpu.json").write_text(json.dumps(found, indent=1))      # what is there is safe
+        (out / "gpu.md").write_text(format_page(found))
+    print(format_page(found))
+
+
+if __name__ == "__main__":          # a part's process
+    accept_older_pytorch()
+    run_part(*sys.argv[1:])
