@@ -21,11 +21,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor import metrics
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend as setup_privateuseone_for_python_backend)
 
 import checkpoint
+import model
 import sample
 import train
 from model import GPT
@@ -38,6 +40,7 @@ from runtime import console, processes
 from tests.harness import (CFG, GPUS, ROOT, TINY, Memory, Rows, assert_same_rows, gather_full_state,
                            gridded, own_processes, read_metrics, run_main, run_steps, settings,
                            torchrun, traffic)
+from tools import peer
 
 
 # ---------------------------------------------------------------------------------------------
@@ -370,6 +373,83 @@ def test_a_device_that_never_ends_its_work_ends_the_run():
     with mock.patch.object(torch, "get_device_module", lambda device: never):
         with pytest.raises(collectives.PeerError, match="has not ended its work in 0.05 s"):
             collectives.to_host(x, timeout=0.05)
+
+
+# ---------------------------------------------------------------------------------------------
+# What a compiled run of one process does that a plain model, compiled as a whole, does not
+# ---------------------------------------------------------------------------------------------
+
+def new_run(folder, dtype, layers, backend):
+    """A compiled run of one process, one microbatch a step."""
+    config = settings(folder, dtype=dtype, compile=True, batch_size=4, micro_batch=4)
+    cfg = replace(CFG, seq_len=32, n_layer=layers, n_head=4, n_embd=64)
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+        return train.Run(config, cfg, Grid(1, 1, 1), torch.device("cpu"), Memory(cfg),
+                         Memory(cfg, 13, seed=1), None)
+
+
+def make_step(run):
+    run.train_step(run.batches.next(run.step), 1e-3, False)
+    run.step += 1
+
+
+def graphs_and_hooks(rank, world, folder):
+    """(graphs compiled in three steps, graph breaks, hooks of modules, hooks of parameters)"""
+    run = new_run(folder, "fp32", 3, "aot_eager")
+    for _ in range(3):
+        make_step(run)
+    of_modules = [name for name, module in run.model.named_modules()
+                  for kind, hooks in vars(module).items() if kind.endswith("hooks") and hooks]
+    of_parameters = set()
+    for parameter in run.model.parameters():
+        assert not parameter._backward_hooks
+        hooks = parameter._post_accumulate_grad_hooks.values()
+        of_parameters.add(tuple(hook.__name__ for hook in hooks))
+    counters = torch._dynamo.utils.counters
+    return (counters["stats"]["unique_graphs"], dict(counters["graph_break"]), of_modules,
+            of_parameters)
+
+
+def test_one_process_has_a_graph_for_all_blocks_and_no_hook_but_the_sum_of_gradients(tmp_path):
+    """Three blocks share one graph; positions, last norm and loss have one each. None breaks."""
+    with own_processes() as fresh:
+        graphs, breaks, of_modules, of_parameters = fresh.run(1, graphs_and_hooks, tmp_path)[0]
+    assert graphs == 4 and breaks == {} and of_modules == []
+    assert of_parameters == {("grad_ready",)}
+
+
+def kernels_of_ours(rank, world, folder, dtype):
+    """Kernels that inductor generates for (a block, the rest of a step)."""
+    count_before = metrics.generated_kernel_count
+    with mock.patch.object(model, "NO_PRODUCTS", []):               # as on a GPU
+        run = new_run(folder, dtype, 2, "inductor")
+        x = torch.randn_like(run.activation_like).requires_grad_()
+        torch.autograd.grad(run.model.blocks["0"](x, 0).sum(), x)
+        block = metrics.generated_kernel_count - count_before
+        make_step(run)
+    return block, metrics.generated_kernel_count - count_before - block
+
+
+def kernels_of_a_plain_model(rank, world, dtype, layers):
+    shape = dict(n_layer=layers, n_head=4, n_embd=64, seq_len=32)
+    peer.train_plain("single", batch_size=4, micro_batch=4, vocab=384, dtype=dtype, steps=1,
+                     warmup=0, shape=shape, compile=True)
+    return metrics.generated_kernel_count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_inductor_generates_as_many_kernels_as_for_a_plain_model(tmp_path, dtype):
+    """With the twelve layers of GPT-2, at most 1.1 times as many. (A block has about as many as a
+    plain model, compiled as a whole, has for a further one; in 16 bits fewer: no autocast.)"""
+    with own_processes(TORCHINDUCTOR_FORCE_DISABLE_CACHES="1") as fresh:
+        block, rest = fresh.run(1, kernels_of_ours, tmp_path, dtype, seconds=400)[0]
+    plain = []
+    for layers in (1, 2):
+        with own_processes(TORCHINDUCTOR_FORCE_DISABLE_CACHES="1") as fresh:
+            plain += fresh.run(1, kernels_of_a_plain_model, dtype, layers, seconds=400)
+    assert block > 0 and rest > 0 and 0 < plain[0] < plain[1]
+    assert 12 * block + rest <= 1.1 * (plain[0] + 11 * (plain[1] - plain[0]))
 
 
 @pytest.mark.gpu
