@@ -323,7 +323,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--model", choices=list(MICROBATCHES), help="default: gpt2; on a CPU nano")
-    parser.add_argument("--out", default="bench_gpu", metavar="DIR", help="for gpu.json and gpu.md")
+    parser.add_argument("--out", default="out/bench_gpu", metavar="DIR", help="for gpu.json and gpu.md")
     args = parser.parse_args(arguments)
     for name in args.parts:
         if name not in PARTS:
