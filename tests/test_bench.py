@@ -99,19 +99,19 @@ def test_the_race_takes_turns_and_ends_in_time(monkeypatch, tmp_path):
 
     def ours(work, folder, micro_batch, steps, *flags):
         turns.append(" ".join([str(micro_batch), *flags]))
-        if micro_batch == 16 and not flags:
+        if micro_batch == 64 and not flags:
             raise RuntimeError("train.py: CUDA out of memory")
         return [1] * 10 + [300_000 if flags else 200_000] * 20, dict(peak=20.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=seconds))
     monkeypatch.setattr(gpu, "run_model", ours)
     monkeypatch.setattr(gpu, "plain_loop", lambda work, micro_batch: dict(
-        tokens_per_second=250_000, peak_memory=1e10))
+        tokens_per_second=250_000, peak_memory=10.0))
     rows = [row for _, row in gpu.race(gpu.GPU_WORK, tmp_path)]
-    assert turns == ["8", "8 --compile", "16", "16 --compile"]
+    assert turns == ["16", "16 --compile", "64", "64 --compile"]
     found = {(row["microbatch"], row["side"]): row for row in rows}
-    assert found[16, "ours"]["error"] == "train.py: CUDA out of memory"
-    for at, ratio, mfu in [((8, "ours"), 0.8, 0.173), ((16, "ours --compile"), 1.2, 0.259)]:
+    assert found[64, "ours"]["error"] == "train.py: CUDA out of memory"
+    for at, ratio, mfu in [((16, "ours"), 0.8, 0.173), ((64, "ours --compile"), 1.2, 0.259)]:
         assert found[at]["of the plain"] == ratio and found[at]["MFU"] == pytest.approx(mfu, 2e-3)
 
 
@@ -121,8 +121,8 @@ def test_memory_is_compared_with_the_plan(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "run_model", lambda *_: ([], dict(peak=3.0, retries=0)))
     rows = [row for _, row in gpu.memory(gpu.GPU_WORK, tmp_path)]
     assert [(row["microbatch"], row["flags"]) for row in rows] == [
-        (8, ""), (16, ""), (64, ""), *((16, flags) for flags in gpu.MEMORIES)]
-    plan = {row["flags"]: row["plan, GB"] for row in rows[1:2] + rows[3:]}
+        (16, ""), (64, ""), (8, ""), *((16, flags) for flags in gpu.MEMORIES)]
+    plan = {row["flags"]: row["plan, GB"] for row in rows[:1] + rows[3:]}
     state = 124.4e6 / 1e9                       # parameters of GPT-2, in units of 10^9 bytes
     assert plan[""] - plan["--offload"] == pytest.approx(12 * state, rel=0.01)
     assert plan["--recompute"] < plan[""] < plan["--dtype fp32"]

@@ -88,9 +88,9 @@ def tensor_parallel(plain, mesh):
 def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3, warmup=2,
                 schedule="ScheduleGPipe", shape=None, device="cpu", compile=False, trace=None):
     """Train a PlainGPT on random tokens by PyTorch's stack; rank 0 prints tokens a second, on a GPU
-    (single only) the peak of its memory too. `compile`: model and loss as a whole. `trace`: a file
-    for a profile of the last two steps. Where there is tensor parallelism (tp, 3d) or a pipeline
-    the head is not tied and the norm is not global, because the stack has no way to do either."""
+    (single only) the peak of its memory in GB too. `compile`: model and loss as a whole. `trace`: a
+    file for a profile of the last two steps. Where there is tensor parallelism (tp, 3d) or a
+    pipeline the head is not tied and the norm is not global: the stack has no way to do either."""
     warnings.simplefilter("ignore")
     SHAPE.update(shape or {})
     from torch.distributed import pipelining
@@ -179,9 +179,9 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
         profiler.export_chrome_trace(trace)
     if rank == 0:
         tokens = batch_size * SHAPE["seq_len"]
-        found = dict(tokens_per_second=tokens / np.median(seconds[warmup:]))
+        found = dict(tokens_per_second=tokens / np.median(seconds[warmup:]), peak_memory=None)
         if device == "cuda":
-            found["peak_memory"] = torch.cuda.max_memory_allocated()
+            found["peak_memory"] = torch.cuda.max_memory_allocated() / 1e9
         print(json.dumps(found))
     if world > 1:
         dist.destroy_process_group()
