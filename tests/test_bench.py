@@ -96,6 +96,7 @@ def test_the_race_takes_turns_and_ends_in_time(monkeypatch, tmp_path):
     rounds of 80 seconds, of which two fit; a side that has too little memory says so."""
     seconds = itertools.count(0, 80).__next__
     turns = []
+    plain = dict(tokens_per_second=250_000, peak_memory=10.0)
 
     def ours(work, folder, micro_batch, steps, *flags):
         turns.append(" ".join([str(micro_batch), *flags]))
@@ -105,8 +106,7 @@ def test_the_race_takes_turns_and_ends_in_time(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=seconds))
     monkeypatch.setattr(gpu, "run_model", ours)
-    monkeypatch.setattr(gpu, "plain_loop", lambda work, micro_batch: dict(
-        tokens_per_second=250_000, peak_memory=10.0))
+    monkeypatch.setattr(gpu, "plain_loop", lambda *_: plain)
     rows = [row for _, row in gpu.race(gpu.GPU_WORK, tmp_path)]
     assert turns == ["16", "16 --compile", "64", "64 --compile"]
     found = {(row["microbatch"], row["side"]): row for row in rows}

@@ -335,7 +335,8 @@ def main(arguments: list[str]) -> None:
     found = dict(device=name, model=work.model, started=time.strftime("%Y-%m-%d %H:%M"), parts={})
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    for name in args.parts or list(PARTS):
+    names = args.parts or list(PARTS)
+    for name in names:
         print(f"{name}: at most {SECONDS[name]} s", flush=True)
         part = collect(part_command(name, work), SECONDS[name])
         found["parts"][name] = dict(about=" ".join(PARTS[name].__doc__.split())) | part
