@@ -50,7 +50,8 @@ class PlainGPT(nn.Module):
 
     def __init__(self, vocab, stage=0, stages=1, tied=True):
         super().__init__()
-        layers, C = SHAPE["n_layer"] // stages, SHAPE["n_embd"]
+        layers = SHAPE["n_layer"] // stages
+        C = SHAPE["n_embd"]
         first, last = stage == 0, stage == stages - 1
         self.token = nn.Embedding(vocab, C) if first else None
         self.position = nn.Embedding(SHAPE["seq_len"], C) if first else None
@@ -85,6 +86,76 @@ def tensor_parallel(plain, mesh):
     parallelize_module(plain, mesh, {n: s for n, s in ends.items() if getattr(plain, n)})
 
 
+def data_parallel(mode, plain):
+    """The model as DDP or FSDP2 trains it."""
+    from torch.distributed.fsdp import fully_shard
+    if mode in ("ddp", "zero1"):
+        return DistributedDataParallel(plain)
+    if mode == "fsdp":
+        for module in [*plain.blocks, plain]:
+            fully_shard(module)
+    return plain
+
+
+def by_kind(module):
+    """Its plain parameters and its DTensors, which AdamW and clipping refuse to mix."""
+    from torch.distributed.tensor import DTensor
+    plain = [p for p in module.parameters() if not isinstance(p, DTensor)]
+    sharded = [p for p in module.parameters() if isinstance(p, DTensor)]
+    return [kind for kind in (plain, sharded) if kind]
+
+
+def make_optimizer(mode, kinds):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    options = dict(lr=1e-3, fused=True)
+    if mode == "zero1":
+        return ZeroRedundancyOptimizer(kinds[0], torch.optim.AdamW, **options)
+    return torch.optim.AdamW([dict(params=kind) for kind in kinds], **options)
+
+
+def average_over_replicas(parameters, group):
+    """The mean of the gradients: DDP refuses DTensors."""
+    from torch.distributed.tensor import DTensor
+    for p in parameters:
+        grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        dist.all_reduce(grad, group=group)
+        grad /= group.size()
+
+
+def gradients_of(net, loss_of, cast, micro_batch, compile):
+    """A function (x, y), the sequences of a step and their targets, that computes gradients."""
+    def whole(x, y):
+        return loss_of(net(x), y)
+    if compile:
+        whole = torch.compile(whole)
+
+    def gradients(x, y):
+        microbatches = list(zip(x.split(micro_batch), y.split(micro_batch)))
+        for i, (tokens, targets) in enumerate(microbatches):
+            last = i == len(microbatches) - 1
+            waits = isinstance(net, DistributedDataParallel) and not last
+            with net.no_sync() if waits else nullcontext():
+                with cast():
+                    loss = whole(tokens, targets) / len(microbatches)
+                loss.backward()
+    return gradients
+
+
+def gradients_of_pipeline(stage, loss_of, schedule, microbatches):
+    """The same by a schedule of torch's pipelining."""
+    from torch.distributed import pipelining
+    schedule = getattr(pipelining, schedule)(stage, microbatches, loss_fn=loss_of)
+
+    def gradients(x, y):
+        given, options = [], {}
+        if stage.is_first:
+            given.append(x)
+        if stage.is_last:
+            options.update(target=y, losses=[])
+        schedule.step(*given, **options)
+    return gradients
+
+
 def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3, warmup=2,
                 schedule="ScheduleGPipe", shape=None, device="cpu", compile=False, trace=None):
     """Train a PlainGPT on random tokens by PyTorch's stack; rank 0 prints tokens a second, on a GPU
@@ -93,98 +164,84 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
     pipeline the head is not tied and the norm is not global: the stack has no way to do either."""
     warnings.simplefilter("ignore")
     SHAPE.update(shape or {})
-    from torch.distributed import pipelining
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor.parallel import loss_parallel
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     torch.set_num_threads(os.cpu_count() if world == 1 else 1)
     tp = {"tp": world, "3d": 2}.get(mode, 1)
     pp = {"pp": world, "3d": 2}.get(mode, 1)
-    dp, stage = world // (tp * pp), rank // tp % pp
-    first, last = stage == 0, stage == pp - 1
+    dp = world // (tp * pp)
+    stage = rank // tp % pp
     torch.manual_seed(0)
-    plain = net = PlainGPT(vocab, stage, pp, tied=tp == 1).to(device)
+    plain = PlainGPT(vocab, stage, pp, tied=tp == 1).to(device)
     if world > 1:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
     if tp > 1:
         tensor_parallel(plain, mesh["tp"])
-    if mode in ("ddp", "zero1"):
-        net = DistributedDataParallel(plain)
-    if mode == "fsdp":
-        for module in [*plain.blocks, plain]:
-            fully_shard(module)
-    parameters = list(plain.parameters())
-    kinds = [[p for p in parameters if isinstance(p, DTensor) == sharded]
-             for sharded in (False, True)]
-    adamw = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    optimizer = (ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-3, fused=True)
-                 if mode == "zero1" else adamw([dict(params=k) for k in kinds if k]))
+    net = data_parallel(mode, plain)
+    kinds = by_kind(plain)
+    optimizer = make_optimizer(mode, kinds)
 
     def loss_of(logits, y):
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
-    cast = (functools.partial(torch.autocast, device, torch.bfloat16) if dtype == "bf16"
-            else nullcontext)
-
-    def whole(x, y):
-        return loss_of(net(x), y)
-    if compile:
-        whole = torch.compile(whole)
-    count, loss_context = batch_size // dp // micro_batch, loss_parallel if tp > 1 else nullcontext
+    cast = nullcontext
+    if dtype == "bf16":
+        cast = functools.partial(torch.autocast, device, torch.bfloat16)
+    loss_context = loss_parallel if tp > 1 else nullcontext
     if pp > 1:
-        schedule = getattr(pipelining, schedule)(
-            pipelining.PipelineStage(net, stage, pp, torch.device("cpu"),
-                                     group=mesh["pp"].get_group()), count, loss_fn=loss_of)
+        pipeline_stage = PipelineStage(net, stage, pp, torch.device("cpu"),
+                                       group=mesh["pp"].get_group())
+        gradients = gradients_of_pipeline(pipeline_stage, loss_of, schedule,
+                                          batch_size // dp // micro_batch)
+    else:
+        gradients = gradients_of(net, loss_of, cast, micro_batch, compile)
 
-    def gradients(x, y):
-        if pp > 1:
-            schedule.step(*([x] if first else []), **(dict(target=y, losses=[]) if last else {}))
-            return
-        for i, (a, b) in enumerate(zip(x.split(micro_batch), y.split(micro_batch))):
-            alone = isinstance(net, DistributedDataParallel) and i < count - 1
-            with net.no_sync() if alone else nullcontext():
-                with cast():
-                    loss = whole(a, b) / count
-                loss.backward()
-
-    seconds = []
-    profiler = torch.profiler.profile()
-    for step in range(warmup + steps):
-        if trace is not None and step == warmup + steps - 2:
-            profiler.start()
-        x, y = torch.randint(vocab, (2, batch_size // dp, SHAPE["seq_len"])).to(device)
-        if world > 1:
-            dist.barrier()
-        start = time.perf_counter()
+    def step(x, y):
         with loss_context():
             gradients(x, y)
-        for p in parameters if mode == "3d" else ():        # DDP refuses DTensors
-            whole = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            dist.all_reduce(whole, group=mesh["dp"].get_group())
-            whole /= dp
-        for some in filter(None, kinds):                    # clipping refuses to mix the two kinds
-            torch.nn.utils.clip_grad_norm_(some, 1.0)
+        if mode == "3d":
+            average_over_replicas(plain.parameters(), mesh["dp"].get_group())
+        for kind in kinds:
+            torch.nn.utils.clip_grad_norm_(kind, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if world > 1:
             dist.barrier()
         if device == "cuda":
             torch.cuda.synchronize()
+
+    size = (batch_size // dp, SHAPE["seq_len"])
+    seconds = timed(step, warmup + steps, size, vocab, device, trace)
+    if rank == 0:
+        print_result(batch_size * SHAPE["seq_len"] / np.median(seconds[warmup:]), device)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def timed(step, count, size, vocab, device, trace):
+    """The seconds of each of so many steps on random tokens."""
+    seconds = []
+    profiler = torch.profiler.profile()
+    for number in range(count):
+        if trace is not None and number == count - 2:
+            profiler.start()
+        x, y = torch.randint(vocab, (2, *size)).to(device)
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        step(x, y)
         seconds.append(time.perf_counter() - start)
     if trace is not None:
         profiler.stop()
         profiler.export_chrome_trace(trace)
-    if rank == 0:
-        tokens = batch_size * SHAPE["seq_len"]
-        found = dict(tokens_per_second=tokens / np.median(seconds[warmup:]), peak_memory=None)
-        if device == "cuda":
-            found["peak_memory"] = torch.cuda.max_memory_allocated() / 1e9
-        print(json.dumps(found))
-    if world > 1:
-        dist.destroy_process_group()
+    return seconds
+
+
+def print_result(tokens_per_second, device):
+    peak = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None
+    print(json.dumps(dict(tokens_per_second=tokens_per_second, peak_memory=peak)))
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ PEER = Path(__file__).with_name("peer.py")
 
 def random_data(folder: Path, vocab: int) -> Path:
     """A directory of shards of random tokens."""
-    path, draw = Path(folder) / f"random_{vocab}", np.random.default_rng(0)
+    path = Path(folder) / f"random_{vocab}"
+    draw = np.random.default_rng(0)
     if not path.exists():
         path.mkdir()
         for split, count in (("train", 400_000), ("val", 2049)):
