@@ -80,7 +80,7 @@ def copy_shards(flat: FlatParameters, names, timeout: float) -> deque:
     the flat tensors `names`, in the order of the file. Without ZeRO the replicas hold the same, and
     the file takes the first one's. PeerError if a GPU hangs for `timeout` seconds."""
     copies = deque()
-    if flat.grid.dp_rank >= flat.num_shards:
+    if flat.grid.replica >= flat.num_shards:
         return copies
     for name in names:
         for bucket in flat.buckets:
@@ -105,10 +105,12 @@ def file_order(model_config: GPTConfig, grid: Grid, num_shards: int) -> list[tup
     function of the model and the layout."""
     order = []
     for stage in range(grid.pp):
-        place = Grid(grid.dp, grid.pp, grid.tp, stage * grid.tp, chunks=grid.chunks)
-        ranks = grid.ranks[:num_shards, stage].T.tolist()
+        at_stage = grid.ranks[:, stage].flatten(0, 1)                   # (replica, tp rank)
+        place = Grid(grid.dp, grid.pp, grid.tp, int(at_stage[0, 0]), chunks=grid.chunks,
+                     cp=grid.cp)
+        ranks = at_stage[:num_shards].T.tolist()
         specs = param_specs(build_stage(model_config, place), model_config, place)
-        for bucket in make_buckets(specs, grid.dp):
+        for bucket in make_buckets(specs, grid.replicas):
             for spec in bucket.specs:
                 if not spec.is_tied_copy:
                     holders = ranks[:1] if spec.partition_dim is None else ranks

@@ -43,13 +43,13 @@ from parallelism.zero import FlatParameters
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
 #
-# A rank is one process. The ranks form an array (dp, pp, tp) whose last dimension is the fastest.
-# For dp 2, pp 2, tp 2:
+# A rank is one process. The ranks form an array (dp, pp, cp, tp) whose last dimension is the
+# fastest. (cp is 1 but in section 6.) For dp 2, pp 2, tp 2:
 #
 #                     stage 0     stage 1
 #       replica 0     0   1       2   3          tensor parallel    (0 1) (2 3) (4 5) (6 7)
 #       replica 1     4   5       6   7          pipelines          (0 2) (1 3) (4 6) (5 7)
-#                                                data parallel      (0 4) (1 5) (2 6) (3 7)
+#                                                replicas           (0 4) (1 5) (2 6) (3 7)
 #
 # Tensor parallelism communicates most (four all-reduces per block and microbatch: two forward, two
 # backward), so its ranks are adjacent and share a machine. Data parallelism reduces gradients once
@@ -67,28 +67,37 @@ from parallelism.zero import FlatParameters
 class Grid:
     """The layout, this rank's place in it, and its process groups (None where it is alone). With
     `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers; with
-    `chunks`, that many parts of the model, which it runs in turn (interleaved 1F1B)."""
+    `chunks`, that many parts of the model, which it runs in turn (interleaved 1F1B).
+
+    A replica is a full copy of the model, on pp x tp ranks. There are dp x cp: dp cuts the rows of
+    the batch, cp their positions. Their gradients are summed, and ZeRO shards over them."""
 
     def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, sequence_parallel: bool = False,
-                 chunks: int = 1):
-        self.dp, self.pp, self.tp, self.rank, self.chunks = dp, pp, tp, rank, chunks
-        self.world = dp * pp * tp
-        self.ranks = torch.arange(self.world).view(dp, pp, tp)
-        self.dp_rank, rank_in_replica = divmod(rank, pp * tp)
-        self.stage, self.tp_rank = divmod(rank_in_replica, tp)
+                 chunks: int = 1, cp: int = 1):
+        self.dp, self.pp, self.cp, self.tp = dp, pp, cp, tp
+        self.rank, self.chunks = rank, chunks
+        self.world = dp * pp * cp * tp
+        self.ranks = torch.arange(self.world).view(dp, pp, cp, tp)
+        self.dp_rank, rank_in_rows = divmod(rank, pp * cp * tp)
+        self.stage, rank_in_stage = divmod(rank_in_rows, cp * tp)
+        self.cp_rank, self.tp_rank = divmod(rank_in_stage, tp)
+        self.replicas = dp * cp
+        self.replica = self.dp_rank * cp + self.cp_rank
         self.is_first = self.stage == 0
         self.is_last = self.stage == pp - 1
         self.sequence_parallel = sequence_parallel
         self.hosts = ["this machine"] * self.world      # each rank's; parallelism/groups.py asks
-        self.groups = {"tp": None, "dp": None, "pp": None, "world": None, "embedding": None}
+        self.groups = dict.fromkeys(("tp", "cp", "replicas", "pp", "world", "embedding"))
         self.exact = None           # amp.ExactSums, with --exact
 
     def members(self) -> dict[str, list]:
         """{kind of group: the ranks of each group of that kind}."""
-        pipelines = self.ranks.permute(0, 2, 1).reshape(-1, self.pp)
+        pipelines = self.ranks.permute(0, 2, 3, 1).reshape(-1, self.pp)
+        replicas = self.ranks.permute(1, 3, 0, 2).reshape(-1, self.replicas)
         kinds = {
             "tp": self.ranks.reshape(-1, self.tp),                          # share each matrix
-            "dp": self.ranks.permute(1, 2, 0).reshape(-1, self.dp),         # hold the same weights
+            "cp": self.ranks.mT.reshape(-1, self.cp),                       # share each sequence
+            "replicas": replicas,                                           # hold the same weights
             "pp": pipelines,                                                # share the layers
             "world": self.ranks.reshape(1, -1),
             "embedding": pipelines[:, [0, -1]],                             # hold the tied matrix
@@ -433,7 +442,7 @@ def plain_norm_squared(model: GPT, grid: Grid) -> torch.Tensor:
     """This rank's share of the squared gradient norm: summed over all ranks, the shares count each
     parameter of the whole model once."""
     squares = torch.zeros((), dtype=torch.float64)
-    if grid.dp_rank > 0:
+    if grid.replica > 0:
         return squares                          # replicas have the same gradients
     for name, parameter in model.named_parameters():
         is_counted = grid.tp_rank == 0 or hasattr(parameter, "is_cut")
@@ -461,7 +470,7 @@ def plain_3d_step(model: GPT, optimizer, tokens: torch.Tensor, grid: Grid) -> fl
     # one stage has both ends, autograd has added them: named_parameters has the matrix once. All
     # ranks of a tp group have the same loss: count it once.)
     for name, parameter in model.named_parameters():
-        sum_over(parameter.grad, grid.groups["dp"])
+        sum_over(parameter.grad, grid.groups["replicas"])
         if name in ("embed.token.weight", "head.weight"):
             sum_over(parameter.grad, grid.groups["embedding"])
     if grid.tp_rank > 0:

@@ -183,7 +183,7 @@ def start_messages(grid, messages: list[Message]) -> list[Work]:
         receiver = other if message.sending else place
         tag = 2 * (m * grid.pp * grid.chunks + receiver) + "FB".index(kind)
         stage = other % grid.pp
-        peer = grid.rank + (stage - grid.stage) * grid.tp
+        peer = grid.rank + (stage - grid.stage) * grid.cp * grid.tp
         work = Work(None)
         if message.sending:
             start, verb = dist.isend, "send to"

@@ -10,9 +10,9 @@ bits):
     DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
     DP5  all are awaited at the end              backward goes on (ZeRO 0)     finish_grad_sync
     DP6  the tied matrix has its own bucket      no other bucket waits for it  make_buckets
-    DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/dp   _start_grad_sync
-    DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/dp      _start_grad_sync
-    DP9  ZeRO 3: and only its parameters         2 more bytes become 2/dp      unshard.py
+    DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/r    _start_grad_sync
+    DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/r       _start_grad_sync
+    DP9  ZeRO 3: and only its parameters         2 more bytes become 2/r       unshard.py
     DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  unshard.py
 
 The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
@@ -20,15 +20,15 @@ for each block. Backward completes them from the right; every rank communicates 
 
     | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |
 
-A step of m microbatches (in fp32 a parameter is its own master):
+A step of m microbatches on r = dp x cp replicas (in fp32 a parameter is its own master):
 
             masters,                     bytes kept per parameter    in 16 bits, bytes sent per
-                                                                     parameter, x (dp-1)/dp:
+                                                                     parameter, x (r-1)/r:
     ZeRO    moments    grad     data     16 bits      fp32           gradients + parameters
       0     full       full     full     18           16             8
-      1     shard      full     full     6 + 12/dp    8 + 8/dp       4 + 2
-      2     shard      shard    full     2 + 16/dp    4 + 12/dp      4m + 2
-      3     shard      shard    shard    18/dp        16/dp          4m + 4m
+      1     shard      full     full     6 + 12/r     8 + 8/r        4 + 2
+      2     shard      shard    full     2 + 16/r     4 + 12/r       4m + 2
+      3     shard      shard    shard    18/r         16/r           4m + 4m
 """
 import math
 from functools import partial
@@ -44,7 +44,8 @@ from parallelism.tensor import TIED, ParamSpec
 
 
 class Bucket:
-    """DP2: parameters that are communicated together, laid out flat, padded to dp equal shards.
+    """DP2: parameters that are communicated together, laid out flat, padded to equal shards
+    for the replicas.
     `name` is as drawn above: tied, ends, 0.attn ...
 
     data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
@@ -60,7 +61,7 @@ class Bucket:
     unsharding      the all-gather of `data` under way, or None
     """
 
-    def __init__(self, name: str, specs: list[ParamSpec], dp: int, num_shards: int,
+    def __init__(self, name: str, specs: list[ParamSpec], replicas: int, num_shards: int,
                  shard_rank: int):
         self.name = name
         self.specs = specs
@@ -75,7 +76,7 @@ class Bucket:
         for spec in specs:
             self.offsets[spec.name] = end
             end += ceil_div(spec.numel, 32) * 32        # aligned to 64 bytes, in 16 bits too
-        self.numel = ceil_div(end, 32 * dp) * 32 * dp
+        self.numel = ceil_div(end, 32 * replicas) * 32 * replicas
 
         length = self.numel // num_shards
         first = shard_rank * length
@@ -103,7 +104,7 @@ class Bucket:
         return self.view(self.grad, spec)
 
 
-def make_buckets(specs: list[ParamSpec], dp: int, num_shards: int = 1,
+def make_buckets(specs: list[ParamSpec], replicas: int, num_shards: int = 1,
                  shard_rank: int = 0) -> list[Bucket]:
     """The buckets drawn above. DP6: the tied gradient is complete only at backward's end."""
     contents = {"tied": [], "ends": []}
@@ -116,7 +117,7 @@ def make_buckets(specs: list[ParamSpec], dp: int, num_shards: int = 1,
             case _:
                 bucket = "tied" if spec.name in TIED.values() else "ends"
         contents.setdefault(bucket, []).append(spec)
-    return [Bucket(name, group, dp, num_shards, shard_rank)
+    return [Bucket(name, group, replicas, num_shards, shard_rank)
             for name, group in contents.items() if group]
 
 
@@ -134,9 +135,9 @@ class FlatParameters:
         device = torch.device(device)
         host = device if host is None else torch.device(host)
         self.grid, self.zero, self.training = grid, zero, training
-        self.num_shards = grid.dp if zero > 0 else 1
-        self.shard_rank = grid.dp_rank if zero > 0 else 0
-        self.buckets = make_buckets(specs, grid.dp, self.num_shards, self.shard_rank)
+        self.num_shards = grid.replicas if zero > 0 else 1
+        self.shard_rank = grid.replica if zero > 0 else 0
+        self.buckets = make_buckets(specs, grid.replicas, self.num_shards, self.shard_rank)
         self.buckets_to_sync = []       # those that this backward communicates, the next one last
         self.in_flight = []             # [(bucket, Work)] of gradients
         self.holds_grads = False        # in this step they are summed after backward
@@ -228,7 +229,7 @@ class FlatParameters:
     def _start_gather(self, bucket: Bucket) -> None:
         assert bucket.unsharding is None, "the last update's parameters are still on their way"
         if self.zero in (1, 2):                 # (ZeRO 3 gathers in `unshard`)
-            bucket.unsharding = all_gather(bucket.data, self.grid.groups["dp"])
+            bucket.unsharding = all_gather(bucket.data, self.grid.groups["replicas"])
 
     def wait_params(self) -> None:
         """Wait for the all-gathers that `step` or `sync_params` started, where no forward does."""
@@ -279,7 +280,7 @@ class FlatParameters:
 
     def _start_grad_sync(self, bucket: Bucket) -> None:
         """DP4, DP7 to DP9: start the communication of a complete bucket."""
-        group = self.grid.groups["dp"]
+        group = self.grid.groups["replicas"]
         if self.zero == 0:
             self.in_flight.append((bucket, all_reduce(bucket.grad, group)))
         # `grad` is None if nothing was added since the last sync (see Bucket.main_grad).
@@ -328,7 +329,7 @@ class FlatParameters:
         also every copy of a parameter, only to detect inf or NaN. With --exact a part of the first
         is in `low_squares`, and `out_of_range` is 0, or inf if a term of a sum was too large."""
         counted, others = [], []
-        is_replica = self.zero == 0 and self.grid.dp_rank > 0
+        is_replica = self.zero == 0 and self.grid.replica > 0
         for bucket in self.buckets:
             for spec, shard_slice, _ in bucket.shard_ranges:
                 pieces = bucket.shard["grad"][shard_slice].split(2 ** 20)
@@ -394,7 +395,7 @@ class FlatParameters:
             if bucket.data.untyped_storage().size() == 0:
                 bucket.data.untyped_storage().resize_(bucket.data.nbytes)
                 bucket.data.chunk(self.num_shards)[self.shard_rank].copy_(bucket.shard["data"])
-                bucket.unsharding = all_gather(bucket.data, self.grid.groups["dp"])
+                bucket.unsharding = all_gather(bucket.data, self.grid.groups["replicas"])
         for bucket in buckets:
             if bucket.unsharding is not None:
                 bucket.unsharding.wait()
@@ -428,22 +429,22 @@ def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: 
               beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
 
-def state_bytes(numel: int, longest: int, dp: int, dtypes: tuple, zero: int, offload: bool,
-                exact: bool = False) -> tuple[dict, dict]:
+def state_bytes(numel: int, longest: int, replicas: int, dtypes: tuple, zero: int,
+                offload: bool, exact: bool = False) -> tuple[dict, dict]:
     """Bytes of one rank's state, as the table of ZeRO stages says: {kind: bytes} on its device and,
     if `offload` keeps a part there, on the host. `numel` counts this rank's parameters before ZeRO
     shards them, `longest` those of its longest bucket; `dtypes`: of parameters and masters. `exact`
     gradients are float64."""
     dtype, master_dtype = dtypes
     grad_dtype = torch.float64 if exact else master_dtype
-    shard = numel // dp
+    shard = numel // replicas
     weights = dict(
         parameters=dtype.itemsize * (shard if zero >= 3 else numel),
         gradients=grad_dtype.itemsize * (shard if zero >= 2 else numel))
     masters = master_dtype.itemsize * (shard if zero >= 1 else numel)
     states = dict(masters=masters, moments=2 * masters)
     if offload:
-        staging = 2 * master_dtype.itemsize * (longest // dp if zero >= 1 else longest)
+        staging = 2 * master_dtype.itemsize * (longest // replicas if zero >= 1 else longest)
         return weights, states | dict(staging=staging)
     if dtype == master_dtype:           # a parameter is its own master
         states["masters"] = 0

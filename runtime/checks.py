@@ -188,7 +188,7 @@ def rank_parameters(model_config: GPTConfig, place: Grid) -> tuple[int, int]:
     of_blocks = sum(spec.numel for spec in specs if spec.name.startswith("blocks."))
     of_ends = sum(spec.numel for spec in specs) - of_blocks
     blocks = sum(len(layers) for layers in chunk_layers(model_config.n_layer, place))
-    longest = max(bucket.numel for bucket in make_buckets(specs, place.dp))
+    longest = max(bucket.numel for bucket in make_buckets(specs, place.replicas))
     return of_ends + of_blocks // place.chunks * blocks, longest
 
 
@@ -204,7 +204,7 @@ def note_less_memory(config: Config, grid: Grid, kind, error, trace) -> None:
                         f"{config.micro_batch}", {}))
     if not config.recompute:
         changes.append(("--recompute", dict(recompute=True)))
-    if grid.dp > 1 and config.zero < 3:
+    if grid.replicas > 1 and config.zero < 3:
         changes.append((f"--zero {config.zero + 1}", dict(zero=config.zero + 1)))
     flags = []
     for text, change in changes:
@@ -222,9 +222,9 @@ def check_memory(model_config: GPTConfig, grid: Grid, config, dtypes: tuple, dev
     limits = []                         # (bytes by kind, bytes available, what to add)
     on_machine = Counter()
     for rank in range(local_world):
-        place = Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks)
+        place = Grid(grid.dp, grid.pp, grid.tp, rank, chunks=grid.chunks, cp=grid.cp)
         numel, longest = rank_parameters(model_config, place)
-        on_device, on_host = state_bytes(numel, longest, grid.dp, dtypes, config.zero,
+        on_device, on_host = state_bytes(numel, longest, grid.replicas, dtypes, config.zero,
                                          config.offload and device.type != "cpu", config.exact)
         if config.eval_only:
             on_device = dict(parameters=on_device["parameters"])
@@ -234,7 +234,7 @@ def check_memory(model_config: GPTConfig, grid: Grid, config, dtypes: tuple, dev
             limits.append((on_device, torch.cuda.mem_get_info(device)[1], "GPUs, give --offload"))
         else:
             on_machine.update(on_device)
-        if not config.eval_only and (config.zero > 0 or place.dp_rank == 0):
+        if not config.eval_only and (config.zero > 0 or place.replica == 0):
             moments = (on_device | on_host)["moments"]          # of masters there are half as many
             on_machine["copies for a save"] += 3 * moments // 2
     if hasattr(os, "sysconf"):          # not on Windows

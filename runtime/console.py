@@ -167,8 +167,8 @@ def print_summary(run) -> None:
     if config.batch_ramp is not None:
         batch += f", after a ramp {config.batch_ramp}"
     sizes = [bucket.numel for bucket in run.flat.buckets]
-    on_device, on_host = state_bytes(sum(sizes), max(sizes), grid.dp, PRECISIONS[config.dtype],
-                                     config.zero, config.offload and run.device.type != "cpu",
+    on_device, on_host = state_bytes(sum(sizes), max(sizes), grid.replicas,
+                                     PRECISIONS[config.dtype], config.zero, config.offload and run.device.type != "cpu",
                                      config.exact)
     memory = [f"{kind} {size / 1e6:,.1f} MB" for kind, size in on_device.items()]
     memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]

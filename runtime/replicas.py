@@ -5,13 +5,13 @@ divergence.
 A bit that flips in memory, or a processor that errs, changes one copy in silence. The copies that
 must be equal, by the group of ranks that hold them:
 
-    dp           ZeRO 0: parameters, masters, moments; ZeRO 1 and 2: the gathered parameters
+    replicas     ZeRO 0: parameters, masters, moments; ZeRO 1 and 2: the gathered parameters
     tp           the same of LayerNorms, biases after g and positions; with ZeRO, of their shards
                  (on GPUs only with --sequence-parallel, which sums their gradients, or --exact:
                  else each rank computes these, by kernels that may add in any order)
     embedding    the same of the token matrix, tied on both ends of a pipeline
 
-Other ZeRO shards and, where dp is 1, the parts that tensor parallelism cuts have no copy. Once a
+Other ZeRO shards and, where there is one replica, the parts that tensor parallelism cuts have no copy. Once a
 wrong gradient is in the sum, all replicas share it. Checkpoints were compared before they were
 written: from the last one the run repeats its steps, and ends with an undisturbed run's bits.
 """
@@ -27,7 +27,7 @@ from parallelism.zero import FlatParameters
 from runtime.directory import go_back, latest_valid
 from runtime.processes import RunError
 
-KINDS = ("dp", "tp", "embedding")       # of groups, the one that names a parameter best first:
+KINDS = ("replicas", "tp", "embedding")     # of groups, the one that names a parameter best first:
                                         # replicas share all gradients, so one tensor alone differs
 PIECE = 2 ** 18                         # words that are hashed at once
 
@@ -60,7 +60,7 @@ def shared_hashes(flat: FlatParameters) -> dict[str, dict]:
 
     for bucket in flat.buckets:
         for spec, part, _ in bucket.shard_ranges:
-            shares = dict(dp=flat.zero == 0, tp=tp_is_equal and spec.partition_dim is None,
+            shares = dict(replicas=flat.zero == 0, tp=tp_is_equal and spec.partition_dim is None,
                           embedding=bucket.name == "tied")
             kinds = [kind for kind in KINDS if shares[kind] and grid.groups[kind] is not None]
             for name in ("exp_avg", "exp_avg_sq", "master", "data"):    # cause before effect
@@ -69,7 +69,7 @@ def shared_hashes(flat: FlatParameters) -> dict[str, dict]:
         if flat.zero in (1, 2):
             for spec in bucket.specs:
                 first = bucket.offsets[spec.name]
-                add(["dp"], spec, "data", bucket.data, first, first + spec.numel)
+                add(["replicas"], spec, "data", bucket.data, first, first + spec.numel)
     return shared
 
 

@@ -262,9 +262,9 @@ def stage_buckets(cfg: GPTConfig, grid: Grid, zero: int) -> list[tuple[Bucket, i
     last two are a block's attention and MLP."""
     specs = stage_specs(cfg, grid.tp, grid.is_first, grid.is_last)
     if zero > 0:
-        buckets = make_buckets(specs, grid.dp, grid.dp, grid.dp_rank)
+        buckets = make_buckets(specs, grid.replicas, grid.replicas, grid.replica)
     else:
-        buckets = make_buckets(specs, grid.dp)
+        buckets = make_buckets(specs, grid.replicas)
     ends = [(bucket, 1) for bucket in buckets[:-2]]
     return ends + [(bucket, layers_of(cfg, grid)) for bucket in buckets[-2:]]
 
@@ -284,8 +284,8 @@ def memory_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool = 
     dtypes = PRECISIONS[config.dtype]
     buckets = stage_buckets(cfg, grid, config.zero)
     longest = max(bucket.numel for bucket, _ in buckets)
-    sizes, on_host = state_bytes(numel_of(buckets), longest, grid.dp, dtypes, config.zero,
-                                 config.offload and on_gpu)
+    sizes, on_host = state_bytes(numel_of(buckets), longest, grid.replicas, dtypes,
+                                 config.zero, config.offload and on_gpu)
     sizes |= {f"host_{kind}": size for kind, size in on_host.items()}
     return sizes | dict(buffers=buffer_bytes(cfg, grid, config, on_gpu),
                         logits=logits_bytes(cfg, grid, config, on_gpu),
@@ -308,7 +308,7 @@ def buffer_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool) -
     if config.zero == 3:
         total += size * sum(once + once[-2:])
     if config.zero >= 1 and not on_gpu:
-        total += master_size * max(once) * (grid.dp - 1) // grid.dp
+        total += master_size * max(once) * (grid.replicas - 1) // grid.replicas
     if grid.pp > 1:
         message = config.micro_batch * cfg.seq_len * cfg.n_embd * size
         if grid.sequence_parallel:
@@ -420,10 +420,10 @@ def traffic_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> dict:
     if grid.pp > 1 and (grid.is_first or grid.is_last):
         embedding = master_size * tied
         if zero > 0:
-            embedding /= grid.dp
+            embedding /= grid.replicas
     return dict(tp=tp, pp=m * messages * message / grid.tp,
-                gradients=ring(grid.dp, master_size * gradients),
-                parameters=ring(grid.dp, size * parameters), embedding=embedding,
+                gradients=ring(grid.replicas, master_size * gradients),
+                parameters=ring(grid.replicas, size * parameters), embedding=embedding,
                 world=2 * ring(grid.world, 5 * 8))
 
 
@@ -595,7 +595,7 @@ def exposed_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid, sent: dict, 
     links = link_speeds(config)
     m = microbatches(config, grid)
     zero = config.zero
-    hops = HOP * (grid.dp - 1) * (2 * layers_of(cfg, grid) + 2)         # once around, all buckets
+    hops = HOP * (grid.replicas - 1) * (2 * layers_of(cfg, grid) + 2)   # once around, all buckets
     gradients = sent["gradients"] / links.data + hops * gradient_rings(zero, m)
     embedding = sent["embedding"] / links.pipeline
     gathers = sent["parameters"] / links.data
@@ -628,7 +628,7 @@ def step_seconds(cfg: GPTConfig, config: PlanConfig, grids: list, kinds: list,
     # AdamW reads or writes about twelve numbers for each parameter.
     numel = numel_of(stage_buckets(cfg, grids[0], config.zero))
     if config.zero > 0:
-        numel /= grids[0].dp
+        numel /= grids[0].replicas
     memory_speed = gpu.host if config.offload else gpu.bandwidth
     update = 12 * PRECISIONS[config.dtype][1].itemsize * numel / memory_speed
     seconds = {kind: m * x for kind, x in costs[slowest].items()}
