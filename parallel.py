@@ -12,11 +12,12 @@ read it, run it, change it.
     2. Tensor parallelism       each matrix is cut; every rank computes with its part
     3. Pipeline parallelism     the layers are cut into stages; microbatches pass through them
     4. Data parallelism, ZeRO   the batch is cut; replicas sum their gradients
-    5. All together             one step, and the program
-    6. As train.py runs it      the same techniques made fast and small, by parallelism/
+    5. Context parallelism      the sequence is cut; ranks exchange keys and values
+    6. All together             one step, and the program
+    7. As train.py runs it      the same techniques made fast and small, by parallelism/
 
-parallelism/tensor.py, pipeline.py and zero.py begin with a table of what they add to the plain
-form here, and why.
+In parallelism/ tensor.py, pipeline.py, zero.py and context.py begin with a table of what they add
+to the plain form here, and why.
 
 Shapes: B sequences, T positions, C channels, H heads, V vocabulary.
 """
@@ -34,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model import GPT, GPTConfig
 from parallelism.compiling import compile_model
+from parallelism.context import CP_PLAN, own_positions, recompute_attention
 from parallelism.exact import EXACT_PLAN, make_exact, new_sums
 from parallelism.pipeline import chunk_layers, recompute_blocks, stage_layers
 from parallelism.tensor import TP_PLAN, param_specs
@@ -44,7 +46,7 @@ from parallelism.zero import FlatParameters
 # 1. Ranks
 #
 # A rank is one process. The ranks form an array (dp, pp, cp, tp) whose last dimension is the
-# fastest. (cp is 1 but in section 6.) For dp 2, pp 2, tp 2:
+# fastest. (cp is 1 except in sections 5 and 7.) For dp 2, pp 2, tp 2:
 #
 #                     stage 0     stage 1
 #       replica 0     0   1       2   3          tensor parallel    (0 1) (2 3) (4 5) (6 7)
@@ -434,7 +436,50 @@ def plain_zero3_block(block: nn.Module, shard: nn.Parameter, x: torch.Tensor) ->
 
 
 # ---------------------------------------------------------------------------------------------
-# 5. All together
+# 5. Context parallelism (Llama 3, Grattafiori et al. 2024, section 3.3.2)
+#
+# A long sequence is cut, too: each rank has some positions of it, in all of the model. The loss and
+# the gradients are sums over positions, as over sequences. Only attention needs other positions:
+# the keys and values of those before it. A later position has more of them, so each rank has an
+# early and a late piece. For two ranks, 12 positions, and the keys that a position attends to:
+#
+#     positions    0 1 2    3 4 5    6 7 8    9 10 11
+#     rank         0        1        1        0
+#     keys         1 2 3    4 5 6    7 8 9    10 11 12        39 on either rank
+#
+# In this section each rank of the default group has a part of the sequence. In use:
+# parallelism/context.py.
+# ---------------------------------------------------------------------------------------------
+
+
+class GatherPositions(torch.autograd.Function):
+    """x (B, H, T / cp, D) at this rank's positions -> x (B, H, T, D) at all positions, in order."""
+
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        early, late = zip(*(part.chunk(2, dim=2) for part in parts))
+        return torch.cat([*early, *reversed(late)], dim=2)
+
+    @staticmethod
+    def backward(ctx, dx):
+        dx = dx.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(dx)             # each rank has used all positions of x
+        return own_positions(dx, dist.get_rank(), dist.get_world_size(), dim=2)
+
+
+def plain_context_attention(q, k, v):
+    """Causal attention of q, k and v (B, H, T / cp, D), those of this rank's positions."""
+    k, v = GatherPositions.apply(k), GatherPositions.apply(v)           # (B, H, T, D)
+    positions = torch.arange(k.shape[2])
+    own = own_positions(positions, dist.get_rank(), dist.get_world_size())
+    mask = own.unsqueeze(1) >= positions                                # (T / cp, T)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+# ---------------------------------------------------------------------------------------------
+# 6. All together
 # ---------------------------------------------------------------------------------------------
 
 
@@ -548,7 +593,7 @@ def main() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# 6. As train.py runs it
+# 7. As train.py runs it
 # ---------------------------------------------------------------------------------------------
 
 
@@ -559,7 +604,11 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
     with torch.device("meta"):
         model = GPT(model_config)
     keep_stage(model, grid, set().union(*chunk_layers(model_config.n_layer, grid)))
-    plan = TP_PLAN if grid.exact is None else TP_PLAN | EXACT_PLAN
+    plan = dict(TP_PLAN)
+    if grid.exact is not None:
+        plan |= EXACT_PLAN
+    if grid.cp > 1:
+        plan |= CP_PLAN
     for name, module in list(model.named_modules()):
         name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
         if name_in_plan in plan:
@@ -577,9 +626,10 @@ def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
 
     1. Pipeline and tensor parallelism decide which parameters this rank has, and their shapes.
     2. Data parallelism and ZeRO move these parameters into flat buffers.
-    3. A block is compiled without anything of 4 and 5, which must run as written.
-    4. Recomputation runs the compiled block again in backward.
-    5. ZeRO gathers a block's parameters before its forward, or its recomputation, begins.
+    3. With context parallelism backward computes attention again, unless 5 does.
+    4. A block is compiled without anything of 5 and 6, which must run as written.
+    5. Recomputation runs the compiled block again in backward.
+    6. ZeRO gathers a block's parameters before its forward, or its recomputation, begins.
     """
     host = "cpu" if config.offload else device
     if config.exact:
@@ -589,6 +639,8 @@ def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
         make_exact(model, model_config, grid)
     flat = FlatParameters(param_specs(model, model_config, grid), grid, *dtypes, device,
                           config.zero, host, training=not config.eval_only)
+    if grid.cp > 1 and not config.recompute:
+        recompute_attention(model)
     if config.compile:
         compile_model(model)
     if config.recompute:

@@ -1,10 +1,11 @@
 """Train a GPT: the loop, one step, evaluation, saving and resuming.
 
     python train.py                                             # one process
-    torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (tp pp) = 2
+    torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (pp cp tp) = 2
 
     rank       one process
-    replica    one full copy of the model, on tp x pp ranks; each trains on its share of the batch
+    replica    one full copy of the model, on tp x pp ranks; each trains on its share of the batch:
+               dp cuts its rows, cp their positions
     stage      a slice of the layers, on tp ranks of each replica
     window     T + 1 consecutive tokens: T inputs; the target of each is the token after it
     shard      the part of the parameters that a rank updates, with ZeRO (--zero 1 to 3)
@@ -13,7 +14,7 @@
 a test compares their numbers:
 
     plain_train             Run, on each rank                               where
-    rows of the batch       this replica's rows, in microbatches            load_microbatches
+    rows of the batch       this replica's part of it, in microbatches      load_microbatches
     forward and backward    for each microbatch, or a pipeline's schedule   train_step
                             sum of the gradients over the replicas          flat.finish_grad_sync
     norm and clipping       loss and norm, summed over all ranks, so that   reduce, clip_factor
@@ -50,6 +51,7 @@ from data import PADDING, Batch, Batches, Source, TokenDataset, split_microbatch
 from model import GPT, IGNORE_INDEX, GPTConfig, ceil_div, derive_seed
 from parallel import Grid, build_rank
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
+from parallelism.context import own_positions
 from parallelism.groups import make_groups
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import make_schedule
@@ -147,7 +149,7 @@ class Run:
                                         config.timeout)
         # A template of the activations that one stage sends to the next: only its shape and type
         # count.
-        positions = model_config.seq_len
+        positions = model_config.seq_len // grid.cp
         if grid.sequence_parallel:
             positions //= grid.tp
         self.activation_like = torch.empty(config.micro_batch, positions, model_config.n_embd,
@@ -196,19 +198,23 @@ class Run:
 
     def load_microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
         """This replica's microbatches of the windows (B,): (tokens (b, T), targets (b, T), dropout
-        seed) each; tokens and targets are None on middle stages. The loss ignores PADDING."""
+        seed) each, with --cp of T / cp positions; tokens and targets are None on middle stages. The
+        loss ignores PADDING."""
         grid = self.grid
         # Ranks of a tp group draw the same dropout masks, but with sequence parallelism each one
-        # has other positions.
-        mask_key = [grid.tp_rank] if grid.sequence_parallel else []
+        # has other positions. Those of a cp group always have.
+        mask_key = [grid.cp_rank] if grid.cp > 1 else []
+        if grid.sequence_parallel:
+            mask_key.append(grid.tp_rank)
         rows = split_microbatches(window_ids, self.config.micro_batch, grid.dp_rank, grid.dp)
         microbatches = []
         for m, ids in enumerate(rows):                                          # (b,)
             inputs, targets = None, None
             if grid.is_first or grid.is_last:
                 tokens = torch.from_numpy(dataset.tokens_of(ids))               # (b, T + 1)
-                # Both overlap in `tokens`, and targets will be overwritten: copy them.
-                inputs, targets = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+                # Copies: both overlap in `tokens`, and targets will be overwritten.
+                inputs = own_positions(tokens[:, :-1], grid.cp_rank, grid.cp)
+                targets = own_positions(tokens[:, 1:], grid.cp_rank, grid.cp)
                 is_padding = torch.from_numpy(ids == PADDING)                   # (b,)
                 targets[is_padding] = IGNORE_INDEX
                 inputs = devices.to_device(inputs, self.device)
@@ -424,8 +430,8 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> int
     config, model_config, begin = startup.prepare(given, job, device, stack)
     state = startup.load_start(begin, given)        # a checkpoint, None for a new run
     train_data, val_data = startup.open_data(config, model_config, state, job)
-    grid = Grid(job.world // (config.tp * config.pp), config.pp, config.tp, job.rank,
-                config.sequence_parallel, config.pp_chunks)
+    grid = Grid(job.world // (config.tp * config.pp * config.cp), config.pp, config.tp, job.rank,
+                config.sequence_parallel, config.pp_chunks, config.cp)
     stack.push(partial(checks.note_less_memory, config, grid))
     make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process

@@ -10,12 +10,15 @@ import torch
 import torch.nn as nn
 
 from model import GPT, Dropout
+from parallelism.context import ContextParallelAttention
 from parallelism.tensor import TensorParallel, softmax_over_ranks
 
 
 def runs_eagerly(module: nn.Module) -> bool:
     if isinstance(module, TensorParallel):      # it communicates if it cuts a parameter
         return module.grid.tp > 1 and len(module.partition_dim) > 0
+    if isinstance(module, ContextParallelAttention):
+        return True
     return isinstance(module, Dropout) and module.p > 0
 
 

@@ -208,7 +208,10 @@ class PositionEmbedding(TensorParallel):
 
     def forward(self, positions):
         first = self.grid.tp_rank * len(positions) if self.grid.sequence_parallel else 0
-        return F.embedding(positions + first, self.weight)
+        return self.lookup(positions + first)
+
+    def lookup(self, positions):
+        return F.embedding(positions, self.weight)
 
 
 class VocabParallelEmbedding(TensorParallel):

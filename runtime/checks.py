@@ -25,10 +25,15 @@ from runtime.processes import warn
 
 def check_grid(world: int, config) -> None:
     """Raise a ValueError that names the numbers if no model can run in this layout."""
-    tp, pp, schedule, chunks = config.tp, config.pp, config.pp_schedule, config.pp_chunks
-    if world % (tp * pp):
-        raise ValueError(f"{world} processes are not divisible by tp {tp} x pp {pp} = {tp * pp}: "
-                         f"start a multiple of them: torchrun --nproc_per_node={tp * pp} train.py")
+    tp, pp, cp, schedule, chunks = (config.tp, config.pp, config.cp, config.pp_schedule,
+                                    config.pp_chunks)
+    fewest = tp * pp * cp
+    if world % fewest:
+        factors = f"tp {tp} x pp {pp}"
+        if cp > 1:
+            factors += f" x cp {cp}"
+        raise ValueError(f"{world} processes are not divisible by {factors} = {fewest}: "
+                         f"start a multiple of them: torchrun --nproc_per_node={fewest} train.py")
     if config.zero == 3 and pp > 1:
         raise ValueError(f"zero 3 with pp {pp} would gather every block again for each microbatch "
                          f"of the pipeline: give --zero 1 or, but for zb-h1, 2")
@@ -47,6 +52,9 @@ def check_grid(world: int, config) -> None:
     if config.exact and MOST_BLOCKS % tp:
         raise ValueError(f"--exact computes in {MOST_BLOCKS} blocks at most, which tp {tp} does "
                          f"not divide: give --tp 1, 2, 4 or 8")
+    if config.exact and cp > 1:
+        raise ValueError(f"--exact cannot be combined with --cp {cp}, which sums the gradients of "
+                         f"keys in the order of the ranks: drop one")
     if config.exact and config.compile:
         raise ValueError("--exact cannot be combined with --compile, which orders sums in its own "
                          "way: drop one")
@@ -58,10 +66,17 @@ def check_grid(world: int, config) -> None:
 def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> None:
     """Raise a ValueError that names the numbers if this job cannot run; no communication."""
     check_grid(world, config)
-    tp, pp, chunks, micro_batch = config.tp, config.pp, config.pp_chunks, config.micro_batch
-    dp = world // (tp * pp)
-    if config.sequence_parallel and model_config.seq_len % tp:
-        raise ValueError(f"sequence parallelism: seq_len {model_config.seq_len} is not divisible "
+    tp, pp, cp, chunks = config.tp, config.pp, config.cp, config.pp_chunks
+    micro_batch, seq_len = config.micro_batch, model_config.seq_len
+    dp = world // (tp * pp * cp)
+    if cp > 1 and seq_len % (2 * cp):
+        raise ValueError(f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, "
+                         f"which do not divide seq_len {seq_len}: change one")
+    if config.sequence_parallel and seq_len % (cp * tp):
+        positions = f"seq_len {seq_len}"
+        if cp > 1:
+            positions += f" / cp {cp}"
+        raise ValueError(f"sequence parallelism: {positions} is not divisible "
                          f"by tp {tp}: change one, or drop --sequence-parallel")
     if model_config.n_head % tp:
         raise ValueError(f"n_head {model_config.n_head} is not divisible by tp {tp}: give a --tp "
@@ -85,13 +100,13 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
                          f"INCREMENT of a ramp) in multiples of {at_once * pp}")
 
 
-def default_micro_batch(sizes: range, replicas: float, pp: int, device_type: str) -> int:
+def default_micro_batch(sizes: range, dp: float, pp: int, device_type: str) -> int:
     """The largest microbatch, up to a limit, that splits every batch size into a multiple of pp
     microbatches, which fill the pipeline. GPUs gain from large products, but a pipeline loses more:
     with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40% slower)."""
     most = 16 if device_type == "cuda" and pp == 1 else 4
-    replica = math.gcd(*sizes) / replicas       # sequences of each; a fraction is no multiple
-    return max([m for m in range(1, most + 1) if replica % (m * pp) == 0], default=1)
+    rows = math.gcd(*sizes) / dp        # sequences of each rank; a fraction is no multiple
+    return max([m for m in range(1, most + 1) if rows % (m * pp) == 0], default=1)
 
 
 def default_lr(model: str, shape: dict) -> float:
@@ -108,7 +123,7 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
     """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
     cannot run."""
     model_config = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
-    replicas = world / (config.tp * config.pp)
+    dp = world / (config.tp * config.pp * config.cp)
     sizes, _ = batch_sizes(config)
     if config.batch_size not in sizes and not config.eval_only:
         raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
@@ -118,22 +133,22 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
     if config.micro_batch is None and config.exact:     # the same in every layout of 8 replicas
         defaults["micro_batch"] = default_micro_batch(sizes, 8, 1, "cpu")
     elif config.micro_batch is None:
-        defaults["micro_batch"] = default_micro_batch(sizes, replicas, config.pp, device_type)
+        defaults["micro_batch"] = default_micro_batch(sizes, dp, config.pp, device_type)
     if config.lr is None:
         defaults["lr"] = default_lr(config.model, shape)
     config = dataclasses.replace(config, **defaults)
     if config.eval_only:            # an evaluation ignores --batch-size
-        sizes = [max(1, int(replicas)) * config.micro_batch * config.pp]
+        sizes = [max(1, int(dp)) * config.micro_batch * config.pp]
         config = dataclasses.replace(config, batch_size=sizes[0])
     for size in sizes:
         check_layout(model_config, world, size, config)
-    if config.noise_scale > 0 and replicas == 1 and not config.eval_only:
+    if config.noise_scale > 0 and dp == 1 and not config.eval_only:
         if config.pp > 1:
-            raise ValueError("--noise-scale with --pp requires 2 replicas or more, because a "
+            raise ValueError("--noise-scale with --pp requires dp 2 or more, because a "
                              "pipeline mixes the gradients of microbatches: give more processes, "
                              "or drop one")
         if min(sizes) == config.micro_batch:
-            raise ValueError(f"--noise-scale compares two batch sizes, but one replica has a "
+            raise ValueError(f"--noise-scale compares two batch sizes, but with dp 1 there is a "
                              f"single microbatch of {config.micro_batch}: give a smaller "
                              f"--micro-batch")
     return config, model_config
@@ -211,7 +226,7 @@ def note_less_memory(config: Config, grid: Grid, kind, error, trace) -> None:
         with suppress(ValueError):
             check_grid(grid.world, dataclasses.replace(config, **change))
             flags.append(text)
-    error.add_note(f"give {', '.join([*flags, '--tp or --pp on more processes'])}")
+    error.add_note(f"give {', '.join([*flags, '--tp, --pp or --cp on more processes'])}")
 
 
 def check_memory(model_config: GPTConfig, grid: Grid, config, dtypes: tuple, device: torch.device,

@@ -152,7 +152,8 @@ def print_summary(run) -> None:
         device += f" (multiplies {config.dtype} in fp32)"
     if config.dtype == "fp32" and torch.get_float32_matmul_precision() == "high":
         device += " (multiplies fp32 in TF32)"
-    layout = (f"dp {grid.dp} x pp {grid.pp} x tp {grid.tp}, {device}, {config.dtype}, "
+    cp = f" x cp {grid.cp}" if grid.cp > 1 else ""
+    layout = (f"dp {grid.dp} x pp {grid.pp}{cp} x tp {grid.tp}, {device}, {config.dtype}, "
               f"zero {config.zero}")
     if grid.pp > 1:
         layout += f", {config.pp_schedule}"
@@ -167,9 +168,9 @@ def print_summary(run) -> None:
     if config.batch_ramp is not None:
         batch += f", after a ramp {config.batch_ramp}"
     sizes = [bucket.numel for bucket in run.flat.buckets]
+    offload = config.offload and run.device.type != "cpu"
     on_device, on_host = state_bytes(sum(sizes), max(sizes), grid.replicas,
-                                     PRECISIONS[config.dtype], config.zero, config.offload and run.device.type != "cpu",
-                                     config.exact)
+                                     PRECISIONS[config.dtype], config.zero, offload, config.exact)
     memory = [f"{kind} {size / 1e6:,.1f} MB" for kind, size in on_device.items()]
     memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]
     trained = run.batches.sequences_trained

@@ -55,6 +55,7 @@ class Config:
     seed: int = flag(1337, "random seed of initial weights, data order and dropout", low=0)
     tp: int = flag(1, "tensor-parallel ranks", low=1, group="layout")
     pp: int = flag(1, "pipeline stages", low=1)
+    cp: int = flag(1, "context-parallel ranks: each has a part of every sequence", low=1)
     pp_schedule: str = flag("gpipe", "order of the microbatches in the pipeline",
                             choices=list(SCHEDULES))
     pp_chunks: int = flag(1, "interleaved: parts of the model on each stage", low=1)
@@ -101,7 +102,7 @@ SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
 # These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
 # is stored as the resulting --steps.)
 LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens", "log_every", "tp",
-         "pp", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch", "zero",
+         "pp", "cp", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch", "zero",
          "recompute", "sequence_parallel", "offload", "dtype", "exact", "epochs"}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 # Losses under different values of these flags are not compared (`losses_stay_comparable`).
@@ -113,6 +114,7 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "n-layer": "num-layers num-hidden-layers", "n-head": "num-attention-heads",
     "n-embd": "hidden-size", "zero": "use-distributed-optimizer", "batch-ramp": "rampup-batch-size",
     "tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size cp-size",
     "pp-chunks": "num-virtual-stages-per-pipeline-rank",
     "batch-size": "global-batch-size gradient-accumulation-steps grad-acc-steps",
     "micro-batch": "micro-batch-size mbs", "eval-every": "eval-interval",

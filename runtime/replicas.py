@@ -11,9 +11,10 @@ must be equal, by the group of ranks that hold them:
                  else each rank computes these, by kernels that may add in any order)
     embedding    the same of the token matrix, tied on both ends of a pipeline
 
-Other ZeRO shards and, where there is one replica, the parts that tensor parallelism cuts have no copy. Once a
-wrong gradient is in the sum, all replicas share it. Checkpoints were compared before they were
-written: from the last one the run repeats its steps, and ends with an undisturbed run's bits.
+Other ZeRO shards and, where there is one replica, the parts that tensor parallelism cuts have no
+copy. Once a wrong gradient is in the sum, all replicas share it. Checkpoints were compared before
+they were written: from the last one the run repeats its steps, and ends with an undisturbed run's
+bits.
 """
 from collections import Counter
 from pathlib import Path

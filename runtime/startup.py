@@ -66,8 +66,8 @@ def resolve(given: dict, job: Job, device: torch.device,
         given = {**given, "init_from": str(begin.path)}
     config, model_config = checks.validate(given, load_state(begin.path), job.world, device.type,
                                            begin.kind == "init-from")
-    grid = Grid(job.world // (config.tp * config.pp), config.pp, config.tp,
-                chunks=config.pp_chunks)
+    grid = Grid(job.world // (config.tp * config.pp * config.cp), config.pp, config.tp,
+                chunks=config.pp_chunks, cp=config.cp)
     checks.check_memory(model_config, grid, config, PRECISIONS[config.dtype], device,
                         job.local_world)
     if not config.eval_only:

@@ -240,10 +240,10 @@ def on_ranks(body):
 
 
 @contextmanager
-def gridded(rank, world, tp, pp, sequence_parallel=False, chunks=1):
+def gridded(rank, world, tp, pp, sequence_parallel=False, chunks=1, cp=1):
     """This rank's grid, whose process groups end with the block: the gradient hooks of its
     parameters keep it alive for ever, and each group is two threads."""
-    grid = Grid(world // (tp * pp), pp, tp, rank, sequence_parallel, chunks)
+    grid = Grid(world // (tp * pp * cp), pp, tp, rank, sequence_parallel, chunks, cp)
     make_groups(grid)
     try:
         yield grid
@@ -357,7 +357,8 @@ def without_saves(run):
 def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepare=nothing):
     """Train with train.Run on this rank -> (rows, what `look` saw, whole final state)."""
     dp, tp, pp = layout
-    with gridded(rank, world, tp, pp, config.sequence_parallel, config.pp_chunks) as grid:
+    with gridded(rank, world, tp, pp, config.sequence_parallel, config.pp_chunks,
+                 config.cp) as grid:
         run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
                         Memory(cfg, 13, seed=1), state and checkpoint.load(state))
         prepare(run)
@@ -369,11 +370,11 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
 
 
 def trained(pool, layout, out, cfg=CFG, look=nothing, state=None, prepare=nothing, **flags):
-    """A run on dp x tp x pp processes -> (rows, what `look` saw after each step, final state)."""
+    """A run on dp x tp x pp (x cp) processes -> (rows, what `look` saw after each step, final state)."""
     dp, tp, pp = layout
     Path(out).mkdir(exist_ok=True)
     config = settings(out, tp=tp, pp=pp, **flags)
-    return pool.run(dp * tp * pp, run_steps, layout, config, cfg, look, state, prepare)[0]
+    return pool.run(dp * tp * pp * config.cp, run_steps, layout, config, cfg, look, state, prepare)[0]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,116 @@
+"""Context parallelism (Llama 3, Grattafiori et al. 2024, section 3.3.2), as a run uses it.
+
+The ranks of a cp group share every sequence: each holds T / cp positions. Only attention looks at
+other positions, so only attention communicates. Causal attention works more for later positions;
+so that all ranks work equally, each has an early and a late piece (Brandon et al. 2023). For cp 4:
+
+    piece of the sequence           0   1   2   3   4   5   6   7
+    rank that holds it              0   1   2   3   3   2   1   0
+    pieces that its q attends to    1   2   3   4   5   6   7   8       9 on every rank
+
+It computes what the plain form in parallel.py does. The differences:
+
+         difference                             gain                       where
+    CP1  a piece of q attends to a prefix       half the products, flash   ContextParallelAttention
+         of the keys, not to all under a mask
+    CP2  K and V travel as one; backward        half the messages; half    _GatherKeysAndValues
+         sends slices, not all of the sum       the bytes of backward
+    CP3  backward gathers and attends again     K, V, q and the output of  recompute_attention
+         (Korthikanti et al. 2022, section 5)   T / cp positions, not T;
+                                                costs a third of attention
+
+The replicas of a parameter, whose gradients are summed, are those of all dp x cp (zero.py).
+
+Shapes: B sequences, T positions, C channels, H heads, D channels of a head.
+"""
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from model import GPT, CoreAttention, seed_dropout, upcast_for_matmul
+from parallelism.collectives import all_gather, reduce_scatter
+from parallelism.tensor import PositionEmbedding
+
+
+def own_positions(x: torch.Tensor, rank: int, cp: int, dim: int = -1) -> torch.Tensor:
+    """The positions of x, T along `dim`, that a rank of cp holds: pieces `rank` and
+    2 cp - 1 - `rank` of 2 cp. A copy. T is a multiple of 2 cp, but any for cp 1."""
+    pieces = x.tensor_split(2 * cp, dim)
+    return torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]], dim)
+
+
+class _GatherKeysAndValues(torch.autograd.Function):
+    """k and v of this rank's positions, (B, H, T / cp, D) each -> those of all positions, in order:
+    (2, B, H, T, D). Backward: the gradients at this rank's positions, summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx, k, v, grid):
+        ctx.grid = grid
+        parts = k.new_empty(grid.cp, 2, *k.shape)                   # (cp, 2, B, H, T / cp, D)
+        torch.stack([k, v], out=parts[grid.cp_rank])
+        all_gather(parts, grid.groups["cp"]).wait()                 # in place
+        early, late = parts.chunk(2, dim=-2)
+        return torch.cat([*early, *late.flip(0)], dim=-2)
+
+    @staticmethod
+    def backward(ctx, dkv):
+        grid = ctx.grid
+        parts = torch.stack([own_positions(dkv, rank, grid.cp, dim=-2) for rank in range(grid.cp)])
+        [own] = reduce_scatter(parts, grid.groups["cp"]).wait()     # (2, B, H, T / cp, D)
+        dk, dv = own
+        return dk, dv, None
+
+
+class ContextParallelAttention(CoreAttention):
+    """model.CoreAttention of q, k and v (B, H, T / cp, D), those of this rank's positions."""
+
+    def __init__(self, plain: CoreAttention, grid):
+        super().__init__(plain.p, *plain.name)
+        # Here, because it imports a compiler, for a second.
+        from torch.nn.attention.bias import causal_lower_right
+        self.causal_mask = causal_lower_right
+        self.grid = grid
+
+    def forward(self, q, k, v, causal, dropout_seed=None):
+        """`causal` is True: a run has no cache."""
+        p = self.p if self.training else 0.0
+        if p > 0:
+            seed_dropout(q.device, dropout_seed, *self.name, self.rng_offset)
+        k, v = _GatherKeysAndValues.apply(k, v, self.grid)          # 2 of (B, H, T, D)
+        ends = own_positions(torch.arange(1, 2 * self.grid.cp + 1), self.grid.cp_rank, self.grid.cp)
+        outputs = []
+        for q, end in zip(q.chunk(2, dim=2), ends.tolist()):        # CP1; in pieces
+            length = q.shape[2]
+            end *= length
+            # Not a tensor of (length, end) where flash attention runs: the last q attends to all
+            # keys, each q before it to one less.
+            mask = self.causal_mask(length, end)
+            attend = partial(F.scaled_dot_product_attention, attn_mask=mask, dropout_p=p)
+            outputs.append(upcast_for_matmul(attend, q, k[:, :, :end], v[:, :, :end]))
+        return torch.cat(outputs, dim=2)
+
+
+class ContextParallelPositions(PositionEmbedding):
+    """Positions are counted in this rank's pieces."""
+
+    def lookup(self, positions):
+        whole = torch.arange(len(self.weight), device=positions.device)
+        own = own_positions(whole, self.grid.cp_rank, self.grid.cp)
+        return F.embedding(own[positions], self.weight)
+
+
+def recompute_attention(model: GPT) -> None:
+    """CP3: autograd keeps q, k and v of this rank's positions alone."""
+    for block in model.blocks.values():
+        attention = block.attn.core_attention
+        # Dropout masks depend on seeds only, so there is no generator state to restore.
+        attention.forward = partial(checkpoint, attention.forward, use_reentrant=False,
+                                    preserve_rng_state=False)
+
+
+CP_PLAN = {         # which module of model.py becomes what (build_stage)
+    "attn.core_attention": ContextParallelAttention,
+    "embed.position": ContextParallelPositions,
+}
