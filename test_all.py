@@ -9,6 +9,7 @@ the techniques in parallelism/.
 Section                       Claims                                    Compared with
 The main claims               every layout trains as one process        one process
                               tensor, pipeline and data parallelism     the whole model
+                              context parallelism                       plain attention
                               a resumed run; another layout             an uninterrupted run
                               fifty losses                              recorded ones
 model.py                      logits, gradients, sizes, dropout         torch's layers; the papers
@@ -77,8 +78,8 @@ import sample
 import train
 from model import GPT, IGNORE_INDEX, SIZES, GPTConfig
 from parallel import Grid
-from parallelism import collectives, pipeline
-from parallelism.pipeline import run_schedule
+from parallelism import collectives, context, pipeline
+from parallelism.pipeline import recompute_blocks, run_schedule
 from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
 from parallelism.tensor import (MAX_LOGITS, ColumnParallelLinear, VocabParallelEmbedding,
                                 add_product, chunk_loss, chunk_size, param_specs)
@@ -123,11 +124,20 @@ def equality_row(pool, layout, one, out, cfg, **flags):
     ((2, 2, 2), 5, dict(dtype="fp64", **INTERLEAVED)),
     ((1, 1, 4), 13, dict(dtype="fp64", pp_schedule="interleaved", pp_chunks=3)),
     ((2, 2, 2), 3, dict(dtype="fp64", pp_schedule="zb-h1")),
+    ((1, 1, 1), 2, dict(dtype="fp64", cp=4)),
+    ((2, 1, 1), 2, dict(dtype="fp64", cp=2, zero=3)),
+    ((1, 2, 2), 3, dict(dtype="fp64", cp=2, zero=1, sequence_parallel=True, pp_schedule="1f1b")),
     # Three replicas cut a bucket into shards whose sizes are no powers of two.
     *(((3, 1, 1), 2, dict(dtype="fp64", batch_size=6, zero=zero)) for zero in range(4)),
     *(pytest.param(layout, deep_enough(layout).n_layer,
                    dict(dtype=dtype, steps=20, lr=1e-3, warmup_steps=5), marks=pytest.mark.slow)
-      for layout, dtype in itertools.product(LAYOUTS, BOUNDS))])
+      for layout, dtype in itertools.product(LAYOUTS, BOUNDS)),
+    *(pytest.param(layout, 3, dict(dtype=dtype, steps=20, lr=1e-3, warmup_steps=5, cp=cp, **flags),
+                   marks=pytest.mark.slow)
+      for dtype in BOUNDS for layout, cp, flags in [
+          ((1, 1, 1), 2, {}), ((1, 1, 1), 8, {}), ((1, 4, 1), 2, dict(sequence_parallel=True)),
+          ((1, 1, 2), 4, INTERLEAVED), ((2, 1, 1), 2, dict(zero=1)), ((2, 1, 1), 4, dict(zero=2)),
+          ((1, 2, 2), 2, dict(pp_schedule="zb-h1")), ((2, 2, 1), 2, dict(zero=3))])])
 def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, n_layer, flags):
     """In each layout the loss and the norm of each step, each parameter's gradient and the
     validation loss are those of one process, to 1e-10 in fp64 and 1e-5 in fp32. No pp above 1
@@ -136,7 +146,8 @@ def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, n
     cfg = replace(CFG, n_layer=n_layer)
     flags = TWO_STEPS | flags
     one = reference(cfg, **{name: value for name, value in flags.items()
-                            if name not in ("zero", "pp_schedule", "pp_chunks")})
+                            if name not in ("zero", "pp_schedule", "pp_chunks", "cp",
+                                            "sequence_parallel")})
     found = equality_row(pool, layout, one, tmp_path, cfg, **flags)
     assert max(found) <= BOUNDS[flags["dtype"]], f"(loss, gradient, norm) differ by {found}"
 
@@ -426,6 +437,109 @@ def test_plain_zero_3_blocks_equal_the_whole_blocks(rank, world=2):
         full = parallel.GatherParameters.apply(shards[int(name)])
         pairs[f"block {name}"] = full[:len(flat)], flat
     assert_close(pairs, 1e-12)
+
+
+# ---- Context parallelism: attention of cp ranks is plain attention
+
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks
+def test_plain_context_attention_equals_plain_attention(rank, world):
+    """The output at this rank's positions, and dq, dk and dv there under random upstream gradients
+    of all ranks, are those of causal attention on the whole sequence, to 1e-12 in fp64."""
+    whole = [random_tensor(2, 3, 16, 5, seed=n).requires_grad_() for n in range(3)]
+    dy = random_tensor(2, 3, 16, 5, seed=3)
+
+    def own(x):
+        return context.own_positions(x, rank, world, dim=2)
+    mine = [own(x).detach().requires_grad_() for x in whole]
+    theirs = F.scaled_dot_product_attention(*whole, is_causal=True)
+    theirs.backward(dy)
+    ours = parallel.plain_context_attention(*mine)
+    ours.backward(own(dy))
+    pairs = {name: (x.grad, own(y.grad)) for name, x, y in zip(("dq", "dk", "dv"), mine, whole)}
+    assert_close(pairs | dict(y=(ours, own(theirs))), 1e-12)
+
+
+@pytest.mark.parametrize("cp, tp, sequence_parallel, recompute", [
+    (2, 1, False, False), (4, 1, False, True), (8, 1, False, False), (4, 2, False, False),
+    (2, 4, True, False)])
+def test_layers_on_some_positions_equal_the_whole_layers(pool, cp, tp, sequence_parallel,
+                                                         recompute):
+    """Embedding, block and head with its loss on cp ranks' positions give the plain layers' output
+    there, and all gradients, summed over the ranks, under random upstream gradients, to 1e-12 in
+    fp64; also with tensor and sequence parallelism."""
+    pool.run(cp * tp, layers_on_some_positions, cp, tp, sequence_parallel, recompute)
+
+
+def layers_on_some_positions(rank, world, cp, tp, sequence_parallel, recompute):
+    plain = random_gpt(replace(CFG, n_layer=1))
+    tokens, targets = tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)
+    targets[:, ::7] = IGNORE_INDEX
+    x, dy = random_tensor(2, 16, 32, seed=1), random_tensor(2, 16, 32, seed=2)
+    theirs = outputs_and_dx(plain, tokens, targets, x, dy)
+
+    def own(x):
+        return context.own_positions(x, grid.cp_rank, cp, dim=1)
+
+    def part(x):
+        return own(x).chunk(tp, 1)[grid.tp_rank] if sequence_parallel else own(x)
+    with gridded(rank, world, tp, 1, sequence_parallel, cp=cp) as grid:
+        local, flat = stage_of(plain, grid)
+        if recompute:
+            recompute_blocks(local)
+        else:
+            context.recompute_attention(local)
+        local.head.begin_step(scale=UPSTREAM.item())
+        flat.prepare_grad_sync(local, True)
+        ours = outputs_and_dx(local, own(tokens), own(targets), part(x), part(dy))
+        flat.finish_grad_sync()
+        ours["loss"] = parallel.sum_over(ours["loss"].detach(), grid.groups["cp"])
+    outputs = {name: (ours[name], part(theirs[name])) for name in ("embedding", "block", "dx")}
+    gradients = gradient_pairs(flat, plain)
+    assert set(gradients) == {name for name, _ in plain.named_parameters()}
+    assert_close(outputs | gradients | dict(loss=(ours["loss"], theirs["loss"])), 1e-12)
+
+
+def test_ranks_hold_each_position_once_and_attend_to_equally_many():
+    """For up to 16 ranks; one holds all in order, of any number. A rank's two pieces of q attend to
+    2 cp + 1 pieces together, the figure in context.py."""
+    for cp in (1, 2, 3, 4, 8, 16):
+        positions = torch.arange(6 * cp)
+        parts = [context.own_positions(positions, rank, cp) for rank in range(cp)]
+        assert torch.cat(parts).sort().values.equal(positions)
+        assert {len(part) for part in parts} == {6}
+        assert len({(part + 1).sum().item() for part in parts}) == 1        # keys of all q
+        pieces = [(part[::3] // 3 + 1).tolist() for part in parts]
+        assert {sum(piece) for piece in pieces} == {2 * cp + 1}
+    drawing = "".join(line for line in context.__doc__.splitlines(True) if "rank that" in line)
+    holders = [int(x) for x in re.findall(r"\d", drawing)]
+    parts = [context.own_positions(torch.arange(8), rank, 4).tolist() for rank in range(4)]
+    assert [next(r for r in range(4) if piece in parts[r]) for piece in range(8)] == holders
+    for length in (1, 2, 7):
+        assert context.own_positions(torch.arange(length), 0, 1).tolist() == list(range(length))
+
+
+def test_a_run_keeps_only_its_own_positions_of_keys_and_values(pool):
+    """CP3: of a layer's attention autograd keeps q, k and v at this rank's positions, all in one
+    tensor of the projection, and nothing of all positions."""
+    assert pool.run(4, bytes_kept_by_attention) == [3 * 2 * 3 * 4 * 5 * 8] * 4
+
+
+def bytes_kept_by_attention(rank, world):
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+    with gridded(rank, world, 1, 1, cp=world) as grid:
+        block = SimpleNamespace(attn=SimpleNamespace(core_attention=(
+            context.ContextParallelAttention(model.CoreAttention(0.0, "x"), grid))))
+        context.recompute_attention(SimpleNamespace(blocks={"0": block}))
+        qkv = random_tensor(3, 2, 3, 4, 5, seed=rank).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            y = block.attn.core_attention(*qkv.unbind(), True)
+        y.sum().backward()
+    return sum(kept.values())
 
 
 # ---- parallel.py's program: all plain forms together train as train.py does
@@ -1640,22 +1754,23 @@ def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, worl
     assert relative(comparable(ours), expected) <= 1e-8
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("cp, sequence_parallel", [(1, False), (1, True), (2, False), (2, True)])
 @on_ranks
-def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_path,
+def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_path, cp,
                                                        sequence_parallel):
-    """Ranks 0 and 1, and 2 and 3, have different heads of the same rows; outside attention they
-    have the same activations, unless sequence parallelism splits these. In each of 2 steps of 2
-    microbatches a rank draws one mask for the embedding and three in a layer, of which one is for
+    """Ranks 0 and 1, and 2 and 3, have different heads of the same rows, or with cp 2 of the same
+    positions; outside attention they have the same activations, unless sequence parallelism splits
+    these. In each of 2 steps of 2 microbatches a rank draws one mask for the embedding and three in a layer, of which one is for
     attention. No mask is drawn twice, and none again with another seed."""
     cfg = replace(CFG, dropout=0.2, n_layer=2)
 
     def look(module, args, y):
         if module.training and isinstance(module, model.CoreAttention):
             # Equal scores and one-hot values: the output is the softmax itself, under its mask.
-            zeros = torch.zeros_like(args[0])
-            one_hot = torch.eye(cfg.seq_len).expand(*zeros.shape[:2], -1, -1)
-            y = module.forward(zeros, zeros, one_hot, False, args[-1])
+            own = context.own_positions(torch.eye(cfg.seq_len), rank // 2 % cp, cp, dim=0)
+            one_hot = own.expand(*args[0].shape[:2], -1, -1)
+            zeros = torch.zeros_like(one_hot)
+            y = module.forward(zeros, zeros, one_hot, cp > 1, args[-1])
         if module.training and isinstance(module, model.Dropout):
             drawn.append((y == 0).numpy().tobytes())
 
@@ -1665,8 +1780,9 @@ def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_pat
     runs = []                           # of each seed the masks of each rank, as bytes
     for seed in (1, 2):
         drawn = []
-        config = settings(tmp_path, steps=2, tp=2, seed=seed, sequence_parallel=sequence_parallel)
-        run_steps(rank, world, (2, 2, 1), config, cfg, prepare=prepare)
+        config = settings(tmp_path, steps=2, tp=2, cp=cp, batch_size=8 // cp, seed=seed,
+                          sequence_parallel=sequence_parallel)
+        run_steps(rank, world, (2 // cp, 2, 1), config, cfg, prepare=prepare)
         runs.append(collectives.all_gather_object(drawn))
     one, other = runs
     assert [len(set(drawn)) for drawn in one] == [len(drawn) for drawn in one] == [4 * 7] * 4
@@ -1680,6 +1796,7 @@ def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_pat
     ((1, 2, 1), dict(dtype="bf16", sequence_parallel=True), (1, 2, 1), dict(recompute=True), 0),
     ((1, 2, 1), dict(dtype="fp64", sequence_parallel=True),
      (1, 2, 2), dict(pp_schedule="1f1b"), 1e-10),
+    ((1, 1, 1), dict(dtype="bf16", cp=2), (1, 1, 1), dict(recompute=True), 0),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
         ((1, 2, 2), dict(dtype="bf16"), (1, 2, 2), dict(recompute=True), 0),
         ((2, 1, 1), dict(dtype="fp64"), (2, 1, 3), dict(zero=2, pp_schedule="1f1b"), 1e-10),

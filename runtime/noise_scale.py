@@ -7,12 +7,13 @@ The gradient of a batch of B sequences is the true one, G, plus noise:
     E |G_B|^2 = |G|^2 + tr(Sigma) / B               noise scale = tr(Sigma) / |G|^2
 
 Two batch sizes give both unknowns. The large one is the whole batch, whose norm clipping computes
-anyway. The small one is each replica's part, before the sum over the replicas; with one replica it
-is the first microbatch. One step's estimates are far off, so each is averaged over the measured
-steps before the division.
+anyway. The small one is the rows of one dp rank, before the sum over all; with dp 1 it is the first
+microbatch. One step's estimates are far off, so each is averaged over the measured steps before the
+division.
 
 On such a step the sums over the replicas start after backward, when the parts are measured: no
-second backward, but from ZeRO 2 on a rank then holds its whole gradient.
+second backward, but from ZeRO 2 on a rank then holds its whole gradient, and with context
+parallelism a copy of it.
 """
 import torch
 
@@ -31,12 +32,12 @@ class NoiseScale:
         self.small_squares = None
 
     def after_backward(self, run, microbatch: int) -> None:
-        """With one replica: measure the first microbatch."""
+        """With dp 1: measure the first microbatch."""
         if run.flat.holds_grads and run.grid.dp == 1 and microbatch == 0:
             self.small_squares = local_squares(run.flat)
 
     def before_sum(self, run) -> None:
-        """With several: measure each one's part."""
+        """Otherwise: measure the rows of each dp rank."""
         if run.flat.holds_grads and run.grid.dp > 1:
             self.small_squares = local_squares(run.flat)
         if run.flat.holds_grads:
@@ -71,11 +72,13 @@ class NoiseScale:
 
 @torch.no_grad()
 def local_squares(flat) -> torch.Tensor:
-    """The squares of this replica's gradient, before its sum over the replicas, summed on this
+    """The squares of the gradient of this dp rank's rows, before the sum over dp, summed on this
     rank so that the sum over its ranks has each parameter once."""
     grid, counted, replicated = flat.grid, [], []
     for bucket in flat.buckets:
         grad = bucket.grad
+        if grid.cp > 1:                     # each context-parallel rank has a part
+            grad = all_reduce(grad.clone(), grid.groups["cp"]).wait()
         if bucket.name == "tied":           # both ends of a pipeline have a part
             grad = all_reduce(grad.clone(), grid.groups["embedding"]).wait()
         for spec in bucket.specs:
@@ -88,4 +91,5 @@ def local_squares(flat) -> torch.Tensor:
         counted += replicated
     pieces = [piece for x in counted for piece in x.split(2 ** 20)]
     dtype = sum_dtype(counted[0].device)
-    return torch.stack(torch._foreach_norm(pieces, 2, dtype=dtype)).square().sum()
+    squares = torch.stack(torch._foreach_norm(pieces, 2, dtype=dtype)).square().sum()
+    return squares if grid.cp_rank == 0 else torch.zeros_like(squares)

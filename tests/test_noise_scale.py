@@ -118,9 +118,9 @@ def per_sequence_gradients(cfg, parameters):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--batch-size", 4, "--micro-batch", 4], "one replica has a single microbatch of 4"),
+    (["--batch-size", 4, "--micro-batch", 4], "with dp 1 there is a single microbatch of 4"),
     (["--batch-ramp", "2:2:8", "--micro-batch", 2], "a single microbatch of 2"),
-    (["--pp", 2], "--noise-scale with --pp requires 2 replicas")])
+    (["--pp", 2], "--noise-scale with --pp requires dp 2")])
 def test_a_run_with_one_batch_size_is_refused(run_train, shards, tmp_path, flags, message):
     world = 2 if "--pp" in flags else 1
     expect_mistake(run_train("--data", shards, "--out", tmp_path / "o", *TINY, "--noise-scale", 1,

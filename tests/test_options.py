@@ -2,7 +2,7 @@
 
     python -m pytest tests/test_options.py
 
-The rows of `harness.COVER` have every two values of ZeRO stage, tp, pp, schedule, recomputation,
+The rows of `harness.COVER` have every two values of ZeRO stage, tp, pp, cp, schedule, recomputation,
 sequence parallelism and precision that may stand together. Compared with one process, and compiled
 blocks with plain ones.
 """
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 from tests.harness import (BOUNDS, CFG, COVER, TWO_STEPS, assert_same_rows, column, deep_enough_for,
-                           differences, nothing, on_ranks, own_processes, run_steps, settings,
+                           differences, dp_for, nothing, on_ranks, own_processes, run_steps, settings,
                            whole_gradient, without_saves)
 
 
@@ -34,9 +34,9 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
     """In two steps (long: 20) losses, each parameter's gradients and norms are those of one
     process, to the BOUNDS; in 16 bits those of fp64, to 0.001, 0.05 and 0.01, because a loss alone
     would not show what Adam's division hides. Long runs in 16 bits: 60 steps, within 0.05 nats."""
-    dtype, tp, pp = row["dtype"], row["tp"], row["pp"]
+    dtype, tp, pp, cp = row["dtype"], row["tp"], row["pp"], row["cp"]
     half = dtype not in BOUNDS
-    dp = min(8 // (tp * pp), 2 if tp * pp > 1 else 4)
+    dp = dp_for(row)
     cfg = deep_enough_for(row)
     if long:
         changes = dict(steps=60, lr=4e-3) if half else dict(steps=20)
@@ -44,7 +44,7 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
         changes = TWO_STEPS if dtype == "fp64" else dict(steps=2)
     microbatch = 4 if row["pp_schedule"] == "gpipe" else 2      # of GPipe two, of others four
     look = nothing if half and long else whole_gradient
-    ours = pool.run(dp * tp * pp, run_steps, (dp, tp, pp), settings(
+    ours = pool.run(dp * tp * pp * cp, run_steps, (dp, tp, pp), settings(
         tmp_path, micro_batch=microbatch // dp, **row, **changes), cfg, look, None,
         without_saves)[0]
     masters = torch.float64 if dtype == "fp64" else torch.float32

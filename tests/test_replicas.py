@@ -20,7 +20,7 @@ from parallel import Grid, build_stage
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters
 from runtime import replicas
-from tests.harness import (CFG, COVER, TINY, assert_same_state, deep_enough_for, kinds, launch,
+from tests.harness import (CFG, COVER, TINY, assert_same_state, deep_enough_for, dp_for, kinds, launch,
                            names_in, nothing, read_metrics, saved, trained)
 
 SMALL = replace(CFG, n_layer=2)
@@ -321,10 +321,7 @@ def test_a_hundred_healthy_runs_are_left_alone(pool, tmp_path):
     rng = random.Random(0)
     rows = [rng.choice(COVER) for _ in range(100)]
     for number, row in enumerate(rows):
-        replicas_ = rng.choice([1, 2]) if row["tp"] * row["pp"] > 1 else rng.choice([2, 4])
-        if replicas_ * row["tp"] * row["pp"] > 8:
-            replicas_ = 1
-        layout = (replicas_, row["tp"], row["pp"])
+        layout = (rng.randint(1, dp_for(row)), row["tp"], row["pp"])
         _, seen, _ = trained(pool, layout, tmp_path / str(number), deep_enough_for(row), events_of,
                              steps=6, check_every=1, lr=1e-2, warmup_steps=1, seed=number,
                              dropout=rng.choice([0.0, 0.1]), **{

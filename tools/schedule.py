@@ -84,7 +84,7 @@ def main() -> None:
         help="order of the microbatches (default %(default)s)")
     add("--pp-chunks", type=int, default=1, metavar="N",
         help="interleaved: parts of the model on each stage (default %(default)s)")
-    parser.set_defaults(tp=1, zero=0, micro_batch=1, sequence_parallel=False, recompute=False,
+    parser.set_defaults(tp=1, cp=1, zero=0, micro_batch=1, sequence_parallel=False, recompute=False,
                         compile=False, exact=False)
     args = parser.parse_args()
     p, m, v = args.pp, args.microbatches, args.pp_chunks
