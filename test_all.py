@@ -18,7 +18,7 @@ amp.py                        loss scale, an update in 16 bits          torch's 
                               overflow, gradient norm                   fp64; the state before
 parallelism/pipeline.py       stages, schedules, what a stage keeps     the papers' formulas
 parallelism/tensor.py         memory and passes of the loss, overlap    plain layers
-parallelism/: whole runs      AdamW; five steps; dropout; ZB-H1         DDP, FSDP2, a plain model
+parallelism/: whole runs      AdamW; five steps; dropout; ZB-H1         DDP, FSDP2, torch's rings
 parallelism/zero.py           what a rank keeps, when it communicates   the table of ZeRO's stages
 checkpoint.py                 a file's content; no code is run          the plain model's state
 train.py                      learning rate, evaluation                 literals; a plain model
@@ -636,6 +636,7 @@ def untimed(rows):
     ((1, 1, 2), dict(dtype="fp32", zero=2, pp_schedule="interleaved", pp_chunks=2)),
     ((2, 1, 2), dict(dtype="fp16", zero=1, pp_schedule="zb-h1")),
     ((2, 1, 1), dict(dtype="fp16", zero=3, recompute=True)),
+    ((1, 1, 1), dict(dtype="bf16", cp=2, zero=1)),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
         ((2, 1, 1), dict(dtype="fp32", zero=2)),
         ((2, 1, 2), dict(dtype="fp32", zero=1, pp_schedule="1f1b"))])])
@@ -681,18 +682,19 @@ def test_a_resume_in_a_new_process_continues_the_order_of_the_data(run_train, tm
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 def test_a_run_resumes_in_any_other_layout(pool, tmp_path, seed):
-    """A run that moves to the next of 12 layouts after every step, in an order drawn by the seed,
+    """A run that moves to the next of 14 layouts after every step, in an order drawn by the seed,
     has the rows and the final state of one that stays, to 1e-10 in fp64."""
     moves = [((1, 1, 1), {}), ((2, 1, 1), dict(zero=1)), ((1, 2, 1), {}), ((2, 1, 1), dict(zero=2)),
              ((1, 1, 2), dict(pp_schedule="1f1b")), ((2, 1, 1), dict(zero=3)), ((2, 1, 1), {}),
              ((1, 2, 1), dict(sequence_parallel=True)), ((2, 2, 1), dict(zero=1)),
              ((1, 1, 1), dict(recompute=True)),
              ((1, 1, 2), dict(pp_schedule="interleaved", pp_chunks=2)),
-             ((2, 1, 2), dict(pp_schedule="zb-h1", zero=1))]
+             ((2, 1, 2), dict(pp_schedule="zb-h1", zero=1)),
+             ((1, 1, 1), dict(cp=4)), ((2, 1, 1), dict(cp=2, zero=3))]
     random.Random(seed).shuffle(moves)
     # Each part ends at its own --steps; a ratio of 1 keeps the learning rate from decaying there.
     same = dict(min_lr_ratio=1.0, dtype="fp64", cfg=replace(CFG, n_layer=4))
-    straight, _, end = trained(pool, (1, 1, 1), tmp_path / "stays", steps=12, **same)
+    straight, _, end = trained(pool, (1, 1, 1), tmp_path / "stays", steps=len(moves), **same)
     file = None
     for step, (layout, flags) in enumerate(moves, 1):
         rows, _, ours = trained(pool, layout, tmp_path / "moves", state=file, steps=step,
@@ -1726,6 +1728,47 @@ def pipelined(rank, world, config):
             for n, p in stage.named_parameters()}
 
 
+def in_rings(rank, world, config):
+    """{name: parameter} by torch's context_parallel, which shares out the positions, and its ring
+    attention, which calls a CUDA kernel: here the CPU's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import _context_parallel
+    from torch.distributed.tensor.experimental import context_parallel
+    theirs = _context_parallel._attention
+    kernel = "_scaled_dot_product_flash_attention_for_cpu"
+    same = dict(is_causal=True, dropout_p=0.0)
+
+    class Ring(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            y, lse = theirs._templated_ring_attention(
+                dist.group.WORLD, 2, getattr(torch.ops.aten, kernel), q, k, v, **same)
+            ctx.save_for_backward(q, k, v, y, lse)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            return theirs._templated_ring_attention_backward(
+                dist.group.WORLD, 2, getattr(torch.ops.aten, f"{kernel}_backward"), dy, "grad_out",
+                *ctx.saved_tensors, **same)
+    gpt = GPT(CFG).initialize(config.seed).double()
+    for block in gpt.blocks.values():
+        block.attn.core_attention.forward = lambda q, k, v, *_: Ring.apply(q, k, v)
+    mesh = init_device_mesh("cpu", (world,))
+
+    def step(x, y):
+        x, y, positions = x.clone(), y.clone(), torch.arange(CFG.seq_len)
+        gpt.embed.position.forward = lambda _: F.embedding(positions, gpt.embed.position.weight)
+        total = y.numel()
+        with context_parallel(mesh, buffers=[x, y, positions], buffer_seq_dims=[1, 1, 0]):
+            (gpt(x, y) / total).backward()
+        for parameter in gpt.parameters():
+            dist.all_reduce(parameter.grad)
+    with mock.patch.object(theirs._cp_options, "convert_to_f32", False):
+        train_theirs(config, gpt, backward=step)
+    return dict(gpt.named_parameters())
+
+
 def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool, tmp_path):
     """On four replicas, of each parameter, to 1e-12 in fp64."""
     config = settings(tmp_path, dtype="fp64", steps=1, micro_batch=1, clip=0.0)
@@ -1736,20 +1779,20 @@ def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool, tmp_
 
 @pytest.mark.parametrize("theirs, world, flags", [
     (replicated, 4, dict(zero=1)), (fully_sharded, 2, dict(zero=3)),
-    (pipelined, 2, dict(pp=2, pp_schedule="1f1b", clip=0.0)),
+    (in_rings, 4, dict(cp=4)), (pipelined, 2, dict(pp=2, pp_schedule="1f1b", clip=0.0)),
     (pipelined, 2, dict(pp=2, pp_schedule="interleaved", pp_chunks=2, clip=0.0)),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
         (replicated, 2, dict(zero=2)), (fully_sharded, 4, dict(zero=3, recompute=True)),
         (pipelined, 2, dict(pp=2, pp_schedule="gpipe", clip=0.0))])])
 def test_five_steps_end_where_torchs_own_stack_ends(pool, tmp_path, theirs, world, flags):
-    """The parameters are those of ZeroRedundancyOptimizer, fully_shard (FSDP2) and
-    torch.distributed.pipelining, to 1e-8 in fp64."""
+    """The parameters are those of ZeroRedundancyOptimizer, fully_shard (FSDP2), context_parallel
+    and torch.distributed.pipelining, to 1e-8 in fp64."""
     config = settings(tmp_path, dtype="fp64", steps=5, lr=1e-2, warmup_steps=2,
                       **{"clip": 0.5, "micro_batch": 1, **flags})
     expected = {}
     for parameters in pool.run(world, theirs, config):
         expected |= comparable(parameters)
-    layout = (world // config.pp, 1, config.pp)
+    layout = (world // config.pp // config.cp, 1, config.pp)
     ours = pool.run(world, run_steps, layout, config, CFG)[0][2]["master"]
     assert relative(comparable(ours), expected) <= 1e-8
 
@@ -1760,8 +1803,9 @@ def test_dropout_masks_are_equal_where_activations_are(rank, world=4, *, tmp_pat
                                                        sequence_parallel):
     """Ranks 0 and 1, and 2 and 3, have different heads of the same rows, or with cp 2 of the same
     positions; outside attention they have the same activations, unless sequence parallelism splits
-    these. In each of 2 steps of 2 microbatches a rank draws one mask for the embedding and three in a layer, of which one is for
-    attention. No mask is drawn twice, and none again with another seed."""
+    these. In each of 2 steps of 2 microbatches a rank draws one mask for the embedding and three in
+    a layer, of which one is for attention. No mask is drawn twice, and none again with another
+    seed."""
     cfg = replace(CFG, dropout=0.2, n_layer=2)
 
     def look(module, args, y):
@@ -2030,9 +2074,10 @@ def save_at_the_start(run):
     run.save(begins=True)
 
 
-@pytest.mark.parametrize("layout, zero", [
-    ((1, 1, 1), 0), ((2, 2, 2), 1), ((1, 4, 1), 0), ((2, 1, 1), 2), ((4, 1, 1), 3), ((1, 1, 3), 0)])
-def test_a_file_has_the_plain_models_state_in_any_layout(pool, tmp_path, layout, zero):
+@pytest.mark.parametrize("layout, cp, zero", [
+    ((1, 1, 1), 1, 0), ((2, 2, 2), 1, 1), ((1, 4, 1), 1, 0), ((2, 1, 1), 1, 2), ((4, 1, 1), 1, 3),
+    ((1, 1, 3), 1, 0), ((2, 1, 2), 2, 1), ((1, 2, 1), 2, 0)])
+def test_a_file_has_the_plain_models_state_in_any_layout(pool, tmp_path, layout, cp, zero):
     """In each layout and ZeRO stage the file of step 0 holds a plain model's parameters, bit for
     bit, and no moments; that of step 1 the parameters and moments of torch's AdamW after a step on
     the plain model, to 1e-10 in fp64: under its names, the tied matrix once, without padding, at
@@ -2043,7 +2088,7 @@ def test_a_file_has_the_plain_models_state_in_any_layout(pool, tmp_path, layout,
     def unpadded(tensors):
         return tensors | {"embed.token.weight": tensors["embed.token.weight"][:257]}
     trained(pool, layout, tmp_path, cfg, prepare=save_at_the_start, micro_batch=1, seed=5,
-            zero=zero, steps=1, save_every=1, clip=0.0, dtype="fp64")
+            cp=cp, zero=zero, steps=1, save_every=1, clip=0.0, dtype="fp64")
     begin, end = saved(tmp_path, 0), saved(tmp_path, 1)
     expected = unpadded(dict(plain.named_parameters()))
     assert begin["parameters"].keys() == expected.keys()

@@ -39,7 +39,7 @@ from parallelism.schedules import SCHEDULES
 from runtime import console, processes
 from tests.harness import (CFG, GPUS, ROOT, TINY, Memory, Rows, assert_same_rows, gather_full_state,
                            gridded, own_processes, read_metrics, run_main, run_steps, settings,
-                           torchrun, traffic)
+                           torchrun, traffic, without_saves)
 from tools import peer
 
 
@@ -193,6 +193,55 @@ def test_no_schedule_can_hang_on_nccl_where_single_messages_do(most):
             assert reach_their_end(messages_of("interleaved", stages, count, chunks))
 
 
+def communication_of(rank, world, layout, config, cfg):
+    """All that this rank starts in a run, in order, as `messages_of` has it; a collective is a
+    message to each other rank of its group, and one from each."""
+    started = []
+    exchange, all_reduce, batch = collectives._exchange, dist.all_reduce, dist.batch_isend_irecv
+
+    def note(group, sizes, received):
+        others = [(r, peer) for r, peer in enumerate(dist.get_process_group_ranks(group))
+                  if peer != rank]
+        started.append([(True, rank, peer, sizes[r]) for r, peer in others]
+                       + [(False, peer, rank, received[r]) for r, peer in others])
+
+    def noted_exchange(outgoing, incoming, group):
+        note(group, [x.numel() for x in outgoing], [x.numel() for x in incoming])
+        return exchange(outgoing, incoming, group)
+
+    def noted_all_reduce(x, op, group, async_op):
+        note(group, [x.numel()] * group.size(), [x.numel()] * group.size())
+        return all_reduce(x, op, group, async_op)
+
+    def noted_batch(messages):
+        started.append([
+            (True, rank, m.peer, m.tag) if m.op is dist.isend else (False, m.peer, rank, m.tag)
+            for m in messages])
+        return batch(messages)
+    with mock.patch.object(collectives, "_exchange", noted_exchange), mock.patch.multiple(
+            dist, all_reduce=noted_all_reduce, batch_isend_irecv=noted_batch):
+        run_steps(rank, world, layout, config, cfg, prepare=without_saves)
+    return started
+
+
+@pytest.mark.parametrize("layout, flags", [
+    ((1, 2, 2), dict(cp=2, pp_schedule="1f1b", sequence_parallel=True, zero=1)),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
+        ((2, 1, 2), dict(cp=2, zero=2, recompute=True)), ((2, 1, 1), dict(cp=4, zero=3)),
+        ((1, 1, 2), dict(cp=4, pp_schedule="zb-h1"))])])
+def test_context_parallel_ranks_communicate_in_one_order(pool, tmp_path, layout, flags):
+    """Mechanism (that a run does not hang where NCCL makes each rank wait for what it starts): in
+    that model all messages and collectives of two steps meet. They would not if one rank started
+    two of them the other way round."""
+    dp, tp, pp = layout
+    config = settings(tmp_path, steps=2, check_every=0, tp=tp, pp=pp, **flags)
+    started = pool.run(8, communication_of, layout, config, replace(CFG, n_layer=pp))
+    assert all(len(groups) > 20 for groups in started) and reach_their_end(started)
+    first, *others = started
+    swapped = [[*first[:i], first[i + 1], first[i], *first[i + 2:]] for i in range(20)]
+    assert not all(reach_their_end([other_way, *others]) for other_way in swapped)
+
+
 # ---------------------------------------------------------------------------------------------
 # Every branch for GPUs, on a device made of Python
 # ---------------------------------------------------------------------------------------------
@@ -294,7 +343,8 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         handles = [kind(x, peer, group, tag=tag) for kind, x, peer, group, tag in messages]
         return [SimpleNamespace(wait=functools.cache(h.wait)) for h in handles]    # gloo's: once
     names = "all_reduce", "reduce_scatter_single", "all_gather_single", "isend", "irecv"
-    with gridded(rank, world, tp, pp, config.sequence_parallel) as grid, ExitStack() as stack:
+    with gridded(rank, world, tp, pp, config.sequence_parallel, cp=config.cp) as grid, \
+            ExitStack() as stack:
         for module in ("train", "parallelism.pipeline", "parallelism.zero"):
             stack.enter_context(mock.patch(f"{module}.sum_dtype", lambda device: wide))
         stack.enter_context(mock.patch.multiple(
@@ -321,6 +371,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         ((1, 1, 1), {}), ((1, 1, 1), dict(dtype="bf16", offload=True)),
         ((1, 1, 1), dict(dtype="fp16")), ((2, 1, 1), dict(zero=1)),
         ((2, 1, 1), dict(zero=3, dtype="bf16")), ((1, 2, 1), dict(tp=2, dropout=0.1)),
+        ((1, 1, 1), dict(cp=2, dtype="bf16")), ((2, 1, 1), dict(cp=2, zero=1, dropout=0.1)),
         ((2, 2, 2), dict(tp=2, pp=2, zero=2, sequence_parallel=True, dtype="bf16"))])])
 def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(pool, tmp_path, layout,
                                                                          flags):
@@ -329,7 +380,8 @@ def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(pool, t
     too, while the next one's gradients are on their way. (Not shown: streams, kernels.)
     Without flags the device lacks float64, as MPS."""
     wide = torch.float64 if flags else torch.float32
-    config, world = settings(tmp_path, steps=3, **flags), math.prod(layout)
+    config = settings(tmp_path, steps=3, **flags)
+    world = math.prod(layout) * config.cp
     cfg = replace(CFG, n_layer=3)
     theirs = pool.run(world, run_steps, layout, config, cfg)[0][0]
     with own_processes() as fresh:
@@ -348,7 +400,8 @@ def test_another_device_computes_what_the_cpu_does_and_waits_once_a_step(pool, t
     assert seen[seen.index("leaves"):] == ["leaves", "event", "event"] + offloads
     offloaded = numel if config.offload else 0
     assert leave[0] == 5 * wide.itemsize and sum(leave[1:]) == 4 * offloaded
-    batch = 2 * 8 * config.batch_size // layout[0] * CFG.seq_len            # tokens and targets
+    replicas = layout[0] * config.cp
+    batch = 2 * 8 * config.batch_size // replicas * CFG.seq_len             # tokens and targets
     assert sum(arrive) == batch + (2 if config.dtype == "bf16" else 4) * offloaded
 
 
@@ -456,6 +509,7 @@ def test_inductor_generates_as_many_kernels_as_for_a_plain_model(tmp_path, dtype
 @pytest.mark.parametrize("world, flags", [
     (1, ""), (1, "--dtype bf16 --offload"), (1, "--dtype fp16 --recompute"), (1, "--compile"),
     (2, ""), (2, "--zero 1"), (2, "--zero 3 --offload"), (2, "--tp 2 --sequence-parallel"),
+    (2, "--cp 2"), (4, "--cp 4 --dtype bf16"), (4, "--cp 2 --tp 2 --sequence-parallel --zero 2"),
     (2, "--pp 2"), (4, "--pp 4 --pp-schedule 1f1b"), (4, "--tp 2 --pp 2 --pp-schedule 1f1b"),
     (2, "--pp 2 --pp-schedule interleaved --pp-chunks 2"),
     (4, "--pp 2 --pp-schedule interleaved --pp-chunks 2 --zero 2"),

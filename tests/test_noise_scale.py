@@ -35,13 +35,14 @@ def test_a_quadratics_noise_scale_is_within_5_percent():
 
 LAYOUTS = [
     ((2, 1, 1), dict(zero=3)), ((2, 1, 1), dict(exact=True)), ((2, 1, 2), dict(zero=2)),
-    ((2, 2, 1), dict(zero=3, sequence_parallel=True))]
+    ((2, 2, 1), dict(zero=3, sequence_parallel=True)), ((2, 1, 1), dict(cp=2, zero=2))]
 MORE_LAYOUTS = [
     ((2, 1, 1), dict(zero=1)), ((2, 1, 1), dict(zero=2)),
     ((2, 4, 1), dict(zero=2, recompute=True)),
     ((2, 1, 4), dict(pp_schedule="1f1b")), ((2, 1, 2), dict(zero=1, **INTERLEAVED)),
     ((2, 1, 2), dict(pp_schedule="zb-h1")),
-    ((2, 2, 2), dict(pp_schedule="zb-h1", sequence_parallel=True, zero=1))]
+    ((2, 2, 2), dict(pp_schedule="zb-h1", sequence_parallel=True, zero=1)),
+    ((2, 2, 1), dict(cp=2, sequence_parallel=True)), ((2, 1, 2), dict(cp=2, zero=1))]
 
 
 def averages(run):

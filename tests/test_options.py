@@ -2,9 +2,9 @@
 
     python -m pytest tests/test_options.py
 
-The rows of `harness.COVER` have every two values of ZeRO stage, tp, pp, cp, schedule, recomputation,
-sequence parallelism and precision that may stand together. Compared with one process, and compiled
-blocks with plain ones.
+The rows of `harness.COVER` have every two values of ZeRO stage, tp, pp, cp, schedule,
+recomputation, sequence parallelism and precision that may stand together. Compared with one
+process, and compiled blocks with plain ones.
 """
 import functools
 import math
@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 from tests.harness import (BOUNDS, CFG, COVER, TWO_STEPS, assert_same_rows, column, deep_enough_for,
-                           differences, dp_for, nothing, on_ranks, own_processes, run_steps, settings,
-                           whole_gradient, without_saves)
+                           differences, dp_for, nothing, on_ranks, own_processes, run_steps,
+                           settings, whole_gradient, without_saves)
 
 
 # ---------------------------------------------------------------------------------------------

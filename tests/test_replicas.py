@@ -20,8 +20,8 @@ from parallel import Grid, build_stage
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters
 from runtime import replicas
-from tests.harness import (CFG, COVER, TINY, assert_same_state, deep_enough_for, dp_for, kinds, launch,
-                           names_in, nothing, read_metrics, saved, trained)
+from tests.harness import (CFG, COVER, TINY, assert_same_state, deep_enough_for, dp_for, kinds,
+                           launch, names_in, nothing, read_metrics, saved, trained)
 
 SMALL = replace(CFG, n_layer=2)
 STEPS = dict(steps=8, save_every=4, check_every=2, keep=9, lr=1e-2, warmup_steps=1)

@@ -101,6 +101,11 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
         "--n-layer 4 --batch-size 3 --micro-batch 1 --pp 2 --pp-schedule interleaved --pp-chunks 2",
         "--n-layer 4 --batch-size 4 --batch-ramp 3:1:9 --micro-batch 1 --pp 2 --pp-chunks 2 "
         "--pp-schedule interleaved"]),
+    ("cuts a sequence into 2 x cp 2 = 4 pieces, which do not divide seq_len 18",
+     ["--cp 2 --seq-len 18"]), ("--cp: 0 must be at least 1", ["--cp 0"]),
+    ("seq_len 20 / cp 2 is not divisible by tp 4", [
+        "--cp 2 --tp 4 --n-head 4 --sequence-parallel --seq-len 20"]),
+    ("--exact cannot be combined with --cp 2", ["--exact --cp 2"]),
     ("seq_len 15 is not divisible", ["--sequence-parallel --tp 2 --seq-len 15"]),
     ("--exact computes in 8 blocks at most, which tp 3 does not divide: give --tp 1, 2, 4 or 8",
      ["--exact --tp 3 --n-head 3"]),
@@ -162,15 +167,15 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("did not begin from whole.pt: drop --init-from", ["--init-from whole.pt --out run"])])
 def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch,
                                                      message, commands):
-    """Each command ends with this message, in as many processes as tp x pp, where the compiler and
-    the packages of --log are missing. It leaves no file; an older format is never passed over."""
+    """Each command ends with this message, in as many processes as tp x pp x cp, where the compiler
+    and the packages of --log are missing. It leaves no file; an older format is never passed over."""
     monkeypatch.chdir(things)
     monkeypatch.setenv("CXX", "no-such-compiler")
     for package in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, package, None)
     before = names_in(things)
     for flags in commands:
-        world = math.prod(map(int, re.findall(r"--[tp]p (\d+)", flags)))
+        world = max(1, math.prod(map(int, re.findall(r"--[tpc]p (\d+)", flags))))
         expect_mistake(run_train("--data", shards, "--out", "o", *TINY, *flags.split(" "),
                                  WORLD_SIZE=world), message)
         shutil.rmtree("o", ignore_errors=True)
@@ -428,7 +433,7 @@ def test_what_is_advised_against_too_little_memory_can_be_given(layout, flags, a
     error = MemoryError("too little")
     checks.note_less_memory(Config(**flags), Grid(*layout), None, error, None)
     assert processes.fatal_message(error) == (
-        f"too little; give {advice}--tp or --pp on more processes")
+        f"too little; give {advice}--tp, --pp or --cp on more processes")
 
 
 def test_a_refusal_for_memory_counts_nearly_what_a_rank_would_keep():
@@ -984,7 +989,8 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
 
 
 @pytest.mark.parametrize("layout, flags", [
-    ((2, 2, 2), {}), ((1, 2, 1), dict(sequence_parallel=True))])
+    ((2, 2, 2), {}), ((1, 2, 1), dict(sequence_parallel=True)),
+    ((1, 2, 1), dict(cp=2, sequence_parallel=True))])
 def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, flags):
     """The mean norm of the last activations in each step, to 1e-5 in fp32."""
     cfg = replace(CFG, n_layer=2)
