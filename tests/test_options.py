@@ -74,6 +74,7 @@ def compiled_steps(rank, world, layout, config, cfg, backend):
 @pytest.mark.parametrize("layout, flags, dropout, graphs, backend", [
     ((1, 2, 1), dict(tp=2, sequence_parallel=True, zero=3, recompute=True), 0.1, 13, "aot_eager"),
     *(pytest.param(*row, "inductor", marks=pytest.mark.slow) for row in [
+        ((1, 1, 1), dict(cp=2), 0.0, 9),
         ((2, 1, 1), dict(zero=3, recompute=True), 0.0, 4),
         ((1, 1, 2), dict(zero=2, pp=2, dtype="bf16"), 0.0, 3),
         ((1, 1, 1), dict(dtype="fp16"), 0.1, 12),
@@ -88,8 +89,9 @@ def test_compiled_blocks_train_as_they_are(tmp_path, layout, flags, dropout, gra
     cfg = replace(CFG, n_layer=2 * layout[2], dropout=dropout)
     with own_processes(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) as fresh:
         (plain, _), (compiled, seen) = (
-            fresh.run(math.prod(layout), compiled_steps, layout, replace(config, compile=c), cfg,
-                      backend, seconds=400)[-1] for c in (False, True))
+            fresh.run(math.prod(layout) * config.cp, compiled_steps, layout,
+                      replace(config, compile=c), cfg, backend, seconds=400)[-1]
+            for c in (False, True))
     assert seen[:3] == 3 * [graphs]
     bound = torch.finfo(torch.bfloat16).eps if config.dtype in ("bf16", "fp16") else 1e-5
     assert_same_rows(compiled, plain, bound)
