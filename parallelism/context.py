@@ -63,14 +63,21 @@ class _GatherKeysAndValues(torch.autograd.Function):
         return dk, dv, None
 
 
+def prefix_mask(length: int, end: int, device: torch.device) -> torch.Tensor:
+    """The mask (length, end) of the last `length` of `end` positions: the last one attends to all,
+    each one before it to one less."""
+    if device.type == "cpu":
+        return torch.ones(length, end, dtype=torch.bool).tril(end - length)
+    # For flash attention, which has no mask in memory. (Imported here: it loads a compiler, 1 s.)
+    from torch.nn.attention.bias import causal_lower_right
+    return causal_lower_right(length, end)
+
+
 class ContextParallelAttention(CoreAttention):
     """model.CoreAttention of q, k and v (B, H, T / cp, D), those of this rank's positions."""
 
     def __init__(self, plain: CoreAttention, grid):
         super().__init__(plain.p, *plain.name)
-        # Here, because it imports a compiler, for a second.
-        from torch.nn.attention.bias import causal_lower_right
-        self.causal_mask = causal_lower_right
         self.grid = grid
 
     def forward(self, q, k, v, causal, dropout_seed=None):
@@ -82,11 +89,8 @@ class ContextParallelAttention(CoreAttention):
         ends = own_positions(torch.arange(1, 2 * self.grid.cp + 1), self.grid.cp_rank, self.grid.cp)
         outputs = []
         for q, end in zip(q.chunk(2, dim=2), ends.tolist()):        # CP1; in pieces
-            length = q.shape[2]
-            end *= length
-            # Not a tensor of (length, end) where flash attention runs: the last q attends to all
-            # keys, each q before it to one less.
-            mask = self.causal_mask(length, end)
+            end *= q.shape[2]
+            mask = prefix_mask(q.shape[2], end, q.device)
             attend = partial(F.scaled_dot_product_attention, attn_mask=mask, dropout_p=p)
             outputs.append(upcast_for_matmul(attend, q, k[:, :, :end], v[:, :, :end]))
         return torch.cat(outputs, dim=2)
@@ -96,7 +100,7 @@ class ContextParallelPositions(PositionEmbedding):
     """Positions are counted in this rank's pieces."""
 
     def lookup(self, positions):
-        whole = torch.arange(len(self.weight), device=positions.device)
+        whole = torch.arange(0, len(self.weight), device=positions.device)
         own = own_positions(whole, self.grid.cp_rank, self.grid.cp)
         return F.embedding(own[positions], self.weight)
 

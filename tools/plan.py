@@ -21,7 +21,7 @@ numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read
 
     t    = sum(products) / (rate of the GPU) + FLOPs of attention / (its rate)
            + (PASSES / tp + WHOLE_PASSES) bytes of x / memory bandwidth
-           + bytes of tp and pp / (LINK * link speed) + HOP for each rank, none of them hidden
+           + bytes of tp, cp and pp / (LINK * link speed) + HOP for each rank, none of them hidden
 
 A product takes half a wave of tiles more, so that narrow and short ones are slow. Attention's rate
 is FlashAttention 1's, so that a plan of a long context is cautious. The tests compare memory and
@@ -67,10 +67,12 @@ SPREAD = 0.12           # nine of ten of the 132 steps that were held out are so
 # Counted, or from the makers' descriptions:
 WHOLE_PASSES = 20       # the same of (B, T, C): norms and residual sums, / tp if sequence-parallel
 TILE = 128 * 256        # outputs of a matrix product that a multiprocessor computes at a time
+CONTEXT_RINGS = 3       # K and V go around in forward and in backward, their gradients once
 HOP = 5e-6              # seconds that each rank of a ring adds (NCCL's tuning: 3 to 14 us)
 # Measured: GPT-2 124M on an H100 is 1.09 times as fast with --compile.
 COMPILED = 0.6          # fraction of PASSES and WHOLE_PASSES that --compile leaves
 # Assumed:
+LEAST_POSITIONS = 4096  # of a sequence, that --search leaves a rank: shorter ones need no cp
 HEADROOM = 0.06         # fraction of memory for temporaries, NCCL and fragmentation
 DISK = 2e9              # bytes per second of one writer
 RESTART = 300.0         # seconds from a failure until a checkpoint is read
@@ -146,8 +148,9 @@ class PlanConfig(options.Config):
     json: bool = flag(False, "print one object, or with --search a list")
 
 
-RUN_FLAGS = ["model", *options.SHAPE, "batch_size", "steps", "tp", "pp", "pp_schedule", "pp_chunks",
-             "micro_batch", "zero", "recompute", "sequence_parallel", "offload", "compile", "dtype"]
+RUN_FLAGS = ["model", *options.SHAPE, "batch_size", "steps", "tp", "pp", "cp", "pp_schedule",
+             "pp_chunks", "micro_batch", "zero", "recompute", "sequence_parallel", "offload",
+             "compile", "dtype"]
 OWN_FLAGS = ["world", "gpu", "gpus_per_node", "network", "vocab_size", "tokens", "mtbf_hours",
              "search", "json"]
 
@@ -165,8 +168,8 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
     the rank that sends most sends in a step."""
     grids, kinds = kinds_of_stages(cfg, config)
     gpu = gpu_of(config)
-    layout = ("gpu", "world", "tp", "pp", "micro_batch", "zero", "recompute", "sequence_parallel",
-              "pp_schedule", "pp_chunks", "steps")
+    layout = ("gpu", "world", "tp", "pp", "cp", "micro_batch", "zero", "recompute",
+              "sequence_parallel", "pp_schedule", "pp_chunks", "steps")
     plan = {name: getattr(config, name) for name in layout}
     plan |= dict(dp=grids[0].dp, layers_per_stage=math.ceil(cfg.n_layer / config.pp))
     plan |= compute_of(cfg, config)
@@ -191,7 +194,7 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
     plan |= dict(
         step_seconds=step, bubble=bubble, tokens_per_second=rate * config.world,
         model_tflops_per_gpu=rate * plan["flops_per_token"] / 1e12,
-        hardware_tflops_per_gpu=rate * flops_per_token(cfg, config.recompute) / 1e12,
+        hardware_tflops_per_gpu=rate * hardware_flops_per_token(cfg, config) / 1e12,
         mfu=rate * plan["flops_per_token"] / gpu.peak(PRECISIONS[config.dtype][0].itemsize),
         days=days, gpu_hours=days * 24 * config.world)
 
@@ -206,6 +209,17 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
         nodes, config.mtbf_hours)
 
 
+def recomputes_attention(config: PlanConfig) -> bool:
+    """Whether backward computes attention once more, and nothing else of a block (CP3)."""
+    return config.cp > 1 and not config.recompute
+
+
+def hardware_flops_per_token(cfg: GPTConfig, config: PlanConfig) -> int:
+    """`flops_per_token`, with what is recomputed."""
+    again = 4 * cfg.n_layer * cfg.n_embd * cfg.seq_len if recomputes_attention(config) else 0
+    return flops_per_token(cfg, config.recompute) + again
+
+
 def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
     """Parameters, tokens and FLOPs of the run, and what scaling laws say about them."""
     N = parameter_count(cfg)
@@ -216,7 +230,7 @@ def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
     return dict(
         parameters=N, tokens_per_step=tokens_per_step, tokens=tokens, flops_per_token=flops,
         flops_6nd=6 * N * tokens, flops_with_attention=flops * tokens,
-        flops_with_recomputation=flops_per_token(cfg, config.recompute) * tokens,
+        flops_with_recomputation=hardware_flops_per_token(cfg, config) * tokens,
         pf_days=flops * tokens / PF_DAY, compute_optimal_tokens=20 * N,
         **{f"compute_optimal_parameters_{name}": x for name, x in optimal.items()},
         predicted_loss=chinchilla_loss(N, tokens))
@@ -233,9 +247,10 @@ def layers_of(cfg: GPTConfig, grid: Grid) -> int:
 
 def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Grid], list[int]]:
     """(the grid of the first rank of each kind of stage, which kind each stage is)"""
-    dp = config.world // (config.tp * config.pp)
-    stages = [Grid(dp, config.pp, config.tp, stage * config.tp, config.sequence_parallel,
-                   config.pp_chunks) for stage in range(config.pp)]
+    in_stage = config.cp * config.tp
+    dp = config.world // (config.pp * in_stage)
+    stages = [Grid(dp, config.pp, config.tp, stage * in_stage, config.sequence_parallel,
+                   config.pp_chunks, config.cp) for stage in range(config.pp)]
     kind_of = [(layers_of(cfg, grid), grid.is_first, grid.is_last) for grid in stages]
     kinds = list(dict.fromkeys(kind_of))
     firsts = [stages[kind_of.index(kind)] for kind in kinds]
@@ -299,6 +314,7 @@ def buffer_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool) -
         ZeRO 3      parameters of the ends and two blocks, gathered
         ZeRO 1 - 3  on the CPU, slices of one bucket that arrive from the other replicas
         pipeline    a message that comes, another that leaves
+        context     of one block the K and V of all positions, their gradients, and these in slices
     """
     size, master_size = (dtype.itemsize for dtype in PRECISIONS[config.dtype])
     once = [bucket.numel for bucket, _ in stage_buckets(cfg, grid, config.zero)]
@@ -310,11 +326,23 @@ def buffer_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool) -
     if config.zero >= 1 and not on_gpu:
         total += master_size * max(once) * (grid.replicas - 1) // grid.replicas
     if grid.pp > 1:
-        message = config.micro_batch * cfg.seq_len * cfg.n_embd * size
+        message = numbers_between_blocks(cfg, grid, config) * size
         if grid.sequence_parallel:
             message //= grid.tp
         total += 2 * message
+    if grid.cp > 1:
+        total += 3 * keys_and_values(cfg, grid, config) * size
     return total
+
+
+def numbers_between_blocks(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
+    """Of x (B, T / cp, C)."""
+    return config.micro_batch * cfg.seq_len // grid.cp * cfg.n_embd
+
+
+def keys_and_values(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
+    """How many numbers a block's K and V (B, T, C / tp) have."""
+    return 2 * config.micro_batch * cfg.seq_len * cfg.n_embd // grid.tp
 
 
 def logits_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool = True) -> int:
@@ -327,7 +355,8 @@ def logits_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool = 
         size += 4
     vocab = cfg.padded_vocab // grid.tp
     device_type = "gpu" if on_gpu else "cpu"
-    return chunk_size(config.micro_batch * cfg.seq_len, vocab, device_type) * vocab * size
+    positions = config.micro_batch * cfg.seq_len // grid.cp
+    return chunk_size(positions, vocab, device_type) * vocab * size
 
 
 def microbatches(config, grid: Grid) -> int:
@@ -336,7 +365,7 @@ def microbatches(config, grid: Grid) -> int:
 
 
 def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
-    """The most that this rank keeps between forward and backward, in units of B T C numbers
+    """The most that this rank keeps between forward and backward, in units of B T C / cp numbers
     (Korthikanti et al. 2022, section 4, for what we save; without dropout):
 
         block    inputs and outputs of 2 LayerNorms     / tp with sequence parallelism
@@ -347,7 +376,7 @@ def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
     microbatch keeps from B to W the inputs of a block's four matrices, and the gradients of their
     outputs: with GELU and no sequence parallelism as many numbers, otherwise more."""
     size = PRECISIONS[config.dtype][0].itemsize
-    unit = config.micro_batch * cfg.seq_len * cfg.n_embd * size
+    unit = numbers_between_blocks(cfg, grid, config) * size
     thin = unit // grid.tp if grid.sequence_parallel else unit
     wide = 12 if cfg.activation == "gelu" else 8
     block = 4 * thin + wide * unit // grid.tp
@@ -388,7 +417,9 @@ def traffic_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> dict:
     """Bytes that this rank sends in a step, by kind:
 
         tp          see `tensor_parallel_bytes`
-        pp          1 / tp of x (B, T, C) forward, of its gradient backward, of each chunk
+        cp          K and V of a block, (B, T, C / tp), forward and again in backward; the sum of
+                    their gradients
+        pp          1 / tp of x (B, T / cp, C) forward, of its gradient backward, of each chunk
         gradients   `gradient_rings`
         parameters  ZeRO 1, 2: an all-gather; 3: for each microbatch one forward and another
                     backward, where the ends and the last block are still there
@@ -412,7 +443,7 @@ def traffic_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> dict:
         parameters = m * (2 * numel - sum(bucket.numel for bucket, _ in buckets))
 
     messages = 2 * grid.chunks - grid.is_first - grid.is_last
-    message = config.micro_batch * cfg.seq_len * cfg.n_embd * size
+    message = numbers_between_blocks(cfg, grid, config) * size
     tp = tensor_parallel_bytes(cfg, grid, config, buckets)
     if not grid.sequence_parallel:
         tp += m * messages * ring(grid.tp, message)         # the receivers gather it
@@ -421,18 +452,21 @@ def traffic_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> dict:
         embedding = master_size * tied
         if zero > 0:
             embedding /= grid.replicas
-    return dict(tp=tp, pp=m * messages * message / grid.tp,
+    rings = CONTEXT_RINGS * layers_of(cfg, grid)
+    cp = m * rings * ring(grid.cp, size * keys_and_values(cfg, grid, config))
+    return dict(tp=tp, cp=cp, pp=m * messages * message / grid.tp,
                 gradients=ring(grid.replicas, master_size * gradients),
                 parameters=ring(grid.replicas, size * parameters), embedding=embedding,
                 world=2 * ring(grid.world, 5 * 8))
 
 
 def tensor_parallel_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, buckets: list) -> float:
-    """4 all-reduces of x (B, T, C) a block, 1 of the embedding, 1 of the head; 3 numbers a position
-    for the loss. Recomputation: 1 more a block. Sequence parallelism: the input of 2 matrices is
-    gathered again (of 3 with recomputation), and the gradients of what is replicated are summed."""
+    """4 all-reduces of x (B, T / cp, C) a block, 1 of the embedding, 1 of the head; 3 numbers a
+    position for the loss. Recomputation: 1 more a block. Sequence parallelism: the input of 2
+    matrices is gathered again (of 3 with recomputation), and the gradients of what is replicated
+    are summed."""
     size, master_size = (dtype.itemsize for dtype in PRECISIONS[config.dtype])
-    positions = config.micro_batch * cfg.seq_len
+    positions = config.micro_batch * cfg.seq_len // grid.cp
     per_block = 8                               # rings: an all-reduce is two
     if config.recompute:
         per_block += 2
@@ -461,6 +495,7 @@ def tensor_parallel_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, bucket
 class Links(NamedTuple):
     """Bytes per second between the ranks of a group."""
     tensor: float
+    context: float
     pipeline: float
     data: float
 
@@ -469,15 +504,19 @@ def link_speeds(config: PlanConfig) -> Links:
     """NVLink where a group's ranks share a machine. What leaves a machine uses an adapter for each
     of the group's ranks in it."""
     gpu = gpu_of(config)
-    per_node, tp, pp = config.gpus_per_node, config.tp, config.pp
+    per_node, tp, pp, cp = config.gpus_per_node, config.tp, config.pp, config.cp
 
     def speed(ranks, stride, adapters):
         one_machine = per_node % (ranks * stride) == 0 or config.world <= per_node
         return LINK * (gpu.link if one_machine else min(gpu.link, adapters * gpu.network))
 
-    dp = config.world // (tp * pp)
-    return Links(speed(tp, 1, per_node), speed(pp, tp, 1),
-                 speed(dp, tp * pp, max(1, per_node // (tp * pp))))
+    replicas = config.world // (tp * pp)
+    beside = max(1, per_node // tp)         # ranks of a machine with the same part of each matrix
+    context = speed(cp, tp, beside)
+    data = context
+    if replicas > cp:
+        data = speed(replicas, tp * pp, max(beside // pp, min(beside, cp)))
+    return Links(speed(tp, 1, per_node), context, speed(pp, cp * tp, 1), data)
 
 
 def product_seconds(gpu: GPUSpec, size: int, rows: int, columns: float, inner: float) -> float:
@@ -507,7 +546,7 @@ class BlockTimes(NamedTuple):
 def block_seconds(cfg: GPTConfig, config: PlanConfig) -> BlockTimes:
     gpu = gpu_of(config)
     size = PRECISIONS[config.dtype][0].itemsize
-    positions = config.micro_batch * cfg.seq_len
+    positions = config.micro_batch * cfg.seq_len / config.cp
     own = cfg.n_embd / config.tp                                        # channels
     C = cfg.n_embd
     layers = [(3 * own, C), (C, own), (4 * own, C), (C, 4 * own)]       # (outputs, inputs)
@@ -518,9 +557,10 @@ def block_seconds(cfg: GPTConfig, config: PlanConfig) -> BlockTimes:
     passes = positions * size * (PASSES * own + WHOLE_PASSES * whole) / gpu.bandwidth
     if config.compile:
         passes *= COMPILED
+    backward = 3 * scores if recomputes_attention(config) else 2 * scores
     return BlockTimes(
         dict(matrices=sum(forward), attention=scores, passes=passes / 3),
-        dict(matrices=sum(inputs + weights), attention=2 * scores, passes=passes * 2 / 3),
+        dict(matrices=sum(inputs + weights), attention=backward, passes=passes * 2 / 3),
         dict(matrices=sum(forward[:-1]), attention=scores, passes=passes / 3), sum(weights))
 
 
@@ -541,11 +581,16 @@ def microbatch_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid,
         recomputed_rings = 2
         seconds = {kind: x + layers * block.recomputed[kind] for kind, x in seconds.items()}
     hops = HOP * (config.tp - 1) * layers * (rings + recomputed_rings)
-    seconds |= dict(tp=sent["tp"] / m / links.tensor + hops, pp=sent["pp"] / m / links.pipeline)
+    context_hops = HOP * (config.cp - 1) * layers * CONTEXT_RINGS
+    seconds |= dict(tp=sent["tp"] / m / links.tensor + hops,
+                    cp=sent["cp"] / m / links.context + context_hops,
+                    pp=sent["pp"] / m / links.pipeline)
     forward = (layers * sum(block.forward.values()) + seconds["pp"] / 2
+               + seconds["cp"] / CONTEXT_RINGS
                + seconds["tp"] * rings / 2 / (rings + recomputed_rings))
     if grid.is_last:        # the head's gradients come in forward; 8 passes through its logits
-        positions, vocab = config.micro_batch * cfg.seq_len, cfg.vocab_size / config.tp
+        positions = config.micro_batch * cfg.seq_len / config.cp
+        vocab = cfg.vocab_size / config.tp
         head = sum(linear_seconds(gpu, size, positions, vocab, cfg.n_embd))
         passes = 8 * size * positions * vocab / gpu.bandwidth
         seconds["matrices"] += head
@@ -684,13 +729,14 @@ def compute_optimal(flops: float) -> dict[str, float]:
 
 
 def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict]:
-    """The plans of the ten fastest layouts that fit, of those with tp inside a machine and
-    microbatches of 1 to 16 sequences, and with 1F1B, which takes less time and memory than GPipe,
-    or that interleaved in 2 or 4 chunks. (ZB-H1 only if it is given.) What `given` names stays as
-    it is in `config`. Raises ValueError if nothing fits."""
+    """The plans of the ten fastest layouts that fit, of those with tp inside a machine, at least
+    LEAST_POSITIONS on a rank or no cp, microbatches of 1 to 16 sequences, and 1F1B, which takes
+    less time and memory than GPipe, or that interleaved in 2 or 4 chunks. (ZB-H1 only if it is
+    given.) What `given` names stays as it is in `config`. Raises ValueError if nothing fits."""
     divisors = [n for n in range(1, config.world + 1) if config.world % n == 0]
     options = dict(tp=[n for n in divisors if config.gpus_per_node % n == 0],
                    pp=[n for n in divisors if n <= cfg.n_layer],
+                   cp=[n for n in divisors if n == 1 or cfg.seq_len // n >= LEAST_POSITIONS],
                    pp_schedule=["1f1b", "interleaved"], pp_chunks=[1, 2, 4],
                    micro_batch=[1, 2, 4, 8, 16], zero=range(4), recompute=[False, True],
                    sequence_parallel=[False, True])
@@ -699,7 +745,7 @@ def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict
     plans = []
     for values in product(*options.values()):
         one = replace(config, **dict(zip(options, values)))
-        if one.zero > 0 and one.world == one.tp * one.pp:       # one replica has nothing to shard
+        if one.zero > 0 and one.world == one.tp * one.pp:   # one replica has nothing to shard
             continue
         with suppress(ValueError):
             check_layout(cfg, one.world, one.batch_size, one)
@@ -747,6 +793,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
     options += [name.replace("_", " ") for name in ("recompute", "sequence_parallel", "offload")
                 if getattr(config, name)]
     num_microbatches = config.batch_size // (plan["dp"] * config.micro_batch)
+    cp = f" x cp {config.cp}" if config.cp > 1 else ""
     low, high = (plan["days"] * (1 + sign * SPREAD) for sign in (-1, 1))
     lines = [
         f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
@@ -757,7 +804,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
         f"{plan['hardware_tflops_per_gpu']:.0f} TFLOP/s",
         f"model    {plan['parameters']:,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
         f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}",
-        f"layout   dp {plan['dp']} x pp {config.pp} x tp {config.tp}, {config.gpu}, "
+        f"layout   dp {plan['dp']} x pp {config.pp}{cp} x tp {config.tp}, {config.gpu}, "
         f"{config.dtype}, {', '.join(options)}",
         f"batch    {config.batch_size} sequences = dp {plan['dp']} x {num_microbatches} "
         f"microbatches x {config.micro_batch} sequences; {plan['tokens_per_step']:,} tokens per "
@@ -777,7 +824,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
         f"in {plan['write_seconds']:,.4g} s and read in {plan['read_seconds']:,.4g} s "
         f"({format_bytes(plan['checkpoint_bytes'])}); goodput {plan['goodput']:.1%}, which the "
         f"days above do not count",
-        "assumes  backward hides data parallelism, nothing hides tp and pp; no rank is slow"]
+        "assumes  backward hides data parallelism, nothing hides tp, cp and pp; no rank is slow"]
     if plan["tokens"] < plan["compute_optimal_tokens"] / 10:
         lines.append(f"note     few tokens: {plan['compute_optimal_tokens']:.3g} would be "
                      f"compute-optimal (--tokens, or --steps and --batch-size)")
@@ -788,9 +835,9 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
 
 def format_search(plans: list[dict]) -> str:
     """A row for each layout, the fastest first, and train.py's flags of the first."""
-    rows = [["dp", "pp", "chunks", "tp", "micro-batch", "zero", "recompute", "sequence-parallel",
-             "memory GB", "bubble %", "step s", "MFU %", "days"]]
-    numbers = ("dp", "pp", "pp_chunks", "tp", "micro_batch", "zero")
+    rows = [["dp", "pp", "chunks", "cp", "tp", "micro-batch", "zero", "recompute",
+             "sequence-parallel", "memory GB", "bubble %", "step s", "MFU %", "days"]]
+    numbers = ("dp", "pp", "pp_chunks", "cp", "tp", "micro_batch", "zero")
     for plan in plans:
         rows.append([str(plan[name]) for name in numbers])
         for switch in ("recompute", "sequence_parallel"):
@@ -803,7 +850,7 @@ def format_search(plans: list[dict]) -> str:
         lines.append("  ".join(cell.rjust(max(4, len(name))) for cell, name in zip(row, rows[0])))
     first = plans[0]
     flags = [f"--{name.replace('_', '-')} {first[name]}"
-             for name in ("tp", "pp", "pp_schedule", "pp_chunks", "micro_batch", "zero")]
+             for name in ("tp", "pp", "cp", "pp_schedule", "pp_chunks", "micro_batch", "zero")]
     flags += [f"--{name.replace('_', '-')}" for name in ("recompute", "sequence_parallel")
               if first[name]]
     lines.append(f"nine of ten times are at most {SPREAD:.0%} off; the first, for train.py: "
@@ -836,9 +883,9 @@ def answer(arguments: list[str]) -> str:
         steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
         config = replace(config, steps=steps)
 
-    if config.world % (config.tp * config.pp):
+    if config.world % (config.tp * config.pp * config.cp):
         raise ValueError(f"--world {config.world} is not divisible by tp {config.tp} x pp "
-                         f"{config.pp}: give a multiple")
+                         f"{config.pp} x cp {config.cp}: give a multiple")
 
     if config.search:
         plans = search_layouts(GPTConfig(config.vocab_size, **shape), config, given)
