@@ -79,7 +79,7 @@ import train
 from model import GPT, IGNORE_INDEX, SIZES, GPTConfig
 from parallel import Grid
 from parallelism import collectives, context, pipeline
-from parallelism.pipeline import recompute_blocks, run_schedule
+from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
 from parallelism.tensor import (MAX_LOGITS, ColumnParallelLinear, VocabParallelEmbedding,
                                 add_product, chunk_loss, chunk_size, param_specs)
@@ -264,9 +264,9 @@ def chunks_of(positions, world):
     return mock.patch.dict(MAX_LOGITS, cpu=positions * (CFG.padded_vocab // world))
 
 
-def stage_of(plain, grid):
+def stage_of(plain, grid, recompute=False):
     """This rank's part of an fp64 model, with its values -> (model, its FlatParameters)."""
-    local, flat = staged(plain.cfg, grid, torch.float64)
+    local, flat = staged(plain.cfg, grid, torch.float64, recompute)
     flat.load("master", lambda name, shape: plain.get_parameter(name)[:shape[0]])
     return local, flat
 
@@ -484,11 +484,7 @@ def layers_on_some_positions(rank, world, cp, tp, sequence_parallel, recompute):
     def part(x):
         return own(x).chunk(tp, 1)[grid.tp_rank] if sequence_parallel else own(x)
     with gridded(rank, world, tp, 1, sequence_parallel, cp=cp) as grid:
-        local, flat = stage_of(plain, grid)
-        if recompute:
-            recompute_blocks(local)
-        else:
-            context.recompute_attention(local)
+        local, flat = stage_of(plain, grid, recompute)
         local.head.begin_step(scale=UPSTREAM.item())
         flat.prepare_grad_sync(local, True)
         ours = outputs_and_dx(local, own(tokens), own(targets), part(x), part(dy))

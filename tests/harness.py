@@ -70,6 +70,7 @@ import sample
 import train
 from model import GPT, GPTConfig
 from parallel import Grid
+from parallelism.context import recompute_attention
 from parallelism.groups import make_groups
 from parallelism.pipeline import recompute_blocks
 from parallelism.tensor import param_specs
@@ -457,6 +458,8 @@ def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
                           torch.promote_types(dtype, torch.float32), "cpu", zero)
     if recompute:
         recompute_blocks(local)
+    elif grid.cp > 1:
+        recompute_attention(local)
     if zero > 0:
         gather_before_use(local, flat)
     flat.initialize(cfg, 0)

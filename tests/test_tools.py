@@ -387,32 +387,34 @@ def test_goodput_is_that_of_a_simulation_with_random_failures(size, mtbf_hours):
 
 
 @pytest.mark.parametrize("missing", [[], [torch.bfloat16]], ids=["bf16", "multiplied in fp32"])
-@pytest.mark.parametrize("tp, pp, sequence_parallel, recompute, activation", [
-    (1, 1, False, False, "relu"), (1, 2, False, False, "gelu"), (2, 1, False, True, "gelu"),
-    (2, 1, True, False, "gelu"), (2, 1, True, True, "relu")])
+@pytest.mark.parametrize("tp, pp, cp, sequence_parallel, recompute, activation", [
+    (1, 1, 1, False, False, "relu"), (1, 2, 1, False, False, "gelu"),
+    (2, 1, 1, False, True, "gelu"), (2, 1, 1, True, False, "gelu"), (2, 1, 1, True, True, "relu"),
+    (1, 1, 4, False, False, "gelu"), (2, 1, 4, True, True, "gelu")])
 def test_the_estimate_of_activations_is_what_autograd_keeps(
-        tp, pp, sequence_parallel, recompute, activation, missing, monkeypatch):
+        tp, pp, cp, sequence_parallel, recompute, activation, missing, monkeypatch):
     """Of a microbatch, after its forward: with recomputation, without the block that is there
     besides in backward. Each rank is alone here, and sums nothing. A CPU without products in the
     type of the activations keeps no more."""
     monkeypatch.setattr(model, "NO_PRODUCTS", missing)
     cfg = GPTConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, activation=activation)
-    for rank in range(tp * pp):
+    for rank in range(tp * pp * cp):
         kept = {}
-        grid = Grid(dp=1, pp=pp, tp=tp, rank=rank, sequence_parallel=sequence_parallel)
+        grid = Grid(1, pp, tp, rank, sequence_parallel, cp=cp)
 
         def keep(x):
             kept[x.untyped_storage().data_ptr()] = x
             return x
         local, flat = staged(cfg, grid, torch.bfloat16, recompute)
-        positions = cfg.seq_len // (tp if sequence_parallel else 1)
+        positions = cfg.seq_len // cp // (tp if sequence_parallel else 1)
+        tokens = tokens_of(cfg, 4)[:, :cfg.seq_len // cp]
         x = torch.randn(4, positions, cfg.n_embd).bfloat16().requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), mock.patch.object(
                 tensor, "reduce_scatter", lambda x, group: Work(x.chunk(tp)[0].clone())):
-            keep(local(tokens_of(cfg, 4) if grid.is_first else x, tokens_of(cfg, 4)))
+            keep(local(tokens if grid.is_first else x, tokens))
         for bucket in flat.buckets:
             kept.pop(bucket.data.untyped_storage().data_ptr(), None)
-        config = plan_config(micro_batch=4, batch_size=4, pp=pp, tp=tp, dtype="bf16")
+        config = plan_config(micro_batch=4, batch_size=4, pp=pp, tp=tp, cp=cp, dtype="bf16")
         expected = activation_bytes(cfg, grid, config)
         if recompute:
             deeper = activation_bytes(replace(cfg, n_layer=cfg.n_layer + pp), grid, config)
