@@ -63,14 +63,22 @@ class _GatherKeysAndValues(torch.autograd.Function):
         return dk, dv, None
 
 
-def prefix_mask(length: int, end: int, device: torch.device) -> torch.Tensor:
-    """The mask (length, end) of the last `length` of `end` positions: the last one attends to all,
-    each one before it to one less."""
-    if device.type == "cpu":
-        return torch.ones(length, end, dtype=torch.bool).tril(end - length)
-    # For flash attention, which has no mask in memory. (Imported here: it loads a compiler, 1 s.)
-    from torch.nn.attention.bias import causal_lower_right
-    return causal_lower_right(length, end)
+def attend_to_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float):
+    """CP1: causal attention of q (B, H, n, D), the last n of the positions of k and v
+    (B, H, end, D)."""
+    n, end = q.shape[2], k.shape[2]
+    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p)
+    if q.device.type != "cpu":
+        # Flash attention, which needs no mask in memory. (The import loads a compiler, for 1 s.)
+        from torch.nn.attention.bias import causal_lower_right
+        return attend(q, k, v, causal_lower_right(n, end))
+    # A CPU's kernel reads a mask (n, end), and backward keeps it. With q in reverse order row i may
+    # see position j if i + j < end: row i is a vector from its element i on. The mask is a view.
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    mask = torch.zeros(end + n - 1, dtype=dtype)
+    mask[end:] = -torch.inf
+    attend = partial(attend, attn_mask=mask.unfold(0, end, 1))
+    return upcast_for_matmul(attend, q.flip(2), k, v).flip(2)
 
 
 class ContextParallelAttention(CoreAttention):
@@ -86,13 +94,11 @@ class ContextParallelAttention(CoreAttention):
         if p > 0:
             seed_dropout(q.device, dropout_seed, *self.name, self.rng_offset)
         k, v = _GatherKeysAndValues.apply(k, v, self.grid)          # 2 of (B, H, T, D)
-        ends = own_positions(torch.arange(1, 2 * self.grid.cp + 1), self.grid.cp_rank, self.grid.cp)
         outputs = []
-        for q, end in zip(q.chunk(2, dim=2), ends.tolist()):        # CP1; in pieces
-            end *= q.shape[2]
-            mask = prefix_mask(q.shape[2], end, q.device)
-            attend = partial(F.scaled_dot_product_attention, attn_mask=mask, dropout_p=p)
-            outputs.append(upcast_for_matmul(attend, q, k[:, :, :end], v[:, :, :end]))
+        pieces = own_positions(torch.arange(2 * self.grid.cp), self.grid.cp_rank, self.grid.cp)
+        for piece, q in zip(pieces.tolist(), q.chunk(2, dim=2)):
+            end = (piece + 1) * q.shape[2]
+            outputs.append(attend_to_prefix(q, k[:, :, :end], v[:, :, :end], p))
         return torch.cat(outputs, dim=2)
 
 

@@ -330,8 +330,8 @@ def peak_memory(config, cfg, store, rank):
     state, buffers, activations) of this rank of four."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    grid = parallel.Grid(4 // (config.tp * config.pp), config.pp, config.tp, rank,
-                         chunks=config.pp_chunks)
+    grid = parallel.Grid(4 // (config.tp * config.pp * config.cp), config.pp, config.tp, rank,
+                         chunks=config.pp_chunks, cp=config.cp)
     make_groups(grid)
 
     def step(cfg):
@@ -358,7 +358,7 @@ def peak_of(cfg, folder, **flags):
     """`peak_memory` of each of four ranks, in fresh processes, whose freed memory goes back to the
     system at once."""
     config = Config(**dict(
-        data=str(random_data(folder, cfg.vocab_size)), out=str(folder), steps=1, batch_size=8,
+        data=str(random_data(folder, cfg.vocab_size, cfg.seq_len + 1)), out=str(folder), steps=1, batch_size=8,
         micro_batch=2, lr=1e-3, eval_every=0, save_every=0, device="cpu") | flags)
     spawn = multiprocessing.get_context("spawn")            # malloc reads its environment first
     with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1"), \

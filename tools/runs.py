@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PEER = Path(__file__).with_name("peer.py")
 
 
-def random_data(folder: Path, vocab: int) -> Path:
+def random_data(folder: Path, vocab: int, val_tokens: int = 2049) -> Path:
     """A directory of shards of random tokens."""
-    path = Path(folder) / f"random_{vocab}"
+    path = Path(folder) / f"random_{vocab}_{val_tokens}"
     draw = np.random.default_rng(0)
     if not path.exists():
         path.mkdir()
-        for split, count in (("train", 400_000), ("val", 2049)):
+        for split, count in (("train", 400_000), ("val", val_tokens)):
             header = np.array([20240520, 1, count], "<i4").tobytes().ljust(1024, b"\0")
             tokens = draw.integers(vocab, size=count).astype("<u2").tobytes()
             (path / f"{split}_000000.bin").write_bytes(header + tokens)
