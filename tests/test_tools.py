@@ -51,7 +51,7 @@ from tests.harness import (CFG, COVER, FORMULA, NASTY, README, ROOT, SHARED, TIN
                            nothing, random_gpt, readme_commands, relative, saved, settings,
                            small_state, staged, tokens_of, traffic)
 from tools import bench, compare, faults, follow, huggingface, policies
-from tools.bench import BIG, KEPT, LONG, PIPELINES, peak_of
+from tools.bench import BIG, CONTEXT, KEPT, LONG, PIPELINES, peak_of
 from tools.plan import (GPUS, HOP, LINK, RESTART, SHARE, GPUSpec, PlanConfig, activation_bytes,
                         chinchilla_loss, compute_optimal, exposed, goodput, logits_bytes,
                         make_plan, memory_bytes, traffic_bytes)
@@ -451,7 +451,8 @@ def test_logits_are_a_chunk_in_the_models_type_and_in_16_bits_another_in_fp32(mo
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("layout, cfg, flags", [
     *(((4, 1, 1), BIG, dict(zero=zero, micro_batch=1)) for zero in range(4)),
-    *(((1, 1, 4), LONG, dict(batch_size=32, **flags)) for flags in PIPELINES.values())])
+    *(((1, 1, 4), LONG, dict(batch_size=32, **flags)) for flags in PIPELINES.values()),
+    ((1, 1, 1), CONTEXT, dict(cp=4, batch_size=1, micro_batch=1))])
 def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, layout, cfg, flags):
     peaks = peak_of(cfg, tmp_path, pp=layout[2], **flags)
     for peak, formula in peaks:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
@@ -309,14 +309,17 @@ def relative_speeds(folder):
     return [np.median(speeds) / np.median(seen[0]) for speeds in seen.values()]
 
 
-# What a process holds at its peak: 101M parameters on four replicas, and a pipeline of four stages
-# with eight layers of width 512, 16 microbatches of two sequences.
+# What a process holds at its peak: 101M parameters on four replicas; a pipeline of four stages with
+# eight layers of width 512, 16 microbatches of two sequences; and long sequences on four ranks.
 
 BIG = GPTConfig(vocab_size=257, seq_len=32, n_layer=8, n_head=8, n_embd=1024)
 LONG = GPTConfig(vocab_size=257, seq_len=512, n_layer=8, n_head=8, n_embd=512)
 PIPELINES = {"gpipe": {}, "1f1b": dict(pp_schedule="1f1b"), "recompute": dict(recompute=True),
              "interleaved": dict(pp_schedule="interleaved", pp_chunks=2),
              "zb-h1": dict(pp_schedule="zb-h1")}
+CONTEXT = GPTConfig(vocab_size=257, seq_len=8192, n_layer=4, n_head=4, n_embd=256)
+CONTEXTS = {"8,192 positions": (8192, 1), "8,192 positions, cp 4": (8192, 4),
+            "24,576 positions, cp 4": (24_576, 4)}
 KEPT = ("parameters", "gradients", "masters", "moments")        # from the start to the end
 
 
@@ -386,6 +389,9 @@ def memory(folder):
     print("\n| " + " | ".join(heads) + " |\n" + "|---" * 8 + "|")
     for name, flags in PIPELINES.items():
         row(name, peak_of(LONG, folder, pp=4, batch_size=32, **flags), "16")
+    for name, (seq_len, cp) in CONTEXTS.items():
+        cfg = replace(CONTEXT, seq_len=seq_len)
+        row(name, peak_of(cfg, folder, cp=cp, batch_size=4 // cp, micro_batch=1), "16")
 
 
 TABLES = dict(parallel_stack=parallel_stack, three_dimensions=three_dimensions, memory=memory,

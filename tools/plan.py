@@ -314,7 +314,8 @@ def buffer_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool) -
         ZeRO 3      parameters of the ends and two blocks, gathered
         ZeRO 1 - 3  on the CPU, slices of one bucket that arrive from the other replicas
         pipeline    a message that comes, another that leaves
-        context     of one block the K and V of all positions, their gradients, and these in slices
+        context     of one block the K and V of all positions, their gradients, and these in slices;
+                    by then backward has freed what its MLP kept
     """
     size, master_size = (dtype.itemsize for dtype in PRECISIONS[config.dtype])
     once = [bucket.numel for bucket, _ in stage_buckets(cfg, grid, config.zero)]
@@ -331,7 +332,8 @@ def buffer_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool) -
             message //= grid.tp
         total += 2 * message
     if grid.cp > 1:
-        total += 3 * keys_and_values(cfg, grid, config) * size
+        more = 3 * keys_and_values(cfg, grid, config) - kept_by_mlp(cfg, grid, config)
+        total += max(0, more) * size
     return total
 
 
@@ -343,6 +345,14 @@ def numbers_between_blocks(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> in
 def keys_and_values(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
     """How many numbers a block's K and V (B, T, C / tp) have."""
     return 2 * config.micro_batch * cfg.seq_len * cfg.n_embd // grid.tp
+
+
+def kept_by_mlp(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
+    """How many numbers a block keeps of the LayerNorm before its MLP, and of the MLP."""
+    unit = numbers_between_blocks(cfg, grid, config)
+    thin = unit // grid.tp if grid.sequence_parallel else unit
+    wide = 8 if cfg.activation == "gelu" else 4
+    return 2 * thin + wide * unit // grid.tp
 
 
 def logits_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool = True) -> int:
