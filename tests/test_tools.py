@@ -316,6 +316,45 @@ def test_traffic_takes_the_links_that_its_ranks_have(layout, gpus_per_node, spee
     assert {kind: plan[f"seconds_{kind}"] for kind in expected} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("layout, gpus_per_node, speeds", [
+    ((1, 2, 2, 2), 8, (64, 64)), ((1, 2, 2, 2), 4, (64, 64)), ((1, 2, 2, 2), 2, (1, 1)),
+    ((2, 1, 2, 4), 8, (64, 4)), ((2, 4, 1, 4), 8, (2, 2)), ((8, 1, 1, 2), 4, (64, 4))])
+def test_context_parallel_traffic_takes_the_links_that_its_ranks_have(layout, gpus_per_node,
+                                                                      speeds):
+    """(dp, tp, pp, cp) and bytes a second of (cp, replicas), as above. The ranks of a cp group are
+    tp apart, so that those in a machine use an adapter each; replicas are dp x cp."""
+    dp, tp, pp, cp = layout
+    config = PlanConfig(gpu="slow", world=dp * tp * pp * cp, tp=tp, pp=pp, cp=cp, micro_batch=1,
+                        batch_size=32, gpus_per_node=gpus_per_node)
+    cfg = replace(CFG, n_head=16, seq_len=2048)
+    with mock.patch.dict(GPUS, {"slow": replace(GPUS["a100-40g"], link=64, network=1)}):
+        links = tools.plan.link_speeds(config)
+        plan = make_plan(cfg, config)
+    assert (links.context, links.data) == tuple(LINK * speed for speed in speeds)
+    hops = (32 // dp) * tools.plan.HOP * (cp - 1) * 3 * plan["layers_per_stage"]
+    assert plan["seconds_cp"] == pytest.approx(plan["bytes_cp"] / links.context + hops, rel=0.01)
+
+
+def test_context_parallelism_divides_a_plans_work_and_activations():
+    """By cp: products, activations. Of attention each rank has its part, and once more in backward,
+    unless the block is recomputed. Long sequences of a small batch are cut, short ones never."""
+    def plan(*more):
+        return json.loads(tools.plan.answer(
+            ["--world", "8", "--gpu", "h100", "--model", "gpt2", "--seq-len", "32768",
+             "--micro-batch", "1", "--batch-size", "8", "--dtype", "bf16", "--json", *more]))
+    alone, cut = plan("--tp", "1"), plan("--cp", "4")
+    assert cut["dp"] == 2 and cut["memory_activations"] == alone["memory_activations"] // 4
+    assert cut["seconds_attention"] == pytest.approx(4 / 3 * alone["seconds_attention"])
+    assert cut["seconds_passes"] == pytest.approx(alone["seconds_passes"])      # of 4 times the m
+    both = plan("--recompute"), plan("--recompute", "--cp", "4")
+    assert both[0]["seconds_attention"] == pytest.approx(both[1]["seconds_attention"])
+    long, = plan("--search", "--batch-size", "1", "--pp", "1", "--zero", "0", "--tp", "1",
+                 "--recompute")
+    assert long["cp"] == 8
+    short = plan("--search", "--seq-len", "1024", "--pp", "1")
+    assert {found["cp"] for found in short} == {1}
+
+
 @pytest.mark.parametrize("zero, hidden, offload", [
     (0, 2 / 3 / 8, True), (1, 1 / 8, False), (2, 2 / 3 + 1 / 3 / 8, True), (3, 1, False)])
 def test_backward_hides_what_it_can_of_data_parallelism(zero, hidden, offload):
