@@ -54,7 +54,8 @@ from parallelism.zero import FlatParameters
 #                                                replicas           (0 4) (1 5) (2 6) (3 7)
 #
 # Tensor parallelism communicates most (four all-reduces per block and microbatch: two forward, two
-# backward), so its ranks are adjacent and share a machine. Data parallelism reduces gradients once
+# backward), so its ranks are adjacent and share a machine. Those of context parallelism, which
+# exchange keys and values in each block, come next. Data parallelism reduces gradients once
 # a step (ZeRO 2 and 3: once per microbatch) and may cross the network (Narayanan et al. 2021,
 # section 3).
 #

@@ -10,16 +10,17 @@ so that all ranks work equally, each has an early and a late piece (Brandon et a
 
 It computes what the plain form in parallel.py does. The differences:
 
-         difference                             gain                       where
-    CP1  a piece of q attends to a prefix       half the products, flash   ContextParallelAttention
-         of the keys, not to all under a mask
-    CP2  K and V travel as one; backward        half the messages; half    _GatherKeysAndValues
-         sends slices, not all of the sum       the bytes of backward
-    CP3  backward gathers and attends again     K, V, q and the output of  recompute_attention
-         (Korthikanti et al. 2022, section 5)   T / cp positions, not T;
+         difference                             gain                        where
+    CP1  a piece of q attends to a prefix       half the products; flash    attend_to_prefix
+         of the keys, not to all under a mask   attention on GPUs
+    CP2  K and V travel as one; backward        half the messages; half     _GatherKeysAndValues
+         sends slices of the sum, not all       the bytes of backward
+    CP3  backward gathers and attends again     K and V of T / cp           recompute_attention
+         (Korthikanti et al. 2022, section 5)   positions are kept, not T;
                                                 costs a third of attention
 
-The replicas of a parameter, whose gradients are summed, are those of all dp x cp (zero.py).
+The gradients of all parameters are summed over dp x cp replicas (zero.py). A ring (Liu et al. 2023)
+would overlap its messages with attention; gathering is shorter, and the same for any mask.
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head.
 """

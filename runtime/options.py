@@ -102,8 +102,8 @@ SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
 # These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
 # is stored as the resulting --steps.)
 LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens", "log_every", "tp",
-         "pp", "cp", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch", "zero",
-         "recompute", "sequence_parallel", "offload", "dtype", "exact", "epochs"}
+         "pp", "cp", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch",
+         "zero", "recompute", "sequence_parallel", "offload", "dtype", "exact", "epochs"}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 # Losses under different values of these flags are not compared (`losses_stay_comparable`).
 FLAGS_THAT_CHANGE_THE_LOSS = (

@@ -168,7 +168,8 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
 def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch,
                                                      message, commands):
     """Each command ends with this message, in as many processes as tp x pp x cp, where the compiler
-    and the packages of --log are missing. It leaves no file; an older format is never passed over."""
+    and the packages of --log are missing. It leaves no file; an older format is never passed
+    over."""
     monkeypatch.chdir(things)
     monkeypatch.setenv("CXX", "no-such-compiler")
     for package in ("tensorboard", "wandb"):

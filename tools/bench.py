@@ -361,8 +361,8 @@ def peak_of(cfg, folder, **flags):
     """`peak_memory` of each of four ranks, in fresh processes, whose freed memory goes back to the
     system at once."""
     config = Config(**dict(
-        data=str(random_data(folder, cfg.vocab_size, cfg.seq_len + 1)), out=str(folder), steps=1, batch_size=8,
-        micro_batch=2, lr=1e-3, eval_every=0, save_every=0, device="cpu") | flags)
+        data=str(random_data(folder, cfg.vocab_size, cfg.seq_len + 1)), out=str(folder), steps=1,
+        batch_size=8, micro_batch=2, lr=1e-3, eval_every=0, save_every=0, device="cpu") | flags)
     spawn = multiprocessing.get_context("spawn")            # malloc reads its environment first
     with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1"), \
             tempfile.TemporaryDirectory() as store, spawn.Pool(4) as processes:
