@@ -41,7 +41,7 @@ from unittest import mock
 import tools.plan
 from amp import PRECISIONS
 from model import GPTConfig, flops_per_token
-from tools.plan import BlockTimes, Links, PlanConfig, make_plan
+from tools.plan import BlockTimes, PlanConfig, make_plan
 
 # Fitted with the plan's constants. They are of others' programs, so no plan has them:
 SCORES = 18             # times that a (heads, T, T) matrix crosses memory without FlashAttention
@@ -78,7 +78,8 @@ def predicted_seconds(row: Published) -> float:
     def their_links(config):
         gpu = tools.plan.gpu_of(config)
         adapters = config.gpus_per_node // config.tp
-        return Links(*links(config)[:2], tools.plan.LINK * min(gpu.link, adapters * gpu.network))
+        data = tools.plan.LINK * min(gpu.link, adapters * gpu.network)
+        return links(config)._replace(data=data)
 
     changes = dict(
         block_seconds=lambda cfg, config: their_block(row, block(cfg, config)),
