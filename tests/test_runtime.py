@@ -414,7 +414,7 @@ def test_too_little_memory_is_one_line_that_says_what_to_lower(shards, things, t
     most = ["--out", tmp_path, *TINY, "--batch-size", 2 ** 50, "--micro-batch", 2 ** 50]
     for words, file, *flags in [
             (f"allocate memory.*; give --micro-batch {2 ** 49} instead of {2 ** 50}, --recompute, "
-             "--tp or --pp on more processes", "train.py", "--data", shards, *most),
+             "--tp, --pp or --cp on more processes", "train.py", "--data", shards, *most),
             ("allocate memory.* --device cpu", "sample.py", "--ckpt", tmp_path / "large.pt")]:
         status, _, error = Command(file, *flags).finish()
         assert status == 1 and re.fullmatch(rf"{file}: .*{words}.*\n", error), error
