@@ -44,9 +44,8 @@ from parallelism.tensor import TIED, ParamSpec
 
 
 class Bucket:
-    """DP2: parameters that are communicated together, laid out flat, padded to equal shards
-    for the replicas.
-    `name` is as drawn above: tied, ends, 0.attn ...
+    """DP2: parameters that are communicated together, laid out flat, padded to equal shards for all
+    replicas. `name` is as drawn above: tied, ends, 0.attn ...
 
     data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
     grad            (numel,) their gradients; with ZeRO 2 and 3, None from a sync to the next one
