@@ -439,17 +439,18 @@ def plain_zero3_block(block: nn.Module, shard: nn.Parameter, x: torch.Tensor) ->
 # ---------------------------------------------------------------------------------------------
 # 5. Context parallelism (Llama 3, Grattafiori et al. 2024, section 3.3.2)
 #
-# A long sequence is cut, too: each rank has some positions of it, in all of the model. The loss and
-# the gradients are sums over positions, as over sequences. Only attention needs other positions:
-# the keys and values of those before it. A later position has more of them, so each rank has an
-# early and a late piece. For two ranks, 12 positions, and the keys that a position attends to:
+# The activations of a long sequence do not fit on one rank. So the sequence is cut, too: a rank
+# runs the whole model on some of its positions. It embeds them with their global positions and
+# computes the loss at them; the gradients of parameters are summed over the ranks, as in data
+# parallelism. Only attention reads other positions: the keys and values of those before. A later
+# position attends to more keys, so for equal work each rank has an early and a late piece of the
+# sequence (`own_positions`: pieces r and 2 cp - 1 - r of 2 cp). For two ranks and 12 positions:
 #
-#     positions    0 1 2    3 4 5    6 7 8    9 10 11
-#     rank         0        1        1        0
-#     keys         1 2 3    4 5 6    7 8 9    10 11 12        39 on either rank
+#     position            0 1 2    3 4 5    6 7 8    9 10 11
+#     rank                0        1        1        0
+#     number of keys      1 2 3    4 5 6    7 8 9    10 11 12        39 on either rank
 #
-# In this section each rank of the default group has a part of the sequence. In use:
-# parallelism/context.py.
+# In this section all ranks of the default group share one sequence. In use: parallelism/context.py.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -460,13 +461,15 @@ class GatherPositions(torch.autograd.Function):
     def forward(ctx, x):
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, x.contiguous())
-        early, late = zip(*(part.chunk(2, dim=2) for part in parts))
+        pieces = [part.chunk(2, dim=2) for part in parts]
+        early = [first for first, _ in pieces]
+        late = [second for _, second in pieces]
         return torch.cat([*early, *reversed(late)], dim=2)
 
     @staticmethod
     def backward(ctx, dx):
-        dx = dx.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(dx)             # each rank has used all positions of x
+        dx = dx.clone(memory_format=torch.contiguous_format)        # the sum is in place
+        dist.all_reduce(dx)             # the queries of every rank have used x
         return own_positions(dx, dist.get_rank(), dist.get_world_size(), dim=2)
 
 
@@ -475,7 +478,7 @@ def plain_context_attention(q, k, v):
     k, v = GatherPositions.apply(k), GatherPositions.apply(v)           # (B, H, T, D)
     positions = torch.arange(k.shape[2])
     own = own_positions(positions, dist.get_rank(), dist.get_world_size())
-    mask = own.unsqueeze(1) >= positions                                # (T / cp, T)
+    mask = own.unsqueeze(1) >= positions        # (T / cp, T): a row for a query, columns for keys
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 

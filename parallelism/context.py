@@ -1,8 +1,8 @@
 """Context parallelism (Llama 3, Grattafiori et al. 2024, section 3.3.2), as a run uses it.
 
-The ranks of a cp group share every sequence: each holds T / cp positions. Only attention looks at
-other positions, so only attention communicates. Causal attention works more for later positions;
-so that all ranks work equally, each has an early and a late piece (Brandon et al. 2023). For cp 4:
+The ranks of a cp group share every sequence: each holds the activations of T / cp positions. Only
+attention reads other positions, so only attention communicates. Later positions attend to more
+keys, so for equal work each rank has an early and a late piece (Brandon et al. 2023). For cp 4:
 
     piece of the sequence           0   1   2   3   4   5   6   7
     rank that holds it              0   1   2   3   3   2   1   0
@@ -10,17 +10,16 @@ so that all ranks work equally, each has an early and a late piece (Brandon et a
 
 It computes what the plain form in parallel.py does. The differences:
 
-         difference                             gain                        where
-    CP1  a piece of q attends to a prefix       half the products; flash    attend_to_prefix
-         of the keys, not to all under a mask   attention on GPUs
-    CP2  K and V travel as one; backward        half the messages; half     _GatherKeysAndValues
-         sends slices of the sum, not all       the bytes of backward
-    CP3  backward gathers and attends again     K and V of T / cp           recompute_attention
-         (Korthikanti et al. 2022, section 5)   positions are kept, not T;
-                                                costs a third of attention
+         difference                             gain                       where
+    CP1  a piece of q attends to the keys       about half the products;   attend_to_prefix
+         before its end, not to all, masked     flash attention
+    CP2  K and V are gathered in one message;   half the messages; half    _GatherKeysAndValues
+         backward reduce-scatters               the bytes of backward
+    CP3  backward gathers and attends again     K and V of T / cp          recompute_attention
+         (Korthikanti et al. 2022, section 5)   positions are kept, not T
 
-The gradients of all parameters are summed over dp x cp replicas (zero.py). A ring (Liu et al. 2023)
-would overlap its messages with attention; gathering is shorter, and the same for any mask.
+CP3 costs another gather and a third of attention's arithmetic. Ring attention (Liu et al. 2023)
+instead passes K and V from rank to rank, and merges the outputs for each part: more to read.
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head.
 """
@@ -36,8 +35,8 @@ from parallelism.tensor import PositionEmbedding
 
 
 def own_positions(x: torch.Tensor, rank: int, cp: int, dim: int = -1) -> torch.Tensor:
-    """The positions of x, T along `dim`, that a rank of cp holds: pieces `rank` and
-    2 cp - 1 - `rank` of 2 cp. A copy. T is a multiple of 2 cp, but any for cp 1."""
+    """A copy of the positions of x, T along `dim`, that a rank of cp holds: pieces `rank` and
+    2 cp - 1 - `rank` of 2 cp. T must be a multiple of 2 cp (any T, if cp is 1)."""
     pieces = x.tensor_split(2 * cp, dim)
     return torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]], dim)
 
@@ -50,8 +49,9 @@ class _GatherKeysAndValues(torch.autograd.Function):
     def forward(ctx, k, v, grid):
         ctx.grid = grid
         parts = k.new_empty(grid.cp, 2, *k.shape)                   # (cp, 2, B, H, T / cp, D)
-        torch.stack([k, v], out=parts[grid.cp_rank])
-        all_gather(parts, grid.groups["cp"]).wait()                 # in place
+        parts[grid.cp_rank, 0] = k
+        parts[grid.cp_rank, 1] = v
+        all_gather(parts, grid.groups["cp"]).wait()                 # fills in the other ranks'
         early, late = parts.chunk(2, dim=-2)
         return torch.cat([*early, *late.flip(0)], dim=-2)
 
@@ -59,9 +59,8 @@ class _GatherKeysAndValues(torch.autograd.Function):
     def backward(ctx, dkv):
         grid = ctx.grid
         parts = torch.stack([own_positions(dkv, rank, grid.cp, dim=-2) for rank in range(grid.cp)])
-        [own] = reduce_scatter(parts, grid.groups["cp"]).wait()     # (2, B, H, T / cp, D)
-        dk, dv = own
-        return dk, dv, None
+        own = reduce_scatter(parts, grid.groups["cp"]).wait()       # (1, 2, B, H, T / cp, D)
+        return own[0, 0], own[0, 1], None
 
 
 def attend_to_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float):
@@ -69,17 +68,21 @@ def attend_to_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_
     (B, H, end, D)."""
     n, end = q.shape[2], k.shape[2]
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p)
-    if q.device.type != "cpu":
-        # Flash attention, which needs no mask in memory. (The import loads a compiler, for 1 s.)
-        from torch.nn.attention.bias import causal_lower_right
-        return attend(q, k, v, causal_lower_right(n, end))
-    # A CPU's kernel reads a mask (n, end), and backward keeps it. With q in reverse order row i may
-    # see position j if i + j < end: row i is a vector from its element i on. The mask is a view.
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    mask = torch.zeros(end + n - 1, dtype=dtype)
-    mask[end:] = -torch.inf
-    attend = partial(attend, attn_mask=mask.unfold(0, end, 1))
-    return upcast_for_matmul(attend, q.flip(2), k, v).flip(2)
+    if q.device.type == "cpu":
+        return upcast_for_matmul(partial(attend, attn_mask=reversed_mask(n, end, q.dtype)),
+                                 q.flip(2), k, v).flip(2)
+    # Flash attention, which needs no mask in memory. (Imported here because it takes a second.)
+    from torch.nn.attention.bias import causal_lower_right
+    return attend(q, k, v, attn_mask=causal_lower_right(n, end))
+
+
+def reversed_mask(n: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    """A mask (n, end) to add to the scores of the last n of `end` positions, in reverse order: row
+    i, of position end - 1 - i, is elements i to i + end - 1 of a vector (0, ... 0, -inf, ... -inf).
+    A CPU's kernel keeps the mask for backward; a view of the vector takes no memory."""
+    vector = torch.zeros(end + n - 1, dtype=torch.promote_types(dtype, torch.float32))
+    vector[end:] = -torch.inf
+    return vector.unfold(0, end, 1)
 
 
 class ContextParallelAttention(CoreAttention):
@@ -90,21 +93,21 @@ class ContextParallelAttention(CoreAttention):
         self.grid = grid
 
     def forward(self, q, k, v, causal, dropout_seed=None):
-        """`causal` is True: a run has no cache."""
+        """`causal` is always True in training. With dropout each rank has a seed of its own."""
         p = self.p if self.training else 0.0
         if p > 0:
             seed_dropout(q.device, dropout_seed, *self.name, self.rng_offset)
-        k, v = _GatherKeysAndValues.apply(k, v, self.grid)          # 2 of (B, H, T, D)
+        kv = _GatherKeysAndValues.apply(k, v, self.grid)            # (2, B, H, T, D)
         outputs = []
-        pieces = own_positions(torch.arange(2 * self.grid.cp), self.grid.cp_rank, self.grid.cp)
-        for piece, q in zip(pieces.tolist(), q.chunk(2, dim=2)):
-            end = (piece + 1) * q.shape[2]
-            outputs.append(attend_to_prefix(q, k[:, :, :end], v[:, :, :end], p))
+        rank, cp = self.grid.cp_rank, self.grid.cp
+        for piece, q_piece in zip([rank, 2 * cp - 1 - rank], q.chunk(2, dim=2)):
+            end = (piece + 1) * q_piece.shape[2]
+            outputs.append(attend_to_prefix(q_piece, kv[0, :, :, :end], kv[1, :, :, :end], p))
         return torch.cat(outputs, dim=2)
 
 
 class ContextParallelPositions(PositionEmbedding):
-    """Positions are counted in this rank's pieces."""
+    """Local positions, 0 to T / cp - 1, become those of the whole sequence: the weight's T rows."""
 
     def lookup(self, positions):
         whole = torch.arange(0, len(self.weight), device=positions.device)
