@@ -91,8 +91,8 @@ def parallel_stack(folder):
     print("\n| tokens a second | ours | PyTorch's | ratio |\n|---|---|---|---|")
     for name, processes, flags, theirs in RACES:
         flags = ["--micro-batch", 2, "--dtype", theirs.get("dtype", "fp32"), *flags.split()]
-        race(name, lambda: speed_of_train_py(folder, processes, *flags,
-                                             vocab=theirs.get("vocab", 257)),
+        vocab = theirs.get("vocab", 257)
+        race(name, lambda: speed_of_train_py(folder, processes, *flags, vocab=vocab),
              lambda: speed_of_peer(processes, **theirs))
 
 
@@ -138,17 +138,25 @@ def sampling(folder):
     print("\n| tokens sampled a second | ours | Hugging Face | ratio |\n|---|---|---|---|")
     with all_cores():
         for samples, dtype in itertools.product((1, 8), (torch.float32, torch.bfloat16)):
-            ours, options = copy.deepcopy(plain).to(dtype), dict(generators=[None] * samples)
-            race(f"{samples} at a time, {dtype}", per_second(lambda: list(sample.generate(
-                ours, [1], 255, end=-1, temperature=0, **options)), 255 * samples), per_second(
-                lambda: hf.generate(torch.tensor([[1]]), max_new_tokens=255, min_new_tokens=255,
-                                    do_sample=False, use_cache=True, pad_token_id=0), 255))
+            ours = copy.deepcopy(plain).to(dtype)
+
+            def sample_ours():
+                generators = [None] * samples
+                list(sample.generate(ours, [1], 255, end=-1, temperature=0, generators=generators))
+
+            def sample_theirs():
+                hf.generate(torch.tensor([[1]]), max_new_tokens=255, min_new_tokens=255,
+                            do_sample=False, use_cache=True, pad_token_id=0)
+            race(f"{samples} at a time, {dtype}", per_second(sample_ours, 255 * samples),
+                 per_second(sample_theirs, 255))
 
 
 def tokenizing(folder):
-    gpt2, files = data.get_tokenizer("gpt2"), corpora.standard_library()
+    gpt2 = data.get_tokenizer("gpt2")
+    files = corpora.standard_library()
     texts = [file.read_text() for file in files]
-    size, cores = sum(file.stat().st_size for file in files) / 1e6, os.cpu_count()
+    size = sum(file.stat().st_size for file in files) / 1e6
+    cores = os.cpu_count()
     print("\n| MB a second | ours | tiktoken | ratio |\n|---|---|---|---|")
     race("data.py, GPT-2 BPE / encode_ordinary_batch",
          per_second(lambda: data.prepare(files, folder, "gpt2"), size),
@@ -207,8 +215,12 @@ def monitoring(folder):
 
 def dropout_seeds(folder):
     """What it costs to seed a mask: our one generator, and torch.manual_seed for all devices."""
-    for name, seed in [("model.seed_dropout", lambda: model.seed_dropout(
-            torch.device("cpu"), 1, "embed")), ("torch.manual_seed", lambda: torch.manual_seed(1))]:
+    def ours():
+        model.seed_dropout(torch.device("cpu"), 1, "embed")
+
+    def theirs():
+        torch.manual_seed(1)
+    for name, seed in [("model.seed_dropout", ours), ("torch.manual_seed", theirs)]:
         rates = [per_second(lambda: [seed() for _ in range(1000)], 1000)() for _ in range(9)]
         print(f"{name} takes {1e6 / np.median(rates):.1f} us", flush=True)
 
@@ -228,10 +240,12 @@ def first_step(folder):
     for processes, mode, flags in [(1, "single", ""), (8, "ddp", "--micro-batch 2"),
                                    (8, "3d", "--micro-batch 2 --tp 2 --pp 2")]:
         work = json.dumps(dict(mode=mode, steps=1, warmup=0))
-        race(f"{processes} processes, {mode}", lambda: seconds(
-            processes, "step 1/", ROOT / "train.py", "--data", random_data(folder, 257), *sizes,
-            "--steps", 2, "--out", tempfile.mkdtemp(dir=folder), *flags.split()),
-            lambda: seconds(processes, "{", PEER, work))
+        command = [ROOT / "train.py", "--data", random_data(folder, 257), *sizes, "--steps", 2,
+                   *flags.split()]
+
+        def ours():
+            return seconds(processes, "step 1/", *command, "--out", tempfile.mkdtemp(dir=folder))
+        race(f"{processes} processes, {mode}", ours, lambda: seconds(processes, "{", PEER, work))
 
 
 def rate_of_products(n=2048):
@@ -249,7 +263,8 @@ def scaling_of_work(folder):
                         ("n_layer", 3), ("n_layer", 12), ("seq_len", 64), ("seq_len", 1024),
                         ("vocab", 8192), ("vocab", 50304)]:
         shape = {**SHAPE, "vocab": 257, name: value}
-        shape["n_head"], vocab = shape["n_embd"] // 64, shape.pop("vocab")
+        vocab = shape.pop("vocab")
+        shape["n_head"] = shape["n_embd"] // 64
         flops = model.flops_per_token(GPTConfig(vocab_size=vocab, **shape))
         batch = 4096 // shape["seq_len"]
         rate = rate_of_products()
@@ -341,7 +356,8 @@ def peak_memory(config, cfg, store, rank):
         train_data, val_data = (data.TokenDataset(config.data, split, cfg.seq_len)
                                 for split in data.SPLITS)
         run = train.Run(config, cfg, grid, torch.device("cpu"), train_data, val_data, None)
-        run.save = run.evaluate_source = lambda *_: 0.0
+        run.save = lambda: None
+        run.evaluate_source = lambda source: 0.0
         run.log = console.RunLog(mock.Mock())
         run.train(mock.Mock(requested=False))
     # Libraries allocate at their first use.
