@@ -46,7 +46,7 @@ from parallelism.zero import FlatParameters
 # 1. Ranks
 #
 # A rank is one process. The ranks form an array (dp, pp, cp, tp) whose last dimension is the
-# fastest. (cp is 1 except in sections 5 and 7.) For dp 2, pp 2, tp 2:
+# fastest. (cp is 1 except in section 7.) For dp 2, pp 2, tp 2:
 #
 #                     stage 0     stage 1
 #       replica 0     0   1       2   3          tensor parallel    (0 1) (2 3) (4 5) (6 7)
@@ -55,9 +55,8 @@ from parallelism.zero import FlatParameters
 #
 # Tensor parallelism communicates most (four all-reduces per block and microbatch: two forward, two
 # backward), so its ranks are adjacent and share a machine. Those of context parallelism, which
-# exchange keys and values in each block, come next. Data parallelism reduces gradients once
-# a step (ZeRO 2 and 3: once per microbatch) and may cross the network (Narayanan et al. 2021,
-# section 3).
+# exchange keys and values in each block, come next. Data parallelism reduces gradients once a step
+# (ZeRO 2 and 3: once per microbatch) and may cross the network (Narayanan et al. 2021, section 3).
 #
 # Ranks a and b have two slices each. An all-reduce is a reduce-scatter, then an all-gather:
 #

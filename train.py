@@ -62,7 +62,7 @@ from runtime.noise_scale import NoiseScale
 from runtime.options import Config
 from runtime.processes import Job, StopSignal, all_ranks
 
-EVAL_MICROBATCHES = 64          # of a replica, between two all-reduces of an evaluation
+EVAL_MICROBATCHES = 64          # of a rank, between two all-reduces of an evaluation
 
 
 def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, float]]:
@@ -335,7 +335,7 @@ class Run:
         """Mean loss in nats on fixed validation windows, the same in every layout."""
         self.model.eval()
         count = console.eval_sequences(self.config, self.model_config, source)
-        at_once = self.grid.dp * self.config.micro_batch        # a microbatch on each replica
+        at_once = self.grid.dp * self.config.micro_batch        # a microbatch for each dp rank
         padded = ceil_div(count, at_once) * at_once
         window_ids = np.full(padded, PADDING)
         evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)

@@ -10,7 +10,7 @@ bits):
     DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
     DP5  all are awaited at the end              backward goes on (ZeRO 0)     finish_grad_sync
     DP6  the tied matrix has its own bucket      no other bucket waits for it  make_buckets
-    DP7  ZeRO 1: a replica updates one shard     12 of 18 bytes become 12/r    _start_grad_sync
+    DP7  ZeRO 1: one of r replicas has a shard   12 of 18 bytes become 12/r    _start_grad_sync
     DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/r       _start_grad_sync
     DP9  ZeRO 3: and only its parameters         2 more bytes become 2/r       unshard.py
     DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  unshard.py

@@ -33,10 +33,11 @@ def check_grid(world: int, config) -> None:
         if cp > 1:
             factors += f" x cp {cp}"
         raise ValueError(f"{world} processes are not divisible by {factors} = {fewest}: "
-                         f"start a multiple of them: torchrun --nproc_per_node={fewest} train.py")
+                         f"lower these, or start a multiple of {fewest}: torchrun "
+                         f"--nproc_per_node={fewest} train.py")
     if config.zero == 3 and pp > 1:
         raise ValueError(f"zero 3 with pp {pp} would gather every block again for each microbatch "
-                         f"of the pipeline: give --zero 1 or, but for zb-h1, 2")
+                         f"of the pipeline: give --zero 1, or --zero 2 (not with zb-h1)")
     if config.sequence_parallel and tp == 1:
         raise ValueError("sequence parallelism splits the positions over tensor-parallel ranks, "
                          "but tp is 1: give --tp 2 or more")
@@ -65,8 +66,13 @@ def check_grid(world: int, config) -> None:
 
 def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> None:
     """Raise a ValueError that names the numbers if this job cannot run; no communication."""
-    check_grid(world, config)
     tp, pp, cp, chunks = config.tp, config.pp, config.cp, config.pp_chunks
+    if model_config.n_head % tp:        # before the number of processes is wrong for this tp
+        heads = model_config.n_head
+        possible = [n for n in range(1, heads + 1) if heads % n == 0 and world % n == 0]
+        raise ValueError(f"n_head {heads} is not divisible by tp {tp}: give a --tp that divides it "
+                         f"and the {world} processes: {', '.join(map(str, possible))}")
+    check_grid(world, config)
     micro_batch, seq_len = config.micro_batch, model_config.seq_len
     dp = world // (tp * pp * cp)
     if cp > 1 and seq_len % (2 * cp):
@@ -78,9 +84,6 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
             positions += f" / cp {cp}"
         raise ValueError(f"sequence parallelism: {positions} is not divisible "
                          f"by tp {tp}: change one, or drop --sequence-parallel")
-    if model_config.n_head % tp:
-        raise ValueError(f"n_head {model_config.n_head} is not divisible by tp {tp}: give a --tp "
-                         f"that divides it")
     if model_config.padded_vocab % tp:
         raise ValueError(f"the padded vocabulary {model_config.padded_vocab} is not divisible by "
                          f"tp {tp}: give a --tp that divides it, such as a power of 2")
@@ -170,8 +173,9 @@ def check_data(state: dict, dataset: TokenDataset, config, same: bool) -> None:
         if config.eval_only:
             warn(problem)
         elif same:
-            raise ValueError(f"{problem}: give that again (DIR=0 leaves out a source), or begin a "
-                             f"run on this one: --init-from without --resume, and another --out")
+            raise ValueError(f"{problem}: give another --out, without --resume, for a new run on "
+                             f"this one (--init-from begins it from these weights), or give that "
+                             f"again to go on (DIR=0 leaves out a source)")
 
 
 def validate(given: dict, state: dict | None, world: int, device_type: str,

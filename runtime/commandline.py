@@ -9,12 +9,15 @@ import sys
 class Parser(argparse.ArgumentParser):
     """The parser of all programs here. Flags may have underscores for dashes, as nanoGPT's. A
     mistake ends the program with one line and status 2. For each unknown flag the line suggests one
-    of ours, with its help: by `other_names` (our flag: its names elsewhere), or by similarity."""
+    of ours, with its help: by `other_names` (our flag: its names elsewhere), or by similarity; or
+    it says what to do instead (`advice`: a name elsewhere: a sentence)."""
 
-    def __init__(self, prog: str, usage: str, description=None, other_names=None, **options):
+    def __init__(self, prog: str, usage: str, description=None, other_names=None, advice=None,
+                 **options):
         super().__init__(prog, usage, description, allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.other_names = other_names or {}
+        self.advice = advice or {}
 
     def error(self, message: str, status: int = 2):
         self.exit(status, f"{self.prog}: {message}\n")
@@ -31,11 +34,13 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(given)
         if unknown:
             flags = [text for text in unknown if text.startswith("--")] or unknown[:1]
-            self.error("; ".join(f"unknown argument {flag}: {self.advice(flag)}" for flag in flags))
+            self.error("; ".join(f"unknown argument {flag}: {self.advise(flag)}" for flag in flags))
         return args
 
-    def advice(self, unknown: str) -> str:
+    def advise(self, unknown: str) -> str:
         name = unknown.partition("=")[0]
+        if name.removeprefix("--") in self.advice:
+            return self.advice[name.removeprefix("--")]
         flags = {flag: action for action in self._actions for flag in action.option_strings}
         near = ["--" + ours for ours, theirs in self.other_names.items()
                 if name.removeprefix("--") in theirs.split() and "--" + ours in flags]

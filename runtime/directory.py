@@ -98,6 +98,9 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
             if not file.exists():
                 raise ValueError(f"there is no {file}, but a run in {out}: drop --{kind} to go on "
                                  f"with it")
+            if file.resolve().parent == out.resolve():
+                raise ValueError(f"{file} is of the run in {out}: drop --{kind} to go on with that "
+                                 f"run, or give another --out to branch from this file")
             if state["run"].get("origin") != new_run(kind, load(file))["origin"]:   # no paths
                 raise ValueError(f"{out} holds a run that did not begin from {file}: drop --{kind} "
                                  f"to go on with that run, or give another --out")

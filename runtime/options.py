@@ -123,6 +123,20 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save", "resume": "load",
     "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval",
     "offload": "optimizer-cpu-offload", "init-from": "finetune"}
+ADVICE = {          # where their value is not ours, or there is nothing to give
+    "dp": "dp is what tp, pp and cp leave of the processes: start that many times more",
+    "dataset": "`python data.py --dataset NAME` makes data/NAME: give --data data/NAME",
+    "min-lr": "give --min-lr-ratio, min-lr / lr, such as 0.1",
+    "eval-iters": "give --eval-tokens, a number of tokens",
+    "gradient-accumulation-steps": "give --batch-size, the sequences of a step in all microbatches",
+    "bf16": "give --dtype bf16", "fp16": "give --dtype fp16", "precision": "give --dtype",
+    "loss-scale": "--dtype fp16 finds its loss scale by itself",
+    "decay-lr": "--min-lr-ratio 1 keeps the learning rate",
+    "wandb-log": "give --log wandb", "tensorboard-dir": "give --log tensorboard",
+    "adam-beta1": "give --beta1", "adam-beta2": "give --beta2", "zero-stage": "give --zero",
+    "hidden-dropout": "give --dropout", "attention-dropout": "give --dropout",
+    "lr-decay-style": "give --lr-schedule", "recompute-activations": "give --recompute",
+    "overlap-grad-reduce": "leave it out: it is always so"}
 NO_FILES = {"resume", "scratch", "latest", "true", "false", "yes", "no", "none"}    # habits
 
 
@@ -175,7 +189,7 @@ def step_range(text: str) -> tuple[int, int]:
 
 def parse_flags(arguments) -> dict:
     """The flags of train.py that were given. Raises ValueError."""
-    parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.", OTHER_NAMES,
+    parser = Parser("train.py", "python train.py [FLAG ...]", "Train a GPT.", OTHER_NAMES, ADVICE,
                     argument_default=argparse.SUPPRESS)
     add_flags(parser)
     given = parse_given(parser, arguments)

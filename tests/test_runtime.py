@@ -164,7 +164,9 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("n_embd 16, not 32", ["--init-from whole.pt --n-embd 32"]),
     ("but opt has opt-257 with 257", ["--init-from whole.pt --data opt"]),
     ("cannot be combined with --resume FILE", ["--init-from whole.pt --resume whole.pt"]),
-    ("did not begin from whole.pt: drop --init-from", ["--init-from whole.pt --out run"])])
+    ("did not begin from whole.pt: drop --init-from", ["--init-from whole.pt --out run"]),
+    (" is of the run in run: drop --resume to go on with that run, or give another --out to branch",
+     ["--resume run/step_00000002.pt --out run", "--resume ./run/step_00000004.pt --out run/."])])
 def test_a_users_mistake_ends_in_one_line_and_exit_2(run_train, shards, things, monkeypatch,
                                                      message, commands):
     """Each command ends with this message, in as many processes as tp x pp x cp, where the compiler
@@ -200,12 +202,13 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
      "--model,", "--resume whole.pt"),
     ("--resume whole.pt --data other", "(DIR=0 leaves out a source)",
      "--resume whole.pt --data SHARDS=0,other=1"),
-    ("--resume whole.pt --data other", "--init-from without --resume",
+    ("--resume whole.pt --data other", "give another --out, without --resume", "--data other"),
+    ("--resume whole.pt --data other", "(--init-from begins it from these weights)",
      "--init-from whole.pt --data other"),
     ("--compile=False", "leave it out", ""),
     ("--tp 2", "torchrun --nproc_per_node=2 train.py", "--nproc_per_node=2 --tp 2"),
     ("--nproc_per_node=2 --pp 2 --zero 3", "give --zero 1", "--nproc_per_node=2 --pp 2 --zero 1"),
-    ("--nproc_per_node=2 --pp 2 --zero 3", "but for zb-h1, 2",
+    ("--nproc_per_node=2 --pp 2 --zero 3", "or --zero 2 (not with zb-h1)",
      "--nproc_per_node=2 --pp 2 --zero 2"),
     ("--nproc_per_node=2 --pp 2 --zero 3 --pp-schedule zb-h1", "give --zero 1",
      "--nproc_per_node=2 --pp 2 --zero 1 --pp-schedule zb-h1"),
@@ -214,7 +217,14 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
      "--nproc_per_node=2 --n-layer 4 --pp-chunks 2 --pp 2 --pp-schedule interleaved"),
     ("--nproc_per_node=2 --pp-chunks 2 --pp 2 --pp-schedule interleaved", "raise --n-layer",
      "--nproc_per_node=2 --pp-chunks 2 --pp 2 --pp-schedule interleaved --n-layer 4"),
-    ("--nproc_per_node=4 --tp 4", "give a --tp that divides it", "--nproc_per_node=4 --tp 2"),
+    ("--nproc_per_node=4 --tp 4", "divides it and the 4 processes: 1, 2",
+     "--nproc_per_node=4 --tp 2"),
+    ("--nproc_per_node=2 --tp 3", "lower these, or start a multiple of 3",
+     "--nproc_per_node=2 --tp 2"),
+    ("--dp 2", "start that many times more", "--nproc_per_node=2"),
+    ("--min_lr=1e-5", "give --min-lr-ratio, min-lr / lr, such as 0.1", "--min-lr-ratio 0.1"),
+    ("--fp16", "give --dtype fp16", "--dtype fp16"),
+    ("--loss-scale 1024", "--dtype fp16 finds its loss scale by itself", "--dtype fp16"),
     ("--batch-size 6 --micro-batch 4", "in multiples of 4", "--batch-size 8 --micro-batch 4"),
     ("--batch-size 6 --micro-batch 4", "or drop --micro-batch", "--batch-size 6"),
     ("--nproc_per_node=3", "in multiples of 3", "--nproc_per_node=3 --batch-size 6"),
@@ -228,8 +238,8 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
     ("--data other=0,beyond=0", "give one that is not", "--data other=1,beyond=0"),
     ("--data beyond=1,beyond_val=1", "drop one", "--data beyond=1"),
     ("--data other --seq-len 100000", "--seq-len 99999 or less", "--data other --seq-len 99999"),
-    ("--nproc_per_node=3 --exact --tp 3", "give --tp 1, 2, 4 or 8",
-     "--nproc_per_node=2 --exact --tp 2")]
+    ("--nproc_per_node=3 --exact --tp 3 --n-head 3 --n-embd 24", "give --tp 1, 2, 4 or 8",
+     "--nproc_per_node=2 --exact --tp 2 --n-head 4 --n-embd 24")]
 
 
 def refusal(shards, flags):

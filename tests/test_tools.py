@@ -618,8 +618,14 @@ def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
     give an A100's plan."""
     with pytest.raises(ValueError, match="another GPU's TFLOP/s:GB:GB/s") as error:
         tools.plan.answer("--world 1 --gpu rtx4090".split())
-    example = re.search(r"as (--gpu .*)", str(error.value))[1]
+    example = re.search(r"as (--gpu \S+);", str(error.value))[1]
     assert "165:24:1008" in tools.plan.answer(f"--world 1 {example}".split())
+    nvlink = re.search(r"as (\d+:\S+)$", str(error.value))[1]
+    assert "; 450 GB/s to a GPU of the same machine" in tools.plan.answer(
+        f"--world 1 --gpu {nvlink}".split())
+    found = tools.plan.answer("--world 8 --gpu a100-80g --offload --batch-size 64 "
+                              "--search".split())
+    assert "for train.py: --batch-size 64 --offload --tp" in found
     flags = "--world 1 --json --dtype bf16 --gpu".split()
     known, own = (json.loads(tools.plan.answer([*flags, gpu]))
                   for gpu in ("a100-80g", "312:80:2039"))
@@ -1281,11 +1287,12 @@ WAVE = [1.0, 3.0] * 64                          # mean 2, standard deviation 1.0
     (policies.Stop, [1.0, 99.0, math.nan], None, {3: "stop"}),
     (policies.SkipSixDeviations, [*WAVE, 8.0], None, {}),       # the limit is 8.02
     (policies.SkipSixDeviations, [*WAVE, 8.1], None, {129: "skip"}),
-    (policies.SkipSixDeviations, [*WAVE[:63], 99.0], None, {}),
-    (policies.SkipSixDeviations, [*WAVE[:64], 99.0], None, {65: "skip"}),
+    (policies.SkipSixDeviations, [*WAVE[:62], 99.0], None, {}),
+    (policies.SkipSixDeviations, [*WAVE[:63], 99.0], None, {64: "skip"}),
     (policies.SkipSixDeviations, [2.0] * 129, [*WAVE, 8.1], {129: "skip"}),
     (policies.SkipSixDeviations, [99.0, *WAVE, 8.1], None, {130: "skip"}),      # the last 128
-    (policies.SkipSixDeviations, [*WAVE, math.nan, 8.1, 8.1], None, {129: "skip", 130: "skip"}),
+    (policies.SkipSixDeviations, [*WAVE, math.nan, 2.0, 2.0], None,
+     {129: "skip", 130: "skip", 131: "skip"}),
     (policies.CountNaN, [1.0] + [math.inf] * 9 + [1.0] + [math.nan] * 11, None, {21: "back"}),
     (policies.ByHand, [2.0] * 140 + [2.09] * 10, None, {}),
     (policies.ByHand, [2.0] * 140 + [2.11] * 10 + [2.0] * 50, None, {150: "back"}),

@@ -141,8 +141,7 @@ def plain_loop(work: Work, micro_batch: int, **more) -> dict:
 # ---------------------------------------------------------------------------------------------
 
 def ceilings(work: Work, folder: Path) -> Iterator:
-    """What this card gives at best. (An H200 measured elsewhere: 770 to 800 TFLOP/s, 4.3 TB/s. The
-    H100 of the first race gave about half of its usual rates.)"""
+    """What this card gives at best. (An H200 measured elsewhere: 770 to 800 TFLOP/s, 4.3 TB/s.)"""
     yield "versions", dict(torch=torch.__version__, cuda=torch.version.cuda,
                            python=sys.version.split()[0])
     n = work.product

@@ -104,17 +104,20 @@ class GPUSpec:
 
 
 class KnownGPUs(dict):
-    """{name: GPUSpec}. Another GPU is TFLOP/s:GB:GB/s, as 165:24:1008 (in 16 bits; its memory): a
-    card on PCIe, with half the FLOP/s in TF32. Raises ValueError."""
+    """{name: GPUSpec}. Another GPU is TFLOP/s:GB:GB/s, as 165:24:1008 (in 16 bits; its memory), and
+    optionally :GB/s of its link to the machine's other GPUs, without which it is on PCIe. It has
+    half the FLOP/s in TF32. Raises ValueError."""
 
     def __missing__(self, name: str) -> GPUSpec:
-        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2}", name):
+        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2,3}", name):
             raise ValueError(f"argument --gpu: {name} is none of {', '.join(self)}: give one of "
                              f"these, or another GPU's TFLOP/s:GB:GB/s (products in 16 bits; its "
-                             f"memory), as --gpu 165:24:1008")
-        flops, memory, bandwidth = map(float, name.split(":"))
-        return GPUSpec(f"{flops}e12", flops * 5e11, memory * 1e9, bandwidth * 1e9, 32e9, 25e9, 32e9,
-                       108, *AMPERE)
+                             f"memory), as --gpu 165:24:1008; with NVLink also :GB/s, in one "
+                             f"direction, as 989:80:3350:450")
+        flops, memory, bandwidth, *links = map(float, name.split(":"))
+        link = links[0] if links else 32.0
+        return GPUSpec(f"{flops}e12", flops * 5e11, memory * 1e9, bandwidth * 1e9, link * 1e9, 25e9,
+                       32e9, 108, *AMPERE)
 
 
 # The makers' data sheets of the SXM modules (where 80 GB are 79.1 GiB); network and host of DGX-1,
@@ -803,6 +806,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
     options += [name.replace("_", " ") for name in ("recompute", "sequence_parallel", "offload")
                 if getattr(config, name)]
     num_microbatches = config.batch_size // (plan["dp"] * config.micro_batch)
+    gpu = gpu_of(config)
     cp = f" x cp {config.cp}" if config.cp > 1 else ""
     low, high = (plan["days"] * (1 + sign * SPREAD) for sign in (-1, 1))
     lines = [
@@ -834,7 +838,8 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
         f"in {plan['write_seconds']:,.4g} s and read in {plan['read_seconds']:,.4g} s "
         f"({format_bytes(plan['checkpoint_bytes'])}); goodput {plan['goodput']:.1%}, which the "
         f"days above do not count",
-        "assumes  backward hides data parallelism, nothing hides tp, cp and pp; no rank is slow"]
+        f"assumes  backward hides data parallelism, nothing hides tp, cp and pp; no rank is slow; "
+        f"{gpu.link / 1e9:g} GB/s to a GPU of the same machine, {gpu.network / 1e9:g} to another's"]
     if plan["tokens"] < plan["compute_optimal_tokens"] / 10:
         lines.append(f"note     few tokens: {plan['compute_optimal_tokens']:.3g} would be "
                      f"compute-optimal (--tokens, or --steps and --batch-size)")
@@ -843,8 +848,9 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
     return "\n".join(lines)
 
 
-def format_search(plans: list[dict]) -> str:
-    """A row for each layout, the fastest first, and train.py's flags of the first."""
+def format_search(plans: list[dict], given: dict) -> str:
+    """A row for each layout, the fastest first, and train.py's flags of the first, with those that
+    were given."""
     rows = [["dp", "pp", "chunks", "cp", "tp", "micro-batch", "zero", "recompute",
              "sequence-parallel", "memory GB", "bubble %", "step s", "MFU %", "days"]]
     numbers = ("dp", "pp", "pp_chunks", "cp", "tp", "micro_batch", "zero")
@@ -859,12 +865,19 @@ def format_search(plans: list[dict]) -> str:
     for row in rows:
         lines.append("  ".join(cell.rjust(max(4, len(name))) for cell, name in zip(row, rows[0])))
     first = plans[0]
-    flags = [f"--{name.replace('_', '-')} {first[name]}"
-             for name in ("tp", "pp", "cp", "pp_schedule", "pp_chunks", "micro_batch", "zero")]
-    flags += [f"--{name.replace('_', '-')}" for name in ("recompute", "sequence_parallel")
-              if first[name]]
+    flags = {name: given[name] for name in RUN_FLAGS if name in given}
+    names = ["tp", "pp", "cp", "micro_batch", "zero", "recompute", "sequence_parallel"]
+    if first["pp"] > 1:
+        names += ["pp_schedule", "pp_chunks"]
+    flags |= {name: first[name] for name in names}
+    words = []
+    for name, value in flags.items():
+        if value is not False:
+            words.append("--" + name.replace("_", "-"))
+        if not isinstance(value, bool):
+            words.append(str(value))
     lines.append(f"nine of ten times are at most {SPREAD:.0%} off; the first, for train.py: "
-                 f"{' '.join(flags)}")
+                 f"{' '.join(words)}")
     return "\n".join(lines)
 
 
@@ -899,7 +912,7 @@ def answer(arguments: list[str]) -> str:
 
     if config.search:
         plans = search_layouts(GPTConfig(config.vocab_size, **shape), config, given)
-        return json.dumps(plans) if config.json else format_search(plans)
+        return json.dumps(plans) if config.json else format_search(plans, given)
     config, cfg = check_config(config, shape, config.vocab_size, config.world, "cuda")
     plan = make_plan(cfg, config)
     return json.dumps(plan) if config.json else format_plan(cfg, config, plan)

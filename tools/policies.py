@@ -72,7 +72,8 @@ class Stop(Policy):
 class SkipSixDeviations(Policy):
     """OLMo-core's SkipStepOptimizer (olmo_core/optim/skip_step_optimizer.py): no update if the loss
     or the norm of the gradient is more than six standard deviations above the mean of the last 128,
-    once there are 64. Skipped ones enter the mean; those that are not finite do not."""
+    from the 64th step on. All enter the mean, so that one that is not finite skips every step until
+    it is no longer among them."""
     after_failed_save = Restart
 
     def __init__(self):
@@ -82,10 +83,9 @@ class SkipSixDeviations(Policy):
         verdict = None
         for name, values in self.seen.items():
             value = getattr(stats, name)
-            if len(values) >= 64 and not value <= np.mean(values) + 6 * np.std(values, ddof=1):
+            if len(values) >= 63 and not value <= np.mean(values) + 6 * np.std(values, ddof=1):
                 verdict = "skip"
-            if math.isfinite(value):
-                self.seen[name] = [*values, value][-128:]
+            self.seen[name] = [*values, value][-128:]
         return verdict
 
 
@@ -110,8 +110,9 @@ class CountNaN(Policy):
 class ByHand(Policy):
     """OPT-175B (Zhang et al. 2022, section 2.5, and the team's logbook): somebody looks at the
     curve, here every 50 steps. If the mean of the last ten losses is not finite, or 5% above that
-    of the last look, the run goes on from a checkpoint before that look, with half the learning
-    rate and, as PaLM did (Chowdhery et al. 2022, section 5.1), without the data read since."""
+    of the last good look, the run goes on from a checkpoint before that look, with half the
+    learning rate and, as PaLM did (Chowdhery et al. 2022, section 5.1), without the data read
+    since."""
     after_failed_save = Restart
     losses = ()                     # the last ten
     good = (0, math.inf)            # the last look that found nothing: step and mean

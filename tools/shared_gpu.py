@@ -30,6 +30,7 @@ LAYOUTS = (
     (4, "--pp 4", {}), (4, "--pp 4 --pp-schedule 1f1b", {}),
     (2, "--pp 2 --pp-schedule interleaved --pp-chunks 2", {}),
     (2, "--pp 2 --pp-schedule zb-h1", {}),
+    (2, "--cp 2", {}), (4, "--cp 4 --dtype bf16", {}),      # two kernels of attention
     (8, "--tp 2 --pp 2 --zero 2", {}), (8, "--tp 2 --pp 2 --zero 2 --dtype bf16", {}),
     (4, "--tp 2 --sequence-parallel --compile", {}), (4, "--tp 2 --pp 2 --exact", {}),
     (2, "--zero 2", {NO_CACHE: "1"}), (2, "--zero 3", {NO_CACHE: "1"}),
