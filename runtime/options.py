@@ -110,7 +110,7 @@ FLAGS_THAT_CHANGE_THE_LOSS = (
     "dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio", "warmup_steps",
     "lr_schedule", "weight_decay", "beta1", "beta2", "clip", "dtype")
 OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README.md has more
-    "steps": "max-iters train-iters", "lr": "learning-rate", "min-lr-ratio": "min-lr",
+    "steps": "max-iters train-iters", "lr": "learning-rate",
     "n-layer": "num-layers num-hidden-layers", "n-head": "num-attention-heads",
     "n-embd": "hidden-size", "zero": "use-distributed-optimizer", "batch-ramp": "rampup-batch-size",
     "tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size",
@@ -118,8 +118,8 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "pp-chunks": "num-virtual-stages-per-pipeline-rank",
     "batch-size": "global-batch-size gradient-accumulation-steps grad-acc-steps",
     "micro-batch": "micro-batch-size mbs", "eval-every": "eval-interval",
-    "eval-tokens": "eval-iters", "log-every": "log-interval",
-    "seq-len": "block-size seq-length", "clip": "grad-clip clip-grad", "data": "dataset data-path",
+    "log-every": "log-interval",
+    "seq-len": "block-size seq-length", "clip": "grad-clip clip-grad", "data": "data-path",
     "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save", "resume": "load",
     "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval",
     "offload": "optimizer-cpu-offload", "init-from": "finetune"}
