@@ -348,8 +348,9 @@ def reading(path: Path, problem: str):
         yield
     except (FileNotFoundError, NotADirectoryError):
         others = [file.name for file in list_checkpoints(path.parent)]
-        if (path / "latest.pt").exists():
-            advice = f"give a file, such as {path / 'latest.pt'}"
+        inside = sorted(map(str, path.glob("*.pt")))        # latest.pt is the first
+        if inside:
+            advice = f"it is a directory: give a file in it: {', '.join(inside)}"
         elif path.suffix == ".pt" and others:           # --keep has removed it
             advice = f"{path.parent} has {', '.join(others)}"
         elif path.suffix == ".pt":
@@ -358,6 +359,8 @@ def reading(path: Path, problem: str):
             advice = (f"give a file of train.py, such as out/latest.pt; `python -m "
                       f"tools.huggingface import {path} FILE.pt` makes one of weights, for "
                       f"--init-from and sample.py")
+            if path.is_dir():
+                advice = f"it is a directory without any: {advice}"
         raise FileNotFoundError(f"there is no checkpoint {path}: {advice}") from None
     except (PermissionError, MemoryError):
         raise

@@ -23,91 +23,112 @@ from runtime.options import Config, merge_config
 from runtime.processes import warn
 
 
+def refuse(problems: list[str]) -> None:
+    """Raise a ValueError that names all of these problems, if there are any."""
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
 def check_grid(world: int, config) -> None:
     """Raise a ValueError that names the numbers if no model can run in this layout."""
     tp, pp, cp, schedule, chunks = (config.tp, config.pp, config.cp, config.pp_schedule,
                                     config.pp_chunks)
+    problems = []
     fewest = tp * pp * cp
     if world % fewest:
         factors = f"tp {tp} x pp {pp}"
         if cp > 1:
             factors += f" x cp {cp}"
-        raise ValueError(f"{world} processes are not divisible by {factors} = {fewest}: "
-                         f"lower these, or start a multiple of {fewest}: torchrun "
-                         f"--nproc_per_node={fewest} train.py")
+        problems.append(f"{world} processes are not divisible by {factors} = {fewest}: "
+                        f"lower these, or start a multiple of {fewest}: torchrun "
+                        f"--nproc_per_node={fewest} train.py")
     if config.zero == 3 and pp > 1:
-        raise ValueError(f"zero 3 with pp {pp} would gather every block again for each microbatch "
-                         f"of the pipeline: give --zero 1, or --zero 2 (not with zb-h1)")
+        problems.append(f"zero 3 with pp {pp} would gather every block again for each microbatch "
+                        f"of the pipeline: give --zero 1, or --zero 2 (not with zb-h1)")
     if config.sequence_parallel and tp == 1:
-        raise ValueError("sequence parallelism splits the positions over tensor-parallel ranks, "
-                         "but tp is 1: give --tp 2 or more")
-    if schedule != "interleaved" and chunks > 1:
-        raise ValueError(f"--pp-chunks {chunks} requires --pp 2 or more with --pp-schedule "
-                         f"interleaved, not {schedule}: give both, or drop --pp-chunks")
-    if schedule == "interleaved" and min(pp, chunks) < 2:
-        raise ValueError(f"--pp-schedule interleaved requires --pp and --pp-chunks of 2 or more, "
-                         f"not {pp} and {chunks}")
+        problems.append("sequence parallelism splits the positions over tensor-parallel ranks, "
+                        "but tp is 1: give --tp 2 or more")
+    interleaved = schedule == "interleaved"
+    if interleaved != (chunks > 1) or (interleaved and pp == 1):
+        problems.append(f"--pp-schedule {schedule} with pp {pp} and pp-chunks {chunks}: chunks "
+                        f"require the schedule interleaved, and it requires --pp and --pp-chunks "
+                        f"of 2 or more, pp x pp-chunks layers or more, and --batch-size in "
+                        f"multiples of dp x micro-batch x pp: give all, or drop both flags")
     if schedule == "zb-h1" and (pp == 1 or config.zero == 2 or config.recompute or config.compile):
-        raise ValueError("--pp-schedule zb-h1 requires --pp 2 or more, and cannot be combined "
-                         "with --zero 2, --recompute or --compile: drop these, or use 1f1b")
+        problems.append("--pp-schedule zb-h1 requires --pp 2 or more, and cannot be combined "
+                        "with --zero 2, --recompute or --compile: drop these, or use 1f1b")
     if config.exact and MOST_BLOCKS % tp:
-        raise ValueError(f"--exact computes in {MOST_BLOCKS} blocks at most, which tp {tp} does "
-                         f"not divide: give --tp 1, 2, 4 or 8")
+        problems.append(f"--exact computes in {MOST_BLOCKS} blocks at most, which tp {tp} does "
+                        f"not divide: give --tp 1, 2, 4 or 8")
     if config.exact and cp > 1:
-        raise ValueError(f"--exact cannot be combined with --cp {cp}, which sums the gradients of "
-                         f"keys in the order of the ranks: drop one")
+        problems.append(f"--exact cannot be combined with --cp {cp}, which sums the gradients of "
+                        f"keys in the order of the ranks: drop one")
     if config.exact and config.compile:
-        raise ValueError("--exact cannot be combined with --compile, which orders sums in its own "
-                         "way: drop one")
+        problems.append("--exact cannot be combined with --compile, which orders sums in its own "
+                        "way: drop one")
     if config.exact and config.sequence_parallel and config.dropout > 0:
-        raise ValueError("--exact cannot be combined with --dropout and --sequence-parallel, where "
-                         "each rank draws masks for its positions: drop one")
+        problems.append("--exact cannot be combined with --dropout and --sequence-parallel, where "
+                        "each rank draws masks for its positions: drop one")
+    refuse(problems)
 
 
 def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> None:
     """Raise a ValueError that names the numbers if this job cannot run; no communication."""
-    tp, pp, cp, chunks = config.tp, config.pp, config.cp, config.pp_chunks
-    if model_config.n_head % tp:        # before the number of processes is wrong for this tp
-        heads = model_config.n_head
-        possible = [n for n in range(1, heads + 1) if heads % n == 0 and world % n == 0]
-        raise ValueError(f"n_head {heads} is not divisible by tp {tp}: give a --tp that divides it "
-                         f"and the {world} processes: {', '.join(map(str, possible))}")
     check_grid(world, config)
+    tp, pp, cp, chunks = config.tp, config.pp, config.cp, config.pp_chunks
     micro_batch, seq_len = config.micro_batch, model_config.seq_len
     dp = world // (tp * pp * cp)
+    problems = []
+    if model_config.n_head % tp:
+        heads = model_config.n_head
+        possible = [n for n in range(1, heads + 1) if heads % n == 0 and world % n == 0]
+        problems.append(f"n_head {heads} is not divisible by tp {tp}: give a --tp that divides it "
+                        f"and the {world} processes: {', '.join(map(str, possible))}")
     if cp > 1 and seq_len % (2 * cp):
-        raise ValueError(f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, "
-                         f"which do not divide seq_len {seq_len}: change one")
+        problems.append(f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, "
+                        f"which do not divide seq_len {seq_len}: change one")
     if config.sequence_parallel and seq_len % (cp * tp):
         positions = f"seq_len {seq_len}"
         if cp > 1:
             positions += f" / cp {cp}"
-        raise ValueError(f"sequence parallelism: {positions} is not divisible "
-                         f"by tp {tp}: change one, or drop --sequence-parallel")
+        problems.append(f"sequence parallelism: {positions} is not divisible "
+                        f"by tp {tp}: change one, or drop --sequence-parallel")
     if model_config.padded_vocab % tp:
-        raise ValueError(f"the padded vocabulary {model_config.padded_vocab} is not divisible by "
-                         f"tp {tp}: give a --tp that divides it, such as a power of 2")
+        problems.append(f"the padded vocabulary {model_config.padded_vocab} is not divisible by "
+                        f"tp {tp}: give a --tp that divides it, such as a power of 2")
     if model_config.n_layer < pp * chunks:
-        raise ValueError(f"n_layer {model_config.n_layer} is less than pp {pp} x pp-chunks "
-                         f"{chunks}: a stage would be empty: raise --n-layer, or lower the others")
-    at_once = dp * micro_batch
-    if batch % at_once:
-        advice = f"give --batch-size (and START and INCREMENT of a ramp) in multiples of {at_once}"
-        if batch % dp == 0:
+        stages = f"pp {pp}"
+        advice = "raise --n-layer, or lower --pp"
+        if chunks > 1:
+            stages += f" x pp-chunks {chunks}"
+            advice += ", or drop --pp-schedule interleaved and --pp-chunks"
+        problems.append(f"n_layer {model_config.n_layer} is less than {stages}: a stage would be "
+                        f"empty: {advice}")
+    least = dp
+    factors = f"dp {dp} x micro-batch {micro_batch}"
+    if chunks > 1:
+        least *= pp
+        factors += f" x pp {pp}, as the interleaved schedule requires"
+    step = least * micro_batch
+    if batch % step:
+        advice = f"give --batch-size (and START and INCREMENT of a ramp) in multiples of {step}"
+        if batch % least == 0:
             advice += ", or drop --micro-batch"
-        raise ValueError(f"batch size {batch} is not divisible by dp {dp} x micro-batch "
-                         f"{micro_batch} = {at_once}: {advice}")
-    if chunks > 1 and batch // at_once % pp:
-        raise ValueError(f"{batch // at_once} microbatches are not divisible by pp {pp}, as the "
-                         f"interleaved schedule requires: give --batch-size (and START and "
-                         f"INCREMENT of a ramp) in multiples of {at_once * pp}")
+        problems.append(f"batch size {batch} is not divisible by {factors}: {advice}")
+    refuse(problems)
+
+
+def largest_microbatch(pp: int, device_type: str) -> int:
+    """The most sequences of a microbatch by default. GPUs gain from large products, but a pipeline
+    loses more: with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40%
+    slower)."""
+    return 16 if device_type == "cuda" and pp == 1 else 4
 
 
 def default_micro_batch(sizes: range, dp: float, pp: int, device_type: str) -> int:
     """The largest microbatch, up to a limit, that splits every batch size into a multiple of pp
-    microbatches, which fill the pipeline. GPUs gain from large products, but a pipeline loses more:
-    with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40% slower)."""
-    most = 16 if device_type == "cuda" and pp == 1 else 4
+    microbatches, which fill the pipeline."""
+    most = largest_microbatch(pp, device_type)
     rows = math.gcd(*sizes) / dp        # sequences of each rank; a fraction is no multiple
     return max([m for m in range(1, most + 1) if rows % (m * pp) == 0], default=1)
 

@@ -7,14 +7,15 @@ import sys
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of all programs here. Flags may have underscores for dashes, as nanoGPT's. A
-    mistake ends the program with one line and status 2. For each unknown flag the line suggests one
-    of ours, with its help: by `other_names` (our flag: its names elsewhere), or by similarity; or
-    it says what to do instead (`advice`: a name elsewhere: a sentence)."""
+    """The parser of all programs here. Flags may have underscores for dashes, as nanoGPT's.
+    Mistakes end the program with status 2 and one line that names all wrong values and unknown
+    flags. For each of these it suggests one of ours, with its help: by `other_names` (our flag: its
+    names elsewhere), or by similarity; or it says what to do instead (`advice`: a sentence: names
+    elsewhere)."""
 
     def __init__(self, prog: str, usage: str, description=None, other_names=None, advice=None,
                  **options):
-        super().__init__(prog, usage, description, allow_abbrev=False,
+        super().__init__(prog, usage, description, allow_abbrev=False, exit_on_error=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.other_names = other_names or {}
         self.advice = advice or {}
@@ -27,20 +28,41 @@ class Parser(argparse.ArgumentParser):
             arguments = sys.argv[1:]
         given = [re.sub(r"^--[\w-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)
                  for text in arguments]
+        problems = []
+        kept = []
         for text in given:              # --compile=False, as nanoGPT's
             name, sep, _ = text.partition("=")
             if sep and getattr(self._option_string_actions.get(name), "nargs", None) == 0:
-                self.error(f"argument {name} takes no value: give {name} alone, or leave it out")
-        args, unknown = self.parse_known_args(given)
-        if unknown:
-            flags = [text for text in unknown if text.startswith("--")] or unknown[:1]
-            self.error("; ".join(f"unknown argument {flag}: {self.advise(flag)}" for flag in flags))
+                problems.append(f"argument {name} takes no value: give {name} alone, or leave it "
+                                f"out")
+            else:
+                kept.append(text)
+        args = None
+        while args is None:
+            try:
+                args, unknown = self.parse_known_args(kept)
+            except argparse.ArgumentError as error:     # a wrong value: leave out its flag
+                problems.append(str(error))
+                others = [text for text in kept if text.partition("=")[0] != error.argument_name]
+                if others == kept:
+                    self.error("; ".join(problems))
+                kept = others
+        flags = [text for text in unknown if text.startswith("--") or text.endswith(".py")]
+        if not problems and not flags:          # with those, others are their values
+            flags = unknown[:1]
+        for flag in flags:
+            problems.append(f"unknown argument {flag}: {self.advise(flag)}")
+        if problems:
+            self.error("; ".join(problems))
         return args
 
     def advise(self, unknown: str) -> str:
         name = unknown.partition("=")[0]
-        if name.removeprefix("--") in self.advice:
-            return self.advice[name.removeprefix("--")]
+        if name.endswith(".py"):
+            name = ".py"
+        for sentence, theirs in self.advice.items():
+            if name.removeprefix("--") in theirs.split():
+                return sentence
         flags = {flag: action for action in self._actions for flag in action.option_strings}
         near = ["--" + ours for ours, theirs in self.other_names.items()
                 if name.removeprefix("--") in theirs.split() and "--" + ours in flags]

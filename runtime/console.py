@@ -17,11 +17,13 @@ from pathlib import Path
 import torch
 
 from amp import PRECISIONS
-from data import Batch, Source, sequences_after
-from model import GPTConfig, flops_per_token, multiplies_in_fp32, parameter_count, peak_flops
+from data import Batch, Source, batch_sizes, sequences_after
+from model import (PEAK_LR, GPTConfig, flops_per_token, multiplies_in_fp32, parameter_count,
+                   peak_flops)
 from parallel import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
 from parallelism.zero import state_bytes
+from runtime import checks
 from runtime.directory import Metrics, Start
 from runtime.options import RESTORED, Config, restored_flags, step_range
 from runtime.processes import print_rank0
@@ -203,22 +205,32 @@ def print_finished(run, begin: Start) -> None:
 
 def print_notes(run, given: dict, resumed: bool) -> None:
     """Hints on settings that are probably not what the user wants."""
-    config = run.config
+    config, grid = run.config, run.grid
     many_threads = run.device.type == "cpu" and torch.get_num_threads() > 1
     if many_threads and hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count():
         print_rank0("note     this machine is busy: put OMP_NUM_THREADS=1 before the command, or "
                     "threads wait for each other")
-    if not resumed and not {"lr", "model"} & set(given) and parameter_count(run.model_config) > 2e7:
+    default_lr = not resumed and "lr" not in given
+    if default_lr and config.init_from is not None:
+        print_rank0(f"note     the learning rate {config.lr:g} is the default for training this "
+                    f"size from scratch: fine-tuning takes less, such as a tenth: give --lr")
+    elif default_lr and config.lr == PEAK_LR["nano"] and parameter_count(run.model_config) > 2e7:
         print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 used 6e-4 for "
                     f"125M parameters, 2e-4 for 1.3B: give --lr")
-    for ranks in run.grid.ranks.reshape(-1, run.grid.tp).tolist():
-        if len({run.grid.hosts[rank] for rank in ranks}) > 1:
+    for ranks in grid.ranks.reshape(-1, grid.tp).tolist():
+        if len({grid.hosts[rank] for rank in ranks}) > 1:
             print_rank0(f"note     tensor-parallel ranks {ranks} communicate most, but are"
-                        f"{on_hosts(ranks, run.grid.hosts)}: --tp should divide a machine's ranks")
+                        f"{on_hosts(ranks, grid.hosts)}: --tp should divide a machine's ranks")
             break
     if config.warmup_steps > config.steps / 2:
         print_rank0(f"note     the warm-up takes {config.warmup_steps} of {config.steps} steps: "
                     f"give a smaller --warmup-steps")
+    largest = checks.largest_microbatch(grid.pp, run.device.type)
+    most = min(largest, math.gcd(*batch_sizes(config)[0]) // (grid.dp * grid.pp))
+    if "micro_batch" not in given and not config.exact and config.micro_batch < most:
+        print_rank0(f"note     --micro-batch is {config.micro_batch}: no larger one, up to {most}, "
+                    f"divides every batch size / (dp {grid.dp} x pp {grid.pp}): multiples of "
+                    f"{grid.dp * grid.pp * largest} allow {largest}")
     if config.compile:
         print_rank0("note     the first step and the first evaluation compile, for a minute or so")
     if config.skip_steps is not None and step_range(config.skip_steps)[1] < run.step:

@@ -123,20 +123,45 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save", "resume": "load",
     "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval",
     "offload": "optimizer-cpu-offload", "init-from": "finetune"}
-ADVICE = {          # where their value is not ours, or there is nothing to give
-    "dp": "dp is what tp, pp and cp leave of the processes: start that many times more",
-    "dataset": "`python data.py --dataset NAME` makes data/NAME: give --data data/NAME",
-    "min-lr": "give --min-lr-ratio, min-lr / lr, such as 0.1",
-    "eval-iters": "give --eval-tokens, a number of tokens",
-    "gradient-accumulation-steps": "give --batch-size, the sequences of a step in all microbatches",
-    "bf16": "give --dtype bf16", "fp16": "give --dtype fp16", "precision": "give --dtype",
-    "loss-scale": "--dtype fp16 finds its loss scale by itself",
-    "decay-lr": "--min-lr-ratio 1 keeps the learning rate",
-    "wandb-log": "give --log wandb", "tensorboard-dir": "give --log tensorboard",
-    "adam-beta1": "give --beta1", "adam-beta2": "give --beta2", "zero-stage": "give --zero",
-    "hidden-dropout": "give --dropout", "attention-dropout": "give --dropout",
-    "lr-decay-style": "give --lr-schedule", "recompute-activations": "give --recompute",
-    "overlap-grad-reduce": "leave it out: it is always so"}
+ADVICE = {          # what to do: names elsewhere whose value is not ours, or that are not needed
+    "there are no configuration files, only flags: README.md has nanoGPT's demo": ".py",
+    "start so many processes: torchrun --nproc_per_node=N train.py": "nproc-per-node gpus num-gpus",
+    "dp is what tp, pp and cp leave of the processes: start that many times more": "dp",
+    "`python data.py --dataset NAME` makes data/NAME: give --data data/NAME (nanoGPT's "
+    "shakespeare_char: --dataset shakespeare --tokenizer bytes)": "dataset",
+    "leave it out: `python data.py` has split and encoded the text (--tokenizer)":
+        "split vocab-file merge-file tokenizer-type tokenizer-model vocab-size",
+    "give --seq-len": "max-position-embeddings",
+    "leave it out: the model is GPT-2's, with biases, LayerNorm, learned positions, a tied head":
+        "bias ffn-hidden-size kv-channels disable-bias-linear normalization norm-epsilon swiglu "
+        "position-embedding-type rotary-percent rotary-base group-query-attention "
+        "num-query-groups untie-embeddings-and-output-weights init-method-std num-experts "
+        "make-vocab-size-divisible-by",
+    "give --min-lr-ratio, min-lr / lr, such as 0.1": "min-lr",
+    "give --warmup-steps, a number of steps": "lr-warmup-fraction lr-warmup-samples warmup-ratio",
+    "give --steps, a number of steps": "train-samples",
+    "leave it out: the learning rate decays until --steps": "lr-decay-iters lr-decay-samples",
+    "--min-lr-ratio 1 keeps the learning rate": "decay-lr", "give --lr-schedule": "lr-decay-style",
+    "give --eval-tokens, a number of tokens": "eval-iters",
+    "give --batch-size, the sequences of a step in all microbatches": "gradient-accumulation-steps",
+    "give --pp-chunks, which is n-layer / pp / N": "num-layers-per-virtual-pipeline-stage",
+    "give --dtype bf16": "bf16", "give --dtype fp16": "fp16", "give --dtype": "precision",
+    "--dtype fp16 finds its loss scale by itself": "loss-scale initial-loss-scale",
+    "give --log wandb": "wandb-log wandb-project wandb-run-name wandb-exp-name",
+    "give --log tensorboard": "tensorboard-dir", "give --zero": "zero-stage",
+    "give --beta1": "adam-beta1", "give --beta2": "adam-beta2",
+    "give --dropout": "hidden-dropout attention-dropout",
+    "give --recompute": "recompute-activations recompute-method recompute-num-layers",
+    "give --save-every": "save-steps", "give --timeout, in seconds": "distributed-timeout-minutes",
+    "SIGTERM makes a run save and end": "exit-duration-in-mins exit-signal-handler",
+    "leave it out: --init-from takes weights alone": "no-load-optim no-load-rng",
+    "leave it out: it is always so":
+        "always-save-checkpoint overlap-grad-reduce overlap-param-gather "
+        "accumulate-allreduce-grads-in-fp32 use-checkpoint-args",
+    "leave it out: there is one kind here, or --device decides":
+        "backend distributed-backend transformer-impl use-mcore-models ckpt-format "
+        "attention-backend use-flash-attn attention-softmax-in-fp32 no-masked-softmax-fusion "
+        "num-workers optimizer"}
 NO_FILES = {"resume", "scratch", "latest", "true", "false", "yes", "no", "none"}    # habits
 
 
@@ -168,14 +193,17 @@ def parse_given(parser: Parser, arguments, kind=Config) -> dict:
         raise ValueError(message)
     parser.error = refuse
     given = vars(parser.parse_args(arguments))
+    problems = []
     for f in dataclasses.fields(kind):
         value = given.get(f.name)
         low = f.metadata["low"]
         below = f.metadata["below"] or math.inf
         if value is not None and low is not None and not low <= value < below:
             limit = "finite" if below == math.inf else f"below {below}"
-            refuse(f"argument --{f.name.replace('_', '-')}: {value:g} must be at least {low} and "
-                   f"{limit}")
+            problems.append(f"argument --{f.name.replace('_', '-')}: {value:g} must be at least "
+                            f"{low} and {limit}")
+    if problems:
+        refuse("; ".join(problems))
     return given
 
 

@@ -187,7 +187,8 @@ class StopSignal:
         if self.requested is None:
             self.requested = now
             self.number = number
-            self.write("saving after this step; a second signal ends at once, without saving")
+            self.write("saving when this step is done; a second signal ends at once, without "
+                       "saving")
         elif now - self.requested >= 0.5:
             self.write("ended without saving")
             exit_like_signal(number)

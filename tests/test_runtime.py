@@ -70,6 +70,15 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("gpt3-6.7b", ["--model gpt3-6.7"]), ("fp16", ["--dtype bfloat16"]),
     ("--steps: 0 must be at least 1 and finite", ["--steps 0"]),
     ("--lr: nan must be at least 0 and finite", ["--lr nan"]),
+    ("--steps: 0 must be at least 1 and finite; argument --lr: nan must", ["--lr nan --steps 0"]),
+    ("takes no value: give --compile alone, or leave it out; argument --zero: invalid choice: 4 "
+     "(choose from 0, 1, 2, 3); argument --steps: invalid int value: 'x'; unknown argument "
+     "config/tiny.py: there are no configuration files, only flags: README.md has nanoGPT's demo; "
+     "unknown argument --max-iters: did you mean --steps?", [
+        "config/tiny.py --zero 4 --steps x --compile=False --max_iters 3"]),
+    ("zero 3 with pp 2 would gather every block again for each microbatch of the pipeline: give "
+     "--zero 1, or --zero 2 (not with zb-h1); sequence parallelism splits", [
+        "--zero 3 --pp 2 --sequence-parallel"]),
     ("--lr: inf must be at least 0 and finite", ["--lr inf"]),
     ("--dropout: 1 must be at least 0 and below 1", ["--dropout 1"]),
     ("must be A:B, steps with 1 <= A <= B", ["--skip-steps 0:3", "--skip-steps 9:3"]),
@@ -88,16 +97,20 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("padded vocabulary 384 is not divisible by tp 5", ["--tp 5 --n-head 5 --n-embd 40"]),
     ("n_head 2 is not divisible by tp 16", ["--tp 16"]), ("tp is 1", ["--sequence-parallel"]),
     ("zero 3 with pp 2", ["--zero 3 --pp 2"]),
-    ("requires --pp and --pp-chunks of 2 or more, not", [
-        "--pp 2 --pp-schedule interleaved", "--pp-schedule interleaved --pp-chunks 2"]),
-    ("--pp-chunks 2 requires --pp 2 or more with --pp-schedule interleaved, not", [
+    ("interleaved, and it requires --pp and --pp-chunks of 2 or more, pp x pp-chunks layers or "
+     "more, and --batch-size in multiples of dp x micro-batch x pp: give all, or drop both", [
+        "--pp 2 --pp-schedule interleaved", "--pp-schedule interleaved --pp-chunks 2",
         "--pp 2 --pp-chunks 2", "--pp 2 --pp-schedule 1f1b --pp-chunks 2"]),
     ("n_layer 3 is less than pp 2 x pp-chunks 2", [
         "--n-layer 3 --pp 2 --pp-schedule interleaved --pp-chunks 2"]),
     ("--pp-schedule zb-h1 requires --pp 2 or more, and cannot be combined with --zero 2, ", [
         "--pp-schedule zb-h1", *(f"--pp 2 --pp-schedule zb-h1 {flag}" for flag in (
             "--recompute", "--zero 2", "--compile"))]),
-    ("3 microbatches are not divisible by pp 2, as the interleaved schedule requires", [
+    ("a stage would be empty: raise --n-layer, or lower --pp, or drop --pp-schedule interleaved "
+     "and --pp-chunks; batch size 5 is not divisible by", [
+        "--n-layer 3 --batch-size 5 --pp 2 --pp-schedule interleaved --pp-chunks 2"]),
+    ("batch size 3 is not divisible by dp 1 x micro-batch 1 x pp 2, as the interleaved schedule "
+     "requires: give --batch-size (and START and INCREMENT of a ramp) in multiples of 2", [
         "--n-layer 4 --batch-size 3 --micro-batch 1 --pp 2 --pp-schedule interleaved --pp-chunks 2",
         "--n-layer 4 --batch-size 4 --batch-ramp 3:1:9 --micro-batch 1 --pp 2 --pp-chunks 2 "
         "--pp-schedule interleaved"]),
@@ -149,8 +162,11 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("there is no checkpoint no.pt: run train.py first", ["--init-from no.pt"]),
     ("there is no checkpoint run/step_00000003.pt: run has step_00000004.pt, step_00000002.pt", [
         "--resume run/step_00000003.pt", "--init-from run/step_00000003.pt"]),
-    ("no checkpoint sixth: give a file, such as sixth/latest.pt", [
-        "--resume sixth", "--init-from sixth"]),
+    ("no checkpoint sixth: it is a directory: give a file in it: sixth/latest.pt, sixth/step_0",
+     ["--resume sixth", "--init-from sixth"]),
+    ("it is a directory: give a file in it: run/step_00000002.pt, run/step_00000004.pt", [
+        "--resume run"]), ("no checkpoint other: it is a directory without any: give", [
+        "--resume other"]),
     ("File name too long", [f"--resume {'x' * 300}.pt", f"--init-from {'x' * 300}.pt"]),
     ("torn.pt is damaged", ["--resume torn.pt", "--init-from torn.pt"]),
     ("has format 6, this code reads format 7: use the", [
@@ -212,9 +228,15 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
      "--nproc_per_node=2 --pp 2 --zero 2"),
     ("--nproc_per_node=2 --pp 2 --zero 3 --pp-schedule zb-h1", "give --zero 1",
      "--nproc_per_node=2 --pp 2 --zero 1 --pp-schedule zb-h1"),
-    ("--pp-chunks 2", "drop --pp-chunks", ""),
-    ("--n-layer 4 --pp-chunks 2", "--pp 2 or more with --pp-schedule interleaved",
+    ("--pp-chunks 2", "drop both flags", ""),
+    ("--n-layer 4 --pp-chunks 2", "--pp and --pp-chunks of 2 or more, pp x pp-chunks layers or",
      "--nproc_per_node=2 --n-layer 4 --pp-chunks 2 --pp 2 --pp-schedule interleaved"),
+    ("--nproc_per_node=2 --resume whole.pt --pp 2 --pp-chunks 2 --pp-schedule interleaved",
+     "drop --pp-schedule interleaved and --pp-chunks",
+     "--nproc_per_node=2 --resume whole.pt --pp 2"),
+    ("--nproc_per_node=2 --n-layer 4 --pp-chunks 2 --pp 2 --pp-schedule interleaved --batch-size 3 "
+     "--micro-batch 3", "in multiples of 6", "--nproc_per_node=2 --n-layer 4 --pp-chunks 2 --pp 2 "
+     "--pp-schedule interleaved --batch-size 6 --micro-batch 3"),
     ("--nproc_per_node=2 --pp-chunks 2 --pp 2 --pp-schedule interleaved", "raise --n-layer",
      "--nproc_per_node=2 --pp-chunks 2 --pp 2 --pp-schedule interleaved --n-layer 4"),
     ("--nproc_per_node=4 --tp 4", "divides it and the 4 processes: 1, 2",
@@ -224,6 +246,18 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
     ("--dp 2", "start that many times more", "--nproc_per_node=2"),
     ("--min_lr=1e-5", "give --min-lr-ratio, min-lr / lr, such as 0.1", "--min-lr-ratio 0.1"),
     ("--fp16", "give --dtype fp16", "--dtype fp16"),
+    ("--init_from=gpt2", "tools.huggingface import gpt2 FILE.pt` makes one of weights, for "
+     "--init-from", "--init-from whole.pt"),
+    ("config/tiny.py", "only flags", ""), ("--wandb_log=True --wandb_project x", "--log wandb", ""),
+    ("--always_save_checkpoint --lr_decay_iters=5", "leave it out: it is always so; ", ""),
+    ("--lr_decay_iters=5 --bias=False", "decays until --steps; ", ""),
+    ("--max-position-embeddings 16", "give --seq-len", "--seq-len 16"),
+    ("--num-layers-per-virtual-pipeline-stage 1", "give --pp-chunks, which is n-layer / pp / N",
+     "--nproc_per_node=2 --n-layer 4 --pp-chunks 2 --pp 2 --pp-schedule interleaved"),
+    ("--lr-warmup-fraction 0.5", "give --warmup-steps, a number of steps", "--warmup-steps 2"),
+    ("--train-samples 16", "give --steps, a number of steps", "--steps 4"),
+    ("--vocab-file x --split 9,1", "`python data.py` has split and encoded the text", ""),
+    ("--init-method-std 1", "leave it out: the model is GPT-2's", ""),
     ("--loss-scale 1024", "--dtype fp16 finds its loss scale by itself", "--dtype fp16"),
     ("--batch-size 6 --micro-batch 4", "in multiples of 4", "--batch-size 8 --micro-batch 4"),
     ("--batch-size 6 --micro-batch 4", "or drop --micro-batch", "--batch-size 6"),
@@ -501,15 +535,24 @@ runpy.run_path({str(ROOT)!r} + "/" + sys.argv.pop(1), run_name="__main__")
         assert (status, error) == (0, "") and words in text, error
 
 
+BATCH_OF_6 = "--micro-batch is 3: no larger one, up to 4, divides every batch size / (dp 1 x pp 1)"
+
+
 @pytest.mark.parametrize("missing, load, threads, flags, notes", [
     ([torch.bfloat16], 0, 2, "", []), ([], 0, 2, "--dtype bf16", []), ([], 9e9, 1, "", []),
     ([torch.bfloat16], 0, 2, "--dtype bf16", ["cpu (multiplies bf16 in fp32), bf16"]),
     ([], 9e9, 2, "--warmup-steps 3", [
         "put OMP_NUM_THREADS=1 before the command",
-        "the warm-up takes 3 of 4 steps: give a smaller --warmup-steps"])])
-def test_a_run_says_what_makes_it_slow(run_train, shards, tmp_path, missing, load, threads, flags,
-                                       notes):
-    """A line for a type without instructions, for threads on a busy machine, for a long warm-up."""
+        "the warm-up takes 3 of 4 steps: give a smaller --warmup-steps"]),
+    ([], 0, 1, "--batch-size 6", [BATCH_OF_6]), ([], 0, 1, "--batch-size 3", []),
+    ([], 0, 1, "--batch-size 6 --micro-batch 3", []), ([], 0, 1, "--batch-size 6 --exact", []),
+    ([], 0, 1, "--init-from whole.pt", ["0.004 is the default for training this size from"]),
+    ([], 0, 1, "--init-from whole.pt --lr 4e-4", [])])
+def test_a_run_says_what_it_chose_and_what_makes_it_slow(
+        run_train, shards, things, tmp_path, monkeypatch, missing, load, threads, flags, notes):
+    """A line for a type without instructions, for threads on a busy machine, for a long warm-up,
+    for a microbatch that its default does not divide, and for a learning rate for fine-tuning."""
+    monkeypatch.chdir(things)
     with mock.patch.object(model, "NO_PRODUCTS", missing), \
             mock.patch.object(os, "getloadavg", lambda: (load, 0, 0)), \
             mock.patch.object(torch, "get_num_threads", lambda: threads):
@@ -574,6 +617,23 @@ def test_a_signal_saves_and_the_same_command_goes_on(shards, tmp_path, ranks, nu
     ends = [process.finish() for process in launch(ranks, *flags, "--steps", last + 1)]
     assert [status for status, *_ in ends] == [0] * ranks, ends
     assert column(read_metrics(tmp_path)[0], "step") == [*range(1, last + 2)]
+
+
+def test_a_signal_promises_no_save_that_a_dead_peer_prevents(shards, tmp_path):
+    """One of two ranks stops in a step, the other gets a signal, then the first dies: the step is
+    never done, and nothing is saved."""
+    witness, victim = launch(2, "--data", shards, "--out", tmp_path, *TINY, "--steps", 100000,
+                             "--save-every", 0, "--eval-every", 0, "--pp", 2, "--timeout", 30)
+    wait_for_step(tmp_path, 3, witness)
+    victim.send_signal(signal.SIGSTOP)
+    time.sleep(0.3)
+    witness.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    victim.send_signal(signal.SIGKILL)
+    (status, text, error), _ = witness.finish(), victim.finish()
+    assert status == 1 and ": rank 0: stage 0, step " in error, error
+    assert "\nsaving when this step is done; a second signal" in text and "saved" not in text
+    assert not list(tmp_path.glob("*.pt"))
 
 
 @pytest.mark.parametrize("ranks, stopped", [(1, -signal.SIGTERM), (2, 0)])
@@ -663,7 +723,7 @@ def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monk
         stop.handle(signal.SIGINT, None)
         assert stop.requested and ended == expected
     assert capfd.readouterr().out.splitlines() == [
-        "saving after this step; a second signal ends at once, without saving",
+        "saving when this step is done; a second signal ends at once, without saving",
         "ended without saving"]
 
 
@@ -1544,7 +1604,7 @@ def test_samples_end_before_the_stop_text_and_are_separated_by_dashes(run_sample
 
 @pytest.mark.parametrize("flags, message", [
     ("--ckpt nowhere.pt", "no checkpoint nowhere.pt"),
-    ("--ckpt .", "checkpoint .: give a file of train.py"),
+    ("--ckpt .", "checkpoint .: it is a directory without any: give"),
     ("--temperature -1", "--temperature"), ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"),
     ("--temperature 1e-50", "at least 1e-06"), ("--top-p 1e-300", "at least 1e-06"),
     ("--num_samples 0", "--num-samples must"), ("--max_new_tokens 9", "mean --max-tokens?"),
