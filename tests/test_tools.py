@@ -593,6 +593,10 @@ def test_tokens_stand_for_the_steps_that_read_them():
     ("--world 8 --gpu h100 --tokens 26b", "invalid float value"),
     ("--world 8 --gpu h100 --tokens 1e9 --steps 5", "--steps and --tokens both say"),
     ("--world 8 --gpu h300", "--gpu: h300 is none of v100-16g, "), ("--gpu h100-80g", "h100"),
+    ("--world 8 --zero 3 --pp 2 --gpu h300", "h300 is none of"),
+    ("--world 8 --zero 9 --lr 1 --gpu h300",
+     "invalid choice: 9 (choose from 0, 1, 2, 3); argument --gpu: h300 is none of v100-16g, "),
+    ("--world 8 --gpu h300 --lr 1e-3", ":3350:450; unknown argument --lr: --help lists the flags"),
     ("--world 8 --gpu 3090", "v100-16g"),
     ("--world 8 --gpu h100 --zero 3 --pp 2", "zero 3 with pp 2"),
     ("--world 3 --tp 2 --gpu h100", "--world 3 is not divisible by tp 2 x pp 1"),
@@ -630,6 +634,15 @@ def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
     known, own = (json.loads(tools.plan.answer([*flags, gpu]))
                   for gpu in ("a100-80g", "312:80:2039"))
     assert known == own | dict(gpu="a100-80g")
+
+
+def test_a_plan_that_does_not_fit_names_a_search_that_finds_one_that_does():
+    flags = "--world 8 --gpu a100-40g --model gpt3-1.3b --dtype bf16 --batch-size 64".split()
+    first, *_, note = tools.plan.answer([*flags, "--zero", "0"]).splitlines()
+    assert "no: " in first and note.startswith("note     it does not fit: --search, without flags")
+    searched = tools.plan.answer([*flags, "--tp", "1", "--cp", "1", "--search"])
+    found = tools.plan.answer([*flags, *searched.partition("train.py: ")[2].split()])
+    assert "yes: " in found and "does not fit" not in found
 
 
 def test_the_plan_is_a_command_with_help():

@@ -106,14 +106,14 @@ class GPUSpec:
 class KnownGPUs(dict):
     """{name: GPUSpec}. Another GPU is TFLOP/s:GB:GB/s, as 165:24:1008 (in 16 bits; its memory), and
     optionally :GB/s of its link to the machine's other GPUs, without which it is on PCIe. It has
-    half the FLOP/s in TF32. Raises ValueError."""
+    half the FLOP/s in TF32. Raises argparse.ArgumentTypeError."""
 
     def __missing__(self, name: str) -> GPUSpec:
         if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2,3}", name):
-            raise ValueError(f"argument --gpu: {name} is none of {', '.join(self)}: give one of "
-                             f"these, or another GPU's TFLOP/s:GB:GB/s (products in 16 bits; its "
-                             f"memory), as --gpu 165:24:1008; with NVLink also :GB/s, in one "
-                             f"direction, as 989:80:3350:450")
+            raise argparse.ArgumentTypeError(
+                f"{name} is none of {', '.join(self)}: give one of these, or another GPU's "
+                f"TFLOP/s:GB:GB/s (products in 16 bits; its memory), as --gpu 165:24:1008; with "
+                f"NVLink also :GB/s, in one direction, as 989:80:3350:450")
         flops, memory, bandwidth, *links = map(float, name.split(":"))
         link = links[0] if links else 32.0
         return GPUSpec(f"{flops}e12", flops * 5e11, memory * 1e9, bandwidth * 1e9, link * 1e9, 25e9,
@@ -133,12 +133,20 @@ GPUS = KnownGPUs({
 })
 
 
+class GPUName(str):
+    """The value of --gpu, checked as it is parsed. Raises argparse.ArgumentTypeError."""
+
+    def __new__(cls, name: str):
+        GPUS[name]          # raises for an unknown one
+        return super().__new__(cls, name)
+
+
 @dataclass(frozen=True)
 class PlanConfig(options.Config):
     """train.py's flags, of which RUN_FLAGS count here, and the plan's own."""
     world: int = flag(None, "GPUs (required)", low=1, group="plan")
-    gpu: str = flag(None, "kind of GPU (required): " + ", ".join(GPUS) + ", or TFLOP/s:GB:GB/s of "
-                    "another", form="NAME")
+    gpu: GPUName = flag(None, "kind of GPU (required): " + ", ".join(GPUS) + ", or TFLOP/s:GB:GB/s "
+                        "of another", form="NAME")
     gpus_per_node: int = flag(8, "GPUs of a machine", low=1)
     network: float = flag(None, "GB per second of each GPU to other machines (default: its usual "
                           "machine's)", low=0)
@@ -843,6 +851,10 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
     if plan["tokens"] < plan["compute_optimal_tokens"] / 10:
         lines.append(f"note     few tokens: {plan['compute_optimal_tokens']:.3g} would be "
                      f"compute-optimal (--tokens, or --steps and --batch-size)")
+    if not plan["fits"]:
+        lines.append("note     it does not fit: --search, without flags of the layout, finds any "
+                     "layouts that do; --zero, --tp, --pp and --offload leave less state on a GPU, "
+                     "--recompute, a smaller --micro-batch, --tp and --cp fewer activations")
     if config.dtype == "fp32":
         lines.append("note     fp32 is slow: give --dtype bf16 (fp16 on a V100)")
     return "\n".join(lines)
