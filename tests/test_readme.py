@@ -139,7 +139,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         config, cfg = checks.validate(given, None, world, "cuda")
         if "n_layer" not in given:
             assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 14
+    assert len(commands) == 15
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
     made = [data.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [
         "data/python", "data/python", "data/mine-bytes", "data/shakespeare", "data/tinystories",
-        "data/mine"]
+        "data/fineweb", "data/mine"]
     drawings = readme_commands("tools.schedule")
     assert len(drawings) == 3
     for _, flags in [*drawings, (None, [*drawings[0][1], "--pp-schedule", "1f1b"])]:
