@@ -166,9 +166,10 @@ class Streamed:
 
 
 def restore(state: dict, flat: FlatParameters) -> None:
-    """Load this rank's slices of a checkpoint's full tensors into the flat buffers."""
+    """Load this rank's slices of a checkpoint's full tensors into the flat buffers. Takes the
+    tensors out of `state`: they are memory of the mapped file."""
     for key, flat_name in STATE.items():
-        tensors = state[key]
+        tensors = state.pop(key)
         flat.load(flat_name, lambda name, shape: tensors[name])
     flat.sync_params()
     flat.wait_params()

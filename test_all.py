@@ -1303,7 +1303,7 @@ def spoil_in_turn(run):
     """At step k rank k - 1 alone finds a gradient that is not finite, after the reductions: only
     the agreement can tell the others. Without ZeRO it is a LayerNorm's: in the global norm this
     counts on one tensor-parallel rank alone. At step 9 the loss of rank 6 is infinite."""
-    reduce = run.reduce
+    step_stats = run.step_stats
 
     def spoil(loss, *args):
         bucket = run.flat.buckets[-1]
@@ -1312,8 +1312,8 @@ def spoil_in_turn(run):
             bucket.shard["grad"][0] = math.inf if run.step < 5 else math.nan
         if (run.step, run.grid.rank) == (9, 6):
             loss += math.inf
-        return reduce(loss, *args)
-    run.reduce = spoil
+        return step_stats(loss, *args)
+    run.step_stats = spoil
 
 
 HALVED = [65536, 32768, 16384, 8192, 4096, 2048, 1024, 512, 256]

@@ -4,25 +4,30 @@
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (pp cp tp) = 2
 
     rank       one process
-    replica    one full copy of the model, on tp x pp ranks; each trains on its share of the batch:
-               dp cuts its rows, cp their positions
-    stage      a slice of the layers, on tp ranks of each replica
-    window     T + 1 consecutive tokens: T inputs; the target of each is the token after it
-    shard      the part of the parameters that a rank updates, with ZeRO (--zero 1 to 3)
+    dp         data parallelism: replicas of the model train on different rows of the batch
+    cp         context parallelism: replicas train on different positions of the same rows
+    pp         pipeline parallelism: a replica's layers are cut into stages
+    tp         tensor parallelism: several ranks share each matrix of a stage
+    ZeRO       (--zero 1 to 3) a rank updates one shard of the parameters; the replicas' shards
+               make up all of them
+    window     T + 1 consecutive tokens: the first T are the inputs, the last T their targets
 
-`plain_train` is the whole algorithm on one CPU. `Run` does the same in every layout and precision;
-a test compares their numbers:
+`plain_train` is the whole algorithm on one CPU. `Run` computes the same on any number of ranks, in
+any precision; a test compares their numbers:
 
     plain_train             Run, on each rank                               where
     rows of the batch       this replica's part of it, in microbatches      load_microbatches
-    forward and backward    for each microbatch, or a pipeline's schedule   train_step
+    zero_grad               the same                                        flat.begin_step
+    forward and backward    for each microbatch; with a pipeline in the     train_step
+                            order of its schedule
                             sum of the gradients over the replicas          flat.finish_grad_sync
-    norm and clipping       loss and norm, summed over all ranks, so that   reduce, clip_factor
-                            all clip, or skip the step, alike
+    norm and clipping       loss and norm are summed over all ranks, so     step_stats, clip_factor
+                            that all clip, or skip, the same step
+    learning rate           the same function                               learning_rate
     AdamW                   AdamW on this rank's shard                      flat.step
 
-runtime/ operates a run: flags, signals, the console, metrics.jsonl, and recovery: a diverged run,
-whose loss stays too high or NaN, is rolled back to an older checkpoint.
+runtime/ has what a long run needs beside these: flags, signals, the console, metrics.jsonl, and
+recovery, which takes a diverged run (its loss stays too high, or NaN) back to an older checkpoint.
 
 Resuming is exact: on the CPU, with the same layout, a resumed run is bit-identical to an
 uninterrupted one. The command line overrides the checkpoint, which overrides the defaults; layout,
@@ -62,12 +67,12 @@ from runtime.noise_scale import NoiseScale
 from runtime.options import Config
 from runtime.processes import Job, StopSignal, all_ranks
 
-EVAL_MICROBATCHES = 64          # of a rank, between two all-reduces of an evaluation
+EVAL_MICROBATCHES = 64          # on each rank, for each all-reduce of an evaluation
 
 
 def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, float]]:
     """Train on the CPU with PyTorch's own AdamW. Returns (loss, gradient norm) of each step. Needs
-    `config.clip` > 0; ignores --batch-ramp and --skip-steps."""
+    `config.clip` > 0; ignores --batch-ramp and --skip-steps, and draws other dropout masks."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]           # biases, LayerNorm
     optimizer = torch.optim.AdamW(
@@ -109,12 +114,12 @@ class StepStats:
     loss: float                 # mean over the tokens of the global batch, in nats
     activation_norm: float      # of a token's last activations, mean over the tokens
     grad_norm: float            # of the whole model, unscaled, before clipping
-    found_inf: bool             # the loss or a gradient of some rank is inf or NaN; or out of range
+    skipped: bool               # no rank updates: it overflowed or, with --exact, left their range
+    overflowed: bool            # the loss or a gradient of some rank is inf or NaN
     stop_requested: bool        # some rank received a signal
     loss_scale: float           # the loss scale used in this step
-    scale_can_fall: bool        # the loss scale is above its floor: a smaller one may help
+    scale_can_fall: bool        # it overflowed, and a smaller loss scale may help
     local_loss: torch.Tensor    # sum over this rank's tokens: shows where inf or NaN began
-    out_of_range: bool = False  # all are finite but, with --exact, one is too large for its sum
 
 
 class Run:
@@ -128,32 +133,33 @@ class Run:
                         and AdamW's state
     scaler, monitor     the loss scale; the detector of divergence
     noise               the gradient noise scale, with --noise-scale
-    writer, log         checkpoint.Writer; console.RunLog, which startup sets before `train`
+    writer              checkpoint.Writer
+    log                 console.RunLog; startup sets it before `train`
+
+    all_ranks(f) returns f(); an error on one rank, such as a full disk, is raised on every rank.
     """
 
     def __init__(self, config: Config, model_config: GPTConfig, grid: Grid, device: torch.device,
                  train_data: TokenDataset, val_data: TokenDataset, state: dict | None,
                  identity: dict | None = None):
-        """`state` is a loaded checkpoint, None for a new run. `identity` is the run's id and origin
-        (directory.new_run), None for a new run from the seed."""
+        """`state` is a loaded checkpoint; None: begin before step 1. `identity` is the run's id and
+        origin (directory.new_run); None: a new id, with weights from the seed."""
         self.config, self.model_config = config, model_config
         self.grid, self.device = grid, device
         self.train_data, self.val_data = train_data, val_data
         self.identity = identity or directory.new_run("seed")
         self.log = None
         self.noise = NoiseScale()
-        dtype, master_dtype = PRECISIONS[config.dtype]
-        self.model, self.flat = build_rank(model_config, grid, config, (dtype, master_dtype),
-                                           device)
+        dtypes = PRECISIONS[config.dtype]           # of parameters and activations; of masters
+        self.model, self.flat = build_rank(model_config, grid, config, dtypes, device)
         self.writer = checkpoint.Writer(Path(config.out), config.keep, model_config, self.flat,
                                         config.timeout)
-        # A template of the activations that one stage sends to the next: only its shape and type
-        # count.
+        # With the shape and type of what one stage sends to the next.
         positions = model_config.seq_len // grid.cp
         if grid.sequence_parallel:
             positions //= grid.tp
         self.activation_like = torch.empty(config.micro_batch, positions, model_config.n_embd,
-                                           dtype=dtype, device=device)
+                                           dtype=dtypes[0], device=device)
         self.restore(state)         # sets step, optimizer_steps, batches, scaler and monitor
 
     # ---- The loop ---------------------------------------------------------------------------
@@ -164,32 +170,32 @@ class Run:
         self.model.train()
         while self.step <= config.steps:
             started = time.perf_counter()
-            # Leave out sequences that --skip-steps or a rollback excludes. A batch of them that was
-            # loaded in advance is dropped.
+            # Leave out sequences that --skip-steps or a rollback excludes. If a batch that was
+            # loaded in advance contains some, it is dropped.
             recovery.skip_excluded(self)
-            batch = self.batches.next(self.step)            # calls load_microbatches
-            lr = learning_rate(config, self.step) * self.monitor.lr_factor  # cut by a rollback
+            batch = self.batches.next(self.step)    # load_microbatches, or what it loaded before
+            lr = learning_rate(config, self.step)
+            lr *= self.monitor.lr_factor            # below 1 after a rollback
             stats = self.train_step(batch, lr, stop.requested)
             row = self.log.new_row(self, batch, stats, lr, time.perf_counter() - started)
             self.noise.after_step(self, batch, stats, row)
-            if recovery.after_step(self, batch, stats, row):
-                continue        # rolled back: step, weights and position are the checkpoint's
+            if recovery.rolls_back(self, batch, stats, row):
+                continue        # step, weights and position are those of an older checkpoint
 
             last = self.step == config.steps
-            stopping = stats.stop_requested and not last
-            if last or (self.is_due(config.eval_every) and not stopping):
+            ending = last or stats.stop_requested
+            if last or (self.is_due(config.eval_every) and not ending):
                 row.update(self.evaluate())
             self.log.step(self, row)            # to metrics.jsonl and the console
-            saving = last or stopping or self.is_due(config.save_every)
-            if (saving or self.is_due(config.check_every)) and replicas.check(self):
-                continue        # a replica differed: the run is back at its last checkpoint
+            saving = ending or self.is_due(config.save_every)
+            if (saving or self.is_due(config.check_every)) and replicas.differ(self):
+                continue        # step, weights and position are those of the last checkpoint
             if saving:
                 self.save()
             self.step += 1
-            if stopping:
+            if ending:
                 break
         self.flat.wait_params()     # stay until the other ranks have received this rank's shard
-        # all_ranks: an error on one rank, such as a full disk, is raised on every rank.
         all_ranks(lambda: self.writer.wait(required=True))      # the last checkpoint is complete
         console.report_end(self)
 
@@ -197,84 +203,93 @@ class Run:
         return every > 0 and self.step % every == 0
 
     def load_microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
-        """This replica's microbatches of the windows (B,): (tokens (b, T), targets (b, T), dropout
-        seed) each, with --cp of T / cp positions; tokens and targets are None on middle stages. The
-        loss ignores PADDING."""
+        """This replica's part of the batch `window_ids` (B,), as a list of microbatches: (inputs
+        (b, T), targets (b, T), dropout seed). With --cp they have this rank's T / cp positions. The
+        stages in the middle of a pipeline get None for inputs and targets. The targets of PADDING
+        are IGNORE_INDEX."""
         grid = self.grid
-        # Ranks of a tp group draw the same dropout masks, but with sequence parallelism each one
-        # has other positions. Those of a cp group always have.
-        mask_key = [grid.cp_rank] if grid.cp > 1 else []
-        if grid.sequence_parallel:
-            mask_key.append(grid.tp_rank)
-        rows = split_microbatches(window_ids, self.config.micro_batch, grid.dp_rank, grid.dp)
         microbatches = []
-        for m, ids in enumerate(rows):                                          # (b,)
+        for m, ids in enumerate(split_microbatches(window_ids, self.config.micro_batch,
+                                                   grid.dp_rank, grid.dp)):     # ids (b,)
             inputs, targets = None, None
             if grid.is_first or grid.is_last:
                 tokens = torch.from_numpy(dataset.tokens_of(ids))               # (b, T + 1)
-                # Copies: both overlap in `tokens`, and targets will be overwritten.
+                # Both are copies, so that padding the targets does not change the inputs.
                 inputs = own_positions(tokens[:, :-1], grid.cp_rank, grid.cp)
                 targets = own_positions(tokens[:, 1:], grid.cp_rank, grid.cp)
                 is_padding = torch.from_numpy(ids == PADDING)                   # (b,)
                 targets[is_padding] = IGNORE_INDEX
                 inputs = devices.to_device(inputs, self.device)
                 targets = devices.to_device(targets, self.device)
-            number = m * grid.dp + grid.dp_rank                             # in the batch
-            dropout_seed = derive_seed(self.config.seed, step, number, *mask_key)
-            microbatches.append((inputs, targets, dropout_seed))
+            microbatches.append((inputs, targets, self.dropout_seed(step, m)))
         return microbatches
+
+    def dropout_seed(self, step: int, microbatch: int) -> int:
+        """Ranks that hold the same activations need the same dropout masks, others need others: the
+        ranks of a cp group, and with sequence parallelism those of a tp group, have different
+        positions."""
+        grid = self.grid
+        key = [self.config.seed, step, microbatch * grid.dp + grid.dp_rank]     # in the batch
+        if grid.cp > 1:
+            key.append(grid.cp_rank)
+        if grid.sequence_parallel:
+            key.append(grid.tp_rank)
+        return derive_seed(*key)
 
     # ---- One step ---------------------------------------------------------------------------
 
     def train_step(self, batch: Batch, lr: float, stop_requested) -> StepStats:
-        """Forward, backward and update. If the loss or a gradient is inf or NaN (or, with --exact,
-        too large for its sum), every rank skips the update. `stop_requested`: this rank has
+        """Forward, backward and update, which every rank skips if the loss or a gradient is inf or
+        NaN (or, with --exact, leaves the range of its sum). `stop_requested`: this rank has
         received a signal."""
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
         tokens_in_batch = batch.size * self.model_config.seq_len        # of all replicas
 
-        # 1. Forward and backward. The model returns a sum over tokens; times `scale`, it gives the
-        #    gradients of the mean loss (times the loss scale), which add up in `flat`. The head has
-        #    to know `scale` beforehand: it computes its gradients in forward, where it has the
-        #    logits, and its backward only hands them on.
+        # 1. Forward and backward. The model returns the sum of the losses of the microbatch's
+        #    tokens. loss * scale is its share of the batch's mean loss, times the loss scale, and
+        #    backward adds its gradients to those in `flat`.
         scale = self.scaler.scale / tokens_in_batch
-        flat.begin_step(self.scaler.scale, tokens_in_batch, self.is_due(config.noise_scale))
+        flat.begin_step(self.scaler.scale, tokens_in_batch,         # zeroes the gradients
+                        hold_grads=self.is_due(config.noise_scale))
         if grid.is_last:
+            # The head computes its gradients, times scale, in forward, where it has the logits. Its
+            # backward receives scale as the gradient of its loss, and returns them as they are.
             model.head.begin_step(scale)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
-            for m, (tokens, targets, dropout_seed) in enumerate(microbatches):
-                # The last backward (from ZeRO 2 on, each) also starts the sums over the replicas.
+            for m, (inputs, targets, dropout_seed) in enumerate(microbatches):
+                # The last backward also starts the sums over the replicas; from ZeRO 2 on each
+                # backward does.
                 last = m == len(microbatches) - 1
                 flat.prepare_grad_sync(model, last)
-                loss = model(tokens, targets, dropout_seed)
+                loss = model(inputs, targets, dropout_seed)
                 (loss * scale).backward()
                 loss_sum += loss.detach()
                 self.noise.after_backward(self, m)
-        else:       # the same in the order of a schedule, with messages between the stages
+        else:       # a pipeline: the same in the order of a schedule; stages exchange messages
             schedule = make_schedule(config.pp_schedule, grid, len(microbatches))
             loss_sum = run_schedule(schedule, model, grid, microbatches, self.activation_like, flat)
-        if self.step < config.steps:    # while a GPU still computes: the CPU waits in `reduce`
+        if self.step < config.steps:    # load while a GPU computes: `step_stats` waits for it
             self.batches.prefetch(self.step + 1)
 
         # 2. Sum over ranks: the gradients over the replicas (with ZeRO, each keeps its shard's
         #    sum); the loss and the norm over all ranks.
         self.noise.before_sum(self)
         flat.finish_grad_sync()
-        stats = self.reduce(loss_sum, tokens_in_batch, stop_requested)
+        stats = self.step_stats(loss_sum, tokens_in_batch, stop_requested)
 
         # 3. Update. One factor clips and removes the loss scale. AdamW updates this rank's shard;
-        #    what the other replicas need of it travels during the next forward.
-        if not stats.found_inf:
+        #    the other replicas receive it during the next forward.
+        if not stats.skipped:
             self.optimizer_steps += 1
             factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
             flat.step(factor, self.optimizer_steps, lr, config.beta1, config.beta2,
                       config.weight_decay)
-        self.scaler.update(stats.found_inf and not stats.out_of_range)
+        self.scaler.update(stats.overflowed)
         return stats
 
-    def reduce(self, loss_sum: torch.Tensor, tokens_in_batch: int, stop_requested) -> StepStats:
+    def step_stats(self, loss_sum: torch.Tensor, tokens_in_batch: int, stop_requested) -> StepStats:
         """Compute the step's statistics with one all-reduce."""
         grid, scaler = self.grid, self.scaler
         loss, activation_norm = self.scalar(0.0), self.scalar(0.0)
@@ -289,27 +304,22 @@ class Run:
                                            **self.flat.grad_norm_squares()))
         norm, in_range = self.flat.global_norm(total)
         finite = math.isfinite(total["loss"]) and math.isfinite(total["all_squares"])
-        out_of_range = finite and not in_range
         return StepStats(
             loss=total["loss"] / tokens_in_batch,
             activation_norm=total["activation_norm"] / tokens_in_batch,
-            grad_norm=norm / scaler.scale, found_inf=not finite or out_of_range,
-            stop_requested=total["stops"] > 0, loss_scale=scaler.scale,
-            scale_can_fall=self.scale_can_fall and not out_of_range, local_loss=loss_sum,
-            out_of_range=out_of_range)
+            grad_norm=norm / scaler.scale, skipped=not (finite and in_range),
+            overflowed=not finite, stop_requested=total["stops"] > 0, loss_scale=scaler.scale,
+            scale_can_fall=self.scale_can_fall and not finite, local_loss=loss_sum)
 
     def sum_across_ranks(self, local: dict) -> dict:
         """{name: scalar tensor} -> {name: its sum over all ranks, a number}. Blocks until the sums
         arrive; with several ranks, at most --timeout."""
-        names = list(local)
-        stacked = torch.stack([local[name] for name in names])
-        sums = all_reduce(stacked, self.grid.groups["world"]).wait()
+        sums = all_reduce(torch.stack(list(local.values())), self.grid.groups["world"]).wait()
         timeout = self.config.timeout if self.grid.world > 1 else math.inf
-        numbers = to_host(sums, timeout).tolist()
-        return dict(zip(names, numbers))
+        return dict(zip(local, to_host(sums, timeout).tolist()))
 
     def scalar(self, value: float) -> torch.Tensor:
-        """A number on the device, of the type for sums."""
+        """A tensor of shape () on the device, of the type for sums."""
         return torch.full((), value, dtype=sum_dtype(self.device), device=self.device)
 
     @property
@@ -320,8 +330,8 @@ class Run:
     # ---- Evaluation -------------------------------------------------------------------------
 
     def evaluate(self) -> dict:
-        """The fields of an evaluation in a row of metrics.jsonl: `val_loss`, the mean over the
-        sources by weight; of several sources also the loss and the epochs of each."""
+        """The fields of an evaluation in a row of metrics.jsonl: `val_loss`, the weighted mean over
+        the sources; with several sources also the loss and the epochs of each."""
         losses = {s.name: self.evaluate_source(s) for s in self.val_data.sources.values()}
         row = dict(val_loss=self.val_data.average(losses.values()))
         if len(losses) > 1:
@@ -361,8 +371,8 @@ class Run:
         """The sum of this replica's losses; 0 on every stage but the last."""
         if self.grid.pp == 1:
             loss_sum = self.scalar(0.0)
-            for tokens, targets, _ in microbatches:
-                loss_sum += self.model(tokens, targets)
+            for inputs, targets, _ in microbatches:
+                loss_sum += self.model(inputs, targets)
             return loss_sum
         schedule = make_schedule("gpipe", self.grid, len(microbatches))
         forward_only = [(op, m, chunk) for op, m, chunk in schedule if op == "F"]
@@ -372,8 +382,8 @@ class Run:
     # ---- Checkpoints ------------------------------------------------------------------------
 
     def restore(self, state: dict | None) -> None:
-        """Restore a checkpoint; without one, begin before step 1, from the seed or from the weights
-        of --init-from."""
+        """Restore a checkpoint; without one, begin before step 1, with weights from --init-from or
+        from the seed."""
         config = self.config
         position = 0                # in the data, in sequences
         sequences_trained = 0
@@ -396,16 +406,14 @@ class Run:
             if state["config"]["dtype"] == config.dtype:
                 self.scaler.load_state_dict(state["scaler"])
             checkpoint.restore(state, self.flat)
-
-        def load(window_ids, step):
-            return self.load_microbatches(self.train_data, window_ids, step)
+        load = partial(self.load_microbatches, self.train_data)         # (window_ids, step)
         self.batches = Batches(self.train_data, config, load, position, sequences_trained)
 
     def save(self, begins: bool = False) -> None:
-        """Write a checkpoint after the step in progress. `begins`: save the starting state, before
+        """Write a checkpoint after the step in progress. `begins`: of the starting state, before
         any step."""
         done = self.step - 1 if begins else self.step
-        recovery.judge_checkpoint(self, done, is_start=begins)      # may a rollback return to it?
+        recovery.judge_checkpoint(self, done, is_start=begins)      # can a rollback return to it?
         self.write_checkpoint(done)
 
     def write_checkpoint(self, done: int) -> None:
@@ -425,8 +433,8 @@ class Run:
 # ---- Start ----------------------------------------------------------------------------------
 
 def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> int | None:
-    """Build the run on this rank and train, or evaluate, to its end. Returns the number of the
-    signal that stopped it, or None."""
+    """Build this rank's run, and train or evaluate. Returns the number of the signal that stopped
+    it, or None. `stack` holds what to do when the process ends."""
     config, model_config, begin = startup.prepare(given, job, device, stack)
     state = startup.load_start(begin, given)        # a checkpoint, None for a new run
     train_data, val_data = startup.open_data(config, model_config, state, job)
@@ -437,9 +445,6 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> int
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
     run = Run(config, model_config, grid, device, train_data, val_data, state, begin.run)
     stack.callback(run.writer.close)
-    if state is not None:
-        for name in checkpoint.STATE:
-            del state[name]                 # already restored: release the mapped file
     try:
         if config.eval_only:
             console.print_evaluation(run, begin)
@@ -456,7 +461,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> int
     return None
 
 
-def main() -> None:     # from the flags to the exit status
+def main() -> None:
     processes.run_process(startup.parse, launch)
 
 

@@ -85,13 +85,13 @@ class DivergenceMonitor:
         a divergence once."""
         limit = self.limit()
         self.starts = [*self.starts, position][-(WINDOW + LEAD_IN):]
-        self.skipped = self.skipped + 1 if stats.found_inf else 0
+        self.skipped = self.skipped + 1 if stats.skipped else 0
         problem = None
         if not math.isfinite(stats.loss):
             problem = "the loss is not finite"
-        elif stats.out_of_range:
+        elif stats.skipped and not stats.overflowed:
             problem = "a number is too large for an exact sum (--exact)"
-        elif stats.found_inf and not stats.scale_can_fall:
+        elif stats.overflowed and not stats.scale_can_fall:
             problem = "a gradient is not finite"
         elif stats.loss > limit:
             problem = f"the loss is {stats.loss:.4f}, above {limit:.4f}"

@@ -46,7 +46,7 @@ class NoiseScale:
 
     def after_step(self, run, batch, stats, row: dict) -> None:
         """Add a measured step, unless it was skipped, and complete its row of metrics.jsonl."""
-        if not run.flat.holds_grads or stats.found_inf:
+        if not run.flat.holds_grads or stats.skipped:
             return
         dp = run.grid.dp
         parts = dp if dp > 1 else len(batch.microbatches)

@@ -1,5 +1,5 @@
 """Recovery from divergence: what a run does about it. train.py calls `skip_excluded` before a step,
-`after_step` after it, `judge_checkpoint` before a save and `restored_monitor` at a resume or a
+`rolls_back` after it, `judge_checkpoint` before a save and `restored_monitor` at a resume or a
 rollback; runtime/divergence.py judges the losses.
 
 `run` is train.Run: these functions read its batches, monitor and writer, and `roll_back` restores
@@ -19,7 +19,7 @@ from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range
 from runtime.processes import RunError, all_ranks
 
 
-def after_step(run, batch: Batch, stats, row: dict) -> bool:
+def rolls_back(run, batch: Batch, stats, row: dict) -> bool:
     """Judge a step by its train.StepStats; complete its row of metrics.jsonl. Returns True if the
     run has gone back to an older checkpoint: the row is then written."""
     monitor, config = run.monitor, run.config
@@ -33,7 +33,7 @@ def after_step(run, batch: Batch, stats, row: dict) -> bool:
     if not hopeless and (off or divergence is None):
         return False
     run.log.step(run, row)
-    if replicas.check(run):         # a flipped bit was the cause, not the data or the learning rate
+    if replicas.differ(run):        # a flipped bit was the cause, not the data or the learning rate
         return True
     if hopeless:
         fail(run, f"{MAX_SKIPPED} steps in a row were not finite")
@@ -45,13 +45,13 @@ def report(run, batch: Batch, stats, row: dict, divergence: Divergence | None) -
     """Write events for a step that is not finite, or diverged. TokenDataset.tokens_of rebuilds the
     batch, or the last batches, from the windows in the event."""
     seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
-    if stats.found_inf:
-        if stats.out_of_range:
-            reason = "too large for an exact sum (--exact)"
-            where = {}
-        else:
+    if stats.skipped:
+        if stats.overflowed:
             reason = "not finite"
             where = locate_nonfinite(stats.local_loss.item(), run.flat)
+        else:
+            reason = "too large for an exact sum (--exact)"
+            where = {}
         run.log.event("skip", reason=reason, **seen, **where, windows=batch.window_ids.tolist())
     if divergence is not None:
         windows = []

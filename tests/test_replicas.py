@@ -90,13 +90,13 @@ def inject(flip, again, run):
         flat.wait_params()
         turn(flat, flip, bucket, i)
 
-    def changed(*args):
+    def changed(*args, **flags):
         due = run.step == step and (again or not run.turned)
         if method == "_start_grad_sync":
             due = due and args[0] is bucket
         if due and before:
             turn_now()
-        original(*args)
+        original(*args, **flags)
         if due and not before:
             turn_now()
     setattr(flat, method, changed)

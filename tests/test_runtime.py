@@ -1179,15 +1179,15 @@ def test_of_finite_gradients_whose_norm_is_not_no_rank_is_named():
 def overflow_in_turn(run):
     """At step k rank k - 1 alone finds a gradient that is not finite, and at step 5 rank 3 a
     loss."""
-    reduce = run.reduce
+    step_stats = run.step_stats
 
     def spoil(loss, *args):
         if run.grid.rank == run.step - 1:
             run.flat.buckets[-1].shard["grad"][0] = math.inf
         if (run.step, run.grid.rank) == (5, 3):
             loss += math.inf
-        return reduce(loss, *args)
-    run.reduce = spoil
+        return step_stats(loss, *args)
+    run.step_stats = spoil
 
 
 @pytest.mark.parametrize("zero, parameters", [
@@ -1315,15 +1315,15 @@ def test_an_fp16_run_with_a_high_loss_scale_rolls_back_too(tmp_path):
 
 def report_instead(run, when, **facts):
     """Where when() holds, the statistics of a step contain these facts."""
-    reduce = run.reduce
+    step_stats = run.step_stats
 
-    def reduced(*args):
-        stats = reduce(*args)
+    def changed(*args):
+        stats = step_stats(*args)
         return replace(stats, **facts) if when() else stats
-    run.reduce = reduced
+    run.step_stats = changed
 
 
-NOT_FINITE = dict(loss=math.nan, found_inf=True)
+NOT_FINITE = dict(loss=math.nan, skipped=True, overflowed=True)
 
 
 @pytest.mark.parametrize("bad, facts, keep, back, read, lr_factor", [
@@ -1448,9 +1448,9 @@ def judge(losses):
     reasons = {}
     for i, loss in enumerate(losses):
         skipped = isinstance(loss, str)
-        stats = train.StepStats(2.0 if skipped else loss, 1.0, 1.0, skipped, stop_requested=False,
-                                loss_scale=1.0, scale_can_fall=loss == "overflow",
-                                local_loss=None)
+        stats = train.StepStats(2.0 if skipped else loss, 1.0, 1.0, skipped, overflowed=skipped,
+                                stop_requested=False, loss_scale=1.0,
+                                scale_can_fall=loss == "overflow", local_loss=None)
         divergence = monitor.observe(i, stats)
         if divergence is not None:
             reasons[i] = divergence.reason

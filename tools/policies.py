@@ -22,7 +22,7 @@ from parallelism.groups import make_groups
 from runtime import console, directory, recovery
 from runtime.options import Config
 from runtime.processes import RunError
-from runtime.recovery import after_step
+from runtime.recovery import rolls_back
 
 MAX_RETURNS = 5         # of a policy to a checkpoint, then the run ends: as --max-rollbacks
 
@@ -44,9 +44,9 @@ class Policy:
     def judge(self, step: int, stats: train.StepStats) -> str | None:
         """Before the update: "skip" it, or "stop" or go "back" after it, or None."""
 
-    def after_step(self, run, batch, stats, row: dict) -> bool:
-        """In place of recovery.after_step."""
-        row["skipped"] = int(stats.found_inf)
+    def rolls_back(self, run, batch, stats, row: dict) -> bool:
+        """In place of recovery.rolls_back."""
+        row["skipped"] = int(stats.skipped)
         if run.verdict == "stop":
             raise Ended
         if run.verdict == "back":
@@ -138,8 +138,8 @@ class ByHand(Policy):
 class Ours(Policy):
     """runtime/divergence.py and runtime/recovery.py, as train.py runs them."""
 
-    def after_step(self, run, batch, stats, row):
-        return after_step(run, batch, stats, row)
+    def rolls_back(self, run, batch, stats, row):
+        return rolls_back(run, batch, stats, row)
 
     def file_left(self, run):
         """The healthy one that the run's last words name."""
@@ -185,12 +185,12 @@ class PolicyRun(train.Run):
         self.val_loss = row.get("val_loss", self.val_loss)
         self.alarm = self.alarm or row.get("event") == "spike"
 
-    def reduce(self, *arguments) -> train.StepStats:
-        stats = super().reduce(*arguments)
+    def step_stats(self, *arguments) -> train.StepStats:
+        stats = super().step_stats(*arguments)
         self.computed += 1
         self.verdict = self.policy.judge(self.step, stats)
-        if self.verdict == "skip" and not stats.found_inf:
-            stats = replace(stats, found_inf=True, out_of_range=True)   # the loss scale stays
+        if self.verdict == "skip" and not stats.skipped:
+            stats = replace(stats, skipped=True)     # the loss scale stays
         return stats
 
     def write_checkpoint(self, done: int) -> None:
@@ -216,7 +216,7 @@ class PolicyRun(train.Run):
     def reaches(self, step=math.inf) -> bool:
         """Train until after `step`, or the last one. False if the run ended before."""
         self.stop_after = step
-        with mock.patch.object(recovery, "after_step", self.policy.after_step), \
+        with mock.patch.object(recovery, "rolls_back", self.policy.rolls_back), \
                 redirect_stdout(None), redirect_stderr(None):       # prints nothing
             while True:
                 try:
