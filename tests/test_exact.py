@@ -14,9 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn as nn
 
 from amp import ExactSums, plain_exact_sum
 from model import GPTConfig
+from parallelism.exact import ExactLookup
 from tests.harness import (after_backward, column, differences, relative, run_steps, same_bits,
                            settings, trained, watched, whole_gradient)
 
@@ -88,6 +90,19 @@ def test_a_term_above_its_share_of_the_sum_is_noticed(dtype):
         assert sums.checked(torch.tensor(5.0)) == (5.0 if inside else torch.inf), (value, unit)
         sums.begin_step(1.0, 1)
         assert sums.checked(torch.tensor(5.0)) == 5.0
+
+
+def test_a_looked_up_row_has_the_share_of_one_token():
+    """All tokens may be the same one, so the gradient of each may reach 2^52 units / tokens."""
+    for share, inside in [(0.9, True), (1.1, False)]:
+        sums = ExactSums(1, 1, torch.device("cpu"))
+        sums.begin_step(1.0, 64)
+        weight = nn.Parameter(torch.zeros(3, 1))
+        weight.main_grad = lambda: torch.zeros(3, 1, dtype=torch.float64)
+        rows = torch.zeros(1, 1, dtype=torch.int64)
+        largest = 2 ** 52 / 64 * sums.embedding_gradient
+        (ExactLookup.apply(rows, weight, sums) * share * largest).sum().backward()
+        assert sums.checked(torch.tensor(5.0)) == (5.0 if inside else torch.inf)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -383,6 +383,7 @@ def test_plain_program_tells_a_mistake_in_one_line(tmp_path):
     """What cannot run ends with status 2 and one line that names the numbers."""
     for flags, words in [(["--tp", 2], "1 processes cannot form"), (["--pp", 0], "pp 0"),
                          (["--tp", 2], "start them by torchrun --nproc_per_node=2 parallel.py"),
+                         (["--tp", 2, "--pp", 2], "1 processes cannot form"),
                          (["--tp", "x"], "--tp"), (["--steps"], "--steps"),
                          ([], "does not exist: give a directory that data.py has made")]:
         status, text, error = Command("parallel.py", *flags, cwd=tmp_path).finish()
@@ -1600,6 +1601,27 @@ def test_samples_end_before_the_stop_text_and_are_separated_by_dashes(run_sample
     both = [run_sample(*flags, prompt, "--num-samples", 2)[1] for prompt in ("line 1", "", "so")]
     assert run_sample(*flags, "-", "--num-samples", 2,
                       stdin="line 1\n\nso\n") == (0, line.join(both), "")
+
+
+def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_text(monkeypatch):
+    """After each token standard output has all of it but its last two characters, which a stop text
+    of three may begin with; whether or not the second sample has ended."""
+    seen = []
+
+    def scripted(*arguments):           # in place of sample.generate
+        for first, second in zip(b"abcdxy", b"xyz"):
+            yield {0: first, 1: second}
+            seen.append(sys.stdout.getvalue())
+        for first in b"dxyz":
+            yield {0: first}
+            seen.append(sys.stdout.getvalue())
+    tokenizer = data.get_tokenizer("bytes")
+    monkeypatch.setattr(sample, "generate", scripted)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    args = SimpleNamespace(stop="xyz", max_tokens=9, temperature=1.0, top_k=0, top_p=1.0)
+    sample.print_samples(SimpleNamespace(cfg=CFG), tokenizer, "p", range(2), args)
+    assert seen == ["p", "p", "pa", "pab", "pabc", "pabcd"]
+    assert sys.stdout.getvalue() == "pabcd\n" + sample.DASHES + "p\n"
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -38,7 +38,7 @@ import sample
 import tools.plan
 import tools.schedule
 import train
-from model import SIZES, GPTConfig
+from model import SIZES, GPT, GPTConfig
 from parallel import Grid
 from parallelism import pipeline, tensor
 from parallelism.collectives import Work
@@ -476,6 +476,24 @@ def test_activations_are_those_of_the_microbatches_in_flight(schedule):
                 in_flight * activation_bytes(cfg, grid, config))
 
 
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_zb_h1_keeps_the_inputs_of_matrices_and_the_gradients_of_their_outputs(activation):
+    """From B to W. With one microbatch the last stage then holds these of its only block, or from
+    F to B what other schedules do, whichever is more."""
+    cfg = replace(CFG, n_layer=2, activation=activation)
+    sizes = []
+    block = GPT(cfg).blocks["1"]
+    for linear in (block.attn.qkv, block.attn.proj, block.mlp.up, block.mlp.down):
+        linear.register_forward_hook(lambda linear, args, y: sizes.extend([args[0].nbytes,
+                                                                           y.nbytes]))
+    block(torch.zeros(2, cfg.seq_len, cfg.n_embd))
+    config = plan_config(micro_batch=2, batch_size=2, pp=2)
+    grid = Grid(dp=1, pp=2, tp=1, rank=1)
+    until_b = activation_bytes(cfg, grid, config)
+    until_w = activation_bytes(cfg, grid, replace(config, pp_schedule="zb-h1"))
+    assert until_w == max(until_b, sum(sizes)) and (until_w > until_b) == (activation == "relu")
+
+
 def test_logits_are_a_chunk_in_the_models_type_and_in_16_bits_another_in_fp32(monkeypatch):
     monkeypatch.setitem(MAX_LOGITS, "cpu", 2 ** 16)
     cfg = GPTConfig(vocab_size=8192, seq_len=256, n_layer=2, n_head=2, n_embd=16)
@@ -850,9 +868,9 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
     monkeypatch.setattr(corpora.time, "sleep", lambda _: None)     # between tries
     monkeypatch.chdir(tmp_path)
     weights_only(Path("a.pt"), CFG)
-    for folder in ("hf", "evil", "gap", "torn"):
+    for folder in ("hf", "evil", "gap", "torn", "code"):
         assert convert(capsys, "export", "a.pt", folder)[0] == 0
-    for folder in ("evil", "gap", "torn"):
+    for folder in ("evil", "gap", "torn", "code"):
         Path(folder, "model.safetensors").unlink()
     Path("evil/model.safetensors.index.json").write_text('{"weight_map": {"wte": "../a.pt"}}')
     Path("gap/model.safetensors.index.json").write_text('{"weight_map": {"wte": "one"}}')
@@ -860,6 +878,7 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
     Path("half.pt").write_bytes(damaged[:-99])
     damaged[len(damaged) // 2] ^= 1
     Path("torn/pytorch_model.bin").write_bytes(damaged)
+    torch.save(Path("ran"), "code/pytorch_model.bin")       # what torch.load would call a class for
     whole = json.loads(Path("hf/config.json").read_text()), {}
     for name, full in checkpoint.load(Path("a.pt"))["parameters"].items():
         whole[1].update(huggingface.to_theirs(name, full, huggingface.FAMILIES["gpt2"]))
@@ -882,6 +901,7 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
             ([], 2, "required: import|export"), (["import", "hf"], 2, "required: FILE.pt"),
             (["convert", "a.pt", "b"], 2, "invalid choice: 'convert'"),
             (["import", "torn", "b.pt"], 2, "pytorch_model.bin is damaged"),
+            (["import", "code", "b.pt"], 2, "pytorch_model.bin is refused"),
             (["import", "no/such", "b.pt"], 1, "no folder no/such, and http://127.0.0.1:9 cannot")]:
         result = convert(capsys, *arguments)
         assert result[0] == status and message in result[2], result
