@@ -34,7 +34,8 @@ def test_a_quadratics_noise_scale_is_within_5_percent():
 
 
 LAYOUTS = [
-    ((2, 1, 1), dict(zero=3)), ((2, 1, 1), dict(exact=True)), ((2, 1, 2), dict(zero=2)),
+    ((2, 1, 1), dict(zero=3, micro_batch=1)), ((2, 1, 1), dict(exact=True)),
+    ((2, 1, 2), dict(zero=2)),
     ((2, 2, 1), dict(zero=3, sequence_parallel=True)), ((2, 1, 1), dict(cp=2, zero=2))]
 MORE_LAYOUTS = [
     ((2, 1, 1), dict(zero=1)), ((2, 1, 1), dict(zero=2)),

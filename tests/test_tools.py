@@ -862,6 +862,13 @@ BROKEN = [      # changes of config.json and of the tensors (None: it is missing
     ({}, {"transformer.wpe.weight": torch.zeros(3, 32)}, "has shape (3, 32), not (16, 32)")]
 
 
+class MakesAFolder:
+    """When it is loaded from a pickle, unless its code is refused."""
+
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
 def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, monkeypatch):
     pytest.importorskip("safetensors")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
@@ -878,7 +885,7 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
     Path("half.pt").write_bytes(damaged[:-99])
     damaged[len(damaged) // 2] ^= 1
     Path("torn/pytorch_model.bin").write_bytes(damaged)
-    torch.save(Path("ran"), "code/pytorch_model.bin")       # what torch.load would call a class for
+    torch.save(MakesAFolder(), "code/pytorch_model.bin")
     whole = json.loads(Path("hf/config.json").read_text()), {}
     for name, full in checkpoint.load(Path("a.pt"))["parameters"].items():
         whole[1].update(huggingface.to_theirs(name, full, huggingface.FAMILIES["gpt2"]))
