@@ -4,6 +4,8 @@
     python -m pytest tests/test_noise_scale.py -m slow -s       nano's, as its loss falls
 """
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -31,6 +33,25 @@ def test_a_quadratics_noise_scale_is_within_5_percent():
             answers.append(noise.sequences)
         truth = 400 * deviation ** 2 / norm ** 2
         assert relative(np.mean(answers[20:]), truth) < 0.05
+
+
+@pytest.mark.parametrize("dp, microbatches", [(2, 4), (4, 2), (1, 4)])
+def test_a_small_batch_is_a_replicas_rows_or_of_one_replica_its_first_microbatch(dp, microbatches):
+    """Their gradients have been divided by the tokens of the whole batch and multiplied by the loss
+    scale."""
+    parts = dp if dp > 1 else microbatches
+    gradients = np.random.default_rng(0).standard_normal((parts, 10))       # means over each part
+    measured = gradients if dp > 1 else gradients[:1]
+    noise = NoiseScale()
+    noise.observe = mock.Mock()
+    noise.small_squares = ((1024 * measured / parts) ** 2).sum()
+    run = SimpleNamespace(flat=SimpleNamespace(holds_grads=True), grid=SimpleNamespace(dp=dp),
+                          model_config=CFG)
+    noise.after_step(run, SimpleNamespace(microbatches=[None] * microbatches, size=16),
+                     SimpleNamespace(skipped=False, loss_scale=1024.0, grad_norm=3.0), {})
+    small_squares, big_squares, small, big = noise.observe.call_args.args
+    assert small_squares == pytest.approx((measured ** 2).sum(1).mean())
+    assert (big_squares, small, big) == (9.0, 16 / parts, 16)
 
 
 LAYOUTS = [
@@ -86,8 +107,8 @@ def test_a_run_that_measures_has_the_bits_of_one_that_does_not(pool, tmp_path, l
 
 
 @pytest.mark.parametrize("layout, micro_batch", [
-    ((1, 1, 1), 2), ((2, 1, 1), 1), *(pytest.param(*row, marks=pytest.mark.slow)
-                                      for row in [((1, 2, 1), 1), ((4, 1, 1), 2)])])
+    ((1, 1, 1), 2), *(pytest.param(*row, marks=pytest.mark.slow)
+                      for row in [((1, 2, 1), 1), ((4, 1, 1), 2)])])
 def test_the_noise_scale_is_that_of_per_sequence_gradients(pool, tmp_path, layout, micro_batch):
     """Within 10%, the mean over 130 steps: the learning rate is 0, so all measure the same weights.
     The direct computation takes the gradient of each sequence by itself."""
