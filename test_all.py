@@ -1592,6 +1592,36 @@ def test_dx_is_reduced_while_dw_is_computed(rank, world=2, *, sequence_parallel,
     assert in_turn(events) == expected, events
 
 
+class Copied(TorchDispatchMode):
+    """How many numbers copies wrote in the block."""
+    numbers = 0
+
+    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        if function.name() in ("aten::copy_", "aten::clone", "aten::cat"):
+            self.numbers += out.numel()
+        return out
+
+
+@pytest.mark.parametrize("sequences, attention", [(1, 0), (3, 1)])
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks
+def test_sequence_parallelism_copies_little(rank, world, sequences, attention):
+    """Mechanism (that it costs little beside its traffic): forward and backward of a block copy, in
+    units of x (B, T, C), 1 / tp for each of six all-gathers; of several sequences attention also
+    reorders q, k, v (3 / tp), its output, and the gradients of both."""
+    plain = random_gpt(replace(CFG, n_layer=1))
+    with gridded(rank, world, tp=world, pp=1, sequence_parallel=True) as grid:
+        local, flat = stage_of(plain, grid)
+        block = local.blocks["0"]
+        flat.prepare_grad_sync(block, False)
+        x, dy = (random_tensor(sequences, 16 // world, 32, seed=seed) for seed in (1, 2))
+        with Copied() as copied:
+            block(x.requires_grad_()).backward(dy)
+    unit = sequences * 16 * 32
+    assert copied.numbers / unit == 6 / world + attention * (2 * 3 / world + 2)
+
+
 # ---------------------------------------------------------------------------------------------
 # parallelism/: whole runs beside torch's own stack, and dropout
 # ---------------------------------------------------------------------------------------------

@@ -126,11 +126,11 @@ def reduce_scatter(x: torch.Tensor, group) -> Work:
     return Work(slices[rank], handles, "reduce-scatter", group, add_received)
 
 
-def all_gather(x: torch.Tensor, group, finish: Callable = lambda x: x) -> Work:
+def all_gather(x: torch.Tensor, group) -> Work:
     """Copy each rank's slice of x to all ranks, in place: the reverse of `reduce_scatter`. On the
     CPU by messages too, because gloo gathers into a copy."""
     if group is None:
-        return Work(x, finish=finish)
+        return Work(x)
     slices = x.chunk(group.size())
     rank = group.rank()
     with comm_errors("all-gather", group):
@@ -138,7 +138,7 @@ def all_gather(x: torch.Tensor, group, finish: Callable = lambda x: x) -> Work:
             handles = [dist.all_gather_single(x, slices[rank], group=group, async_op=True)]
         else:
             handles = _exchange([slices[rank]] * len(slices), slices, group)
-    return Work(x, handles, "all-gather", group, finish)
+    return Work(x, handles, "all-gather", group)
 
 
 def all_gather_object(value) -> list:

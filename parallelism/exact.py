@@ -41,9 +41,9 @@ import torch.nn.functional as F
 from amp import ExactSums
 from model import GPT, IGNORE_INDEX, Block, GPTConfig, linear
 from parallelism.collectives import all_reduce
+from parallelism.sequence import by_ranks, by_sequences, gather_positions, sum_over_ranks
 from parallelism.tensor import (TensorParallel, VocabParallelCrossEntropy, VocabParallelEmbedding,
-                                VocabParallelHead, chunk_size, gather_positions, matmul,
-                                sum_over_ranks)
+                                VocabParallelHead, chunk_size, matmul)
 
 MOST_BLOCKS = 8         # tp must divide it
 
@@ -56,7 +56,7 @@ class CopyToBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, count, grid):
         ctx.grid = grid
-        x = gather_positions(x, grid).wait()
+        x = by_sequences(gather_positions(x, grid).wait(), grid)
         return tuple(x.view_as(x) for _ in range(count))
 
     @staticmethod
@@ -75,7 +75,7 @@ class SumOfBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        dy = gather_positions(dy, ctx.grid).wait()
+        dy = by_sequences(gather_positions(dy, ctx.grid).wait(), ctx.grid)
         return (None, *(dy for _ in range(ctx.count)))
 
 
@@ -84,7 +84,7 @@ def sum_blocks(terms, unit: float, grid) -> torch.Tensor:
     total = torch.zeros_like(terms[0], dtype=torch.float64)
     for term in terms:
         grid.exact.add(total, term, unit, grid.exact.blocks)
-    return sum_over_ranks(total, grid).wait().to(terms[0].dtype)
+    return sum_over_ranks(by_ranks(total, grid), grid).wait().to(terms[0].dtype)
 
 
 class BlockProduct(torch.autograd.Function):
@@ -235,7 +235,7 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, x, weight, targets, grid, scale, vocab_size):
         exact = grid.exact
-        x = gather_positions(x, grid).wait()
+        x = by_sequences(gather_positions(x, grid).wait(), grid)
         shape = x.shape
         x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
         # Each (w, C), and aligned: w is a multiple of 16, C of the number of blocks.
@@ -264,7 +264,8 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
                 exact.add(dx_i, matmul(dz, block), exact.activation_gradient, exact.blocks)
                 exact.add(dw, matmul(dz.t(), x_i), exact.embedding_gradient, exact.terms(len(x_i)))
         if scale is not None:
-            dx = sum_over_ranks(dx.view(shape), grid).wait().to(x.dtype)
+            dx = by_ranks(dx.view(shape), grid)
+            dx = sum_over_ranks(dx, grid).wait().to(x.dtype)
             ctx.save_for_backward(dx, None, loss.new_full((), scale))
         return loss[0]
 

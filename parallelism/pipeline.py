@@ -25,7 +25,8 @@ from model import GPT, ceil_div
 from parallelism.collectives import (PeerError, Work, all_gather, comm_errors, on_hosts,
                                      sum_dtype)
 from parallelism.schedules import split_in_turns
-from parallelism.tensor import gather_positions, matmul
+from parallelism.sequence import gather_positions
+from parallelism.tensor import matmul
 
 
 def stage_layers(n_layer: int, pp: int, stage: int) -> range:
@@ -110,7 +111,7 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
         factors = put_off.pop(0)
         while factors:                                  # each product frees its own
             module, dy, x = factors.pop(0)
-            if x.shape[1] < dy.shape[1]:                # TP2: x has this rank's positions alone
+            if len(x) < len(dy):                        # TP2: x has this rank's positions alone
                 x = gather_positions(x, grid).wait()
             module.weight.grad = matmul(dy.flatten(0, 1).t(), x.flatten(0, 1))
             flat.grad_ready(module.weight)

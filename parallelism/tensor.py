@@ -4,7 +4,7 @@ It computes what the plain form in parallel.py does. The differences:
 
          difference                             gain                      where
     TP1  a rank never builds a whole parameter  memory / tp               ParamSpec.cut
-    TP2  sequence parallelism from g to f       activations / tp there    gather_positions
+    TP2  sequence parallelism from g to f       activations / tp there    sequence.py
     TP3  f is fused with the next product       sum of dx runs during dW  _ColumnParallel
     TP4  the loss works in chunks of positions  logits of one chunk       VocabParallelCrossEntropy
     TP5  its forward computes its gradients     logits computed once      VocabParallelCrossEntropy
@@ -25,7 +25,8 @@ import torch.nn.functional as F
 
 from model import (GPT, IGNORE_INDEX, GPTConfig, ceil_div, linear, multiplies_in_fp32,
                    upcast_for_matmul)
-from parallelism.collectives import Work, all_gather, all_reduce, reduce_scatter
+from parallelism.collectives import all_reduce
+from parallelism.sequence import by_ranks, by_sequences, gather_positions, sum_over_ranks
 
 
 @dataclass
@@ -79,44 +80,13 @@ class ParamSpec:
         return torch.cat(stacked, dim + 1).flatten(dim, dim + 1)[:self.shape[0]]    # (3C, C)
 
 
-# TP2: sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f all
-# ranks hold the same activations; instead, let each hold T / tp positions. Then f is an all-gather
-# forward and a reduce-scatter backward, and g is a reduce-scatter forward and an all-gather
-# backward. Backward also gathers x again (_ColumnParallel): a block then sends 5 / 4 of the bytes,
-# ten halves of an all-reduce instead of eight.
-# LayerNorm, the bias after g and the position embedding see T / tp positions, so each rank has a
-# part of their gradients: zero.finish_grad_sync adds the parts up.
-
-
-def gather_positions(x: torch.Tensor, grid) -> Work:
-    """For f's forward and g's backward. Without TP2, x itself; with it, all positions:
-    (B, T / tp, C) -> (B, T, C)."""
-    if not grid.sequence_parallel:
-        return Work(x)
-    parts = x.new_empty(grid.tp, *x.shape)                              # (tp, B, T / tp, C)
-    parts[grid.tp_rank] = x
-    return all_gather(parts, grid.groups["tp"], lambda parts: parts.transpose(0, 1).flatten(1, 2))
-
-
-def sum_over_ranks(x: torch.Tensor, grid) -> Work:
-    """For g's forward and f's backward: the sum of the ranks' x (B, T, C), in place. With TP2, only
-    this rank's positions of it, (B, T / tp, C), in new memory."""
-    if not grid.sequence_parallel:
-        return all_reduce(x, grid.groups["tp"])
-    B, T, C = x.shape
-    parts = x.view(B, grid.tp, T // grid.tp, C).transpose(0, 1)         # (tp, B, T / tp, C)
-    # A copy, also at B = 1: reduce_scatter writes into it, and x must not change behind autograd.
-    parts = parts.clone(memory_format=torch.contiguous_format)
-    return reduce_scatter(parts.view(-1, T // grid.tp, C), grid.groups["tp"])
-
-
 class _Reduce(torch.autograd.Function):
-    """g. Without TP2 it overwrites x, which saves a copy of (B, T, C)."""
+    """g. It overwrites x, which saves a copy of (B, T, C)."""
 
     @staticmethod
     def forward(ctx, x, grid):
         ctx.grid = grid
-        if not grid.sequence_parallel:
+        if not grid.sequence_parallel:          # (with TP2 the result is a part of x)
             ctx.mark_dirty(x)
         return sum_over_ranks(x, grid).wait()
 
@@ -179,7 +149,7 @@ class TensorParallel(nn.Module):
 
 class ColumnParallelLinear(TensorParallel):
     """(B, T, in), equal on all ranks (TP2: T / tp positions) -> (B, T, out / tp), this rank's
-    columns."""
+    columns (TP2: by ranks)."""
     partition_dim = {"weight": 0, "bias": 0}
 
     def forward(self, x):
@@ -191,16 +161,30 @@ class ColumnParallelLinear(TensorParallel):
 class QKVParallelLinear(ColumnParallelLinear):
     stride = 3          # the matrices of q, k and v, stacked: each is cut by heads on its own
 
+    def forward(self, x):
+        return by_sequences(super().forward(x), self.grid)
+
 
 class RowParallelLinear(TensorParallel):
-    """(B, T, in / tp), this rank's rows -> (B, T, out), equal on all ranks (TP2: T / tp positions).
-    The bias, equal on all ranks, is added after the sum; before it, it would count tp times."""
+    """(B, T, in / tp), this rank's rows (TP2: by ranks) -> (B, T, out), equal on all ranks (TP2:
+    T / tp positions). The bias, equal on all ranks, is added after the sum; before it, it would
+    count tp times."""
     partition_dim = {"weight": 1}
 
     def forward(self, x):
         if self.grid.tp == 1:
             return self.multiply(linear, x, self.bias)
-        return _Reduce.apply(self.multiply(linear, x), self.grid) + self.bias
+        return self.reduce(self.multiply(linear, x)) + self.bias
+
+    def reduce(self, y):
+        return _Reduce.apply(y, self.grid)
+
+
+class AttentionOutput(RowParallelLinear):
+    """TP2: its input is by sequences. (By ranks, backward would keep it twice.)"""
+
+    def reduce(self, y):
+        return super().reduce(by_ranks(y, self.grid))
 
 
 class PositionEmbedding(TensorParallel):
@@ -222,7 +206,7 @@ class VocabParallelEmbedding(TensorParallel):
     def forward(self, tokens):
         if self.grid.tp == 1:
             return self.lookup(tokens)
-        rows = tokens - self.grid.tp_rank * len(self.weight)
+        rows = by_ranks(tokens, self.grid) - self.grid.tp_rank * len(self.weight)
         is_local = (rows >= 0) & (rows < len(self.weight))
         x = self.lookup(rows.where(is_local, 0))                        # (B, T, C)
         return _Reduce.apply(x * is_local.unsqueeze(-1), self.grid)
@@ -336,7 +320,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, grid, scale, chunk_loss):
         x = gather_positions(x, grid).wait()
         shape = x.shape
-        x, targets = x.flatten(0, 1), targets.flatten()                     # (N, C), (N,)
+        x, targets = x.flatten(0, 1), by_ranks(targets, grid).flatten()     # (N, C), (N,)
         in_main_grad = hasattr(weight, "main_grad")                 # TP6
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = x                                                      # not written without a scale
@@ -418,7 +402,7 @@ class VocabParallelHead(TensorParallel):
 
 TP_PLAN = {         # which module of model.py becomes what (build_stage)
     "attn.qkv": QKVParallelLinear,
-    "attn.proj": RowParallelLinear,
+    "attn.proj": AttentionOutput,
     "mlp.up": ColumnParallelLinear,
     "mlp.down": RowParallelLinear,
     "embed.token": VocabParallelEmbedding,
