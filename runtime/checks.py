@@ -277,6 +277,12 @@ def check_memory(model_config: GPTConfig, grid: Grid, config, dtypes: tuple, dev
         if not config.eval_only and (config.zero > 0 or place.replica == 0):
             moments = (on_device | on_host)["moments"]          # of masters there are half as many
             on_machine["copies for a save"] += 3 * moments // 2
+            if device.type == "cuda" and not config.offload:
+                # They pass through pinned memory, of which PyTorch keeps a piece of each power of
+                # two: together less than twice the one that the longest tensor needs.
+                shards = grid.replicas if config.zero > 0 else 1
+                tensor = dtypes[1].itemsize * longest // shards
+                on_machine["pinned memory"] += 2 << (tensor - 1).bit_length()
     if hasattr(os, "sysconf"):          # not on Windows
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         limits.append((on_machine, memory, "machines"))

@@ -407,21 +407,22 @@ def test_the_start_prints_the_state_that_a_rank_keeps(run_train, shards, tmp_pat
 
 
 @pytest.mark.parametrize("flags, on_gpu, on_machine, message", [
-    (dict(), 2.3e9, 1.6e9, None), (dict(offload=True), 0.8e9, 17e9, None),
+    (dict(), 2.3e9, 2.1e9, None), (dict(offload=True), 0.8e9, 17e9, None),
     (dict(eval_only=True), 0.3e9, 0, None),
     (dict(eval_only=True), 0.2e9, 0, "would keep parameters 0.2 GB here, but there are 0.2 GB"),
     (dict(), 2.2e9, 0, "parameters 0.2 GB, gradients 0.5 GB, masters 0.5 GB, moments 1.0 GB here, "
      "but there are 2.2 GB: raise --tp, --pp or --zero on more GPUs, give --offload"),
     (dict(offload=True), 0.7e9, 15e9,
      "parameters 0.2 GB, gradients 0.5 GB here, but there are 0.7 GB"),
-    (dict(zero=1), 2.3e9, 1.4e9, "would keep copies for a save 1.5 GB here"),
+    (dict(), 2.3e9, 1.9e9, "would keep copies for a save 1.5 GB, pinned memory 0.5 GB here"),
+    (dict(zero=1), 2.3e9, 1.9e9, "would keep copies for a save 1.5 GB, pinned memory 0.5 GB here"),
     (dict(offload=True), 0.8e9, 15e9, "masters 4.0 GB, moments 8.0 GB, staging 2.5 GB, copies for "
      "a save 1.5 GB here, but there are 15.0 GB: raise --tp, --pp or --zero on more machines")])
 def test_a_model_that_a_gpu_or_its_machine_cannot_hold_is_refused(flags, on_gpu, on_machine,
                                                                   message):
     """GPT-2 in bf16 has 124M parameters of 18 bytes; eight GPUs offload 12 each to one machine,
-    with two buffers for the token matrix (309 MB each GPU), a save copies 12 of the whole model,
-    and an evaluation needs 2."""
+    with two buffers for the token matrix (309 MB each GPU), a save copies 12 of the whole model
+    through pinned memory (2 x 268 MB, or 8 x 2 x 34 MB), and an evaluation needs 2."""
     cfg = GPTConfig(50257, **SIZES["gpt2"])
     refusal = nullcontext()
     if message is not None:
