@@ -1,4 +1,4 @@
-"""tools/bench.py's command for a GPU, on a CPU: its parts, its page, and what befalls a part.
+"""tools/bench.py: its tables; its command for a GPU, on a CPU: parts, page, what befalls a part.
 
     python -m pytest tests/test_bench.py
 
@@ -8,6 +8,7 @@ import functools
 import io
 import itertools
 import json
+import re
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -20,6 +21,52 @@ import torch.distributed as dist
 
 from tests.harness import own_processes
 from tools import bench, gpu, peer, report, shared_gpu, trace
+
+
+# What these tables print, if train.py has 300 tokens a second and the peer 200.
+ROWS = {
+    "parallel_stack": "| pp 2, gpipe | 300 | 200 | 1.50 |\n",
+    "three_dimensions": "| 8 processes / 1 on all cores | 300 | 300 | 1.00 |\n",
+    "scaling_of_work": "| n_layer 12 | 300 | 43 | 21.38 |\n",
+    "scaling_of_layouts": "| 10.8M | 300 | 1.00 | 1.00 | 1.00 |\n",
+    "scaling_of_processes": "| 4 processes --pp 4 | 300 |\n",
+    "memory": "| zero 3 | 4 | 10 MB | 20 MB | 30 MB | 60 MB | 63 MB | 1.05 | 1.00 |\n",
+    "sampling": "| 8 at a time, torch.bfloat16 | 7 | 8 | 0.88 |\n"}
+
+
+@pytest.mark.parametrize("name", [
+    name if name != "sampling" else pytest.param(name, marks=pytest.mark.slow) for name in ROWS])
+def test_a_table_has_its_rows(monkeypatch, capsys, tmp_path, name):
+    """Each with as many cells as its heading. Programs are not started."""
+    monkeypatch.setattr(bench, "speed_of_train_py", lambda *_, **__: 300.0)
+    monkeypatch.setattr(bench, "speed_of_peer", lambda *_, **__: 200.0)
+    monkeypatch.setattr(bench, "rate_of_products", lambda: 2e9)
+    monkeypatch.setattr(bench, "peak_of", lambda *_, **__: [(63e6, (10e6, 20e6, 30e6))])
+    if name == "sampling":
+        pytest.importorskip("transformers")
+        monkeypatch.setattr(bench, "SHAPE", dict(n_layer=1, n_head=1, n_embd=8, seq_len=16))
+        monkeypatch.setattr(bench, "per_second", lambda work, amount: lambda: 7.0 + (
+            work.__name__ == "sample_theirs"))
+    bench.TABLES[name](tmp_path)
+    printed = capsys.readouterr().out
+    assert ROWS[name] in printed
+    for table in re.findall("(?m)(?:^\\|.*\n)+", printed):
+        heading, rule, *rows = table.splitlines()
+        assert rows and {line.count("|") for line in rows} == {heading.count("|")}
+        assert rule == "|---" * (heading.count("|") - 1) + "|"
+
+
+def test_memory_is_read_in_bytes():
+    """Of this process, which holds PyTorch: more than 50 MB, and at most what it held at its
+    peak."""
+    assert 50e6 < bench.resident("VmRSS") <= bench.resident("VmHWM") < 50e9
+
+
+def test_ceilings_are_operations_and_bytes_a_second(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "seconds_of", lambda work, action: 0.5)
+    rates, = rows_of_part("ceilings", tmp_path)["rates"]
+    assert rates == {"bf16 product of": 128, "TFLOP/s": 4 * 128 ** 3 / 1e12,
+                     "copy, TB/s": 2 ** 21 / 1e12}
 
 
 def rows_of_part(name, folder):
