@@ -19,8 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import own_processes
-from tools import bench, gpu, peer, report, shared_gpu, trace
+import checkpoint
+from tests.harness import own_processes, small_state
+from tools import bench, gpu, peer, report, runs, shared_gpu, trace
 
 
 # What these tables print, if train.py has 300 tokens a second and the peer 200.
@@ -31,13 +32,14 @@ ROWS = {
     "scaling_of_layouts": "| 10.8M | 300 | 1.00 | 1.00 | 1.00 |\n",
     "scaling_of_processes": "| 4 processes --pp 4 | 300 |\n",
     "memory": "| zero 3 | 4 | 10 MB | 20 MB | 30 MB | 60 MB | 63 MB | 1.05 | 1.00 |\n",
-    "sampling": "| 8 at a time, torch.bfloat16 | 7 | 8 | 0.88 |\n"}
+    "checkpoints": "| save / torch.save, fsync | 7 | 7 | 1.00 |\n",
+    "sampling": "| 8 at a time, torch.bfloat16 | 7 | 7 | 1.00 |\n"}
 
 
 @pytest.mark.parametrize("name", [
     name if name != "sampling" else pytest.param(name, marks=pytest.mark.slow) for name in ROWS])
 def test_a_table_has_its_rows(monkeypatch, capsys, tmp_path, name):
-    """Each with as many cells as its heading. Programs are not started."""
+    """Each with as many cells as its heading. Programs are not started, and nothing is timed."""
     monkeypatch.setattr(bench, "speed_of_train_py", lambda *_, **__: 300.0)
     monkeypatch.setattr(bench, "speed_of_peer", lambda *_, **__: 200.0)
     monkeypatch.setattr(bench, "rate_of_products", lambda: 2e9)
@@ -45,8 +47,10 @@ def test_a_table_has_its_rows(monkeypatch, capsys, tmp_path, name):
     if name == "sampling":
         pytest.importorskip("transformers")
         monkeypatch.setattr(bench, "SHAPE", dict(n_layer=1, n_head=1, n_embd=8, seq_len=16))
-        monkeypatch.setattr(bench, "per_second", lambda work, amount: lambda: 7.0 + (
-            work.__name__ == "sample_theirs"))
+    monkeypatch.setattr(bench, "per_second", lambda work, amount: lambda: 7.0)
+    monkeypatch.setattr(bench, "finished", lambda *_: checkpoint.save(small_state(1),
+                                                                      tmp_path / "out", 1))
+    (tmp_path / "out").mkdir()
     bench.TABLES[name](tmp_path)
     printed = capsys.readouterr().out
     assert ROWS[name] in printed
@@ -54,6 +58,15 @@ def test_a_table_has_its_rows(monkeypatch, capsys, tmp_path, name):
         heading, rule, *rows = table.splitlines()
         assert rows and {line.count("|") for line in rows} == {heading.count("|")}
         assert rule == "|---" * (heading.count("|") - 1) + "|"
+
+
+def test_a_program_that_fails_is_an_error_and_one_that_ends_returns_what_it_printed():
+    assert runs.finished(1, "-c", "print('rows')") == "rows\n"
+    for code, words in [("raise SystemExit('why')", "why"), ("raise SystemExit(3)", "status 3")]:
+        with pytest.raises(RuntimeError, match=words):
+            runs.finished(1, "-c", code)
+    with pytest.raises(RuntimeError, match="stopped after 0 s"):
+        runs.finished(1, "-c", "import time; time.sleep(60)", seconds=0.1)
 
 
 def test_memory_is_read_in_bytes():

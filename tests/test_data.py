@@ -66,6 +66,8 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("no.jsonl", b'{"text": "ok"}\n{"text": 5}\n', 'no.jsonl line 2 "text"'),
     ("no.jsonl", b'{"text": "ok"}\n["text"]\n', 'no.jsonl line 2 "text"'),
     ("a.txt --seed -1", b"x" * 9, "--seed"), ("a.txt --shard-tokens 9", b"x" * 9, "1024"),
+    (f"a.txt --seed {2 ** 63}", b"x" * 9, "2^63 - 1"),
+    (f"a.txt --shard-tokens {2 ** 31}", b"x" * 9, "2^31 - 1"),
     ("--dataset none", None, "none"), ("--input a.txt", b"x" * 9, "--out"),
     ("--out a.txt", b"x" * 9, "a.txt is not a directory: give another"),
     ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
