@@ -348,8 +348,8 @@ class Batches:
     """
 
     def __init__(self, data: TokenDataset, config, load, position=0, sequences_trained=0):
-        """`config` has train.py's flags; load(window_ids, step) returns this replica's part of a
-        batch, as microbatches."""
+        """`config` has train.py's flags; load(data, window_ids, step) returns this replica's part
+        of a batch, as microbatches."""
         self.data, self.config, self.load = data, config, load
         self.position = position
         self.sequences_trained = sequences_trained
@@ -381,7 +381,7 @@ class Batches:
 
     def _load(self, step: int) -> Batch:
         ids = self.data.window_ids(self.config.seed, self.position, self.next_size())
-        return Batch(step, self.position, ids, self.load(ids, step))
+        return Batch(step, self.position, ids, self.load(self.data, ids, step))
 
 
 def split_microbatches(window_ids: np.ndarray, micro_batch: int, replica: int,

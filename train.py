@@ -1,16 +1,18 @@
 """Train a GPT: the loop, one step, evaluation, saving and resuming.
 
     python train.py                                             # one process
-    torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (pp cp tp) = 2
+    torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (pp * cp * tp) = 2
 
-    rank       one process
-    dp         data parallelism: replicas of the model train on different rows of the batch
-    cp         context parallelism: replicas train on different positions of the same rows
-    pp         pipeline parallelism: a replica's layers are cut into stages
-    tp         tensor parallelism: several ranks share each matrix of a stage
-    ZeRO       (--zero 1 to 3) a rank updates one shard of the parameters; the replicas' shards
-               make up all of them
-    window     T + 1 consecutive tokens: the first T are the inputs, the last T their targets
+Each rank is one process. The ranks divide the work in four dimensions; where they communicate:
+
+    dp    the rows of the batch; the sum of the gradients                       zero.py
+    cp    the positions of each row; attention's keys and values; the same sum  context.py
+    pp    the layers, in stages; activations, and their gradients               pipeline.py
+    tp    each matrix; a sum, or two, inside each layer                         tensor.py
+
+The dp x cp ranks that hold the same parameters are replicas. With ZeRO (--zero 1 to 3) each of them
+updates one shard of these parameters, and then sends it to the others (zero.py). A window is T + 1
+consecutive tokens: the first T are the inputs, the last T their targets.
 
 `plain_train` is the whole algorithm on one CPU. `Run` computes the same on any number of ranks, in
 any precision; a test compares their numbers:
@@ -21,17 +23,13 @@ any precision; a test compares their numbers:
     forward and backward    for each microbatch; with a pipeline in the     train_step
                             order of its schedule
                             sum of the gradients over the replicas          flat.finish_grad_sync
-    norm and clipping       loss and norm are summed over all ranks, so     step_stats, clip_factor
-                            that all clip, or skip, the same step
+    norm and clipping       loss and norm are summed over all ranks: each   step_stats, clip_factor
+                            clips by the same factor, or skips the step
     learning rate           the same function                               learning_rate
     AdamW                   AdamW on this rank's shard                      flat.step
 
 runtime/ has what a long run needs beside these: flags, signals, the console, metrics.jsonl, and
 recovery, which takes a diverged run (its loss stays too high, or NaN) back to an older checkpoint.
-
-Resuming is exact: on the CPU, with the same layout, a resumed run is bit-identical to an
-uninterrupted one. The command line overrides the checkpoint, which overrides the defaults; layout,
-precision and paths are not restored.
 """
 import signal
 
@@ -58,7 +56,7 @@ from parallel import Grid, build_rank
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.context import own_positions
 from parallelism.groups import make_groups
-from parallelism.pipeline import run_schedule
+from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
 from runtime import (checks, console, devices, directory, processes, recovery, replicas,
                      startup)
@@ -72,7 +70,7 @@ EVAL_MICROBATCHES = 64          # on each rank, for each all-reduce of an evalua
 
 def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, float]]:
     """Train on the CPU with PyTorch's own AdamW. Returns (loss, gradient norm) of each step. Needs
-    `config.clip` > 0; ignores --batch-ramp and --skip-steps, and draws other dropout masks."""
+    `config.clip` > 0; ignores --batch-ramp and --skip-steps. Its dropout masks are not Run's."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]           # biases, LayerNorm
     optimizer = torch.optim.AdamW(
@@ -114,12 +112,12 @@ class StepStats:
     loss: float                 # mean over the tokens of the global batch, in nats
     activation_norm: float      # of a token's last activations, mean over the tokens
     grad_norm: float            # of the whole model, unscaled, before clipping
-    skipped: bool               # no rank updates: it overflowed or, with --exact, left their range
+    skipped: bool               # on every rank: overflow or, with --exact, a sum out of range
     overflowed: bool            # the loss or a gradient of some rank is inf or NaN
     stop_requested: bool        # some rank received a signal
     loss_scale: float           # the loss scale used in this step
     scale_can_fall: bool        # it overflowed, and a smaller loss scale may help
-    local_loss: torch.Tensor    # sum over this rank's tokens: shows where inf or NaN began
+    local_loss: torch.Tensor    # of this rank's tokens, their sum: finds where inf or NaN began
 
 
 class Run:
@@ -150,16 +148,12 @@ class Run:
         self.identity = identity or directory.new_run("seed")
         self.log = None
         self.noise = NoiseScale()
-        dtypes = PRECISIONS[config.dtype]           # of parameters and activations; of masters
-        self.model, self.flat = build_rank(model_config, grid, config, dtypes, device)
+        dtype, master_dtype = PRECISIONS[config.dtype]
+        self.model, self.flat = build_rank(model_config, grid, config, (dtype, master_dtype),
+                                           device)
         self.writer = checkpoint.Writer(Path(config.out), config.keep, model_config, self.flat,
                                         config.timeout)
-        # With the shape and type of what one stage sends to the next.
-        positions = model_config.seq_len // grid.cp
-        if grid.sequence_parallel:
-            positions //= grid.tp
-        self.activation_like = torch.empty(config.micro_batch, positions, model_config.n_embd,
-                                           dtype=dtypes[0], device=device)
+        self.activation_like = like_activations(config, model_config, grid, dtype, device)
         self.restore(state)         # sets step, optimizer_steps, batches, scaler and monitor
 
     # ---- The loop ---------------------------------------------------------------------------
@@ -170,32 +164,32 @@ class Run:
         self.model.train()
         while self.step <= config.steps:
             started = time.perf_counter()
-            # Leave out sequences that --skip-steps or a rollback excludes. If a batch that was
-            # loaded in advance contains some, it is dropped.
+            # Leave out sequences that --skip-steps or a rollback excludes. A prefetched batch that
+            # contains some is discarded.
             recovery.skip_excluded(self)
-            batch = self.batches.next(self.step)    # load_microbatches, or what it loaded before
-            lr = learning_rate(config, self.step)
-            lr *= self.monitor.lr_factor            # below 1 after a rollback
+            batch = self.batches.next(self.step)    # by load_microbatches, perhaps prefetched
+            lr = learning_rate(config, self.step) * self.monitor.lr_factor  # < 1 after a rollback
             stats = self.train_step(batch, lr, stop.requested)
             row = self.log.new_row(self, batch, stats, lr, time.perf_counter() - started)
             self.noise.after_step(self, batch, stats, row)
-            if recovery.rolls_back(self, batch, stats, row):
+            if recovery.go_back_if_diverged(self, batch, stats, row):
                 continue        # step, weights and position are those of an older checkpoint
 
             last = self.step == config.steps
             ending = last or stats.stop_requested
-            if last or (self.is_due(config.eval_every) and not ending):
+            if last or (self.is_due(config.eval_every) and not stats.stop_requested):
                 row.update(self.evaluate())
             self.log.step(self, row)            # to metrics.jsonl and the console
             saving = ending or self.is_due(config.save_every)
-            if (saving or self.is_due(config.check_every)) and replicas.differ(self):
-                continue        # step, weights and position are those of the last checkpoint
+            if saving or self.is_due(config.check_every):
+                if replicas.go_back_if_different(self):
+                    continue    # step, weights and position are those of the last checkpoint
             if saving:
                 self.save()
             self.step += 1
             if ending:
                 break
-        self.flat.wait_params()     # stay until the other ranks have received this rank's shard
+        self.flat.wait_params()     # other ranks may still be receiving this rank's shard
         all_ranks(lambda: self.writer.wait(required=True))      # the last checkpoint is complete
         console.report_end(self)
 
@@ -225,9 +219,9 @@ class Run:
         return microbatches
 
     def dropout_seed(self, step: int, microbatch: int) -> int:
-        """Ranks that hold the same activations need the same dropout masks, others need others: the
-        ranks of a cp group, and with sequence parallelism those of a tp group, have different
-        positions."""
+        """Ranks with the same activations must draw the same dropout masks; ranks with different
+        rows or positions must not. Those of a cp group, and with sequence parallelism those of a tp
+        group, have different positions."""
         grid = self.grid
         key = [self.config.seed, step, microbatch * grid.dp + grid.dp_rank]     # in the batch
         if grid.cp > 1:
@@ -252,17 +246,13 @@ class Run:
         scale = self.scaler.scale / tokens_in_batch
         flat.begin_step(self.scaler.scale, tokens_in_batch,         # zeroes the gradients
                         hold_grads=self.is_due(config.noise_scale))
-        if grid.is_last:
-            # The head computes its gradients, times scale, in forward, where it has the logits. Its
-            # backward receives scale as the gradient of its loss, and returns them as they are.
+        if grid.is_last:    # its forward computes its gradients, for a backward that gets `scale`
             model.head.begin_step(scale)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
             for m, (inputs, targets, dropout_seed) in enumerate(microbatches):
-                # The last backward also starts the sums over the replicas; from ZeRO 2 on each
-                # backward does.
-                last = m == len(microbatches) - 1
-                flat.prepare_grad_sync(model, last)
+                # The sums over the replicas start in the last backward; from ZeRO 2 on in each.
+                flat.prepare_grad_sync(model, last=m == len(microbatches) - 1)
                 loss = model(inputs, targets, dropout_seed)
                 (loss * scale).backward()
                 loss_sum += loss.detach()
@@ -270,7 +260,7 @@ class Run:
         else:       # a pipeline: the same in the order of a schedule; stages exchange messages
             schedule = make_schedule(config.pp_schedule, grid, len(microbatches))
             loss_sum = run_schedule(schedule, model, grid, microbatches, self.activation_like, flat)
-        if self.step < config.steps:    # load while a GPU computes: `step_stats` waits for it
+        if self.step < config.steps:    # while a GPU computes: step_stats waits for its end
             self.batches.prefetch(self.step + 1)
 
         # 2. Sum over ranks: the gradients over the replicas (with ZeRO, each keeps its shard's
@@ -279,8 +269,8 @@ class Run:
         flat.finish_grad_sync()
         stats = self.step_stats(loss_sum, tokens_in_batch, stop_requested)
 
-        # 3. Update. One factor clips and removes the loss scale. AdamW updates this rank's shard;
-        #    the other replicas receive it during the next forward.
+        # 3. Update. One factor both clips and undoes the loss scale. AdamW updates this rank's
+        #    shard; the other replicas receive it during the next forward.
         if not stats.skipped:
             self.optimizer_steps += 1
             factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
@@ -309,7 +299,7 @@ class Run:
             activation_norm=total["activation_norm"] / tokens_in_batch,
             grad_norm=norm / scaler.scale, skipped=not (finite and in_range),
             overflowed=not finite, stop_requested=total["stops"] > 0, loss_scale=scaler.scale,
-            scale_can_fall=self.scale_can_fall and not finite, local_loss=loss_sum)
+            scale_can_fall=not finite and scaler.scale > scaler.min_scale, local_loss=loss_sum)
 
     def sum_across_ranks(self, local: dict) -> dict:
         """{name: scalar tensor} -> {name: its sum over all ranks, a number}. Blocks until the sums
@@ -321,11 +311,6 @@ class Run:
     def scalar(self, value: float) -> torch.Tensor:
         """A tensor of shape () on the device, of the type for sums."""
         return torch.full((), value, dtype=sum_dtype(self.device), device=self.device)
-
-    @property
-    def scale_can_fall(self) -> bool:
-        """Whether fp16's loss scale is above its floor. Without fp16 both are 1."""
-        return self.scaler.scale > self.scaler.min_scale
 
     # ---- Evaluation -------------------------------------------------------------------------
 
@@ -383,7 +368,8 @@ class Run:
 
     def restore(self, state: dict | None) -> None:
         """Restore a checkpoint; without one, begin before step 1, with weights from --init-from or
-        from the seed."""
+        from the seed. On the CPU, in the same layout, a resumed run has the bits of a straight one.
+        """
         config = self.config
         position = 0                # in the data, in sequences
         sequences_trained = 0
@@ -406,8 +392,8 @@ class Run:
             if state["config"]["dtype"] == config.dtype:
                 self.scaler.load_state_dict(state["scaler"])
             checkpoint.restore(state, self.flat)
-        load = partial(self.load_microbatches, self.train_data)         # (window_ids, step)
-        self.batches = Batches(self.train_data, config, load, position, sequences_trained)
+        self.batches = Batches(self.train_data, config, self.load_microbatches, position,
+                               sequences_trained)
 
     def save(self, begins: bool = False) -> None:
         """Write a checkpoint after the step in progress. `begins`: of the starting state, before

@@ -66,6 +66,15 @@ def recompute_blocks(model: GPT) -> None:
 OP_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}       # for errors
 
 
+def like_activations(config, model_config, grid, dtype, device) -> torch.Tensor:
+    """A tensor with the shape and type of what one stage sends to the next."""
+    positions = model_config.seq_len // grid.cp
+    if grid.sequence_parallel:
+        positions //= grid.tp
+    return torch.empty(config.micro_batch, positions, model_config.n_embd, dtype=dtype,
+                       device=device)
+
+
 def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch.Tensor,
                  flat=None) -> torch.Tensor:
     """PP1: run this stage's list of ops, which schedules.py makes. Returns the sum of the losses,
@@ -73,7 +82,7 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
     gone or hangs.
 
     batch            microbatch -> (tokens (B, T), targets (B, T), dropout seed)
-    activation_like  a tensor like the activations between stages, (B, T, C) or (B, T / tp, C)
+    activation_like  `like_activations`, (B, T, C) or (B, T / tp, C)
     flat             the FlatParameters that collect the gradients; None if there is no backward
     """
     loss = activation_like.new_zeros((), dtype=sum_dtype(activation_like.device))

@@ -1,6 +1,6 @@
 """Recovery from divergence: what a run does about it. train.py calls `skip_excluded` before a step,
-`rolls_back` after it, `judge_checkpoint` before a save and `restored_monitor` at a resume or a
-rollback; runtime/divergence.py judges the losses.
+`go_back_if_diverged` after it, `judge_checkpoint` before a save and `restored_monitor` at a resume
+or a rollback; runtime/divergence.py judges the losses.
 
 `run` is train.Run: these functions read its batches, monitor and writer, and `roll_back` restores
 it from an older checkpoint.
@@ -19,7 +19,7 @@ from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range
 from runtime.processes import RunError, all_ranks
 
 
-def rolls_back(run, batch: Batch, stats, row: dict) -> bool:
+def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
     """Judge a step by its train.StepStats; complete its row of metrics.jsonl. Returns True if the
     run has gone back to an older checkpoint: the row is then written."""
     monitor, config = run.monitor, run.config
@@ -33,7 +33,8 @@ def rolls_back(run, batch: Batch, stats, row: dict) -> bool:
     if not hopeless and (off or divergence is None):
         return False
     run.log.step(run, row)
-    if replicas.differ(run):        # a flipped bit was the cause, not the data or the learning rate
+    # Was a flipped bit the cause, not the data or the learning rate?
+    if replicas.go_back_if_different(run):
         return True
     if hopeless:
         fail(run, f"{MAX_SKIPPED} steps in a row were not finite")
@@ -133,7 +134,7 @@ def judge_checkpoint(run, done: int, is_start: bool) -> None:
     config = run.config
     file = step_file(Path(config.out), done).name
     scheduled = run.is_due(config.save_every) or run.step == config.steps
-    at_floor = config.dtype == "fp16" and not run.scale_can_fall
+    at_floor = config.dtype == "fp16" and run.scaler.scale <= run.scaler.min_scale
     run.monitor.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)
 
 

@@ -102,7 +102,7 @@ def find_difference(flat: FlatParameters, timeout: float) -> dict | None:
     return dict(ranks=sorted({rank for *_, rank in found}), parameter=parameter, tensor=tensor)
 
 
-def differ(run) -> bool:
+def go_back_if_different(run) -> bool:
     """True if copies differed and the train.Run has gone back to its last checkpoint. RunError if
     one of these machines was named before."""
     config, grid, step = run.config, run.grid, run.step

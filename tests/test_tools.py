@@ -1354,11 +1354,11 @@ def test_the_gyms_operator_goes_back_skips_and_slows_five_times():
     looks = [(149, 120), (150, 150), (119, 90), (50, 90), (120, 120)]
     for returns, (good, file) in enumerate(looks):
         policy.good = (good, 2.0)
-        assert policy.rolls_back(run, None, SimpleNamespace(skipped=False), {})
+        assert policy.go_back_if_diverged(run, None, SimpleNamespace(skipped=False), {})
         assert loaded.pop() == Path(f"step_{file:08d}.pt") and skipped.pop() == 1200
         assert run.monitor.lr_factor == 0.5 ** (returns + 1)
     with pytest.raises(policies.Ended):
-        policy.rolls_back(run, None, SimpleNamespace(skipped=False), {})
+        policy.go_back_if_diverged(run, None, SimpleNamespace(skipped=False), {})
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from parallelism.groups import make_groups
 from runtime import console, directory, recovery
 from runtime.options import Config
 from runtime.processes import RunError
-from runtime.recovery import rolls_back
+from runtime.recovery import go_back_if_diverged
 
 MAX_RETURNS = 5         # of a policy to a checkpoint, then the run ends: as --max-rollbacks
 
@@ -44,8 +44,8 @@ class Policy:
     def judge(self, step: int, stats: train.StepStats) -> str | None:
         """Before the update: "skip" it, or "stop" or go "back" after it, or None."""
 
-    def rolls_back(self, run, batch, stats, row: dict) -> bool:
-        """In place of recovery.rolls_back."""
+    def go_back_if_diverged(self, run, batch, stats, row: dict) -> bool:
+        """In place of recovery.go_back_if_diverged."""
         row["skipped"] = int(stats.skipped)
         if run.verdict == "stop":
             raise Ended
@@ -138,8 +138,8 @@ class ByHand(Policy):
 class Ours(Policy):
     """runtime/divergence.py and runtime/recovery.py, as train.py runs them."""
 
-    def rolls_back(self, run, batch, stats, row):
-        return rolls_back(run, batch, stats, row)
+    def go_back_if_diverged(self, run, batch, stats, row):
+        return go_back_if_diverged(run, batch, stats, row)
 
     def file_left(self, run):
         """The healthy one that the run's last words name."""
@@ -216,7 +216,8 @@ class PolicyRun(train.Run):
     def reaches(self, step=math.inf) -> bool:
         """Train until after `step`, or the last one. False if the run ended before."""
         self.stop_after = step
-        with mock.patch.object(recovery, "rolls_back", self.policy.rolls_back), \
+        policy = self.policy.go_back_if_diverged
+        with mock.patch.object(recovery, "go_back_if_diverged", policy), \
                 redirect_stdout(None), redirect_stderr(None):       # prints nothing
             while True:
                 try:
