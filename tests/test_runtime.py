@@ -72,7 +72,8 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("--lr: nan must be at least 0 and finite", ["--lr nan"]),
     ("--steps: 0 must be at least 1 and finite; argument --lr: nan must", ["--lr nan --steps 0"]),
     ("takes no value: give --compile alone, or leave it out; argument --zero: invalid choice: 4 "
-     "(choose from 0, 1, 2, 3); argument --steps: invalid int value: 'x'; unknown argument "
+     "(choose from 0, 1, 2, 3); argument --steps: invalid int value: 'x' (steps of the "
+     "whole run (default 800)); unknown argument "
      "config/tiny.py: there are no configuration files, only flags: README.md has nanoGPT's demo; "
      "unknown argument --max-iters: did you mean --steps?", [
         "config/tiny.py --zero 4 --steps x --compile=False --max_iters 3"]),

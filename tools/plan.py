@@ -10,7 +10,8 @@ is OPT-175B as it was trained (Zhang et al. 2022: 147 TFLOP/s per GPU), and begi
 
 The flags of the model and the layout are train.py's. `--search` prints the ten fastest layouts that
 fit; flags that are given are constraints, so leave out those that may vary. `--json` prints the
-numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read so many tokens.
+numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read so many tokens. The
+exit status is 1 if the plan does not fit, 2 after a mistake or a search that finds nothing.
 
     step = sum(t) + (m - 1) max(t) + data parallelism + AdamW
 
@@ -134,9 +135,11 @@ GPUS = KnownGPUs({
 
 
 class GPUName(str):
-    """The value of --gpu, checked as it is parsed. Raises argparse.ArgumentTypeError."""
+    """The value of --gpu in lower case, checked as it is parsed. Raises
+    argparse.ArgumentTypeError."""
 
     def __new__(cls, name: str):
+        name = name.lower()
         GPUS[name]          # raises for an unknown one
         return super().__new__(cls, name)
 
@@ -685,9 +688,11 @@ def step_seconds(cfg: GPTConfig, config: PlanConfig, grids: list, kinds: list,
     both = [sum(cost.values()) for cost in costs]
     backward = [t - f for t, f in zip(both, forward)]
     slowest = both.index(max(both))
-    span = pipeline_seconds(config.pp_schedule, [forward[k] for k in kinds],
-                            [backward[k] for k in kinds], [weights[k] for k in kinds], m,
-                            config.pp_chunks)
+    span = m * both[slowest]            # of one stage, exactly
+    if config.pp > 1:
+        span = pipeline_seconds(config.pp_schedule, [forward[k] for k in kinds],
+                                [backward[k] for k in kinds], [weights[k] for k in kinds], m,
+                                config.pp_chunks)
     hiding = weights if config.pp_schedule == "zb-h1" else backward
     exposed = max(exposed_seconds(cfg, config, grid, out, both[slowest], forward[slowest],
                                   hiding[slowest]) for grid, out in zip(grids, sent))
@@ -770,13 +775,20 @@ def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict
             continue
         with suppress(ValueError):
             check_layout(cfg, one.world, one.batch_size, one)
-            plan = make_plan(cfg, one)
-            if plan["fits"]:
-                plans.append(plan)
+            plans.append(make_plan(cfg, one))
+    problem = (f"no layout of this model and batch size {config.batch_size} fits {config.world} x "
+               f"{config.gpu}")
     if not plans:
-        raise ValueError(f"no layout of this model and batch size {config.batch_size} fits "
-                         f"{config.world} x {config.gpu}: take more or larger GPUs, --offload, or "
-                         f"a batch size that more layouts divide")
+        raise ValueError(f"{problem}: give another --batch-size or --world, which more layouts "
+                         f"divide, or fewer flags of the layout")
+    least = min(plan["memory_bytes"] for plan in plans)
+    plans = [plan for plan in plans if plan["fits"]]
+    if not plans:
+        free = (1 - HEADROOM) * gpu_of(config).memory
+        offload = "" if config.offload else ", --offload"
+        raise ValueError(f"{problem}: the smallest needs {least / 1e9:.1f} GB of each GPU, "
+                         f"{(least - free) / 1e9:.1f} GB too many: take more or larger GPUs{offload}, "
+                         f"or a batch size that more layouts divide")
 
     def order(plan):        # of equally fast plans the lowest ZeRO stage, then the least memory
         return float(f"{plan['step_seconds']:.3g}"), plan["zero"], plan["memory_bytes"]
@@ -879,6 +891,8 @@ def format_search(plans: list[dict], given: dict) -> str:
     first = plans[0]
     flags = {name: given[name] for name in RUN_FLAGS if name in given}
     names = ["tp", "pp", "cp", "micro_batch", "zero", "recompute", "sequence_parallel"]
+    if first["steps"] != PlanConfig.steps:
+        names.insert(0, "steps")
     if first["pp"] > 1:
         names += ["pp_schedule", "pp_chunks"]
     flags |= {name: first[name] for name in names}
@@ -898,8 +912,9 @@ def format_search(plans: list[dict], given: dict) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
-def answer(arguments: list[str]) -> str:
-    """What the command prints. Raises ValueError on a usage error."""
+def answer(arguments: list[str]) -> tuple[str, bool]:
+    """(what the command prints, whether it fits). Raises ValueError on a usage error, or if
+    --search finds nothing."""
     parser = Parser("plan.py", "python -m tools.plan --world N --gpu NAME [FLAG ...]",
                     "Plan a run of train.py on GPUs: memory, traffic, time and failures.",
                     options.OTHER_NAMES, argument_default=argparse.SUPPRESS)
@@ -924,18 +939,23 @@ def answer(arguments: list[str]) -> str:
 
     if config.search:
         plans = search_layouts(GPTConfig(config.vocab_size, **shape), config, given)
-        return json.dumps(plans) if config.json else format_search(plans, given)
+        text = json.dumps(plans) if config.json else format_search(plans, given)
+        return text, True
     config, cfg = check_config(config, shape, config.vocab_size, config.world, "cuda")
     plan = make_plan(cfg, config)
-    return json.dumps(plan) if config.json else format_plan(cfg, config, plan)
+    text = json.dumps(plan) if config.json else format_plan(cfg, config, plan)
+    return text, plan["fits"]
 
 
 def main() -> None:
     try:
-        print_rank0(answer(sys.argv[1:]))
+        text, fits = answer(sys.argv[1:])
     except ValueError as error:
         print(f"plan.py: {error}", file=sys.stderr)
         sys.exit(2)
+    print_rank0(text)
+    if not fits:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
