@@ -215,6 +215,20 @@ def forbid_restart(job: Job) -> None:
         os.kill(job.parent, signal.SIGTERM)
 
 
+def refuse_tasks_without_ranks() -> None:
+    """Raise ValueError in a task of several that srun has started, not torchrun: each would train
+    alone. (A batch script is no such task, whatever its SLURM_NTASKS.) One task tells it."""
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks == 1 or "RANK" in os.environ:
+        return
+    if os.environ.get("SLURM_PROCID", "0") != "0":
+        time.sleep(5)               # srun may end all tasks when one exits: the first prints first
+        sys.exit(2)
+    raise ValueError(f"SLURM_STEP_NUM_TASKS is {tasks} but RANK is not set, so each task would "
+                     f"train alone: start through torchrun, one task on each machine, as the "
+                     f"Slurm script in README.md (or with RANK=0 and its own --out each)")
+
+
 def run_process(parse: Callable, launch: Callable) -> None:
     """The life of one process, from its flags to its exit status.
 
@@ -228,6 +242,7 @@ def run_process(parse: Callable, launch: Callable) -> None:
     # PyTorch: let communication kernels start before queued matrix products.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     try:
+        refuse_tasks_without_ranks()
         given, device, timeout = parse(job)
     except ValueError as error:
         if job.rank > 0:

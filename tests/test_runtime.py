@@ -588,6 +588,22 @@ def test_each_process_has_a_device_of_its_own(gpus, mps, count, picked):
 # Processes and signals
 # ---------------------------------------------------------------------------------------------
 
+def test_tasks_of_srun_without_torchrun_are_refused(run_train, shards, tmp_path):
+    """The first of several tells it. Not refused: torchrun's ranks, runs of their own (RANK=0), one
+    task of srun, and a batch script, where SLURM_NTASKS counts what srun would start."""
+    def start(name, task=0, **environment):
+        return run_train("--data", shards, "--out", tmp_path / name, *TINY, "--steps", 1,
+                         SLURM_NTASKS=2, SLURM_PROCID=task, **environment)
+    step = dict(SLURM_STEP_ID=0, SLURM_STEP_NUM_TASKS=2)
+    expect_mistake(start("a", **step), "SLURM_STEP_NUM_TASKS is 2 but RANK is not set, so each ")
+    assert start("a", task=1, **step) == (2, "", "")
+    for name, environment in [("batch", {}), ("one", dict(step, SLURM_STEP_NUM_TASKS=1)),
+                              ("own", dict(step, RANK=0, task=1))]:
+        status, text, _ = start(name, **environment)
+        assert status == 0 and "step 1/1" in text
+
+
+
 @pytest.mark.parametrize("ranks, number, to", [
     (1, signal.SIGINT, "all"), (1, signal.SIGTERM, "all"), (2, signal.SIGTERM, "all"),
     (2, signal.SIGTERM, "the last"),
