@@ -114,7 +114,10 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
         advice = f"give --batch-size (and START and INCREMENT of a ramp) in multiples of {step}"
         if batch % least == 0:
             advice += ", or drop --micro-batch"
-        problems.append(f"batch size {batch} is not divisible by {factors}: {advice}")
+        which = f"batch size {batch}"
+        if config.batch_ramp is not None:
+            which = f"--batch-ramp {config.batch_ramp}: {which}"
+        problems.append(f"{which} is not divisible by {factors}: {advice}")
     refuse(problems)
 
 

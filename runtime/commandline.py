@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
             try:
                 args, unknown = self.parse_known_args(kept)
             except argparse.ArgumentError as error:     # a wrong value: leave out its flag
-                problems.append(self.explain(error))
+                problems.append(str(error))
                 others = [text for text in kept if text.partition("=")[0] != error.argument_name]
                 if others == kept:
                     self.error("; ".join(problems))
@@ -55,13 +55,6 @@ class Parser(argparse.ArgumentParser):
         if problems:
             self.error("; ".join(problems))
         return args
-
-    def explain(self, error: argparse.ArgumentError) -> str:
-        """The error, and after a value that is no number the flag's help, which has the unit."""
-        action = self._option_string_actions.get(error.argument_name)
-        if not action or action.type not in (int, float) or "invalid choice" in str(error):
-            return str(error)
-        return f"{error} ({action.help % vars(action)})"
 
     def advise(self, unknown: str) -> str:
         name = unknown.partition("=")[0]

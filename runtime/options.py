@@ -125,8 +125,13 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "offload": "optimizer-cpu-offload", "init-from": "finetune"}
 ADVICE = {          # what to do: names elsewhere whose value is not ours, or that are not needed
     "there are no configuration files, only flags: README.md has nanoGPT's demo": ".py",
-    "start so many processes: torchrun --nproc_per_node=N train.py": "nproc-per-node gpus num-gpus",
-    "dp is what tp, pp and cp leave of the processes: start that many times more": "dp",
+    "start so many processes: torchrun --nproc_per_node=N train.py":
+        "nproc-per-node gpus num-gpus world-size",
+    "dp is what tp, pp and cp leave of the processes: start that many times more":
+        "dp data-parallel-size",
+    "give --tp": "tp-size tensor-parallel tensor-parallel-size", "give --cp": "context-parallel",
+    "give --data DIR of data.py; a mixture is --data A=0.7,B=0.3": "data-path",
+    "leave it out: `python data.py` makes data/python without a download": "mock-data",
     "`python data.py --dataset NAME` makes data/NAME: give --data data/NAME (nanoGPT's "
     "shakespeare_char: --dataset shakespeare --tokenizer bytes)": "dataset",
     "leave it out: `python data.py` has split and encoded the text (--tokenizer)":
@@ -136,7 +141,7 @@ ADVICE = {          # what to do: names elsewhere whose value is not ours, or th
         "bias ffn-hidden-size kv-channels disable-bias-linear normalization norm-epsilon swiglu "
         "position-embedding-type rotary-percent rotary-base group-query-attention "
         "num-query-groups untie-embeddings-and-output-weights init-method-std num-experts "
-        "make-vocab-size-divisible-by",
+        "make-vocab-size-divisible-by expert-model-parallel-size",
     "give --min-lr-ratio, min-lr / lr, such as 0.1": "min-lr",
     "give --warmup-steps, a number of steps": "lr-warmup-fraction lr-warmup-samples warmup-ratio",
     "give --steps, a number of steps": "train-samples",
@@ -144,24 +149,32 @@ ADVICE = {          # what to do: names elsewhere whose value is not ours, or th
     "--min-lr-ratio 1 keeps the learning rate": "decay-lr", "give --lr-schedule": "lr-decay-style",
     "give --eval-tokens, a number of tokens": "eval-iters",
     "give --batch-size, the sequences of a step in all microbatches": "gradient-accumulation-steps",
-    "give --pp-chunks, which is n-layer / pp / N": "num-layers-per-virtual-pipeline-stage",
+    "give --batch-ramp START:INCREMENT:SEQUENCES, as 4:4:100": "rampup-batch-size",
+    "give --pp-schedule interleaved --pp-chunks V, V = n-layer / pp / N":
+        "num-layers-per-virtual-pipeline-stage",
+    "give --pp-schedule interleaved --pp-chunks N": "num-virtual-stages-per-pipeline-rank",
     "give --dtype bf16": "bf16", "give --dtype fp16": "fp16", "give --dtype": "precision",
+    "there are no products in 8 bits: give --dtype bf16": "fp8-format",
     "--dtype fp16 finds its loss scale by itself": "loss-scale initial-loss-scale",
     "give --log wandb": "wandb-log wandb-project wandb-run-name wandb-exp-name",
     "give --log tensorboard": "tensorboard-dir", "give --zero": "zero-stage",
+    "give --zero 1": "use-distributed-optimizer", "give --zero 3": "use-megatron-fsdp",
     "give --beta1": "adam-beta1", "give --beta2": "adam-beta2",
+    "leave it out: AdamW's epsilon is 1e-8": "adam-eps",
     "give --dropout": "hidden-dropout attention-dropout",
-    "give --recompute": "recompute-activations recompute-method recompute-num-layers",
+    "give --recompute (whole blocks; there is no selective)":
+        "recompute-granularity recompute-activations recompute-method recompute-num-layers",
     "give --save-every": "save-steps", "give --timeout, in seconds": "distributed-timeout-minutes",
     "SIGTERM makes a run save and end": "exit-duration-in-mins exit-signal-handler",
     "leave it out: --init-from takes weights alone": "no-load-optim no-load-rng",
     "leave it out: it is always so":
         "always-save-checkpoint overlap-grad-reduce overlap-param-gather "
         "accumulate-allreduce-grads-in-fp32 use-checkpoint-args",
+    "leave it out: nothing hides tensor parallelism's communication": "tp-comm-overlap",
     "leave it out: there is one kind here, or --device decides":
         "backend distributed-backend transformer-impl use-mcore-models ckpt-format "
         "attention-backend use-flash-attn attention-softmax-in-fp32 no-masked-softmax-fusion "
-        "num-workers optimizer"}
+        "num-workers optimizer cp-comm-type"}
 NO_FILES = {"resume", "scratch", "latest", "true", "false", "yes", "no", "none"}    # habits
 
 

@@ -72,8 +72,7 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("--lr: nan must be at least 0 and finite", ["--lr nan"]),
     ("--steps: 0 must be at least 1 and finite; argument --lr: nan must", ["--lr nan --steps 0"]),
     ("takes no value: give --compile alone, or leave it out; argument --zero: invalid choice: 4 "
-     "(choose from 0, 1, 2, 3); argument --steps: invalid int value: 'x' (steps of the "
-     "whole run (default 800)); unknown argument "
+     "(choose from 0, 1, 2, 3); argument --steps: invalid int value: 'x'; unknown argument "
      "config/tiny.py: there are no configuration files, only flags: README.md has nanoGPT's demo; "
      "unknown argument --max-iters: did you mean --steps?", [
         "config/tiny.py --zero 4 --steps x --compile=False --max_iters 3"]),
@@ -127,7 +126,8 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("--exact cannot be combined with --dropout and --sequence-parallel",
      ["--exact --dropout 0.1 --sequence-parallel --tp 2"]),
     ("batch size 6 is not divisible by dp 1 x micro-batch 4", ["--batch-size 6 --micro-batch 4"]),
-    ("batch size 5 is not divisible", ["--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2"]),
+    ("--batch-ramp 2:3:9: batch size 5 is not divisible", [
+        "--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2"]),
     ("n_embd 15 is not divisible by n_head 2", ["--n-embd 15"]),
     ("--steps cannot be combined with --epochs", ["--epochs 2"]),
     ("would keep parameters 695.9 GB", ["--n-layer 96 --n-head 96 --n-embd 12288"]),
@@ -253,8 +253,23 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
     ("--always_save_checkpoint --lr_decay_iters=5", "leave it out: it is always so; ", ""),
     ("--lr_decay_iters=5 --bias=False", "decays until --steps; ", ""),
     ("--max-position-embeddings 16", "give --seq-len", "--seq-len 16"),
-    ("--num-layers-per-virtual-pipeline-stage 1", "give --pp-chunks, which is n-layer / pp / N",
-     "--nproc_per_node=2 --n-layer 4 --pp-chunks 2 --pp 2 --pp-schedule interleaved"),
+    *((flags, "give --pp-schedule interleaved --pp-chunks ",
+       "--nproc_per_node=2 --n-layer 4 --pp-chunks 2 --pp 2 --pp-schedule interleaved")
+      for flags in ("--num-layers-per-virtual-pipeline-stage 1",
+                    "--num-virtual-stages-per-pipeline-rank 2")),
+    ("--recompute-granularity selective", "give --recompute (whole blocks; there is no selective)",
+     "--recompute"),
+    ("--use-distributed-optimizer", "give --zero 1", "--nproc_per_node=2 --zero 1"),
+    ("--use-megatron-fsdp", "give --zero 3", "--nproc_per_node=2 --zero 3"),
+    ("--rampup-batch-size 1 1 9", "give --batch-ramp START:INCREMENT:SEQUENCES, as 4:4:100",
+     "--batch-size 16 --batch-ramp 4:4:100"),
+    ("--data-path 0.7 other 0.3 beyond", "a mixture is --data A=0.7,B=0.3",
+     "--data other=0.7,beyond=0.3"),
+    ("--tp-size 2", "give --tp", "--nproc_per_node=2 --tp 2"),
+    ("--data-parallel-size 2", "start that many times more", "--nproc_per_node=2"),
+    ("--fp8-format hybrid", "give --dtype bf16", "--dtype bf16"),
+    ("--nproc_per_node=2 --batch-size 4 --batch-ramp 1:1:60", "--batch-ramp 1:1:60: batch size 1 ",
+     "--nproc_per_node=2 --batch-size 4 --batch-ramp 2:2:60"),
     ("--lr-warmup-fraction 0.5", "give --warmup-steps, a number of steps", "--warmup-steps 2"),
     ("--train-samples 16", "give --steps, a number of steps", "--steps 4"),
     ("--vocab-file x --split 9,1", "`python data.py` has split and encoded the text", ""),

@@ -661,9 +661,6 @@ def test_the_exit_status_of_a_plan_is_1_if_it_does_not_fit(monkeypatch, capsys, 
      " GB too many: take more or larger GPUs, --offload, or"),
     ("--world 2 --gpu h100 --model gpt3-175b --dtype bf16 --search --zero 1 --offload",
      " GB too many: take more or larger GPUs, or"),
-    ("--world 2 --gpu h100 --network 100Gb --tokens 1T", "invalid float value: '100Gb' (GB per "
-     "second of each GPU to other machines (default: its usual machine's)); argument --tokens: "
-     "invalid float value: '1T' (instead of --steps: train on so many tokens, as 26e9)"),
     ("--world 1 --gpu v100-32g --dtype bf16", "a V100 has no matrix products in bf16"),
     ("--world 8 --gpu h100 --lr 1e-3", "unknown argument --lr: --help lists the flags"),
     ("--world 8 --gpu h100 --batch_sise 8", "did you mean --batch-size?"),
