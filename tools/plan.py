@@ -785,10 +785,11 @@ def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict
     plans = [plan for plan in plans if plan["fits"]]
     if not plans:
         free = (1 - HEADROOM) * gpu_of(config).memory
-        offload = "" if config.offload else ", --offload"
+        advice = "take more or larger GPUs"
+        if not config.offload:
+            advice += ", or --offload"
         raise ValueError(f"{problem}: the smallest needs {least / 1e9:.1f} GB of each GPU, "
-                         f"{(least - free) / 1e9:.1f} GB too many: take more or larger GPUs{offload}, "
-                         f"or a batch size that more layouts divide")
+                         f"{(least - free) / 1e9:.1f} GB too many: {advice}")
 
     def order(plan):        # of equally fast plans the lowest ZeRO stage, then the least memory
         return float(f"{plan['step_seconds']:.3g}"), plan["zero"], plan["memory_bytes"]
@@ -912,11 +913,20 @@ def format_search(plans: list[dict], given: dict) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
+HELP = """Plan a run of train.py on GPUs: memory, traffic, time and failures.
+
+Of what it prints, in a step: passes are the reads and writes of activations beside matrix products
+and attention; fill is what the pipeline waits for its first and last microbatches, bubble the idle
+fraction of its stages; dp is the traffic of gradients and parameters that computation does not
+hide; update is AdamW. Optimal are the tokens of the lowest loss for this model and, for the FLOPs
+of the run, the parameters: by 20 tokens per parameter (chinchilla), by the loss that Hoffmann et
+al. fitted (chinchilla law), and by Kaplan et al. (kaplan, too large)."""
+
+
 def answer(arguments: list[str]) -> tuple[str, bool]:
     """(what the command prints, whether it fits). Raises ValueError on a usage error, or if
     --search finds nothing."""
-    parser = Parser("plan.py", "python -m tools.plan --world N --gpu NAME [FLAG ...]",
-                    "Plan a run of train.py on GPUs: memory, traffic, time and failures.",
+    parser = Parser("plan.py", "python -m tools.plan --world N --gpu NAME [FLAG ...]", HELP,
                     options.OTHER_NAMES, argument_default=argparse.SUPPRESS)
     options.add_flags(parser, OWN_FLAGS + RUN_FLAGS, PlanConfig)
     given = options.parse_given(parser, arguments, PlanConfig)
