@@ -588,10 +588,16 @@ def fetch_shards(url: str, out: Path, count: int) -> dict:
 
 # ---- Command line ---------------------------------------------------------------------------
 
+ADVICE = {          # flags of Megatron-LM's preprocess_data.py
+    "give --out DIR": "output-prefix", "give --tokenizer gpt2": "tokenizer-type vocab-file",
+    "leave it out: a line's text is in the field \"text\"": "json-keys",
+    "leave it out: it is always so": "workers append-eod"}
+
+
 def parse_flags(arguments) -> argparse.Namespace:
     """The flags, with their defaults. A mistake ends the program with status 2."""
     parser = Parser("data.py", "python data.py [--dataset NAME | --input FILE ...] [FLAG ...]",
-                    "Turn text into shards of tokens for train.py.")
+                    "Turn text into shards of tokens for train.py.", advice=ADVICE)
     source = parser.add_argument_group("text").add_mutually_exclusive_group()
     source.add_argument("--dataset", choices=["python", *DOWNLOADS], default="python",
                         help="python: the standard library's source, no download (the default)")

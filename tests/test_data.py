@@ -73,6 +73,7 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
     ("--dataset fineweb --shards 104", None, "--shards 1 to 103"),
     ("--dataset fineweb --tokenizer bytes", None, "GPT-2's tokens"),
+    ("--output-prefix a --json-keys text", None, 'give --out DIR leave it out: field "text"'),
     # Shards made by others are neither deleted nor mixed in.
     ("a.txt --out .", b"x" * 9, "fineweb_train_000001.bin")])
 def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatch, run_data, flags,

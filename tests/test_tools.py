@@ -644,7 +644,9 @@ def test_the_exit_status_of_a_plan_is_1_if_it_does_not_fit(monkeypatch, capsys, 
     ("--world 8", "are required"),
     ("--world 0 --gpu h100", "argument --world: 0 must be at least 1 and finite"),
     ("--world 8 --gpu h100 --tokens nan", "argument --tokens: nan must be at least 1"),
-    ("--world 8 --gpu h100 --tokens 26b", "invalid float value"),
+    *((f"--world 8 --gpu h100 {flag}", f"argument {flag.replace(' ', ': ')} is not a number: leave "
+       f"out the unit, as in 50 (GB per second) or 1e12 (tokens)")
+      for flag in ("--network 100Gb", "--tokens 1T")),
     ("--world 8 --gpu h100 --tokens 1e9 --steps 5", "--steps and --tokens both say"),
     ("--world 8 --gpu h300", "--gpu: h300 is none of v100-16g, "), ("--gpu h100-80g", "h100"),
     ("--world 8 --zero 3 --pp 2 --gpu h300", "h300 is none of"),
