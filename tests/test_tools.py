@@ -117,12 +117,6 @@ def plan_config(**changes):
     return PlanConfig(**{**asdict(settings("")), **changes})
 
 
-def answer(arguments):
-    """What `python -m tools.plan` prints."""
-    text, _ = tools.plan.answer(arguments)
-    return text
-
-
 def module(name, *arguments):
     """(exit status, standard output, standard error) of `python -m NAME ARGUMENTS`."""
     done = subprocess.run([sys.executable, "-m", name, *arguments], capture_output=True, text=True,
@@ -281,7 +275,7 @@ def test_a_plan_counts_the_network_and_the_compiler():
     """A network of a tenth takes ten times as long; --compile leaves COMPILED of what is neither a
     product nor attention nor a collective, and changes nothing else of a microbatch."""
     def plan(*more):
-        return json.loads(answer(
+        return json.loads(tools.plan.answer(
             ["--world", "16", "--gpu", "a100-80g", "--model", "gpt3-13b", "--pp", "2", "--tp", "8",
              "--batch-size", "64", "--dtype", "bf16", "--json", *more]))
     usual, slow, compiled = plan(), plan("--network", "2.5"), plan("--compile")
@@ -346,7 +340,7 @@ def test_context_parallelism_divides_a_plans_work_and_activations():
     """By cp: products, activations. Of attention each rank has its part, and once more in backward,
     unless the block is recomputed. Long sequences of a small batch are cut, short ones never."""
     def plan(*more):
-        return json.loads(answer(
+        return json.loads(tools.plan.answer(
             ["--world", "8", "--gpu", "h100", "--model", "gpt2", "--seq-len", "32768",
              "--micro-batch", "1", "--batch-size", "8", "--dtype", "bf16", "--json", *more]))
     alone, cut = plan("--tp", "1"), plan("--cp", "4")
@@ -544,7 +538,7 @@ def test_the_search_finds_the_fastest_layouts_that_fit():
         return float(f"{plan['step_seconds']:.3g}")
 
     def search(world, more=""):
-        plans = json.loads(answer(
+        plans = json.loads(tools.plan.answer(
             f"--world {world} {flags} {more} --search --json".split()))
         assert plans and len({str([x[name] for name in choices]) for x in plans}) == len(plans)
         assert all(plan["fits"] and (plan["dp"] > 1 or plan["zero"] == 0) for plan in plans)
@@ -561,11 +555,11 @@ def test_the_search_finds_the_fastest_layouts_that_fit():
                 other["step_seconds"] in column(plans, "step_seconds")), chosen
     assert {plan["tp"] for plan in search(8, "--model gpt2 --tp 2")} == {2}
     with mock.patch.object(tools.plan, "search_layouts", lambda *_: plans):     # not once more
-        text = answer(f"--world 16 {flags} --search".split())
+        text = tools.plan.answer(f"--world 16 {flags} --search".split())
     header, *rows, best = text.splitlines()
     assert len(rows) == 10 and "memory GB" in header and "step s" in header
     again = best.partition("train.py: ")[2]     # its flags, planned: the first
-    assert json.loads(answer(f"--world 16 {flags} {again} --json".split())) == plans[0]
+    assert json.loads(tools.plan.answer(f"--world 16 {flags} {again} --json".split())) == plans[0]
 
 
 def test_the_readmes_plan_is_what_the_command_prints():
@@ -574,9 +568,9 @@ def test_the_readmes_plan_is_what_the_command_prints():
     command = section.split("```")[1].replace("\\\n", " ")
     flags = command.partition("tools.plan")[2].split()
     free = re.sub("--(tp 8|zero 3|recompute|micro-batch 8)", "", " ".join(flags)).split()
-    text = answer(flags)
-    plan = json.loads(answer([*flags, "--json"]))
-    best = json.loads(answer([*free, "--search", "--json"]))[0]
+    text = tools.plan.answer(flags)
+    plan = json.loads(tools.plan.answer([*flags, "--json"]))
+    best = json.loads(tools.plan.answer([*free, "--search", "--json"]))[0]
     for words in (f"{plan['memory_bytes'] / 1e9:.0f} of 85 GB", f"{plan['days']:.0f} days",
                   f"{plan['hardware_tflops_per_gpu']:.0f} TFLOP/s per GPU (the paper: 147)",
                   f"at {plan['goodput']:.0%} goodput {plan['days'] / plan['goodput']:.0f}.",
@@ -597,7 +591,7 @@ def test_the_readmes_plan_is_what_the_command_prints():
         assert line in tools.plan.__doc__
     assert "batch    992 sequences = dp 124 x 1 microbatches x 8 sequences; 2,031,616" in text
     assert f"goodput {plan['goodput']:.1%}, which the days above do not count" in text
-    enough = answer([*flags, "--steps", "200000"])
+    enough = tools.plan.answer([*flags, "--steps", "200000"])
     assert "note     few tokens: " in text and "few tokens" not in enough
 
 
@@ -606,11 +600,11 @@ def test_tokens_stand_for_the_steps_that_read_them():
     flags that a search prints have them, unless they are train.py's default."""
     flags = "--world 1 --gpu h100 --json".split()
     for tokens, steps in (("1e6", 489), ("2048", 1), ("2049", 2), ("1", 1)):
-        by_tokens = json.loads(answer([*flags, "--tokens", tokens]))
+        by_tokens = json.loads(tools.plan.answer([*flags, "--tokens", tokens]))
         assert by_tokens["steps"] == steps
-        assert by_tokens == json.loads(answer([*flags, "--steps", str(steps)]))
+        assert by_tokens == json.loads(tools.plan.answer([*flags, "--steps", str(steps)]))
     for given, steps in (("--tokens 1e6", 489), ("--steps 489", 489), ("", Config.steps)):
-        text = answer(["--world", "1", "--gpu", "h100", "--search", *given.split()])
+        text = tools.plan.answer(["--world", "1", "--gpu", "h100", "--search", *given.split()])
         printed = parse_flags(text.partition("train.py: ")[2].split())
         assert printed.get("steps", Config.steps) == steps, text
     assert "steps" not in printed
@@ -620,24 +614,17 @@ def test_tokens_stand_for_the_steps_that_read_them():
     "--zero 1 --tp 4", "--zero 1 --tp 4 --pp-schedule 1f1b --micro-batch 4 --dtype bf16"])
 def test_one_stage_has_nothing_to_fill(flags):
     """Nor a bubble: exactly 0, which a difference of rounded sums is not."""
-    plan = json.loads(answer(f"--world 64 --gpu h100 --model gpt3-13b --batch-size 512 {flags} "
-                             f"--json".split()))
+    plan = json.loads(tools.plan.answer(f"--world 64 --gpu h100 --model gpt3-13b --batch-size 512 "
+                                        f"{flags} --json".split()))
     assert f"{plan['seconds_fill']} {plan['bubble']}" == "0.0 0.0"
 
 
-@pytest.mark.parametrize("flags, yes, no", [
-    ([], "fits     yes: ", "fits     no: "), (["--json"], '"fits": true', '"fits": false')])
-def test_the_exit_status_of_a_plan_is_1_if_it_does_not_fit(monkeypatch, capsys, flags, yes, no):
-    """After all of the output. The name of a GPU may have capitals."""
-    def main(gpu):
-        monkeypatch.setattr(sys, "argv", ["plan.py", "--world", "1", "--gpu", gpu, "--model",
-                                          "gpt2-xl", "--micro-batch", "1", *flags])
-        tools.plan.main()
-    main("H100")
-    assert yes in capsys.readouterr().out
-    with pytest.raises(SystemExit) as end:
-        main("v100-16g")
-    assert end.value.code == 1 and no in capsys.readouterr().out
+def test_a_gpus_name_may_have_capitals_and_a_plan_says_whether_it_fits():
+    flags = "--world 1 --model gpt2-xl --micro-batch 1 --gpu".split()
+    for gpu, words, fits in [("H100", "yes: ", "true"), ("v100-16g", "no: ", "false")]:
+        assert f"fits     {words}" in tools.plan.answer([*flags, gpu])
+        assert f'"fits": {fits}' in tools.plan.answer([*flags, gpu, "--json"])
+
 
 @pytest.mark.parametrize("flags, message", [
     ("", "--world, the number of GPUs, and --gpu, one of v100-16g, "),
@@ -682,27 +669,27 @@ def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
     """The message for an unknown name gives an example, which works. Those of an A100, on one GPU,
     give an A100's plan."""
     with pytest.raises(ValueError, match="another GPU's TFLOP/s:GB:GB/s") as error:
-        answer("--world 1 --gpu rtx4090".split())
+        tools.plan.answer("--world 1 --gpu rtx4090".split())
     example = re.search(r"as (--gpu \S+);", str(error.value))[1]
-    assert "165:24:1008" in answer(f"--world 1 {example}".split())
+    assert "165:24:1008" in tools.plan.answer(f"--world 1 {example}".split())
     nvlink = re.search(r"as (\d+:\S+)$", str(error.value))[1]
-    assert "; 450 GB/s to a GPU of the same machine" in answer(
+    assert "; 450 GB/s to a GPU of the same machine" in tools.plan.answer(
         f"--world 1 --gpu {nvlink}".split())
-    found = answer("--world 8 --gpu a100-80g --offload --batch-size 64 "
+    found = tools.plan.answer("--world 8 --gpu a100-80g --offload --batch-size 64 "
                               "--search".split())
     assert "for train.py: --batch-size 64 --offload --tp" in found
     flags = "--world 1 --json --dtype bf16 --gpu".split()
-    known, own = (json.loads(answer([*flags, gpu]))
+    known, own = (json.loads(tools.plan.answer([*flags, gpu]))
                   for gpu in ("a100-80g", "312:80:2039"))
     assert known == own | dict(gpu="a100-80g")
 
 
 def test_a_plan_that_does_not_fit_names_a_search_that_finds_one_that_does():
     flags = "--world 8 --gpu a100-40g --model gpt3-1.3b --dtype bf16 --batch-size 64".split()
-    first, *_, note = answer([*flags, "--zero", "0"]).splitlines()
+    first, *_, note = tools.plan.answer([*flags, "--zero", "0"]).splitlines()
     assert "no: " in first and note.startswith("note     it does not fit: --search, without flags")
-    searched = answer([*flags, "--tp", "1", "--cp", "1", "--search"])
-    found = answer([*flags, *searched.partition("train.py: ")[2].split()])
+    searched = tools.plan.answer([*flags, "--tp", "1", "--cp", "1", "--search"])
+    found = tools.plan.answer([*flags, *searched.partition("train.py: ")[2].split()])
     assert "yes: " in found and "does not fit" not in found
 
 
@@ -714,7 +701,7 @@ def test_the_plan_is_a_command_with_help():
     for name in tools.plan.RUN_FLAGS + tools.plan.OWN_FLAGS:
         assert f" --{name.replace('_', '-')} " in text
     assert "(default 50257)" in text and "--lr" not in text
-    plan = answer("--world 8 --gpu h100 --json".split())
+    plan = tools.plan.answer("--world 8 --gpu h100 --json".split())
     assert json.loads(plan)["dp"] == 8
 
 

@@ -10,8 +10,7 @@ is OPT-175B as it was trained (Zhang et al. 2022: 147 TFLOP/s per GPU), and begi
 
 The flags of the model and the layout are train.py's. `--search` prints the ten fastest layouts that
 fit; flags that are given are constraints, so leave out those that may vary. `--json` prints the
-numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read so many tokens. The
-exit status is 1 if the plan does not fit, 2 after a mistake or a search that finds nothing.
+numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read so many tokens.
 
     step = sum(t) + (m - 1) max(t) + data parallelism + AdamW
 
@@ -935,9 +934,8 @@ of the run, the parameters: by 20 tokens per parameter (chinchilla), by the loss
 al. fitted (chinchilla law), and by Kaplan et al. (kaplan, too large)."""
 
 
-def answer(arguments: list[str]) -> tuple[str, bool]:
-    """(what the command prints, whether it fits). Raises ValueError on a usage error, or if
-    --search finds nothing."""
+def answer(arguments: list[str]) -> str:
+    """What the command prints. Raises ValueError on a usage error, or if --search finds nothing."""
     parser = Parser("plan.py", "python -m tools.plan --world N --gpu NAME [FLAG ...]", HELP,
                     options.OTHER_NAMES, argument_default=argparse.SUPPRESS)
     options.add_flags(parser, OWN_FLAGS + RUN_FLAGS, PlanConfig)
@@ -961,23 +959,18 @@ def answer(arguments: list[str]) -> tuple[str, bool]:
 
     if config.search:
         plans = search_layouts(GPTConfig(config.vocab_size, **shape), config, given)
-        text = json.dumps(plans) if config.json else format_search(plans, given)
-        return text, True
+        return json.dumps(plans) if config.json else format_search(plans, given)
     config, cfg = check_config(config, shape, config.vocab_size, config.world, "cuda")
     plan = make_plan(cfg, config)
-    text = json.dumps(plan) if config.json else format_plan(cfg, config, plan)
-    return text, plan["fits"]
+    return json.dumps(plan) if config.json else format_plan(cfg, config, plan)
 
 
 def main() -> None:
     try:
-        text, fits = answer(sys.argv[1:])
+        print_rank0(answer(sys.argv[1:]))
     except ValueError as error:
         print(f"plan.py: {error}", file=sys.stderr)
         sys.exit(2)
-    print_rank0(text)
-    if not fits:
-        sys.exit(1)
 
 
 if __name__ == "__main__":
