@@ -355,11 +355,12 @@ def reading(path: Path, problem: str):
         elif path.suffix == ".pt" and others:           # --keep has removed it
             advice = f"{path.parent} has {', '.join(others)}"
         elif path.suffix == ".pt":
-            advice = "run train.py first, or give another file"
+            advice = (f"run train.py first, or `python -m tools.huggingface import NAME {path}`, "
+                      f"or give another file")
         else:
             advice = (f"give a file of train.py, such as out/latest.pt; `python -m "
-                      f"tools.huggingface import {path} FILE.pt` makes one of weights, for "
-                      f"--init-from and sample.py")
+                      f"tools.huggingface import {path} {path.resolve().name}.pt` makes one of "
+                      f"weights, for --init-from and sample.py")
             if path.is_dir():
                 advice = f"it is a directory without any: {advice}"
         raise FileNotFoundError(f"there is no checkpoint {path}: {advice}") from None

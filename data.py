@@ -36,7 +36,8 @@ import numpy as np
 
 from runtime.commandline import Parser
 from runtime.corpora import (BLOCK, DOWNLOADS, EOT, FINEWEB_SHARDS, HUB, download, find_files,
-                             progress, read_documents, read_url, sha256_of, standard_library)
+                             last_cause, progress, read_documents, read_url, sha256_of,
+                             standard_library)
 
 SPLITS = ("train", "val")
 VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
@@ -62,9 +63,10 @@ def get_tokenizer(name: str):
     try:
         return tiktoken.get_encoding("gpt2")        # downloads its vocabulary once
     except (OSError, ValueError) as error:      # ValueError: the file has the wrong hash
-        raise ConnectionError(f"GPT-2's vocabulary could not be loaded ({error}): run it again "
-                              f"later, or set TIKTOKEN_CACHE_DIR to a folder that has it; shards "
-                              f"of data.py --tokenizer bytes need none") from None
+        raise ConnectionError(f"GPT-2's vocabulary could not be loaded ({last_cause(error)}): add "
+                              f"--tokenizer bytes to data.py's flags, which needs none, or run it "
+                              f"again later, or set TIKTOKEN_CACHE_DIR to a folder that has it"
+                              ) from None
 
 
 def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int) -> None:
@@ -85,6 +87,10 @@ def open_shard(path: Path) -> np.memmap:
     the size do not match."""
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", 3).tolist()
+    if header and header[0] != MAGIC:
+        raise ValueError(f"{path} begins with {header[0]}, not {MAGIC}: it has no header of "
+                         f"llm.c's format (nanoGPT's files have none): make shards from the text "
+                         f"by python data.py --input FILE --out DIR")
     count = header[2] if header[:2] == [MAGIC, VERSION] else 0
     if count < 1 or size != HEADER_BYTES + 2 * count:
         raise ValueError(f"{path} is not a complete shard: expected header {MAGIC}, {VERSION}, n "
@@ -167,8 +173,8 @@ class TokenDataset:
                 raise ValueError(f"{path}: {len(tokens)} tokens are too few for a window of "
                                  f"{seq_len} + 1: {advice}")
             meta = read_meta(directory)
-            for other in self.sources.values():
-                pair = f"--data {data}: {other.name} and {directory}"
+            for folder, other in zip(mixture, self.sources.values()):
+                pair = f"--data {data}: {folder} and {directory}"
                 if meta["fingerprint"] == other.meta["fingerprint"]:
                     raise ValueError(f"{pair} hold the same text: drop one")
                 if any(meta[key] != other.meta[key] for key in ("tokenizer", "vocab_size")):
@@ -588,7 +594,9 @@ def fetch_shards(url: str, out: Path, count: int) -> dict:
 
 # ---- Command line ---------------------------------------------------------------------------
 
-ADVICE = {          # flags of Megatron-LM's preprocess_data.py
+ADVICE = {          # names of nanoGPT, and flags of Megatron-LM's preprocess_data.py
+    "give shakespeare --tokenizer bytes": "dataset=shakespeare_char",
+    "give fineweb": "dataset=openwebtext",
     "give --out DIR": "output-prefix", "give --tokenizer gpt2": "tokenizer-type vocab-file",
     "leave it out: a line's text is in the field \"text\"": "json-keys",
     "leave it out: it is always so": "workers append-eod"}

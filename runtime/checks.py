@@ -19,7 +19,7 @@ from parallelism.exact import MOST_BLOCKS
 from parallelism.pipeline import chunk_layers
 from parallelism.tensor import param_specs
 from parallelism.zero import make_buckets, state_bytes
-from runtime.options import Config, merge_config
+from runtime.options import Config, merge_config, new_run_advice
 from runtime.processes import warn
 
 
@@ -152,10 +152,11 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
     model_config = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
     dp = world / (config.tp * config.pp * config.cp)
     sizes, _ = batch_sizes(config)
-    if config.batch_size not in sizes and not config.eval_only:
-        raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
-                         f"{config.batch_size}: START and INCREMENTs must add up to it (none: no "
-                         f"ramp)")
+    grows = config.batch_size in sizes[1:]
+    if config.batch_ramp is not None and not grows and not config.eval_only:
+        raise ValueError(f"--batch-ramp {config.batch_ramp} does not grow to --batch-size "
+                         f"{config.batch_size}: START and one or more INCREMENTs must add up to it "
+                         f"(none: no ramp)")
     defaults = {}
     if config.micro_batch is None and config.exact:     # the same in every layout of 8 replicas
         defaults["micro_batch"] = default_micro_batch(sizes, 8, 1, "cpu")
@@ -181,37 +182,48 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
     return config, model_config
 
 
-def check_data(state: dict, dataset: TokenDataset, config, same: bool) -> None:
-    """Raise ValueError unless the data has the checkpoint's tokenizer and, if it must be the `same`
-    data, all sources that the run was last trained on. An evaluation on other data is a warning."""
+def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
+               weights_only: bool) -> None:
+    """Raise ValueError, which names the checkpoint's `file`, unless the data has its tokenizer and,
+    to go on or to evaluate it, all sources that the run was last trained on. An evaluation on other
+    data that --data names is a warning."""
     tokenizer, vocab_size = state["tokenizer"], state["model"]["vocab_size"]
     meta = dataset.meta
+    stored = state["config"].get("data")                            # None: weights alone
+    fine_tunes = weights_only and not config.eval_only
+    found = config.data
+    if "data" not in given:
+        found += " (the default: --data was left out)"
     if (tokenizer, vocab_size) != (meta["tokenizer"], meta["vocab_size"]):
-        raise ValueError(f"the checkpoint's tokenizer is {tokenizer} with {vocab_size} tokens, but "
-                         f"{config.data} has {meta['tokenizer']} with {meta['vocab_size']}: make "
-                         f"--data with that tokenizer, or use another checkpoint")
+        advice = "make --data with that tokenizer, or use another --out or checkpoint"
+        if stored is not None and not fine_tunes:
+            advice = f"give --data {stored}, or {advice}"
+        raise ValueError(f"{file}'s tokenizer is {tokenizer} with {vocab_size} tokens, but {found} "
+                         f"has {meta['tokenizer']} with {meta['vocab_size']}: {advice}")
     trained_on = state["data"][-1][1] if state["data"] else {}      # None: weights alone
-    if not set(trained_on) <= set(dataset.sources):
-        problem = (f"{config.data} is not the data this checkpoint was trained on: it lacks text "
-                   f"that --data {state['config']['data']} held then")
-        if config.eval_only:
-            warn(problem)
-        elif same:
-            raise ValueError(f"{problem}: give another --out, without --resume, for a new run on "
-                             f"this one (--init-from begins it from these weights), or give that "
-                             f"again to go on (DIR=0 leaves out a source)")
+    if fine_tunes or set(trained_on) <= set(dataset.sources):
+        return
+    problem = f"{file} was trained on {stored} as it was then, not on {found}"
+    if not config.eval_only:
+        raise ValueError(f"{problem}: {new_run_advice(given)} (--init-from {file} begins it with "
+                         f"these weights); to go on give --data {stored} (DIR=0 leaves out a "
+                         f"source)")
+    if "data" not in given:
+        raise ValueError(f"{problem}: give --data {stored} or --data {config.data}")
+    warn(problem)
 
 
 def validate(given: dict, state: dict | None, world: int, device_type: str,
-             weights_only: bool = False) -> tuple[Config, GPTConfig]:
-    """Flags and checkpoint -> config and model. Raises ValueError or OSError if they cannot run."""
-    config, shape = merge_config(given, state, weights_only)
+             weights_only: bool = False, file="the checkpoint") -> tuple[Config, GPTConfig]:
+    """Flags and the checkpoint in `file` -> config and model. Raises ValueError or OSError if they
+    cannot run."""
+    config, shape = merge_config(given, state, weights_only, file)
     data = TokenDataset(config.data, "train", shape["seq_len"])
     TokenDataset(config.data, "val", shape["seq_len"])
     config, model_config = check_config(config, shape, data.meta["vocab_size"], world, device_type)
     resumed = None if weights_only else state
     if state is not None:
-        check_data(state, data, config, same=not weights_only)
+        check_data(given, state, file, data, config, weights_only)
     if resumed is not None and config.exact and not config.eval_only:
         stored = resumed["config"]
         if stored.get("exact") and stored["micro_batch"] != config.micro_batch:

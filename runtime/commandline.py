@@ -2,6 +2,7 @@
 """
 import argparse
 import difflib
+import fnmatch
 import re
 import sys
 
@@ -11,7 +12,7 @@ class Parser(argparse.ArgumentParser):
     Mistakes end the program with status 2 and one line that names all wrong values and unknown
     flags. For each of these it suggests one of ours, with its help: by `other_names` (our flag: its
     names elsewhere), or by similarity; or it says what to do instead (`advice`: a sentence: names
-    elsewhere)."""
+    elsewhere, or FLAG=VALUE for wrong values of our flags, as patterns of fnmatch)."""
 
     def __init__(self, prog: str, usage: str, description=None, other_names=None, advice=None,
                  **options):
@@ -42,7 +43,7 @@ class Parser(argparse.ArgumentParser):
             try:
                 args, unknown = self.parse_known_args(kept)
             except argparse.ArgumentError as error:     # a wrong value: leave out its flag
-                problems.append(str(error))
+                problems.append(self.explain(error))
                 others = [text for text in kept if text.partition("=")[0] != error.argument_name]
                 if others == kept:
                     self.error("; ".join(problems))
@@ -56,13 +57,26 @@ class Parser(argparse.ArgumentParser):
             self.error("; ".join(problems))
         return args
 
+    def explain(self, error: argparse.ArgumentError) -> str:
+        """The message of a wrong value, with what to do instead where it is known."""
+        message = str(error)
+        if "invalid int value" in message:
+            return f"{message}: give a whole number, such as 1000"
+        value = re.search("'(.*?)'|$", error.message)[1] or ""
+        sentence = self.find_advice(f"{error.argument_name}={value}")
+        return f"{message}: {sentence}" if sentence else message
+
+    def find_advice(self, name: str) -> str | None:
+        for sentence, theirs in self.advice.items():
+            if any(fnmatch.fnmatchcase(name.removeprefix("--"), known) for known in theirs.split()):
+                return sentence
+        return None
+
     def advise(self, unknown: str) -> str:
         name = unknown.partition("=")[0]
-        if name.endswith(".py"):
-            name = ".py"
-        for sentence, theirs in self.advice.items():
-            if name.removeprefix("--") in theirs.split():
-                return sentence
+        sentence = self.find_advice(name)
+        if sentence is not None:
+            return sentence
         flags = {flag: action for action in self._actions for flag in action.option_strings}
         near = ["--" + ours for ours, theirs in self.other_names.items()
                 if name.removeprefix("--") in theirs.split() and "--" + ours in flags]

@@ -199,8 +199,11 @@ def print_evaluation(run, begin: Start) -> None:
 
 
 def print_finished(run, begin: Start) -> None:
+    advice = "raise --steps or --epochs"
+    if begin.kind == "continue":
+        advice += " to continue, or begin a new run in another --out"
     print_rank0(f"{begin.path} is step {run.step - 1} of {run.config.steps}: nothing left to do; "
-                f"raise --steps or --epochs to continue, or begin a new run in another --out")
+                f"{advice}")
 
 
 def print_notes(run, given: dict, resumed: bool) -> None:
@@ -252,12 +255,10 @@ def report_resume(run, state: dict, begin: Start, given: dict,
     next step's learning rate changes (`lr_before` is that of the stored settings)."""
     config, factor = run.config, run.monitor.lr_factor
     changed = {}
-    stored = Config(**restored_flags(state))            # an older file lacks flags: the defaults
-    for name in RESTORED:
-        if getattr(stored, name) != getattr(config, name):
-            changed[name] = [getattr(stored, name), getattr(config, name)]
-    if state["config"].get("exact", False) != config.exact:
-        changed["exact"] = [not config.exact, config.exact]
+    stored = dataclasses.asdict(Config()) | state["config"]     # an older file lacks flags
+    for name in [*RESTORED, "dtype", "exact"]:
+        if stored[name] != getattr(config, name):
+            changed[name] = [stored[name], getattr(config, name)]
     if state["data"] != run.train_data.phases:
         changed["data"] = [state["config"]["data"], config.data]
     done = run.step - 1

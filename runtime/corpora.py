@@ -23,6 +23,13 @@ def sha256_of(*paths) -> str:
     return digest.hexdigest()
 
 
+def last_cause(error: BaseException) -> BaseException:
+    """The first of the errors that led to this one: requests' own message lists five classes."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
 def find_files(paths) -> list[Path]:
     """These .txt and .jsonl files, and those in these folders. Raises ValueError or OSError."""
     files = []
@@ -152,7 +159,7 @@ def download(url: str, path: Path, sha256: str | None = None) -> None:
                     size += file.write(block)
                     note(len(block))
         except requests.RequestException as problem:
-            error = problem
+            error = last_cause(problem)
             continue
         is_whole = size == total > 0 if sha256 is None else sha256_of(part) == sha256
         if is_whole:

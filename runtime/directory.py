@@ -95,13 +95,15 @@ def find_start(out: Path, resume: str, init_from: str | None, eval_only: bool,
         path, events = latest_valid(found)
         state = load(path)
         if file is not None and not restarted:
-            if not file.exists():
-                raise ValueError(f"there is no {file}, but a run in {out}: drop --{kind} to go on "
-                                 f"with it")
+            try:
+                origin = new_run(kind, load(file))["origin"]        # it has no paths
+            except FileNotFoundError as error:
+                raise ValueError(f"{error}; {out} holds a run: give another --out, or drop "
+                                 f"--{kind} to go on with it") from None
             if file.resolve().parent == out.resolve():
                 raise ValueError(f"{file} is of the run in {out}: drop --{kind} to go on with that "
                                  f"run, or give another --out to branch from this file")
-            if state["run"].get("origin") != new_run(kind, load(file))["origin"]:   # no paths
+            if state["run"].get("origin") != origin:
                 raise ValueError(f"{out} holds a run that did not begin from {file}: drop --{kind} "
                                  f"to go on with that run, or give another --out")
         start = Start("continue", path, state["run"], found, events)

@@ -64,8 +64,8 @@ class Config:
     compile: bool = flag(False, "torch.compile the blocks; communication and dropout run eagerly")
     timeout: int = flag(600, "seconds a step waits for another rank (on GPUs for all of it)", low=1)
     micro_batch: int = flag(None, "sequences per microbatch (default: the largest, up to 4, or 16 "
-                            "on CUDA without --pp, that gives a multiple of pp microbatches)",
-                            low=1, group="memory")
+                            "on CUDA without --pp, that gives a multiple of pp microbatches; with "
+                            "--exact as for 8 replicas on CPUs)", low=1, group="memory")
     zero: int = flag(0, "ZeRO stage: shard optimizer state (1), also gradients (2), also "
                      "parameters (3)", choices=[0, 1, 2, 3])
     recompute: bool = flag(False, "recompute the activations of a block in backward")
@@ -78,7 +78,7 @@ class Config:
                        "slower, and on a CPU with one thread")
     save_every: int = flag(200, "steps between checkpoints; 0: only the last", low=0,
                            group="checkpoints, evaluation, logging")
-    keep: int = flag(3, "step files kept", low=1)
+    keep: int = flag(3, "step files kept; the newest healthy one stays, too", low=1)
     resume: str = flag("auto", "auto: from the newest whole checkpoint of --out; never: --out must "
                        "be new; FILE: branch from it into a new --out", form="{auto,never,FILE}")
     init_from: str = flag(None, "start a new run from the weights of this checkpoint", form="FILE")
@@ -124,7 +124,9 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval",
     "offload": "optimizer-cpu-offload", "init-from": "finetune"}
 ADVICE = {          # what to do: names elsewhere whose value is not ours, or that are not needed
-    "there are no configuration files, only flags: README.md has nanoGPT's demo": ".py",
+    "there are no configuration files, only flags: README.md has nanoGPT's demo": "*.py",
+    "give it to --resume or --init-from": "*.pt",
+    "leave it out to go on with the run in --out, or give never or FILE": "resume=",
     "start so many processes: torchrun --nproc_per_node=N train.py":
         "nproc-per-node gpus num-gpus world-size",
     "dp is what tp, pp and cp leave of the processes: start that many times more":
@@ -145,16 +147,20 @@ ADVICE = {          # what to do: names elsewhere whose value is not ours, or th
     "give --min-lr-ratio, min-lr / lr, such as 0.1": "min-lr",
     "give --warmup-steps, a number of steps": "lr-warmup-fraction lr-warmup-samples warmup-ratio",
     "give --steps, a number of steps": "train-samples",
+    "give --steps, tokens / (batch-size x seq-len), or --epochs": "tokens",
     "leave it out: the learning rate decays until --steps": "lr-decay-iters lr-decay-samples",
     "--min-lr-ratio 1 keeps the learning rate": "decay-lr", "give --lr-schedule": "lr-decay-style",
     "give --eval-tokens, a number of tokens": "eval-iters",
-    "give --batch-size, the sequences of a step in all microbatches": "gradient-accumulation-steps",
+    "give --batch-size, nanoGPT's batch_size x gradient_accumulation_steps, and --micro-batch, its "
+    "batch_size": "gradient-accumulation-steps",
     "give --batch-ramp START:INCREMENT:SEQUENCES, as 4:4:100": "rampup-batch-size",
     "give --pp-schedule interleaved --pp-chunks V, V = n-layer / pp / N":
         "num-layers-per-virtual-pipeline-stage",
     "give --pp-schedule interleaved --pp-chunks N": "num-virtual-stages-per-pipeline-rank",
     "give --dtype bf16": "bf16", "give --dtype fp16": "fp16", "give --dtype": "precision",
     "there are no products in 8 bits: give --dtype bf16": "fp8-format",
+    "give bf16": "dtype=bfloat16", "give fp16": "dtype=float16", "give fp32": "dtype=float32",
+    "give cuda; CUDA_VISIBLE_DEVICES chooses the GPU": "device=cuda:*",
     "--dtype fp16 finds its loss scale by itself": "loss-scale initial-loss-scale",
     "give --log wandb": "wandb-log wandb-project wandb-run-name wandb-exp-name",
     "give --log tensorboard": "tensorboard-dir", "give --zero": "zero-stage",
@@ -167,9 +173,11 @@ ADVICE = {          # what to do: names elsewhere whose value is not ours, or th
     "give --save-every": "save-steps", "give --timeout, in seconds": "distributed-timeout-minutes",
     "SIGTERM makes a run save and end": "exit-duration-in-mins exit-signal-handler",
     "leave it out: --init-from takes weights alone": "no-load-optim no-load-rng",
+    "leave it out: every --save-every steps a checkpoint is written, whatever the validation loss; "
+    "there is no file of the best": "always-save-checkpoint",
     "leave it out: it is always so":
-        "always-save-checkpoint overlap-grad-reduce overlap-param-gather "
-        "accumulate-allreduce-grads-in-fp32 use-checkpoint-args",
+        "overlap-grad-reduce overlap-param-gather accumulate-allreduce-grads-in-fp32 "
+        "use-checkpoint-args",
     "leave it out: nothing hides tensor parallelism's communication": "tp-comm-overlap",
     "leave it out: there is one kind here, or --device decides":
         "backend distributed-backend transformer-impl use-mcore-models ckpt-format "
@@ -264,10 +272,20 @@ def model_shape(flags: dict) -> dict:
     return shape
 
 
-def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[Config, dict]:
+def new_run_advice(given: dict) -> str:
+    """How a command whose run cannot go on with these flags begins a new one."""
+    advice = "for a new run give another --out"
+    if "resume" in given:
+        advice += ", without --resume"
+    return advice
+
+
+def merge_config(given: dict, state: dict | None, weights_only=False,
+                 file="the checkpoint") -> tuple[Config, dict]:
     """Command line, then checkpoint, then defaults -> the config and the model's shape (without
     vocabulary and dropout). With `weights_only` the checkpoint gives the shape alone, and seq_len
-    may be shorter. Raises ValueError if the command line asks for another model."""
+    may be shorter. Raises ValueError, which names the `file`, if the command line asks for another
+    model."""
     config = Config(**given)
     shape = model_shape(given)
     if state is None:
@@ -282,8 +300,13 @@ def merge_config(given: dict, state: dict | None, weights_only=False) -> tuple[C
             problems.append(f"{name} {allowed}, not {value}")
             drop.append("--" + (name if name in given else "model").replace("_", "-"))
     if problems:
-        raise ValueError(f"the checkpoint's model has {'; '.join(problems)}: drop "
-                         f"{', '.join(dict.fromkeys(drop))}, or use another --out or checkpoint")
+        advice = f"drop {', '.join(dict.fromkeys(drop))}"
+        if weights_only:
+            advice += ", or use another checkpoint"
+        else:
+            advice = (f"{new_run_advice(given)}; to go on {advice} and give --data "
+                      f"{state['config']['data']}")
+        raise ValueError(f"{file} has {'; '.join(problems)}: {advice}")
     shape = {name: state["model"][name] for name in SHAPE} | shape
     if not weights_only:
         config = Config(**(restored_flags(state) | given))

@@ -65,7 +65,7 @@ def resolve(given: dict, job: Job, device: torch.device,
     if begin.kind == "init-from":
         given = {**given, "init_from": str(begin.path)}
     config, model_config = checks.validate(given, load_state(begin.path), job.world, device.type,
-                                           begin.kind == "init-from")
+                                           begin.kind == "init-from", begin.path)
     grid = Grid(job.world // (config.tp * config.pp * config.cp), config.pp, config.tp,
                 chunks=config.pp_chunks, cp=config.cp)
     checks.check_memory(model_config, grid, config, PRECISIONS[config.dtype], device,

@@ -68,7 +68,9 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("a.txt --seed -1", b"x" * 9, "--seed"), ("a.txt --shard-tokens 9", b"x" * 9, "1024"),
     (f"a.txt --seed {2 ** 63}", b"x" * 9, "2^63 - 1"),
     (f"a.txt --shard-tokens {2 ** 31}", b"x" * 9, "2^31 - 1"),
-    ("--dataset none", None, "none"), ("--input a.txt", b"x" * 9, "--out"),
+    ("--dataset=shakespeare_char", None, "give shakespeare --tokenizer bytes"),
+    ("--dataset=openwebtext", None, "give fineweb"), ("--dataset none", None, "none"),
+    ("--input a.txt", b"x" * 9, "--out"),
     ("--out a.txt", b"x" * 9, "a.txt is not a directory: give another"),
     ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
     ("--dataset fineweb --shards 104", None, "--shards 1 to 103"),
@@ -93,8 +95,17 @@ def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatc
     assert set(Path().rglob("*")) <= before | {Path("out")}
 
 
+def without_a_name(*_, **__):
+    """A reply of requests where there is no network: its message has the names of five classes."""
+    try:
+        raise OSError("no such name")
+    except OSError as error:
+        raise requests.ConnectionError("HTTPSConnectionPool: Max retries exceeded") from error
+
+
 @pytest.mark.parametrize("answer, words", [
-    (dict(side_effect=requests.ConnectionError("no net")), "could not be loaded (no net)"),
+    (dict(side_effect=requests.ConnectionError("no net")), "could not be loaded (no net): add"),
+    (dict(side_effect=without_a_name), "could not be loaded (no such name): add --tokenizer bytes"),
     (dict(return_value=SimpleNamespace(content=b"a login page", raise_for_status=int)),
      "Hash mismatch")])
 def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, run_data, answer,
@@ -181,6 +192,13 @@ def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, par
         fetch()
         assert [start for _, start in server.asked] == starts
         assert names_in(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == BODY
+
+
+def test_a_failed_download_tells_the_first_cause(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora.time, "sleep", nothing)
+    monkeypatch.setattr(requests, "get", without_a_name)
+    with pytest.raises(ConnectionError, match=r"download http://a \(no such name\): run it again"):
+        corpora.download("http://a", tmp_path / "a")
 
 
 def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, run_data):
@@ -354,11 +372,11 @@ def test_a_token_beyond_the_vocabulary_is_found_by_exactly_one_rank(tmp_path):
 
 
 @pytest.mark.parametrize("file, damage, words", [
-    ("train_0.bin", shard(range(20), magic=20240521), "20240521"),
+    ("train_0.bin", shard(range(20), magic=20240521), "20240521 no header data.py --input"),
     ("train_0.bin", shard(range(20), version=2), "20240520, 2"),
     ("train_0.bin", shard(range(20), count=21), "21 1064"),
     ("train_0.bin", shard(range(20), count=19), "19 1064"), ("train_0.bin", shard([]), "1024"),
-    ("train_0.bin", b"short", "5 bytes"), ("train_0.bin", b"", "0 bytes"),
+    ("train_0.bin", shard([1])[:5], "5 bytes"), ("train_0.bin", b"", "0 bytes"),
     ("train_0.bin", shard(range(4)), "4 tokens 4 + 1"), ("meta.json", b"{", ""),
     ("meta.json", b"[]", ""), ("meta.json", b'{"tokenizer": "gpt2"}', "")])
 def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file, damage, words):

@@ -67,14 +67,16 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
 
 @pytest.mark.parametrize("message, commands", [
     ("invalid choice: 4 (choose from 0, 1, 2, 3)", ["--zero 4"]), ("many", ["--steps many"]),
-    ("gpt3-6.7b", ["--model gpt3-6.7"]), ("fp16", ["--dtype bfloat16"]),
+    ("gpt3-6.7b", ["--model gpt3-6.7"]), ("'fp64'): give bf16", ["--dtype bfloat16"]),
+    ("give fp16; argument --device: invalid choice: 'cuda:0' (choose from 'auto', 'cpu', 'cuda', "
+     "'mps'): give cuda; CUDA_VISIBLE_DEVICES chooses", ["--dtype=float16 --device=cuda:0"]),
     ("--steps: 0 must be at least 1 and finite", ["--steps 0"]),
     ("--lr: nan must be at least 0 and finite", ["--lr nan"]),
     ("--steps: 0 must be at least 1 and finite; argument --lr: nan must", ["--lr nan --steps 0"]),
     ("takes no value: give --compile alone, or leave it out; argument --zero: invalid choice: 4 "
-     "(choose from 0, 1, 2, 3); argument --steps: invalid int value: 'x'; unknown argument "
-     "config/tiny.py: there are no configuration files, only flags: README.md has nanoGPT's demo; "
-     "unknown argument --max-iters: did you mean --steps?", [
+     "(choose from 0, 1, 2, 3); argument --steps: invalid int value: 'x': give a whole number, "
+     "such as 1000; unknown argument config/tiny.py: there are no configuration files, only flags: "
+     "README.md has nanoGPT's demo; unknown argument --max-iters: did you mean --steps?", [
         "config/tiny.py --zero 4 --steps x --compile=False --max_iters 3"]),
     ("zero 3 with pp 2 would gather every block again for each microbatch of the pipeline: give "
      "--zero 1, or --zero 2 (not with zb-h1); sequence parallelism splits", [
@@ -85,7 +87,8 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("is not START:INCREMENT:SEQUENCES, all > 0", [
         "--batch-ramp 2", "--batch-ramp 2:2", "--batch-ramp 0:2:9", "--batch-ramp 2:0:9",
         "--batch-ramp 2:2:0", "--batch-ramp 2:2:x", "--batch-ramp 2:-2:9"]),
-    ("does not end at --batch-size 4", ["--batch-ramp 1:2:9", "--batch-ramp 5:1:9"]),
+    ("does not grow to --batch-size 4", [
+        "--batch-ramp 1:2:9", "--batch-ramp 5:1:9", "--batch-ramp 4:4:9"]),
     ("--nonsense: --help lists the flags", ["--nonsense 1"]),
     ("did you mean --batch-size? (global batch size: sequences per step (default 16))",
      ["--global-batch-size 1", "--batch-sise 1"]),
@@ -151,6 +154,7 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("other and toy have different tokenizers", ["--data other=1,toy=0"]),
     ("train_0.bin", ["--data torn=1,other=1"]),
     ("beyond and beyond_val hold the same text", ["--data beyond=1,beyond_val=1"]),
+    ("run/../beyond and beyond_val hold the same", ["--data run/../beyond=1,beyond_val=1"]),
     ("257", ["--data beyond_val", "--data other=1,beyond=2"]),
     ("/proc/nowhere", ["--out /proc/nowhere"]), ("--out precious is not a", ["--out precious"]),
     ("holds no checkpoint", ["--eval-only"]), ("there is no checkpoint ", ["--init-from "]),
@@ -160,7 +164,8 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("--init-from: resume is no checkpoint's FILE: leave the flag out, and train.py goes on with "
      "the run in --out", ["--init_from=resume"]),
     ("--compile takes no value: give --compile alone, or leave it out", ["--compile=False"]),
-    ("there is no checkpoint no.pt: run train.py first", ["--init-from no.pt"]),
+    ("there is no checkpoint no.pt: run train.py first, or `python -m tools.huggingface import "
+     "NAME no.pt`, or give another file", ["--init-from no.pt", "--eval-only --resume no.pt"]),
     ("there is no checkpoint run/step_00000003.pt: run has step_00000004.pt, step_00000002.pt", [
         "--resume run/step_00000003.pt", "--init-from run/step_00000003.pt"]),
     ("no checkpoint sixth: it is a directory: give a file in it: sixth/latest.pt, sixth/step_0",
@@ -172,14 +177,21 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("torn.pt is damaged", ["--resume torn.pt", "--init-from torn.pt"]),
     ("has format 6, this code reads format 7: use the", [
         "--init-from six.pt", "--resume six.pt", "--out sixth", "--out sixth --eval-only"]),
-    ("n_layer 2, not 3: drop --n-layer, or use another --out", ["--resume whole.pt --n-layer 3"]),
-    ("activation gelu, not relu: drop --model", ["--resume whole.pt --model opt-125m"]),
-    ("was trained on: it lacks text that --data /", ["--resume whole.pt --data other=1"]),
-    ("is bytes with 257 tokens, but toy has bytes with 300", ["--resume whole.pt --data toy"]),
+    ("whole.pt has n_layer 2, not 3: for a new run give another --out, without --resume; to go on "
+     "drop --n-layer and give --data /", ["--resume whole.pt --n-layer 3"]),
+    ("run/step_00000004.pt has n_layer 2, not 3: for a new run give another --out; to go on drop "
+     "--n-layer and give --data /", [
+         "--out run --n-layer 3", "--out run --n-layer 3 --data other"]),
+    ("activation gelu, not relu: for", ["--resume whole.pt --model opt-125m"]),
+    ("as it was then, not on other=1: for a", ["--resume whole.pt --data other=1"]),
+    ("4.pt was trained on /", ["--out run --data other"]),
+    ("is bytes with 257 tokens, but toy has bytes with 300: give --data /", [
+        "--resume whole.pt --data toy", "--out run --data toy"]),
     ("torn.pt is refused", ["--resume torn.pt --out run"]),
     ("seq_len 16 or less, not 32: drop --seq-len", ["--init-from whole.pt --seq-len 32"]),
-    ("n_embd 16, not 32", ["--init-from whole.pt --n-embd 32"]),
-    ("but opt has opt-257 with 257", ["--init-from whole.pt --data opt"]),
+    ("whole.pt has n_embd 16, not 32: drop --n-embd, or use another checkpoint", [
+        "--init-from whole.pt --n-embd 32", "--eval-only --resume whole.pt --n-embd 32"]),
+    ("but opt has opt-257 with 257: make --data", ["--init-from whole.pt --data opt"]),
     ("cannot be combined with --resume FILE", ["--init-from whole.pt --resume whole.pt"]),
     ("did not begin from whole.pt: drop --init-from", ["--init-from whole.pt --out run"]),
     (" is of the run in run: drop --resume to go on with that run, or give another --out to branch",
@@ -207,6 +219,9 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
     ("--resume True --out run", "leave the flag out", "--out run"),
     ("--resume run/step_00000003.pt", "run has step_00000004.pt", "--resume run/step_00000004.pt"),
     ("--resume run/step_00000003.pt --out run", "drop --resume to go on with it", "--out run"),
+    ("--init_from=gpt2 --out run", "`python -m tools.huggingface import gpt2 gpt2.pt` makes one of "
+     "weights, for --init-from and sample.py; run holds a run: give another --out",
+     "--init-from whole.pt"),
     ("--init-from whole.pt --out run", "drop --init-from to go on", "--out run"),
     ("--init-from whole.pt --out run", "give another --out", "--init-from whole.pt"),
     ("--resume never --out run", "give another --out", "--resume never"),
@@ -216,12 +231,15 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
     ("--eval-only", "or --resume FILE", "--eval-only --resume whole.pt"),
     ("--resume whole.pt --n-layer 3", "drop --n-layer", "--resume whole.pt"),
     ("--resume whole.pt --n-layer 3 --n-head 4 --model opt-125m", "drop --n-layer, --n-head, "
-     "--model,", "--resume whole.pt"),
+     "--model and", "--resume whole.pt"),
     ("--resume whole.pt --data other", "(DIR=0 leaves out a source)",
      "--resume whole.pt --data SHARDS=0,other=1"),
     ("--resume whole.pt --data other", "give another --out, without --resume", "--data other"),
-    ("--resume whole.pt --data other", "(--init-from begins it from these weights)",
-     "--init-from whole.pt --data other"),
+    ("--out run --data other", "for a new run give another --out (", "--data other"),
+    ("--out run --data other", "to go on give --data /", "--out run"),
+    ("--out run --data other", "step_00000004.pt begins it with these weights)",
+     "--init-from run/step_00000004.pt --data other"),
+    ("--out run --n-layer 4 --data other", "give another --out;", "--n-layer 4 --data other"),
     ("--compile=False", "leave it out", ""),
     ("--tp 2", "torchrun --nproc_per_node=2 train.py", "--nproc_per_node=2 --tp 2"),
     ("--nproc_per_node=2 --pp 2 --zero 3", "give --zero 1", "--nproc_per_node=2 --pp 2 --zero 1"),
@@ -246,11 +264,18 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
      "--nproc_per_node=2 --tp 2"),
     ("--dp 2", "start that many times more", "--nproc_per_node=2"),
     ("--min_lr=1e-5", "give --min-lr-ratio, min-lr / lr, such as 0.1", "--min-lr-ratio 0.1"),
-    ("--fp16", "give --dtype fp16", "--dtype fp16"),
-    ("--init_from=gpt2", "tools.huggingface import gpt2 FILE.pt` makes one of weights, for "
+    ("--fp16", "give --dtype fp16", "--dtype fp16"), ("--dtype float32", "give fp32", ""),
+    ("--resume", "leave it out to go on with the run in --out", ""), ("--steps 1e1", "such as", ""),
+    ("--gradient_accumulation_steps=5 --batch_size=12", "give --batch-size, nanoGPT's batch_size x "
+     "gradient_accumulation_steps, and --micro-batch, its batch_size",
+     "--batch-size 60 --micro-batch 12"),
+    ("--tokens 1e6", "give --steps, tokens / (batch-size x seq-len), or --epochs", "--steps 9"),
+    ("whole.pt", "give it to --resume or --init-from", "--init-from whole.pt"),
+    ("--init_from=gpt2", "tools.huggingface import gpt2 gpt2.pt` makes one of weights, for "
      "--init-from", "--init-from whole.pt"),
     ("config/tiny.py", "only flags", ""), ("--wandb_log=True --wandb_project x", "--log wandb", ""),
-    ("--always_save_checkpoint --lr_decay_iters=5", "leave it out: it is always so; ", ""),
+    ("--always_save_checkpoint --lr_decay_iters=5", "leave it out: every --save-every steps a "
+     "checkpoint is written, whatever the validation loss; there is no file of the best; ", ""),
     ("--lr_decay_iters=5 --bias=False", "decays until --steps; ", ""),
     ("--max-position-embeddings 16", "give --seq-len", "--seq-len 16"),
     *((flags, "give --pp-schedule interleaved --pp-chunks ",
@@ -855,8 +880,9 @@ def test_none_unsets_a_stored_ramp_and_skip_and_the_console_shows_every_nth_step
     assert "sample.py" not in text and "sequences 4 to 5 are left out" in text
     stored = saved(tmp_path, 4)["config"]
     assert (stored["batch_ramp"], stored["skip_steps"]) == ("2:2:40", "3:3")
-    expect_mistake(run_train(*flags, "--batch-size", 3), "--batch-ramp 2:2:40 does not end at "
-                   "--batch-size 3: START and INCREMENTs must add up to it (none: no ramp)")
+    expect_mistake(run_train(*flags, "--batch-size", 3), "--batch-ramp 2:2:40 does not grow to "
+                   "--batch-size 3: START and one or more INCREMENTs must add up to it (none: no "
+                   "ramp)")
     text = run_train(*flags, "--batch-ramp", "none", "--skip-steps", "none", "--steps", 9,
                      "--log-every", 3)[1]
     assert re.findall(r"^step (\d)/9", text, re.MULTILINE) == ["6", "9"]
@@ -950,10 +976,13 @@ def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_
             ([], "nothing left to do", 4),                      # --steps 4 is in the checkpoint
             (["--steps", 8], "steps 8 instead of 4; so the next step's learning rate is 5.50e-03 "
                              "instead of 1.00e-03", 4),
-            (["--steps", 10, "--lr", 0.1, "--batch-size", 2], "lr 0.1 instead of 0.01", 6)]:
+            (["--steps", 10, "--lr", 0.1, "--batch-size", 2, "--dtype", "fp64"],
+             "lr 0.1 instead of 0.01, dtype fp64 instead of fp32", 6)]:
         status, text, _ = run_train(*flags, *more)
         assert status == 0 and words in text
         assert len(checkpoint.load(out / "latest.pt")["monitor"]["losses"]) == losses
+    branch = run_train("--data", shards, "--out", tmp_path / "p", "--resume", out / "latest.pt")
+    assert branch[1].endswith("10 of 10: nothing left to do; raise --steps or --epochs\n")
     rows, events = read_metrics(out)
     assert column(rows, "step") == [*range(1, 11)]
     assert ["val_loss" in row for row in rows] == [False, True] * 5
@@ -988,9 +1017,10 @@ def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_s
 
 
 def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
-        run_train, shards, things, two_sources, tmp_path):
+        run_train, shards, things, two_sources, tmp_path, monkeypatch):
     """The losses that the run had, of its newest file or a FILE, whatever --out is, also of weights
-    alone. Without --eval-tokens it reads all windows. No file changes."""
+    alone. Without --eval-tokens it reads all windows. No file changes. Other data must be given:
+    the default is refused, as it is to go on."""
     out = things / "run"
     before = contents(out)
     middle, end = (f" {row['val_loss']:.4f} nats a" for row in read_metrics(out)[0][1::2])
@@ -1008,7 +1038,14 @@ def test_eval_only_tells_the_loss_in_any_layout_on_any_data_and_trains_nothing(
     for more, words in [([], "(on 3,680 of 3,695 "), (["--data", two_sources / "a"], "nats")]:
         _, text, error = run_train(*flags, *more)
         assert words in text and end not in text
-        assert (f"it lacks text that --data {shards} held" in error) == (more != []), error
+        assert (f"was trained on {shards} as it was then, not on " in error) == (more != []), error
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(two_sources / "a", "data/python")
+    for more, advice in [(["--eval-only"], f"give --data {shards} or --data data/python"),
+                         ([], "for a new run give another --out (--init-from")]:
+        expect_mistake(run_train("--out", out, *more),
+                       f"{out / 'step_00000004.pt'} was trained on {shards} as it was then, not on "
+                       f"data/python (the default: --data was left out): {advice}")
     for world, kind, file, *layout in [(2, "--resume", out / "step_00000004.pt", "--zero", 3),
                                        (4, "--init-from", weights, "--tp", 2, "--pp", 2)]:
         first, *_ = launch(world, *as_before, *layout, kind, file)
@@ -1040,15 +1077,14 @@ def test_a_run_goes_on_with_a_mixture_and_tells_of_other_weights(run_train, two_
             assert f"data {then} instead of" in text and changed == dict(data=[first, then])
             assert end["data"] == [*whole["data"], [32, weights]]
             assert (len(whole["monitor"]["losses"]), len(end["monitor"]["losses"])) == (10, 6)
-    expect_mistake(run_train("--data", "a", "--out", out, *flags), "text that --data b=3,a=1 held")
+    expect_mistake(run_train("--data", "a", "--out", out, *flags), "trained on b=3,a=1 as it")
     assert run_train("--data", "a=1,b=0", "--out", out, *flags, "--steps", 11)[0] == 0
     assert saved(out, 11)["data"][-1] == [80, {a: 1, b: 0}]
     meta = two_sources / "b" / "meta.json"
     whole = meta.read_text()
     meta.write_text(whole.replace(b, "other"))
     expect_mistake(run_train("--data", "a=1,b=0", "--out", out, *flags, "--steps", 12),
-                   "a=1,b=0 is not the data this checkpoint was trained on: it lacks text that "
-                   "--data a=1,b=0 held then")
+                   "was trained on a=1,b=0 as it was then, not on a=1,b=0: for")
     meta.write_text(whole)
     branch = ["--resume", straight / "step_00000004.pt", "--out", tmp_path / "branch"]
     for weight, words in [(3, "after step 4"), (3, "nothing left"), (5, "nothing left")]:
@@ -1663,7 +1699,11 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
     ("--temperature -1", "--temperature"), ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"),
     ("--temperature 1e-50", "at least 1e-06"), ("--top-p 1e-300", "at least 1e-06"),
     ("--num_samples 0", "--num-samples must"), ("--max_new_tokens 9", "mean --max-tokens?"),
-    ("--start x", "mean --prompt?"), ("--temprature 1", "mean --temperature?"),
+    ("--start x", "give --prompt TEXT"), ("--start=FILE:x", "--prompt - < FILE"),
+    ("--out_dir=o", "give --ckpt OUT/latest.pt"), ("o/latest.pt", "give --ckpt FILE"),
+    ("--init_from=gpt2", "import gpt2 gpt2.pt` makes"), ("--compile=False", "leave it out"),
+    ("--dtype=float16", "give bf16"), ("--device=cuda:1", "give cuda; CUDA_VISIBLE_DEVICES"),
+    ("--temprature 1", "mean --temperature?"),
     ("--max-tokens x", "--max-tokens"), ("--device cuda", "no CUDA device"),
     ("--seed -1", "--seed"), ("--seed 99999999999999999999", "--seed"), ("--nonsense", "--nons"),
     ("--prompt \udce9", "surrogates not allowed"), ("--stop \udce9", "surrogates not allowed")])

@@ -876,8 +876,8 @@ def test_train_py_names_the_import_for_a_model_of_the_hub(run_train, shards, tmp
     monkeypatch.chdir(tmp_path)
     expect_mistake(run_train("--data", shards, flag, name),
                    f"no checkpoint {name}: give a file of train.py, such as out/latest.pt; "
-                   f"`python -m tools.huggingface import {name} FILE.pt` makes one of weights, for "
-                   f"--init-from and sample.py")
+                   f"`python -m tools.huggingface import {name} {Path(name).name}.pt` makes one of "
+                   f"weights, for --init-from and sample.py")
 
 
 BROKEN = [      # changes of config.json and of the tensors (None: it is missing), and the answer
