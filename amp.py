@@ -44,7 +44,7 @@ PRECISIONS = {
 #
 #     1  the scale also grows, after 2,000 steps in a row without overflow     LossScaler.update
 #     2  it has a floor; a scale that reaches it means that the run diverged   min_scale
-#     3  all ranks agree on found_inf: one of them overflows, all skip         train.Run.step_stats
+#     3  all ranks agree on an overflow: one has it, all skip                  train.Run.step_stats
 #     4  gradients are not divided one by one: clipping's factor contains it   clip_factor
 #     5  gradients and masters are fp32, beside 16-bit parameters              FlatParameters
 # ---------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from parallelism.collectives import Work, all_gather_object, on_hosts
 from parallelism.zero import state_bytes
 from runtime import checks
 from runtime.directory import Metrics, Start
-from runtime.options import RESTORED, Config, restored_flags, step_range
+from runtime.options import RESTORED, Config, step_range
 from runtime.processes import print_rank0
 
 COMPARE_RANKS_EVERY = 100       # steps
@@ -215,8 +215,8 @@ def print_notes(run, given: dict, resumed: bool) -> None:
                     "threads wait for each other")
     default_lr = not resumed and "lr" not in given
     if default_lr and config.init_from is not None:
-        print_rank0(f"note     the learning rate {config.lr:g} is the default for training this "
-                    f"size from scratch: fine-tuning takes less, such as a tenth: give --lr")
+        print_rank0(f"note     the learning rate {config.lr:g} is a default for training from "
+                    f"scratch: fine-tuning takes less, such as a tenth: give --lr")
     elif default_lr and config.lr == PEAK_LR["nano"] and parameter_count(run.model_config) > 2e7:
         print_rank0(f"note     a learning rate of {config.lr:g} suits nano: GPT-3 used 6e-4 for "
                     f"125M parameters, 2e-4 for 1.3B: give --lr")

@@ -118,11 +118,11 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "pp-chunks": "num-virtual-stages-per-pipeline-rank",
     "batch-size": "global-batch-size gradient-accumulation-steps grad-acc-steps",
     "micro-batch": "micro-batch-size mbs", "eval-every": "eval-interval",
-    "log-every": "log-interval",
-    "seq-len": "block-size seq-length", "clip": "grad-clip clip-grad", "data": "data-path",
-    "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save", "resume": "load",
-    "dtype": "bf16 fp16", "recompute": "recompute-granularity", "save-every": "save-interval",
-    "offload": "optimizer-cpu-offload", "init-from": "finetune"}
+    "log-every": "log-interval", "seq-len": "block-size seq-length",
+    "clip": "grad-clip clip-grad", "data": "data-path", "warmup-steps": "warmup-iters lr-warmup-iters",
+    "out": "out-dir save", "resume": "load", "dtype": "bf16 fp16",
+    "recompute": "recompute-granularity", "save-every": "save-interval", "offload": "optimizer-cpu-offload",
+    "init-from": "finetune"}
 ADVICE = {          # what to do: names elsewhere whose value is not ours, or that are not needed
     "there are no configuration files, only flags: README.md has nanoGPT's demo": "*.py",
     "give it to --resume or --init-from": "*.pt",
@@ -182,7 +182,8 @@ ADVICE = {          # what to do: names elsewhere whose value is not ours, or th
     "leave it out: there is one kind here, or --device decides":
         "backend distributed-backend transformer-impl use-mcore-models ckpt-format "
         "attention-backend use-flash-attn attention-softmax-in-fp32 no-masked-softmax-fusion "
-        "num-workers optimizer cp-comm-type"}
+        "optimizer cp-comm-type",
+    "leave it out: the next batch is loaded in advance": "num-workers"}
 NO_FILES = {"resume", "scratch", "latest", "true", "false", "yes", "no", "none"}    # habits
 
 

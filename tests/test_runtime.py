@@ -589,7 +589,7 @@ BATCH_OF_6 = "--micro-batch is 3: no larger one, up to 4, divides every batch si
         "the warm-up takes 3 of 4 steps: give a smaller --warmup-steps"]),
     ([], 0, 1, "--batch-size 6", [BATCH_OF_6]), ([], 0, 1, "--batch-size 3", []),
     ([], 0, 1, "--batch-size 6 --micro-batch 3", []), ([], 0, 1, "--batch-size 6 --exact", []),
-    ([], 0, 1, "--init-from whole.pt", ["0.004 is the default for training this size from"]),
+    ([], 0, 1, "--init-from whole.pt", ["0.004 is a default for training from scratch: fine"]),
     ([], 0, 1, "--init-from whole.pt --lr 4e-4", [])])
 def test_a_run_says_what_it_chose_and_what_makes_it_slow(
         run_train, shards, things, tmp_path, monkeypatch, missing, load, threads, flags, notes):

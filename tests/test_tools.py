@@ -40,7 +40,7 @@ import tools.schedule
 import train
 from model import SIZES, GPT, GPTConfig
 from parallel import Grid
-from parallelism import pipeline, tensor
+from parallelism import pipeline, sequence
 from parallelism.collectives import Work
 from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS
@@ -450,7 +450,7 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
         tokens = tokens_of(cfg, 4)[:, :cfg.seq_len // cp]
         x = torch.randn(4, positions, cfg.n_embd).bfloat16().requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), mock.patch.object(
-                tensor, "reduce_scatter", lambda x, group: Work(x.chunk(tp)[0].clone())):
+                sequence, "reduce_scatter", lambda x, group: Work(x.chunk(tp)[0])):
             keep(local(tokens if grid.is_first else x, tokens))
         for bucket in flat.buckets:
             kept.pop(bucket.data.untyped_storage().data_ptr(), None)
