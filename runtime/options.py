@@ -114,15 +114,13 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "n-layer": "num-layers num-hidden-layers", "n-head": "num-attention-heads",
     "n-embd": "hidden-size", "zero": "use-distributed-optimizer", "batch-ramp": "rampup-batch-size",
     "tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size",
-    "cp": "context-parallel-size cp-size",
-    "pp-chunks": "num-virtual-stages-per-pipeline-rank",
+    "cp": "context-parallel-size cp-size", "pp-chunks": "num-virtual-stages-per-pipeline-rank",
     "batch-size": "global-batch-size gradient-accumulation-steps grad-acc-steps",
     "micro-batch": "micro-batch-size mbs", "eval-every": "eval-interval",
-    "log-every": "log-interval", "seq-len": "block-size seq-length",
-    "clip": "grad-clip clip-grad", "data": "data-path", "warmup-steps": "warmup-iters lr-warmup-iters",
-    "out": "out-dir save", "resume": "load", "dtype": "bf16 fp16",
-    "recompute": "recompute-granularity", "save-every": "save-interval", "offload": "optimizer-cpu-offload",
-    "init-from": "finetune"}
+    "log-every": "log-interval", "seq-len": "block-size seq-length", "clip": "grad-clip clip-grad",
+    "data": "data-path", "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save",
+    "resume": "load", "dtype": "bf16 fp16", "recompute": "recompute-granularity",
+    "save-every": "save-interval", "offload": "optimizer-cpu-offload", "init-from": "finetune"}
 ADVICE = {          # what to do: names elsewhere whose value is not ours, or that are not needed
     "there are no configuration files, only flags: README.md has nanoGPT's demo": "*.py",
     "give it to --resume or --init-from": "*.pt",
