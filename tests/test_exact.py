@@ -173,6 +173,24 @@ def test_a_term_out_of_range_skips_the_step_on_every_rank(pool, tmp_path):
     assert all(same_bits(bits[0], other) for other in bits[1:])
 
 
+def test_a_norm_out_of_range_is_reported_and_leaves_the_loss_scale(tmp_path):
+    """It is no overflow: a smaller scale would not help."""
+    def enlarge(run):
+        step_stats = run.step_stats
+
+        def enlarged(*args):
+            if run.step == 2:
+                run.flat.buckets[-1].shard["grad"][0] = 2.0 ** 13 * run.scaler.scale
+            return step_stats(*args)
+        run.step_stats = enlarged
+    config = settings(tmp_path, steps=4, exact=True, dtype="fp16", log_every=1)
+    seen = watched(config, enlarge, cfg=NARROW)
+    assert column(seen.rows, "skipped") == [0, 1, 0, 0]
+    assert len(set(column(seen.rows, "loss_scale"))) == 1
+    assert [event["reason"] for event in seen.events if event["event"] == "skip"] == [
+        "too large for an exact sum (--exact)"]
+
+
 def on_replica_1(run, change):
     def spoil(x):
         return change(x) if run.step == 2 else x
