@@ -38,6 +38,7 @@ from runtime.commandline import Parser
 from runtime.corpora import (BLOCK, DOWNLOADS, EOT, FINEWEB_SHARDS, HUB, download, find_files,
                              last_cause, progress, read_documents, read_url, sha256_of,
                              standard_library)
+from runtime.other_names import DATA_ADVICE
 
 SPLITS = ("train", "val")
 VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
@@ -594,18 +595,10 @@ def fetch_shards(url: str, out: Path, count: int) -> dict:
 
 # ---- Command line ---------------------------------------------------------------------------
 
-ADVICE = {          # names of nanoGPT, and flags of Megatron-LM's preprocess_data.py
-    "give shakespeare --tokenizer bytes": "dataset=shakespeare_char",
-    "give fineweb": "dataset=openwebtext",
-    "give --out DIR": "output-prefix", "give --tokenizer gpt2": "tokenizer-type vocab-file",
-    "leave it out: a line's text is in the field \"text\"": "json-keys",
-    "leave it out: it is always so": "workers append-eod"}
-
-
 def parse_flags(arguments) -> argparse.Namespace:
     """The flags, with their defaults. A mistake ends the program with status 2."""
     parser = Parser("data.py", "python data.py [--dataset NAME | --input FILE ...] [FLAG ...]",
-                    "Turn text into shards of tokens for train.py.", advice=ADVICE)
+                    "Turn text into shards of tokens for train.py.", advice=DATA_ADVICE)
     source = parser.add_argument_group("text").add_mutually_exclusive_group()
     source.add_argument("--dataset", choices=["python", *DOWNLOADS], default="python",
                         help="python: the standard library's source, no download (the default)")

@@ -29,19 +29,12 @@ from data import get_tokenizer
 from parallelism.collectives import first_line, out_of_memory
 from runtime.commandline import Parser
 from runtime.devices import pick_device
+from runtime.other_names import SAMPLE_ADVICE, SAMPLE_NAMES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AT_ONCE = 16                   # samples in a batch, which bounds the memory of the cache
 DASHES = "-" * 40 + "\n"       # the line between samples
 LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
-OTHER_NAMES = {"max-tokens": "max-new-tokens"}      # of our flags, in nanoGPT
-ADVICE = {                                          # what to do: nanoGPT's others, wrong values
-    "give --ckpt OUT/latest.pt": "out-dir", "give --ckpt FILE": "*.pt",
-    "give --ckpt FILE: `python -m tools.huggingface import gpt2 gpt2.pt` makes one of GPT-2's "
-    "weights": "init-from",
-    "give --prompt TEXT, or --prompt - < FILE": "start", "leave it out": "compile",
-    "give fp32": "dtype=float32", "give bf16": "dtype=bfloat16 dtype=float16",
-    "give cuda; CUDA_VISIBLE_DEVICES chooses the GPU": "device=cuda:*"}
 
 
 def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: float):
@@ -209,7 +202,7 @@ def read_prompts(args) -> list[str]:
 
 def main() -> None:
     parser = Parser("sample.py", "python sample.py [FLAG ...]", "Sample text from a checkpoint.",
-                    OTHER_NAMES, ADVICE)
+                    SAMPLE_NAMES, SAMPLE_ADVICE)
     args = parse_flags(parser)
     try:
         device = pick_device(args.device)

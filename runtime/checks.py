@@ -109,9 +109,9 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     if chunks > 1:
         least *= pp
         factors += f" x pp {pp}, as the interleaved schedule requires"
-    step = least * micro_batch
-    if batch % step:
-        advice = f"give --batch-size (and START and INCREMENT of a ramp) in multiples of {step}"
+    multiple = least * micro_batch
+    if batch % multiple:
+        advice = f"give --batch-size (and START and INCREMENT of a ramp) in multiples of {multiple}"
         if batch % least == 0:
             advice += ", or drop --micro-batch"
         which = f"batch size {batch}"
@@ -152,11 +152,10 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
     model_config = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
     dp = world / (config.tp * config.pp * config.cp)
     sizes, _ = batch_sizes(config)
-    grows = config.batch_size in sizes[1:]
-    if config.batch_ramp is not None and not grows and not config.eval_only:
-        raise ValueError(f"--batch-ramp {config.batch_ramp} does not grow to --batch-size "
-                         f"{config.batch_size}: START and one or more INCREMENTs must add up to it "
-                         f"(none: no ramp)")
+    if config.batch_size not in sizes and not config.eval_only:
+        raise ValueError(f"--batch-ramp {config.batch_ramp} does not end at --batch-size "
+                         f"{config.batch_size}: START and INCREMENTs must add up to it (none: no "
+                         f"ramp)")
     defaults = {}
     if config.micro_batch is None and config.exact:     # the same in every layout of 8 replicas
         defaults["micro_batch"] = default_micro_batch(sizes, 8, 1, "cpu")

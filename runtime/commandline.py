@@ -1,5 +1,4 @@
-"""The command line's parser, for every program here.
-"""
+"""The command line's parser, for every program here."""
 import argparse
 import difflib
 import fnmatch
@@ -9,10 +8,11 @@ import sys
 
 class Parser(argparse.ArgumentParser):
     """The parser of all programs here. Flags may have underscores for dashes, as nanoGPT's.
-    Mistakes end the program with status 2 and one line that names all wrong values and unknown
-    flags. For each of these it suggests one of ours, with its help: by `other_names` (our flag: its
-    names elsewhere), or by similarity; or it says what to do instead (`advice`: a sentence: names
-    elsewhere, or FLAG=VALUE for wrong values of our flags, as patterns of fnmatch)."""
+    Mistakes end the program with status 2 and one line that names all flags that are unknown or
+    have a value of the wrong kind. `advice` says what to do about some of them: {names elsewhere,
+    or FLAG=VALUE for wrong values of our flags, as patterns of fnmatch: a sentence}. Otherwise the
+    line suggests a flag of ours, with its help: by `other_names` {our flag: its names elsewhere},
+    or by similarity."""
 
     def __init__(self, prog: str, usage: str, description=None, other_names=None, advice=None,
                  **options):
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         return f"{message}: {sentence}" if sentence else message
 
     def find_advice(self, name: str) -> str | None:
-        for sentence, theirs in self.advice.items():
+        for theirs, sentence in self.advice.items():
             if any(fnmatch.fnmatchcase(name.removeprefix("--"), known) for known in theirs.split()):
                 return sentence
         return None

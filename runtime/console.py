@@ -228,8 +228,12 @@ def print_notes(run, given: dict, resumed: bool) -> None:
     if config.warmup_steps > config.steps / 2:
         print_rank0(f"note     the warm-up takes {config.warmup_steps} of {config.steps} steps: "
                     f"give a smaller --warmup-steps")
+    sizes, _ = batch_sizes(config)
+    if config.batch_ramp is not None and len(sizes) == 1:
+        print_rank0(f"note     --batch-ramp {config.batch_ramp} begins at --batch-size "
+                    f"{config.batch_size}: give a larger --batch-size")
     largest = checks.largest_microbatch(grid.pp, run.device.type)
-    most = min(largest, math.gcd(*batch_sizes(config)[0]) // (grid.dp * grid.pp))
+    most = min(largest, math.gcd(*sizes) // (grid.dp * grid.pp))
     if "micro_batch" not in given and not config.exact and config.micro_batch < most:
         print_rank0(f"note     --micro-batch is {config.micro_batch}: no larger one, up to {most}, "
                     f"divides every batch size / (dp {grid.dp} x pp {grid.pp}): multiples of "

@@ -11,6 +11,7 @@ from amp import PRECISIONS
 from model import SIZES
 from parallelism.schedules import SCHEDULES
 from runtime.commandline import Parser
+from runtime.other_names import ADVICE, OTHER_NAMES
 
 
 def flag(default, help, low=None, below=None, choices=None, group=None, form=None):
@@ -109,79 +110,6 @@ RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 FLAGS_THAT_CHANGE_THE_LOSS = (
     "dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio", "warmup_steps",
     "lr_schedule", "weight_decay", "beta1", "beta2", "clip", "dtype")
-OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README.md has more
-    "steps": "max-iters train-iters", "lr": "learning-rate",
-    "n-layer": "num-layers num-hidden-layers", "n-head": "num-attention-heads",
-    "n-embd": "hidden-size", "zero": "use-distributed-optimizer", "batch-ramp": "rampup-batch-size",
-    "tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size",
-    "cp": "context-parallel-size cp-size", "pp-chunks": "num-virtual-stages-per-pipeline-rank",
-    "batch-size": "global-batch-size gradient-accumulation-steps grad-acc-steps",
-    "micro-batch": "micro-batch-size mbs", "eval-every": "eval-interval",
-    "log-every": "log-interval", "seq-len": "block-size seq-length", "clip": "grad-clip clip-grad",
-    "data": "data-path", "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save",
-    "resume": "load", "dtype": "bf16 fp16", "recompute": "recompute-granularity",
-    "save-every": "save-interval", "offload": "optimizer-cpu-offload", "init-from": "finetune"}
-ADVICE = {          # what to do: names elsewhere whose value is not ours, or that are not needed
-    "there are no configuration files, only flags: README.md has nanoGPT's demo": "*.py",
-    "give it to --resume or --init-from": "*.pt",
-    "leave it out to go on with the run in --out, or give never or FILE": "resume=",
-    "start so many processes: torchrun --nproc_per_node=N train.py":
-        "nproc-per-node gpus num-gpus world-size",
-    "dp is what tp, pp and cp leave of the processes: start that many times more":
-        "dp data-parallel-size",
-    "give --tp": "tp-size tensor-parallel tensor-parallel-size", "give --cp": "context-parallel",
-    "give --data DIR of data.py; a mixture is --data A=0.7,B=0.3": "data-path",
-    "leave it out: `python data.py` makes data/python without a download": "mock-data",
-    "`python data.py --dataset NAME` makes data/NAME: give --data data/NAME (nanoGPT's "
-    "shakespeare_char: --dataset shakespeare --tokenizer bytes)": "dataset",
-    "leave it out: `python data.py` has split and encoded the text (--tokenizer)":
-        "split vocab-file merge-file tokenizer-type tokenizer-model vocab-size",
-    "give --seq-len": "max-position-embeddings",
-    "leave it out: the model is GPT-2's, with biases, LayerNorm, learned positions, a tied head":
-        "bias ffn-hidden-size kv-channels disable-bias-linear normalization norm-epsilon swiglu "
-        "position-embedding-type rotary-percent rotary-base group-query-attention "
-        "num-query-groups untie-embeddings-and-output-weights init-method-std num-experts "
-        "make-vocab-size-divisible-by expert-model-parallel-size",
-    "give --min-lr-ratio, min-lr / lr, such as 0.1": "min-lr",
-    "give --warmup-steps, a number of steps": "lr-warmup-fraction lr-warmup-samples warmup-ratio",
-    "give --steps, a number of steps": "train-samples",
-    "give --steps, tokens / (batch-size x seq-len), or --epochs": "tokens",
-    "leave it out: the learning rate decays until --steps": "lr-decay-iters lr-decay-samples",
-    "--min-lr-ratio 1 keeps the learning rate": "decay-lr", "give --lr-schedule": "lr-decay-style",
-    "give --eval-tokens, a number of tokens": "eval-iters",
-    "give --batch-size, nanoGPT's batch_size x gradient_accumulation_steps, and --micro-batch, its "
-    "batch_size": "gradient-accumulation-steps",
-    "give --batch-ramp START:INCREMENT:SEQUENCES, as 4:4:100": "rampup-batch-size",
-    "give --pp-schedule interleaved --pp-chunks V, V = n-layer / pp / N":
-        "num-layers-per-virtual-pipeline-stage",
-    "give --pp-schedule interleaved --pp-chunks N": "num-virtual-stages-per-pipeline-rank",
-    "give --dtype bf16": "bf16", "give --dtype fp16": "fp16", "give --dtype": "precision",
-    "there are no products in 8 bits: give --dtype bf16": "fp8-format",
-    "give bf16": "dtype=bfloat16", "give fp16": "dtype=float16", "give fp32": "dtype=float32",
-    "give cuda; CUDA_VISIBLE_DEVICES chooses the GPU": "device=cuda:*",
-    "--dtype fp16 finds its loss scale by itself": "loss-scale initial-loss-scale",
-    "give --log wandb": "wandb-log wandb-project wandb-run-name wandb-exp-name",
-    "give --log tensorboard": "tensorboard-dir", "give --zero": "zero-stage",
-    "give --zero 1": "use-distributed-optimizer", "give --zero 3": "use-megatron-fsdp",
-    "give --beta1": "adam-beta1", "give --beta2": "adam-beta2",
-    "leave it out: AdamW's epsilon is 1e-8": "adam-eps",
-    "give --dropout": "hidden-dropout attention-dropout",
-    "give --recompute (whole blocks; there is no selective)":
-        "recompute-granularity recompute-activations recompute-method recompute-num-layers",
-    "give --save-every": "save-steps", "give --timeout, in seconds": "distributed-timeout-minutes",
-    "SIGTERM makes a run save and end": "exit-duration-in-mins exit-signal-handler",
-    "leave it out: --init-from takes weights alone": "no-load-optim no-load-rng",
-    "leave it out: every --save-every steps a checkpoint is written, whatever the validation loss; "
-    "there is no file of the best": "always-save-checkpoint",
-    "leave it out: it is always so":
-        "overlap-grad-reduce overlap-param-gather accumulate-allreduce-grads-in-fp32 "
-        "use-checkpoint-args",
-    "leave it out: nothing hides tensor parallelism's communication": "tp-comm-overlap",
-    "leave it out: there is one kind here, or --device decides":
-        "backend distributed-backend transformer-impl use-mcore-models ckpt-format "
-        "attention-backend use-flash-attn attention-softmax-in-fp32 no-masked-softmax-fusion "
-        "optimizer cp-comm-type",
-    "leave it out: the next batch is loaded in advance": "num-workers"}
 NO_FILES = {"resume", "scratch", "latest", "true", "false", "yes", "no", "none"}    # habits
 
 

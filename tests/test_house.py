@@ -35,12 +35,12 @@ FILES = sorted(file for pattern in ("*.py", "parallelism/*.py", "runtime/*.py", 
 MAY_IMPORT = {
     "model": ("", ""),
     "amp": ("", ""),
-    "data": ("runtime.commandline runtime.corpora", ""),
+    "data": ("runtime.commandline runtime.corpora runtime.other_names", ""),
     "parallel": ("model parallelism.* data", ""),               # data: in `main` alone
     "checkpoint": ("model parallel parallelism.* runtime.processes", ""),
     "train": ("*", "tools* tests* test_all"),
-    "sample": ("model data checkpoint parallelism.collectives runtime.commandline runtime.devices",
-               ""),
+    "sample": ("model data checkpoint parallelism.collectives runtime.commandline runtime.devices "
+               "runtime.other_names", ""),
     "parallelism.*": ("model amp parallelism.*", ""),
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),

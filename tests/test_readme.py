@@ -22,7 +22,8 @@ import data
 import tools.schedule
 from model import SIZES
 from runtime import checks
-from runtime.options import OTHER_NAMES, Config, parse_flags
+from runtime.options import Config, parse_flags
+from runtime.other_names import OTHER_NAMES
 from tests.harness import (README, ROOT, TINY, Command, kinds, launch, read_metrics,
                            readme_commands, saved, wait_for_step)
 

@@ -87,8 +87,7 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("is not START:INCREMENT:SEQUENCES, all > 0", [
         "--batch-ramp 2", "--batch-ramp 2:2", "--batch-ramp 0:2:9", "--batch-ramp 2:0:9",
         "--batch-ramp 2:2:0", "--batch-ramp 2:2:x", "--batch-ramp 2:-2:9"]),
-    ("does not grow to --batch-size 4", [
-        "--batch-ramp 1:2:9", "--batch-ramp 5:1:9", "--batch-ramp 4:4:9"]),
+    ("does not end at --batch-size 4", ["--batch-ramp 1:2:9", "--batch-ramp 5:1:9"]),
     ("--nonsense: --help lists the flags", ["--nonsense 1"]),
     ("did you mean --batch-size? (global batch size: sequences per step (default 16))",
      ["--global-batch-size 1", "--batch-sise 1"]),
@@ -587,6 +586,8 @@ BATCH_OF_6 = "--micro-batch is 3: no larger one, up to 4, divides every batch si
     ([], 9e9, 2, "--warmup-steps 3", [
         "put OMP_NUM_THREADS=1 before the command",
         "the warm-up takes 3 of 4 steps: give a smaller --warmup-steps"]),
+    ([], 0, 1, "--batch-ramp 4:4:9", ["4:4:9 begins at --batch-size 4: give a larger"]),
+    ([], 0, 1, "--batch-size 6 --batch-ramp 3:3:9", []),        # 3 divides both sizes
     ([], 0, 1, "--batch-size 6", [BATCH_OF_6]), ([], 0, 1, "--batch-size 3", []),
     ([], 0, 1, "--batch-size 6 --micro-batch 3", []), ([], 0, 1, "--batch-size 6 --exact", []),
     ([], 0, 1, "--init-from whole.pt", ["0.004 is a default for training from scratch: fine"]),
@@ -594,7 +595,8 @@ BATCH_OF_6 = "--micro-batch is 3: no larger one, up to 4, divides every batch si
 def test_a_run_says_what_it_chose_and_what_makes_it_slow(
         run_train, shards, things, tmp_path, monkeypatch, missing, load, threads, flags, notes):
     """A line for a type without instructions, for threads on a busy machine, for a long warm-up,
-    for a microbatch that its default does not divide, and for a learning rate for fine-tuning."""
+    for a ramp that does not rise, a microbatch that its default does not divide, and a learning
+    rate for fine-tuning."""
     monkeypatch.chdir(things)
     with mock.patch.object(model, "NO_PRODUCTS", missing), \
             mock.patch.object(os, "getloadavg", lambda: (load, 0, 0)), \
@@ -880,9 +882,8 @@ def test_none_unsets_a_stored_ramp_and_skip_and_the_console_shows_every_nth_step
     assert "sample.py" not in text and "sequences 4 to 5 are left out" in text
     stored = saved(tmp_path, 4)["config"]
     assert (stored["batch_ramp"], stored["skip_steps"]) == ("2:2:40", "3:3")
-    expect_mistake(run_train(*flags, "--batch-size", 3), "--batch-ramp 2:2:40 does not grow to "
-                   "--batch-size 3: START and one or more INCREMENTs must add up to it (none: no "
-                   "ramp)")
+    expect_mistake(run_train(*flags, "--batch-size", 3), "--batch-ramp 2:2:40 does not end at "
+                   "--batch-size 3: START and INCREMENTs must add up to it (none: no ramp)")
     text = run_train(*flags, "--batch-ramp", "none", "--skip-steps", "none", "--steps", 9,
                      "--log-every", 3)[1]
     assert re.findall(r"^step (\d)/9", text, re.MULTILINE) == ["6", "9"]
@@ -1391,6 +1392,14 @@ def report_instead(run, when, **facts):
         stats = step_stats(*args)
         return replace(stats, **facts) if when() else stats
     run.step_stats = changed
+
+
+def test_a_stop_saves_without_an_evaluation_that_is_due(tmp_path):
+    def prepare(run):
+        report_instead(run, lambda: run.step == 2, stop_requested=True)
+    seen = watched(settings(tmp_path, steps=4, eval_every=1), prepare)
+    assert ["val_loss" in row for row in seen.rows] == [True, False] and seen.run.step == 3
+    assert (tmp_path / "step_00000002.pt").exists()
 
 
 NOT_FINITE = dict(loss=math.nan, skipped=True, overflowed=True)

@@ -54,6 +54,7 @@ from runtime import options
 from runtime.checks import check_config, check_layout
 from runtime.commandline import Parser
 from runtime.options import flag
+from runtime.other_names import OTHER_NAMES, PLAN_ADVICE
 from runtime.processes import print_rank0
 from tools.schedule import clock, live_activations
 
@@ -143,17 +144,6 @@ class GPUName(str):
         return super().__new__(cls, name)
 
 
-class Number(float):
-    """The value of a flag with a unit. Raises argparse.ArgumentTypeError."""
-
-    def __new__(cls, text: str):
-        try:
-            return super().__new__(cls, text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text} is not a number: leave out the unit, as in "
-                                             f"50 (GB per second) or 1e12 (tokens)") from None
-
-
 @dataclass(frozen=True)
 class PlanConfig(options.Config):
     """train.py's flags, of which RUN_FLAGS count here, and the plan's own."""
@@ -161,11 +151,10 @@ class PlanConfig(options.Config):
     gpu: GPUName = flag(None, "kind of GPU (required): " + ", ".join(GPUS) + ", or TFLOP/s:GB:GB/s "
                         "of another", form="NAME")
     gpus_per_node: int = flag(8, "GPUs of a machine", low=1)
-    network: Number = flag(None, "GB per second of each GPU to other machines (default: its usual "
-                           "machine's)", low=0, form="X")
+    network: float = flag(None, "GB per second of each GPU to other machines (default: its usual "
+                          "machine's)", low=0)
     vocab_size: int = flag(50257, "tokens of the vocabulary; a run takes that of its data", low=1)
-    tokens: Number = flag(None, "instead of --steps: train on so many tokens, as 26e9", low=1,
-                          form="X")
+    tokens: float = flag(None, "instead of --steps: train on so many tokens, as 26e9", low=1)
     mtbf_hours: float = flag(5100.0, "hours between two failures of a machine; OPT-175B: 35 "
                              "restarts in two months on 124 machines", low=1)
     search: bool = flag(False, "the ten fastest layouts that fit; layout flags that are given are "
@@ -937,7 +926,7 @@ al. fitted (chinchilla law), and by Kaplan et al. (kaplan, too large)."""
 def answer(arguments: list[str]) -> str:
     """What the command prints. Raises ValueError on a usage error, or if --search finds nothing."""
     parser = Parser("plan.py", "python -m tools.plan --world N --gpu NAME [FLAG ...]", HELP,
-                    options.OTHER_NAMES, argument_default=argparse.SUPPRESS)
+                    OTHER_NAMES, PLAN_ADVICE, argument_default=argparse.SUPPRESS)
     options.add_flags(parser, OWN_FLAGS + RUN_FLAGS, PlanConfig)
     given = options.parse_given(parser, arguments, PlanConfig)
     if "world" not in given or "gpu" not in given:
