@@ -22,7 +22,7 @@ from parallelism.exact import ExactLookup
 from tests.harness import (after_backward, column, differences, relative, run_steps, same_bits,
                            settings, trained, watched, whole_gradient)
 
-PAIRS = int(os.environ.get("PAIRS", 14))        # of random layouts, all but four of them slow
+PAIRS = int(os.environ.get("PAIRS", 14))        # of random layouts, all but two of them slow
 
 
 def terms_of_many_sizes(count, seed=0):
@@ -311,13 +311,13 @@ def run_on_threads(rank, world, threads, *args):
 
 
 @pytest.mark.parametrize("seed", [
-    *range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, PAIRS))])
+    *range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, PAIRS))])
 def test_a_random_layout_has_the_bits_of_one_process(pool, tmp_path, seed):
     """Rows and state of one process, however many threads its environment gives it, and of a random
     layout; of models with heads of 5 channels, sequences of 17, 50257 tokens, dropout, in all
     precisions."""
     cfg, layout, common, flags = random_pair(seed)
-    steps = 3 if seed < 4 or cfg.vocab_size == 50257 else 20
+    steps = 3 if seed < 2 or cfg.vocab_size == 50257 else 20
     one = pool.run(1, run_on_threads, 1 + seed % 4, (1, 1, 1),
                    settings(tmp_path, steps=steps, **common), cfg, seconds=300)[0]
     other = pool.run(math.prod(layout), run_on_threads, 1, layout,
