@@ -295,13 +295,15 @@ class Writer:
             pass
         return reason
 
-    def wait(self, required: bool = False) -> None:
-        """Wait for the last write, however slow the disk is. Raises PeerError if another rank is
-        gone; RunError if rank 0 could not write a checkpoint that is `required`."""
+    def wait(self, required: bool = False) -> str | None:
+        """Wait for the last write, however slow the disk is; returns why it failed, on rank 0.
+        Raises PeerError if another rank is gone; RunError if rank 0 could not write a checkpoint
+        that is `required`."""
         error = None if self.pending is None else self.pending.result()
         if required and error is not None:
             raise RunError(f"the last checkpoint is lost: {error}: free space in {self.out}, then "
                            f"give the same command")
+        return error
 
     def close(self) -> None:
         """Wait for the last write when the run ends by an error. If that is the loss of rank 0,

@@ -2097,7 +2097,7 @@ def test_zero_3_holds_one_block_and_gathers_the_next(recompute):
 # ---------------------------------------------------------------------------------------------
 
 def save_at_the_start(run):
-    run.save(begins=True)
+    run.save(is_start=True)
 
 
 @pytest.mark.parametrize("layout, cp, zero", [

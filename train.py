@@ -36,6 +36,7 @@ import signal
 if __name__ == "__main__":      # before the slow `import torch`, so that Ctrl-C exits at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import copy
 import dataclasses
 import math
 import time
@@ -44,12 +45,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 import checkpoint
-from amp import PRECISIONS, clip_factor, make_scaler
+from amp import PRECISIONS, LossScaler, clip_factor, make_scaler
 from data import PADDING, Batch, Batches, Source, TokenDataset, split_microbatches
 from model import GPT, IGNORE_INDEX, GPTConfig, ceil_div, derive_seed
 from parallel import Grid, build_rank
@@ -63,7 +65,8 @@ from runtime import (checks, console, devices, directory, processes, recovery, r
 from runtime.divergence import DivergenceMonitor
 from runtime.noise_scale import NoiseScale
 from runtime.options import Config
-from runtime.processes import Job, StopSignal, all_ranks
+from runtime.processes import Job, all_ranks
+from runtime.signals import StopSignal
 
 EVAL_MICROBATCHES = 64          # on each rank, for each all-reduce of an evaluation
 
@@ -114,16 +117,30 @@ class StepStats:
     grad_norm: float            # of the whole model, unscaled, before clipping
     skipped: bool               # on every rank: overflow or, with --exact, a sum out of range
     overflowed: bool            # the loss or a gradient of some rank is inf or NaN
-    stop_requested: bool        # some rank received a signal
     loss_scale: float           # the loss scale used in this step
     scale_can_fall: bool        # it overflowed, and a smaller loss scale may help
     local_loss: torch.Tensor    # of this rank's tokens, their sum: finds where inf or NaN began
+
+
+class Progress(NamedTuple):
+    """How far a run has come: what a checkpoint holds beside tensors and settings."""
+    step: int                   # the last finished one
+    position: int               # in the data, in sequences
+    sequences_trained: int      # without those that were left out
+    optimizer_steps: int        # updates, without skipped steps
+    scaler: LossScaler
+    monitor: DivergenceMonitor
+
+    def copy(self) -> "Progress":
+        return self._replace(scaler=copy.copy(self.scaler), monitor=self.monitor.copy())
 
 
 class Run:
     """A training run on this rank.
 
     step                the step in progress, from 1
+    finished_step       the last one whose update is done
+    saved_step          that of the last checkpoint written or restored
     optimizer_steps     updates so far, without skipped steps
     batches             data.Batches: the position in the data
     model               this rank's part of the model
@@ -159,7 +176,8 @@ class Run:
     # ---- The loop ---------------------------------------------------------------------------
 
     def train(self, stop: StopSignal) -> None:
-        """Train up to --steps, or until some rank receives a signal (`stop.requested`)."""
+        """Train up to --steps. A signal ends the process at any time but in a block of `stop.held`
+        (runtime/signals.py): what a checkpoint holds changes in these blocks alone."""
         config = self.config
         self.model.train()
         while self.step <= config.steps:
@@ -169,29 +187,34 @@ class Run:
             recovery.skip_excluded(self)
             batch = self.batches.next(self.step)    # by load_microbatches, perhaps prefetched
             lr = learning_rate(config, self.step) * self.monitor.lr_factor  # < 1 after a rollback
-            stats = self.train_step(batch, lr, stop.requested)
-            row = self.log.new_row(self, batch, stats, lr, time.perf_counter() - started)
-            self.noise.after_step(self, batch, stats, row)
-            if recovery.go_back_if_diverged(self, batch, stats, row):
-                continue        # step, weights and position are those of an older checkpoint
+            stats = self.compute_gradients(batch)
+            with stop.held():
+                self.update(stats, lr)
+                row = self.log.new_row(self, batch, stats, lr, time.perf_counter() - started)
+                self.noise.after_step(self, batch, stats, row)
+                if recovery.go_back_if_diverged(self, batch, stats, row):
+                    continue    # step, weights and position are those of an older checkpoint
+                self.log.print_step(self, row)
 
             last = self.step == config.steps
-            ending = last or stats.stop_requested
-            if last or (self.is_due(config.eval_every) and not stats.stop_requested):
+            if last or self.is_due(config.eval_every):
                 row.update(self.evaluate())
-            self.log.step(self, row)            # to metrics.jsonl and the console
-            saving = ending or self.is_due(config.save_every)
+            saving = last or self.is_due(config.save_every)
+            difference = None
             if saving or self.is_due(config.check_every):
-                if replicas.go_back_if_different(self):
-                    continue    # step, weights and position are those of the last checkpoint
-            if saving:
-                self.save()
+                difference = replicas.find_difference(self)
+            with stop.held():
+                self.log.write_row(self, row)       # to metrics.jsonl
+                if difference is not None:
+                    replicas.go_back(self, difference)
+                    continue        # they are those of the last checkpoint
+                if saving:
+                    self.save()
             self.step += 1
-            if ending:
-                break
-        self.flat.wait_params()     # other ranks may still be receiving this rank's shard
-        all_ranks(lambda: self.writer.wait(required=True))      # the last checkpoint is complete
-        console.report_end(self)
+        with stop.held():
+            self.flat.wait_params()     # other ranks may still be receiving this rank's shard
+            all_ranks(lambda: self.writer.wait(required=True))  # the last checkpoint is complete
+            console.report_end(self)
 
     def is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -232,10 +255,8 @@ class Run:
 
     # ---- One step ---------------------------------------------------------------------------
 
-    def train_step(self, batch: Batch, lr: float, stop_requested) -> StepStats:
-        """Forward, backward and update, which every rank skips if the loss or a gradient is inf or
-        NaN (or, with --exact, leaves the range of its sum). `stop_requested`: this rank has
-        received a signal."""
+    def compute_gradients(self, batch: Batch) -> StepStats:
+        """Forward and backward, and the sums over the ranks. Changes nothing but gradients."""
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
         tokens_in_batch = batch.size * self.model_config.seq_len        # of all replicas
@@ -267,19 +288,23 @@ class Run:
         #    sum); the loss and the norm over all ranks.
         self.noise.before_sum(self)
         flat.finish_grad_sync()
-        stats = self.step_stats(loss_sum, tokens_in_batch, stop_requested)
+        return self.step_stats(loss_sum, tokens_in_batch)
 
-        # 3. Update. One factor both clips and undoes the loss scale. AdamW updates this rank's
-        #    shard; the other replicas receive it during the next forward.
+    def update(self, stats: StepStats, lr: float) -> None:
+        """Update the weights, or skip it on every rank if the loss or a gradient is inf or NaN (or,
+        with --exact, leaves the range of its sum)."""
+        config = self.config
+        # 3. One factor both clips and undoes the loss scale. AdamW updates this rank's shard; the
+        #    other replicas receive it during the next forward.
         if not stats.skipped:
             self.optimizer_steps += 1
             factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
-            flat.step(factor, self.optimizer_steps, lr, config.beta1, config.beta2,
-                      config.weight_decay)
+            self.flat.step(factor, self.optimizer_steps, lr, config.beta1, config.beta2,
+                           config.weight_decay)
         self.scaler.update(stats.overflowed)
-        return stats
+        self.finished_step = self.step
 
-    def step_stats(self, loss_sum: torch.Tensor, tokens_in_batch: int, stop_requested) -> StepStats:
+    def step_stats(self, loss_sum: torch.Tensor, tokens_in_batch: int) -> StepStats:
         """Compute the step's statistics with one all-reduce."""
         grid, scaler = self.grid, self.scaler
         loss, activation_norm = self.scalar(0.0), self.scalar(0.0)
@@ -289,8 +314,7 @@ class Run:
             loss = loss_sum
         if grid.is_last and (grid.tp_rank == 0 or grid.sequence_parallel):
             activation_norm = self.model.head.norms.to(loss.dtype)
-        stops = self.scalar(1.0 if stop_requested else 0.0)
-        total = self.sum_across_ranks(dict(loss=loss, activation_norm=activation_norm, stops=stops,
+        total = self.sum_across_ranks(dict(loss=loss, activation_norm=activation_norm,
                                            **self.flat.grad_norm_squares()))
         norm, in_range = self.flat.global_norm(total)
         finite = math.isfinite(total["loss"]) and math.isfinite(total["all_squares"])
@@ -298,7 +322,7 @@ class Run:
             loss=total["loss"] / tokens_in_batch,
             activation_norm=total["activation_norm"] / tokens_in_batch,
             grad_norm=norm / scaler.scale, skipped=not (finite and in_range),
-            overflowed=not finite, stop_requested=total["stops"] > 0, loss_scale=scaler.scale,
+            overflowed=not finite, loss_scale=scaler.scale,
             scale_can_fall=not finite and scaler.scale > scaler.min_scale, local_loss=loss_sum)
 
     def sum_across_ranks(self, local: dict) -> dict:
@@ -317,6 +341,7 @@ class Run:
     def evaluate(self) -> dict:
         """The fields of an evaluation in a row of metrics.jsonl: `val_loss`, the weighted mean over
         the sources; with several sources also the loss and the epochs of each."""
+        console.announce_evaluation(self)
         losses = {s.name: self.evaluate_source(s) for s in self.val_data.sources.values()}
         row = dict(val_loss=self.val_data.average(losses.values()))
         if len(losses) > 1:
@@ -394,33 +419,40 @@ class Run:
             checkpoint.restore(state, self.flat)
         self.batches = Batches(self.train_data, config, self.load_microbatches, position,
                                sequences_trained)
+        self.finished_step = self.saved_step = self.step - 1
 
-    def save(self, begins: bool = False) -> None:
-        """Write a checkpoint after the step in progress. `begins`: of the starting state, before
-        any step."""
-        done = self.step - 1 if begins else self.step
-        recovery.judge_checkpoint(self, done, is_start=begins)      # can a rollback return to it?
-        self.write_checkpoint(done)
+    def progress(self) -> Progress:
+        return Progress(self.finished_step, self.batches.position, self.batches.sequences_trained,
+                        self.optimizer_steps, self.scaler, self.monitor)
 
-    def write_checkpoint(self, done: int) -> None:
-        """Copy the state after step `done`; threads write it while training goes on."""
+    def save(self, is_start: bool = False) -> None:
+        """Write a checkpoint after the last finished step. `is_start`: of the starting state."""
+        progress = self.progress()
+        recovery.judge_checkpoint(self.config, progress, is_start)  # can a rollback return to it?
+        self.write_checkpoint(progress)
+
+    def write_checkpoint(self, progress: Progress) -> None:
+        """Copy the state; threads write it while training goes on."""
         all_ranks(self.writer.wait)         # a rank holds at most one copy of its shards
-        batches = self.batches
+        self.submit_checkpoint(progress)
+
+    def submit_checkpoint(self, progress: Progress) -> None:
+        self.saved_step = progress.step
         self.writer.submit(dict(
-            format=checkpoint.FORMAT, run=self.identity, step=done,
-            consumed_samples=batches.position,
-            tokens=batches.sequences_trained * self.model_config.seq_len,
-            optimizer_steps=self.optimizer_steps, config=dataclasses.asdict(self.config),
+            format=checkpoint.FORMAT, run=self.identity, step=progress.step,
+            consumed_samples=progress.position,
+            tokens=progress.sequences_trained * self.model_config.seq_len,
+            optimizer_steps=progress.optimizer_steps, config=dataclasses.asdict(self.config),
             model=dataclasses.asdict(self.model_config),
             tokenizer=self.train_data.meta["tokenizer"], data=self.train_data.phases,
-            scaler=self.scaler.state_dict(), monitor=dataclasses.asdict(self.monitor)))
+            scaler=progress.scaler.state_dict(), monitor=dataclasses.asdict(progress.monitor)))
 
 
 # ---- Start ----------------------------------------------------------------------------------
 
-def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> int | None:
-    """Build this rank's run, and train or evaluate. Returns the number of the signal that stopped
-    it, or None. `stack` holds what to do when the process ends."""
+def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> None:
+    """Build this rank's run, and train or evaluate. `stack` holds what to do when the process ends.
+    """
     config, model_config, begin = startup.prepare(given, job, device, stack)
     state = startup.load_start(begin, given)        # a checkpoint, None for a new run
     train_data, val_data = startup.open_data(config, model_config, state, job)
@@ -434,17 +466,14 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> int
     try:
         if config.eval_only:
             console.print_evaluation(run, begin)
-        elif run.step > config.steps:
+        elif run.step > config.steps and startup.has_ended(config):
             console.print_finished(run, begin)
         else:
             startup.begin_training(run, state, begin, given, learning_rate, stack)
-            with StopSignal() as stop:
+            with StopSignal(run) as stop:
                 run.train(stop)
-            if run.step <= config.steps:
-                return stop.number
     except PeerError as error:
         raise PeerError(f"stage {grid.stage}, step {run.step}: {error}") from error
-    return None
 
 
 def main() -> None:

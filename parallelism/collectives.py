@@ -141,13 +141,13 @@ def all_gather(x: torch.Tensor, group) -> Work:
     return Work(x, handles, "all-gather", group)
 
 
-def all_gather_object(value) -> list:
-    """The value of every rank, in the order of the ranks."""
+def all_gather_object(value, group=None) -> list:
+    """The value of every rank, in the order of the ranks. `group`: one that has all of them."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
     with comm_errors("exchange with all ranks"):
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group)
     return values
 
 

@@ -38,7 +38,8 @@ def make_groups(grid, device=torch.device("cpu"), timeout: timedelta | None = No
     # For checkpoints, which a thread sends while training goes on. All ranks make it, so its name
     # does not depend on how many groups a rank has. After `connect`: gloo cannot sum GPU tensors.
     if grid.world > 1:
-        grid.groups["save"] = dist.new_group(timeout=timeout, backend="gloo")
+        grid.groups["save"] = dist.new_group(timeout=timeout, backend="gloo",
+                                             group_desc="all ranks")
 
 
 def connect(grid, device: torch.device) -> None:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections import deque
 from datetime import timedelta
@@ -18,7 +19,7 @@ import torch
 
 from amp import PRECISIONS
 from data import Batch, Source, batch_sizes, sequences_after
-from model import (PEAK_LR, GPTConfig, flops_per_token, multiplies_in_fp32, parameter_count,
+from model import (PEAK_LR, GPTConfig, ceil_div, flops_per_token, multiplies_in_fp32, parameter_count,
                    peak_flops)
 from parallel import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
@@ -29,15 +30,20 @@ from runtime.options import RESTORED, Config, step_range
 from runtime.processes import print_rank0
 
 COMPARE_RANKS_EVERY = 100       # steps
+LINES = 50                      # of steps on the console in a run, about
 
 
 class RunLog:
-    """What a run reports while it trains: metrics.jsonl and the console."""
+    """What a run reports while it trains: metrics.jsonl, complete, and a selection of it on the
+    console."""
 
     def __init__(self, metrics: Metrics):
         self.metrics = metrics
+        self.unwritten = None           # the row of a step that is finished, until `write_row`
         self.recent_seconds = deque(maxlen=20)      # of the last steps
         self.compute_clock = None       # this rank's, when ranks were last compared, in seconds
+        self.printed_at = -math.inf     # when a step's line was last printed, in seconds
+        self.on_terminal = sys.stdout is not None and sys.stdout.isatty()
 
     def event(self, kind: str, line: str | None = None, **fields) -> None:
         """Write an event to metrics.jsonl and, if there is one, its line to the console."""
@@ -49,17 +55,36 @@ class RunLog:
         """The row of metrics.jsonl of a step that took `seconds`; `stats`: its train.StepStats."""
         self.recent_seconds.append(seconds)
         seq_len = run.model_config.seq_len
-        return dict(step=batch.step, tokens=run.batches.sequences_trained * seq_len,
-                    loss=stats.loss, lr=lr, batch_size=batch.size, grad_norm=stats.grad_norm,
-                    loss_scale=stats.loss_scale, activation_norm=stats.activation_norm,
-                    tokens_per_second=round(batch.size * seq_len / seconds, 1))
+        self.unwritten = dict(
+            step=batch.step, tokens=run.batches.sequences_trained * seq_len, loss=stats.loss,
+            lr=lr, batch_size=batch.size, grad_norm=stats.grad_norm, loss_scale=stats.loss_scale,
+            activation_norm=stats.activation_norm,
+            tokens_per_second=round(batch.size * seq_len / seconds, 1))
+        return self.unwritten
 
-    def step(self, run, row: dict) -> None:
-        """Write a step's row to metrics.jsonl and its lines to the console."""
+    def print_step(self, run, row: dict) -> None:
+        """Print a step's line: with --log-every N each N-th, otherwise about LINES in the run and
+        at most one a second; always the first, the last and those of evaluations. A terminal shows
+        beside these how far the run has come, in a line that the next one replaces."""
+        config, step, now = run.config, row["step"], time.monotonic()
+        seconds = statistics.median_low(self.recent_seconds)
+        every = config.log_every or ceil_div(config.steps, LINES)
+        is_in_time = config.log_every is not None or now - self.printed_at >= 1
+        always = step == config.steps or run.is_due(config.eval_every) or \
+            self.printed_at == -math.inf
+        if always or (step % every == 0 and is_in_time):
+            print_rank0(format_step(run, row, seconds))
+        elif self.on_terminal and now - self.printed_at >= 1:
+            print_rank0(f"step {step}/{config.steps}  loss {row['loss']:.4f}  "
+                        f"left {time_left(config.steps - step, seconds)}\x1b[K", end="\r")
+        else:
+            return
+        self.printed_at = now
+
+    def write_row(self, run, row: dict) -> None:
+        """Write a step's row to metrics.jsonl, and its evaluation also to the console."""
         self.metrics.write(**row)
-        last = row["step"] == run.config.steps
-        if row["step"] % run.config.log_every == 0 or last or "val_loss" in row:
-            print_rank0(format_step(run, row, statistics.median_low(self.recent_seconds)))
+        self.unwritten = None
         if "val_loss" in row:
             print_rank0(format_eval(row, run))
             if run.noise.sequences is not None:
@@ -93,6 +118,17 @@ def eval_sequences(config: Config, model_config: GPTConfig, source: Source) -> i
     return source.n_windows if config.eval_only else min(source.n_windows, 128)
 
 
+def evaluated_tokens(run) -> str:
+    """How many tokens an evaluation reads."""
+    sources = run.val_data.sources.values()
+    count = sum(eval_sequences(run.config, run.model_config, source) for source in sources)
+    return f"{count * run.model_config.seq_len:,} of {run.val_data.n_tokens:,} tokens"
+
+
+def announce_evaluation(run) -> None:
+    print_rank0(f"evaluate on {evaluated_tokens(run)}")
+
+
 def format_step(run, row: dict, seconds: float) -> str:
     """The console's line of a step; `seconds` is the time of a step."""
     config = run.config
@@ -108,12 +144,17 @@ def format_step(run, row: dict, seconds: float) -> str:
         if peak > 0:
             flops = row["tokens_per_second"] * flops_per_token(run.model_config)
             line += f"  MFU {flops / peak:.1%}"
-    line += f"  left {timedelta(seconds=round((config.steps - row['step']) * seconds))}"
+    line += f"  left {time_left(config.steps - row['step'], seconds)}"
     if row["skipped"] > 0:
         line += "  skipped: loss or gradient not finite"
         if config.exact:
             line += ", or out of range"
     return line
+
+
+def time_left(steps: int, seconds: float) -> timedelta:
+    """The time of so many steps, of which one takes `seconds`."""
+    return timedelta(seconds=round(steps * seconds))
 
 
 def format_eval(row: dict, run) -> str:
@@ -131,9 +172,8 @@ def format_eval(row: dict, run) -> str:
 
     dataset = run.val_data
     sources = dataset.sources.values()
-    count = sum(eval_sequences(run.config, run.model_config, source) for source in sources)
     lines = [line("validation", row["val_loss"], dataset.meta["bytes_per_token"])
-             + f" (on {count * run.model_config.seq_len:,} of {dataset.n_tokens:,} tokens)"]
+             + f" (on {evaluated_tokens(run)})"]
     if len(sources) > 1:
         for source in sources:
             lines.append(line(f"  {source.name}", row[f"val_loss/{source.name}"],
@@ -281,20 +321,22 @@ def report_resume(run, state: dict, begin: Start, given: dict,
                   environment=environment(run.grid), step=done)
 
 
+def report_stop(run, done: int) -> None:
+    """The event of a run that a signal ends after step `done`, and a line: how to continue it."""
+    command = "the same command"
+    if run.config.resume == "never" and done > 0:
+        command += " without --resume never"
+    line = f"stopped and saved after step {done}; run {command} to go on"
+    if done == 0:
+        line = f"stopped before step 1 was done; run {command} to begin again"
+    run.log.event("stop", line, step=done)
+
+
 def report_end(run) -> None:
-    """The event at the end of `train`, and a line: how to sample or, after a stop, how to go on."""
-    config = run.config
-    done = run.step - 1
-    if done < config.steps:
-        command = "the same command"
-        if config.resume == "never":
-            command += " without --resume never"
-        run.log.event("stop", f"stopped and saved after step {done}; run {command} to go on",
-                      step=done)
-        return
-    run.log.event("end", step=done)
+    """The event of a run that has made all steps, and a line: how to sample."""
+    run.log.event("end", step=run.config.steps)
     if run.train_data.meta["tokenizer"] in ("gpt2", "bytes"):
-        file = shlex.quote(f"{config.out}/latest.pt")
+        file = shlex.quote(f"{run.config.out}/latest.pt")
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
 
 

@@ -162,6 +162,17 @@ def go_back(run, find: Callable) -> None:
         run.log.metrics.write(**event, step=step)
 
 
+def last_lines(out: Path) -> list[dict]:
+    """The last lines of metrics.jsonl that are whole; [] without the file."""
+    lines = []
+    with suppress(FileNotFoundError), open(out / "metrics.jsonl", "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 2 ** 20))
+        for text in file:
+            with suppress(ValueError):
+                lines.append(json.loads(text))
+    return lines
+
+
 class Metrics:
     """OUT/metrics.jsonl, append-only: one object per step, and one with `event` for anything else.
     Only rank 0 writes."""

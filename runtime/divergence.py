@@ -66,6 +66,11 @@ class DivergenceMonitor:
     checkpoints: list = field(default_factory=list)     # [step, file, healthy] of those kept
     accused: list = field(default_factory=list)         # machines whose replicas differed
 
+    def copy(self) -> "DivergenceMonitor":
+        """One whose lists grow apart from this one's."""
+        return DivergenceMonitor(**{name: list(value) if isinstance(value, list) else value
+                                    for name, value in vars(self).items()})
+
     def deviation(self) -> float:
         """Standard deviation of the losses. It is estimated from neighbours, so that a falling loss
         does not count as noise: the median of their distances times 1.4826 / sqrt(2), which is
@@ -131,8 +136,8 @@ class DivergenceMonitor:
     def add_checkpoint(self, step: int, file: str, keep: int, scheduled: bool, at_floor: bool,
                        is_start: bool) -> None:
         """Judge a checkpoint that is about to be written. The last `keep` stay, and the newest
-        healthy one. One that is not `scheduled`, because a signal stopped the run, is no place to
-        return to: a run without the stop does not have it."""
+        healthy one. One that is not `scheduled`, because a signal ended the run, is no place to
+        return to: a run without the signal does not have it."""
         healthy = False
         if len(self.losses) >= MIN_WINDOW:
             rise = statistics.median(self.losses) - self.lowest

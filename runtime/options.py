@@ -91,7 +91,8 @@ class Config:
     eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
     noise_scale: int = flag(0, "steps between measurements of the gradient noise scale; 0: none",
                             low=0)
-    log_every: int = flag(1, "steps between lines on the console", low=1)
+    log_every: int = flag(None, "steps between lines on the console (default: about 50 lines in the "
+                          "run, at most one a second)", low=1)
     rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning rate",
                          choices=["on", "off"], group="stability")
     max_rollbacks: int = flag(5, "rollbacks of the whole run before it fails", low=0)

@@ -1,4 +1,4 @@
-"""The processes of a run: start together, fail together, stop by a signal.
+"""The processes of a run: start together, fail together. (runtime/signals.py: stop by a signal.)
 
 train.py starts by `run_process`; whatever must fail alike on all ranks goes through `all_ranks`.
 
@@ -46,11 +46,11 @@ def is_rank0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def print_rank0(line: str) -> None:
+def print_rank0(line: str, end="\n") -> None:
     """Print one line on rank 0. A closed pipe (`| head`) does not stop the run."""
     if is_rank0():
         try:
-            print(line, flush=True)
+            print(line, end=end, flush=True)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -161,51 +161,6 @@ class Job:
                    read("LOCAL_WORLD_SIZE", 1), os.getppid())
 
 
-class StopSignal:
-    """Ctrl-C and SIGTERM request a stop after the current step. A second signal exits at once,
-    unless it comes within half a second: a launcher may forward a signal that the terminal has
-    already sent. (A handler cannot run while Python waits for a hung rank.)"""
-
-    def __init__(self):
-        self.requested = None           # time of the first signal, in seconds
-        self.number = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.handle)
-
-    def __enter__(self) -> "StopSignal":
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        """After a signal, an error of the block ends this process as the signal does: a terminal
-        sends Ctrl-C to the compiler that --compile has started, too."""
-        if error is not None and self.number and not isinstance(error, (PeerError, RunError)):
-            print_error(f"ended without saving: {first_line(error)}")
-            exit_like_signal(self.number)
-
-    def handle(self, number: int, frame) -> None:
-        now = time.monotonic()
-        if self.requested is None:
-            self.requested = now
-            self.number = number
-            self.write("saving when this step is done; a second signal ends at once, without "
-                       "saving")
-        elif now - self.requested >= 0.5:
-            self.write("ended without saving")
-            exit_like_signal(number)
-
-    def write(self, line: str) -> None:
-        """As `print_rank0`, which a handler that interrupts it must not call again."""
-        if is_rank0():
-            with suppress(OSError):
-                os.write(1, f"{line}\n".encode())
-
-
-def exit_like_signal(number: int) -> None:
-    """End this process by the signal's default action, so that Ctrl-C also ends a shell's loop."""
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-
-
 def forbid_restart(job: Job) -> None:
     """End torchrun, this process's parent, if it would restart the group: a user's mistake would be
     repeated."""
@@ -233,8 +188,8 @@ def run_process(parse: Callable, launch: Callable) -> None:
     """The life of one process, from its flags to its exit status.
 
     parse(job) -> (given flags, device, --timeout as a timedelta); it must not communicate, and
-    raises ValueError for a mistake. launch(given, device, job, stack) trains, and returns the
-    number of the signal that stopped it, or None. `stack` is left when it ends, also by an error.
+    raises ValueError for a mistake. launch(given, device, job, stack) trains; `stack` is left when
+    it ends, also by an error.
     """
     job = Job.from_environment()
     # NCCL: a group's first operation connects its ranks for all later ones (`groups.connect`).
@@ -252,12 +207,11 @@ def run_process(parse: Callable, launch: Callable) -> None:
         forbid_restart(job)
         sys.exit(2)
     status = 0
-    signal_number = None
     try:
         with process_group(job.rank, job.world, device, timeout):
             try:
                 with ExitStack() as stack:
-                    signal_number = launch(given, device, job, stack)
+                    launch(given, device, job, stack)
             except RunError as error:               # every rank raises the same error
                 status = error.status
                 if job.rank == 0:
@@ -275,6 +229,4 @@ def run_process(parse: Callable, launch: Callable) -> None:
         else:
             traceback.print_exc()
         os._exit(1)                 # at once, so that the other ranks notice
-    if signal_number is not None and job.world == 1:
-        exit_like_signal(signal_number)
     sys.exit(status)

@@ -32,9 +32,12 @@ def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
     hopeless = off and monitor.skipped >= MAX_SKIPPED and not stats.scale_can_fall
     if not hopeless and (off or divergence is None):
         return False
-    run.log.step(run, row)
+    run.log.print_step(run, row)
+    run.log.write_row(run, row)
     # Was a flipped bit the cause, not the data or the learning rate?
-    if replicas.go_back_if_different(run):
+    difference = replicas.find_difference(run)
+    if difference is not None:
+        replicas.go_back(run, difference)
         return True
     if hopeless:
         fail(run, f"{MAX_SKIPPED} steps in a row were not finite")
@@ -88,7 +91,7 @@ def roll_back(run, divergence: Divergence) -> None:
         f"{run.step - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
         reason=divergence.reason, to=run.step - 1, sequences=excluded, lr_factor=monitor.lr_factor,
         rollbacks=monitor.rollbacks, step=diverged_at)
-    run.write_checkpoint(run.step - 1)
+    run.write_checkpoint(run.progress())
     all_ranks(lambda: run.writer.wait(required=True))
 
 
@@ -128,14 +131,15 @@ def fail(run, reason: str) -> None:
                    f"--lr, a tighter --clip or --skip-steps")
 
 
-def judge_checkpoint(run, done: int, is_start: bool) -> None:
-    """Record the checkpoint of step `done`, which is about to be written, and whether it is
-    healthy: a rollback may return to it. `is_start`: it is the starting state of the run."""
-    config = run.config
+def judge_checkpoint(config: Config, progress, is_start: bool) -> None:
+    """Record in the monitor of a train.Progress the checkpoint that is about to be written, and
+    whether it is healthy: a rollback may return to it. `is_start`: it is the starting state of the
+    run."""
+    done = progress.step
     file = step_file(Path(config.out), done).name
-    scheduled = run.is_due(config.save_every) or run.step == config.steps
-    at_floor = config.dtype == "fp16" and run.scaler.scale <= run.scaler.min_scale
-    run.monitor.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)
+    scheduled = done == config.steps or (config.save_every > 0 and done % config.save_every == 0)
+    at_floor = config.dtype == "fp16" and progress.scaler.scale <= progress.scaler.min_scale
+    progress.monitor.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)
 
 
 def restored_monitor(config: Config, data: TokenDataset, state: dict) -> DivergenceMonitor:

@@ -1,6 +1,6 @@
 """Replicas prove each other right: ranks that must hold the same bits compare them. train.py calls
-`check` before each save and every --check-every steps, runtime/recovery.py before it acts on a
-divergence.
+`find_difference` before each save and every --check-every steps, runtime/recovery.py before it acts
+on a divergence, runtime/signals.py before the last save.
 
 A bit that flips in memory, or a processor that errs, changes one copy in silence. The copies that
 must be equal, by the group of ranks that hold them:
@@ -25,7 +25,8 @@ from checkpoint import list_checkpoints
 from model import ceil_div
 from parallelism.collectives import all_gather, all_gather_object, to_host
 from parallelism.zero import FlatParameters
-from runtime.directory import go_back, latest_valid
+from runtime import directory
+from runtime.directory import latest_valid
 from runtime.processes import RunError
 
 KINDS = ("replicas", "tp", "embedding")     # of groups, the one that names a parameter best first:
@@ -45,8 +46,9 @@ def hash_bits(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def shared_hashes(flat: FlatParameters) -> dict[str, dict]:
-    """{kind of group: {(parameter, tensor): hash}}; a group's ranks have the same keys in turn."""
+def shared_hashes(flat: FlatParameters, in_flight: bool) -> dict[str, dict]:
+    """{kind of group: {(parameter, tensor): hash}}; a group's ranks have the same keys in turn.
+    `in_flight`: gathered parameters may be incomplete, and are left out."""
     shared = {kind: {} for kind in KINDS}
     grid = flat.grid
     device = flat.buckets[0].data.device
@@ -67,31 +69,43 @@ def shared_hashes(flat: FlatParameters) -> dict[str, dict]:
             for name in ("exp_avg", "exp_avg_sq", "master", "data"):    # cause before effect
                 if name != "master" or bucket.shard["master"] is not bucket.shard["data"]:
                     add(kinds, spec, name, bucket.shard[name], part.start, part.stop)
-        if flat.zero in (1, 2):
+        if flat.zero in (1, 2) and not in_flight:
             for spec in bucket.specs:
                 first = bucket.offsets[spec.name]
                 add(["replicas"], spec, "data", bucket.data, first, first + spec.numel)
     return shared
 
 
-def find_difference(flat: FlatParameters, timeout: float) -> dict | None:
-    """The first tensor whose copies differ, the same on every rank; each must call it. `ranks` have
-    another copy than the majority of their group; without one all of the group are named. Ranks
-    exchange a number for each kind of group and, only if these differ, all hashes."""
-    flat.wait_params()
-    grid = flat.grid
-    shared = shared_hashes(flat)
+def find_difference(run, by_signal: bool = False) -> dict | None:
+    """The first tensor of a train.Run whose copies differ, the same on every rank; each must call
+    it. `ranks` have another copy than the majority of their group; without one all of the group are
+    named. Ranks exchange a number for each kind of group and, only if these differ, all hashes.
+    `by_signal`: another thread calls it, while the main thread may be in any other group than the
+    one for saves."""
+    flat, grid, timeout = run.flat, run.grid, run.config.timeout
+    if run.config.check_every == 0 or grid.world == 1:
+        return None
+    group = None
+    if by_signal:
+        group = grid.groups["save"]
+    else:
+        flat.wait_params()
+    shared = shared_hashes(flat, in_flight=by_signal)
     digests = flat.buckets[0].data.new_zeros(grid.world, len(KINDS), dtype=torch.int64)
     for i, hashes in enumerate(shared.values()):
         if hashes:
             digests[grid.rank, i] = hash_bits(torch.stack(list(hashes.values())))
-    digests = to_host(all_gather(digests, grid.groups["world"]).wait(), timeout)
+    if by_signal:
+        digests = all_gather(to_host(digests, timeout), group).wait()
+    else:
+        digests = to_host(all_gather(digests, grid.groups["world"]).wait(), timeout)
     unequal = [(kind, ranks) for i, kind in enumerate(KINDS) for ranks in grid.members()[kind]
                if len(digests[ranks, i].unique()) > 1]
     if not unequal:
         return None
     first, _ = unequal[0]
-    tables = all_gather_object({key: value.item() for key, value in shared[first].items()})
+    hashes = {key: value.item() for key, value in shared[first].items()}
+    tables = all_gather_object(hashes, group)
     found = []                      # [(parameter, tensor, rank)]
     for ranks in [ranks for kind, ranks in unequal if kind == first]:
         for key in tables[ranks[0]]:
@@ -102,26 +116,26 @@ def find_difference(flat: FlatParameters, timeout: float) -> dict | None:
     return dict(ranks=sorted({rank for *_, rank in found}), parameter=parameter, tensor=tensor)
 
 
-def go_back_if_different(run) -> bool:
-    """True if copies differed and the train.Run has gone back to its last checkpoint. RunError if
-    one of these machines was named before."""
-    config, grid, step = run.config, run.grid, run.step
-    if config.check_every == 0 or grid.world == 1:
-        return False
-    found = find_difference(run.flat, config.timeout)
-    if found is None:
-        return False
-    hosts = sorted({grid.hosts[rank] for rank in found["ranks"]})
-    ranks = " or ".join(f"rank {rank} on {grid.hosts[rank]}" for rank in found["ranks"])
-    reason = f"{ranks} has a wrong {found['parameter']} ({found['tensor']})"
-    run.log.event("replicas", step=step, hosts=hosts, **found)
+def report(run, difference: dict) -> tuple[str, list[str]]:
+    """The event of a difference. Returns (what is wrong, on which machines)."""
+    hosts = run.grid.hosts
+    named = sorted({hosts[rank] for rank in difference["ranks"]})
+    ranks = " or ".join(f"rank {rank} on {hosts[rank]}" for rank in difference["ranks"])
+    run.log.event("replicas", step=run.finished_step, hosts=named, **difference)
+    return f"{ranks} has a wrong {difference['parameter']} ({difference['tensor']})", named
+
+
+def go_back(run, difference: dict) -> None:
+    """Take a train.Run whose copies differ back to its last checkpoint. RunError if one of these
+    machines was named before."""
+    step = run.step
+    reason, hosts = report(run, difference)
     if again := [host for host in hosts if host in run.monitor.accused]:
         run.log.event("stop", step=step, reason=reason)
         raise RunError(f"step {step}: {reason}, as before on {', '.join(again)}: leave this "
                        f"machine out, then give the same command")
     accused = [*run.monitor.accused, *hosts]
-    go_back(run, lambda: latest_valid(list_checkpoints(Path(config.out)) or [None]))
+    directory.go_back(run, lambda: latest_valid(list_checkpoints(Path(run.config.out)) or [None]))
     run.monitor.accused = accused           # the restored state does not have it
     run.log.event("rollback", f"replicas {reason}: back to step {run.step - 1}",
                   reason=reason, to=run.step - 1, step=step)
-    return True

@@ -17,8 +17,8 @@ from data import TokenDataset
 from model import GPTConfig
 from parallel import Grid
 from runtime import checks, console, dashboards, devices
-from runtime.directory import (Metrics, Start, find_start, load_state, lock_output_dir,
-                               start_branch)
+from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
+                               lock_output_dir, start_branch)
 from runtime.options import Config, parse_flags, restored_flags
 from runtime.processes import Job, all_ranks, assert_equal_across_ranks, on_rank0
 
@@ -125,5 +125,29 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
         console.report_resume(run, state, begin, given, learning_rate(stored, run.step),
                               learning_rate(config, run.step))
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
-        run.save(begins=True)
+        run.save(is_start=True)
     console.print_notes(run, given, resumed=state is not None)
+    row = on_rank0(lambda: find_unevaluated(Path(config.out), state))
+    if row is not None:
+        run.log.write_row(run, row | run.evaluate())
+
+
+def find_unevaluated(out: Path, state: dict | None) -> dict | None:
+    """The row of the step of this checkpoint, if an evaluation was due after it and a signal ended
+    the run before."""
+    if state is None:
+        return None
+    step, every = state["step"], state["config"]["eval_every"]
+    is_due = step == state["config"]["steps"] or (every > 0 and step % every == 0)
+    rows = [line for line in last_lines(out) if "event" not in line and line["step"] == step]
+    if not is_due or not rows or "val_loss" in rows[-1]:
+        return None
+    del rows[-1]["time"]
+    return rows[-1]
+
+
+def has_ended(config: Config) -> bool:
+    """Whether the run has reported its end. If not, a signal or a crash came after its last step.
+    Every rank calls it."""
+    lines = on_rank0(lambda: last_lines(Path(config.out)))
+    return not lines or lines[-1].get("event") == "end"

@@ -371,7 +371,7 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
         prepare(run)
         rows = Rows(run, look)
         run.log = console.RunLog(rows)
-        run.train(SimpleNamespace(requested=False))
+        run.train(SimpleNamespace(held=nullcontext))
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
     return rows.steps, rows.seen, whole
 

@@ -222,7 +222,7 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=8,
         resource.setrlimit(resource.RLIMIT_DATA, (int(bytes_held("VmData") + 1.1 * allowed + 3e7),
                                                   limits[1]))
         try:
-            run.write_checkpoint(0)
+            run.write_checkpoint(run.progress())
             while not run.writer.pending.done():
                 seen.append(bytes_held("RssAnon"))
                 time.sleep(0.001)

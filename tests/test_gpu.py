@@ -442,7 +442,7 @@ def new_run(folder, dtype, layers, backend):
 
 
 def make_step(run):
-    run.train_step(run.batches.next(run.step), 1e-3, False)
+    run.update(run.compute_gradients(run.batches.next(run.step)), 1e-3)
     run.step += 1
 
 

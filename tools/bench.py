@@ -18,7 +18,7 @@ import re
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
@@ -201,8 +201,8 @@ def monitoring(folder):
                                                 shape=SIZES["nano"])
     x = torch.randn(4, cfg.seq_len, cfg.n_embd)
     monitor = divergence.DivergenceMonitor(losses=list(range(64, 0, -1)), lowest=1.0)
-    stats = train.StepStats(3.0, 1.0, 1.0, skipped=False, overflowed=False, stop_requested=False,
-                            loss_scale=1.0, scale_can_fall=False, local_loss=None)
+    stats = train.StepStats(3.0, 1.0, 1.0, skipped=False, overflowed=False, loss_scale=1.0,
+                            scale_can_fall=False, local_loss=None)
 
     def observe():
         for _ in range(4):              # microbatches
@@ -359,7 +359,7 @@ def peak_memory(config, cfg, store, rank):
         run.save = lambda: None
         run.evaluate_source = lambda source: 0.0
         run.log = console.RunLog(mock.Mock())
-        run.train(mock.Mock(requested=False))
+        run.train(mock.Mock(held=nullcontext))
     # Libraries allocate at their first use.
     step(GPTConfig(vocab_size=257, seq_len=16, n_layer=config.pp * config.pp_chunks, n_head=8,
                    n_embd=32))

@@ -4,7 +4,7 @@ the train.Run that obeys one. tools/faults.py compares them.
 import errno
 import math
 import os
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,10 @@ MAX_RETURNS = 5         # of a policy to a checkpoint, then the run ends: as --m
 
 class Ended(Exception):
     """The policy has ended the run."""
+
+
+class Reached(Exception):
+    """The run has come as far as was asked."""
 
 
 class Restart(Exception):
@@ -177,11 +181,14 @@ class PolicyRun(train.Run):
         self.verdict = None
         self.val_loss = None
         self.stop_after = math.inf
+        self.noted_step = 0
         self.alarm = False
         self.log = console.RunLog(SimpleNamespace(write=self.note))
 
     def note(self, **row) -> None:
         """In place of metrics.jsonl."""
+        if "event" not in row:
+            self.noted_step = row["step"]
         self.val_loss = row.get("val_loss", self.val_loss)
         self.alarm = self.alarm or row.get("event") == "spike"
 
@@ -193,15 +200,15 @@ class PolicyRun(train.Run):
             stats = replace(stats, skipped=True)     # the loss scale stays
         return stats
 
-    def write_checkpoint(self, done: int) -> None:
+    def write_checkpoint(self, progress: train.Progress) -> None:
         """Save; or fail where a full disk shows at the latest, when a file is flushed to it."""
         if self.failing_saves == 0:
-            return super().write_checkpoint(done)
+            return super().write_checkpoint(progress)
         self.failing_saves -= 1
         self.writer.wait()
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with mock.patch.object(os, "fsync", side_effect=full):
-            super().write_checkpoint(done)
+            super().write_checkpoint(progress)
             self.writer.wait()
         if self.policy.after_failed_save is not None:
             raise self.policy.after_failed_save
@@ -223,12 +230,20 @@ class PolicyRun(train.Run):
                 try:
                     self.train(stop=self)
                     return True
+                except Reached:
+                    self.writer.wait()
+                    self.step += 1
+                    return True
                 except Restart:
                     self.load(self.files()[0])
                 except (Ended, RunError):
                     return False
 
-    @property
-    def requested(self) -> bool:
-        """As a StopSignal's."""
-        return self.step == self.stop_after
+    @contextmanager
+    def held(self):
+        """As a StopSignal's; the run ends, saved, once step `stop_after` is noted."""
+        yield
+        if self.noted_step == self.stop_after == self.step:
+            if self.saved_step < self.step:
+                self.save()
+            raise Reached

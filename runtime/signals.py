@@ -1,0 +1,204 @@
+"""SIGTERM, Ctrl-C and a closed terminal end a run from any phase, with the last finished step on the
+disk. train.py enters `StopSignal` around its loop.
+
+    main thread     [update 7]  evaluation . . . . . . . . . . . . . . . . . . .
+    signal                          x
+    other thread                    agree: step 7   save its state   end the process
+
+Only the blocks `with stop.held()` change what a checkpoint holds: weights, moments, the position in
+the data. Outside of them another thread can save the state of the last finished step, whatever the
+main thread computes or waits for; its work is lost, and a resume repeats it.
+
+All ranks must save the same step. Every rank enters the same blocks in the same order, and the sum
+over all ranks before an update (train.py) lets none begin one that another will not reach. So each
+rank tells how many blocks it has begun, all complete as many as the foremost, and begin no other.
+"""
+import ctypes
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+
+import torch
+import torch.distributed as dist
+
+from parallelism.collectives import all_reduce
+from runtime import console, recovery, replicas
+from runtime.processes import RunError, is_rank0, print_error
+
+POLL_SECONDS = 0.3          # between two looks whether another rank has received a signal
+KEY = "stop"                # in the store of the ranks: one has
+
+
+class StopSignal:
+    """The signals that end `run`, a train.Run, during the block. A second one ends it at once,
+    unless it comes within half a second: a launcher may forward a signal that the terminal has
+    already sent. The process ends by the signal, but with 0 if it is one of several ranks."""
+
+    def __init__(self, run):
+        self.run = run
+        self.since = None               # time of the first signal, in seconds
+        self.number = None              # None: another rank has received it
+        self.finished = None            # train.Progress at the end of the last block
+        self.changed = threading.Condition()
+        self.begun = self.ended = 0     # blocks
+        self.allowed = math.inf         # blocks that may begin
+        self.left = False               # the block of this StopSignal has ended
+
+    def __enter__(self) -> "StopSignal":
+        self.finished = self.run.progress().copy()
+        # Python runs a handler in the main thread, when that returns from what it waits for. The
+        # byte of `set_wakeup_fd` is written at once.
+        self.reader, self.writer = socket.socketpair()
+        self.writer.setblocking(False)
+        signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        # (nohup has it ignored; Windows has none.)
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self.before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        self.start(self.listen)
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """After a signal, an error outside of `held` is no news: other ranks have ended, or the
+        compiler that --compile has started got Ctrl-C too, and may tell it first."""
+        if error is not None:
+            time.sleep(0.2)
+            if self.since is not None and self.begun == self.ended:
+                threading.Event().wait()        # the other thread ends the process
+        with self.changed:
+            self.left = True
+            self.changed.notify_all()
+        signal.set_wakeup_fd(-1)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        self.writer.close()                     # ends `listen`
+
+    @staticmethod
+    def start(task) -> None:
+        threading.Thread(target=task, daemon=True).start()
+
+    @contextmanager
+    def held(self):
+        """A signal waits for the end of the block, on all ranks; or the block never begins."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.begun < self.allowed)
+            self.begun += 1
+        yield
+        with self.changed:
+            self.finished = self.run.progress().copy()
+            self.ended += 1
+            self.changed.notify_all()
+
+    def listen(self) -> None:
+        """Wait for signals; with several ranks also for those of the others."""
+        store = dist.distributed_c10d._get_default_store() if self.run.grid.world > 1 else None
+        while True:
+            poll = POLL_SECONDS if store is not None and self.since is None else None
+            ready, _, _ = select.select([self.reader], [], [], poll)
+            if ready:
+                numbers = self.reader.recv(64)
+                if not numbers:
+                    return
+                for number in numbers:
+                    self.receive(number, store)
+            elif not self.left:
+                with suppress(RuntimeError):    # the rank that holds the store is gone
+                    if store.check([KEY]):
+                        self.receive(None, None)
+
+    def receive(self, number: int | None, store) -> None:
+        now = time.monotonic()
+        if number not in (None, *self.before):
+            return
+        if self.since is None:
+            self.since, self.number = now, number
+            self.write("saving the last finished step; a second signal ends at once, without "
+                       "saving")
+            self.start(self.end)
+            if store is not None:
+                with suppress(RuntimeError):
+                    store.set(KEY, "")
+        elif number is not None and now - self.since >= 0.5:
+            self.write("ended without saving")
+            exit_like_signal(number)
+
+    @staticmethod
+    def write(line: str) -> None:
+        """As `print_rank0`, which the main thread may be inside of."""
+        if is_rank0():
+            with suppress(OSError):
+                os.write(1, f"{line}\n".encode())
+
+    def end(self) -> None:
+        """Save the last finished step, and end the process. If all steps are finished before that,
+        the main thread ends it as always."""
+        run = self.run
+        try:
+            if run.device.type == "cuda":
+                torch.cuda.set_device(run.device)       # of this thread
+            if not self.settle():
+                return
+            self.save(self.finished)
+            self.over_ranks(0)          # rank 0 has written what the others have sent
+        except Exception as error:
+            print_error(f"rank {run.grid.rank}: ended without saving: {error}")
+            os._exit(1)
+        sys.stdout.flush()
+        if run.grid.world == 1:
+            exit_like_signal(self.number)
+        os._exit(0)
+
+    def settle(self) -> bool:
+        """Let the ranks agree on the last block, and wait for its end here. False if that is the
+        end of the run."""
+        with self.changed:
+            self.allowed = self.begun
+        last = self.over_ranks(self.allowed)
+        with self.changed:
+            self.allowed = last
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.ended == self.allowed or self.left)
+            return not self.left
+
+
+    def over_ranks(self, number: int) -> int:
+        """The largest `number` of all ranks, once all have called this."""
+        if self.run.grid.world == 1:
+            return number
+        # By the group of the thread that sends checkpoints: the main thread may be in any other.
+        group = self.run.grid.groups["save"]
+        return all_reduce(torch.tensor(number), group, dist.ReduceOp.MAX).wait().item()
+
+    def save(self, finished) -> None:
+        """Save the state after the last finished step, a train.Progress, and tell it. Raises
+        RunError if it cannot be written."""
+        run = self.run
+        if run.log.unwritten is not None:       # an evaluation was under way
+            run.log.metrics.write(**run.log.unwritten)
+        is_lost = run.writer.wait() is not None     # a write that was under way (rank 0 knows it)
+        if finished.step > run.saved_step or self.over_ranks(int(is_lost)):
+            difference = replicas.find_difference(run, by_signal=True)
+            if difference is not None:
+                reason, _ = replicas.report(run, difference)
+                raise RunError(f"{reason}; earlier checkpoints are untouched")
+            recovery.judge_checkpoint(run.config, finished, is_start=False)
+            run.submit_checkpoint(finished)
+            run.writer.wait(required=True)
+        console.report_stop(run, finished.step)
+
+
+def exit_like_signal(number: int) -> None:
+    """End this process by the signal's default action, so that Ctrl-C also ends a shell's loop."""
+    if os.name == "posix":
+        # signal.signal is for the main thread alone, which may be inside of something else.
+        ctypes.CDLL(None).signal(number, None)
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+    os._exit(128 + number)
