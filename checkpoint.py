@@ -27,6 +27,7 @@ rank needs memory for its shards once more, and rank 0 also for two full tensors
 and their union), whatever the size of the model.
 """
 import errno
+import math
 import os
 import pickle
 import re
@@ -438,19 +439,33 @@ def load_model(path: Path) -> tuple[GPT, dict]:
 
 @retry_transient
 def list_checkpoints(out: Path) -> list[Path]:
-    """The checkpoints in `out`, newest first: latest.pt, then by the time of writing. A file with
-    two names (latest.pt is a hard link) is listed once, under its step's name."""
+    """The checkpoints in `out`, newest first: by the rollbacks of the run so far, which make the
+    files of later steps void, then by step. (The time of a file is that of its last copy.) A file
+    with two names, as latest.pt is a hard link, is listed once, under its step's name."""
     try:
         names = os.listdir(out)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    files = []
-    for name in names:
+    files = {}                                      # {inode: path}
+    for name in sorted(names):                      # latest.pt comes first
         if STEP_FILE.fullmatch(name) or name == "latest.pt":
             with suppress(FileNotFoundError):       # another process has just removed it
-                status = os.stat(out / name)
-                files.append((name == "latest.pt", status.st_mtime_ns, name, status.st_ino))
-    newest_first = {}                               # {inode: path}
-    for _, _, name, inode in sorted(files, reverse=True):
-        newest_first[inode] = out / name            # keeps the place of the inode's first name
-    return list(newest_first.values())
+                files[os.stat(out / name).st_ino] = out / name
+    ages = {path: read_age(path) for path in files.values()}
+    most_rollbacks = max((age[0] for age in ages.values() if age is not None), default=0)
+
+    def age(path: Path) -> tuple:
+        if ages[path] is not None:
+            return ages[path]
+        name = STEP_FILE.fullmatch(path.name)       # damaged: see what its name says
+        return most_rollbacks, math.inf if name is None else int(name[1])
+    return sorted(files.values(), key=age, reverse=True)
+
+
+def read_age(path: Path) -> tuple[int, int] | None:
+    """(rollbacks of the run so far, step) of a checkpoint; None if it cannot be read."""
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return state["monitor"].get("rollbacks", 0), state["step"]
+    except Exception:                               # `verify` tells of it
+        return None

@@ -2200,6 +2200,19 @@ def test_learning_rate_warms_up_then_decays_to_the_ratio():
     assert train.learning_rate(replace(config, warmup_steps=0, steps=1), 1) == pytest.approx(0.2)
 
 
+def test_wsd_is_constant_until_its_last_fifth_also_in_a_prolonged_run():
+    """A peak of 2 after a warm-up of 10 steps; of 110 the last 22 decay, linearly, to 0.1 of it."""
+    config = Config(lr=2.0, steps=110, warmup_steps=10, min_lr_ratio=0.1, lr_schedule="wsd")
+
+    def rates(*steps, **changes):
+        return [train.learning_rate(replace(config, **changes), step) for step in steps]
+    assert rates(5, 10, 11, 88, 99, 110) == pytest.approx([1.0, 2.0, 2.0, 2.0, 1.1, 0.2])
+    assert rates(88, 110, 176, 198, 220, steps=220) == pytest.approx([2.0, 2.0, 2.0, 1.1, 0.2])
+    assert rates(55, 110, decay_ratio=0.5) == pytest.approx([2.0, 0.2])
+    assert rates(109, 110, decay_ratio=0.0) == pytest.approx([2.0, 2.0])
+    assert rates(10, 60, 110, decay_ratio=0.99) == pytest.approx([2.0, 1.1, 0.2])
+
+
 @pytest.mark.parametrize("ranks, dropout", [(1, 0.0), (2, 0.5)])
 def test_a_mixture_is_evaluated_by_source_on_evenly_spaced_windows(monkeypatch, tmp_path,
                                                                    two_sources, ranks, dropout):

@@ -98,10 +98,15 @@ def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, flo
 
 
 def learning_rate(config, step: int) -> float:
-    """Linear warm-up to `lr` in warmup_steps, then decay to lr * min_lr_ratio at the last step."""
+    """Linear warm-up to `lr` in warmup_steps, then decay to lr * min_lr_ratio at the last step. The
+    decay of "wsd" (warm-up, stable, decay: Hu et al. 2024, section 4) takes the last decay_ratio of
+    the steps, so that a run can be prolonged from a checkpoint before it."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    done = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
+    start = config.warmup_steps
+    if config.lr_schedule == "wsd":
+        start = max(start, config.steps - round(config.decay_ratio * config.steps))
+    done = min(1.0, max(0, step - start) / max(1, config.steps - start))
     if config.lr_schedule == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * done))
     else:

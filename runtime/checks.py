@@ -219,6 +219,9 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     config, shape = merge_config(given, state, weights_only, file)
     data = TokenDataset(config.data, "train", shape["seq_len"])
     TokenDataset(config.data, "val", shape["seq_len"])
+    if "decay_ratio" in given and config.lr_schedule != "wsd":
+        raise ValueError(f"--decay-ratio is for --lr-schedule wsd, not {config.lr_schedule}, which "
+                         f"decays until the last step: give --lr-schedule wsd, or drop the flag")
     config, model_config = check_config(config, shape, data.meta["vocab_size"], world, device_type)
     resumed = None if weights_only else state
     if state is not None:

@@ -48,7 +48,10 @@ class Config:
                      "nano)", low=0)
     min_lr_ratio: float = flag(0.1, "final learning rate / peak; 1: constant", low=0)
     warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
-    lr_schedule: str = flag("cosine", "decay of the learning rate", choices=["cosine", "linear"])
+    lr_schedule: str = flag("cosine", "decay of the learning rate; wsd: linear, at the end",
+                            choices=["cosine", "linear", "wsd"])
+    decay_ratio: float = flag(0.2, "wsd: the fraction of the steps that decay, the last ones", low=0,
+                              below=1)
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only", low=0)
     beta1: float = flag(0.9, "AdamW beta1: decay rate of the mean of gradients", low=0, below=1)
     beta2: float = flag(0.95, "AdamW beta2: the same of their squares", low=0, below=1)
@@ -110,7 +113,7 @@ RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 # Losses under different values of these flags are not compared (`losses_stay_comparable`).
 FLAGS_THAT_CHANGE_THE_LOSS = (
     "dropout", "batch_size", "batch_ramp", "steps", "lr", "min_lr_ratio", "warmup_steps",
-    "lr_schedule", "weight_decay", "beta1", "beta2", "clip", "dtype")
+    "lr_schedule", "decay_ratio", "weight_decay", "beta1", "beta2", "clip", "dtype")
 NO_FILES = {"resume", "scratch", "latest", "true", "false", "yes", "no", "none"}    # habits
 
 

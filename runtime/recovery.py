@@ -5,6 +5,7 @@ or a rollback; runtime/divergence.py judges the losses.
 `run` is train.Run: these functions read its batches, monitor and writer, and `roll_back` restores
 it from an older checkpoint.
 """
+import dataclasses
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -158,7 +159,7 @@ def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> b
     """Whether losses from before a resume or a rollback can be compared with later ones: only under
     the same flags. Exception: if the peak learning rate has more than tripled, probably by mistake,
     the old losses stay: they are the only evidence of it."""
-    stored = state["config"]
+    stored = dataclasses.asdict(Config()) | state["config"]     # an older file lacks flags
     if config.lr > 3 * stored["lr"]:
         return True
     same_flags = all(stored[name] == getattr(config, name) for name in FLAGS_THAT_CHANGE_THE_LOSS)

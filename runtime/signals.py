@@ -99,18 +99,17 @@ class StopSignal:
     def listen(self) -> None:
         """Wait for signals; with several ranks also for those of the others."""
         store = dist.distributed_c10d._get_default_store() if self.run.grid.world > 1 else None
-        while True:
-            poll = POLL_SECONDS if store is not None and self.since is None else None
-            ready, _, _ = select.select([self.reader], [], [], poll)
-            if ready:
-                numbers = self.reader.recv(64)
-                if not numbers:
+        with self.reader:
+            while True:
+                poll = POLL_SECONDS if store is not None and self.since is None else None
+                ready, _, _ = select.select([self.reader], [], [], poll)
+                numbers = self.reader.recv(64) if ready else b""
+                if ready and not numbers:           # the block of this StopSignal has ended
                     return
                 for number in numbers:
                     self.receive(number, store)
-            elif not self.left:
-                with suppress(RuntimeError):    # the rank that holds the store is gone
-                    if store.check([KEY]):
+                with suppress(RuntimeError):        # the rank that holds the store is gone
+                    if poll is not None and not ready and store.check([KEY]):
                         self.receive(None, None)
 
     def receive(self, number: int | None, store) -> None:

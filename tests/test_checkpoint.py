@@ -15,7 +15,7 @@ import pytest
 
 import checkpoint
 from runtime import directory
-from tests.harness import (after_backward, assert_same_state, names_in, saved, settings,
+from tests.harness import (after_backward, assert_same_state, names_in, saved, saved_file, settings,
                            small_state, watched)
 
 
@@ -23,13 +23,32 @@ def test_the_docstring_tells_the_version_of_the_format():
     assert f"format      {checkpoint.FORMAT}: " in checkpoint.__doc__
 
 
-def test_the_newest_whole_file_is_taken_even_if_times_are_lost(tmp_path, capsys):
-    """latest.pt is the newest, also where a copy has lost the times. A damaged file is passed over
-    with a line and an event; one that may not be read is not."""
-    for step, time_ in ((1, 9), (2, 2), (3, 3)):
-        os.utime(checkpoint.save(small_state(step), tmp_path, keep=3), (time_, time_))
+def steps_listed(out):
+    return [checkpoint.load(path)["step"] for path in checkpoint.list_checkpoints(out)]
+
+
+@pytest.mark.parametrize("latest", [True, False])
+def test_the_newest_file_is_that_of_the_last_step_whatever_the_times(tmp_path, latest):
+    """A copy may change times, or lack latest.pt. The files of steps that a rollback has made void
+    are older than the one that it wrote, and are removed before it."""
+    for step, rollbacks, time_ in ((2, 0, 9), (3, 0, 2), (4, 0, 8), (2, 1, 7), (3, 1, 1)):
+        state = small_state(step) | dict(monitor=dict(rollbacks=rollbacks))
+        os.utime(checkpoint.save(state, tmp_path, keep=3), (time_, time_))
+    if not latest:
+        (tmp_path / "latest.pt").unlink()
+    assert steps_listed(tmp_path) == [3, 2, 4]
+    os.truncate(saved_file(tmp_path, 3), 1000)      # its name tells
+    assert checkpoint.list_checkpoints(tmp_path) == [saved_file(tmp_path, k) for k in (3, 2, 4)]
+    checkpoint.save(small_state(5) | dict(monitor=dict(rollbacks=1)), tmp_path, keep=2)
+    assert names_in(tmp_path) == ["latest.pt", "step_00000003.pt", "step_00000005.pt"]
+
+
+def test_the_newest_whole_file_is_taken(tmp_path, capsys):
+    """A damaged file is passed over with a line and an event; one that may not be read is not."""
+    for step in (1, 2, 3):
+        checkpoint.save(small_state(step), tmp_path, keep=3)
     files = checkpoint.list_checkpoints(tmp_path)
-    assert [checkpoint.load(path)["step"] for path in files] == [3, 1, 2]
+    assert steps_listed(tmp_path) == [3, 2, 1]
     os.truncate(files[0], 1000)
     path, (event,) = directory.latest_valid(files)
     assert path == files[1] and event["reason"] in capsys.readouterr().err

@@ -42,7 +42,7 @@ import model
 import train
 from parallel import Grid
 from parallelism import collectives, pipeline
-from runtime import checks, console, directory, processes
+from runtime import checks, console, directory, processes, signals
 from runtime.options import Config
 from runtime.processes import RunError
 from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Command, Memory,
@@ -507,18 +507,21 @@ train.main()
 # ---------------------------------------------------------------------------------------------
 
 def train_until(rank, world, config, cfg, file, diverges, at, fate):
-    """Train on from a file, or from the seed. At step `at` one rank gets a signal, or all are
-    killed. In steps 3 and 9 a rank finds infinite gradients; a run that diverges does so after step
+    """Train on from a file, or from the seed. After step `at` a signal saves and ends the run, or in
+    it all ranks are killed. In steps 3 and 9 a rank finds infinite gradients; a run that diverges does so after step
     40, and rolls back."""
-    stop = SimpleNamespace(requested=False)
+    @contextmanager
+    def held():
+        yield
+        if fate == "signal" and run.finished_step == run.step == at and not run.log.unwritten:
+            signals.StopSignal(run).save(run.progress().copy())
+            raise ZeroDivisionError
 
     def hurt(step):
         if step in (3, 9) and rank == step % world:
             run.flat.buckets[-1].shard["grad"][0] = math.inf
         if step == at and fate != "signal":
             raise ZeroDivisionError
-        if step == at and rank == step % world:
-            stop.requested = True
     Path(config.out).mkdir(exist_ok=True)
     with gridded(rank, world, config.tp, config.pp, config.sequence_parallel,
                  config.pp_chunks) as grid:
@@ -529,7 +532,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
             run.log = console.RunLog(directory.Metrics(Path(config.out), rank))
-            run.train(stop)
+            run.train(SimpleNamespace(held=held))
             assert all(bucket.unsharding is None for bucket in run.flat.buckets)
         run.writer.wait()
 

@@ -395,7 +395,7 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         asdict(Config()), "the checkpoint's")))
     assert {name for name, value in asdict(config).items() if value == "the checkpoint's"} == set(
         """model n_layer n_head n_embd seq_len activation dropout batch_size batch_ramp steps lr
-        min_lr_ratio warmup_steps lr_schedule weight_decay beta1 beta2 clip seed save_every keep
+        min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip seed save_every keep
         check_every eval_every noise_scale rollback max_rollbacks skip_steps""".split())
 
 
