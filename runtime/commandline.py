@@ -2,6 +2,7 @@
 import argparse
 import difflib
 import fnmatch
+import io
 import re
 import sys
 
@@ -25,6 +26,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(status, f"{self.prog}: {message}\n")
 
     def parse_args(self, arguments=None) -> argparse.Namespace:
+        for stream in (sys.stdout, sys.stderr):     # a path may have letters that it cannot print
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         if arguments is None:
             arguments = sys.argv[1:]
         given = [re.sub(r"^--[\w-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)

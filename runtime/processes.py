@@ -155,10 +155,27 @@ class Job:
 
     @classmethod
     def from_environment(cls) -> "Job":
-        def read(name, default):
-            return int(os.environ.get(name, default))
-        return cls(read("RANK", 0), read("WORLD_SIZE", 1), read("LOCAL_RANK", 0),
-                   read("LOCAL_WORLD_SIZE", 1), os.getppid())
+        """Raises ValueError if its variables cannot be those of one job, as after an `export`."""
+        def read(name, default, low=0, below=2 ** 31):
+            text = os.environ.get(name) or str(default)
+            if not text.isdecimal() or not low <= int(text) < below:
+                limit = "" if below == 2 ** 31 else f" and below {below}"
+                raise ValueError(f"{name} is {text}, but must be at least {low}{limit}: start "
+                                 f"several processes by torchrun, which sets it, and unset it to "
+                                 f"start one")
+            return int(text)
+
+        world = read("WORLD_SIZE", 1, low=1)
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")
+                   if world > 1 and not os.environ.get(name)]
+        if missing:
+            raise ValueError(f"WORLD_SIZE is {world}, but {', '.join(missing)} not set: start "
+                             f"{world} processes by torchrun --nproc_per_node={world} train.py, "
+                             f"which sets them all, and unset WORLD_SIZE to start one")
+        if world > 1:
+            read("MASTER_PORT", "", low=1, below=2 ** 16)
+        return cls(read("RANK", 0, below=world), world, read("LOCAL_RANK", 0, below=world),
+                   read("LOCAL_WORLD_SIZE", 1, low=1), os.getppid())
 
 
 def forbid_restart(job: Job) -> None:
@@ -191,13 +208,14 @@ def run_process(parse: Callable, launch: Callable) -> None:
     raises ValueError for a mistake. launch(given, device, job, stack) trains; `stack` is left when
     it ends, also by an error.
     """
-    job = Job.from_environment()
+    job = Job()
     # NCCL: a group's first operation connects its ranks for all later ones (`groups.connect`).
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     # PyTorch: let communication kernels start before queued matrix products.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     try:
         refuse_tasks_without_ranks()
+        job = Job.from_environment()
         given, device, timeout = parse(job)
     except ValueError as error:
         if job.rank > 0:

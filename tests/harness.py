@@ -735,6 +735,10 @@ def run_train(capsys):
     """run_train(*flags, **environment) -> (exit status, stdout, stderr) of train.main here. With a
     WORLD_SIZE above 1 this is rank 0, without the others: for mistakes, which it alone tells."""
     def run(*flags, **environment):
+        if "WORLD_SIZE" in environment:
+            ranks = environment["WORLD_SIZE"]
+            environment = dict(RANK=0, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1",
+                               MASTER_PORT=29500) | environment
         with mock.patch.dict(os.environ, {k: str(v) for k, v in environment.items()}), \
                 mock.patch.object(signal, "signal"), mock.patch.object(processes.time, "sleep"), \
                 mock.patch.object(processes, "process_group", lambda *_: nullcontext()):

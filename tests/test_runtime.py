@@ -647,6 +647,36 @@ def test_tasks_of_srun_without_torchrun_are_refused(run_train, shards, tmp_path)
 
 
 
+@pytest.mark.parametrize("environment, message", [
+    (dict(RANK=1), "RANK is 1, but must be at least 0 and below 1: start several processes by tor"),
+    (dict(RANK="x"), "RANK is x, but must be "), (dict(RANK=-1), "RANK is -1, but must be "),
+    (dict(WORLD_SIZE=0), "WORLD_SIZE is 0, but must be at least 1: "),
+    (dict(WORLD_SIZE=2, RANK="", MASTER_ADDR="", MASTER_PORT=""),
+     "WORLD_SIZE is 2, but RANK, MASTER_ADDR, MASTER_PORT not set: start 2 processes by torchrun "),
+    (dict(WORLD_SIZE=2, MASTER_PORT=""), "WORLD_SIZE is 2, but MASTER_PORT not set: "),
+    (dict(WORLD_SIZE=2, MASTER_PORT="abc"), "MASTER_PORT is abc, but must be at least 1 and below"),
+    (dict(WORLD_SIZE=2, MASTER_PORT=10 ** 6), "MASTER_PORT is 1000000, but must be at least 1 and"),
+    (dict(WORLD_SIZE=2, RANK=2), "RANK is 2, but must be at least 0 and below 2: "),
+    (dict(LOCAL_RANK=1), "LOCAL_RANK is 1, but must be at least 0 and below 1: ")])
+def test_variables_of_torchrun_without_torchrun_are_a_mistake(run_train, environment, message):
+    expect_mistake(run_train("--steps", 1, **environment), message)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_console_that_lacks_a_letter_of_a_path_does_not_end_a_run(monkeypatch, encoding):
+    """Half of a surrogate pair stands for a byte of a file's name that is no UTF-8."""
+    console = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", console)
+    parse_flags(["--out", "out"])
+    processes.print_rank0("\u0153 \udcff")
+    assert console.buffer.getvalue().endswith(b" \\udcff\n")
+
+
+def test_empty_variables_of_torchrun_are_as_none(run_train, shards, tmp_path):
+    flags = ["--data", shards, "--out", tmp_path, *TINY, "--steps", 1]
+    assert run_train(*flags, RANK="", LOCAL_RANK="")[0] == 0
+
+
 @pytest.mark.parametrize("ranks, number, to", [
     (1, signal.SIGINT, "all"), (1, signal.SIGTERM, "all"), (2, signal.SIGTERM, "all"),
     (2, signal.SIGTERM, "the last"),
