@@ -3,7 +3,6 @@ runtime/startup.py call it.
 """
 import dataclasses
 import math
-import os
 import platform
 import shlex
 import shutil
@@ -28,6 +27,7 @@ from runtime import checks
 from runtime.directory import Metrics, Start
 from runtime.options import RESTORED, Config, step_range
 from runtime.processes import print_rank0
+from runtime.threads import Threads
 
 COMPARE_RANKS_EVERY = 100       # steps
 LINES = 50                      # of steps on the console in a run, about
@@ -37,8 +37,9 @@ class RunLog:
     """What a run reports while it trains: metrics.jsonl, complete, and a selection of it on the
     console."""
 
-    def __init__(self, metrics: Metrics):
+    def __init__(self, metrics: Metrics, threads: Threads | None = None):
         self.metrics = metrics
+        self.threads = threads
         self.unwritten = None           # the row of a step that is finished, until `write_row`
         self.recent_seconds = deque(maxlen=20)      # of the last steps
         self.compute_clock = None       # this rank's, when ranks were last compared, in seconds
@@ -54,6 +55,8 @@ class RunLog:
     def new_row(self, run, batch: Batch, stats, lr: float, seconds: float) -> dict:
         """The row of metrics.jsonl of a step that took `seconds`; `stats`: its train.StepStats."""
         self.recent_seconds.append(seconds)
+        if self.threads is not None:
+            self.threads.after_step(seconds)
         seq_len = run.model_config.seq_len
         self.unwritten = dict(
             step=batch.step, tokens=run.batches.sequences_trained * seq_len, loss=stats.loss,
@@ -249,10 +252,6 @@ def print_finished(run, begin: Start) -> None:
 def print_notes(run, given: dict, resumed: bool) -> None:
     """Hints on settings that are probably not what the user wants."""
     config, grid = run.config, run.grid
-    many_threads = run.device.type == "cpu" and torch.get_num_threads() > 1
-    if many_threads and hasattr(os, "getloadavg") and os.getloadavg()[0] > os.cpu_count():
-        print_rank0("note     this machine is busy: put OMP_NUM_THREADS=1 before the command, or "
-                    "threads wait for each other")
     default_lr = not resumed and "lr" not in given
     if default_lr and config.init_from is not None:
         print_rank0(f"note     the learning rate {config.lr:g} is a default for training from "

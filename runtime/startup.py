@@ -21,6 +21,7 @@ from runtime.directory import (Metrics, Start, find_start, last_lines, load_stat
                                lock_output_dir, start_branch)
 from runtime.options import Config, parse_flags, restored_flags
 from runtime.processes import Job, all_ranks, assert_equal_across_ranks, on_rank0
+from runtime.threads import Threads
 
 
 def parse(job: Job) -> tuple[dict, torch.device, timedelta]:
@@ -114,7 +115,8 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
     starting state. `state` is that of `load_start`, without the tensors; learning_rate(config,
     step) is train.py's. `stack` ends the dashboards."""
     config = run.config
-    run.log = console.RunLog(all_ranks(lambda: Metrics(Path(config.out), run.grid.rank)))
+    metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
+    run.log = console.RunLog(metrics, Threads(run.device, run.grid.world))
     if config.log is not None and run.grid.rank == 0:
         stack.enter_context(dashboards.follower(config))
     console.print_summary(run)
@@ -127,6 +129,7 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run.save(is_start=True)
     console.print_notes(run, given, resumed=state is not None)
+    run.log.threads.compare()
     row = on_rank0(lambda: find_unevaluated(Path(config.out), state))
     if row is not None:
         run.log.write_row(run, row | run.evaluate())

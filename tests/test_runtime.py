@@ -51,7 +51,7 @@ from parallelism import collectives
 from parallelism.tensor import param_specs
 from parallelism.zero import make_buckets
 from runtime import (checks, console, devices, directory, processes, recovery, signals,
-                     startup)
+                     startup, threads)
 from runtime.divergence import DivergenceMonitor
 from runtime.options import Config, merge_config, parse_flags
 from runtime.processes import Job, RunError
@@ -805,6 +805,56 @@ train.main()
     if ranks == 1:
         assert_same_state(saved(tmp_path / "out", 4), checkpoint.load(things / "whole.pt"),
                           but=("config", "run", "monitor"))     # which may list other files
+
+
+def test_two_threads_on_one_core_hinder_each_other():
+    """The trial is real: a core for two threads, as other programs leave them on a busy machine.
+    (They begin with one each: then they wait for each other without giving it away.)"""
+    code = """
+import os
+from runtime import threads
+threads.threads_hinder(2)
+for thread in os.listdir("/proc/self/task"):
+    os.sched_setaffinity(int(thread), {min(os.sched_getaffinity(0))})
+print(threads.threads_hinder(2))"""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, env=environment,
+                         capture_output=True)
+    assert (run.stdout, run.stderr) == ("True\n", "")
+
+
+def test_one_process_takes_one_thread_while_the_machine_is_busy(monkeypatch, capsys):
+    """And all again when it is not: it compares at the start, each minute while it has one, and
+    when steps take twice as long. Several processes, or OMP_NUM_THREADS, leave it as it is."""
+    state = SimpleNamespace(now=0.0, threads=4, busy=False, trials=0)
+
+    def hinder(count):
+        state.trials += 1
+        return state.busy
+    monkeypatch.setattr(threads, "threads_hinder", hinder)
+    monkeypatch.setattr(threads.time, "monotonic", lambda: state.now)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: state.threads)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: setattr(state, "threads", n))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    cpu = torch.device("cpu")
+    watch = threads.Threads(cpu, 1)
+    watch.compare()
+    seen = []
+    for busy, seconds, steps in [(False, 1, 200), (True, 3, 90), (False, 2, 90), (False, 1, 200)]:
+        state.busy = busy
+        for _ in range(steps):
+            state.now += seconds
+            watch.after_step(seconds)
+        seen.append((state.threads, state.trials))
+    assert seen == [(4, 1), (1, 6), (4, 7), (4, 7)]
+    notes = capsys.readouterr().out
+    assert notes.count("busy and 4 threads wait") == notes.count("computing with 4 threads") == 1
+    state.busy = True
+    for device, world, environment in [(cpu, 2, {}), (torch.device("cuda"), 1, {}),
+                                       (cpu, 1, dict(OMP_NUM_THREADS="4"))]:
+        with mock.patch.dict(os.environ, environment):
+            threads.Threads(device, world).compare()
+        assert state.threads == 4 and state.trials == 7
 
 
 def test_a_kernel_that_fails_here_is_no_lost_peer():

@@ -1,0 +1,77 @@
+"""How many threads one process on a CPU computes with. runtime/startup.py calls `Threads.compare`
+before the first step, runtime/console.py `after_step`.
+
+The threads of a product wait for the slowest of them. On a busy machine that is one which other
+programs keep from its core, and the others spin: a step may take ten times as long as with a single
+thread. So a process that finds that takes one thread, and returns to all once they get their cores.
+"""
+import math
+import os
+import statistics
+import time
+from collections import deque
+
+import torch
+import torch.nn.functional as F
+
+from runtime.processes import print_rank0
+
+TRIAL_SECONDS = 0.05
+PAUSE = 60              # seconds between two comparisons
+
+
+class Threads:
+    """The threads of a run, which is on a CPU or not, in `world` processes. They stay as they are
+    where there are several processes or OMP_NUM_THREADS is set: somebody has chosen."""
+
+    def __init__(self, device: torch.device, world: int):
+        self.all = torch.get_num_threads()
+        self.may_change = (device.type == "cpu" and world == 1 and self.all > 1
+                           and "OMP_NUM_THREADS" not in os.environ)
+        self.recent = deque(maxlen=5)           # seconds of the last steps
+        self.fastest = math.inf                 # the least median of them
+        self.compared_at = -math.inf
+
+    def after_step(self, seconds: float) -> None:
+        """Compare when steps have become slow, and again and again while there is one thread."""
+        self.recent.append(seconds)
+        median = statistics.median(self.recent)
+        self.fastest = min(self.fastest, median)
+        is_due = torch.get_num_threads() == 1 or median > 2 * self.fastest
+        if is_due and time.monotonic() - self.compared_at >= PAUSE:
+            self.compare()
+
+    def compare(self) -> None:
+        """Compute with one thread or all, whichever is faster; it takes 0.3 seconds to find out."""
+        if not self.may_change:
+            return
+        self.compared_at = time.monotonic()
+        is_alone = torch.get_num_threads() == 1
+        hinder = threads_hinder(self.all)
+        torch.set_num_threads(1 if hinder else self.all)
+        if hinder and not is_alone:
+            print_rank0(f"note     this machine is busy and {self.all} threads wait for each other: "
+                        f"computing with one (OMP_NUM_THREADS sets their number)")
+        elif is_alone and not hinder:
+            print_rank0(f"note     this machine is free again: computing with {self.all} threads")
+
+
+def threads_hinder(count: int) -> bool:
+    """Whether so many threads do not get their cores, and compute more slowly than a single one."""
+    x, weight = torch.ones(512, 192), torch.ones(768, 192)
+    rates = {count: [], 1: []}
+    shares = []             # of the time of a core, that a thread gets
+    for threads in 3 * list(rates):
+        torch.set_num_threads(threads)
+        started, cpu, trials = time.perf_counter(), time.process_time(), 0
+        seconds = 0.0
+        while seconds < TRIAL_SECONDS:
+            F.gelu(F.linear(x, weight))
+            trials += 1
+            seconds = time.perf_counter() - started
+        rates[threads].append(trials / seconds)
+        if threads > 1:
+            shares.append((time.process_time() - cpu) / seconds / threads)
+    torch.set_num_threads(count)
+    is_slower = statistics.median(rates[count]) < 0.7 * statistics.median(rates[1])
+    return is_slower and statistics.median(shares) < 0.8
