@@ -221,6 +221,7 @@ def save(state: dict, out: Path, keep: int) -> Path:
 
     Raises OSError if a file cannot be written (a full disk); earlier files are then untouched.
     """
+    out.mkdir(parents=True, exist_ok=True)      # somebody may have removed it
     path = step_file(out, state["step"])
     latest = out / "latest.pt"
     aside = out / "latest.pt.tmp"
@@ -302,8 +303,8 @@ class Writer:
         that is `required`."""
         error = None if self.pending is None else self.pending.result()
         if required and error is not None:
-            raise RunError(f"the last checkpoint is lost: {error}: free space in {self.out}, then "
-                           f"give the same command")
+            raise RunError(f"the last checkpoint is lost: {error}: see that {self.out} can be "
+                           f"written and has space for it, then give the same command")
         return error
 
     def close(self) -> None:

@@ -43,7 +43,8 @@ class RunLog:
         self.unwritten = None           # the row of a step that is finished, until `write_row`
         self.recent_seconds = deque(maxlen=20)      # of the last steps
         self.compute_clock = None       # this rank's, when ranks were last compared, in seconds
-        self.printed_at = -math.inf     # when a step's line was last printed, in seconds
+        self.printed_at = None          # when a step's line was last printed, in seconds
+        self.shown_at = -math.inf       # when that or the line of a terminal was
         self.on_terminal = sys.stdout is not None and sys.stdout.isatty()
 
     def event(self, kind: str, line: str | None = None, **fields) -> None:
@@ -71,18 +72,20 @@ class RunLog:
         beside these how far the run has come, in a line that the next one replaces."""
         config, step, now = run.config, row["step"], time.monotonic()
         seconds = statistics.median_low(self.recent_seconds)
-        every = config.log_every or ceil_div(config.steps, LINES)
-        is_in_time = config.log_every is not None or now - self.printed_at >= 1
-        always = step == config.steps or run.is_due(config.eval_every) or \
-            self.printed_at == -math.inf
-        if always or (step % every == 0 and is_in_time):
+        is_due = step == config.steps or run.is_due(config.eval_every)
+        if config.log_every is not None:
+            is_due = is_due or step % config.log_every == 0
+        elif self.printed_at is None:
+            is_due = True
+        elif now - self.printed_at >= 1:
+            is_due = is_due or step % ceil_div(config.steps, LINES) == 0
+        if is_due:
             print_rank0(format_step(run, row, seconds))
-        elif self.on_terminal and now - self.printed_at >= 1:
+            self.printed_at = self.shown_at = now
+        elif self.on_terminal and now - self.shown_at >= 1:
+            self.shown_at = now
             print_rank0(f"step {step}/{config.steps}  loss {row['loss']:.4f}  "
                         f"left {time_left(config.steps - step, seconds)}\x1b[K", end="\r")
-        else:
-            return
-        self.printed_at = now
 
     def write_row(self, run, row: dict) -> None:
         """Write a step's row to metrics.jsonl, and its evaluation also to the console."""
@@ -137,7 +140,7 @@ def format_step(run, row: dict, seconds: float) -> str:
     config = run.config
     line = (f"step {row['step']:>{len(str(config.steps))}}/{config.steps}  "
             f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm {row['grad_norm']:.3f}  "
-            f"act {row['activation_norm']:.2f}  {row['tokens_per_second']:,.0f} tok/s")
+            f"{row['tokens_per_second']:,.0f} tok/s")
     if config.batch_ramp is not None:
         line += f"  batch {row['batch_size']}"
     if config.dtype == "fp16":

@@ -2,6 +2,7 @@
 calls it; train.py loads checkpoints by it, runtime/recovery.py and runtime/replicas.py go back to
 older ones.
 """
+import errno
 import json
 import math
 import os
@@ -26,7 +27,13 @@ def lock_output_dir(out: Path):
             file = stack.enter_context(open(out / "lock", "a+"))
             with suppress(ImportError):     # Windows has no flock: a second run is not refused
                 import fcntl
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                        raise
+                    warn(f"the file system of {out} has no locks ({error.strerror}): see that no "
+                         f"second run writes to it")
         except BlockingIOError:
             file.seek(0)
             raise ValueError(f"another run writes to {out} ({file.read()}): stop it first, or give "
@@ -192,10 +199,11 @@ class Metrics:
                for k, v in row.items()} | dict(time=round(time.time(), 3))
         line = json.dumps(row).encode() + b"\n"
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)     # somebody may have removed it
             with open(self.path, "ab", buffering=0) as file:
                 end = file.tell()
                 if file.write(line) < len(line):
                     file.truncate(end)
                     raise OSError("the disk is full")
         except OSError as error:                        # costs this line, not the run
-            warn(f"metrics.jsonl lacks a line: {error}")
+            warn(f"{self.path} lacks a line: {error.strerror or error}")

@@ -135,9 +135,19 @@ def test_a_run_outlives_a_failed_save_but_not_the_last(tmp_path, monkeypatch, ca
     error = capsys.readouterr().err
     assert "step_00000004.pt" in error and "File too large" in error and error.count("\n") == 1
     assert names_in(tmp_path) == ["latest.pt", "step_00000002.pt", "step_00000006.pt"]
-    with pytest.raises(RunError, match="is lost.*_00000008.pt.*: free space in .* same") as stop:
+    with pytest.raises(RunError, match="is lost.*_00000008.pt.*: see that .* has space .* same") as stop:
         watched(replace(config, steps=8), state=tmp_path / "latest.pt")
     assert stop.value.status == 1 and checkpoint.load(tmp_path / "latest.pt")["step"] == 6
+
+
+def test_a_run_whose_out_is_removed_makes_it_again(tmp_path):
+    out = tmp_path / "out"
+
+    def remove(step):
+        if step == 3:
+            shutil.rmtree(out)
+    watched(settings(out, steps=6, save_every=4), lambda run: after_backward(run, remove))
+    assert names_in(out) == ["latest.pt", "step_00000004.pt", "step_00000006.pt"]
     with pytest.raises(RunError, match="the last checkpoint is lost.*step_00000000.pt"):
         watched(settings(tmp_path / "rollback", steps=44), poison)
     assert "step 24/24" not in capsys.readouterr().out

@@ -15,6 +15,7 @@ Divergence and recovery       when a run rolls back, and where to       runs wit
 sample.py's command line      only text is printed; mistakes            each sample by itself
 """
 import errno
+import fcntl
 import io
 import math
 import os
@@ -1013,7 +1014,53 @@ def test_metrics_are_whole_lines_of_valid_json_whatever_happens(tmp_path, capsys
         assert path.read_bytes() == one
         with no_file_above(len(one) + torn):
             metrics.write(**row)
-        assert "lacks a line" in capsys.readouterr().err and path.read_bytes() == one
+        assert f"{path} lacks a line: " in capsys.readouterr().err and path.read_bytes() == one
+    shutil.rmtree(tmp_path)
+    metrics.write(**row)
+    assert path.read_bytes() == one
+
+
+@pytest.mark.parametrize("number, told", [(errno.ENOSYS, True), (errno.EOPNOTSUPP, True),
+                                          (errno.ENOLCK, True), (errno.EIO, False)])
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, capsys, number, told):
+    """As Lustre without the option flock, or some of NFS. Another error is none of that."""
+    with mock.patch.object(fcntl, "flock", side_effect=OSError(number, "the reason")):
+        with nullcontext() if told else pytest.raises(OSError, match="written and locked"):
+            with directory.lock_output_dir(tmp_path):
+                pass
+    error = f"train.py: warning: the file system of {tmp_path} has no locks (the reason): see that"
+    assert capsys.readouterr().err.startswith(error) == told
+
+
+@pytest.mark.parametrize("flags, seconds, lines", [
+    ({}, 0.1, [1, *range(20, 1001, 20)]), ({}, 1 / 128, [1, *range(140, 1001, 140), 1000]),
+    (dict(steps=5), 0.1, [1, 5]), (dict(steps=5), 2, [1, 2, 3, 4, 5]),
+    (dict(eval_every=100), 0.001, [1, *range(100, 1001, 100)]),
+    (dict(log_every=300), 0.001, [300, 600, 900, 1000])])
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_a_long_run_prints_fifty_lines_and_at_most_one_a_second(monkeypatch, capsys, on_terminal,
+                                                                flags, seconds, lines):
+    """Evaluations are told beside these. A terminal shows each second how far the run has come, in
+    a line that is replaced; a file never has one."""
+    config = Config(**dict(steps=1000, eval_every=0) | flags)
+    log = console.RunLog(SimpleNamespace(write=nothing))
+    log.on_terminal = on_terminal
+    log.recent_seconds.append(seconds)
+    run = SimpleNamespace(config=config, device=torch.device("cpu"))
+    row = dict(loss=1.0, lr=1.0, grad_norm=1.0, tokens_per_second=1.0, skipped=0)
+    for step in range(1, config.steps + 1):
+        run.is_due = lambda every: every > 0 and step % every == 0
+        monkeypatch.setattr(console.time, "monotonic", lambda: step * seconds)
+        log.print_step(run, row | dict(step=step))
+    text = capsys.readouterr().out
+    replaced = re.findall(r"step \d+/\d+  loss 1.0000  left [\d:]+\x1b\[K\r", text)
+    printed = re.sub(r"step \d+/\d+  loss 1.0000  left [\d:]+\x1b\[K\r", "", text).splitlines()
+    assert [int(re.match(r"step +(\d+)/", line)[1]) for line in printed] == lines
+    assert len(replaced) <= 1 + config.steps * seconds
+    if not on_terminal:
+        assert not replaced
+    elif seconds == 0.1 and config.steps == 1000:
+        assert len(replaced) > 40           # of 100 seconds, beside 51 lines
 
 
 def test_none_unsets_a_stored_ramp_and_skip_and_the_console_shows_every_nth_step(run_train, things,
@@ -1250,11 +1297,13 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
         run.save = lambda: takes(1000)
         run.val_data.meta["bytes_per_token"] = 4.0
     with mock.patch.object(time, "perf_counter", lambda: takes(40, now[0])):
-        rows = watched(settings(tmp_path, steps=3, save_every=1, eval_every=2), prepare).rows
+        rows = watched(settings(tmp_path, steps=3, save_every=1, eval_every=2, log_every=1),
+                       prepare).rows
+    evaluates = "evaluate on 208 of 209 tokens"
     evaluated = ("validation: 1.3863 nats a token, perplexity 4.00, 0.5000 bits a byte (on 208 of "
                  "209 tokens)")
-    assert [line.split("left ")[-1] for line in capsys.readouterr().out.splitlines()[:5]] == [
-        "0:01:20", "0:00:40", evaluated, "0:00:00", evaluated]
+    assert [line.split("left ")[-1] for line in capsys.readouterr().out.splitlines()[:7]] == [
+        "0:01:20", "0:00:40", evaluates, evaluated, "0:00:00", evaluates, evaluated]
     assert column(rows, "tokens_per_second") == [8 * 16 / 40] * 3
     run = SimpleNamespace(config=Config(), model_config=CFG, val_data=Memory(CFG),
                           grid=Grid(dp=2, pp=1, tp=1), device=torch.device("cpu"))
