@@ -415,11 +415,28 @@ def batch_size_at(config, sequences_trained: int) -> int:
     return sizes[min(sequences_trained, ramp) * (len(sizes) - 1) // ramp]
 
 
+def equal_steps(config, sequences_trained: int):
+    """Yield (batch size, number of steps that have it) from here on, without an end: a ramp has few
+    sizes, however many steps a run has."""
+    sizes, ramp = batch_sizes(config)
+    increments = len(sizes) - 1
+    while sequences_trained < ramp and increments > 0:
+        size = batch_size_at(config, sequences_trained)
+        next_size_from = -(-(sizes.index(size) + 1) * ramp // increments)       # rounded up
+        steps = -(-(next_size_from - sequences_trained) // size)
+        yield size, steps
+        sequences_trained += steps * size
+    yield sizes[-1], math.inf
+
+
 def sequences_after(config, sequences_trained: int, steps: int) -> int:
     """Sequences trained on after `steps` more steps."""
-    for _ in range(steps):
-        sequences_trained += batch_size_at(config, sequences_trained)
-    return sequences_trained
+    for size, most in equal_steps(config, sequences_trained):
+        count = min(steps, most)
+        sequences_trained += count * size
+        steps -= count
+        if steps == 0:
+            return sequences_trained
 
 
 def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
@@ -430,10 +447,13 @@ def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
         step = state["step"]
         sequences_trained = state["tokens"] // state["model"]["seq_len"]
     epoch = sum(source.n_windows for source in data.sources.values() if source.weight > 0)
-    while sequences_trained < config.epochs * epoch:
-        sequences_trained += batch_size_at(config, sequences_trained)
-        step += 1
-    return step
+    left = config.epochs * epoch - sequences_trained
+    for size, most in equal_steps(config, sequences_trained):
+        count = min(max(-(-left // size), 0), most)
+        step += count
+        left -= count * size
+        if left <= 0:
+            return step
 
 
 # ---- Making shards: two passes over the documents -------------------------------------------
