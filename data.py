@@ -36,8 +36,8 @@ import numpy as np
 
 from runtime.commandline import Parser
 from runtime.corpora import (BLOCK, DOWNLOADS, EOT, FINEWEB_SHARDS, HUB, download, find_files,
-                             last_cause, progress, read_documents, read_url, sha256_of,
-                             standard_library)
+                             last_cause, progress, read_documents, read_url, standard_library)
+from runtime.files import most_open_files, sha256_of, sha256_of_samples, what_it_is
 from runtime.other_names import DATA_ADVICE
 
 SPLITS = ("train", "val")
@@ -89,9 +89,10 @@ def open_shard(path: Path) -> np.memmap:
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", 3).tolist()
     if header and header[0] != MAGIC:
-        raise ValueError(f"{path} begins with {header[0]}, not {MAGIC}: it has no header of "
-                         f"llm.c's format (nanoGPT's files have none): make shards from the text "
-                         f"by python data.py --input FILE --out DIR")
+        what = what_it_is(path) or ("it has no header of llm.c's format (nanoGPT's files have "
+                                    "none)")
+        raise ValueError(f"{path} begins with {header[0]}, not {MAGIC}: {what}: make shards from "
+                         f"the text by python data.py --input FILE --out DIR")
     count = header[2] if header[:2] == [MAGIC, VERSION] else 0
     if count < 1 or size != HEADER_BYTES + 2 * count:
         raise ValueError(f"{path} is not a complete shard: expected header {MAGIC}, {VERSION}, n "
@@ -106,7 +107,14 @@ def find_shards(directory: Path, split: str) -> list[Path]:
     shards = sorted(path for path in directory.glob("*.bin")
                     if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name))
     if not shards:
-        problem = f"has no {split} shards" if directory.exists() else "does not exist"
+        problem = f"has no {split} shards"
+        others = sorted(path.name for path in directory.glob("*.bin"))
+        if directory.is_file():
+            problem = "is a file, and shards are in a folder"
+        elif not directory.exists():
+            problem = "does not exist"
+        elif others:
+            problem += f" (in the name of {others[0]}, {split} is no word)"
         raise FileNotFoundError(
             f"{directory} {problem}: give a directory that data.py has made: {DEFAULT_OUT} by "
             f"`python data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR")
@@ -115,19 +123,24 @@ def find_shards(directory: Path, split: str) -> list[Path]:
 
 def read_meta(directory: Path) -> dict:
     """The entries of meta.json that training needs. Shards without it that data.py did not make
-    are taken for GPT-2's tokens. Raises ValueError if the file is damaged or lost."""
+    are taken for GPT-2's tokens; their fingerprint is of samples of the files, and `former` is the
+    one of names and sizes that older checkpoints have. Raises ValueError if meta.json is damaged
+    or lost."""
     path = directory / "meta.json"
     try:
         meta = json.loads(path.read_text())
-        return {key: meta[key]
-                for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
+        needed = {key: meta[key]
+                  for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
+        return dict(needed, tokens=dict(meta.get("tokens", {})))
     except FileNotFoundError:
         if (directory / "train_000000.bin").exists():       # data.py's own name
             raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "
                              f"and run data.py again") from None
-        names = [(file.name, file.stat().st_size) for file in sorted(directory.glob("*.bin"))]
-        return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None,
-                    fingerprint=hashlib.sha256(repr(names).encode()).hexdigest())
+        files = sorted(directory.glob("*.bin"))
+        names = [(file.name, file.stat().st_size) for file in files]
+        return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None, tokens={},
+                    fingerprint=sha256_of_samples(files),
+                    former=hashlib.sha256(repr(names).encode()).hexdigest())
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
                          f"again") from None
@@ -144,6 +157,29 @@ class Source(NamedTuple):
     meta: dict
 
 
+class Shards:
+    """The tokens of shards, uint16 (n,) each. A mapping takes one of the files that a process may
+    have open, often 1,024: of more shards than a quarter of them, the oldest mapping makes way."""
+
+    def __init__(self):
+        self.most = max(1, min(most_open_files() // 4, 10_000))     # Linux maps 65,530 at most
+        self.paths = []
+        self.mapped = {}        # by number
+
+    def __getitem__(self, number: int) -> np.memmap:
+        if number not in self.mapped:
+            tokens = open_shard(self.paths[number])
+            if len(self.mapped) >= self.most:
+                del self.mapped[next(iter(self.mapped))]
+            self.mapped[number] = tokens
+        return self.mapped[number]
+
+    def append(self, path: Path) -> int:
+        """Add a shard. Returns the number of its tokens."""
+        self.paths.append(path)
+        return len(self[len(self.paths) - 1])
+
+
 class TokenDataset:
     """The windows of one split: T+1 tokens each, T = seq_len; the last is the first of the next.
 
@@ -156,24 +192,31 @@ class TokenDataset:
     def __init__(self, data, split: str, seq_len: int):
         self.seq_len = seq_len
         self.n_windows = 0
-        self.shards = []                # uint16 tokens
+        self.n_tokens = 0
+        self.shards = Shards()
         self.firsts = []                # the first window of each
         self.sources = {}               # by fingerprint
         mixture = parse_mixture(str(data))
         for directory, weight in mixture.items():
             first = self.n_windows
+            n_tokens = 0
             for path in find_shards(directory, split):
-                tokens = open_shard(path)
-                self.shards.append(tokens)
+                length = self.shards.append(path)
                 self.firsts.append(self.n_windows)
-                self.n_windows += (len(tokens) - 1) // seq_len
+                self.n_windows += (length - 1) // seq_len
+                n_tokens += length
             if self.n_windows == first:
                 advice = "give more text"
-                if len(tokens) > 1:
-                    advice += f", or --seq-len {len(tokens) - 1} or less"
-                raise ValueError(f"{path}: {len(tokens)} tokens are too few for a window of "
+                if length > 1:
+                    advice += f", or --seq-len {length - 1} or less"
+                raise ValueError(f"{path}: {length} tokens are too few for a window of "
                                  f"{seq_len} + 1: {advice}")
             meta = read_meta(directory)
+            if n_tokens != meta["tokens"].get(split, n_tokens):
+                raise ValueError(f"{directory} has {n_tokens:,} {split} tokens, but its meta.json "
+                                 f"says {meta['tokens'][split]:,}: a shard is missing or of other "
+                                 f"data: copy all files again")
+            self.n_tokens += n_tokens
             for folder, other in zip(mixture, self.sources.values()):
                 pair = f"--data {data}: {folder} and {directory}"
                 if meta["fingerprint"] == other.meta["fingerprint"]:
@@ -184,7 +227,6 @@ class TokenDataset:
             self.sources[meta["fingerprint"]] = Source(
                 directory.absolute().name, weight, first, self.n_windows - first, meta)
         metas = [source.meta for source in self.sources.values()]
-        self.n_tokens = sum(map(len, self.shards))
         self.meta = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
                          bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
         # Each phase is [first sequence, {fingerprint of a source: weight}]; checkpoints store them.
@@ -234,6 +276,12 @@ class TokenDataset:
                 left = left - taken
                 weight_left -= weight
         return counts
+
+    def by_current_keys(self, phases: list) -> list:
+        """Phases of a checkpoint whose fingerprints can be `former` ones."""
+        keys = {source.meta.get("former"): key for key, source in self.sources.items()}
+        return [[first, {keys.get(key, key): weight for key, weight in weights.items()}]
+                for first, weights in phases]
 
     def go_on(self, phases: list, position: int) -> None:
         """Continue a run that has these phases and whose next sequence is number `position`."""

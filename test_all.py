@@ -937,7 +937,7 @@ def test_few_documents_each_give_their_last_5_percent_in_llm_cs_shards(tmp_path,
 
 def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
     """The shards are those that have the split as a word of their names. Without meta.json the
-    names and sizes of the files tell one source from another."""
+    names, sizes and samples of the files tell one source from another."""
     made = dataset(tmp_path, {"TinyStories-train": range(13), "retrieval_train_1": range(99, 102),
                               "train_2": range(100, 112), "constrained_val_0": range(9)})
     assert (made.n_tokens, made.n_windows) == (28, 5)

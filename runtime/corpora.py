@@ -1,6 +1,5 @@
 """Where text comes from: files, downloads, the standard library's own source. data.py calls it.
 """
-import hashlib
 import json
 import os
 import sys
@@ -10,17 +9,10 @@ from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
+from runtime.files import sha256_of
+
 EOT = "<|endoftext|>"
 BLOCK = 1 << 18             # characters or bytes read at once, and characters encoded at once
-
-
-def sha256_of(*paths) -> str:
-    """The sha256 of these files' bytes, one file after the other."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as file:
-            hashlib.file_digest(file, lambda: digest)
-    return digest.hexdigest()
 
 
 def last_cause(error: BaseException) -> BaseException:

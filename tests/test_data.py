@@ -22,6 +22,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import requests
+import torch
 
 import checkpoint
 import data
@@ -386,6 +387,110 @@ def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file,
     with pytest.raises(ValueError) as error:
         data.TokenDataset(tmp_path, "train", 4)
     assert all(word in str(error.value) for word in [file, *words.split()])
+
+
+def test_shards_of_equal_names_and_sizes_are_told_apart_by_their_tokens(tmp_path):
+    """Without meta.json: two folders with another token at the start, in the middle or at the end
+    of one of two shards are not the same text, and a copy is."""
+    tokens = np.random.default_rng(0).integers(50257, size=1_000_000)
+    fingerprints = set()
+    for number, at in enumerate([None, None, 0, 3 * 10 ** 5, -1]):
+        folder = tmp_path / str(number)
+        changed = tokens.copy()
+        if at is not None:          # other text of the same length
+            changed[at:at + 200_000 if at > 0 else None] = 7
+        dataset(folder, dict(train_0=range(9), train_1=changed, val_0=range(9)))
+        (folder / "meta.json").unlink()
+        fingerprints |= set(data.TokenDataset(folder, "train", 4).sources)
+    assert len(fingerprints) == 4
+    with pytest.raises(ValueError, match="hold the same text"):
+        data.TokenDataset(f"{tmp_path / '0'}=1,{tmp_path / '1'}=1", "train", 4)
+    assert len(data.TokenDataset(f"{tmp_path / '0'}=1,{tmp_path / '2'}=1", "train", 4).sources) == 2
+
+
+def test_a_run_notices_other_shards_and_goes_on_from_a_file_with_the_older_fingerprint(
+        run_train, tmp_path):
+    """The older one is of names and sizes: the run goes on, says so, and its next checkpoints have
+    the new one. On a folder of other tokens of the same sizes they are refused."""
+    keys = []
+    for name, first in (("a", 0), ("b", 1)):
+        dataset(tmp_path / name, dict(train_0=range(first, first + 200), val_0=range(9)))
+        (tmp_path / name / "meta.json").unlink()
+        keys.append(next(iter(data.TokenDataset(tmp_path / name, "train", 4).sources)))
+    out = tmp_path / "out"
+    flags = ["--out", out, "--n-layer", 1, "--n-head", 1, "--n-embd", 8, "--seq-len", 4,
+             "--batch-size", 4, "--eval-every", 0]
+    assert run_train("--data", tmp_path / "a", *flags, "--steps", 2)[0] == 0
+    status, _, error = run_train("--data", tmp_path / "b", *flags, "--steps", 4)
+    assert status == 2 and "was trained on" in error
+    state = torch.load(out / "step_00000002.pt")
+    assert state["data"] == [[0, {keys[0]: 1}]]
+    sizes = [(name, os.stat(tmp_path / "a" / name).st_size)
+             for name in ("train_0.bin", "val_0.bin")]
+    state["data"] = [[0, {hashlib.sha256(repr(sizes).encode()).hexdigest(): 1}]]
+    for file in out.glob("*.pt"):
+        file.unlink()
+    torch.save(state, out / "step_00000002.pt")
+    status, told, error = run_train("--data", tmp_path / "a", *flags, "--steps", 4)
+    assert status == 0 and "told shards without meta.json apart by names and sizes" in error
+    assert "resume" in told and "data" not in re.search("resume.*", told)[0].partition(",")[2]
+    assert saved(out, 4)["data"] == [[0, {keys[0]: 1}]]
+    assert run_train("--data", tmp_path / "b", *flags, "--steps", 6)[0] == 2
+
+
+def test_a_shard_that_meta_json_counts_and_is_missing_is_told(tmp_path):
+    (tmp_path / "a.txt").write_text("some words\n" * 500)
+    data.prepare([tmp_path / "a.txt"], tmp_path / "d", "bytes", shard_tokens=2000)
+    whole = data.TokenDataset(tmp_path / "d", "train", 4)
+    (tmp_path / "d/train_000001.bin").rename(tmp_path / "1.bin")
+    with pytest.raises(ValueError, match=f"3,226 train .* says {whole.n_tokens:,}: a shard is mis"):
+        data.TokenDataset(tmp_path / "d", "train", 4)
+
+
+def test_more_shards_than_open_files_are_read(tmp_path):
+    """1,100 shards where a process may have 256 open files: each window of an epoch is read, in
+    the order of the run, and other files can be opened. The check reads all of them."""
+    for number in range(1100):
+        (tmp_path / f"fineweb_train_{number:06d}.bin").write_bytes(shard(range(number, number + 9)))
+    (tmp_path / "program.py").write_text("""
+import resource, sys, data
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+made = data.TokenDataset(sys.argv[1], "train", 4)
+made.check(0, 1)
+ids = made.window_ids(1, 0, made.n_windows)
+tokens = made.tokens_of(ids)
+assert (tokens[:, 0] == ids // 2 + ids % 2 * 4).all()
+files = [open(sys.argv[0]) for _ in range(64)]
+print(len(ids), len(made.shards.mapped))
+""")
+    assert Command(tmp_path / "program.py", tmp_path).finish() == (0, "2200 64\n", "")
+
+
+@pytest.mark.parametrize("content, words", [
+    (shard(range(20), magic=20240801, version=7), "20240801 Llama 3 32 bits not read here yet"),
+    (b"\x93NUMPY\x01\x00v\x00{'descr': '<u2'}" * 9, "NumPy"), (b"\x1f\x8b\x08\x00" * 9, "gunzip"),
+    (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
+    (b"<!DOCTYPE html><html>", "web page download it again"),
+    (np.arange(1000, dtype="<u2").tobytes(), "no header nanoGPT")])
+def test_what_is_no_shard_is_called_by_its_name(tmp_path, content, words):
+    """Files of others with the name of a shard: the message says what the file is, and what to
+    do."""
+    (tmp_path / "train.bin").write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        data.TokenDataset(tmp_path, "train", 4)
+    assert all(word in str(error.value) for word in ["train.bin", *words.split(), "--input FILE"])
+    (tmp_path / "train.bin").rename(tmp_path / "text_document.bin")
+    with pytest.raises(FileNotFoundError, match="no train shards .in the name of text_document.bi"):
+        data.TokenDataset(tmp_path, "train", 4)
+    with pytest.raises(FileNotFoundError, match="is a file, and shards are in a folder"):
+        data.TokenDataset(tmp_path / "text_document.bin", "train", 4)
+
+
+def test_tokens_of_megatron_are_called_so(tmp_path):
+    (tmp_path / "train.bin").write_bytes(np.arange(1000, dtype="<u2").tobytes())
+    (tmp_path / "train.idx").write_bytes(b"MMIDIDX\x00\x00")
+    with pytest.raises(ValueError, match="Megatron-LM's tokens, as the .idx beside it says"):
+        data.TokenDataset(tmp_path, "train", 4)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("{")])
