@@ -5,11 +5,13 @@
                                                                      DIR/val_000000.bin, meta.json
     DIR/*.bin --memmap--> windows of T+1 tokens --permute--> batches (B, T+1), of several DIRs mixed
 
-A document is a .txt file, or the field "text" of a line of .jsonl. The token <|endoftext|> stands
-before each document; the same characters inside a text are ordinary text. A shard is llm.c's:
+A document is a .txt file, or the field "text" of a line of .jsonl; lines of <|endoftext|> cut a
+.txt into several. The token <|endoftext|> stands before each document; the same characters
+elsewhere in a text are ordinary text. A shard is llm.c's:
 int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then uint16 (n,): the tokens.
 - Memory is bounded: 24 bytes are kept for each document, and a line of .jsonl is read as a whole.
-- The split is a function of (seed, text of the document): about 5% of the documents validate. With
+- The split is a function of (seed, text of the document): about 5% of the documents validate. If
+  these hold more than a quarter of the text, each gives only its end, together 5% of all. With
   fewer than 20 documents, each gives its last 5%. Of equal documents the first is kept.
 - Sequence number s of a training run is a function of (seed, s) alone.
 
@@ -25,19 +27,24 @@ import math
 import os
 import re
 import shlex
+import signal
 import sys
-import tempfile
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from runtime.commandline import Parser
-from runtime.corpora import (BLOCK, DOWNLOADS, EOT, FINEWEB_SHARDS, HUB, download, find_files,
-                             last_cause, progress, read_documents, read_url, standard_library)
-from runtime.files import most_open_files, sha256_of, sha256_of_samples, what_it_is
+from runtime.corpora import (BLOCK, DOWNLOADS, EOT, FINEWEB_SHARDS, HUB, NotText, check_problems,
+                             download, last_cause, progress, read_documents, read_url,
+                             standard_library)
+from runtime.files import (change_of, check_writable, explain, is_failure, most_open_files, named,
+                           new_folder, sha256_of, sha256_of_samples, what_it_is)
+from runtime.inputs import find_files
+from runtime.inputs import note as tell
 from runtime.other_names import DATA_ADVICE
 
 SPLITS = ("train", "val")
@@ -75,7 +82,8 @@ def append_tokens(directory: Path, split: str, tokens, written: int, shard_token
     while len(tokens) > 0:
         number, position = divmod(written, shard_tokens)
         part = tokens[:shard_tokens - position]
-        with open(directory / f"{split}_{number:06d}.bin", "r+b" if position else "wb") as file:
+        path = directory / f"{split}_{number:06d}.bin"
+        with named(path), open(path, "r+b" if position else "wb") as file:
             file.write(np.array([MAGIC, VERSION, position + len(part)], "<i4"))
             file.seek(HEADER_BYTES + 2 * position)      # the bytes in between read as zeros
             file.write(part)
@@ -512,6 +520,8 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
     too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
     run may be training on."""
     encoding = get_tokenizer(tokenizer)
+    check_writable(out)
+    before = [change_of(path) for path in files]
     digest, cuts, size, counts = index_documents(files, seed)
     source = f"{digest}, {tokenizer}, {shard_tokens}"
     meta_path = out / "meta.json"
@@ -520,8 +530,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
         raise ValueError(f"{held[0]} was made of other text, with other flags or by another "
                          f"program: give another --out, or remove the shards and meta.json")
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=out) as folder:
-        folder = Path(folder)
+    with new_folder(out) as folder:
         tokens = dict.fromkeys(SPLITS, 0)
         text_bytes = dict.fromkeys(SPLITS, 0)
         note = progress("tokenising", size)
@@ -530,18 +539,22 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
             tokens[split] += len(encoded)
             text_bytes[split] += job_bytes
             note(job_bytes)
+        for path, change in zip(files, before):
+            if change_of(path) != change:
+                raise ValueError(f"{path} changed while it was read: run data.py again")
         if sum(text_bytes.values()) != size:
             raise ValueError("the input changed while it was read: run data.py again")
         # The fingerprint covers the headers, too: windows do not cross the end of a shard.
         meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
                     text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
                     fingerprint=sha256_of(*sorted(folder.iterdir())), source=source, **counts)
-        # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
-        meta_path.write_text(json.dumps(dict(source=source)))
-        for path in folder.iterdir():
-            os.replace(path, out / path.name)
-        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        os.replace(folder / "meta.json", meta_path)
+        with named(meta_path):
+            # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
+            meta_path.write_text(json.dumps(dict(source=source)))
+            for path in folder.iterdir():
+                os.replace(path, out / path.name)
+            (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+            os.replace(folder / "meta.json", meta_path)
     return meta
 
 
@@ -550,43 +563,71 @@ def index_documents(files, seed: int):
 
     Returns (digest of all, cuts, bytes that are kept, numbers of documents). cuts, int64
     (documents,): the number of bytes of each that train; the rest validates. A cut of -1 drops a
-    document without text, or a duplicate.
+    document without text, a duplicate, or one that cannot be read.
     """
     note = progress("reading")
     salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
     table = bytearray()
+    problems = []
+    marks = 0                               # <|endoftext|> as ordinary text
     for path in files:
         for blocks in read_documents(path):
             digest = hashlib.blake2b(digest_size=16, salt=salt)
             size = 0
             has_text = False
             for text in blocks:
+                if isinstance(text, NotText):
+                    problems.append(text)
+                    check_problems(problems, len(table) // 24 + 1)
+                    has_text = False
+                    break
                 raw = text.encode()
                 digest.update(raw)
                 size += len(raw)
                 has_text = has_text or not text.isspace()
+                marks += text.count(EOT)
                 note(len(raw))
             table += digest.digest() + (size if has_text else 0).to_bytes(8, "little")
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
+    check_problems(problems, len(table), at_end=True)
+    if marks > 0:
+        tell(f"{EOT} stands {marks:,} times within a line or a field, where it is ordinary text: "
+             f"in a .txt, a line of its own ends a document")
     has_text = table["size"] > 0
     _, first = np.unique(table["digest"], return_index=True)
     kept = first[has_text[first]]
     sizes = table["size"][kept]
-    if len(kept) >= VAL_ONE_IN:
-        score = table["digest"][kept].view("<u8")[::2]      # the first 8 of the 16 bytes
-        validates = score < 2**64 // VAL_ONE_IN
-        validates[score.argmin()] = True                    # both splits receive documents
-        validates[score.argmax()] = False
-        train_sizes = np.where(validates, 0, sizes)
-    else:
-        train_sizes = sizes - np.maximum(sizes // VAL_ONE_IN, 1)
-        if train_sizes.max(initial=0) < 4:                  # bytes of the longest character
-            raise ValueError("the input holds no text, or less than 5 bytes: give it more")
+    train_sizes, is_cut = choose_split(table["digest"][kept], sizes)
     cuts = np.full(len(table), -1)
     cuts[kept] = train_sizes
     skipped = len(table) - int(has_text.sum())
-    counts = dict(documents=len(kept), skipped=skipped, duplicates=len(table) - skipped - len(kept))
-    return hashlib.sha256(table).hexdigest(), cuts, int(sizes.sum()), counts
+    counts = dict(documents=len(kept), skipped=skipped - len(problems),
+                  duplicates=len(table) - skipped - len(kept))
+    if problems:
+        counts["unreadable"] = len(problems)
+    digest = hashlib.sha256(table)
+    if is_cut:                  # earlier versions made other shards of this text
+        digest.update(b"cut")
+    return digest.hexdigest(), cuts, int(sizes.sum()), counts
+
+
+def choose_split(digests, sizes):
+    """(bytes of each document that train, whether a rule against long documents holds)."""
+    if len(sizes) < VAL_ONE_IN:
+        train_sizes = sizes - np.maximum(sizes // VAL_ONE_IN, 1)
+        if train_sizes.max(initial=0) < 4:                  # bytes of the longest character
+            raise ValueError("the input holds no text, or less than 5 bytes: give it more")
+        return train_sizes, False
+    score = digests.view("<u8")[::2]                        # the first 8 of the 16 bytes
+    validates = score < 2**64 // VAL_ONE_IN
+    validates[score.argmin()] = True                        # both splits receive documents
+    validates[score.argmax()] = False
+    most = int(sizes.sum()) // VAL_ONE_IN
+    drawn = int(sizes[validates].sum())
+    if drawn <= 5 * most:
+        return np.where(validates, 0, sizes), False
+    shares = np.maximum(sizes * (most / drawn), 1).astype(np.int64)
+    return np.where(validates, sizes - shares, sizes), True
 
 
 # A text cut here and encoded in parts gives the tokens of the whole: before a space or newline that
@@ -602,6 +643,8 @@ def split_document(blocks, cut: int):
     without such a place, which is not prose, is cut anywhere and may take a few tokens more."""
     rest = {}
     for block in blocks:
+        if isinstance(block, NotText):      # pass 1 could read it
+            raise block
         raw = block.encode()
         head = raw[:max(cut, 0)].decode(errors="ignore")
         cut -= len(raw)
@@ -707,6 +750,10 @@ def print_summary(out: Path, meta: dict) -> None:
               "text skipped".format(**meta), end="; ")
     tokens = meta["tokens"]
     print(f"{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on.")
+    share = tokens["val"] / (tokens["train"] + tokens["val"])
+    if "documents" in meta and not 0.01 <= share <= 0.2:
+        print(f"note: {share:.2%} of the tokens validate, not about 5%, because the documents "
+              f"differ much in length: another --seed draws others")
     if min(tokens.values()) < SEQ_LEN + 1:
         print(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or use the "
               f"shorter windows below.")
@@ -715,29 +762,68 @@ def print_summary(out: Path, meta: dict) -> None:
     print(f"python train.py{flags}\ntorchrun --nproc_per_node=8 train.py{flags} --tp 2 --pp 2")
 
 
-def main(argv=None) -> int:
-    args = parse_flags(sys.argv[1:] if argv is None else argv)
+@contextmanager
+def signals_stop():
+    """SIGTERM and the end of a terminal stop this block as Ctrl-C does; more of them do not stop
+    what it does at its end."""
+    def stop(number, frame):
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
+               if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers
+              if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def make(args) -> dict:
+    """Download or find the text and make the shards. Returns what meta.json says."""
     url, sha256, suffix = DOWNLOADS.get(args.dataset, ("", None, ""))
     url = url.replace(HUB, os.environ.get("HF_ENDPOINT", HUB))
+    if args.input:
+        files = find_files(args.input)
+    elif args.dataset == "python":
+        files = standard_library()
+    elif args.dataset == "fineweb":
+        return fetch_shards(url, args.out, args.shards)
+    else:
+        files = [args.out / "raw" / (args.dataset + suffix)]
+        download(url, files[0], sha256)
+    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens)
+
+
+def main(argv=None) -> int:
+    args = parse_flags(sys.argv[1:] if argv is None else argv)
     try:
-        if args.input:
-            files = find_files(args.input)
-        elif args.dataset == "python":
-            files = standard_library()
-        elif args.dataset != "fineweb":
-            files = [args.out / "raw" / (args.dataset + suffix)]
-            download(url, files[0], sha256)
-        if args.dataset == "fineweb":
-            meta = fetch_shards(url, args.out, args.shards)
-        else:
-            meta = prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens)
+        with signals_stop():
+            meta = make(args)
     except KeyboardInterrupt:
-        print("data.py: stopped: run it again, and a download continues", file=sys.stderr)
+        print("data.py: stopped: the same command continues a download, and makes the shards from "
+              "the beginning", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
-        print(f"data.py: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ConnectionError) else 2
-    print_summary(args.out, meta)
+        print(f"data.py: {explain(error)}", file=sys.stderr)
+        return 1 if is_failure(error) else 2
+    try:
+        if sys.stdout is not None and sys.stdout.errors == "strict":    # a name in a poor console
+            sys.stdout.reconfigure(errors="backslashreplace")
+        print_summary(args.out, meta)
+        print(end="", flush=True)
+    except OSError as error:
+        # Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"data.py: the shards are in {args.out}, but standard output cannot be written: "
+                  f"{error.strerror}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -1,6 +1,9 @@
 """Files: what one is, whether two are the same, and the path in an error. data.py calls it."""
 import errno
 import hashlib
+import os
+import shutil
+import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -87,6 +90,7 @@ def named(path):
         raise
 
 
+FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 SYSTEM_ADVICE = {
     errno.ENOSPC: "free some space there, or give another --out",
     errno.EDQUOT: "free some of your quota there, or give another --out",
@@ -96,6 +100,8 @@ SYSTEM_ADVICE = {
     errno.EPERM: "give another path, or change who may use it",
     errno.EIO: "the disk fails: copy the file elsewhere and read it there",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOENT: "give another path",
+    errno.ELOOP: "these links lead to each other: give another path",
     errno.ENAMETOOLONG: "give a shorter name",
     errno.ENOTDIR: "a part of this path is a file: give another",
     errno.EEXIST: "it is a file: give another path"}
@@ -108,3 +114,58 @@ def explain(error: Exception) -> str:
     path = error.filename2 if error.filename2 is not None else error.filename
     advice = SYSTEM_ADVICE.get(error.errno)
     return f"{path}: {error.strerror}" + (f": {advice}" if advice else "")
+
+
+def is_failure(error: Exception) -> bool:
+    """Whether it is no mistake of the user: exit status 1, not 2."""
+    return isinstance(error, ConnectionError) or getattr(error, "errno", None) in FAILURES
+
+
+# ---- Writing ---------------------------------------------------------------------------------
+
+def change_of(path: Path) -> tuple[int, int]:
+    """The size of a file and the time of its last change, in nanoseconds."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def check_writable(folder: Path) -> None:
+    """Raise an OSError if this folder, or the first of its parents that exists, cannot be
+    written."""
+    exists = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(exists, os.W_OK):
+        raise PermissionError(errno.EACCES, "it cannot be written", str(exists))
+
+
+@contextmanager
+def new_folder(out: Path):
+    """A new folder in `out`, which is removed at the end. A process that is killed leaves it there:
+    the next one removes it, unless a process holds its lock."""
+    for left in out.glob(".new-*"):
+        lock = lock_folder(left)
+        if lock is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=out) as folder:
+        lock = lock_folder(folder)
+        try:
+            yield Path(folder)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def lock_folder(folder) -> int | None:
+    """The descriptor that holds a folder's lock until it is closed. None if another process holds
+    it, or where folders have no locks (Windows, some network drives)."""
+    try:
+        import fcntl
+        lock = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock

@@ -293,7 +293,8 @@ sys.exit(data.main())
 """)
     flags = ["--input", tmp_path / "a.txt", "--out", tmp_path / "d", "--tokenizer", "bytes"]
     assert Command(tmp_path / "wrapper.py", *flags).finish() == (
-        1, "", "data.py: stopped: run it again, and a download continues\n")
+        1, "", "data.py: stopped: the same command continues a download, and makes the shards from "
+               "the beginning\n")
     assert names_in(tmp_path / "d") == []
     assert Command("data.py", *flags).finish()[0] == 0
     assert data.TokenDataset(tmp_path / "d", "train", 16).n_windows > 0
