@@ -721,7 +721,12 @@ def parse_flags(arguments) -> argparse.Namespace:
     add("--seed", type=int, default=0, metavar="N", help="of the validation split (default 0)")
     add("--shard-tokens", type=int, default=10**8, metavar="N", help="per shard (default 100M)")
     add("--shards", type=int, default=1, metavar="N", help="of fineweb, each of 100M (default 1)")
+    parser.add_argument("unnamed", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    if args.unnamed and args.unnamed[0] in ("python", *DOWNLOADS):
+        parser.error(f"give --dataset {args.unnamed[0]}")
+    if args.unnamed:
+        parser.error(f"text is given by --input: give --input {shlex.join(args.unnamed)} --out DIR")
     if not 0 <= args.seed < 2**63 or not 1024 <= args.shard_tokens < 2**31:
         parser.error("--seed must be 0 to 2^63 - 1, --shard-tokens 1024 to 2^31 - 1")
     if args.out is None:

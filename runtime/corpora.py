@@ -26,6 +26,7 @@ from runtime.inputs import note
 EOT = "<|endoftext|>"
 BLOCK = 1 << 18             # characters or bytes read at once, and characters encoded at once
 MOST_NOT_TEXT = 1000        # one document in so many may be left out
+LFS_POINTER = "version https://git-lfs"
 
 
 class NotText(ValueError):
@@ -70,21 +71,19 @@ def read_documents(path: Path):
 
 def read_blocks(path: Path, file, encoding: str):
     """Yield the text of a file by blocks, with its line ends."""
-    wrapped = io.TextIOWrapper(file, encoding, newline="")
-    try:
-        while block := wrapped.read(BLOCK):
-            if block.count("\0") > len(block) // 50:
-                yield NotText(f"{path} is not UTF-8 text: {guess(path, block.encode())}")
-                return
-            if block.startswith("version https://git-lfs"):
-                yield NotText(f"{path}: {what_it_is(path)}")
-                return
-            yield block
-    except UnicodeDecodeError as error:     # error.object are the bytes that were read last
-        offset = file.tell() - len(error.object) + error.start
-        kind = what_it_is(path) or guess(path, error.object)
-        yield NotText(f"{path} is not {encoding.upper()} text, see byte {offset} "
-                      f"(0x{error.object[error.start]:02x}): {kind}")
+    with io.TextIOWrapper(file, encoding, newline="") as wrapped:
+        try:
+            while block := wrapped.read(BLOCK):
+                if block.count("\0") > len(block) // 50 or block.startswith(LFS_POINTER):
+                    kind = what_it_is(path) or guess(path, block.encode())
+                    yield NotText(f"{path} is not {encoding.upper()} text: {kind}")
+                    return
+                yield block
+        except UnicodeDecodeError as error:     # error.object are the bytes that were read last
+            offset = file.tell() - len(error.object) + error.start
+            kind = what_it_is(path) or guess(path, error.object)
+            yield NotText(f"{path} is not {encoding.upper()} text, see byte {offset} "
+                          f"(0x{error.object[error.start]:02x}): {kind}")
 
 
 def guess(path: Path, raw: bytes) -> str:
@@ -158,9 +157,7 @@ def read_stories(path: Path, file):
 
 def read_lines(path: Path, file, encoding: str):
     """Yield the documents of a .jsonl file."""
-    lines = file
-    if encoding != "utf-8":
-        lines = (line.encode() for line in io.TextIOWrapper(file, encoding, newline="\n"))
+    lines = file if encoding == "utf-8" else recode(file, encoding)
     try:
         is_first = True
         for number, line in enumerate(lines, 1):
@@ -175,10 +172,17 @@ def read_lines(path: Path, file, encoding: str):
                          f"off: copy it again") from None
 
 
+def recode(file, encoding: str):
+    """Yield the lines of a file in UTF-8."""
+    with io.TextIOWrapper(file, encoding, newline="\n") as wrapped:
+        for line in wrapped:
+            yield line.encode()
+
+
 def check_first_line(path: Path, line: bytes) -> None:
     """Raise ValueError if a .jsonl file is something else."""
     name = shlex.quote(str(path))
-    if line.count(0) > len(line) // 50 or line.startswith(b"version https://git-lfs"):
+    if line.count(0) > len(line) // 50 or line.startswith(LFS_POINTER.encode()):
         kind = what_it_is(path) or guess(path, line)
         raise ValueError(f"{path} is not UTF-8 text: {kind}")
     if line.startswith(b"["):

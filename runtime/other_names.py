@@ -96,14 +96,12 @@ DATA_ADVICE = {     # for data.py: of nanoGPT, and of Megatron-LM's preprocess_d
     "output-prefix output-dir output-path save-dir": "give --out DIR",
     "data text file input-file input-dir train-file data-dir dataset-path":
         "give --input FILE ... --out DIR, or --dataset NAME",
-    "python shakespeare tinystories fineweb": "give --dataset and this name",
     "tokenizer-type vocab-file": "give --tokenizer gpt2",
     "json-keys": "leave it out: a line's text is in the field \"text\"",
     "workers append-eod": "leave it out: it is always so",
     "num-workers num-proc": "leave it out: it takes all cores",
     "val-fraction val-split val-ratio test-size split":
-        "leave it out: about 5% of the documents validate (--seed draws others)",
-    "[!-]*": "give text by --input FILE ... --out DIR"}      # not a flag: a file
+        "leave it out: about 5% of the documents validate (--seed draws others)"}
 
 SAMPLE_NAMES = {"max-tokens": "max-new-tokens"}         # of sample.py's flags, in nanoGPT
 SAMPLE_ADVICE = {   # for sample.py

@@ -53,7 +53,7 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
 
 
 @pytest.mark.parametrize("flags, content, words", [
-    ("none.txt", None, "none.txt No such file"), ("nofolder", None, "nofolder No such"),
+    ("none.txt", None, "there is no file or folder none.txt\n"), ("nofolder", None, "is no file"),
     ("empty.txt", b"", "no text"), ("--shard_toks 9", None, "mean --shard-tokens?"),
     ("--shard_tokens 9", None, "--shard-tokens 1024"), ("--nonsense", None, "--nonsense --help"),
     (".", None, "only .txt .jsonl"), ("data.csv", b"a,b\n", "data.csv .txt .jsonl"),
