@@ -752,7 +752,10 @@ def print_summary(out: Path, meta: dict) -> None:
         flags = f" --data {shlex.quote(out.as_posix())} --out {shlex.quote(f'out/{out.name}')}"
     if "documents" in meta:
         print("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} without "
-              "text skipped".format(**meta), end="; ")
+              "text skipped".format(**meta), end="")
+        if "unreadable" in meta:
+            print(f", {meta['unreadable']:,} unreadable left out", end="")
+        print(end="; ")
     tokens = meta["tokens"]
     print(f"{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on.")
     share = tokens["val"] / (tokens["train"] + tokens["val"])

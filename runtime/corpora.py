@@ -25,6 +25,7 @@ from runtime.inputs import note
 
 EOT = "<|endoftext|>"
 BLOCK = 1 << 18             # characters or bytes read at once, and characters encoded at once
+MOST_HELD = 1 << 16         # white space that is held back until more text comes
 MOST_NOT_TEXT = 1000        # one document in so many may be left out
 LFS_POINTER = "version https://git-lfs"
 
@@ -89,14 +90,16 @@ def read_blocks(path: Path, file, encoding: str):
 def guess(path: Path, raw: bytes) -> str:
     """What a file probably is of which these bytes are not UTF-8, and what to do."""
     odd, even = raw[1::2].count(0), raw[::2].count(0)
-    encoding = "WINDOWS-1252"
-    problem = ""
-    if odd + even > len(raw) // 50:
-        encoding = "UTF-16LE" if odd > even else "UTF-16BE"
-        if 2 * min(odd, even) > max(odd, even):
-            if 2 * (odd + even) < len(raw):
-                return f"{(odd + even) / len(raw):.0%} of it are NUL bytes: leave it out"
+    if odd + even <= len(raw) // 50:
+        encoding = "WINDOWS-1252"
+        problem = ""
+    else:
+        if odd + even > len(raw) // 2 and min(odd, even) > len(raw) // 8:
             encoding = "UTF-32"
+        elif 2 * min(odd, even) > max(odd, even):
+            return f"{(odd + even) / len(raw):.0%} of it are NUL bytes: leave it out"
+        else:
+            encoding = "UTF-16LE" if odd > even else "UTF-16BE"
         problem = f"it looks like {encoding} without a byte-order mark: "
     return (f"{problem}convert it, as by iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > "
             f"NEW{path.suffix}, or leave it out")
@@ -125,7 +128,7 @@ def cut_at_eot(blocks):
         if starts and number > 0:
             text = "\n" + text.lstrip()
         end = end_of_text(text)
-        if len(text) - end > BLOCK:         # much white space: memory is bounded
+        if len(text) - end > MOST_HELD:
             end = len(text)
         if end > 0:
             yield number, text[int(starts):end]
