@@ -585,7 +585,8 @@ def index_documents(files, seed: int):
                 digest.update(raw)
                 size += len(raw)
                 has_text = has_text or not text.isspace()
-                marks += text.count(EOT)
+                if "|" in text:             # is found 40 times faster
+                    marks += text.count(EOT)
                 note(len(raw))
             table += digest.digest() + (size if has_text else 0).to_bytes(8, "little")
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])

@@ -75,7 +75,8 @@ def read_blocks(path: Path, file, encoding: str):
     with io.TextIOWrapper(file, encoding, newline="") as wrapped:
         try:
             while block := wrapped.read(BLOCK):
-                if block.count("\0") > len(block) // 50 or block.startswith(LFS_POINTER):
+                is_binary = "\0" in block and block.count("\0") > len(block) // 50
+                if is_binary or block.startswith(LFS_POINTER):
                     kind = what_it_is(path) or guess(path, block.encode())
                     yield NotText(f"{path} is not {encoding.upper()} text: {kind}")
                     return
@@ -116,7 +117,7 @@ def cut_at_eot(blocks):
             yield number, block
             return
         text = held + block
-        if EOT in text:
+        if "|" in text and EOT in text:     # one character is found 40 times faster
             *whole, text = EOT_LINE.split(text)
             for part in whole:
                 part = part.removeprefix("\n") if starts else part
@@ -169,7 +170,12 @@ def read_lines(path: Path, file, encoding: str):
             if is_first:
                 check_first_line(path, line.strip())
                 is_first = False
-            yield [text_of(line, f"{path} line {number}")]
+            try:
+                text = json.loads(line)["text"].removeprefix("\ufeff")
+                text.encode()       # refuses half a surrogate pair
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                text = NotText(f"{path} line {number}{why_no_text(line)}")
+            yield [text]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not {encoding.upper()} text ({error.reason}): it may be cut "
                          f"off: copy it again") from None
@@ -199,30 +205,27 @@ def check_first_line(path: Path, line: bytes) -> None:
                              f"whole one: jq -c . {name} > NEW.jsonl makes a .jsonl of it, unless "
                              f"it is cut off") from None
     except (ValueError, RecursionError):
-        pass                    # text_of says it
+        pass                    # why_no_text says it
 
 
 JSON_NAMES = {type(None): "null", bool: "true or false", int: "a number", float: "a number",
               list: "an array", dict: "an object", str: "a string"}
 
 
-def text_of(line: bytes, place: str):
-    """The text of a line of .jsonl, or a NotText."""
+def why_no_text(line: bytes) -> str:
+    """What is wrong with a line of .jsonl, after its place."""
     try:
         value = json.loads(line)
-        if not isinstance(value, dict):
-            return NotText(f'{place} is {JSON_NAMES[type(value)]}, not an object with a string '
-                           f'"text"')
-        text = value["text"]
-        if not isinstance(text, str):
-            return NotText(f'{place}: "text" is {JSON_NAMES[type(text)]}, not a string')
-        text.encode()           # refuses half a surrogate pair
-    except KeyError:
-        names = ", ".join(f'"{name}"' for name in list(value)[:5]) or "no field"
-        return NotText(f'{place} has no field "text", but {names}: rename the one with the text')
     except (ValueError, RecursionError) as error:
-        return NotText(f'{place} is not JSON with a string "text": {error}')
-    return text.removeprefix("\ufeff")
+        return f' is not JSON with a string "text": {error}'
+    if not isinstance(value, dict):
+        return f' is {JSON_NAMES[type(value)]}, not an object with a string "text"'
+    if "text" not in value:
+        names = ", ".join(f'"{name}"' for name in list(value)[:5]) or "no field"
+        return f' has no field "text", but {names}: rename the one with the text'
+    if not isinstance(value["text"], str):
+        return f': "text" is {JSON_NAMES[type(value["text"])]}, not a string'
+    return ': "text" has half a surrogate pair, which is no character: correct the line'
 
 
 def check_problems(problems: list[NotText], documents: int, at_end=False) -> None:
