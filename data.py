@@ -27,11 +27,9 @@ import math
 import os
 import re
 import shlex
-import signal
 import sys
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +40,7 @@ from runtime.corpora import (BLOCK, DOWNLOADS, EOT, FINEWEB_SHARDS, HUB, NotText
                              download, last_cause, progress, read_documents, read_url,
                              standard_library)
 from runtime.files import (change_of, check_writable, explain, is_failure, most_open_files, named,
-                           new_folder, sha256_of, sha256_of_samples, what_it_is)
+                           new_folder, sha256_of, sha256_of_samples, signals_stop, what_it_is)
 from runtime.inputs import find_files
 from runtime.inputs import note as tell
 from runtime.other_names import DATA_ADVICE
@@ -115,16 +113,15 @@ def find_shards(directory: Path, split: str) -> list[Path]:
     shards = sorted(path for path in directory.glob("*.bin")
                     if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name))
     if not shards:
-        problem = f"has no {split} shards"
+        problem = f"has no {split} shards" if directory.exists() else "does not exist"
         others = sorted(path.name for path in directory.glob("*.bin"))
+        hint = ""
         if directory.is_file():
-            problem = "is a file, and shards are in a folder"
-        elif not directory.exists():
-            problem = "does not exist"
+            hint = " (this is a file)"
         elif others:
-            problem += f" (in the name of {others[0]}, {split} is no word)"
+            hint = f" (the name {others[0]} has no word {split})"
         raise FileNotFoundError(
-            f"{directory} {problem}: give a directory that data.py has made: {DEFAULT_OUT} by "
+            f"{directory} {problem}: give a directory that data.py has made{hint}: {DEFAULT_OUT} by "
             f"`python data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR")
     return shards
 
@@ -471,6 +468,10 @@ def batch_size_at(config, sequences_trained: int) -> int:
     return sizes[min(sequences_trained, ramp) * (len(sizes) - 1) // ramp]
 
 
+def divide_up(n: int, divisor: int) -> int:
+    return (n + divisor - 1) // divisor
+
+
 def equal_steps(config, sequences_trained: int):
     """Yield (batch size, number of steps that have it) from here on, without an end: a ramp has few
     sizes, however many steps a run has."""
@@ -478,8 +479,8 @@ def equal_steps(config, sequences_trained: int):
     increments = len(sizes) - 1
     while sequences_trained < ramp and increments > 0:
         size = batch_size_at(config, sequences_trained)
-        next_size_from = -(-(sizes.index(size) + 1) * ramp // increments)       # rounded up
-        steps = -(-(next_size_from - sequences_trained) // size)
+        next_size_from = divide_up((sizes.index(size) + 1) * ramp, increments)
+        steps = divide_up(next_size_from - sequences_trained, size)
         yield size, steps
         sequences_trained += steps * size
     yield sizes[-1], math.inf
@@ -505,7 +506,7 @@ def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
     epoch = sum(source.n_windows for source in data.sources.values() if source.weight > 0)
     left = config.epochs * epoch - sequences_trained
     for size, most in equal_steps(config, sequences_trained):
-        count = min(max(-(-left // size), 0), most)
+        count = min(max(divide_up(left, size), 0), most)
         step += count
         left -= count * size
         if left <= 0:
@@ -769,28 +770,6 @@ def print_summary(out: Path, meta: dict) -> None:
         flags += f" --seq-len {min(tokens.values()) - 1}"
     print("Now train, in one process or in eight:")
     print(f"python train.py{flags}\ntorchrun --nproc_per_node=8 train.py{flags} --tp 2 --pp 2")
-
-
-@contextmanager
-def signals_stop():
-    """SIGTERM and the end of a terminal stop this block as Ctrl-C does; more of them do not stop
-    what it does at its end."""
-    def stop(number, frame):
-        for other in before:
-            signal.signal(other, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
-               if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in numbers
-              if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)}
-    for number in before:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def make(args) -> dict:

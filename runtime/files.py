@@ -1,8 +1,10 @@
-"""Files: what one is, whether two are the same, and the path in an error. data.py calls it."""
+"""Files: what one is, whether two are the same, the path in an error, and what a process that is
+stopped leaves. data.py calls it."""
 import errno
 import hashlib
 import os
 import shutil
+import signal
 import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -121,7 +123,7 @@ def is_failure(error: Exception) -> bool:
     return isinstance(error, ConnectionError) or getattr(error, "errno", None) in FAILURES
 
 
-# ---- Writing ---------------------------------------------------------------------------------
+# ---- Writing, and stopping -------------------------------------------------------------------
 
 def change_of(path: Path) -> tuple[int, int]:
     """The size of a file and the time of its last change, in nanoseconds."""
@@ -169,3 +171,25 @@ def lock_folder(folder) -> int | None:
         os.close(lock)
         return None
     return lock
+
+
+@contextmanager
+def signals_stop():
+    """SIGTERM and the end of a terminal stop this block as Ctrl-C does; more of them do not stop
+    what it does at its end."""
+    def stop(number, frame):
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
+               if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers
+              if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -107,7 +107,9 @@ def walk(top: Path) -> dict[str, Path]:
     links = []              # to files: behind the files themselves, which give the names
     skipped = Counter()
     first = {}              # {kind: the first that is skipped}
-    folders, linked_folders, seen = [str(top)], [], set()
+    folders = [str(top)]
+    linked_folders = []     # behind the others
+    seen = set()
     while folders or linked_folders:
         folder = folders.pop() if folders else linked_folders.pop(0)
         real = os.path.realpath(folder)
