@@ -121,8 +121,8 @@ def find_shards(directory: Path, split: str) -> list[Path]:
         elif others:
             hint = f" (the name {others[0]} has no word {split})"
         raise FileNotFoundError(
-            f"{directory} {problem}: give a directory that data.py has made{hint}: {DEFAULT_OUT} by "
-            f"`python data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR")
+            f"{directory} {problem}: give a directory that data.py has made{hint}: {DEFAULT_OUT} "
+            f"by `python data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR")
     return shards
 
 
