@@ -5,11 +5,13 @@
                                                                      DIR/val_000000.bin, meta.json
     DIR/*.bin --memmap--> windows of T+1 tokens --permute--> batches (B, T+1), of several DIRs mixed
 
-A document is a .txt file, or the field "text" of a line of .jsonl. The token <|endoftext|> stands
-before each document; the same characters inside a text are ordinary text. A shard is llm.c's:
+A document is a .txt file, or the field "text" of a line of .jsonl; lines of <|endoftext|> cut a
+.txt into several. The token <|endoftext|> stands before each document; the same characters
+elsewhere in a text are ordinary text. A shard is llm.c's:
 int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then uint16 (n,): the tokens.
 - Memory is bounded: 24 bytes are kept for each document, and a line of .jsonl is read as a whole.
-- The split is a function of (seed, text of the document): about 5% of the documents validate. With
+- The split is a function of (seed, text of the document): about 5% of the documents validate. If
+  these hold more than a quarter of the text, each gives only its end, together 5% of all. With
   fewer than 20 documents, each gives its last 5%. Of equal documents the first is kept.
 - Sequence number s of a training run is a function of (seed, s) alone.
 
@@ -26,7 +28,6 @@ import os
 import re
 import shlex
 import sys
-import tempfile
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,9 +36,13 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime.commandline import Parser
-from runtime.corpora import (BLOCK, DOWNLOADS, EOT, FINEWEB_SHARDS, HUB, download, find_files,
-                             last_cause, progress, read_documents, read_url, sha256_of,
+from runtime.corpora import (BLOCK, DOWNLOADS, EOT, FINEWEB_SHARDS, HUB, NotText, check_problems,
+                             download, last_cause, progress, read_documents, read_url,
                              standard_library)
+from runtime.files import (change_of, check_writable, explain, is_failure, most_open_files, named,
+                           new_folder, sha256_of, sha256_of_samples, signals_stop, what_it_is)
+from runtime.inputs import find_files
+from runtime.inputs import note as tell
 from runtime.other_names import DATA_ADVICE
 
 SPLITS = ("train", "val")
@@ -75,7 +80,8 @@ def append_tokens(directory: Path, split: str, tokens, written: int, shard_token
     while len(tokens) > 0:
         number, position = divmod(written, shard_tokens)
         part = tokens[:shard_tokens - position]
-        with open(directory / f"{split}_{number:06d}.bin", "r+b" if position else "wb") as file:
+        path = directory / f"{split}_{number:06d}.bin"
+        with named(path), open(path, "r+b" if position else "wb") as file:
             file.write(np.array([MAGIC, VERSION, position + len(part)], "<i4"))
             file.seek(HEADER_BYTES + 2 * position)      # the bytes in between read as zeros
             file.write(part)
@@ -89,9 +95,10 @@ def open_shard(path: Path) -> np.memmap:
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", 3).tolist()
     if header and header[0] != MAGIC:
-        raise ValueError(f"{path} begins with {header[0]}, not {MAGIC}: it has no header of "
-                         f"llm.c's format (nanoGPT's files have none): make shards from the text "
-                         f"by python data.py --input FILE --out DIR")
+        what = what_it_is(path) or ("it has no header of llm.c's format (nanoGPT's files have "
+                                    "none)")
+        raise ValueError(f"{path} begins with {header[0]}, not {MAGIC}: {what}: make shards from "
+                         f"the text by python data.py --input FILE --out DIR")
     count = header[2] if header[:2] == [MAGIC, VERSION] else 0
     if count < 1 or size != HEADER_BYTES + 2 * count:
         raise ValueError(f"{path} is not a complete shard: expected header {MAGIC}, {VERSION}, n "
@@ -107,27 +114,38 @@ def find_shards(directory: Path, split: str) -> list[Path]:
                     if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name))
     if not shards:
         problem = f"has no {split} shards" if directory.exists() else "does not exist"
+        others = sorted(path.name for path in directory.glob("*.bin"))
+        hint = ""
+        if directory.is_file():
+            hint = " (this is a file)"
+        elif others:
+            hint = f" (the name {others[0]} has no word {split})"
         raise FileNotFoundError(
-            f"{directory} {problem}: give a directory that data.py has made: {DEFAULT_OUT} by "
-            f"`python data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR")
+            f"{directory} {problem}: give a directory that data.py has made{hint}: {DEFAULT_OUT} "
+            f"by `python data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR")
     return shards
 
 
 def read_meta(directory: Path) -> dict:
     """The entries of meta.json that training needs. Shards without it that data.py did not make
-    are taken for GPT-2's tokens. Raises ValueError if the file is damaged or lost."""
+    are taken for GPT-2's tokens; their fingerprint is of samples of the files, and `former` is the
+    one of names and sizes that older checkpoints have. Raises ValueError if meta.json is damaged
+    or lost."""
     path = directory / "meta.json"
     try:
         meta = json.loads(path.read_text())
-        return {key: meta[key]
-                for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
+        needed = {key: meta[key]
+                  for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
+        return dict(needed, tokens=dict(meta.get("tokens", {})))
     except FileNotFoundError:
         if (directory / "train_000000.bin").exists():       # data.py's own name
             raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "
                              f"and run data.py again") from None
-        names = [(file.name, file.stat().st_size) for file in sorted(directory.glob("*.bin"))]
-        return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None,
-                    fingerprint=hashlib.sha256(repr(names).encode()).hexdigest())
+        files = sorted(directory.glob("*.bin"))
+        names = [(file.name, file.stat().st_size) for file in files]
+        return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None, tokens={},
+                    fingerprint=sha256_of_samples(files),
+                    former=hashlib.sha256(repr(names).encode()).hexdigest())
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
                          f"again") from None
@@ -144,6 +162,29 @@ class Source(NamedTuple):
     meta: dict
 
 
+class Shards:
+    """The tokens of shards, uint16 (n,) each. A mapping takes one of the files that a process may
+    have open, often 1,024: of more shards than a quarter of them, the oldest mapping makes way."""
+
+    def __init__(self):
+        self.most = max(1, min(most_open_files() // 4, 10_000))     # Linux maps 65,530 at most
+        self.paths = []
+        self.mapped = {}        # by number
+
+    def __getitem__(self, number: int) -> np.memmap:
+        if number not in self.mapped:
+            tokens = open_shard(self.paths[number])
+            if len(self.mapped) >= self.most:
+                del self.mapped[next(iter(self.mapped))]
+            self.mapped[number] = tokens
+        return self.mapped[number]
+
+    def append(self, path: Path) -> int:
+        """Add a shard. Returns the number of its tokens."""
+        self.paths.append(path)
+        return len(self[len(self.paths) - 1])
+
+
 class TokenDataset:
     """The windows of one split: T+1 tokens each, T = seq_len; the last is the first of the next.
 
@@ -156,24 +197,31 @@ class TokenDataset:
     def __init__(self, data, split: str, seq_len: int):
         self.seq_len = seq_len
         self.n_windows = 0
-        self.shards = []                # uint16 tokens
+        self.n_tokens = 0
+        self.shards = Shards()
         self.firsts = []                # the first window of each
         self.sources = {}               # by fingerprint
         mixture = parse_mixture(str(data))
         for directory, weight in mixture.items():
             first = self.n_windows
+            n_tokens = 0
             for path in find_shards(directory, split):
-                tokens = open_shard(path)
-                self.shards.append(tokens)
+                length = self.shards.append(path)
                 self.firsts.append(self.n_windows)
-                self.n_windows += (len(tokens) - 1) // seq_len
+                self.n_windows += (length - 1) // seq_len
+                n_tokens += length
             if self.n_windows == first:
                 advice = "give more text"
-                if len(tokens) > 1:
-                    advice += f", or --seq-len {len(tokens) - 1} or less"
-                raise ValueError(f"{path}: {len(tokens)} tokens are too few for a window of "
+                if length > 1:
+                    advice += f", or --seq-len {length - 1} or less"
+                raise ValueError(f"{path}: {length} tokens are too few for a window of "
                                  f"{seq_len} + 1: {advice}")
             meta = read_meta(directory)
+            if n_tokens != meta["tokens"].get(split, n_tokens):
+                raise ValueError(f"{directory} has {n_tokens:,} {split} tokens, but its meta.json "
+                                 f"says {meta['tokens'][split]:,}: a shard is missing or of other "
+                                 f"data: copy all files again")
+            self.n_tokens += n_tokens
             for folder, other in zip(mixture, self.sources.values()):
                 pair = f"--data {data}: {folder} and {directory}"
                 if meta["fingerprint"] == other.meta["fingerprint"]:
@@ -184,7 +232,6 @@ class TokenDataset:
             self.sources[meta["fingerprint"]] = Source(
                 directory.absolute().name, weight, first, self.n_windows - first, meta)
         metas = [source.meta for source in self.sources.values()]
-        self.n_tokens = sum(map(len, self.shards))
         self.meta = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
                          bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
         # Each phase is [first sequence, {fingerprint of a source: weight}]; checkpoints store them.
@@ -234,6 +281,12 @@ class TokenDataset:
                 left = left - taken
                 weight_left -= weight
         return counts
+
+    def by_current_keys(self, phases: list) -> list:
+        """Phases of a checkpoint whose fingerprints can be `former` ones."""
+        keys = {source.meta.get("former"): key for key, source in self.sources.items()}
+        return [[first, {keys.get(key, key): weight for key, weight in weights.items()}]
+                for first, weights in phases]
 
     def go_on(self, phases: list, position: int) -> None:
         """Continue a run that has these phases and whose next sequence is number `position`."""
@@ -415,11 +468,32 @@ def batch_size_at(config, sequences_trained: int) -> int:
     return sizes[min(sequences_trained, ramp) * (len(sizes) - 1) // ramp]
 
 
+def divide_up(n: int, divisor: int) -> int:
+    return (n + divisor - 1) // divisor
+
+
+def equal_steps(config, sequences_trained: int):
+    """Yield (batch size, number of steps that have it) from here on, without an end: a ramp has few
+    sizes, however many steps a run has."""
+    sizes, ramp = batch_sizes(config)
+    increments = len(sizes) - 1
+    while sequences_trained < ramp and increments > 0:
+        size = batch_size_at(config, sequences_trained)
+        next_size_from = divide_up((sizes.index(size) + 1) * ramp, increments)
+        steps = divide_up(next_size_from - sequences_trained, size)
+        yield size, steps
+        sequences_trained += steps * size
+    yield sizes[-1], math.inf
+
+
 def sequences_after(config, sequences_trained: int, steps: int) -> int:
     """Sequences trained on after `steps` more steps."""
-    for _ in range(steps):
-        sequences_trained += batch_size_at(config, sequences_trained)
-    return sequences_trained
+    for size, most in equal_steps(config, sequences_trained):
+        count = min(steps, most)
+        sequences_trained += count * size
+        steps -= count
+        if steps == 0:
+            return sequences_trained
 
 
 def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
@@ -430,10 +504,13 @@ def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
         step = state["step"]
         sequences_trained = state["tokens"] // state["model"]["seq_len"]
     epoch = sum(source.n_windows for source in data.sources.values() if source.weight > 0)
-    while sequences_trained < config.epochs * epoch:
-        sequences_trained += batch_size_at(config, sequences_trained)
-        step += 1
-    return step
+    left = config.epochs * epoch - sequences_trained
+    for size, most in equal_steps(config, sequences_trained):
+        count = min(max(divide_up(left, size), 0), most)
+        step += count
+        left -= count * size
+        if left <= 0:
+            return step
 
 
 # ---- Making shards: two passes over the documents -------------------------------------------
@@ -444,6 +521,8 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
     too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
     run may be training on."""
     encoding = get_tokenizer(tokenizer)
+    check_writable(out)
+    before = [change_of(path) for path in files]
     digest, cuts, size, counts = index_documents(files, seed)
     source = f"{digest}, {tokenizer}, {shard_tokens}"
     meta_path = out / "meta.json"
@@ -452,8 +531,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
         raise ValueError(f"{held[0]} was made of other text, with other flags or by another "
                          f"program: give another --out, or remove the shards and meta.json")
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=out) as folder:
-        folder = Path(folder)
+    with new_folder(out) as folder:
         tokens = dict.fromkeys(SPLITS, 0)
         text_bytes = dict.fromkeys(SPLITS, 0)
         note = progress("tokenising", size)
@@ -462,18 +540,22 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
             tokens[split] += len(encoded)
             text_bytes[split] += job_bytes
             note(job_bytes)
+        for path, change in zip(files, before):
+            if change_of(path) != change:
+                raise ValueError(f"{path} changed while it was read: run data.py again")
         if sum(text_bytes.values()) != size:
             raise ValueError("the input changed while it was read: run data.py again")
         # The fingerprint covers the headers, too: windows do not cross the end of a shard.
         meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
                     text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
                     fingerprint=sha256_of(*sorted(folder.iterdir())), source=source, **counts)
-        # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
-        meta_path.write_text(json.dumps(dict(source=source)))
-        for path in folder.iterdir():
-            os.replace(path, out / path.name)
-        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        os.replace(folder / "meta.json", meta_path)
+        with named(meta_path):
+            # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
+            meta_path.write_text(json.dumps(dict(source=source)))
+            for path in folder.iterdir():
+                os.replace(path, out / path.name)
+            (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+            os.replace(folder / "meta.json", meta_path)
     return meta
 
 
@@ -482,43 +564,72 @@ def index_documents(files, seed: int):
 
     Returns (digest of all, cuts, bytes that are kept, numbers of documents). cuts, int64
     (documents,): the number of bytes of each that train; the rest validates. A cut of -1 drops a
-    document without text, or a duplicate.
+    document without text, a duplicate, or one that cannot be read.
     """
     note = progress("reading")
     salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
     table = bytearray()
+    problems = []
+    marks = 0                               # <|endoftext|> as ordinary text
     for path in files:
         for blocks in read_documents(path):
             digest = hashlib.blake2b(digest_size=16, salt=salt)
             size = 0
             has_text = False
             for text in blocks:
+                if isinstance(text, NotText):
+                    problems.append(text)
+                    check_problems(problems, len(table) // 24 + 1)
+                    has_text = False
+                    break
                 raw = text.encode()
                 digest.update(raw)
                 size += len(raw)
                 has_text = has_text or not text.isspace()
+                if "|" in text:             # is found 40 times faster
+                    marks += text.count(EOT)
                 note(len(raw))
             table += digest.digest() + (size if has_text else 0).to_bytes(8, "little")
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
+    check_problems(problems, len(table), at_end=True)
+    if marks > 0:
+        tell(f"{EOT} stands {marks:,} times within a line or a field, where it is ordinary text: "
+             f"in a .txt, a line of its own ends a document")
     has_text = table["size"] > 0
     _, first = np.unique(table["digest"], return_index=True)
     kept = first[has_text[first]]
     sizes = table["size"][kept]
-    if len(kept) >= VAL_ONE_IN:
-        score = table["digest"][kept].view("<u8")[::2]      # the first 8 of the 16 bytes
-        validates = score < 2**64 // VAL_ONE_IN
-        validates[score.argmin()] = True                    # both splits receive documents
-        validates[score.argmax()] = False
-        train_sizes = np.where(validates, 0, sizes)
-    else:
-        train_sizes = sizes - np.maximum(sizes // VAL_ONE_IN, 1)
-        if train_sizes.max(initial=0) < 4:                  # bytes of the longest character
-            raise ValueError("the input holds no text, or less than 5 bytes: give it more")
+    train_sizes, is_cut = choose_split(table["digest"][kept], sizes)
     cuts = np.full(len(table), -1)
     cuts[kept] = train_sizes
     skipped = len(table) - int(has_text.sum())
-    counts = dict(documents=len(kept), skipped=skipped, duplicates=len(table) - skipped - len(kept))
-    return hashlib.sha256(table).hexdigest(), cuts, int(sizes.sum()), counts
+    counts = dict(documents=len(kept), skipped=skipped - len(problems),
+                  duplicates=len(table) - skipped - len(kept))
+    if problems:
+        counts["unreadable"] = len(problems)
+    digest = hashlib.sha256(table)
+    if is_cut:                  # earlier versions made other shards of this text
+        digest.update(b"cut")
+    return digest.hexdigest(), cuts, int(sizes.sum()), counts
+
+
+def choose_split(digests, sizes):
+    """(bytes of each document that train, whether a rule against long documents holds)."""
+    if len(sizes) < VAL_ONE_IN:
+        train_sizes = sizes - np.maximum(sizes // VAL_ONE_IN, 1)
+        if train_sizes.max(initial=0) < 4:                  # bytes of the longest character
+            raise ValueError("the input holds no text, or less than 5 bytes: give it more")
+        return train_sizes, False
+    score = digests.view("<u8")[::2]                        # the first 8 of the 16 bytes
+    validates = score < 2**64 // VAL_ONE_IN
+    validates[score.argmin()] = True                        # both splits receive documents
+    validates[score.argmax()] = False
+    most = int(sizes.sum()) // VAL_ONE_IN
+    drawn = int(sizes[validates].sum())
+    if drawn <= 5 * most:
+        return np.where(validates, 0, sizes), False
+    shares = np.maximum(sizes * (most / drawn), 1).astype(np.int64)
+    return np.where(validates, sizes - shares, sizes), True
 
 
 # A text cut here and encoded in parts gives the tokens of the whole: before a space or newline that
@@ -534,6 +645,8 @@ def split_document(blocks, cut: int):
     without such a place, which is not prose, is cut anywhere and may take a few tokens more."""
     rest = {}
     for block in blocks:
+        if isinstance(block, NotText):      # pass 1 could read it
+            raise block
         raw = block.encode()
         head = raw[:max(cut, 0)].decode(errors="ignore")
         cut -= len(raw)
@@ -610,7 +723,12 @@ def parse_flags(arguments) -> argparse.Namespace:
     add("--seed", type=int, default=0, metavar="N", help="of the validation split (default 0)")
     add("--shard-tokens", type=int, default=10**8, metavar="N", help="per shard (default 100M)")
     add("--shards", type=int, default=1, metavar="N", help="of fineweb, each of 100M (default 1)")
+    parser.add_argument("unnamed", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    if args.unnamed and args.unnamed[0] in ("python", *DOWNLOADS):
+        parser.error(f"give --dataset {args.unnamed[0]}")
+    if args.unnamed:
+        parser.error(f"text is given by --input: give --input {shlex.join(args.unnamed)} --out DIR")
     if not 0 <= args.seed < 2**63 or not 1024 <= args.shard_tokens < 2**31:
         parser.error("--seed must be 0 to 2^63 - 1, --shard-tokens 1024 to 2^31 - 1")
     if args.out is None:
@@ -636,9 +754,16 @@ def print_summary(out: Path, meta: dict) -> None:
         flags = f" --data {shlex.quote(out.as_posix())} --out {shlex.quote(f'out/{out.name}')}"
     if "documents" in meta:
         print("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} without "
-              "text skipped".format(**meta), end="; ")
+              "text skipped".format(**meta), end="")
+        if "unreadable" in meta:
+            print(f", {meta['unreadable']:,} unreadable left out", end="")
+        print(end="; ")
     tokens = meta["tokens"]
     print(f"{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on.")
+    share = tokens["val"] / (tokens["train"] + tokens["val"])
+    if "documents" in meta and not 0.01 <= share <= 0.2:
+        print(f"note: {share:.2%} of the tokens validate, not about 5%, because the documents "
+              f"differ much in length: another --seed draws others")
     if min(tokens.values()) < SEQ_LEN + 1:
         print(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or use the "
               f"shorter windows below.")
@@ -647,29 +772,46 @@ def print_summary(out: Path, meta: dict) -> None:
     print(f"python train.py{flags}\ntorchrun --nproc_per_node=8 train.py{flags} --tp 2 --pp 2")
 
 
-def main(argv=None) -> int:
-    args = parse_flags(sys.argv[1:] if argv is None else argv)
+def make(args) -> dict:
+    """Download or find the text and make the shards. Returns what meta.json says."""
     url, sha256, suffix = DOWNLOADS.get(args.dataset, ("", None, ""))
     url = url.replace(HUB, os.environ.get("HF_ENDPOINT", HUB))
+    if args.input:
+        files = find_files(args.input)
+    elif args.dataset == "python":
+        files = standard_library()
+    elif args.dataset == "fineweb":
+        return fetch_shards(url, args.out, args.shards)
+    else:
+        files = [args.out / "raw" / (args.dataset + suffix)]
+        download(url, files[0], sha256)
+    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens)
+
+
+def main(argv=None) -> int:
+    args = parse_flags(sys.argv[1:] if argv is None else argv)
     try:
-        if args.input:
-            files = find_files(args.input)
-        elif args.dataset == "python":
-            files = standard_library()
-        elif args.dataset != "fineweb":
-            files = [args.out / "raw" / (args.dataset + suffix)]
-            download(url, files[0], sha256)
-        if args.dataset == "fineweb":
-            meta = fetch_shards(url, args.out, args.shards)
-        else:
-            meta = prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens)
+        with signals_stop():
+            meta = make(args)
     except KeyboardInterrupt:
-        print("data.py: stopped: run it again, and a download continues", file=sys.stderr)
+        print("data.py: stopped: the same command continues a download, and makes the shards from "
+              "the beginning", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
-        print(f"data.py: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ConnectionError) else 2
-    print_summary(args.out, meta)
+        print(f"data.py: {explain(error)}", file=sys.stderr)
+        return 1 if is_failure(error) else 2
+    try:
+        if sys.stdout is not None and sys.stdout.errors == "strict":    # a name in a poor console
+            sys.stdout.reconfigure(errors="backslashreplace")
+        print_summary(args.out, meta)
+        print(end="", flush=True)
+    except OSError as error:
+        # Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"data.py: the shards are in {args.out}, but standard output cannot be written: "
+                  f"{error.strerror}", file=sys.stderr)
+            return 1
     return 0
 
 

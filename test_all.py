@@ -51,6 +51,7 @@ import random
 import re
 import shutil
 import tempfile
+import time
 import tracemalloc
 import weakref
 from contextlib import redirect_stdout
@@ -936,7 +937,7 @@ def test_few_documents_each_give_their_last_5_percent_in_llm_cs_shards(tmp_path,
 
 def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
     """The shards are those that have the split as a word of their names. Without meta.json the
-    names and sizes of the files tell one source from another."""
+    names, sizes and samples of the files tell one source from another."""
     made = dataset(tmp_path, {"TinyStories-train": range(13), "retrieval_train_1": range(99, 102),
                               "train_2": range(100, 112), "constrained_val_0": range(9)})
     assert (made.n_tokens, made.n_windows) == (28, 5)
@@ -1031,6 +1032,33 @@ def test_the_batch_grows_as_in_megatron(batch_size, ramp, steps):
         assert data.sequences_after(config, 0, at) == starts[at]
     for position in range(0, starts[-1], 1 + starts[-1] // 5000):
         assert data.batch_size_at(config, position) == megatrons_batch_size(config, position)
+
+
+def test_a_thousand_million_steps_are_counted_at_once():
+    """The end of a run and the steps of its epochs are those of a loop over all steps, for 300
+    random ramps; they take no longer for 10^9 steps."""
+    rng = random.Random(0)
+    for _ in range(300):
+        start, increment = rng.randint(1, 9), rng.randint(1, 9)
+        batch_size = start + increment * rng.randint(0, 12)
+        ramp = rng.choice([None, f"{start}:{increment}:{rng.randint(1, 600)}"])
+        config = Config(batch_size=batch_size, batch_ramp=ramp, epochs=rng.randint(1, 3))
+        n_windows, steps = rng.randint(1, 500), rng.randint(0, 150)
+        trained = begin = rng.randint(0, 700)
+        for _ in range(steps):
+            trained += data.batch_size_at(config, trained)
+        assert data.sequences_after(config, begin, steps) == trained
+        state = dict(step=5, tokens=begin * 4, model=dict(seq_len=4))
+        made = mixture(dict(a=n_windows, b=7), [[0, dict(a=1, b=0)]])
+        trained, step = begin, 5
+        while trained < config.epochs * n_windows:
+            trained += data.batch_size_at(config, trained)
+            step += 1
+        assert data.steps_of_epochs(config, made, state) == step
+    config = Config(batch_size=512, batch_ramp="16:16:1000000")
+    began = time.monotonic()
+    assert data.sequences_after(config, 0, 10 ** 9) == 511_996_842_048
+    assert time.monotonic() - began < 0.1
 
 
 # ---- Mechanisms

@@ -199,7 +199,13 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
             advice = f"give --data {stored}, or {advice}"
         raise ValueError(f"{file}'s tokenizer is {tokenizer} with {vocab_size} tokens, but {found} "
                          f"has {meta['tokenizer']} with {meta['vocab_size']}: {advice}")
-    trained_on = state["data"][-1][1] if state["data"] else {}      # None: weights alone
+    trained_on = {}
+    if state["data"]:                                               # None: weights alone
+        _, trained_on = dataset.by_current_keys(state["data"])[-1]
+        if trained_on.keys() != state["data"][-1][1].keys():
+            warn(f"{file} is of a version that told shards without meta.json apart by names and "
+                 f"sizes: make sure that {found} is what it was trained on; from its next "
+                 f"checkpoint on, samples of the tokens are compared")
     if fine_tunes or set(trained_on) <= set(dataset.sources):
         return
     problem = f"{file} was trained on {stored} as it was then, not on {found}"

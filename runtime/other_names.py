@@ -93,10 +93,15 @@ ADVICE = {          # what to do where a value is not ours, or nothing is needed
 DATA_ADVICE = {     # for data.py: of nanoGPT, and of Megatron-LM's preprocess_data.py
     "dataset=shakespeare_char": "give shakespeare --tokenizer bytes",
     "dataset=openwebtext": "give fineweb",
-    "output-prefix": "give --out DIR",
+    "output-prefix output-dir output-path save-dir": "give --out DIR",
+    "data text file input-file input-dir train-file data-dir dataset-path":
+        "give --input FILE ... --out DIR, or --dataset NAME",
     "tokenizer-type vocab-file": "give --tokenizer gpt2",
     "json-keys": "leave it out: a line's text is in the field \"text\"",
-    "workers append-eod": "leave it out: it is always so"}
+    "workers append-eod": "leave it out: it is always so",
+    "num-workers num-proc": "leave it out: it takes all cores",
+    "val-fraction val-split val-ratio test-size split":
+        "leave it out: about 5% of the documents validate (--seed draws others)"}
 
 SAMPLE_NAMES = {"max-tokens": "max-new-tokens"}         # of sample.py's flags, in nanoGPT
 SAMPLE_ADVICE = {   # for sample.py

@@ -163,7 +163,7 @@ def losses_stay_comparable(config: Config, data: TokenDataset, state: dict) -> b
     if config.lr > 3 * stored["lr"]:
         return True
     same_flags = all(stored[name] == getattr(config, name) for name in FLAGS_THAT_CHANGE_THE_LOSS)
-    _, weights = state["data"][-1]          # of the last phase
+    _, weights = data.by_current_keys(state["data"])[-1]        # of the last phase
     return same_flags and weights == data.phases[-1][1]
 
 

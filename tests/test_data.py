@@ -4,17 +4,26 @@
 
 Section                       Claims                                    Compared with
 Corpora                       downloads, input, the vocabulary          a loopback server
+Files that people have        kinds, links, encodings, bad lines, disks the bytes of the files
 The files of a data set       whole or not there; damage is refused     the bytes of the files
 A run's data                  --data, --epochs; GPT-2's tokens          literals
 """
+import errno
 import functools
 import hashlib
 import http.server
 import itertools
 import json
 import os
+import random
 import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -22,12 +31,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import requests
+import torch
 
 import checkpoint
 import data
 from model import GPTConfig
-from runtime import checks, corpora
-from tests.harness import (SHARED, TINY, Command, dataset, greedy, names_in, nothing, saved,
+from runtime import checks, corpora, files
+from tests.harness import (ROOT, SHARED, TINY, Command, dataset, greedy, names_in, nothing, saved,
                            set_block, shard, texts_of)
 
 
@@ -52,7 +62,7 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
 
 
 @pytest.mark.parametrize("flags, content, words", [
-    ("none.txt", None, "none.txt No such file"), ("nofolder", None, "nofolder No such"),
+    ("none.txt", None, "there is no file or folder none.txt\n"), ("nofolder", None, "is no file"),
     ("empty.txt", b"", "no text"), ("--shard_toks 9", None, "mean --shard-tokens?"),
     ("--shard_tokens 9", None, "--shard-tokens 1024"), ("--nonsense", None, "--nonsense --help"),
     (".", None, "only .txt .jsonl"), ("data.csv", b"a,b\n", "data.csv .txt .jsonl"),
@@ -292,10 +302,387 @@ sys.exit(data.main())
 """)
     flags = ["--input", tmp_path / "a.txt", "--out", tmp_path / "d", "--tokenizer", "bytes"]
     assert Command(tmp_path / "wrapper.py", *flags).finish() == (
-        1, "", "data.py: stopped: run it again, and a download continues\n")
+        1, "", "data.py: stopped: the same command continues a download, and makes the shards from "
+               "the beginning\n")
     assert names_in(tmp_path / "d") == []
     assert Command("data.py", *flags).finish()[0] == 0
     assert data.TokenDataset(tmp_path / "d", "train", 16).n_windows > 0
+
+
+# ---------------------------------------------------------------------------------------------
+# Files that people have
+# ---------------------------------------------------------------------------------------------
+
+def read_texts(*names):
+    """The documents of these files, as data.py reads them."""
+    return [[part if isinstance(part, corpora.NotText) else str(part) for part in blocks]
+            for path in map(Path, names) for blocks in corpora.read_documents(path)]
+
+
+def test_folders_behind_links_are_read_once_and_what_is_skipped_is_told(tmp_path, monkeypatch,
+                                                                       run_data):
+    """One file here and 60 behind a link; links in a circle, to a file and a folder that are read
+    anyway; other kinds, hidden ones, a named pipe, a socket, a link to nowhere."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("in/sub", "far", "in/.git"):
+        Path(folder).mkdir(parents=True)
+    for number in range(60):
+        Path(f"far/{number}.txt").write_text(f"document {number}")
+    Path("in/sub/a.txt").write_text("here")
+    for name, target in [("far", "../far"), ("far2", "../far"), ("up", ".."), ("gone.txt", "none"),
+                         ("0.txt", "sub/a.txt"), ("self.txt", "self.txt")]:
+        Path("in", name).symlink_to(target)
+    for name in ("in/b.md", "in/c.md", "in/x.txt.gz", "in/LICENSE", "in/.git/x.txt", "in/._a.txt"):
+        Path(name).write_text("not read")
+    os.mkfifo("in/pipe.txt")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("in/socket.txt")
+        status, out, error = run_data("--input", "in", "in/sub/a.txt", "--tokenizer", "bytes",
+                                      "--out", "out")
+    assert status == 0 and out.startswith("61 documents, 0 duplicates dropped, 0 without text")
+    told, again = error.splitlines()
+    assert again == "note: in/sub/a.txt is given twice, and read once"
+    assert told.startswith("note: in: 61 files are read; skipped: 2 ")
+    for words in ("2 .md (b.md)", "1 .gz (x.txt.gz)", "1 without a suffix (LICENSE)",
+                  "2 hidden (._a.txt)", "1 named pipe (pipe.txt)", "1 socket (socket.txt)",
+                  "2 link to nowhere (gone.txt)"):
+        assert words in told, told
+
+
+def test_unreadable_files_and_folders_are_told(tmp_path, monkeypatch, run_data):
+    for name in ("a.txt", "locked.txt"):
+        (tmp_path / name).write_text("some words")
+    (tmp_path / "sub").mkdir()
+    access, scan = os.access, os.scandir
+    monkeypatch.setattr(os, "access", lambda path, mode: "locked" not in str(path)
+                        and access(path, mode))
+
+    def scandir(path):
+        if str(path).endswith("sub"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+    monkeypatch.setattr(os, "scandir", scandir)
+    flags = "--tokenizer", "bytes", "--out", tmp_path / "out", "--input"
+    status, _, error = run_data(*flags, tmp_path)
+    assert status == 0 and "1 files are read; skipped: 2 unreadable (" in error
+    status, _, error = run_data(*flags, tmp_path / "locked.txt")
+    assert status == 2 and "locked.txt cannot be read: permission denied" in error
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32", "utf-16-be", "utf-32-be"])
+def test_a_byte_order_mark_is_no_text_and_tells_the_encoding(tmp_path, monkeypatch, encoding):
+    set_block(monkeypatch, 7)
+    text = "h\u00e9llo \u6f22\u5b57\r\nworld \U0001f642\u2028x\n"
+    mark = "" if encoding in ("utf-8-sig", "utf-16", "utf-32") else "\ufeff"
+    (tmp_path / "a.txt").write_bytes((mark + text).encode(encoding))
+    lines = "".join(json.dumps(dict(text=t), ensure_ascii=False) + "\n" for t in (text, "\ufeffb"))
+    (tmp_path / "a.jsonl").write_bytes((mark + lines).encode(encoding))
+    assert ["".join(parts) for parts in read_texts(tmp_path / "a.txt", tmp_path / "a.jsonl")] == [
+        text, text, "b"]
+    if encoding == "utf-8-sig":
+        (tmp_path / "a.eot").write_bytes(f"\ufeffa\n{corpora.EOT}\nb".encode())
+        assert read_texts(tmp_path / "a.eot") == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("text, encoding, words", [
+    ("some words in a row\n", "utf-16-le", "looks like UTF-16LE iconv -f UTF-16LE"),
+    ("some words in a row\n", "utf-16-be", "looks like UTF-16BE"),
+    ("some words in a row\n", "utf-32-le", "looks like UTF-32 iconv"),
+    ("\u0434\u0430 \u043d\u0435\u0442 \u0434\u0430\n", "utf-16-le", "looks like UTF-16LE"),
+    ("gr\u00fc\u00dfe an alle\n", "utf-16-le", "looks like UTF-16LE"),
+    ("ab\0bc", "utf-8", "20% NUL"), ("version https://git-lfs.github.com/spec/v1\n", "utf-8",
+                                    "git lfs pull"),
+    ("caf\u00e9\n", "latin-1", "byte 3 (0xe9) iconv -f WINDOWS-1252 leave it out")])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_what_is_not_utf8_is_refused_by_its_name(tmp_path, run_data, suffix, text, encoding, words):
+    if suffix == ".jsonl":
+        if "lfs" in words or encoding == "latin-1" or "NUL" in words:
+            pytest.skip("a line that is no JSON")
+        text = json.dumps(dict(text=text), ensure_ascii=False) + "\n"
+    file = tmp_path / f"a{suffix}"
+    file.write_bytes((text * 50).encode(encoding))
+    status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out", tmp_path / "d")
+    assert (status, out, error.count("\n")) == (2, "", 1), error
+    assert all(word in error for word in [file.name, *words.split()]), error
+
+
+def plain_documents(text):
+    """What lines of <|endoftext|> make of a .txt."""
+    lines = text.split("\n")
+    cuts = [number for number, line in enumerate(lines) if line.strip() == corpora.EOT]
+    if not cuts:
+        return [text]
+    parts = ["\n".join(lines[begin + 1:end])
+             for begin, end in itertools.pairwise([-1, *cuts, len(lines)])]
+    first, *others = parts
+    return [part for part in [first.rstrip(), *(part.strip() for part in others)] if part]
+
+
+def test_lines_of_endoftext_cut_a_txt_wherever_blocks_end(tmp_path, monkeypatch):
+    """600 random texts of such lines, with white space, within a line, at both ends, in blocks of 1
+    to 40 characters, against the lines of the whole text."""
+    rng = random.Random(0)
+    parts = [corpora.EOT, corpora.EOT, "\n", "\n", "\n", " ", "\r\n", "a", "<|endof", "word", "\t"]
+    documents = 0
+    for _ in range(600):
+        text = "".join(rng.choices(parts, k=rng.randrange(20)))
+        set_block(monkeypatch, rng.randint(1, 40))
+        (tmp_path / "a.txt").write_bytes(text.encode())
+        made = ["".join(blocks) for blocks in read_texts(tmp_path / "a.txt")]
+        assert [text for text in made if text] == [t for t in plain_documents(text) if t], text
+        documents += len(made)
+    assert documents > 500
+
+
+def test_endoftext_within_a_line_stays_text_and_is_counted(tmp_path, run_data):
+    file = tmp_path / "a.txt"
+    file.write_text(f"one story\n{corpora.EOT}\ntwo {corpora.EOT} stories{corpora.EOT}\n")
+    status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out", tmp_path / "d")
+    assert status == 0 and out.startswith("2 documents, ")
+    assert error.startswith("note: <|endoftext|> stands 2 times within a line") and "own" in error
+    assert texts_of(tmp_path / "d", *data.SPLITS) == [
+        "one story", f"two {corpora.EOT} stories{corpora.EOT}"]
+
+
+@pytest.mark.parametrize("content, words", [
+    ('[{"text": "a"}, {"text": "b"}]', "is a JSON array jq -c '.[]'"),
+    (json.dumps([dict(text="a")], indent=2), "is a JSON array jq"),
+    (json.dumps(dict(text="a"), indent=2), "line 1 ends within a JSON object jq -c ."),
+    ('{"content": "a", "id": 5}\n' * 30, 'line 1 has no field "text", but "content", "id"'),
+    ('"a"\n', "line 1 is a string"), ('{"text": null}\n', 'line 1: "text" is null'),
+    ('{"text": ["a"]}\n', 'line 1: "text" is an array'), ("null\n", "line 1 is null")])
+def test_json_of_another_form_is_refused_by_its_name(tmp_path, run_data, content, words):
+    file = tmp_path / "a.jsonl"
+    file.write_text(content)
+    status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out", tmp_path / "d")
+    assert (status, out, error.count("\n")) == (2, "", 1), error
+    assert all(word in error for word in ["a.jsonl", *words.split()]), error
+
+
+def test_one_document_in_a_thousand_may_be_unreadable(tmp_path, run_data):
+    """A line with null and a torn one in 2,000, or a file in Latin-1 in a folder of as many: left
+    out, counted, and told with their places. One more is refused."""
+    lines = [json.dumps(dict(text=f"text {i}")) + "\n" for i in range(1998)]
+    file = tmp_path / "in" / "a.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"text": null}\n' + "".join(lines) + '{"text": "torn')
+    flags = "--input", file.parent, "--tokenizer", "bytes", "--out", tmp_path / "d"
+    status, out, error = run_data(*flags)
+    assert status == 0 and out.startswith(
+        "1,998 documents, 0 duplicates dropped, 0 without text skipped, 2 unreadable left out; ")
+    assert error.startswith("note: 2 of 2,000 documents are left out: ")
+    assert 'a.jsonl line 1: "text" is null' in error and "a.jsonl line 2000 is not JSON" in error
+    assert len(texts_of(tmp_path / "d", "train")[0]) > 0
+    (file.parent / "b.txt").write_bytes(b"caf\xe9")
+    status, out, error = run_data(*flags)
+    assert (status, out, error.count("\n")) == (2, "", 1) and "b.txt is not UTF-8 text" in error
+    assert "3 of 2,001 documents; one in 1,000 would be left out" in error
+    file.write_text("".join(lines))
+    (tmp_path / "d/meta.json").unlink()
+    for shard_file in (tmp_path / "d").iterdir():
+        shard_file.unlink()
+    status, out, error = run_data(*flags)
+    assert status == 0 and "1 unreadable left out" in out and "b.txt" in error and "byte 3" in error
+
+
+@pytest.mark.parametrize("name, words", [
+    ("pipe.txt", "named pipe"), ("/dev/null", "is a device"), ("-", "no file or folder -"),
+    ("gone.txt", "gone.txt is a link to nowhere, which is not there"),
+    ("a.txt/b.txt", "no file or folder a.txt/b.txt"), ("empty", "empty: only it is empty"),
+    ("a.gz", "gunzip"), ("a.zst", "unzstd"), ("a.parquet", "read_parquet('a.parquet') .jsonl"),
+    ("a.json", "jq -c '.[]' a.json > NEW.jsonl"), ("a.csv", "read_csv"), ("a.md", "copy it .txt"),
+    ("a.pdf", "pdftotext a.pdf"), ("a.ndjson", "rename it to .jsonl"), ("a", "copy it"),
+    ("a.bin", "train.py --data"), ("packed", "only 2 .gz (a.gz), 1 .md (c.md): gunzip")])
+def test_what_is_not_read_is_refused_with_what_to_do(tmp_path, monkeypatch, run_data, name, words):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.txt")
+    Path("gone.txt").symlink_to("nowhere")
+    for folder in ("empty", "packed"):
+        Path(folder).mkdir()
+    for file in ("packed/a.gz", "packed/b.gz", "packed/c.md", "a.txt"):
+        Path(file).write_text("some text")
+    if re.fullmatch(r"a(\.\w+)?", name):
+        Path(name).write_text("some text")
+    status, out, error = run_data("--tokenizer", "bytes", "--out", "out", f"--input={name}")
+    assert (status, out, error.count("\n")) == (2, "", 1) and "Errno" not in error
+    assert all(word in error for word in [name, *words.split()]), error
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("a.txt", "give --input a.txt --out DIR"), ("a.md --out d", "give --input a.md --out DIR"),
+    ("--out d a.txt b.txt", "give --input a.txt b.txt --out DIR"),
+    ("shakespeare", "give --dataset shakespeare"), ("--data a.txt", "--data: give --input FILE")])
+def test_a_file_without_input_is_told_how_to_give_it(run_data, flags, words):
+    status, out, error = run_data(*flags.split())
+    assert (status, out, error.count("\n")) == (2, "", 1) and words in error
+
+
+def book_that_validates(short, seed=0):
+    """A text of 240,000 bytes that the seed draws for validation, beside so many short ones."""
+    for number in itertools.count():
+        text = f"word {number:4} " * 24_000
+        digest = hashlib.blake2b(text.encode(), digest_size=16, salt=bytes(16)).digest()
+        if int.from_bytes(digest[:8], "little") < 2 ** 64 // 20:
+            return [text, *(f"short text {i}" for i in range(short))]
+
+
+def test_a_book_that_is_drawn_for_validation_gives_its_end_alone(tmp_path, run_data):
+    """Without the rule it would leave 600 of 240,000 bytes for training. Documents of like sizes
+    are never cut; where the split is far from 95 to 5 for another reason, a note says it."""
+    texts = book_that_validates(40)
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    flags = "--tokenizer", "bytes", "--out", tmp_path / "d"
+    status, out, error = run_data("--input", tmp_path, *flags)
+    assert (status, error) == (0, "") and "note" not in out
+    of_train, of_val = (texts_of(tmp_path / "d", split) for split in data.SPLITS)
+    assert 0.04 < len("".join(of_val)) / len("".join(texts)) < 0.06
+    end, = (text for text in of_val if text in texts[0])
+    assert texts[0].endswith(end) and texts[0][:-len(end)] in of_train
+    (tmp_path / "0.txt").write_text("word 1 " * 40_000)         # the book trains
+    shutil.rmtree(tmp_path / "d")
+    assert "note: 0.0" in run_data("--input", tmp_path, *flags)[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_nothing(tmp_path, number):
+    """Twice, as an impatient user sends it, while data.py tokenises."""
+    (tmp_path / "a.txt").write_text("some words\n" * 1000)
+    (tmp_path / "wrapper.py").write_text(f"""
+import os, signal, sys, data
+signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background ignores it
+def stop(*_):
+    os.kill(os.getpid(), {int(number)})
+data.append_tokens = stop
+import tempfile
+cleanup = tempfile.TemporaryDirectory.cleanup
+tempfile.TemporaryDirectory.cleanup = lambda self: (stop(), cleanup(self))
+sys.exit(data.main())
+""")
+    done = Command(tmp_path / "wrapper.py", "--input", tmp_path / "a.txt", "--out", tmp_path / "d",
+                   "--tokenizer", "bytes").finish()
+    assert (*done[:2], done[2].count("\n")) == (1, "", 1) and "data.py: stopped: " in done[2]
+    assert names_in(tmp_path / "d") == []
+
+
+def test_the_next_run_removes_what_a_killed_one_left_but_not_of_a_live_one(tmp_path):
+    """Into the same --out: one was killed (SIGKILL) while it tokenised, another waits there."""
+    (tmp_path / "a.txt").write_text("some words\n" * 1000)
+    (tmp_path / "wrapper.py").write_text("""
+import sys, time, data
+def wait(folder, *_):
+    (folder / "train_000000.bin").touch()
+    time.sleep(100)
+data.append_tokens = wait
+sys.exit(data.main())
+""")
+    flags = ["--input", tmp_path / "a.txt", "--out", tmp_path / "d", "--tokenizer", "bytes"]
+    found = {}
+    for name in ("killed", "live"):
+        process = Command(tmp_path / "wrapper.py", *flags)
+        end = time.monotonic() + 60
+        while time.monotonic() < end and name not in found:
+            for folder in (tmp_path / "d").glob(".new-*/train_000000.bin"):
+                if folder.parent.name not in found.values():
+                    found[name] = folder.parent.name
+            time.sleep(0.02)
+        if name == "killed":
+            process.send_signal(signal.SIGKILL)
+            process.process.join()
+    assert Command("data.py", *flags).finish()[0] == 0
+    assert names_in(tmp_path / "d") == [found["live"], "meta.json", "train_000000.bin",
+                                        "val_000000.bin"]
+    process.send_signal(signal.SIGTERM)
+    assert process.finish()[0] == 1 and not list((tmp_path / "d").glob(".new-*"))
+
+
+class Full:
+    """A file whose disk has no space left."""
+    def __init__(self, number):
+        self.number = number
+
+    def __call__(self, path, *arguments, **options):
+        file = open(path, *arguments, **options)
+        if any(mode in "".join(map(str, arguments)) for mode in "wa+"):
+            return mock.MagicMock(wraps=file, write=mock.Mock(
+                side_effect=OSError(self.number, os.strerror(self.number))),
+                __enter__=lambda self: self, __exit__=lambda self, *_: file.close())
+        return file
+
+
+@pytest.mark.parametrize("number, status", [(errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EIO, 1),
+                                            (errno.EACCES, 2), (errno.EROFS, 2)])
+def test_an_error_of_the_disk_has_its_path_and_what_to_do(tmp_path, monkeypatch, run_data, number,
+                                                          status):
+    """Of writing, whose errors have no path of their own."""
+    (tmp_path / "a.txt").write_text("some words\n" * 100)
+    monkeypatch.setattr(data, "open", Full(number), raising=False)
+    done = run_data("--input", tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "d")
+    assert (*done[:2], done[2].count("\n")) == (status, "", 1) and "Errno" not in done[2]
+    assert re.fullmatch(rf"data.py: {tmp_path}/d/.new-\w+/(train|val)_000000.bin: "
+                        rf"{os.strerror(number)}: \w.*\n", done[2]), done[2]
+    assert names_in(tmp_path / "d") == []
+
+
+def test_a_download_to_a_full_disk_names_its_file(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(corpora, "open", Full(errno.ENOSPC), raising=False)
+    with pytest.raises(OSError) as error:
+        corpora.download(f"{server.url}/a", tmp_path / "file")
+    assert files.explain(error.value) == (
+        f"{tmp_path}/file.part: No space left on device: free some space there, or give another "
+        f"--out")
+
+
+def test_an_out_that_cannot_be_written_is_refused_before_the_text_is_read(tmp_path, monkeypatch,
+                                                                          run_data):
+    (tmp_path / "a.txt").write_text("some words\n" * 100)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr(data, "index_documents", None)
+    done = run_data("--input", tmp_path / "a.txt", "--tokenizer", "bytes", "--out",
+                    tmp_path / "no/such")
+    assert done == (2, "", f"data.py: {tmp_path}: it cannot be written: give another path, or "
+                           f"change who may use it\n")
+
+
+def test_a_file_of_the_same_size_that_changes_while_it_is_read_is_told(tmp_path, run_data):
+    """Its text of pass 2 is not that of pass 1."""
+    file = tmp_path / "a.txt"
+    file.write_text("some words\n" * 100)
+    tokenise = data.tokenise
+
+    def then_changes(*arguments):
+        file.write_text("more words\n" * 100)
+        return tokenise(*arguments)
+    with mock.patch.object(data, "tokenise", then_changes):
+        done = run_data("--input", file, "--tokenizer", "bytes", "--out", tmp_path / "d")
+    assert done == (2, "", f"data.py: {file} changed while it was read: run data.py again\n")
+
+
+@pytest.mark.parametrize("redirect, status, words", [
+    (">&-", 0, ""), ("> /dev/full", 1, "the shards are in d"), ("| true", 0, "")])
+def test_a_standard_output_that_is_closed_or_full_takes_no_data_set_away(tmp_path, redirect, status,
+                                                                         words):
+    (tmp_path / "a.txt").write_text("some words\n" * 100)
+    command = f"{sys.executable} {ROOT / 'data.py'} --input a.txt --tokenizer bytes --out d"
+    done = subprocess.run(["bash", "-c", f"{command} {redirect}; exit ${{PIPESTATUS[0]}}"],
+                          cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == status and done.stderr.count("\n") == len(words[:1])
+    assert words in done.stderr and (tmp_path / "d/meta.json").exists()
+
+
+def test_names_that_a_console_cannot_show_end_in_no_traceback(tmp_path):
+    """An ASCII console, and a name that is not UTF-8."""
+    for number, name in enumerate([b"\xc3\xa9.txt", b"\xe9.txt"]):
+        with open(os.path.join(os.fsencode(tmp_path), name), "w") as file:
+            file.write(f"{number} some words\n" * 100)
+    for environment in (dict(PYTHONIOENCODING="ascii"), dict(LC_ALL="C"), dict(PYTHONUTF8="1")):
+        for file in (b"\xc3\xa9", b"\xe9"):
+            done = subprocess.run(
+                [sys.executable, ROOT / "data.py", "--tokenizer", "bytes", "--input",
+                 file + b".txt", "--out", b"d" + file], cwd=tmp_path, env=os.environ | environment,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            assert (done.returncode, done.stderr) == (0, b"") and b"torchrun" in done.stdout
 
 
 # ---------------------------------------------------------------------------------------------
@@ -386,6 +773,110 @@ def test_a_damaged_data_set_is_refused_with_its_file_and_numbers(tmp_path, file,
     with pytest.raises(ValueError) as error:
         data.TokenDataset(tmp_path, "train", 4)
     assert all(word in str(error.value) for word in [file, *words.split()])
+
+
+def test_shards_of_equal_names_and_sizes_are_told_apart_by_their_tokens(tmp_path):
+    """Without meta.json: two folders with another token at the start, in the middle or at the end
+    of one of two shards are not the same text, and a copy is."""
+    tokens = np.random.default_rng(0).integers(50257, size=1_000_000)
+    fingerprints = set()
+    for number, at in enumerate([None, None, 0, 3 * 10 ** 5, -1]):
+        folder = tmp_path / str(number)
+        changed = tokens.copy()
+        if at is not None:          # other text of the same length
+            changed[at:at + 200_000 if at > 0 else None] = 7
+        dataset(folder, dict(train_0=range(9), train_1=changed, val_0=range(9)))
+        (folder / "meta.json").unlink()
+        fingerprints |= set(data.TokenDataset(folder, "train", 4).sources)
+    assert len(fingerprints) == 4
+    with pytest.raises(ValueError, match="hold the same text"):
+        data.TokenDataset(f"{tmp_path / '0'}=1,{tmp_path / '1'}=1", "train", 4)
+    assert len(data.TokenDataset(f"{tmp_path / '0'}=1,{tmp_path / '2'}=1", "train", 4).sources) == 2
+
+
+def test_a_run_notices_other_shards_and_goes_on_from_a_file_with_the_older_fingerprint(
+        run_train, tmp_path):
+    """The older one is of names and sizes: the run goes on, says so, and its next checkpoints have
+    the new one. On a folder of other tokens of the same sizes they are refused."""
+    keys = []
+    for name, first in (("a", 0), ("b", 1)):
+        dataset(tmp_path / name, dict(train_0=range(first, first + 200), val_0=range(9)))
+        (tmp_path / name / "meta.json").unlink()
+        keys.append(next(iter(data.TokenDataset(tmp_path / name, "train", 4).sources)))
+    out = tmp_path / "out"
+    flags = ["--out", out, "--n-layer", 1, "--n-head", 1, "--n-embd", 8, "--seq-len", 4,
+             "--batch-size", 4, "--eval-every", 0]
+    assert run_train("--data", tmp_path / "a", *flags, "--steps", 2)[0] == 0
+    status, _, error = run_train("--data", tmp_path / "b", *flags, "--steps", 4)
+    assert status == 2 and "was trained on" in error
+    state = torch.load(out / "step_00000002.pt")
+    assert state["data"] == [[0, {keys[0]: 1}]]
+    sizes = [(name, os.stat(tmp_path / "a" / name).st_size)
+             for name in ("train_0.bin", "val_0.bin")]
+    state["data"] = [[0, {hashlib.sha256(repr(sizes).encode()).hexdigest(): 1}]]
+    for file in out.glob("*.pt"):
+        file.unlink()
+    torch.save(state, out / "step_00000002.pt")
+    status, told, error = run_train("--data", tmp_path / "a", *flags, "--steps", 4)
+    assert status == 0 and "told shards without meta.json apart by names and sizes" in error
+    assert "resume" in told and "data" not in re.search("resume.*", told)[0].partition(",")[2]
+    assert saved(out, 4)["data"] == [[0, {keys[0]: 1}]]
+    assert run_train("--data", tmp_path / "b", *flags, "--steps", 6)[0] == 2
+
+
+def test_a_shard_that_meta_json_counts_and_is_missing_is_told(tmp_path):
+    (tmp_path / "a.txt").write_text("some words\n" * 500)
+    data.prepare([tmp_path / "a.txt"], tmp_path / "d", "bytes", shard_tokens=2000)
+    whole = data.TokenDataset(tmp_path / "d", "train", 4)
+    (tmp_path / "d/train_000001.bin").rename(tmp_path / "1.bin")
+    with pytest.raises(ValueError, match=f"3,226 train .* says {whole.n_tokens:,}: a shard is mis"):
+        data.TokenDataset(tmp_path / "d", "train", 4)
+
+
+def test_more_shards_than_open_files_are_read(tmp_path):
+    """1,100 shards where a process may have 256 open files: each window of an epoch is read, in
+    the order of the run, and other files can be opened. The check reads all of them."""
+    for number in range(1100):
+        (tmp_path / f"fineweb_train_{number:06d}.bin").write_bytes(shard(range(number, number + 9)))
+    (tmp_path / "program.py").write_text("""
+import resource, sys, data
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+made = data.TokenDataset(sys.argv[1], "train", 4)
+made.check(0, 1)
+ids = made.window_ids(1, 0, made.n_windows)
+tokens = made.tokens_of(ids)
+assert (tokens[:, 0] == ids // 2 + ids % 2 * 4).all()
+files = [open(sys.argv[0]) for _ in range(64)]
+print(len(ids), len(made.shards.mapped))
+""")
+    assert Command(tmp_path / "program.py", tmp_path).finish() == (0, "2200 64\n", "")
+
+
+@pytest.mark.parametrize("content, words", [
+    (shard(range(20), magic=20240801, version=7), "20240801 Llama 3 32 bits not read here yet"),
+    (b"\x93NUMPY\x01\x00v\x00{'descr': '<u2'}" * 9, "NumPy"), (b"\x1f\x8b\x08\x00" * 9, "gunzip"),
+    (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
+    (b"<!DOCTYPE html><html>", "web page download it again"),
+    (np.arange(1000, dtype="<u2").tobytes(), "no header nanoGPT")])
+def test_what_is_no_shard_is_called_by_its_name(tmp_path, content, words):
+    """Files of others with the name of a shard: the message says what the file is, and what to
+    do."""
+    (tmp_path / "train.bin").write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        data.TokenDataset(tmp_path, "train", 4)
+    assert all(word in str(error.value) for word in ["train.bin", *words.split(), "--input FILE"])
+    (tmp_path / "train.bin").rename(tmp_path / "text_document.bin")
+    with pytest.raises(FileNotFoundError, match="the name text_document.bin has no word train"):
+        data.TokenDataset(tmp_path, "train", 4)
+    with pytest.raises(FileNotFoundError, match="no train shards.*this is a file"):
+        data.TokenDataset(tmp_path / "text_document.bin", "train", 4)
+
+
+def test_tokens_of_megatron_are_called_so(tmp_path):
+    (tmp_path / "train.bin").write_bytes(np.arange(1000, dtype="<u2").tobytes())
+    (tmp_path / "train.idx").write_bytes(b"MMIDIDX\x00\x00")
+    with pytest.raises(ValueError, match="Megatron-LM's tokens, as the .idx beside it says"):
+        data.TokenDataset(tmp_path, "train", 4)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("{")])

@@ -35,7 +35,8 @@ FILES = sorted(file for pattern in ("*.py", "parallelism/*.py", "runtime/*.py", 
 MAY_IMPORT = {
     "model": ("", ""),
     "amp": ("", ""),
-    "data": ("runtime.commandline runtime.corpora runtime.other_names", ""),
+    "data": ("runtime.commandline runtime.corpora runtime.files runtime.inputs "
+             "runtime.other_names", ""),
     "parallel": ("model parallelism.* data", ""),               # data: in `main` alone
     "checkpoint": ("model parallel parallelism.* runtime.processes", ""),
     "train": ("*", "tools* tests* test_all"),

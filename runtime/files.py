@@ -1,0 +1,195 @@
+"""Files: what one is, whether two are the same, the path in an error, and what a process that is
+stopped leaves. data.py calls it."""
+import errno
+import hashlib
+import os
+import shutil
+import signal
+import tempfile
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+SAMPLES, SAMPLE_BYTES = 8, 8192         # of each file, at equal distances
+
+
+def sha256_of(*paths) -> str:
+    """The sha256 of these files' bytes, one file after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with named(path), open(path, "rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
+
+
+def sha256_of_samples(paths) -> str:
+    """The sha256 of these files' names, sizes and samples: the first 8 KiB of each, the last, and
+    six between them. It tells two data sets of equal sizes apart in seconds, where reading 100 GB
+    takes minutes. It does not see a change that lies between the samples."""
+    digest = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(repr((path.name, size)).encode())
+        with named(path), open(path, "rb", buffering=0) as file:
+            for number in range(SAMPLES):
+                file.seek(max(size - SAMPLE_BYTES, 0) * number // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def most_open_files() -> int:
+    """How many files this process may have open, after it has raised its limit as far as the
+    system allows."""
+    try:
+        import resource
+    except ImportError:         # Windows
+        return 512
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):         # macOS refuses "unlimited"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+
+
+# ---- What a file is, by its first bytes ------------------------------------------------------
+
+FIRST_BYTES = {
+    b"\xa1\xd94\x01": "it holds llm.c's Llama 3 tokens of 32 bits (version 7), which are not "
+                         "read here yet",
+    b"\x93NUMPY": "it is an array of NumPy",
+    b"version https://git-lfs": "it is a pointer of Git LFS in place of the file: run `git lfs "
+                                "pull` in the repository that it is from",
+    b"<!DOCTYPE": "it is a web page in place of the file: download it again",
+    b"<html": "it is a web page in place of the file: download it again",
+    b"\x1f\x8b": "it is compressed by gzip: gunzip it first",
+    b"\x28\xb5\x2f\xfd": "it is compressed by zstd: unzstd it first",
+    b"PK\x03\x04": "it is a zip archive: unzip it first",
+    b"PAR1": "it is Parquet",
+    b"%PDF": "it is a PDF"}
+
+
+def what_it_is(path: Path) -> str | None:
+    """What the first bytes of a file say that it is, as a clause; None if they say nothing."""
+    with open(path, "rb") as file:
+        start = file.read(64)
+    for first_bytes, clause in FIRST_BYTES.items():
+        if start.startswith(first_bytes):
+            return clause
+    if path.suffix == ".bin" and path.with_suffix(".idx").exists():
+        return "it holds Megatron-LM's tokens, as the .idx beside it says"
+    return None
+
+
+# ---- Errors of the system --------------------------------------------------------------------
+
+@contextmanager
+def named(path):
+    """An OSError in this block has the path, which one of reading or writing lacks."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+SYSTEM_ADVICE = {
+    errno.ENOSPC: "free some space there, or give another --out",
+    errno.EDQUOT: "free some of your quota there, or give another --out",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f), or give another --out",
+    errno.EROFS: "give another --out",
+    errno.EACCES: "give another path, or change who may use it",
+    errno.EPERM: "give another path, or change who may use it",
+    errno.EIO: "the disk fails: copy the file elsewhere and read it there",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOENT: "give another path",
+    errno.ELOOP: "these links lead to each other: give another path",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ENOTDIR: "a part of this path is a file: give another",
+    errno.EEXIST: "it is a file: give another path"}
+
+
+def explain(error: Exception) -> str:
+    """One line of an error: of an OSError of the system its path, its reason and what to do."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return str(error)
+    path = error.filename2 if error.filename2 is not None else error.filename
+    advice = SYSTEM_ADVICE.get(error.errno)
+    return f"{path}: {error.strerror}" + (f": {advice}" if advice else "")
+
+
+def is_failure(error: Exception) -> bool:
+    """Whether it is no mistake of the user: exit status 1, not 2."""
+    return isinstance(error, ConnectionError) or getattr(error, "errno", None) in FAILURES
+
+
+# ---- Writing, and stopping -------------------------------------------------------------------
+
+def change_of(path: Path) -> tuple[int, int]:
+    """The size of a file and the time of its last change, in nanoseconds."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def check_writable(folder: Path) -> None:
+    """Raise an OSError if this folder, or the first of its parents that exists, cannot be
+    written."""
+    exists = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(exists, os.W_OK):
+        raise PermissionError(errno.EACCES, "it cannot be written", str(exists))
+
+
+@contextmanager
+def new_folder(out: Path):
+    """A new folder in `out`, which is removed at the end. A process that is killed leaves it there:
+    the next one removes it, unless a process holds its lock."""
+    for left in out.glob(".new-*"):
+        lock = lock_folder(left)
+        if lock is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=out) as folder:
+        lock = lock_folder(folder)
+        try:
+            yield Path(folder)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def lock_folder(folder) -> int | None:
+    """The descriptor that holds a folder's lock until it is closed. None if another process holds
+    it, or where folders have no locks (Windows, some network drives)."""
+    try:
+        import fcntl
+        lock = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
+
+
+@contextmanager
+def signals_stop():
+    """SIGTERM and the end of a terminal stop this block as Ctrl-C does; more of them do not stop
+    what it does at its end."""
+    def stop(number, frame):
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
+               if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers
+              if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

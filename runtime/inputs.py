@@ -1,0 +1,148 @@
+"""Which files data.py --input reads: .txt and .jsonl, also in folders and behind links."""
+import os
+import stat
+import sys
+from collections import Counter
+from pathlib import Path
+
+SUFFIXES = (".txt", ".jsonl")
+
+
+def note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+PANDAS = ("python -c \"import pandas; pandas.read_{}('FILE').to_json('NEW.jsonl', "
+          "orient='records', lines=True)\" makes a .jsonl of it, whose column text is read")
+ADVICE = {
+    ".gz": "gunzip it first", ".zst": "unzstd it first", ".xz": "unxz it first",
+    ".bz2": "bunzip2 it first", ".zip": "unzip it first", ".tar": "unpack it first (tar -xf)",
+    ".tgz": "unpack it first (tar -xf)", ".7z": "unpack it first",
+    ".parquet": PANDAS.format("parquet"), ".csv": PANDAS.format("csv"),
+    ".tsv": PANDAS.format("table"), ".arrow": PANDAS.format("feather"),
+    ".json": "jq -c '.[]' FILE > NEW.jsonl makes a .jsonl of an array",
+    ".ndjson": "rename it to .jsonl", ".jsonlines": "rename it to .jsonl",
+    ".pdf": "pdftotext FILE NEW.txt makes a .txt of it",
+    ".html": "save its text as .txt", ".htm": "save its text as .txt",
+    ".docx": "save its text as .txt", ".doc": "save its text as .txt",
+    ".epub": "save its text as .txt", ".rtf": "save its text as .txt",
+    ".bin": "tokens need no data.py: give their folder to train.py --data",
+    ".npy": "give the text from which it was made"}
+
+
+def advice_for(kind: str) -> str:
+    return ADVICE.get(kind, "if it is text, copy it to a name that ends in .txt")
+
+
+def find_files(paths) -> list[Path]:
+    """These .txt and .jsonl files and those in these folders, also behind links, each once. A note
+    tells what is skipped. Raises ValueError or OSError."""
+    files = {}              # {path without links: path}
+    again = []
+    for path in paths:
+        check_path(path)
+        found = {os.path.realpath(path): path}
+        if path.is_dir():
+            found = walk(path)
+        again += [path for real, path in found.items() if real in files]
+        files |= {real: path for real, path in found.items() if real not in files}
+    if again:
+        note(f"{again[0]} is given twice, and read once" if len(again) == 1 else
+             f"{len(again):,} files are given twice, such as {again[0]}: each is read once")
+    return list(files.values())
+
+
+def check_path(path: Path) -> None:
+    """Raise a ValueError or an OSError if this --input cannot be read."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        problem = f"there is no file or folder {path}"
+        if path.is_symlink():
+            problem = f"{path} is a link to {os.readlink(path)}, which is not there"
+        elif str(path) == "-":
+            problem += ": the text is read twice, so write it to a file and give that"
+        raise ValueError(problem) from None
+    kind = special_kind(mode)
+    if kind is not None:
+        raise ValueError(f"{path} is a {kind}: the text is read twice, so write it to a file and "
+                         f"give that")
+    suffix = path.suffix.lower()
+    if not stat.S_ISDIR(mode) and suffix not in SUFFIXES:
+        advice = advice_for(suffix).replace("FILE", str(path))
+        raise ValueError(f"{path}: only .txt and .jsonl are read: {advice}")
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"{path} cannot be read: permission denied: change who may read it")
+
+
+def special_kind(mode: int) -> str | None:
+    """What is neither a file nor a folder: reading it could wait for ever."""
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return None
+    if stat.S_ISFIFO(mode):
+        return "named pipe"
+    return "socket" if stat.S_ISSOCK(mode) else "device"
+
+
+def kind_of(entry: os.DirEntry) -> str | None:
+    """Why an entry of a folder is skipped; None if it is read, "folder" if it is one."""
+    if entry.name.startswith("."):
+        return "hidden"
+    try:
+        mode = entry.stat().st_mode
+    except OSError:
+        return "link to nowhere" if entry.is_symlink() else "unreadable"
+    if stat.S_ISDIR(mode):
+        return "folder"
+    suffix = Path(entry.name).suffix.lower()
+    if special_kind(mode) is not None or suffix not in SUFFIXES:
+        return special_kind(mode) or suffix or "without a suffix"
+    return None if os.access(entry.path, os.R_OK) else "unreadable"
+
+
+def walk(top: Path) -> dict[str, Path]:
+    """{path without links: path} of the text files in a folder, in the order of their names. A file
+    or folder that several links lead to is read once. Raises ValueError if there is none."""
+    found = {}
+    links = []              # to files: behind the files themselves, which give the names
+    skipped = Counter()
+    first = {}              # {kind: the first that is skipped}
+    folders = [str(top)]
+    linked_folders = []     # behind the others
+    seen = set()
+    while folders or linked_folders:
+        folder = folders.pop() if folders else linked_folders.pop(0)
+        real = os.path.realpath(folder)
+        if real in seen:
+            continue
+        seen.add(real)
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError:
+            skipped["unreadable"] += 1
+            first.setdefault("unreadable", folder)
+            continue
+        for entry in entries:
+            kind = kind_of(entry)
+            if kind == "folder":
+                (linked_folders if entry.is_symlink() else folders).append(entry.path)
+            elif kind is not None:
+                skipped[kind] += 1
+                first.setdefault(kind, entry.path)
+            elif entry.is_symlink():
+                links.append(entry.path)
+            else:
+                found[os.path.join(real, entry.name)] = Path(entry.path)
+    for link in links:
+        found.setdefault(os.path.realpath(link), Path(link))
+    kinds = [f"{count:,} {kind} ({os.path.relpath(first[kind], top)})"
+             for kind, count in skipped.most_common()]
+    if not found:
+        holds = "it is empty"
+        if kinds:
+            (most, _), = skipped.most_common(1)
+            holds = f"it holds {', '.join(kinds)}: {advice_for(most)}"
+        raise ValueError(f"{top}: only .txt and .jsonl are read: {holds}")
+    if kinds:
+        note(f"{top}: {len(found):,} files are read; skipped: {', '.join(kinds)}")
+    return dict(sorted(found.items(), key=lambda item: item[1]))
