@@ -46,7 +46,7 @@ def describe_data(run) -> dict | None:
         sources[source.name] = dict(
             weight=source.weight, bytes_per_token=source.meta["bytes_per_token"],
             fingerprint=source.meta["fingerprint"], val_fingerprint=sampled_fingerprint(shards),
-            val_tokens=sum(map(len, shards)),
+            val_tokens=sum(map(len, shards)), all_sequences=source.n_windows,
             sequences=eval_sequences(run.config, run.model_config, source))
     return dict(tokenizer=data.meta["tokenizer"], vocab_size=data.meta["vocab_size"],
                 bytes_per_token=data.meta["bytes_per_token"], seq_len=data.seq_len,

@@ -1019,6 +1019,113 @@ def test_compare_plots_and_tabulates_runs_without_their_void_rows(tmp_path, monk
     assert (status, error) == (0, "") and len(text.splitlines()) == 20 + 30
 
 
+def described(tokenizer="bytes", vocab=257, size=1.0, seq_len=16, **sources):
+    """What an event says on data: each source is (validation text, its tokens, sequences read)."""
+    found = {}
+    for name, (text, tokens, sequences) in sources.items():
+        found[name] = dict(weight=1, bytes_per_token=size, fingerprint=text, val_tokens=tokens,
+                           val_fingerprint=f"{text} {tokens}", sequences=sequences,
+                           all_sequences=(tokens - 1) // seq_len)
+    return dict(tokenizer=tokenizer, vocab_size=vocab, bytes_per_token=size, seq_len=seq_len,
+                sources=found)
+
+
+def write_run(name, *losses, data="unknown", kind="start"):
+    """A run on this data with these validation losses, one for each step."""
+    start = dict(event=kind, config=dict(out=name))
+    if data != "unknown":
+        start["data"] = data
+    lines = [(0, 0, start)]
+    for step, loss in enumerate(losses, 1):
+        row = dict(loss=5.0, val_loss=loss)
+        if data != "unknown" and loss is not None and data["bytes_per_token"]:
+            row["bits_per_byte"] = loss / math.log(2) / data["bytes_per_token"]
+        lines.append((step, step, row))
+    write_lines(Path(name), lines)
+
+
+BYTES = described(d=("text", 4001, 128))
+GPT2 = described("gpt2", 50257, 4.0, d=("text", 1000.25, 62))
+SHORT = described(d=("text", 4001, 8))
+OTHER = described(d=("novel", 7001, 128))
+WEB = described("gpt2", 50257, None, web=("web", 900, 20))
+MIXED = described(d=("text", 4001, 128), e=("novel", 7001, 128))
+
+
+@pytest.mark.parametrize("runs, order, words", [
+    ([("a", 3.0, BYTES), ("b", 2.0, BYTES)], "b a", []),
+    ([("a", 3.4, BYTES), ("b", 6.4, GPT2)], "b a",
+     ["note     different tokenizers: bytes with 257 tokens, 1.00 bytes a token (a); gpt2 with "
+      "50,257 tokens, 4.00 bytes a token (b)",
+      "note     different samples of the validation text: 2,048 of 4,001 tokens, 16 at a time (a)",
+      "note     so the order is by bits a byte, not by nats a token",
+      "note     the chart's unit is bits a byte"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, OTHER), ("c", 1.0, OTHER)], "c b a",
+     ["note     different validation text: 100% d (c, b); 100% d (a)"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, SHORT)], "b a",
+     ["note     different samples of the validation text: 128 of 4,001 tokens, 16 at a time (b); "
+      "2,048 of 4,001 tokens, 16 at a time (a)"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, MIXED)], "b a",
+     ["note     different validation text: 50% d + 50% e (b); 100% d (a)"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, WEB), ("c", 1.0, WEB)], "a c b",
+     ["apart, by nats a token: no bits a byte, because the shards have no meta.json",
+      "note     the chart's unit is nats a token, in which different tokenizers cannot be"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, "unknown"), ("c", None, BYTES)], "a b c",
+     ["apart, by nats a token: an older version did not write what it evaluated on",
+      "without an evaluation"]),
+    ([("a", 3.0, "unknown"), ("b", 2.0, "unknown")], "b a",
+     ["note     an older version wrote these runs: their validation losses can be compared only"]),
+    ([("b", 2.0, WEB), ("a", 1.0, WEB)], "a b", [])])
+def test_compare_orders_by_nats_only_what_is_the_same_test(tmp_path, monkeypatch, runs, order,
+                                                           words):
+    """Of one text the run on bytes with 3.4 nats a token is worse than that on GPT-2's tokens with
+    6.4. Lines say what differs, or why a run stands apart."""
+    monkeypatch.chdir(tmp_path)
+    for name, loss, data in runs:
+        write_run(name, loss, data=data)
+    text = compare.compare([name for name, *_ in runs])
+    table = [line.split() for line in text.splitlines() if "h00m" in line]
+    assert "".join(line[0] for line in table) == "abc"[:len(runs)]
+    assert " ".join(line[-1] for line in table) == order
+    for line in words:
+        assert f"\n{line}" in text, text
+    assert ("note" in text or "apart" in text) == bool(words), text
+
+
+def test_compare_draws_bits_per_byte_where_tokenizers_differ(tmp_path, monkeypatch):
+    """Five nats in a token of one byte, or of four, are 7.21 bits a byte, or 1.80."""
+    monkeypatch.chdir(tmp_path)
+    for name, data in (("a", BYTES), ("b", GPT2)):
+        write_run(name, *[5.0] * 64, data=data)
+    chart = compare.compare(["a", "b"]).splitlines()
+    assert [chart[row].split()[0] for row in (0, 15)] == ["7.2135", "1.8034"]
+    mermaid = compare.compare(["a", "b"], as_mermaid=True)
+    assert 'y-axis "loss, bits a byte" 1.803 --> 7.213' in mermaid
+
+
+def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(tmp_path, monkeypatch):
+    """A resume with other --eval-tokens: what was evaluated before does not count, and a line says
+    so; nor what an older version wrote. The clock is set back by two hours."""
+    monkeypatch.chdir(tmp_path)
+    def lines(before):
+        start = dict(event="start", config={})
+        if before is not None:
+            start["data"] = before
+        return [(5, 0, start), (6, 1, dict(loss=4, val_loss=1.0)), (4, 2, dict(loss=3)),
+                (4, 2, dict(event="resume", config={}, data=BYTES)),
+                (4.5, 3, dict(loss=2, val_loss=2.5)), (4.5, 4, dict(loss=2, val_loss=2.25)),
+                (4.5, 5, dict(loss=2, val_loss=math.nan))]
+    for name, before, words in [("a", SHORT, "read other text or tokens (--data, --eval-tokens)"),
+                                ("b", None, "do not say what they read (an older version wrote")]:
+        write_lines(Path(name), lines(before))
+        text = compare.compare([name, f"{name}/", f"./{name}"])
+        assert f"note     {name}: evaluations up to step 1 {words}" in text
+        assert text.splitlines()[-1].split()[:7] == "a 2.2500 4 2.2500 4 5 500".split()
+        assert text.splitlines()[-1].split()[7] == "1h30m" and text.count("h30m") == 1
+    status, _, error = tool("compare", "a/metrics.jsonl", PYTHONPATH=str(ROOT))
+    assert status == 2 and "a/metrics.jsonl is a file: give the --out of a run" in error
+
+
 def test_the_readmes_benchmarks_exist():
     for _, names in readme_commands("tools.bench"):
         assert names[0] in bench.TABLES or names == ["gpu"]
