@@ -1206,16 +1206,18 @@ class ReadByTensorBoard:
 
     def __init__(self, out):
         reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-        self.rows, self.events = (reader.EventAccumulator(str(folder)).Reload() for folder in (
-            out / "tensorboard", out / "tensorboard" / "events"))
+        multiplexer = reader.__name__.replace("accumulator", "multiplexer")
+        runs = importlib.import_module(multiplexer).EventMultiplexer()
+        self.runs = list(runs.AddRunsFromDirectory(str(out)).Runs())
+        self.read = reader.EventAccumulator(str(out / "tensorboard")).Reload()
 
     def losses(self):
-        assert self.rows.Tags()["scalars"] == ["loss"]
-        return [(x.step, x.value) for x in self.rows.Scalars("loss")]
+        assert self.runs == ["tensorboard"] and self.read.Tags()["scalars"] == ["loss"]
+        return [(x.step, x.value) for x in self.read.Scalars("loss")]
 
     def texts(self):
-        return [x.tensor_proto.string_val[0] for kind in self.events.Tags()["tensors"]
-                for x in self.events.Tensors(kind)]
+        return [x.tensor_proto.string_val[0] for tag in self.read.Tags()["tensors"]
+                for x in self.read.Tensors(tag)]
 
 
 def log_words(out, words, number=0):
@@ -1276,6 +1278,51 @@ def test_a_log_has_every_step_once_and_every_event_after_a_rollback_and_a_resume
     if name == "wandb":
         assert wandb.ids[0] is None and set(wandb.ids[1:]) <= {"x"}
         assert wandb.finished == len(wandb.ids) and dict(lr=21) in wandb.configs
+
+
+SERVED = """
+import json, sys
+from tensorboard import context, program
+board = program.TensorBoard()
+board.configure(["", "--logdir", sys.argv[1], "--load_fast", sys.argv[2], "--reload_interval", "0",
+                 "--reload_task", "blocking"])
+ingester = board._make_data_ingester()
+served = ingester.data_provider
+many = dict(ctx=context.RequestContext(), experiment_id="", downsample=1000)
+losses, texts = {}, {}
+while len(losses) < 2 or len(texts) < 2:        # the data server reads in a thread
+    losses = served.read_scalars(plugin_name="scalars", **many)
+    texts = served.read_tensors(plugin_name="text", **many)
+losses = {run: [(x.step, x.value) for x in tags["loss"]] for run, tags in losses.items()}
+texts = {run: [x.numpy.item().decode() for tag in tags.values() for x in tag]
+         for run, tags in texts.items()}
+print(json.dumps([losses, texts]))
+"""
+
+
+@pytest.mark.parametrize("fast", ["true", "false"])
+def test_tensorboard_lists_one_run_for_each_out_and_keeps_every_event(tmp_path, fast):
+    """As the program serves two --outs below one folder, by its data server and without: each of
+    the two forgets in a way of its own. At the resume the clock is set back."""
+    pytest.importorskip("tensorboard")
+    if fast == "true":
+        pytest.importorskip("tensorboard_data_server")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        log_words(tmp_path / name, FIRST)
+        send(tmp_path / name, "tensorboard")
+        log_words(tmp_path / name, THEN, 20)
+        with mock.patch.object(time, "time_ns", return_value=5):
+            send(tmp_path / name, "tensorboard")
+    ran = subprocess.run([sys.executable, "-c", SERVED, tmp_path, fast], text=True,
+                         capture_output=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    losses, texts = json.loads(ran.stdout)
+    assert set(losses) == set(texts) == {"a/tensorboard", "b/tensorboard"}
+    for name in ("a", "b"):
+        assert losses[f"{name}/tensorboard"] == [[1, 1], [2, 2], [3, 3], [4, 22], [5, 23], [6, 24],
+                                                 [7, 25]]
+        assert_events_arrived(tmp_path / name, texts[f"{name}/tensorboard"])
 
 
 def test_lines_arrive_whole_also_if_the_file_shrinks(tmp_path, wandb):
@@ -1383,7 +1430,7 @@ def test_train_py_sends_every_step_through_a_process_of_its_own(shards, tmp_path
     run = compare.read_metrics(tmp_path / "o")
     assert [event["event"] for event in run.events] == ["start", "end", "resume", "end"]
     seen = ReadByTensorBoard(tmp_path / "o")
-    assert [(x.step, x.value) for x in seen.rows.Scalars("loss")] == [
+    assert [(x.step, x.value) for x in seen.read.Scalars("loss")] == [
         (row["step"], pytest.approx(row["loss"])) for row in run.rows]
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5, 6]
     assert_events_arrived(tmp_path / "o", seen.texts())

@@ -264,8 +264,8 @@ def table(sections: list[tuple[str, list[Run]]], letters: dict[str, str]) -> lis
     if any(finite(row, "bits_per_byte") is not None for run in runs for row in run.rows):
         of_best.append("bits_per_byte")
         column = " bits/byte"
-    lines = [f"   best val{column}  at step  last val  at step   steps           tokens    hours    "
-             f"tokens/s    max lr  run"]
+    lines = [f"   best val{column}  at step  last val  at step   steps           tokens    hours"
+             f"    tokens/s    max lr  run"]
     flags = differing_flags(runs)
     for heading, section in sections:
         if heading:
