@@ -1092,6 +1092,26 @@ def test_compare_orders_by_nats_only_what_is_the_same_test(tmp_path, monkeypatch
     assert ("note" in text or "apart" in text) == bool(words), text
 
 
+def test_compare_reads_what_is_not_finite_or_not_a_step(tmp_path, monkeypatch):
+    """A first loss of null, NaN as another program writes it, rows without their fields: what is
+    left is drawn and ordered. A run of one step is a line, too."""
+    monkeypatch.chdir(tmp_path)
+    nan, inf = math.nan, math.inf
+    write_lines(Path("a"), [(0, 1, dict(loss=None, val_loss=None)), (1, 2, dict(loss=nan)),
+                            (2, 3, dict(loss=4, val_loss=inf)), (3, 4, dict(loss=3, val_loss=2)),
+                            (4, 5, dict(loss=inf, val_loss=nan, bits_per_byte=nan))])
+    with open("a/metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "time": 14400}\n[]\nnull\n{"step": 7, "time": 14400, "loss": 1}\n')
+    write_lines(Path("b"), [(0, 1, dict(loss=9, val_loss=nan))])
+    write_lines(Path("c"), [(0, 1, dict(loss=nan)), (1, 2, dict(loss=None))])
+    one, two = compare.compare(["b", "c", "a"]).splitlines()[-2:]
+    assert one.split()[:6] == "a 2.0000 4 2.0000 4 5".split() and one.split()[7] == "4h00m"
+    assert two.split()[:5] == "b - - - -".split()
+    assert compare.compare(["b"]).splitlines()[0].split() == ["9.0000", "|b"]
+    with pytest.raises(ValueError, match="a has too few steps for a chart"):
+        compare.compare(["a"], as_mermaid=True)
+
+
 def test_compare_draws_bits_per_byte_where_tokenizers_differ(tmp_path, monkeypatch):
     """Five nats in a token of one byte, or of four, are 7.21 bits a byte, or 1.80."""
     monkeypatch.chdir(tmp_path)
@@ -1323,6 +1343,27 @@ def test_tensorboard_lists_one_run_for_each_out_and_keeps_every_event(tmp_path, 
         assert losses[f"{name}/tensorboard"] == [[1, 1], [2, 2], [3, 3], [4, 22], [5, 23], [6, 24],
                                                  [7, 25]]
         assert_events_arrived(tmp_path / name, texts[f"{name}/tensorboard"])
+
+
+def test_texts_of_an_older_version_join_the_run(tmp_path):
+    """It wrote them to tensorboard/events, which TensorBoard lists as another run, and no count of
+    events to its state. What others keep there stays."""
+    log_words(tmp_path, FIRST)
+    send(tmp_path, "tensorboard")
+    rows, state = sorted((tmp_path / "tensorboard").iterdir())
+    older = tmp_path / "tensorboard" / "events"
+    older.mkdir()
+    for name in (rows.name, "mine"):
+        (older / name).write_bytes(rows.read_bytes())
+    reader = follow.TensorBoard(tmp_path)       # of it, rows alone
+    assert reader.state.pop("events") == {"start": 1, "skip": 3, "spike": 1, "rollback": 1}
+    reader.save()
+    rows.write_bytes(b"")
+    log_words(tmp_path, THEN, 20)
+    send(tmp_path, "tensorboard")
+    assert list(older.iterdir()) == [older / "mine"]
+    shutil.rmtree(older)
+    assert_events_arrived(tmp_path, ReadByTensorBoard(tmp_path).texts())
 
 
 def test_lines_arrive_whole_also_if_the_file_shrinks(tmp_path, wandb):

@@ -289,7 +289,7 @@ def read_runs(outs: list[str]) -> list[Run]:
         if Path(out).is_file():
             problem = f"{out} is a file: give the --out of a run, a folder"
         if Path(out, "metrics.jsonl").exists():
-            problem = f"{out}/metrics.jsonl has no step"
+            problem = f"{out}/metrics.jsonl has no step with a loss"
         print(f"compare.py: warning: {problem}: left out", file=sys.stderr)
     if not runs:
         raise ValueError("nothing to compare: give the --out of runs that have made a step")
