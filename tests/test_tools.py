@@ -1068,13 +1068,13 @@ MIXED = described(d=("text", 4001, 128), e=("novel", 7001, 128))
     ([("a", 3.0, BYTES), ("b", 2.0, MIXED)], "b a",
      ["note     different validation text: 50% d + 50% e (b); 100% d (a)"]),
     ([("a", 3.0, BYTES), ("b", 2.0, WEB), ("c", 1.0, WEB)], "a c b",
-     ["apart, by nats a token: no bits a byte, because the shards have no meta.json",
+     ["apart, by nats a token: no bits a byte (the shards have no meta.json)",
       "note     the chart's unit is nats a token, in which different tokenizers cannot be"]),
     ([("a", 3.0, BYTES), ("b", 2.0, "unknown"), ("c", None, BYTES)], "a b c",
-     ["apart, by nats a token: an older version did not write what it evaluated on",
-      "without an evaluation"]),
+     ["note     what the evaluations of b read is not known (an older version did not write it)",
+      "apart, by nats a token: no bits a byte", "without an evaluation"]),
     ([("a", 3.0, "unknown"), ("b", 2.0, "unknown")], "b a",
-     ["note     an older version wrote these runs: their validation losses can be compared only"]),
+     ["note     what the evaluations of b, a read is not known (an older version did not write it)"]),
     ([("b", 2.0, WEB), ("a", 1.0, WEB)], "a b", [])])
 def test_compare_orders_by_nats_only_what_is_the_same_test(tmp_path, monkeypatch, runs, order,
                                                            words):
@@ -1107,7 +1107,7 @@ def test_compare_reads_what_is_not_finite_or_not_a_step(tmp_path, monkeypatch):
     one, two = compare.compare(["b", "c", "a"]).splitlines()[-2:]
     assert one.split()[:6] == "a 2.0000 4 2.0000 4 5".split() and one.split()[7] == "4h00m"
     assert two.split()[:5] == "b - - - -".split()
-    assert compare.compare(["b"]).splitlines()[0].split() == ["9.0000", "|b"]
+    assert compare.compare(["b"]).splitlines()[0].split() == ["9.0000", "|", "a"]
     with pytest.raises(ValueError, match="a has too few steps for a chart"):
         compare.compare(["a"], as_mermaid=True)
 

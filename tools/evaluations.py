@@ -2,9 +2,9 @@
 
 Two evaluations are the same test if tokenizer, validation text (with the weights of its sources)
 and the sequences read of it are the same. Between runs with the same test the validation loss
-decides. Between others it is bits per byte, and a line says what differs; a run that has none, or
-that an older version wrote, stands apart. A resume may change the test: a run is judged by its
-evaluations that are the same test as its last one.
+decides. Between others it is bits per byte, and a line says what differs; a run that has none
+stands apart. A resume may change the test: a run is judged by its evaluations that are the same
+test as its last one.
 
 The `data` of a row is that of the last start or resume before it: what
 runtime.evaluation.describe_data found, or None, if an older version wrote it.
@@ -139,8 +139,8 @@ def difference(what: str, known: list[Evaluated], key, words) -> list[str]:
 
 
 def order(runs: list) -> tuple[list[str], list[tuple[str, list]]]:
-    """Lines on what cannot be compared, and the runs in sections (heading, runs), each with its
-    best run first."""
+    """Lines on what cannot be compared, and the runs in sections (heading, runs): runs of one
+    section can be compared, and its best is first. A single section has no heading."""
     judged = [found for found in map(evaluated, runs) if found is not None]
     judged.sort(key=lambda found: found.best["val_loss"])
     rest = [run for run in runs if evaluated(run) is None]
@@ -149,27 +149,29 @@ def order(runs: list) -> tuple[list[str], list[tuple[str, list]]]:
     tests = defaultdict(list)
     for found in judged:
         tests[test_key(found.data)].append(found)
-    if len(tests) < 2:
-        if len(judged) > 1 and not known:
-            notes.append("an older version wrote these runs: their validation losses can be "
-                         "compared only if they read the same tokens")
+    if len(judged) < 2 or len(tests) == 1 and known:
         return notes, [("", [found.run for found in judged] + rest)]
 
     one = have_one_tokenizer([found.data for found in known])
+    unknown = [found.run.name for found in tests[None]]
+    if unknown:
+        notes.append(f"what the evaluations of {', '.join(unknown)} read is not known (an older "
+                     f"version did not write it)")
     notes += difference("tokenizers", known, tokenizer_key, tokenizer_words)
     notes += difference("validation text", known, lambda data: text_key(data, one), text_words)
     notes += difference("samples of the validation text", known,
                         lambda data: sample_key(data, one), sample_words)
-    measured = [found for found in known if finite(found.best, "bits_per_byte") is not None]
+    measured = [found for found in judged if finite(found.best, "bits_per_byte") is not None]
     measured.sort(key=lambda found: found.best["bits_per_byte"])
-    if len({test_key(found.data) for found in measured}) > 1:
+    if len(measured) > 1 and (unknown or len({test_key(found.data) for found in measured}) > 1):
         notes.append("so the order is by bits a byte, not by nats a token")
     sections = [("", [found.run for found in measured])]
     for key, group in tests.items():
-        apart = [found.run for found in group if found not in measured]
-        heading = "apart, by nats a token: no bits a byte, because the shards have no meta.json"
-        if key is None:
-            heading = "apart, by nats a token: an older version did not write what it evaluated on"
-        sections.append((heading, apart))
+        why = "the shards have no meta.json" if key is not None else "an older version wrote none"
+        sections.append((f"apart, by nats a token: no bits a byte ({why})",
+                         [found.run for found in group if found not in measured]))
     sections.append(("without an evaluation", rest))
-    return notes, [(heading, section) for heading, section in sections if section]
+    sections = [(heading, section) for heading, section in sections if section]
+    if len(sections) == 1:
+        sections = [("", sections[0][1])]
+    return notes, sections
