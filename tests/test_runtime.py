@@ -396,7 +396,7 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
     assert {name for name, value in asdict(config).items() if value == "the checkpoint's"} == set(
         """model n_layer n_head n_embd seq_len activation dropout batch_size batch_ramp steps lr
         min_lr_ratio warmup_steps lr_schedule weight_decay beta1 beta2 clip seed save_every keep
-        check_every eval_every noise_scale rollback max_rollbacks skip_steps""".split())
+        check_every eval_every eval_tokens noise_scale rollback max_rollbacks skip_steps""".split())
 
 
 def test_an_exact_run_keeps_its_microbatch(shards, run_train, tmp_path):
