@@ -1074,7 +1074,7 @@ MIXED = described(d=("text", 4001, 128), e=("novel", 7001, 128))
      ["note     what the evaluations of b read is not known (an older version did not write it)",
       "apart, by nats a token: no bits a byte", "without an evaluation"]),
     ([("a", 3.0, "unknown"), ("b", 2.0, "unknown")], "b a",
-     ["note     what the evaluations of b, a read is not known (an older version did not write it)"]),
+     ["note     what the evaluations of b, a read is not known (an older version did not write"]),
     ([("b", 2.0, WEB), ("a", 1.0, WEB)], "a b", [])])
 def test_compare_orders_by_nats_only_what_is_the_same_test(tmp_path, monkeypatch, runs, order,
                                                            words):
