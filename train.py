@@ -60,8 +60,8 @@ from parallelism.context import own_positions
 from parallelism.groups import make_groups
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import (checks, console, devices, directory, processes, recovery, replicas,
-                     startup)
+from runtime import (checks, console, devices, directory, evaluation, processes, recovery,
+                     replicas, startup)
 from runtime.divergence import DivergenceMonitor
 from runtime.noise_scale import NoiseScale
 from runtime.options import Config
@@ -345,13 +345,19 @@ class Run:
 
     def evaluate(self) -> dict:
         """The fields of an evaluation in a row of metrics.jsonl: `val_loss`, the weighted mean over
-        the sources; with several sources also the loss and the epochs of each."""
+        the sources, and the same as `bits_per_byte`, None where the text's bytes are unknown; with
+        several sources also both, and the epochs, of each."""
         console.announce_evaluation(self)
-        losses = {s.name: self.evaluate_source(s) for s in self.val_data.sources.values()}
-        row = dict(val_loss=self.val_data.average(losses.values()))
-        if len(losses) > 1:
+        data, bits = self.val_data, evaluation.bits_per_byte
+        sources = list(data.sources.values())
+        losses = [self.evaluate_source(source) for source in sources]
+        mean = data.average(losses)
+        row = dict(val_loss=mean, bits_per_byte=bits(mean, data.meta["bytes_per_token"]))
+        if len(sources) > 1:
+            for source, loss in zip(sources, losses):
+                row[f"val_loss/{source.name}"] = loss
+                row[f"bits_per_byte/{source.name}"] = bits(loss, source.meta["bytes_per_token"])
             epochs = self.train_data.epochs(self.batches.position)
-            row.update({f"val_loss/{name}": loss for name, loss in losses.items()})
             row.update({f"epochs/{name}": count for name, count in epochs.items()})
         return row
 
@@ -359,7 +365,7 @@ class Run:
     def evaluate_source(self, source: Source) -> float:
         """Mean loss in nats on fixed validation windows, the same in every layout."""
         self.model.eval()
-        count = console.eval_sequences(self.config, self.model_config, source)
+        count = evaluation.eval_sequences(self.config, self.model_config, source)
         at_once = self.grid.dp * self.config.micro_batch        # a microbatch for each dp rank
         padded = ceil_div(count, at_once) * at_once
         window_ids = np.full(padded, PADDING)

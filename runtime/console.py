@@ -12,19 +12,21 @@ import sys
 import time
 from collections import deque
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
 from amp import PRECISIONS
-from data import Batch, Source, batch_sizes, sequences_after
-from model import (PEAK_LR, GPTConfig, ceil_div, flops_per_token, multiplies_in_fp32, parameter_count,
+from data import Batch, batch_sizes, sequences_after
+from model import (PEAK_LR, ceil_div, flops_per_token, multiplies_in_fp32, parameter_count,
                    peak_flops)
 from parallel import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
 from parallelism.zero import state_bytes
 from runtime import checks
 from runtime.directory import Metrics, Start
+from runtime.evaluation import describe_data, eval_sequences
 from runtime.options import RESTORED, Config, step_range
 from runtime.processes import print_rank0
 from runtime.threads import Threads
@@ -117,13 +119,6 @@ def note_slow_ranks(grid: Grid, own_seconds: float) -> None:
                             f"steps, the median of its stage for {median:.1f} s")
 
 
-def eval_sequences(config: Config, model_config: GPTConfig, source: Source) -> int:
-    """Number of validation sequences that an evaluation reads of a source."""
-    if config.eval_tokens is not None:
-        return min(source.n_windows, math.ceil(config.eval_tokens / model_config.seq_len))
-    return source.n_windows if config.eval_only else min(source.n_windows, 128)
-
-
 def evaluated_tokens(run) -> str:
     """How many tokens an evaluation reads."""
     sources = run.val_data.sources.values()
@@ -164,27 +159,35 @@ def time_left(steps: int, seconds: float) -> timedelta:
 
 
 def format_eval(row: dict, run) -> str:
-    """The validation loss in three units, and a line for each of several sources."""
-    def line(name, loss, bytes_per_token):
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        uniform = math.log(run.model_config.vocab_size)
-        text = f"{name}: {loss:.4f} nats a token"
-        if loss > uniform:
-            text += f" (a uniform guess: {uniform:.4f})"
-        text += f", perplexity {perplexity:{'.2f' if perplexity < 1e4 else '.3g'}}"
-        if bytes_per_token:
-            text += f", {loss / math.log(2) / bytes_per_token:.4f} bits a byte"
-        return text
-
+    """The validation loss in three units; of several sources a table, a line for each."""
     dataset = run.val_data
     sources = dataset.sources.values()
-    lines = [line("validation", row["val_loss"], dataset.meta["bytes_per_token"])
-             + f" (on {evaluated_tokens(run)})"]
+    uniform = math.log(run.model_config.vocab_size)
+    lines = [("validation:", "", f" (on {evaluated_tokens(run)})")]     # (name, what ends the keys
+                                                                        # of its numbers, note)
     if len(sources) > 1:
-        for source in sources:
-            lines.append(line(f"  {source.name}", row[f"val_loss/{source.name}"],
-                              source.meta["bytes_per_token"]))
-    return "\n".join(lines)
+        lines += [(f"  {source.name}:", f"/{source.name}", "") for source in sources]
+    cells, notes = [], []
+    for name, key, note in lines:
+        loss = row["val_loss" + key]
+        bits = row.get("bits_per_byte" + key)
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        cells.append([name, f"{loss:.4f} nats a token,",
+                      f"perplexity {perplexity:{'.2f' if perplexity < 1e4 else '.3g'}}"])
+        if bits is not None:
+            cells[-1][-1] += ","
+            cells[-1].append(f"{bits:.4f} bits a byte")
+        if loss > uniform:
+            note = f" (a uniform guess: {uniform:.4f} nats){note}"
+        notes.append(note)
+    return "\n".join((line + note).rstrip() for line, note in zip(align(cells), notes))
+
+
+def align(lines: list[list[str]]) -> list[str]:
+    """The cells of each line, side by side in columns."""
+    columns = zip_longest(*lines, fillvalue="")
+    padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
+    return [" ".join(line) for line in zip(*padded)]
 
 
 def format_noise(sequences: float, seq_len: int, row: dict) -> str:
@@ -241,7 +244,8 @@ def print_evaluation(run, begin: Start) -> None:
     """--eval-only: evaluate, and print it."""
     text = format_eval(run.evaluate(), run)
     _, _, step = begin.run["origin"]
-    print_rank0(f"{begin.path}, step {step}, on {run.config.data}: {text}")
+    sep = "\n" if "\n" in text else " "         # a table has its own lines
+    print_rank0(f"{begin.path}, step {step}, on {run.config.data}:{sep}{text}")
 
 
 def print_finished(run, begin: Start) -> None:
@@ -292,7 +296,7 @@ def report_start(run, begin: Start) -> None:
     if begin.kind == "init-from":
         line = f"weights  from {run.config.init_from}"
     run.log.event("start", line, step=0, config=dataclasses.asdict(run.config),
-                  environment=environment(run.grid))
+                  data=describe_data(run), environment=environment(run.grid))
 
 
 def report_resume(run, state: dict, begin: Start, given: dict,
@@ -310,7 +314,8 @@ def report_resume(run, state: dict, begin: Start, given: dict,
     done = run.step - 1
     line = f"resume   {begin.path}, after step {done}"
     for name, (old, new) in changed.items():
-        line += f", {name.replace('_', ' ')} {new} instead of {old}"
+        line += (f", {name.replace('_', ' ')} {'none' if new is None else new} instead of "
+                 f"{'the default' if old is None else old}")
 
     if not 0.8 * lr_before <= lr_now <= 1.25 * lr_before:
         line += f"; so the next step's learning rate is {lr_now:.2e} instead of {lr_before:.2e}"
@@ -319,7 +324,7 @@ def report_resume(run, state: dict, begin: Start, given: dict,
     for event in begin.events:
         run.log.metrics.write(**event, step=done)
     run.log.event("resume", line, path=str(begin.path), given=given, changed=changed,
-                  lr_factor=factor, config=dataclasses.asdict(config),
+                  lr_factor=factor, config=dataclasses.asdict(config), data=describe_data(run),
                   environment=environment(run.grid), step=done)
 
 

@@ -90,7 +90,7 @@ class Config:
                             "made before each save; 0: never", low=0)
     eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
     eval_tokens: int = flag(None, "validation tokens per evaluation and source (default: 128 "
-                            "sequences; all with --eval-only)", low=1)
+                            "sequences; with --eval-only all, whatever the run's value)", low=1)
     eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
     noise_scale: int = flag(0, "steps between measurements of the gradient noise scale; 0: none",
                             low=0)
@@ -106,9 +106,9 @@ class Config:
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
 # These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
 # is stored as the resulting --steps.)
-LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "eval_tokens", "log_every", "tp",
-         "pp", "cp", "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch",
-         "zero", "recompute", "sequence_parallel", "offload", "dtype", "exact", "epochs"}
+LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "log_every", "tp", "pp", "cp",
+         "pp_schedule", "pp_chunks", "device", "compile", "timeout", "micro_batch", "zero",
+         "recompute", "sequence_parallel", "offload", "dtype", "exact", "epochs"}
 RESTORED = [f.name for f in dataclasses.fields(Config) if f.name not in LOCAL]
 # Losses under different values of these flags are not compared (`losses_stay_comparable`).
 FLAGS_THAT_CHANGE_THE_LOSS = (

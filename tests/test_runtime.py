@@ -17,6 +17,7 @@ sample.py's command line      only text is printed; mistakes            each sam
 import errno
 import fcntl
 import io
+import json
 import math
 import os
 import re
@@ -57,10 +58,10 @@ from runtime.divergence import DivergenceMonitor
 from runtime.options import Config, merge_config, parse_flags
 from runtime.processes import Job, RunError
 from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backward,
-                           assert_same_state, batches_from, column, expect_mistake, failing, kinds,
-                           launch, monitor_now, names_in, no_file_above, nothing, poison,
-                           read_metrics, relative, run_steps, saved, saved_file, settings, staged,
-                           torchrun, trained, wait_for_step, watched)
+                           assert_same_state, batches_from, column, dataset, expect_mistake,
+                           failing, kinds, launch, monitor_now, names_in, no_file_above, nothing,
+                           poison, read_metrics, relative, run_steps, saved, saved_file, settings,
+                           staged, torchrun, trained, wait_for_step, watched)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -396,8 +397,9 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         asdict(Config()), "the checkpoint's")))
     assert {name for name, value in asdict(config).items() if value == "the checkpoint's"} == set(
         """model n_layer n_head n_embd seq_len activation dropout batch_size batch_ramp steps lr
-        min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip seed save_every keep
-        check_every eval_every noise_scale rollback max_rollbacks skip_steps""".split())
+        min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip seed
+        save_every keep check_every eval_every eval_tokens noise_scale rollback max_rollbacks
+        skip_steps""".split())
 
 
 def test_an_exact_run_keeps_its_microbatch(shards, run_train, tmp_path):
@@ -1188,6 +1190,83 @@ def test_resume_takes_the_command_line_then_the_checkpoint_then_the_default(run_
     state = saved(out, 10)
     assert state["consumed_samples"] == 8 * 4 + 2 * 2       # read on where the file of step 8 ended
     assert {"beta2": 0.9, "lr": 0.1, "steps": 10, "clip": 1.0}.items() <= state["config"].items()
+
+
+def test_the_sample_of_an_evaluation_belongs_to_the_run(run_train, shards, tmp_path):
+    """--eval-tokens holds after a resume without it, also in a branch and from the file of an older
+    version; another value is told. With --eval-only all is read, unless the flag stands there."""
+    out = tmp_path / "o"
+    flags = ["--data", shards, "--out", out]
+
+    def read(text):
+        return re.findall(r"\(on ([\d,]+) of", text)
+    first = run_train(*flags, *TINY, "--eval-tokens", 100)[1]
+    assert read(first) == ["112", "112"]
+    text = run_train(*flags, "--steps", 6)[1]
+    assert read(text) == ["112"] and "eval tokens" not in text
+    text = run_train(*flags, "--steps", 8, "--eval-tokens", 320)[1]
+    assert read(text) == ["320"] and "eval tokens 320 instead of 100" in text
+    branch = ["--data", shards, "--out", tmp_path / "p", "--resume", out / "latest.pt"]
+    assert read(run_train(*branch, "--steps", 10)[1]) == ["320"]
+    assert read(run_train(*flags, "--eval-only")[1]) == ["3,680"]
+    assert read(run_train(*flags, "--eval-only", "--eval-tokens", 32)[1]) == ["32"]
+    fresh = ["--data", shards, "--out", tmp_path / "q", "--init-from", out / "latest.pt"]
+    assert read(run_train(*fresh, "--steps", 1)[1]) == ["2,048"]
+    plain = ["--data", shards, "--out", tmp_path / "q", "--steps", 2, "--eval-tokens", 16]
+    assert "eval tokens 16 instead of the default" in run_train(*plain)[1]
+    samples = [event["data"]["sources"]["d"]["sequences"] for event in read_metrics(out)[1]
+               if "data" in event]
+    assert samples == [7, 7, 20]
+
+
+def test_bits_per_byte_are_in_the_row_of_an_evaluation_as_on_the_console(run_train, two_sources,
+                                                                         tmp_path, monkeypatch):
+    """Of a mixture (mean loss) / ln 2 / (mean bytes per token), by weight, and of each source. The
+    lines are a table. A resume with other weights says so in its event, too."""
+    monkeypatch.chdir(two_sources)
+    flags = ["--out", tmp_path, *TINY, "--eval-every", 4]
+    text = run_train("--data", "a=3,b=1", *flags)[1]
+    _, row = read_metrics(tmp_path)[0][2:]
+    metas = [json.loads(Path(name, "meta.json").read_text()) for name in "ab"]
+    a, b = (meta["bytes_per_token"] for meta in metas)
+    assert a != b
+    for key, size in [("", (3 * a + b) / 4), ("/a", a), ("/b", b)]:
+        bits = row["val_loss" + key] / math.log(2) / size
+        assert row["bits_per_byte" + key] == pytest.approx(bits, rel=1e-12)
+        assert f" {bits:.4f} bits a byte" in text
+    table = re.findall(r"^(?:validation|  [ab]):.*", text, re.M)
+    assert len(table) == 3
+    for word in ("nats a token", "perplexity", "bits a byte"):
+        assert len({line.index(word) for line in table}) == 1, table
+    text = run_train("--data", "a=3,b=1", *flags, "--eval-only")[1]
+    assert "on a=3,b=1:\nvalidation: " in text
+    run_train("--data", "a=1,b=1", *flags, "--steps", 5)
+    start, _, resume, _ = read_metrics(tmp_path)[1]
+    for event, weights in [(start, (3, 1)), (resume, (1, 1))]:
+        told = event["data"]
+        assert (told["tokenizer"], told["vocab_size"], told["seq_len"]) == ("bytes", 257, 16)
+        for (name, source), weight, meta in zip(told["sources"].items(), weights, metas):
+            assert source["weight"] == weight and source["fingerprint"] == meta["fingerprint"]
+            assert source["bytes_per_token"] == meta["bytes_per_token"], name
+    few = data.TokenDataset("a", "val", 16).n_windows
+    assert [source["sequences"] for source in told["sources"].values()] == [few, 128]
+    fingerprints = [source["val_fingerprint"] for source in told["sources"].values()]
+    assert len(set(fingerprints)) == 2
+    assert fingerprints == [x["val_fingerprint"] for x in start["data"]["sources"].values()]
+
+
+def test_without_meta_json_there_are_no_bits_per_byte(run_train, tmp_path):
+    """And what is validated is known by the tokens of its own shards, not by those to train on."""
+    for name, extra in (("one", 0), ("two", 50)):
+        dataset(tmp_path / name, dict(train_0=np.arange(900 + extra) % 99, val_0=range(99)))
+        (tmp_path / name / "meta.json").unlink()
+        text = run_train("--data", tmp_path / name, "--out", tmp_path / "o" / name, *TINY)[1]
+        assert "bits a byte" not in text and re.search(r"perplexity \S+ \(", text)
+    rows, events = zip(*(read_metrics(tmp_path / "o" / name) for name in ("one", "two")))
+    assert rows[0][-1]["bits_per_byte"] is None
+    one, two = (list(found[0]["data"]["sources"].values())[0] for found in events)
+    assert one["fingerprint"] != two["fingerprint"]
+    assert one["val_fingerprint"] == two["val_fingerprint"] and one["val_tokens"] == 99
 
 
 def test_init_from_takes_a_checkpoints_weights_and_nothing_else(run_train, two_sources, things,

@@ -1019,6 +1019,133 @@ def test_compare_plots_and_tabulates_runs_without_their_void_rows(tmp_path, monk
     assert (status, error) == (0, "") and len(text.splitlines()) == 20 + 30
 
 
+def described(tokenizer="bytes", vocab=257, size=1.0, seq_len=16, **sources):
+    """What an event says on data: each source is (validation text, its tokens, sequences read)."""
+    found = {}
+    for name, (text, tokens, sequences) in sources.items():
+        found[name] = dict(weight=1, bytes_per_token=size, fingerprint=text, val_tokens=tokens,
+                           val_fingerprint=f"{text} {tokens}", sequences=sequences,
+                           all_sequences=(tokens - 1) // seq_len)
+    return dict(tokenizer=tokenizer, vocab_size=vocab, bytes_per_token=size, seq_len=seq_len,
+                sources=found)
+
+
+def write_run(name, *losses, data="unknown", kind="start"):
+    """A run on this data with these validation losses, one for each step."""
+    start = dict(event=kind, config=dict(out=name))
+    if data != "unknown":
+        start["data"] = data
+    lines = [(0, 0, start)]
+    for step, loss in enumerate(losses, 1):
+        row = dict(loss=5.0, val_loss=loss)
+        if data != "unknown" and loss is not None and data["bytes_per_token"]:
+            row["bits_per_byte"] = loss / math.log(2) / data["bytes_per_token"]
+        lines.append((step, step, row))
+    write_lines(Path(name), lines)
+
+
+BYTES = described(d=("text", 4001, 128))
+GPT2 = described("gpt2", 50257, 4.0, d=("text", 1000.25, 62))
+SHORT = described(d=("text", 4001, 8))
+OTHER = described(d=("novel", 7001, 128))
+WEB = described("gpt2", 50257, None, web=("web", 900, 20))
+MIXED = described(d=("text", 4001, 128), e=("novel", 7001, 128))
+
+
+@pytest.mark.parametrize("runs, order, words", [
+    ([("a", 3.0, BYTES), ("b", 2.0, BYTES)], "b a", []),
+    ([("a", 3.4, BYTES), ("b", 6.4, GPT2)], "b a",
+     ["note     different tokenizers: bytes with 257 tokens, 1.00 bytes a token (a); gpt2 with "
+      "50,257 tokens, 4.00 bytes a token (b)",
+      "note     different samples of the validation text: 2,048 of 4,001 tokens, 16 at a time (a)",
+      "note     so the order is by bits a byte, not by nats a token",
+      "note     the chart's unit is bits a byte"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, OTHER), ("c", 1.0, OTHER)], "c b a",
+     ["note     different validation text: 100% d (c, b); 100% d (a)"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, SHORT)], "b a",
+     ["note     different samples of the validation text: 128 of 4,001 tokens, 16 at a time (b); "
+      "2,048 of 4,001 tokens, 16 at a time (a)"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, MIXED)], "b a",
+     ["note     different validation text: 50% d + 50% e (b); 100% d (a)"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, WEB), ("c", 1.0, WEB)], "a c b",
+     ["apart, by nats a token: no bits a byte (the shards have no meta.json)",
+      "note     the chart's unit is nats a token, in which different tokenizers cannot be"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, "unknown"), ("c", None, BYTES)], "a b c",
+     ["note     what the evaluations of b read is not known (an older version did not write it)",
+      "apart, by nats a token: no bits a byte", "without an evaluation"]),
+    ([("a", 3.0, "unknown"), ("b", 2.0, "unknown")], "b a",
+     ["note     what the evaluations of b, a read is not known (an older version did not write"]),
+    ([("b", 2.0, WEB), ("a", 1.0, WEB)], "a b", [])])
+def test_compare_orders_by_nats_only_what_is_the_same_test(tmp_path, monkeypatch, runs, order,
+                                                           words):
+    """Of one text the run on bytes with 3.4 nats a token is worse than that on GPT-2's tokens with
+    6.4. Lines say what differs, or why a run stands apart."""
+    monkeypatch.chdir(tmp_path)
+    for name, loss, data in runs:
+        write_run(name, loss, data=data)
+    text = compare.compare([name for name, *_ in runs])
+    table = [line.split() for line in text.splitlines() if "h00m" in line]
+    assert "".join(line[0] for line in table) == "abc"[:len(runs)]
+    assert " ".join(line[-1] for line in table) == order
+    for line in words:
+        assert f"\n{line}" in text, text
+    assert ("note" in text or "apart" in text) == bool(words), text
+
+
+def test_compare_reads_what_is_not_finite_or_not_a_step(tmp_path, monkeypatch):
+    """A first loss of null, NaN as another program writes it, rows without their fields: what is
+    left is drawn and ordered. A run of one step is a line, too."""
+    monkeypatch.chdir(tmp_path)
+    nan, inf = math.nan, math.inf
+    write_lines(Path("a"), [(0, 1, dict(loss=None, val_loss=None)), (1, 2, dict(loss=nan)),
+                            (2, 3, dict(loss=4, val_loss=inf)), (3, 4, dict(loss=3, val_loss=2)),
+                            (4, 5, dict(loss=inf, val_loss=nan, bits_per_byte=nan))])
+    with open("a/metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "time": 14400}\n[]\nnull\n{"step": 7, "time": 14400, "loss": 1}\n')
+    write_lines(Path("b"), [(0, 1, dict(loss=9, val_loss=nan))])
+    write_lines(Path("c"), [(0, 1, dict(loss=nan)), (1, 2, dict(loss=None))])
+    one, two = compare.compare(["b", "c", "a"]).splitlines()[-2:]
+    assert one.split()[:6] == "a 2.0000 4 2.0000 4 5".split() and one.split()[7] == "4h00m"
+    assert two.split()[:5] == "b - - - -".split()
+    assert compare.compare(["b"]).splitlines()[0].split() == ["9.0000", "|", "a"]
+    with pytest.raises(ValueError, match="a has too few steps for a chart"):
+        compare.compare(["a"], as_mermaid=True)
+
+
+def test_compare_draws_bits_per_byte_where_tokenizers_differ(tmp_path, monkeypatch):
+    """Five nats in a token of one byte, or of four, are 7.21 bits a byte, or 1.80."""
+    monkeypatch.chdir(tmp_path)
+    for name, data in (("a", BYTES), ("b", GPT2)):
+        write_run(name, *[5.0] * 64, data=data)
+    chart = compare.compare(["a", "b"]).splitlines()
+    assert [chart[row].split()[0] for row in (0, 15)] == ["7.2135", "1.8034"]
+    mermaid = compare.compare(["a", "b"], as_mermaid=True)
+    assert 'y-axis "loss, bits a byte" 1.803 --> 7.213' in mermaid
+
+
+def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(tmp_path, monkeypatch):
+    """A resume with other --eval-tokens: what was evaluated before does not count, and a line says
+    so; nor what an older version wrote. The clock is set back by two hours."""
+    monkeypatch.chdir(tmp_path)
+    def lines(before):
+        start = dict(event="start", config={})
+        if before is not None:
+            start["data"] = before
+        return [(5, 0, start), (6, 1, dict(loss=4, val_loss=1.0)), (4, 2, dict(loss=3)),
+                (4, 2, dict(event="resume", config={}, data=BYTES)),
+                (4.5, 3, dict(loss=2, val_loss=2.5)), (4.5, 4, dict(loss=2, val_loss=2.25)),
+                (4.5, 5, dict(loss=2, val_loss=math.nan))]
+    for name, before, words in [("a", SHORT, "read other text or tokens (--data, --eval-tokens)"),
+                                ("b", None, "do not say what they read (an older version wrote")]:
+        write_lines(Path(name), lines(before))
+        text = compare.compare([name, f"{name}/", f"./{name}"])
+        assert f"note     {name}: evaluations up to step 1 {words}" in text
+        assert text.splitlines()[-1].split()[:7] == "a 2.2500 4 2.2500 4 5 500".split()
+        assert text.splitlines()[-1].split()[7] == "1h30m" and text.count("h30m") == 1
+    status, _, error = tool("compare", "a/metrics.jsonl", PYTHONPATH=str(ROOT))
+    assert status == 2 and "a/metrics.jsonl is a file: give the --out of a run" in error
+
+
 def test_the_readmes_benchmarks_exist():
     for _, names in readme_commands("tools.bench"):
         assert names[0] in bench.TABLES or names == ["gpu"]
@@ -1099,16 +1226,18 @@ class ReadByTensorBoard:
 
     def __init__(self, out):
         reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-        self.rows, self.events = (reader.EventAccumulator(str(folder)).Reload() for folder in (
-            out / "tensorboard", out / "tensorboard" / "events"))
+        multiplexer = reader.__name__.replace("accumulator", "multiplexer")
+        runs = importlib.import_module(multiplexer).EventMultiplexer()
+        self.runs = list(runs.AddRunsFromDirectory(str(out)).Runs())
+        self.read = reader.EventAccumulator(str(out / "tensorboard")).Reload()
 
     def losses(self):
-        assert self.rows.Tags()["scalars"] == ["loss"]
-        return [(x.step, x.value) for x in self.rows.Scalars("loss")]
+        assert self.runs == ["tensorboard"] and self.read.Tags()["scalars"] == ["loss"]
+        return [(x.step, x.value) for x in self.read.Scalars("loss")]
 
     def texts(self):
-        return [x.tensor_proto.string_val[0] for kind in self.events.Tags()["tensors"]
-                for x in self.events.Tensors(kind)]
+        return [x.tensor_proto.string_val[0] for tag in self.read.Tags()["tensors"]
+                for x in self.read.Tensors(tag)]
 
 
 def log_words(out, words, number=0):
@@ -1169,6 +1298,72 @@ def test_a_log_has_every_step_once_and_every_event_after_a_rollback_and_a_resume
     if name == "wandb":
         assert wandb.ids[0] is None and set(wandb.ids[1:]) <= {"x"}
         assert wandb.finished == len(wandb.ids) and dict(lr=21) in wandb.configs
+
+
+SERVED = """
+import json, sys
+from tensorboard import context, program
+board = program.TensorBoard()
+board.configure(["", "--logdir", sys.argv[1], "--load_fast", sys.argv[2], "--reload_interval", "0",
+                 "--reload_task", "blocking"])
+ingester = board._make_data_ingester()
+served = ingester.data_provider
+many = dict(ctx=context.RequestContext(), experiment_id="", downsample=1000)
+losses, texts = {}, {}
+while len(losses) < 2 or len(texts) < 2:        # the data server reads in a thread
+    losses = served.read_scalars(plugin_name="scalars", **many)
+    texts = served.read_tensors(plugin_name="text", **many)
+losses = {run: [(x.step, x.value) for x in tags["loss"]] for run, tags in losses.items()}
+texts = {run: [x.numpy.item().decode() for tag in tags.values() for x in tag]
+         for run, tags in texts.items()}
+print(json.dumps([losses, texts]))
+"""
+
+
+@pytest.mark.parametrize("fast", ["true", "false"])
+def test_tensorboard_lists_one_run_for_each_out_and_keeps_every_event(tmp_path, fast):
+    """As the program serves two --outs below one folder, by its data server and without: each of
+    the two forgets in a way of its own. At the resume the clock is set back."""
+    pytest.importorskip("tensorboard")
+    if fast == "true":
+        pytest.importorskip("tensorboard_data_server")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        log_words(tmp_path / name, FIRST)
+        send(tmp_path / name, "tensorboard")
+        log_words(tmp_path / name, THEN, 20)
+        with mock.patch.object(time, "time_ns", return_value=5):
+            send(tmp_path / name, "tensorboard")
+    ran = subprocess.run([sys.executable, "-c", SERVED, tmp_path, fast], text=True,
+                         capture_output=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    losses, texts = json.loads(ran.stdout)
+    assert set(losses) == set(texts) == {"a/tensorboard", "b/tensorboard"}
+    for name in ("a", "b"):
+        assert losses[f"{name}/tensorboard"] == [[1, 1], [2, 2], [3, 3], [4, 22], [5, 23], [6, 24],
+                                                 [7, 25]]
+        assert_events_arrived(tmp_path / name, texts[f"{name}/tensorboard"])
+
+
+def test_texts_of_an_older_version_join_the_run(tmp_path):
+    """It wrote them to tensorboard/events, which TensorBoard lists as another run, and no count of
+    events to its state. What others keep there stays."""
+    log_words(tmp_path, FIRST)
+    send(tmp_path, "tensorboard")
+    rows, state = sorted((tmp_path / "tensorboard").iterdir())
+    older = tmp_path / "tensorboard" / "events"
+    older.mkdir()
+    for name in (rows.name, "mine"):
+        (older / name).write_bytes(rows.read_bytes())
+    reader = follow.TensorBoard(tmp_path)       # of it, rows alone
+    assert reader.state.pop("events") == {"start": 1, "skip": 3, "spike": 1, "rollback": 1}
+    reader.save()
+    rows.write_bytes(b"")
+    log_words(tmp_path, THEN, 20)
+    send(tmp_path, "tensorboard")
+    assert list(older.iterdir()) == [older / "mine"]
+    shutil.rmtree(older)
+    assert_events_arrived(tmp_path, ReadByTensorBoard(tmp_path).texts())
 
 
 def test_lines_arrive_whole_also_if_the_file_shrinks(tmp_path, wandb):
@@ -1276,7 +1471,7 @@ def test_train_py_sends_every_step_through_a_process_of_its_own(shards, tmp_path
     run = compare.read_metrics(tmp_path / "o")
     assert [event["event"] for event in run.events] == ["start", "end", "resume", "end"]
     seen = ReadByTensorBoard(tmp_path / "o")
-    assert [(x.step, x.value) for x in seen.rows.Scalars("loss")] == [
+    assert [(x.step, x.value) for x in seen.read.Scalars("loss")] == [
         (row["step"], pytest.approx(row["loss"])) for row in run.rows]
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5, 6]
     assert_events_arrived(tmp_path / "o", seen.texts())

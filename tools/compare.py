@@ -5,8 +5,10 @@
 
 The chart has the losses over the tokens read, on a logarithmic scale that ends at the first loss.
 Each run has a letter; a capital is a validation loss. Below the axis, > marks a resume and < a
-rollback. The table has the run with the best validation loss first, and beside each run's name the
-flags that differ between the runs.
+rollback. The table has the best run first, and beside each run's name the flags that differ between
+the runs. Best is the lowest validation loss or, where tokenizer, text or sample differ, the fewest
+bits per byte (tools/evaluations.py). `hours` is the time from line to line of metrics.jsonl within
+each process; where the clock was set back, none.
 
 A resume or rollback to step k makes the rows beyond k void: `read_metrics` leaves them out.
 """
@@ -21,10 +23,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.commandline import Parser
+from tools import evaluations
+from tools.evaluations import evaluated, finite
 
+NATS, BITS = "nats a token", "bits a byte"      # units of a loss
 PARTS = 32          # points of a line of the chart for a README
 # Seconds before these events were spent between two processes, not in one.
 BETWEEN_PROCESSES = ("start", "resume", "damaged")
+ROW = {"tokens", "loss", "lr", "tokens_per_second"}     # fields that each row of a step has
 
 
 # ---------------------------------------------------------------------------------------------
@@ -57,7 +63,8 @@ def last_valid_step(line: dict) -> int | None:
 
 class Run(NamedTuple):
     name: str               # --out
-    rows: list[dict]        # of the steps that are not void, in their order
+    rows: list[dict]        # of the steps that are not void, in their order; `data` is that of the
+                            # start or resume before it
     events: list[dict]
     hours: float            # spent in the processes of the run
 
@@ -67,20 +74,12 @@ class Run(NamedTuple):
         configs = [event["config"] for event in self.events if "config" in event]
         return configs[-1] if configs else {}
 
-    @property
-    def evaluations(self) -> list[dict]:
-        return [row for row in self.rows if row.get("val_loss") is not None]
-
-    @property
-    def best_val_loss(self) -> float:
-        return min((row["val_loss"] for row in self.evaluations), default=math.inf)
-
 
 def read_metrics(out: Path) -> Run:
     """The run in the directory `out`; without a metrics.jsonl it has no rows. A line that is still
     being written is left out."""
     rows, events = [], []
-    seconds, before = 0.0, None
+    seconds, before, data = 0.0, None, None
     path = out / "metrics.jsonl"
     content = path.read_bytes() if path.exists() else b""
     for line in map(parse_line, content.splitlines()):
@@ -91,10 +90,12 @@ def read_metrics(out: Path) -> Run:
             rows.pop()
         if "event" in line:
             events.append(line)
-        else:
-            rows.append(line)
+            if line["event"] in ("start", "resume"):
+                data = line.get("data")
+        elif ROW <= line.keys():
+            rows.append(line | dict(data=data))
         if before is not None and line.get("event") not in BETWEEN_PROCESSES:
-            seconds += line["time"] - before
+            seconds += max(0, line["time"] - before)
         before = line["time"]
     return Run(str(out), rows, events, seconds / 3600)
 
@@ -104,17 +105,46 @@ def read_metrics(out: Path) -> Run:
 # ---------------------------------------------------------------------------------------------
 
 
+def unit_of(runs: list[Run]) -> str:
+    """Of the chart: bits a byte if the tokenizers differ, and the bytes of all tokens are known."""
+    data = [row["data"] for run in runs for row in run.rows]
+    known = [each for each in data if each is not None and each["bytes_per_token"]]
+    if len(known) == len(data) and not evaluations.have_one_tokenizer(known):
+        return BITS
+    return NATS
+
+
+def unit_note(runs: list[Run]) -> list[str]:
+    """A line on the chart if the tokenizers are known to differ."""
+    if evaluations.have_one_tokenizer([row["data"] for run in runs for row in run.rows]):
+        return []
+    note = f"the chart's unit is {unit_of(runs)}"
+    if unit_of(runs) == NATS:
+        note += ", in which different tokenizers cannot be compared"
+    return [note]
+
+
+def drawn(row: dict, field: str, unit: str) -> float | None:
+    """A loss of a row in the unit of the chart; None if it is not finite."""
+    loss = finite(row, field)
+    if unit == BITS and loss is not None:
+        return loss / math.log(2) / row["data"]["bytes_per_token"]
+    return loss
+
+
 def mean_losses(runs: list[tuple[str, Run]], column) -> dict[tuple[str, int], float]:
     """{(character, column of the chart): mean loss there}; the first run's come last, and so
     cover those of the others."""
-    highest = max(next(row["loss"] for row in run.rows if row["loss"] is not None)
+    unit = unit_of([run for _, run in runs])
+    highest = max(next(loss for row in run.rows if (loss := drawn(row, "loss", unit)) is not None)
                   for _, run in runs)
     losses = {}
     for letter, run in reversed(runs):
         for character, field in ((letter, "loss"), (letter.upper(), "val_loss")):
             for row in run.rows:
-                if row.get(field) is not None:
-                    loss = min(max(row[field], 1e-9), highest)      # its logarithm is finite
+                loss = drawn(row, field, unit)
+                if loss is not None:
+                    loss = min(max(loss, 1e-9), highest)            # its logarithm is finite
                     losses.setdefault((character, column(row)), []).append(loss)
     return {place: statistics.fmean(values) for place, values in losses.items()}
 
@@ -158,12 +188,14 @@ def mermaid(runs: list[Run]) -> str:
     """The chart as an xychart-beta of Mermaid, which GitHub draws: the mean losses of equal parts
     of the tokens that all runs have read. Raises ValueError if a part has no loss."""
     part = max(1, min(run.rows[-1]["tokens"] for run in runs) // PARTS)
+    unit = unit_of(runs)
     curves = []
     for run in runs:
         parts = [[] for _ in range(PARTS + 1)]          # the last one, beyond them, is not drawn
         for row in run.rows:
-            if row["loss"] is not None:
-                parts[min((row["tokens"] - 1) // part, PARTS)].append(row["loss"])
+            loss = drawn(row, "loss", unit)
+            if loss is not None:
+                parts[min((row["tokens"] - 1) // part, PARTS)].append(loss)
         if not all(parts[:PARTS]):
             raise ValueError(f"{run.name} has too few steps for a chart of {PARTS} points")
         curves.append([round(statistics.fmean(losses), 3) for losses in parts[:PARTS]])
@@ -172,7 +204,7 @@ def mermaid(runs: list[Run]) -> str:
     return "\n".join(["```mermaid", "xychart-beta",
                       f'    title "{", ".join(run.name for run in runs)}"',
                       f'    x-axis "tokens" {first} --> {last}',
-                      f'    y-axis "loss, nats a token" {min(map(min, curves))} --> '
+                      f'    y-axis "loss, {unit}" {min(map(min, curves))} --> '
                       f'{max(map(max, curves))}', *lines, "```"])
 
 
@@ -201,52 +233,81 @@ def describe(run: Run, flags: list[str]) -> str:
     return ", ".join(notes)
 
 
-def format_evaluation(row: dict | None) -> str:
-    """Two columns: the validation loss and its step."""
+def format_evaluation(row: dict | None, fields: list[str]) -> str:
+    """These numbers of an evaluation, and its step."""
     if row is None:
-        return f"{'-':>9} {'-':>8}"
-    return f"{row['val_loss']:9.4f} {row['step']:8}"
+        row = dict(step="-")
+    cells = []
+    for value in [finite(row, field) for field in fields]:
+        cells.append(f"{'-':>9}" if value is None else f"{value:9.4f}")
+    return f"{' '.join(cells)} {row['step']:>8}"
 
 
-def format_run(run: Run, flags: list[str]) -> str:
-    """The run's line of the table, but for its letter."""
+def format_run(run: Run, of_best: list[str], flags: list[str]) -> str:
+    """The run's line of the table, but for its letter. `of_best` are fields of its best row."""
     best, last = None, None
-    if run.evaluations:
-        best = min(run.evaluations, key=lambda row: row["val_loss"])
-        last = run.evaluations[-1]
+    found = evaluated(run)
+    if found is not None:
+        best, last = found.best, found.rows[-1]
     minutes = round(run.hours * 60)
     hours = f"{minutes // 60}h{minutes % 60:02d}m"
     speed = statistics.median(row["tokens_per_second"] for row in run.rows)
-    return (f"{format_evaluation(best)} {format_evaluation(last)} "
+    return (f"{format_evaluation(best, of_best)} {format_evaluation(last, ['val_loss'])} "
             f"{run.rows[-1]['step']:7} {run.rows[-1]['tokens']:16,} {hours:>8} {speed:11,.0f}  "
             f"{max(row['lr'] for row in run.rows):.2e}  {describe(run, flags)}")
+
+
+def table(sections: list[tuple[str, list[Run]]], letters: dict[str, str]) -> list[str]:
+    """Lines with the runs of each section, and its heading if it has one."""
+    runs = [run for _, section in sections for run in section]
+    of_best, column = ["val_loss"], ""
+    if any(finite(row, "bits_per_byte") is not None for run in runs for row in run.rows):
+        of_best.append("bits_per_byte")
+        column = " bits/byte"
+    lines = [f"   best val{column}  at step  last val  at step   steps           tokens    hours"
+             f"    tokens/s    max lr  run"]
+    flags = differing_flags(runs)
+    for heading, section in sections:
+        if heading:
+            lines.append(heading)
+        for run in section:
+            lines.append(f"{letters.get(run.name, ' ')} {format_run(run, of_best, flags)}")
+    return lines
+
+
+def read_runs(outs: list[str]) -> list[Run]:
+    """The runs that have made a step, each once; a warning for each of the others. Raises
+    ValueError if there is none."""
+    runs = []
+    folders = {Path(out).resolve(): out for out in reversed(outs)}          # out, out/ and ./out
+    for out in reversed(folders.values()):
+        run = read_metrics(Path(out))
+        if any(finite(row, "loss") is not None for row in run.rows):
+            runs.append(run)
+            continue
+        problem = f"{out} is not the --out of a run"
+        if Path(out).is_file():
+            problem = f"{out} is a file: give the --out of a run, a folder"
+        if Path(out, "metrics.jsonl").exists():
+            problem = f"{out}/metrics.jsonl has no step with a loss"
+        print(f"compare.py: warning: {problem}: left out", file=sys.stderr)
+    if not runs:
+        raise ValueError("nothing to compare: give the --out of runs that have made a step")
+    return runs
 
 
 def compare(outs: list[str], as_mermaid=False) -> str:
     """A chart as wide as the terminal, or one for a README, and a table. Raises ValueError if no
     run has a step."""
-    runs = []
-    for out in dict.fromkeys(outs):
-        run = read_metrics(Path(out))
-        if any(row.get("loss") is not None for row in run.rows):
-            runs.append(run)
-        else:
-            problem = f"{out} is not the --out of a run"
-            if Path(out, "metrics.jsonl").exists():
-                problem = f"{out}/metrics.jsonl has no step"
-            print(f"compare.py: warning: {problem}: left out", file=sys.stderr)
-    if not runs:
-        raise ValueError("nothing to compare: give the --out of runs that have made a step")
-    runs.sort(key=lambda run: run.best_val_loss)
-    charted = list(zip(string.ascii_lowercase, runs))         # the best 26
+    notes, sections = evaluations.order(read_runs(outs))
+    runs = [run for _, section in sections for run in section]
+    letters = dict(zip((run.name for run in runs), string.ascii_lowercase))     # the best 26
+    charted = [(letters[run.name], run) for run in runs if run.name in letters]
     width = max(20, shutil.get_terminal_size((100, 24)).columns - 12)
     lines = [mermaid(runs)] if as_mermaid else chart(charted, width)
-    lines.append("   best val  at step  last val  at step   steps           tokens    hours    "
-                 "tokens/s    max lr  run")
-    flags = differing_flags(runs)
-    for letter, run in zip(string.ascii_lowercase.ljust(len(runs)), runs):
-        lines.append(f"{letter} {format_run(run, flags)}")
-    return "\n".join(lines)
+    notes += unit_note(runs)
+    lines += [f"note     {note}" for note in notes]
+    return "\n".join(lines + table(sections, letters))
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from runtime.commandline import Parser
@@ -65,51 +66,81 @@ class Destination:
 
 
 class TensorBoard(Destination):
-    """Event files in OUT/tensorboard; events are text, in its folder `events`. We do not use
-    torch's SummaryWriter: its thread prints a traceback when the disk is full."""
+    """Event files in OUT/tensorboard; events are text. We do not use torch's SummaryWriter: its
+    thread prints a traceback when the disk is full.
+
+    A restart (`hide_after`) makes TensorBoard drop all that it has read of later steps, texts too,
+    and its data server keeps of one tag only rising steps. So that each event stays, its text has
+    step 0 and a tag of its own: skip, skip/2, skip/3 (with the event's step in the text)."""
 
     def __init__(self, out: Path):
-        super().__init__(out, "tensorboard", last_step=0)
+        super().__init__(out, "tensorboard", last_step=0, events={})
 
     def open(self) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
         self.Event, self.RecordWriter = Event, RecordWriter
-        self.rows = self.file.with_name(f"events.out.tfevents.{time.time_ns()}")
-        self.texts = self.rows.parent / "events" / self.rows.name
-        self.texts.parent.mkdir(parents=True, exist_ok=True)
-        for file in (self.rows, self.texts):
-            self.append(file, file_version="brain.Event:2")
+        # TensorBoard reads the files in the order of their names. The clock may have been set back.
+        numbers = [int(file.suffix[1:]) for file in self.file.parent.glob("events.out.tfevents.*")
+                   if file.suffix[1:].isdecimal()]
+        number = max([time.time_ns(), *(last + 1 for last in numbers)])
+        self.records = self.file.with_name(f"events.out.tfevents.{number}")
+        self.records.parent.mkdir(parents=True, exist_ok=True)
+        self.append(file_version="brain.Event:2")
         # Rows that a killed process sent after it last saved the state are sent again.
         self.hide_after(self.state["last_step"], time.time())
+        self.replace_older_texts()
 
-    def append(self, file: Path, **event) -> None:
+    def replace_older_texts(self) -> None:
+        """An older version wrote events to a folder, which TensorBoard lists as another run: send
+        them again, and remove its files there (each has the name of a file of rows)."""
+        folder = self.file.with_name("events")
+        if not folder.is_dir():
+            return
+        with open(self.out / "metrics.jsonl", "rb") as file:
+            for text in file.read(self.state["position"]).splitlines():
+                line = parse_line(text)
+                if line is not None and "event" in line:
+                    self.send_event(line)
+        for file in folder.iterdir():
+            if self.file.with_name(file.name).exists():
+                file.unlink()
+        with suppress(OSError):         # it holds files of others
+            folder.rmdir()
+
+    def append(self, **event) -> None:
         record = io.BytesIO()
         self.RecordWriter(record).write(self.Event(**event).SerializeToString())
-        with open(file, "ab") as stream:
+        with open(self.records, "ab") as stream:
             stream.write(record.getvalue())
 
     def hide_after(self, step: int, wall_time: float) -> None:
         """TensorBoard drops what it has read of the steps after `step`."""
-        self.append(self.rows, step=step + 1, wall_time=wall_time,
-                    session_log=dict(status="START"))
+        self.append(step=step + 1, wall_time=wall_time, session_log=dict(status="START"))
         self.state["last_step"] = step
 
     def send(self, line: dict) -> None:
         last_valid = last_valid_step(line)
         if last_valid is not None and last_valid < self.state["last_step"]:
             self.hide_after(last_valid, line["time"])
-        at = dict(step=line["step"], wall_time=line["time"])
         if "event" in line:
-            text = dict(dtype="DT_STRING", string_val=[json.dumps(line).encode()])
-            metadata = dict(plugin_data=dict(plugin_name="text"))
-            value = dict(tag=line["event"], tensor=text, metadata=metadata)
-            self.append(self.texts, **at, summary=dict(value=[value]))
-        else:
-            values = [dict(tag=name, simple_value=value) for name, value in line.items()
-                      if name not in ("step", "time") and value is not None]
-            self.append(self.rows, **at, summary=dict(value=values))
-            self.state["last_step"] = line["step"]
+            self.send_event(line)
+            return
+        values = [dict(tag=name, simple_value=value) for name, value in line.items()
+                  if name not in ("step", "time") and value is not None]
+        self.append(step=line["step"], wall_time=line["time"], summary=dict(value=values))
+        self.state["last_step"] = line["step"]
+
+    def send_event(self, line: dict) -> None:
+        tag = line["event"]
+        count = self.state["events"].get(tag, 0) + 1
+        self.state["events"][tag] = count
+        if count > 1:
+            tag += f"/{count}"
+        text = dict(dtype="DT_STRING", string_val=[json.dumps(line).encode()])
+        metadata = dict(plugin_data=dict(plugin_name="text"))
+        value = dict(tag=tag, tensor=text, metadata=metadata)
+        self.append(step=0, wall_time=line["time"], summary=dict(value=[value]))
 
 
 class WandB(Destination):

@@ -1,0 +1,64 @@
+"""What an evaluation reads, and its result in bits per byte. train.py and runtime/console.py call
+it; tools/compare.py reads in metrics.jsonl what `describe_data` has found.
+
+A loss in nats per token depends on the tokenizer: a token of GPT-2 stands for about four bytes.
+
+    bits per byte = nats per token / ln 2 / bytes per token
+"""
+import hashlib
+import math
+
+import numpy as np
+
+from data import Source
+from model import GPTConfig
+from runtime.options import Config
+
+DEFAULT_SEQUENCES = 128         # of each source
+SAMPLED_BLOCKS, BLOCK_TOKENS = 64, 256          # of each shard, for its fingerprint
+
+
+def eval_sequences(config: Config, model_config: GPTConfig, source: Source) -> int:
+    """Number of validation sequences that an evaluation reads of a source."""
+    if config.eval_tokens is not None:
+        return min(source.n_windows, math.ceil(config.eval_tokens / model_config.seq_len))
+    return source.n_windows if config.eval_only else min(source.n_windows, DEFAULT_SEQUENCES)
+
+
+def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
+    """A loss in nats per token in another unit; None where the text's bytes are unknown. Of a
+    mixture both arguments are weighted means over the sources."""
+    return loss / math.log(2) / bytes_per_token if bytes_per_token else None
+
+
+def describe_data(run) -> dict | None:
+    """What a train.Run is trained and evaluated on, for the event of a start or a resume: two
+    evaluations can be compared if tokenizer, seq_len, and each source's weight, validation shards
+    and sequences are equal. Only rank 0, which writes the event, reads the shards."""
+    if run.grid.rank > 0:
+        return None
+    data = run.val_data
+    sources = {}
+    for source in data.sources.values():
+        end = source.first + source.n_windows
+        shards = [tokens for first, tokens in zip(data.firsts, data.shards)
+                  if source.first <= first < end and len(tokens) > data.seq_len]
+        sources[source.name] = dict(
+            weight=source.weight, bytes_per_token=source.meta["bytes_per_token"],
+            fingerprint=source.meta["fingerprint"], val_fingerprint=sampled_fingerprint(shards),
+            val_tokens=sum(map(len, shards)), all_sequences=source.n_windows,
+            sequences=eval_sequences(run.config, run.model_config, source))
+    return dict(tokenizer=data.meta["tokenizer"], vocab_size=data.meta["vocab_size"],
+                bytes_per_token=data.meta["bytes_per_token"], seq_len=data.seq_len,
+                sources=sources)
+
+
+def sampled_fingerprint(shards) -> str:
+    """A hash of each shard's length and of tokens evenly spaced in it. Unlike a hash of all tokens
+    it takes no time; unlike that in meta.json it does not depend on the training shards."""
+    digest = hashlib.sha256()
+    for tokens in shards:
+        digest.update(f"{len(tokens)} ".encode())
+        for start in np.linspace(0, len(tokens), SAMPLED_BLOCKS, endpoint=False).astype(int):
+            digest.update(tokens[start:start + BLOCK_TOKENS].tobytes())
+    return digest.hexdigest()[:16]
