@@ -348,8 +348,9 @@ def gather_full_state(flat, cfg, grid, names):
 
 
 def whole_gradient(run):
-    whole = gather_full_state(run.flat, run.model_config, run.grid, ["grad"])
-    return whole and whole["grad"]
+    """{global name: gradient of the mean loss} on rank 0; None on the others."""
+    whole = dict(run.flat.full_gradients())
+    return whole if run.grid.rank == 0 else None
 
 
 def nothing(run):
