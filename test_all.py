@@ -78,21 +78,21 @@ import sample
 import train
 from model import GPT, IGNORE_INDEX, SIZES, GPTConfig
 from parallel import Grid
-from parallelism import collectives, context, pipeline
+from parallelism import collectives, context, full_tensors, pipeline
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
 from parallelism.tensor import (MAX_LOGITS, ColumnParallelLinear, VocabParallelEmbedding,
                                 add_product, chunk_loss, chunk_size, param_specs)
 from parallelism.zero import FlatParameters, state_bytes
 from runtime.options import Config
-from tests.harness import (BOUNDS, CFG, FORMULA, INTERLEAVED, LAYOUTS, NASTY, TINY, TWO_STEPS,
-                           Alive, Command, Memory, Pool, after_backward, assert_close,
+from tests.harness import (BOUNDS, CFG, FORMULA, INTERLEAVED, LAYOUTS, NASTY, ROOT, TINY,
+                           TWO_STEPS, Alive, Command, Memory, Pool, after_backward, assert_close,
                            assert_same_state, batches_from, column, dataset, deep_enough,
                            differences, greedy, gridded, in_turn, launch, megatrons_batch_size,
-                           monitor_now, names_in, on_ranks, random_gpt, read_metrics, relative,
-                           run_steps, same_bits, saved, set_block, settings, small_state, staged,
-                           texts_of, tokens_of, traffic, trained, watched, whole_gradient,
-                           without_saves)
+                           monitor_now, names_in, on_ranks, plain_gradient, random_gpt,
+                           read_metrics, relative, run_steps, same_bits, saved, set_block,
+                           settings, small_state, staged, texts_of, tokens_of, traffic, trained,
+                           watched, whole_gradient, without_saves)
 from tools.schedule import bubble, clock, live_activations
 
 
@@ -140,7 +140,8 @@ def equality_row(pool, layout, one, out, cfg, **flags):
           ((1, 2, 2), 2, dict(pp_schedule="zb-h1")), ((2, 2, 1), 2, dict(zero=3))])])
 def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, n_layer, flags):
     """In each layout the loss and the norm of each step, each parameter's gradient and the
-    validation loss are those of one process, to 1e-10 in fp64 and 1e-5 in fp32. No pp above 1
+    validation loss are those of one process, whose first gradients are those of the plain model by
+    autograd, to 1e-10 in fp64 and 1e-5 in fp32. No pp above 1
     divides the number of layers. With pp 4 and 8 there are fewer microbatches than stages, if they
     are not interleaved."""
     cfg = replace(CFG, n_layer=n_layer)
@@ -150,6 +151,8 @@ def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, n
                                             "sequence_parallel")})
     found = equality_row(pool, layout, one, tmp_path, cfg, **flags)
     assert max(found) <= BOUNDS[flags["dtype"]], f"(loss, gradient, norm) differ by {found}"
+    plain = plain_gradient(cfg, flags.get("batch_size", 8))
+    assert relative(one[1][0], plain) <= BOUNDS[flags["dtype"]]
 
 
 def test_gpt2s_vocabulary_trains_as_one_process(pool, tmp_path, reference):
@@ -184,7 +187,7 @@ def test_exact_layouts_have_the_bits_of_one_process(pool, tmp_path, reference, l
     same = dict(steps=2, batch_size=4, micro_batch=1) | same
     one = reference(cfg, exact=True, **same)
     ours = trained(pool, layout, tmp_path, cfg, whole_gradient, exact=True, **same, **flags)
-    assert same_bits(ours, one)
+    assert same_bits(ours, one) and relative(ours[1], one[1]) == 0
     if layout == (8, 1, 1):
         ours = trained(pool, layout, tmp_path / "rounded", cfg, **same, **flags)
         assert not same_bits(ours, reference(cfg, **same))
@@ -1938,6 +1941,119 @@ def test_masks_do_not_depend_on_schedule_stage_or_recomputation(pool, tmp_path, 
                    **flags, **changes)
     theirs = reference(cfg, layout, micro_batch=2, steps=2, **flags)
     assert max(differences(ours, theirs)) <= bound
+
+
+# ---------------------------------------------------------------------------------------------
+# parallelism/full_tensors.py: a run's tensors by their global names
+# ---------------------------------------------------------------------------------------------
+
+def refusal(call, *args):
+    """The message of the exception, one line, that the call raises."""
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        call(*args)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def look_at_gradients(run):
+    """Before and after the update, the same; before the sum and in the next step, a refusal."""
+    flat, name = run.flat, "blocks.0.mlp.up.weight"
+    begin, finish = flat.begin_step, flat.finish_grad_sync
+    looks = run.looks = []
+
+    def begin_step(*args, **flags):
+        begin(*args, **flags)
+        looks.append(refusal(flat.full_gradient, name))
+
+    def finish_grad_sync():
+        looks.append(refusal(lambda: list(flat.full_gradients())))
+        finish()
+        looks.append((flat.full_gradient(name), dict(flat.full_gradients())))
+    flat.begin_step, flat.finish_grad_sync = begin_step, finish_grad_sync
+    without_saves(run)
+
+
+def after_the_update(run):
+    """What can be read after a step, on every rank."""
+    flat = run.flat
+    parameters = list(run.model.named_parameters())
+    name, parameter = parameters[-1]
+    said = [refusal(parameter.main_grad), refusal(flat.full_gradient, "blocks.0.mlp.up.wieght"),
+            refusal(flat.full_state, "weights", "embed.token.weight")]
+    assert all(p.grad is None for _, p in parameters)
+    if run.grid.world > 1:
+        said.append(refusal(flat.full_gradient, f"blocks.{run.grid.rank}.norm1.bias"))
+    state = {kind: {name: flat.full_state(kind, name) for name in flat.parameter_names()}
+             for kind in checkpoint.STATE.values()}
+    return (run.looks, said, flat.full_gradient("blocks.0.mlp.up.weight"),
+            flat.full_gradient("head.weight"), state)
+
+
+@pytest.mark.parametrize("layout, flags", [                 # (dp, tp, pp)
+    ((1, 1, 1), dict(dtype="fp16")), ((2, 2, 1), dict(zero=3, dtype="fp16")),
+    ((2, 1, 2), dict(zero=2)), ((1, 2, 2), dict(exact=True)), ((2, 1, 1), dict(zero=1))])
+def test_gradients_weights_and_moments_can_be_read_by_global_name_or_are_refused(
+        pool, tmp_path, layout, flags):
+    """On every rank the full gradient is that of the plain model, from the sum over the ranks to the
+    next step, the tied matrix's by either of its names; weights and moments are those of a save.
+    Other times, names, or ranks that ask for different ones end in a line; so does `main_grad`."""
+    dp, tp, pp = layout
+    cfg = replace(CFG, n_layer=4)
+    config = settings(tmp_path, tp=tp, pp=pp, steps=1, micro_batch=1, clip=1e-3, **flags)
+    answers = pool.run(dp * tp * pp, run_steps, layout, config, cfg, after_the_update, None,
+                       look_at_gradients)
+    plain = plain_gradient(cfg)
+    bound = 0.05 if "dtype" in flags else 1e-5
+    name = "blocks.0.mlp.up.weight"
+    for _, ((looks, said, after, tied, state),), _ in answers:
+        early, earlier, (one, every) = looks
+        assert "not summed over the ranks yet" in early and "after finish_grad_sync" in earlier
+        assert relative(every, plain) <= bound and one.equal(every[name])
+        assert relative(after, one) <= 1e-6                 # clipping is divided out again
+        assert relative(tied, every["embed.token.weight"]) <= 1e-6
+        assert one.dtype == (torch.float64 if "exact" in flags else torch.float32)
+        assert "call full_gradient('" in said[0]
+        assert "did you mean 'blocks.0.mlp.up.weight'" in said[1]
+        assert "none of master, exp_avg, exp_avg_sq" in said[2]
+        assert len(answers) == 1 or "norm1.bias') at once" in said[3]
+        saved_state = answers[0][2]
+        for kind, tensors in state.items():
+            assert relative(tensors, saved_state[kind]) == 0
+
+
+def test_without_training_there_are_no_gradients_to_read():
+    """The weights are there; gradients and moments are refused in a line."""
+    cfg = replace(CFG, n_layer=1)
+    local = parallel.build_stage(cfg, Grid(1, 1, 1))
+    specs = param_specs(local, cfg, Grid(1, 1, 1))
+    flat = FlatParameters(specs, Grid(1, 1, 1), torch.float32, torch.float32, "cpu", training=False)
+    flat.initialize(cfg, 0)
+    expected = model.initial_value(cfg, "embed.token.weight", (257, 32), 0)
+    assert flat.full_state("master", "embed.token.weight").equal(expected)
+    assert "without training" in refusal(flat.full_gradient, "embed.token.weight")
+    assert "without training" in refusal(flat.full_state, "exp_avg", "embed.token.weight")
+
+
+def test_the_example_that_prints_gradient_norms_runs_in_every_layout(shards, tmp_path):
+    """The lines of full_tensors.py's docstring, behind finish_grad_sync in train.py, print the same
+    names and, to 1e-4, norms in one process, with tp 2, and with ZeRO 3."""
+    lines = re.findall(r"^    ((?:for|    if|        print).*)", full_tensors.__doc__, re.M)
+    assert len(lines) == 3
+    code = (ROOT / "train.py").read_text()
+    line = "        flat.finish_grad_sync()\n"
+    assert code.count(line) == 1
+    example = "".join(f"        {x}\n" for x in lines)
+    (tmp_path / "train.py").write_text(code.replace(line, line + example))
+    printed = []
+    for world, flags in [(1, []), (2, ["--tp", 2]), (2, ["--zero", 3])]:
+        commands = launch(world, "--data", shards, "--out", tmp_path / f"{len(printed)}", *TINY,
+                          "--steps", 1, *flags, file=tmp_path / "train.py")
+        (status, out, error), *_ = [command.finish() for command in commands]
+        assert status == 0, error
+        printed.append({name: float(norm) for name, norm
+                        in re.findall(r"^([a-z0-9_.]+\.(?:weight|bias)) (\S+)$", out, re.M)})
+    assert printed[0].keys() == set(checkpoint.parameter_shapes(GPTConfig(n_layer=2)))
+    assert all(norms == pytest.approx(printed[0], rel=1e-4) for norms in printed)
 
 
 # ---------------------------------------------------------------------------------------------

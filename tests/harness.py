@@ -353,6 +353,20 @@ def whole_gradient(run):
     return whole if run.grid.rank == 0 else None
 
 
+@functools.cache
+def plain_gradient(cfg, batch_size=8):
+    """What `whole_gradient` gives after the first step, by autograd of the plain model in fp64."""
+    plain = GPT(cfg).initialize(Config.seed).double()
+    dataset = Memory(cfg)
+    window_ids = dataset.window_ids(Config.seed, 0, batch_size)
+    tokens = torch.from_numpy(dataset.tokens_of(window_ids))
+    targets = tokens[:, 1:]
+    (plain(tokens[:, :-1], targets) / targets.numel()).backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    gradients["embed.token.weight"] = gradients["embed.token.weight"][:cfg.vocab_size]
+    return gradients
+
+
 def nothing(run):
     return None
 
