@@ -1967,6 +1967,8 @@ def look_at_gradients(run):
 
     def finish_grad_sync():
         looks.append(refusal(lambda: list(flat.full_gradients())))
+        if flat.zero >= 2:                  # every backward's sum has emptied this rank's part
+            refusal(list(run.model.parameters())[-1].main_grad)
         finish()
         looks.append((flat.full_gradient(name), dict(flat.full_gradients())))
     flat.begin_step, flat.finish_grad_sync = begin_step, finish_grad_sync
@@ -1981,6 +1983,11 @@ def after_the_update(run):
     said = [refusal(parameter.main_grad), refusal(flat.full_gradient, "blocks.0.mlp.up.wieght"),
             refusal(flat.full_state, "weights", "embed.token.weight")]
     assert all(p.grad is None for _, p in parameters)
+    if flat.zero == 3 or run.grid.tp * run.grid.pp > 1:
+        assert "full_state('master', name)" in refusal(run.model.state_dict)
+    else:                                   # an update may still be on its way to this rank
+        weights = run.model.state_dict()["blocks.0.mlp.up.weight"]
+        assert flat.full_state("master", "blocks.0.mlp.up.weight").to(weights.dtype).equal(weights)
     if run.grid.world > 1:
         said.append(refusal(flat.full_gradient, f"blocks.{run.grid.rank}.norm1.bias"))
     state = {kind: {name: flat.full_state(kind, name) for name in flat.parameter_names()}
@@ -1996,7 +2003,8 @@ def test_gradients_weights_and_moments_can_be_read_by_global_name_or_are_refused
         pool, tmp_path, layout, flags):
     """On every rank the full gradient is that of the plain model, from the sum over the ranks to the
     next step, the tied matrix's by either of its names; weights and moments are those of a save.
-    Other times, names, or ranks that ask for different ones end in a line; so does `main_grad`."""
+    Other times, names, or ranks that ask for different ones end in a line; so does `main_grad`
+    after the sum, and a state_dict() that is a part or freed."""
     dp, tp, pp = layout
     cfg = replace(CFG, n_layer=4)
     config = settings(tmp_path, tp=tp, pp=pp, steps=1, micro_batch=1, clip=1e-3, **flags)

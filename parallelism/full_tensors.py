@@ -73,6 +73,15 @@ class FullTensors:
         call = f"full_state({kind!r}, {name!r})"
         return self._gather(kind, [self._global_name(name, call)])[0]
 
+    def before_state_dict(self, *_) -> None:
+        """A hook of the modules: a state_dict() that would be a part of the weights (tensor and
+        pipeline parallelism), or freed memory (ZeRO 3), is refused; else it waits for an update
+        under way (ZeRO 1 and 2)."""
+        if self.grid.tp * self.grid.pp > 1 or self.zero == 3:
+            raise RuntimeError("state_dict() of one rank is not the model's: read a checkpoint's "
+                               "parameters, or call full_state('master', name) on every rank")
+        self.wait_params()
+
     def _check_gradients(self, call: str) -> None:
         if not self.training:
             raise RuntimeError(f"{call}: there are no gradients without training")

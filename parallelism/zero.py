@@ -189,6 +189,7 @@ class FlatParameters(FullTensors):
                 parameter.bucket = bucket
                 parameter.main_grad = partial(self.main_grad, bucket, spec)
                 parameter.register_post_accumulate_grad_hook(self.grad_ready)
+                module.register_state_dict_pre_hook(self.before_state_dict)
 
     def main_grad(self, bucket: Bucket, spec: ParamSpec) -> torch.Tensor:
         """Where a parameter's gradient adds up. From ZeRO 2 on this memory is created by the first
