@@ -81,13 +81,27 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm through `layer_norm`."""
+
+    def forward(self, x):
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding through `lookup`."""
+
+    def forward(self, rows):
+        return lookup(rows, self.weight)
+
+
 class Embed(nn.Module):
     """tokens (B, T) -> x (B, T, C): the token's row plus the position's row."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
         # Empty until `initialize`: torch's own N(0, 1) would be thrown away.
-        self.token = nn.Embedding.from_pretrained(
+        self.token = Embedding.from_pretrained(
             torch.empty(cfg.padded_vocab, cfg.n_embd), freeze=False)
         self.position = nn.Embedding.from_pretrained(
             torch.empty(cfg.seq_len, cfg.n_embd), freeze=False)
@@ -165,10 +179,10 @@ class Block(nn.Module):
 
     def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
-        self.norm1 = nn.LayerNorm(cfg.n_embd)
+        self.norm1 = LayerNorm(cfg.n_embd)
         self.attn = Attention(cfg, layer)
         self.dropout1 = Dropout(cfg.dropout, "layer", layer, "attn")
-        self.norm2 = nn.LayerNorm(cfg.n_embd)
+        self.norm2 = LayerNorm(cfg.n_embd)
         self.mlp = MLP(cfg)
         self.dropout2 = Dropout(cfg.dropout, "layer", layer, "mlp")
 
@@ -188,7 +202,7 @@ class Head(nn.Module):
 
     def __init__(self, cfg: GPTConfig, weight: nn.Parameter):
         super().__init__()
-        self.norm = nn.LayerNorm(cfg.n_embd)
+        self.norm = LayerNorm(cfg.n_embd)
         self.weight = weight                                                # (padded V, C)
         self.vocab_size = cfg.vocab_size
 
@@ -266,7 +280,7 @@ def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------
-# Seeds, products on CPUs without 16-bit instructions, sizes and counts
+# Seeds, products and sums in 16 bits on CPUs, sizes and counts
 # ---------------------------------------------------------------------------------------------
 
 
@@ -326,6 +340,56 @@ def upcast_for_matmul(product: Callable, *factors: torch.Tensor | None, out=None
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
     """F.linear by `upcast_for_matmul`: x (..., in), weight (out, in) -> (..., out)."""
     return upcast_for_matmul(F.linear, x, weight, bias)
+
+
+# Two kernels of PyTorch for CPUs add up a gradient in its own type, so in 16 bits the error grows
+# with the number of terms: relative to fp64, with 192 channels in bf16,
+#
+#     rows of x, or places of one token           128        4,096      16,384
+#     layer_norm: gradient of weight, of bias     1.4, 1.1   6.8, 6.2   13, 42 %
+#     embedding: gradient of the token's row      1.3        5.9        41 %
+#
+# Everything else adds up in fp32 there (biases, products, softmax, broadcasts), and is off by one
+# rounding, 0.17%, however many terms there are. The two functions below reach that too. In fp32,
+# fp64, on GPUs, and compiled, they are PyTorch's own.
+
+
+def sums_in_16_bits(weight: torch.Tensor) -> bool:
+    """Whether PyTorch would add up a gradient of this weight in 16 bits."""
+    return (weight.device.type == "cpu" and weight.dtype.itemsize == 2
+            and torch.is_grad_enabled() and not torch.compiler.is_compiling())
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float):
+    """F.layer_norm of x (..., C) over the channels, with gradients that add up in fp32."""
+    if sums_in_16_bits(weight):
+        return _LayerNormSumsInFp32.apply(x, weight, bias, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+class _LayerNormSumsInFp32(torch.autograd.Function):
+    """Keeps x in 16 bits, as PyTorch does; backward converts it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight.float(), bias.float(), eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)      # the last two are fp32
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        gradients = torch.ops.aten.native_layer_norm_backward(
+            dy.float(), x.float(), weight.shape, mean, rstd, weight.float(), bias.float(),
+            output_mask=[True, True, True])
+        return *(gradient.to(x.dtype) for gradient in gradients), None
+
+
+def lookup(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """F.embedding: the rows (...) of weight (n, C), with a gradient that adds up in fp32."""
+    if sums_in_16_bits(weight):
+        return F.embedding(rows, weight.float()).to(weight.dtype)
+    return F.embedding(rows, weight)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -120,9 +120,14 @@ def reduce_scatter(x: torch.Tensor, group) -> Work:
     del received[rank]                  # no rank sends to itself
 
     def add_received(total):
+        if total.dtype.itemsize > 2:
+            for term in received:
+                total += term
+            return total
+        wide = total.float()            # of 16 bits only the whole sum is rounded
         for term in received:
-            total += term
-        return total
+            wide += term
+        return total.copy_(wide)
     return Work(slices[rank], handles, "reduce-scatter", group, add_received)
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import (GPT, IGNORE_INDEX, GPTConfig, ceil_div, linear, multiplies_in_fp32,
+from model import (GPT, IGNORE_INDEX, GPTConfig, ceil_div, linear, lookup, multiplies_in_fp32,
                    upcast_for_matmul)
 from parallelism.collectives import all_reduce
 from parallelism.sequence import by_ranks, by_sequences, gather_positions, sum_over_ranks
@@ -214,7 +214,7 @@ class VocabParallelEmbedding(TensorParallel):
     def lookup(self, rows):
         if hasattr(self.weight, "main_grad"):
             return _LookupToMainGrad.apply(rows, self.weight)
-        return F.embedding(rows, self.weight)
+        return lookup(rows, self.weight)
 
 
 class _LookupToMainGrad(torch.autograd.Function):

@@ -40,6 +40,7 @@ from torch.optim.adamw import adamw     # the function: the class imports a comp
 from model import GPTConfig, ceil_div, initial_value
 from parallelism.collectives import (all_gather, all_reduce, copy_to_host_async, reduce_scatter,
                                      sum_dtype)
+from parallelism.full_tensors import FullTensors
 from parallelism.tensor import TIED, ParamSpec
 
 
@@ -94,14 +95,6 @@ class Bucket:
         offset = self.offsets[spec.name]
         return flat[offset:offset + spec.numel].view(spec.local_shape)
 
-    def main_grad(self, spec: ParamSpec) -> torch.Tensor:
-        """Where a parameter's gradient adds up. From ZeRO 2 on this memory is created by the first
-        gradient and freed by the sync. The head adds in forward, so under GPipe the first backward
-        syncs all microbatches' head gradients and the later ones find none."""
-        if self.grad is None:
-            self.grad = torch.zeros_like(self.data, dtype=self.shard["grad"].dtype)
-        return self.view(self.grad, spec)
-
 
 def make_buckets(specs: list[ParamSpec], replicas: int, num_shards: int = 1,
                  shard_rank: int = 0) -> list[Bucket]:
@@ -120,14 +113,18 @@ def make_buckets(specs: list[ParamSpec], replicas: int, num_shards: int = 1,
             for name, group in contents.items() if group]
 
 
-class FlatParameters:
+class FlatParameters(FullTensors):
     """This rank's parameters (of type `dtype`) and, for `training`, their gradients, masters and
     Adam moments (of type `master_dtype`), in buckets. With `host`, masters and moments are there,
     and AdamW runs there: 6 of 18 bytes per parameter stay on the GPU.
 
     A training step calls begin_step, then prepare_grad_sync before each backward, and at the end
     finish_grad_sync, grad_norm_squares and step. In ZeRO 1 and 2 `step` only starts to gather the
-    updated parameters: unshard.gather_before_use or wait_params waits for them."""
+    updated parameters: unshard.gather_before_use or wait_params waits for them.
+
+    grads_are_summed    from finish_grad_sync to the next begin_step
+    grad_factor         by which the gradients are then multiplied: the loss scale; after `step`
+                        also the factor of clipping"""
 
     def __init__(self, specs: list[ParamSpec], grid, dtype, master_dtype, device,
                  zero: int = 0, host=None, training: bool = True):
@@ -140,6 +137,9 @@ class FlatParameters:
         self.buckets_to_sync = []       # those that this backward communicates, the next one last
         self.in_flight = []             # [(bucket, Work)] of gradients
         self.holds_grads = False        # in this step they are summed after backward
+        self.grads_are_summed = False
+        self.grad_factor = 1.0
+        self.shapes = None              # of all stages' parameters, once FullTensors has asked
         for bucket in self.buckets:
             self._allocate(bucket, dtype, master_dtype, device, host)
             self._attach(bucket)
@@ -187,8 +187,22 @@ class FlatParameters:
                 parameter = nn.Parameter(view.data)
                 setattr(module, attribute, parameter)
                 parameter.bucket = bucket
-                parameter.main_grad = partial(bucket.main_grad, spec)
+                parameter.main_grad = partial(self.main_grad, bucket, spec)
                 parameter.register_post_accumulate_grad_hook(self.grad_ready)
+                module.register_state_dict_pre_hook(self.before_state_dict)
+
+    def main_grad(self, bucket: Bucket, spec: ParamSpec) -> torch.Tensor:
+        """Where a parameter's gradient adds up. From ZeRO 2 on this memory is created by the first
+        gradient and freed by the sync. The head adds in forward, so under GPipe the first backward
+        syncs all microbatches' head gradients and the later ones find none."""
+        is_awaited = bucket.pending_grads > 0 or bucket.name == "tied"
+        if self.grads_are_summed or (bucket.grad is None and not is_awaited):
+            raise RuntimeError(f"main_grad of {spec.name} is this rank's part of a sum, while "
+                               f"backward runs: call full_gradient({spec.name!r}) after "
+                               f"finish_grad_sync, on every rank")
+        if bucket.grad is None:
+            bucket.grad = torch.zeros_like(bucket.data, dtype=bucket.shard["grad"].dtype)
+        return bucket.view(bucket.grad, spec)
 
     @torch.no_grad()
     def load(self, name: str, full) -> None:
@@ -239,11 +253,13 @@ class FlatParameters:
         """Before a step on so many tokens of all replicas. `hold_grads`: the sums over the replicas
         start in finish_grad_sync; until then bucket.grad has this replica's gradient."""
         self.holds_grads = hold_grads
+        self.grad_factor = loss_scale
         if self.grid.exact is not None:
             self.grid.exact.begin_step(loss_scale, tokens)
         self.zero_grad()
 
     def zero_grad(self) -> None:
+        self.grads_are_summed = False
         torch._foreach_zero_([bucket.grad if self.zero < 2 else bucket.shard["grad"]
                               for bucket in self.buckets])
 
@@ -282,7 +298,7 @@ class FlatParameters:
         group = self.grid.groups["replicas"]
         if self.zero == 0:
             self.in_flight.append((bucket, all_reduce(bucket.grad, group)))
-        # `grad` is None if nothing was added since the last sync (see Bucket.main_grad).
+        # `grad` is None if nothing was added since the last sync (see main_grad).
         elif bucket.grad is not None:
             # Wait for the previous bucket first where a sync in flight holds memory: from ZeRO 2
             # on the whole bucket's gradients, on a CPU what the other ranks have sent.
@@ -321,6 +337,7 @@ class FlatParameters:
             if replicated:
                 sums = all_reduce(torch.cat(replicated), self.grid.groups["tp"]).wait()
                 torch._foreach_copy_(replicated, sums.split([len(x) for x in replicated]))
+        self.grads_are_summed = True
 
     def grad_norm_squares(self) -> dict[str, torch.Tensor]:
         """Sums of squares of this rank's gradients, numbers of `sum_dtype`, for a sum over all
@@ -364,6 +381,7 @@ class FlatParameters:
         one's gradients arrive and the previous one's parameters leave."""
         grads = [bucket.shard["grad"] for bucket in self.buckets]
         torch._foreach_mul_(grads, factor)
+        self.grad_factor *= factor
         if self.grid.exact is not None:
             for bucket, grad in zip(self.buckets, grads):       # one at a time: a copy less
                 rounded = grad.to(bucket.shard["master"].dtype)

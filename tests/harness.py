@@ -348,8 +348,23 @@ def gather_full_state(flat, cfg, grid, names):
 
 
 def whole_gradient(run):
-    whole = gather_full_state(run.flat, run.model_config, run.grid, ["grad"])
-    return whole and whole["grad"]
+    """{global name: gradient of the mean loss} on rank 0; None on the others."""
+    whole = dict(run.flat.full_gradients())
+    return whole if run.grid.rank == 0 else None
+
+
+@functools.cache
+def plain_gradient(cfg, batch_size=8):
+    """What `whole_gradient` gives after the first step, by autograd of the plain model in fp64."""
+    plain = GPT(cfg).initialize(Config.seed).double()
+    dataset = Memory(cfg)
+    window_ids = dataset.window_ids(Config.seed, 0, batch_size)
+    tokens = torch.from_numpy(dataset.tokens_of(window_ids))
+    targets = tokens[:, 1:]
+    (plain(tokens[:, :-1], targets) / targets.numel()).backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    gradients["embed.token.weight"] = gradients["embed.token.weight"][:cfg.vocab_size]
+    return gradients
 
 
 def nothing(run):

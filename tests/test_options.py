@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 from tests.harness import (BOUNDS, CFG, COVER, TWO_STEPS, assert_same_rows, column, deep_enough_for,
-                           differences, dp_for, nothing, on_ranks, own_processes, run_steps,
-                           settings, whole_gradient, without_saves)
+                           differences, dp_for, nothing, on_ranks, own_processes,
+                           plain_gradient, relative, run_steps, settings, whole_gradient,
+                           without_saves)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -32,7 +33,7 @@ from tests.harness import (BOUNDS, CFG, COVER, TWO_STEPS, assert_same_rows, colu
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x))
 def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row, long):
     """In two steps (long: 20) losses, each parameter's gradients and norms are those of one
-    process, to the BOUNDS; in 16 bits those of fp64, to 0.001, 0.05 and 0.01, because a loss alone
+    process, and the first gradients those of the plain model by autograd, to the BOUNDS; in 16 bits those of fp64, to 0.001, 0.05 and 0.01, because a loss alone
     would not show what Adam's division hides. Long runs in 16 bits: 60 steps, within 0.05 nats."""
     dtype, tp, pp, cp = row["dtype"], row["tp"], row["pp"], row["cp"]
     half = dtype not in BOUNDS
@@ -57,6 +58,7 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
         loss, gradient, norm = differences(ours, one)
         bounds = (0.001, 0.05, 0.01) if half else [BOUNDS[dtype]] * 3
         assert loss <= bounds[0] and gradient <= bounds[1] and norm <= bounds[2]
+        assert relative(ours[1][0], plain_gradient(cfg)) <= bounds[1]
 
 
 # ---------------------------------------------------------------------------------------------
