@@ -35,24 +35,31 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AT_ONCE = 16                   # samples in a batch, which bounds the memory of the cache
 DASHES = "-" * 40 + "\n"       # the line between samples
 LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
+ROUNDING = 1e-6                # relative error of a sum of probabilities in fp32
 
 
 def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: float):
     """Logits (..., V) -> probabilities (..., V). Tokens that are filtered out have probability 0.
 
-    top_k 0 and top_p 1 keep all tokens; the most probable token is always kept.
+    top_k 0 and top_p 1 keep all tokens; the most probable token is always kept. top_k keeps exactly
+    k, then top_p the smallest set that reaches its part of their probability; of equally probable
+    tokens the lowest come first.
     """
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature     # at most 0: no overflow
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.where(logits >= logits.topk(top_k).values[..., -1:], -torch.inf)
-    probabilities = logits.softmax(dim=-1)
+    logits = logits - logits.amax(-1, keepdim=True)                 # at most 0: no overflow
+    if top_k == 0 and top_p == 1:
+        return (logits / temperature).softmax(dim=-1)
+    ordered, token = logits.sort(descending=True, stable=True)      # the most probable first
+    ordered = ordered / temperature
+    if top_k > 0:
+        ordered[..., top_k:] = -torch.inf
+    probabilities = ordered.softmax(dim=-1)
     if top_p < 1:
-        ordered, index = probabilities.sort(descending=True)
-        before = ordered.cumsum(-1) - ordered                   # probability of the likelier tokens
-        dropped = before >= top_p                               # never the first: 0 < top_p
-        probabilities = probabilities.masked_fill(dropped.scatter(-1, index, dropped), 0)
-    return probabilities / probabilities.sum(-1, keepdim=True)
+        before = probabilities.cumsum(-1) - probabilities           # that of the likelier tokens
+        reached = before >= top_p * (1 - ROUNDING)                  # never at the first
+        probabilities = probabilities.masked_fill(reached, 0)
+        probabilities /= probabilities.sum(-1, keepdim=True)
+    return torch.zeros_like(logits).scatter(-1, token, probabilities)
 
 
 @torch.inference_mode()
