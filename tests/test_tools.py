@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -759,7 +759,7 @@ def test_a_model_goes_to_transformers_and_comes_back(tmp_path, capsys, activatio
     cfg, others, tokenizer = replace(CFG, activation=activation), tmp_path / "theirs", "bytes"
     plain, tokens = weights_only(tmp_path / "a.pt", cfg), tokens_of(CFG, 3)
     status, text, _ = convert(capsys, "export", tmp_path / "a.pt", tmp_path / "ours")
-    assert status == 0 and "without a tokenizer: token ids 0 to 255 are bytes" in text
+    assert status == 0 and "with its tokenizer" in text
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert type(theirs).__name__[:3] == {"gelu": "GPT", "relu": "OPT"}[activation]
     difference = relative(plain.double()(tokens), theirs.double().eval()(tokens).logits)
@@ -799,6 +799,93 @@ def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
     assert theirs.eos_token_id == ours.eot_token
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_an_exported_bytes_models_tokenizer_gives_and_takes_our_tokens(tmp_path, capsys,
+                                                                       activation):
+    """Any text, as both kinds of transformers' tokenizer; <|endoftext|> in a text ends it there."""
+    transformers = pytest.importorskip("transformers")
+    weights_only(tmp_path / "a.pt", replace(CFG, activation=activation))
+    assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")[0] == 0
+    assert (tmp_path / "hf/merges.txt").read_text() == ""
+    ours = data.get_tokenizer("bytes")
+    texts = [*NASTY, " ".join(NASTY), "a , b .  'll", "".join(map(chr, range(0x250))), "\ue000"]
+    for fast in (True, False):
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", use_fast=fast)
+        assert len(theirs) == 257 and theirs.eos_token_id == theirs.bos_token_id == 256
+        assert theirs.convert_tokens_to_ids(corpora.EOT) == 256
+        for text in texts:
+            tokens = theirs(text)["input_ids"]
+            assert tokens == ours.encode(text, allowed_special="all"), text
+            assert theirs.decode(tokens) == text
+        assert theirs.decode(range(256)).encode("utf-8") == bytes(range(256)).decode(
+            errors="replace").encode()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("activation, tokenizer", [
+    ("gelu", "bytes"), ("relu", "bytes"), ("relu", "opt-257"), ("gelu", "gpt2-257")])
+def test_fine_tuning_an_export_trains_every_token_and_drops_nothing_unasked(
+        tmp_path, capsys, activation, tokenizer):
+    """Each row of the embedding gets a gradient, no token is padding, and the dropout is that of
+    the training, where transformers' default would be 0.1."""
+    transformers = pytest.importorskip("transformers")
+    for dropout in (0.0, 0.25):
+        folder = tmp_path / f"hf{dropout}"
+        cfg = replace(CFG, activation=activation, dropout=dropout)
+        weights_only(tmp_path / "a.pt", cfg, tokenizer)
+        assert convert(capsys, "export", tmp_path / "a.pt", folder)[0] == 0
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+        table = theirs.get_input_embeddings()
+        table.weight = torch.nn.Parameter(table.weight.detach().clone())    # not the head's
+        tokens = torch.arange(cfg.vocab_size - 1).view(-1, cfg.seq_len)     # CFG: 16 x 16
+        last = torch.arange(cfg.vocab_size - 16, cfg.vocab_size)[None]
+        theirs(input_ids=torch.cat([tokens, last])).logits.square().sum().backward()
+        assert table.padding_idx is None and table.weight.grad.abs().sum(1).min() > 0
+        found = [m.p for m in theirs.modules() if isinstance(m, torch.nn.Dropout)]
+        config = theirs.config.to_dict()
+        found += [config[name] for name in ("dropout", "attention_dropout", "resid_pdrop",
+                                            "embd_pdrop", "attn_pdrop") if name in config]
+        assert len(found) >= 2 and set(found) == {dropout}
+        end = 256 if tokenizer == "bytes" else None
+        ids = theirs.config.bos_token_id, theirs.config.eos_token_id, theirs.config.pad_token_id
+        assert ids == (end, end, None) and theirs.config.tie_word_embeddings
+
+
+def test_an_imported_opt_keeps_its_end_of_text_and_trains_its_padding(tmp_path, capsys):
+    """OPT's own tokens: 2 begins and ends a text. 1 pads it, where nothing is learnt anyway."""
+    pytest.importorskip("safetensors")
+    config = huggingface.config_json(GPTConfig(50272, activation="relu"), "opt-50272")
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [2, 2, None]
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(activation="relu2"), "activation 'relu2'"),
+    (dict(n_kv_head=2), "n_kv_head 2"), (dict(vocab_size=300), "has 50257 tokens")])
+def test_an_export_refuses_what_has_no_name_there(change, message):
+    """As where a student has added it to model.py."""
+    @dataclass(frozen=True)
+    class Wider(GPTConfig):
+        n_kv_head: int = None
+
+        def __post_init__(self):
+            pass
+    huggingface.config_json(Wider(), "bytes")
+    with pytest.raises(ValueError, match=message):
+        huggingface.config_json(Wider(**change), "gpt2")
+
+
+def test_an_export_refuses_a_parameter_that_has_no_name_there(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("safetensors")
+    weights_only(tmp_path / "a.pt", CFG)
+    load = huggingface.load
+    monkeypatch.setattr(huggingface, "load", lambda path: load(path) | dict(
+        parameters={"blocks.0.gate.weight": torch.zeros(2, 2)}))
+    result = convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")
+    assert result[0] == 2 and "blocks.0.gate.weight" in result[2] and result[2].count("\n") == 1
+    assert names_in(tmp_path) == ["a.pt"]
+
+
 def test_the_readmes_conversions_run_as_printed(tmp_path, capsys, monkeypatch):
     """Out to a folder, and in from a folder of the name that the README takes from the hub."""
     pytest.importorskip("safetensors")
@@ -818,7 +905,8 @@ def test_an_export_is_one_file_or_shards_of_limited_size(tmp_path, capsys):
     weights_only(tmp_path / "a.pt", CFG)
     (tmp_path / "new").touch()
     assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "one")[0] == 0
-    assert names_in(tmp_path / "one") == ["config.json", "model.safetensors"]
+    assert names_in(tmp_path / "one") == ["config.json", "merges.txt", "model.safetensors",
+                                          "tokenizer_config.json", "vocab.json"]
     with mock.patch.object(huggingface, "SHARD_BYTES", 20_000):
         assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "many")[0] == 0
     sizes, listed = [], {}
