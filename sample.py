@@ -10,6 +10,7 @@ Temperature 0 takes the most probable token. Top-p is nucleus sampling (Holtzman
 Only text goes to standard output. A sample ends at <|endoftext|>, before the --stop text, or at
 --max-tokens. A line of dashes separates samples.
 """
+import argparse
 import codecs
 import os
 import signal
@@ -180,7 +181,13 @@ def parse_flags(parser: Parser):
         help="auto: cuda or mps where available (default %(default)s)")
     add("--dtype", default="fp32", choices=list(DTYPES), help="type of weights and activations; "
         "bf16 is faster where the device multiplies 16-bit numbers (default %(default)s)")
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)     # none is expected
     args = parser.parse_args()
+    if args.words:
+        text = " ".join(args.words)
+        is_file = text.endswith(".pt") or Path(text).exists()
+        parser.error(f"unknown argument {text}: give --ckpt FILE" if is_file else
+                     f"unknown argument {text!r}: give --prompt TEXT")
     if args.num_samples is not None and args.num_samples < 1:
         parser.error("--num-samples must be at least 1")
     if args.max_tokens < 0 or args.top_k < 0:

@@ -1148,7 +1148,7 @@ def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, 
     assert column(rows, "activation_norm") == pytest.approx(norms, rel=1e-5)
 
 
-PEAKS = {       # TFLOP/s of what torch.cuda.get_device_name() reports; 0: no maker's number is known
+PEAKS = {       # TFLOP/s of what torch.cuda.get_device_name() reports; 0: unknown
     "Tesla V100-SXM2-16GB": 125, "Tesla V100-SXM3-32GB": 125, "Tesla V100-PCIE-32GB": 112,
     "Tesla V100-DGXS-32GB": 125, "Tesla V100S-PCIE-32GB": 130,
     "NVIDIA A100-SXM4-80GB": 312, "A100-SXM4-40GB": 312, "NVIDIA A100 80GB PCIe": 312,
@@ -1731,6 +1731,8 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
     ("--temperature -1", "--temperature"), ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"),
     ("--temperature 1e-50", "at least 1e-06"), ("--top-p 1e-300", "at least 1e-06"),
     ("--num_samples 0", "--num-samples must"), ("--max_new_tokens 9", "mean --max-tokens?"),
+    ("once upon", "unknown argument 'once upon': give --prompt TEXT"),
+    ("out/latest.pt --top-k 1", "unknown argument out/latest.pt: give --ckpt FILE"),
     ("--start x", "give --prompt TEXT"), ("--start=FILE:x", "--prompt - < FILE"),
     ("--out_dir=o", "give --ckpt OUT/latest.pt"), ("o/latest.pt", "give --ckpt FILE"),
     ("--init_from=gpt2", "import gpt2 gpt2.pt` makes"), ("--compile=False", "leave it out"),

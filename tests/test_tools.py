@@ -1038,6 +1038,57 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
     assert names_in(tmp_path) == before
 
 
+@pytest.mark.parametrize("source, message", [
+    ("a.pt", "a.pt is a file: a checkpoint of this project needs no import, train.py --init-from "
+     "a.pt and sample.py --ckpt a.pt read it (`export a.pt DIR` is the other way)"),
+    ("w.safetensors", "w.safetensors is a file: give the folder that holds it, config.json and "
+     "any other files of the model: import . b.pt"),
+    ("w.gguf", "w.gguf is a file of llama.cpp"), ("config.json", "config.json is a file: give the"),
+    ("none.pt", "there is no file none.pt"), ("none.safetensors", "there is no file none.saf"),
+    ("./none", "there is no folder ./none"), ("/none/at/all", "there is no folder /none/at/all"),
+    ("a/b/c", "there is no folder a/b/c"), ("~/none", "there is no folder ~/none"),
+    ("https://huggingface.co/me/model", "give the model's name alone: import me/model b.pt"),
+    ("https://huggingface.co/gpt2/tree/main", "give the model's name alone: import gpt2 b.pt"),
+    ("adapter", "adapter holds an adapter (LoRA), not a model: merge it into its base model"),
+    ("run", "run has no config.json: it holds checkpoints of this project, which need no import"),
+    ("empty", "empty has no config.json")])
+def test_an_import_says_what_it_was_given(tmp_path, capsys, monkeypatch, source, message):
+    """In one line, without asking the hub."""
+    monkeypatch.setattr(huggingface, "fetch", None)
+    monkeypatch.chdir(tmp_path)
+    for folder in ("adapter", "run", "empty"):
+        Path(folder).mkdir()
+    for file in ("a.pt", "w.safetensors", "w.gguf", "config.json", "adapter/adapter_config.json",
+                 "run/latest.pt"):
+        Path(file).touch()
+    status, out, error = convert(capsys, "import", source, "b.pt")
+    assert (status, out) == (2, "") and error.count("\n") == 1
+    assert error.startswith(f"huggingface.py: {message}")
+
+
+@pytest.mark.parametrize("status, names, message", [
+    (401, [], "needs an account there (it is private or gated) or does not exist: `hf download "
+     "me/it --local-dir DIR` where you are logged in, then give DIR"),
+    (403, [], "needs an account there"), (404, [], "me/it is neither a folder nor a public model"),
+    (404, ["adapter_config.json"], "me/it on http://127.0.0.1:"),
+    (404, ["config.json"], "has none of model.safetensors,")])
+def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, capsys, monkeypatch, status, names,
+                                                     message):
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(200 if Path(self.path).name in names else status)
+            self.end_headers()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as httpd:
+        threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{httpd.server_port}")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(Hub, "log_message", lambda *_: None)
+        result = convert(capsys, "import", "me/it", "b.pt")
+        httpd.shutdown()
+    assert result[0] == 2 and message in result[2] and result[2].count("\n") == 1, result
+    assert ("merge it" in result[2]) == (names == ["adapter_config.json"])
+
+
 # ---------------------------------------------------------------------------------------------
 # compare.py
 # ---------------------------------------------------------------------------------------------

@@ -51,6 +51,10 @@ MODEL_TYPES = {"gelu": "gpt2", "relu": "opt"}      # our activation: the archite
 END_OF_TEXT = {"gpt2": 50256, "bytes": 256, "opt-50272": 2}     # token of a tokenizer
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}     # theirs: ours
 
+FILE_KINDS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".gguf", ".json")
+IS_ADAPTER = ("holds an adapter (LoRA), not a model: merge it into its base model, as PEFT's "
+              "merge_and_unload does, and import that")
+
 # What model.py has only one form of: the key in config.json, and its value where it is missing.
 FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True,
          "scale_attn_by_inverse_layer_idx": False, "do_layer_norm_before": True,
@@ -181,7 +185,12 @@ def read_config(folder: Path) -> tuple[dict, GPTConfig]:
     """config.json, and the GPTConfig that it describes; raises ValueError."""
     path = folder / "config.json"
     if not path.exists():
-        raise ValueError(f"{folder} has no config.json")
+        if (folder / "adapter_config.json").exists():
+            raise ValueError(f"{folder} {IS_ADAPTER}")
+        advice = ""
+        if any(folder.glob("*.pt")):
+            advice = ": it holds checkpoints of this project, which need no import"
+        raise ValueError(f"{folder} has no config.json{advice}")
     with reading(path, "is refused"):
         config = json.loads(path.read_text())
         return config, model_config(config)
@@ -227,6 +236,34 @@ def tensor_readers(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
             for name, reader in readers.items()}
 
 
+def check_source(source: str, file: Path) -> None:
+    """Raise a ValueError that says what `source` is if it is neither a folder nor a name such as
+    gpt2 or facebook/opt-125m."""
+    path = Path(source)
+    if path.is_dir():
+        return
+    is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source)
+    on_the_hub = re.match(r"https?://[^/]+/(.+?)/?(/(tree|blob|resolve)/.*)?$", source)
+    if on_the_hub:
+        raise ValueError(f"give the model's name alone: import {on_the_hub[1]} {file}")
+    if path.suffix in FILE_KINDS and not path.exists():
+        raise ValueError(f"there is no file {source}, and a folder or a name on the hub is needed")
+    if path.suffix == ".gguf":
+        raise ValueError(f"{source} is a file of llama.cpp, with its own rounding: give the model "
+                         f"that it was made of, by its name on the hub or its folder")
+    if path.suffix in (".pt", ".pth", ".ckpt") and path.exists():
+        raise ValueError(f"{source} is a file: a checkpoint of this project needs no import, "
+                         f"train.py --init-from {source} and sample.py --ckpt {source} read it "
+                         f"(`export {source} DIR` is the other way); another program's: let that "
+                         f"program write a folder of Hugging Face")
+    if path.exists():
+        raise ValueError(f"{source} is a file: give the folder that holds it, config.json and any "
+                         f"other files of the model: import {path.parent} {file}")
+    if not is_name:
+        raise ValueError(f"there is no folder {source}, and a model's name on the hub is like gpt2 "
+                         f"or facebook/opt-125m")
+
+
 def fetch(source: str, folder: Path, hub: str) -> None:
     """Download a model from the hub, config.json first. Raises ValueError if the hub does not have
     it, ConnectionError if the hub cannot be reached."""
@@ -235,13 +272,21 @@ def fetch(source: str, folder: Path, hub: str) -> None:
 
     def is_there(name):
         reply = requests.head(address + name, allow_redirects=True, timeout=30)
-        if not reply.ok and reply.status_code not in (401, 403, 404):
+        if reply.status_code in (401, 403):
+            raise ValueError(f"there is no folder {source}, and the model on {hub} needs an "
+                             f"account there (it is private or gated) or does not exist: `hf "
+                             f"download {source} --local-dir DIR` where you are logged in, then "
+                             f"give DIR")
+        if not reply.ok and reply.status_code != 404:
             raise ConnectionError(f"{address}{name}: {reply.status_code} {reply.reason}")
         return reply.ok
 
     try:
         if not is_there("config.json"):
-            raise ValueError(f"{source} is neither a folder nor a public model on {hub}")
+            if is_there("adapter_config.json"):
+                raise ValueError(f"{source} on {hub} {IS_ADAPTER}")
+            raise ValueError(f"{source} is neither a folder nor a public model on {hub}, which "
+                             f"has a config.json")
         weights = next(filter(is_there, WEIGHTS), None)
     except requests.RequestException as error:
         raise ConnectionError(f"there is no folder {source}, and {hub} cannot be reached: "
@@ -260,6 +305,7 @@ def import_model(source: str, file: Path, hub: str) -> None:
     a model on the hub, which is downloaded to a folder beside `file`."""
     if file.exists():
         raise ValueError(f"{file} exists: give a new file")
+    check_source(source, file)
     file.absolute().parent.mkdir(parents=True, exist_ok=True)
     folder = Path(source)
     if not folder.is_dir():
