@@ -35,7 +35,6 @@ it the order is right in 62%. Two layouts within 5% of each other may be in the 
 import argparse
 import json
 import math
-import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 from amp import PRECISIONS
-from model import PEAK_FLOPS, GPTConfig, flops_per_token, parameter_count
+from model import GPTConfig, flops_per_token, parameter_count
 from parallel import Grid, build_stage
 from parallelism.pipeline import chunk_layers
 from parallelism.schedules import SCHEDULES, make_schedule
@@ -56,14 +55,13 @@ from runtime.commandline import Parser
 from runtime.options import flag
 from runtime.other_names import OTHER_NAMES, PLAN_ADVICE
 from runtime.processes import print_rank0
+from tools.gpus import GPUS, GPUName, GPUSpec
 from tools.schedule import clock, live_activations
 
 # Fitted on 209 published steps (tests/published.py says which, and the error without each):
 PASSES = 93             # times that (B, T, C / tp) numbers cross memory in the rest of a block
 LINK = 0.55             # fraction of a link's speed that collectives and messages reach
 SHARE = 0.32            # fraction of hidden traffic's time that it takes from what hides it
-AMPERE = (0.75, 0.5)    # fractions of the peak that matrix products and FlashAttention (1)
-HOPPER = (0.625, 0.3)   # reach; attention counts its whole square, of which it computes half
 SPREAD = 0.12           # nine of ten of the 132 steps that were held out are so close or closer
 # Counted, or from the makers' descriptions:
 WHOLE_PASSES = 20       # the same of (B, T, C): norms and residual sums, / tp if sequence-parallel
@@ -79,69 +77,6 @@ DISK = 2e9              # bytes per second of one writer
 RESTART = 300.0         # seconds from a failure until a checkpoint is read
 DAY = 86400
 PF_DAY = 1e15 * DAY     # FLOPs
-
-
-@dataclass(frozen=True)
-class GPUSpec:
-    """A GPU in its usual machine: bytes, and bytes per second in one direction."""
-    name: str           # in PEAK_FLOPS, or FLOP/s in 16 bits
-    fp32: float         # FLOP/s, in TF32 where there is one
-    memory: float       # that CUDA reports
-    bandwidth: float    # of its memory
-    link: float         # NVLink, to the machine's other GPUs
-    network: float      # InfiniBand, its share of the machine's adapters
-    host: float         # PCIe, to the host's memory
-    processors: int     # multiprocessors
-    products: float     # fraction of the peak that matrix products reach
-    attention: float    # that FlashAttention reaches
-
-    def peak(self, itemsize: int) -> float:
-        """FLOP/s of matrix products in a type of so many bytes."""
-        if itemsize == 2:
-            return PEAK_FLOPS.get(self.name) or float(self.name)
-        if itemsize == 4:
-            return self.fp32
-        return self.fp32 / 8        # fp64, roughly
-
-
-class KnownGPUs(dict):
-    """{name: GPUSpec}. Another GPU is TFLOP/s:GB:GB/s, as 165:24:1008 (in 16 bits; its memory), and
-    optionally :GB/s of its link to the machine's other GPUs, without which it is on PCIe. It has
-    half the FLOP/s in TF32. Raises argparse.ArgumentTypeError."""
-
-    def __missing__(self, name: str) -> GPUSpec:
-        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2,3}", name):
-            raise argparse.ArgumentTypeError(
-                f"{name} is none of {', '.join(self)}: give one of these, or another GPU's "
-                f"TFLOP/s:GB:GB/s (products in 16 bits; its memory), as --gpu 165:24:1008; with "
-                f"NVLink also :GB/s, in one direction, as 989:80:3350:450")
-        flops, memory, bandwidth, *links = map(float, name.split(":"))
-        link = links[0] if links else 32.0
-        return GPUSpec(f"{flops}e12", flops * 5e11, memory * 1e9, bandwidth * 1e9, link * 1e9, 25e9,
-                       32e9, 108, *AMPERE)
-
-
-# The makers' data sheets of the SXM modules (where 80 GB are 79.1 GiB); network and host of DGX-1,
-# A100, H100, H200 and B200. The rates of V100 and B200 are those of their neighbors.
-GPUS = KnownGPUs({
-    "v100-16g": GPUSpec("V100", 15.7e12, 17e9, 900e9, 150e9, 6.25e9, 16e9, 80, *AMPERE),
-    "v100-32g": GPUSpec("V100", 15.7e12, 34e9, 900e9, 150e9, 6.25e9, 16e9, 80, *AMPERE),
-    "a100-40g": GPUSpec("A100", 156e12, 42e9, 1555e9, 300e9, 25e9, 32e9, 108, *AMPERE),
-    "a100-80g": GPUSpec("A100", 156e12, 85e9, 2039e9, 300e9, 25e9, 32e9, 108, *AMPERE),
-    "h100": GPUSpec("H100", 494e12, 85e9, 3350e9, 450e9, 50e9, 64e9, 132, *HOPPER),
-    "h200": GPUSpec("H200", 494e12, 150e9, 4800e9, 450e9, 50e9, 64e9, 132, *HOPPER),
-    "b200": GPUSpec("B200", 1125e12, 191e9, 8000e9, 900e9, 50e9, 64e9, 148, *HOPPER),
-})
-
-
-class GPUName(str):
-    """The value of --gpu in lower case, checked as it is parsed. Raises
-    argparse.ArgumentTypeError."""
-
-    def __new__(cls, name: str):
-        name = name.lower()
-        GPUS[name]          # raises for an unknown one
-        return super().__new__(cls, name)
 
 
 @dataclass(frozen=True)
