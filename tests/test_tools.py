@@ -556,9 +556,9 @@ def test_the_search_finds_the_fastest_layouts_that_fit():
     assert {plan["tp"] for plan in search(8, "--model gpt2 --tp 2")} == {2}
     with mock.patch.object(tools.plan, "search_layouts", lambda *_: plans):     # not once more
         text = tools.plan.answer(f"--world 16 {flags} --search".split())
-    header, *rows, best = text.splitlines()
+    header, *rows, _, best = text.splitlines()
     assert len(rows) == 10 and "memory GB" in header and "step s" in header
-    again = best.partition("train.py: ")[2]     # its flags, planned: the first
+    again = best.partition("train.py ")[2]      # its flags, planned: the first
     assert json.loads(tools.plan.answer(f"--world 16 {flags} {again} --json".split())) == plans[0]
 
 
@@ -605,9 +605,106 @@ def test_tokens_stand_for_the_steps_that_read_them():
         assert by_tokens == json.loads(tools.plan.answer([*flags, "--steps", str(steps)]))
     for given, steps in (("--tokens 1e6", 489), ("--steps 489", 489), ("", Config.steps)):
         text = tools.plan.answer(["--world", "1", "--gpu", "h100", "--search", *given.split()])
-        printed = parse_flags(text.partition("train.py: ")[2].split())
+        printed = parse_flags(text.partition("train.py ")[2].split())
         assert printed.get("steps", Config.steps) == steps, text
     assert "steps" not in printed
+
+
+@pytest.mark.parametrize("flags", ["--model gpt2", "--model gpt2 --search", "--n-layer 6 --tp 2"])
+def test_days_stand_for_the_steps_that_they_suffice_for(flags):
+    """One more would take longer; the plan is that of these steps. The comparison is with 20 tokens
+    for each parameter."""
+    flags = f"--world 8 --gpu rtx4090 --dtype bf16 --batch-size 256 {flags}"
+    plan = json.loads(tools.plan.answer(f"{flags} --days 7 --json".split()))
+    if "--search" in flags:
+        assert len(plan) > 5
+        plan = plan[0]
+    assert plan["days"] <= 7 < plan["days"] + plan["step_seconds"] / 86400
+    same = json.loads(tools.plan.answer(f"{flags} --steps {plan['steps']} --json".split()))
+    assert plan.items() >= (same[0] if "--search" in flags else same).items()
+    assert plan["days_given"] == 7
+    assert plan["times_compute_optimal"] == pytest.approx(
+        plan["steps"] * plan["tokens_per_step"] / (20 * plan["parameters"]))
+    text = tools.plan.answer(f"{flags} --days 7".split())
+    assert text.startswith(f"answer   7 days train this model on {plan['tokens']:.4g} tokens in ")
+    assert f" {plan['days'] / plan['goodput']:.3g} with saves and failures" in text
+    assert re.search(rf"(?m)train.py .*--steps {plan['steps']}\b", text)
+
+
+@pytest.mark.parametrize("flags", ["--world 4 --gpu h100 --days 1", "--world 1 --gpu 3090 --days 1",
+                                   "--world 3 --gpu l4 --days 2 --zero 1 --batch-size 96"])
+def test_without_a_model_days_find_the_largest_that_they_train_on_its_optimal_tokens(flags):
+    """In the layout that a search finds. None of the larger ones gets its tokens in time. Flags of
+    the layout, and the batch, stay as they are given."""
+    flags += " --dtype bf16 --json"
+    plan = json.loads(tools.plan.answer(flags.split()))
+    assert plan["tokens"] - plan["tokens_per_step"] < 20 * plan["parameters"] <= plan["tokens"]
+    days = float(flags.split("--days ")[1].split()[0])
+    assert plan["fits"] and plan["days"] <= days and plan["batch_size"] % plan["world"] == 0
+    common = re.sub(r"--(days|batch-size) \S+", "", flags) + " --search"
+    with_tokens = f"{common} --batch-size {plan['batch_size']} --model {plan['model']} --tokens "
+    again = json.loads(tools.plan.answer([*with_tokens.split(), str(20 * plan["parameters"])]))
+    assert plan.items() >= again[0].items()
+    sizes = {name: model.parameter_count(GPTConfig(50257, **SIZES[name])) for name in SIZES}
+    larger = min((name for name in SIZES if sizes[name] > plan["parameters"]), key=sizes.get)
+    try:
+        batch = plan["batch_size"] * 2048 // SIZES[larger]["seq_len"]
+        others = json.loads(tools.plan.answer(f"{common} --model {larger} --batch-size {batch} "
+                                              f"--tokens {20 * sizes[larger]}".split()))
+    except ValueError:
+        return                              # it does not fit
+    assert others[0]["days"] > days
+
+
+@pytest.mark.parametrize("flags, start", [
+    ("--world 1", "python train.py"), ("--world 8", "torchrun --nproc_per_node=8 train.py"),
+    ("--world 2 --tp 2 --recompute", "torchrun --nproc_per_node=2 train.py"),
+    ("--world 4 --gpus-per-node 4 --search", "torchrun --nproc_per_node=4 train.py"),
+    ("--world 16 --pp 2 --pp-schedule 1f1b --tokens 1e8", "torchrun --nnodes=2 --nproc_per_node=8 "
+     "--rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py"),
+    ("--world 12", "torchrun --nnodes=2 --nproc_per_node=6 --rdzv"),
+    ("--world 16 --days 0.1 --search", "torchrun --nnodes=2 --nproc_per_node=8 --rdzv"),
+    ("--world 2 --days 0.1", "torchrun --nproc_per_node=2 train.py")])
+def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
+    """train.py's parser takes its flags, its checks take their layout on so many GPUs,
+    and the plan of these flags is the one that was printed."""
+    words = f"{flags} --gpu a100-80g --dtype bf16".split()
+    if "--days" not in words:
+        words += "--model gpt2 --batch-size 96".split()
+    command = re.search("(?m)^(?:command  )?((?:torchrun|python) .*)$", tools.plan.answer(words))[1]
+    assert command.startswith(start)
+    world = math.prod(map(int, re.findall(r"--n(?:nodes|proc_per_node)=(\d+)", command)))
+    assert world == int(words[1])
+    flags_of_train = command.partition("train.py")[2].split()
+    given = parse_flags(flags_of_train)
+    config, cfg = checks.check_config(Config(**given), SIZES[given["model"]], 50257, world, "cuda")
+    checks.check_layout(cfg, world, config.batch_size, config)
+    printed = json.loads(tools.plan.answer([*words, "--json"]))
+    if isinstance(printed, list):
+        printed = printed[0]
+    nodes = ["--gpus-per-node", "4"] if "--gpus-per-node" in words else []
+    again = json.loads(tools.plan.answer(["--world", str(world), "--gpu", "a100-80g", *nodes,
+                                          "--json", *flags_of_train]))
+    if again["pp"] == 1:                    # no schedule, whatever its name
+        del again["pp_schedule"]
+    assert printed.items() >= again.items()
+
+
+@pytest.mark.parametrize("name, gpu", [
+    ("rtx4090", "4090"), ("RTX-4090", "4090"), ("rtx_4090", "4090"), ("4090", "4090"),
+    ("NVIDIA GeForce RTX 4090", "4090"), ("RTX 3090", "3090"), ("5090", "5090"), ("A10G", "a10g"),
+    ("L40S", "l40s"), ("RTX A6000", "a6000"), ("h100-80g", "h100"), ("H100-80GB", "h100"),
+    ("NVIDIA H100 80GB HBM3", "h100"), ("a100-sxm4-80gb", "a100-80g"), ("V100_32GB", "v100-32g")])
+def test_a_gpu_has_several_spellings(name, gpu):
+    assert tools.plan.GPUName(name) == gpu
+
+
+def test_every_gpu_of_the_plan_has_the_makers_peak_and_less_memory_than_is_sold():
+    for name, tflops, memory in (("4090", 165.2, 24), ("3090", 71, 24), ("5090", 209.5, 32),
+                                 ("l4", 121, 24), ("a10g", 70, 24), ("l40s", 362, 48)):
+        gpu = GPUS[name]
+        assert gpu.peak(2) == 2 * gpu.peak(4) == tflops * 1e12 and gpu.link <= 64e9
+        assert 0.85 * memory * 2 ** 30 < gpu.memory < memory * 2 ** 30
 
 
 @pytest.mark.parametrize("flags", [
@@ -639,7 +736,15 @@ def test_a_gpus_name_may_have_capitals_and_a_plan_says_whether_it_fits():
     ("--world 8 --zero 9 --lr 1 --gpu h300",
      "invalid choice: 9 (choose from 0, 1, 2, 3); argument --gpu: h300 is none of v100-16g, "),
     ("--world 8 --gpu h300 --lr 1e-3", ":3350:450; unknown argument --lr: --help lists the flags"),
-    ("--world 8 --gpu 3090", "v100-16g"),
+    ("--world 8 --gpu a100", "a100 is a100-40g or a100-80g: give one"),
+    ("--world 8 --gpu rtx-3090-ti", "--gpu: rtx-3090-ti is none of v100-16g, "),
+    ("--world 8 --gpu h100 --days 7 --steps 5", "--steps and --days both say"),
+    ("--world 8 --gpu h100 --days 7 --tokens 5", "--tokens and --days both say"),
+    ("--world 8 --gpu h100 --days 0", "argument --days: 0 must be at least 0.0001"),
+    ("--world 8 --gpu h100 --days 1w", "'1w': give a number without a unit, as 7"),
+    ("--world 1 --gpu l4 --days 0.0002", "0.0002 days of 1 x l4 train no named size"),
+    ("--world 1 --gpu l4 --days 0.0001 --model gpt3-6.7b --batch-size 16",
+     "a step takes 40.3 s, and --days 0.0001 are shorter"),
     ("--world 8 --gpu h100 --zero 3 --pp 2", "zero 3 with pp 2"),
     ("--world 3 --tp 2 --gpu h100", "--world 3 is not divisible by tp 2 x pp 1"),
     ("--world 8 --gpu h100 --n-embd 193", "n_embd 193 is not divisible by n_head 4"),
@@ -668,7 +773,7 @@ def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
     """The message for an unknown name gives an example, which works. Those of an A100, on one GPU,
     give an A100's plan."""
     with pytest.raises(ValueError, match="another GPU's TFLOP/s:GB:GB/s") as error:
-        tools.plan.answer("--world 1 --gpu rtx4090".split())
+        tools.plan.answer("--world 1 --gpu rtx9090".split())
     example = re.search(r"as (--gpu \S+);", str(error.value))[1]
     assert "165:24:1008" in tools.plan.answer(f"--world 1 {example}".split())
     nvlink = re.search(r"as (\d+:\S+)$", str(error.value))[1]
@@ -676,7 +781,7 @@ def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
         f"--world 1 --gpu {nvlink}".split())
     found = tools.plan.answer("--world 8 --gpu a100-80g --offload --batch-size 64 "
                               "--search".split())
-    assert "for train.py: --batch-size 64 --offload --tp" in found
+    assert "torchrun --nproc_per_node=8 train.py --batch-size 64 --offload --tp" in found
     flags = "--world 1 --json --dtype bf16 --gpu".split()
     known, own = (json.loads(tools.plan.answer([*flags, gpu]))
                   for gpu in ("a100-80g", "312:80:2039"))
@@ -688,7 +793,7 @@ def test_a_plan_that_does_not_fit_names_a_search_that_finds_one_that_does():
     first, *_, note = tools.plan.answer([*flags, "--zero", "0"]).splitlines()
     assert "no: " in first and note.startswith("note     it does not fit: --search, without flags")
     searched = tools.plan.answer([*flags, "--tp", "1", "--cp", "1", "--search"])
-    found = tools.plan.answer([*flags, *searched.partition("train.py: ")[2].split()])
+    found = tools.plan.answer([*flags, *searched.partition("train.py ")[2].split()])
     assert "yes: " in found and "does not fit" not in found
 
 

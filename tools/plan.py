@@ -10,7 +10,9 @@ is OPT-175B as it was trained (Zhang et al. 2022: 147 TFLOP/s per GPU), and begi
 
 The flags of the model and the layout are train.py's. `--search` prints the ten fastest layouts that
 fit; flags that are given are constraints, so leave out those that may vary. `--json` prints the
-numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read so many tokens.
+numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read so many tokens,
+`--days 7` for those of a week; without --model it finds the largest named size that reads its
+compute-optimal tokens in the days, and its layout.
 
     step = sum(t) + (m - 1) max(t) + data parallelism + AdamW
 
@@ -43,7 +45,7 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 from amp import PRECISIONS
-from model import GPTConfig, flops_per_token, parameter_count
+from model import SIZES, GPTConfig, flops_per_token, parameter_count
 from parallel import Grid, build_stage
 from parallelism.pipeline import chunk_layers
 from parallelism.schedules import SCHEDULES, make_schedule
@@ -72,6 +74,7 @@ HOP = 5e-6              # seconds that each rank of a ring adds (NCCL's tuning: 
 COMPILED = 0.6          # fraction of PASSES and WHOLE_PASSES that --compile leaves
 # Assumed:
 LEAST_POSITIONS = 4096  # of a sequence, that --search leaves a rank: shorter ones need no cp
+BATCH_TOKENS = 2 ** 19  # of a step with --days and no --model: GPT-3's smallest batch
 HEADROOM = 0.06         # fraction of memory for temporaries, NCCL and fragmentation
 DISK = 2e9              # bytes per second of one writer
 RESTART = 300.0         # seconds from a failure until a checkpoint is read
@@ -90,6 +93,9 @@ class PlanConfig(options.Config):
                           "machine's)", low=0)
     vocab_size: int = flag(50257, "tokens of the vocabulary; a run takes that of its data", low=1)
     tokens: float = flag(None, "instead of --steps: train on so many tokens, as 26e9", low=1)
+    days: float = flag(None, "instead of --steps: what can be trained in so many days: the steps of "
+                       "--model or of a shape; without these, the largest named size that gets "
+                       "its compute-optimal tokens", low=1e-4)
     mtbf_hours: float = flag(5100.0, "hours between two failures of a machine; OPT-175B: 35 "
                              "restarts in two months on 124 machines", low=1)
     search: bool = flag(False, "the ten fastest layouts that fit; layout flags that are given are "
@@ -97,10 +103,13 @@ class PlanConfig(options.Config):
     json: bool = flag(False, "print one object, or with --search a list")
 
 
+LAYOUT = ("tp", "pp", "cp", "micro_batch", "zero", "recompute", "sequence_parallel", "pp_schedule",
+          "pp_chunks", "steps")
 RUN_FLAGS = ["model", *options.SHAPE, "batch_size", "steps", "tp", "pp", "cp", "pp_schedule",
              "pp_chunks", "micro_batch", "zero", "recompute", "sequence_parallel", "offload",
              "compile", "dtype"]
-OWN_FLAGS = ["world", "gpu", "gpus_per_node", "network", "vocab_size", "tokens", "mtbf_hours",
+OWN_FLAGS = ["world", "gpu", "gpus_per_node", "network", "vocab_size", "tokens", "days",
+             "mtbf_hours",
              "search", "json"]
 
 
@@ -117,9 +126,7 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
     the rank that sends most sends in a step."""
     grids, kinds = kinds_of_stages(cfg, config)
     gpu = gpu_of(config)
-    layout = ("gpu", "world", "tp", "pp", "cp", "micro_batch", "zero", "recompute",
-              "sequence_parallel", "pp_schedule", "pp_chunks", "steps")
-    plan = {name: getattr(config, name) for name in layout}
+    plan = {name: getattr(config, name) for name in ("gpu", "world", *LAYOUT)}
     plan |= dict(dp=grids[0].dp, layers_per_stage=math.ceil(cfg.n_layer / config.pp))
     plan |= compute_of(cfg, config)
 
@@ -737,6 +744,54 @@ def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict
 
 
 # ---------------------------------------------------------------------------------------------
+# What so many days train
+# ---------------------------------------------------------------------------------------------
+
+
+def with_layout(config: PlanConfig, plan: dict) -> PlanConfig:
+    """The config of a plan that `config` has led to."""
+    return replace(config, **{name: plan[name] for name in LAYOUT})
+
+
+def plan_of_days(cfg: GPTConfig, config: PlanConfig, plan: dict, has_steps: bool) -> dict:
+    """The plan of the same layout with the steps that --days suffice for, unless it has its own,
+    and what the days are compared with. Raises ValueError if they are shorter than a step."""
+    if not has_steps:
+        steps = int(config.days * DAY / plan["step_seconds"])
+        if steps == 0:
+            raise ValueError(f"a step takes {plan['step_seconds']:.3g} s, and --days "
+                             f"{config.days:g} are shorter: give more days or more --world")
+        plan = make_plan(cfg, replace(with_layout(config, plan), steps=steps))
+    return plan | dict(model=config.model, batch_size=config.batch_size, days_given=config.days,
+                       times_compute_optimal=plan["tokens"] / plan["compute_optimal_tokens"])
+
+
+def largest_model(config: PlanConfig, given: dict) -> tuple[PlanConfig, list[dict]]:
+    """(the config with the model, the plans of its ten fastest layouts) for the largest named size
+    that reads its compute-optimal tokens, 20 for each parameter, in --days. Without --batch-size a
+    step has BATCH_TOKENS, or the next multiple of the GPUs. Raises ValueError if there is none."""
+    models = {name: GPTConfig(config.vocab_size, **shape) for name, shape in SIZES.items()}
+    peak = config.world * gpu_of(config).peak(PRECISIONS[config.dtype][0].itemsize)
+    for name in sorted(models, key=lambda name: parameter_count(models[name]), reverse=True):
+        cfg = models[name]
+        tokens = 20 * parameter_count(cfg)
+        if tokens * flops_per_token(cfg) / peak > config.days * DAY:
+            continue                                # not even with an MFU of 100%
+        batch_size = config.batch_size
+        if "batch_size" not in given:
+            batch_size = config.world * math.ceil(BATCH_TOKENS / cfg.seq_len / config.world)
+        one = replace(config, model=name, batch_size=batch_size, search=True,
+                      steps=math.ceil(tokens / (batch_size * cfg.seq_len)))
+        with suppress(ValueError):                  # of memory, or of what does not divide
+            plans = search_layouts(cfg, one, given)
+            if plans[0]["days"] <= config.days:
+                return one, plans
+    raise ValueError(f"{config.days:g} days of {config.world} x {config.gpu} train no named size "
+                     f"on its compute-optimal tokens: give more days or GPUs, or --model to see "
+                     f"what they do train")
+
+
+# ---------------------------------------------------------------------------------------------
 # Text
 # ---------------------------------------------------------------------------------------------
 
@@ -748,7 +803,7 @@ def format_bytes(size: float) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
+def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> list[str]:
     """The numbers of `make_plan` in lines, the most important first."""
     def parts(prefix, render):
         return ", ".join(f"{name.removeprefix(prefix).replace('_', ' ')} {render(x)}"
@@ -764,6 +819,8 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
     num_microbatches = config.batch_size // (plan["dp"] * config.micro_batch)
     gpu = gpu_of(config)
     cp = f" x cp {config.cp}" if config.cp > 1 else ""
+    best = {name: plan[f"compute_optimal_parameters_{name}"]
+            for name in ("chinchilla", "chinchilla_law", "kaplan")}
     low, high = (plan["days"] * (1 + sign * SPREAD) for sign in (-1, 1))
     lines = [
         f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
@@ -783,9 +840,13 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
         f"compute  {plan['tokens']:.4g} tokens x {plan['flops_per_token']:.4g} FLOPs = "
         f"{plan['flops_with_attention']:.4g}, {plan['pf_days']:,.4g} PF-days; with recomputation "
         f"{plan['flops_with_recomputation']:.4g}",
-        f"optimal  {plan['compute_optimal_tokens']:.4g} tokens for this model; for this compute, "
-        f"in parameters, {parts('compute_optimal_parameters_', '{:.4g}'.format)}; predicted loss "
+        f"optimal  {plan['compute_optimal_tokens']:.4g} tokens, 20 for each parameter, would give "
+        f"this model the lowest loss for its compute (Hoffmann et al. 2022); the run has "
+        f"{plan['tokens'] / plan['compute_optimal_tokens']:.3g} times as many; predicted loss "
         f"{plan['predicted_loss']:.2f}",
+        f"         the compute of this run would be best spent on a model of "
+        f"{best['chinchilla']:.4g} parameters by that rule, {best['chinchilla_law']:.4g} by the "
+        f"loss that Hoffmann et al. fitted, {best['kaplan']:.4g} by Kaplan et al. 2020 (too large)",
         f"sends    per step: {parts('bytes_', format_bytes)}",
         f"step     {plan['step_seconds']:.4g} s: {parts('seconds_', '{:,.4g} s'.format)}; bubble "
         f"{plan['bubble']:.1%}; {plan['tokens_per_second']:,.0f} tokens per second",
@@ -796,7 +857,17 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
         f"days above do not count",
         f"assumes  backward hides data parallelism, nothing hides tp, cp and pp; no rank is slow; "
         f"{gpu.link / 1e9:g} GB/s to a GPU of the same machine, {gpu.network / 1e9:g} to another's"]
-    if plan["tokens"] < plan["compute_optimal_tokens"] / 10:
+    return lines
+
+
+def notes_of(config: PlanConfig, plan: dict) -> list[str]:
+    """What to change in such a plan, in lines."""
+    lines = []
+    if config.days is not None and plan["tokens_per_step"] < BATCH_TOKENS / 4:
+        lines.append(f"note     a step of {plan['tokens_per_step']:,} tokens is small: a larger "
+                     f"--batch-size wastes less of the GPUs (GPT-3's are of {BATCH_TOKENS:,} "
+                     f"tokens or more)")
+    if config.days is None and plan["tokens"] < plan["compute_optimal_tokens"] / 10:
         lines.append(f"note     few tokens: {plan['compute_optimal_tokens']:.3g} would be "
                      f"compute-optimal (--tokens, or --steps and --batch-size)")
     if not plan["fits"]:
@@ -805,12 +876,24 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
                      "--recompute, a smaller --micro-batch, --tp and --cp fewer activations")
     if config.dtype == "fp32":
         lines.append("note     fp32 is slow: give --dtype bf16 (fp16 on a V100)")
-    return "\n".join(lines)
+    return lines
 
 
-def format_search(plans: list[dict], given: dict) -> str:
-    """A row for each layout, the fastest first, and train.py's flags of the first, with those that
-    were given."""
+def format_days(config: PlanConfig, plan: dict, chooses_model: bool) -> str:
+    """The answer to --days."""
+    tokens = f"{plan['tokens']:.4g} tokens in {plan['steps']:,} steps"
+    total = (f"training alone takes {plan['days']:.3g} days, {plan['days'] / plan['goodput']:.3g} "
+             f"with saves and failures")
+    if chooses_model:
+        return (f"answer   {config.model} is the largest named size that {config.days:g} days "
+                f"train on its compute-optimal tokens, 20 for each parameter: {tokens}; {total}")
+    return (f"answer   {config.days:g} days train this model on {tokens}, "
+            f"{plan['times_compute_optimal']:.3g} times its compute-optimal "
+            f"{plan['compute_optimal_tokens']:.4g}; {total}")
+
+
+def format_search(plans: list[dict]) -> list[str]:
+    """A row for each layout, the fastest first."""
     rows = [["dp", "pp", "chunks", "cp", "tp", "micro-batch", "zero", "recompute",
              "sequence-parallel", "memory GB", "bubble %", "step s", "MFU %", "days"]]
     numbers = ("dp", "pp", "pp_chunks", "cp", "tp", "micro_batch", "zero")
@@ -824,23 +907,39 @@ def format_search(plans: list[dict], given: dict) -> str:
     lines = []
     for row in rows:
         lines.append("  ".join(cell.rjust(max(4, len(name))) for cell, name in zip(row, rows[0])))
-    first = plans[0]
+    return [*lines, f"nine of ten times are at most {SPREAD:.0%} off; the first is started with"]
+
+
+def format_command(config: PlanConfig, given: dict) -> str:
+    """The command that starts the run: the flags that were `given`, and what was found."""
     flags = {name: given[name] for name in RUN_FLAGS if name in given}
-    names = ["tp", "pp", "cp", "micro_batch", "zero", "recompute", "sequence_parallel"]
-    if first["steps"] != PlanConfig.steps:
-        names.insert(0, "steps")
-    if first["pp"] > 1:
-        names += ["pp_schedule", "pp_chunks"]
-    flags |= {name: first[name] for name in names}
-    words = []
+    if config.steps != PlanConfig.steps:
+        flags["steps"] = config.steps
+    if config.search:
+        for name in ("tp", "pp", "cp", "micro_batch", "zero", "recompute", "sequence_parallel"):
+            flags[name] = getattr(config, name)
+        if config.pp > 1:
+            flags |= dict(pp_schedule=config.pp_schedule, pp_chunks=config.pp_chunks)
+    words = [start_of_command(config)]
     for name, value in flags.items():
         if value is not False:
             words.append("--" + name.replace("_", "-"))
         if not isinstance(value, bool):
             words.append(str(value))
-    lines.append(f"nine of ten times are at most {SPREAD:.0%} off; the first, for train.py: "
-                 f"{' '.join(words)}")
-    return "\n".join(lines)
+    return " ".join(words)
+
+
+def start_of_command(config: PlanConfig) -> str:
+    """python or torchrun, with the largest equal number of processes on each machine; several start
+    it at the same time, and HOST is the name of one of them."""
+    if config.world == 1:
+        return "python train.py"
+    per_node = max(n for n in range(1, config.gpus_per_node + 1) if config.world % n == 0)
+    nodes = config.world // per_node
+    if nodes == 1:
+        return f"torchrun --nproc_per_node={per_node} train.py"
+    return (f"torchrun --nnodes={nodes} --nproc_per_node={per_node} --rdzv-backend=c10d "
+            f"--rdzv-endpoint=HOST:29500 train.py")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -853,13 +952,12 @@ HELP = """Plan a run of train.py on GPUs: memory, traffic, time and failures.
 Of what it prints, in a step: passes are the reads and writes of activations beside matrix products
 and attention; fill is what the pipeline waits for its first and last microbatches, bubble the idle
 fraction of its stages; dp is the traffic of gradients and parameters that computation does not
-hide; update is AdamW. Optimal are the tokens of the lowest loss for this model and, for the FLOPs
-of the run, the parameters: by 20 tokens per parameter (chinchilla), by the loss that Hoffmann et
-al. fitted (chinchilla law), and by Kaplan et al. (kaplan, too large)."""
+hide; update is AdamW. Days, also those of --days, are of training alone: saves and failures come
+on top, as goodput says. Command is what starts the run."""
 
 
-def answer(arguments: list[str]) -> str:
-    """What the command prints. Raises ValueError on a usage error, or if --search finds nothing."""
+def read_flags(arguments: list[str]) -> tuple[PlanConfig, dict]:
+    """The config, and what of it was given. Raises ValueError on a usage error."""
     parser = Parser("plan.py", "python -m tools.plan --world N --gpu NAME [FLAG ...]", HELP,
                     OTHER_NAMES, PLAN_ADVICE, argument_default=argparse.SUPPRESS)
     options.add_flags(parser, OWN_FLAGS + RUN_FLAGS, PlanConfig)
@@ -867,26 +965,49 @@ def answer(arguments: list[str]) -> str:
     if "world" not in given or "gpu" not in given:
         raise ValueError(f"--world, the number of GPUs, and --gpu, one of {', '.join(GPUS)} or "
                          f"TFLOP/s:GB:GB/s of another, are required")
-    if "tokens" in given and "steps" in given:
-        raise ValueError("--steps and --tokens both say when the run ends: drop one")
+    ends = ["--" + name for name in ("steps", "tokens", "days") if name in given]
+    if len(ends) > 1:
+        raise ValueError(f"{ends[0]} and {ends[1]} both say when the run ends: drop one")
     config = PlanConfig(**given)
     if config.dtype == "bf16" and GPUS[config.gpu].name == "V100":
         raise ValueError("a V100 has no matrix products in bf16: give --dtype fp16")
+    if config.world % (config.tp * config.pp * config.cp):
+        raise ValueError(f"--world {config.world} is not divisible by tp {config.tp} x pp "
+                         f"{config.pp} x cp {config.cp}: give a multiple")
+    return config, given
+
+
+def answer(arguments: list[str]) -> str:
+    """What the command prints. Raises ValueError on a usage error, or if --search finds nothing."""
+    config, given = read_flags(arguments)
+    chooses_model = config.days is not None and not given.keys() & {"model", *options.SHAPE}
+    if chooses_model:
+        config, plans = largest_model(config, given)
+        given = given | dict(model=config.model, batch_size=config.batch_size)
     shape = options.model_shape(vars(config))
     if config.tokens is not None:
         steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
         config = replace(config, steps=steps)
+    cfg = GPTConfig(config.vocab_size, **shape)
+    if not chooses_model and config.search:
+        plans = search_layouts(cfg, config, given)
+    elif not chooses_model:
+        config, cfg = check_config(config, shape, config.vocab_size, config.world, "cuda")
+        plans = [make_plan(cfg, config)]
+    if config.days is not None:
+        plans = [plan_of_days(cfg, config, plan, chooses_model) for plan in plans]
 
-    if config.world % (config.tp * config.pp * config.cp):
-        raise ValueError(f"--world {config.world} is not divisible by tp {config.tp} x pp "
-                         f"{config.pp} x cp {config.cp}: give a multiple")
-
-    if config.search:
-        plans = search_layouts(GPTConfig(config.vocab_size, **shape), config, given)
-        return json.dumps(plans) if config.json else format_search(plans, given)
-    config, cfg = check_config(config, shape, config.vocab_size, config.world, "cuda")
-    plan = make_plan(cfg, config)
-    return json.dumps(plan) if config.json else format_plan(cfg, config, plan)
+    if config.json:
+        return json.dumps(plans if "search" in given else plans[0])
+    lines = []
+    if config.days is not None:
+        lines.append(format_days(config, plans[0], chooses_model))
+    first = with_layout(config, plans[0])
+    if "search" in given:
+        return "\n".join([*lines, *format_search(plans), format_command(first, given)])
+    lines += format_plan(cfg, first, plans[0])
+    lines.append(f"command  {format_command(first, given)}")
+    return "\n".join(lines + notes_of(config, plans[0]))
 
 
 def main() -> None:
