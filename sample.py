@@ -21,6 +21,8 @@ from pathlib import Path
 if __name__ == "__main__":      # Ctrl-C at any time, also while torch is imported
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+from runtime.commandline import Parser      # first: without torch it ends the program in one line
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -28,7 +30,6 @@ import torch.nn.functional as F
 from checkpoint import load_model
 from data import get_tokenizer
 from parallelism.collectives import first_line, out_of_memory
-from runtime.commandline import Parser
 from runtime.devices import pick_device
 from runtime.other_names import SAMPLE_ADVICE, SAMPLE_NAMES
 

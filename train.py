@@ -45,6 +45,8 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import runtime      # first: without numpy or torch it ends the program in one line
+
 import numpy as np
 import torch
 

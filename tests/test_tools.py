@@ -797,6 +797,23 @@ def test_a_plan_that_does_not_fit_names_a_search_that_finds_one_that_does():
     assert "yes: " in found and "does not fit" not in found
 
 
+PROGRAMS = [file.stem for file in sorted((ROOT / "tools").glob("*.py"))
+            if "__main__" in file.read_text() and file.stem != "peer"]      # which is both
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_tool_started_as_a_file_says_how_it_is_started(name):
+    """In one line, in the project's folder and in tools/, before anything slow is imported."""
+    assert {"plan", "huggingface", "compare", "follow", "schedule"} <= set(PROGRAMS)
+    for folder, *command in [(ROOT, f"tools/{name}.py"), (ROOT / "tools", f"{name}.py", "--help"),
+                             (ROOT / "tools", "-m", name)]:
+        done = subprocess.run([sys.executable, "-S", *command], cwd=folder, capture_output=True,
+                              text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (f"{name}.py: start it as a module, in the folder {ROOT}: "
+                               f"python -m tools.{name}\n")
+
+
 def test_the_plan_is_a_command_with_help():
     """Its --help has every flag of a plan with its default, and none of a run's other flags."""
     status, text, error = module("tools.plan", "--help")

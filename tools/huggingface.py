@@ -15,6 +15,8 @@ convert:
 - OPT stores query, key and value as three tensors; we and GPT-2 stack them in one.
 - OPT's table of positions begins with two rows that are never looked up.
 """
+import tools        # first: python tools/huggingface.py ends in its line
+
 import itertools
 import json
 import os

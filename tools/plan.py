@@ -34,6 +34,8 @@ nine of ten cases at most 12%, at worst 23%, and 88% of the pairs of layouts of 
 right order. That counts what those programs did otherwise than ours (tests/published.py); without
 it the order is right in 62%. Two layouts within 5% of each other may be in the other order.
 """
+import tools        # first: python tools/plan.py ends in its line
+
 import argparse
 import json
 import math
@@ -93,9 +95,9 @@ class PlanConfig(options.Config):
                           "machine's)", low=0)
     vocab_size: int = flag(50257, "tokens of the vocabulary; a run takes that of its data", low=1)
     tokens: float = flag(None, "instead of --steps: train on so many tokens, as 26e9", low=1)
-    days: float = flag(None, "instead of --steps: what can be trained in so many days: the steps of "
-                       "--model or of a shape; without these, the largest named size that gets "
-                       "its compute-optimal tokens", low=1e-4)
+    days: float = flag(None, "instead of --steps: what so many days can train: --model or a shape "
+                       "for their steps; without these, the largest named size that gets its "
+                       "compute-optimal tokens", low=1e-4)
     mtbf_hours: float = flag(5100.0, "hours between two failures of a machine; OPT-175B: 35 "
                              "restarts in two months on 124 machines", low=1)
     search: bool = flag(False, "the ten fastest layouts that fit; layout flags that are given are "
