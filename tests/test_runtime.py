@@ -556,7 +556,8 @@ def test_mps_is_for_one_process_without_float64(run_train, shards, tmp_path, mon
     ["-m", "tools.huggingface", "export", "a.pt", "b"], ["-m", "tools.compare", "out"]])
 def test_a_python_without_the_packages_names_the_environment(command):
     """As the system's: -S leaves out what pip has installed."""
-    done = subprocess.run([sys.executable, "-S", *command], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-S", *command], cwd=ROOT, capture_output=True,
+                          text=True)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1, done.stderr
     assert ". .venv/bin/activate" in done.stderr and "-r requirements.txt" in done.stderr
     assert "numpy" in done.stderr and ("torch" in done.stderr) == (command != ["data.py"])
