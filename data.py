@@ -33,9 +33,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime.commandline import Parser      # first: without numpy it ends the program in one line
+
 import numpy as np
 
-from runtime.commandline import Parser
 from runtime.corpora import (BLOCK, DOWNLOADS, EOT, FINEWEB_SHARDS, HUB, NotText, check_problems,
                              download, last_cause, progress, read_documents, read_url,
                              standard_library)

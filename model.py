@@ -24,6 +24,7 @@ projection and the loss; blocks keep their global number as their name.
 """
 import hashlib
 import math
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Callable
@@ -451,14 +452,23 @@ def flops_per_token(cfg: GPTConfig, recompute: bool = False) -> int:
     return 6 * N + 12 * cfg.n_layer * C * T + again
 
 
-# Dense 16-bit FLOP/s of a device by a word of its name (the makers' data sheets).
-PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
-              "H100": 989e12, "H200": 989e12, "GB200": 2500e12, "B200": 2250e12}
+# Dense 16-bit TFLOP/s of matrix products that sum in fp32, from the makers' data sheets and, for
+# GeForce, NVIDIA's papers on GA102, Ada and Blackwell; of an MI250X the half that is one device.
+_TFLOPS = {
+    "V100": 125, "V100 DGXS": 125, "V100 PCIe": 112, "V100S PCIe": 130, "T4": 65,
+    "A100": 312, "A100 PCIe": 312, "A800": 312, "A800 PCIe": 312, "A10": 125, "A10G": 70,
+    "A30": 165, "A40": 149.7, "RTX A6000": 154.8, "L4": 121, "L40": 181, "L40S": 362,
+    "RTX 6000 Ada Generation": 364.2, "H100": 989, "H100 PCIe": 756, "H100 NVL": 835, "H20": 148,
+    "H200": 989, "H200 NVL": 835.5, "GH200": 989, "H800": 989, "H800 PCIe": 756, "B200": 2250,
+    "GB200": 2500, "B300": 2250, "GB300": 2500, "MI250X": 191.5, "MI300X": 1307.4,
+    "RTX 3080": 59.5, "RTX 3090": 71, "RTX 3090 Ti": 80, "RTX 4080": 97.5, "RTX 4090": 165.2,
+    "RTX 4090 D": 147.1, "RTX 5080": 112.6, "RTX 5090": 209.5}
+PEAK_FLOPS = {name: 1e12 * tflops for name, tflops in _TFLOPS.items()}
 
 
 def peak_flops(device_name: str) -> float:
-    """FLOP/s of a device by its name, 0.0 if unknown."""
-    for word, flops in PEAK_FLOPS.items():
-        if word in device_name:
-            return flops
-    return 0.0
+    """FLOP/s of a device by its name, without maker, memory and socket ("NVIDIA A100-SXM4-80GB" is
+    an A100, "NVIDIA H200 NVL" no H200); 0.0 if unknown."""
+    name = re.sub(r"\b(NVIDIA|Tesla|GeForce|AMD|Instinct|SXM\d?|AC|\d+GB?|HBM\w+|3e)\b", " ",
+                  device_name.replace("PCIE", "PCIe"))
+    return PEAK_FLOPS.get(" ".join(name.replace("-", " ").split()), 0.0)

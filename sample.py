@@ -10,6 +10,7 @@ Temperature 0 takes the most probable token. Top-p is nucleus sampling (Holtzman
 Only text goes to standard output. A sample ends at <|endoftext|>, before the --stop text, or at
 --max-tokens. A line of dashes separates samples.
 """
+import argparse
 import codecs
 import os
 import signal
@@ -20,6 +21,8 @@ from pathlib import Path
 if __name__ == "__main__":      # Ctrl-C at any time, also while torch is imported
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+from runtime.commandline import Parser      # first: without torch it ends the program in one line
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -27,7 +30,6 @@ import torch.nn.functional as F
 from checkpoint import load_model
 from data import get_tokenizer
 from parallelism.collectives import first_line, out_of_memory
-from runtime.commandline import Parser
 from runtime.devices import pick_device
 from runtime.other_names import SAMPLE_ADVICE, SAMPLE_NAMES
 
@@ -35,24 +37,31 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AT_ONCE = 16                   # samples in a batch, which bounds the memory of the cache
 DASHES = "-" * 40 + "\n"       # the line between samples
 LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
+ROUNDING = 1e-6                # relative error of a sum of probabilities in fp32
 
 
 def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: float):
     """Logits (..., V) -> probabilities (..., V). Tokens that are filtered out have probability 0.
 
-    top_k 0 and top_p 1 keep all tokens; the most probable token is always kept.
+    top_k 0 and top_p 1 keep all tokens; the most probable token is always kept. top_k keeps exactly
+    k, then top_p the smallest set that reaches its part of their probability; of equally probable
+    tokens the lowest come first.
     """
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature     # at most 0: no overflow
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.where(logits >= logits.topk(top_k).values[..., -1:], -torch.inf)
-    probabilities = logits.softmax(dim=-1)
+    logits = logits - logits.amax(-1, keepdim=True)                 # at most 0: no overflow
+    if top_k == 0 and top_p == 1:
+        return (logits / temperature).softmax(dim=-1)
+    ordered, token = logits.sort(descending=True, stable=True)      # the most probable first
+    ordered = ordered / temperature
+    if top_k > 0:
+        ordered[..., top_k:] = -torch.inf
+    probabilities = ordered.softmax(dim=-1)
     if top_p < 1:
-        ordered, index = probabilities.sort(descending=True)
-        before = ordered.cumsum(-1) - ordered                   # probability of the likelier tokens
-        dropped = before >= top_p                               # never the first: 0 < top_p
-        probabilities = probabilities.masked_fill(dropped.scatter(-1, index, dropped), 0)
-    return probabilities / probabilities.sum(-1, keepdim=True)
+        before = probabilities.cumsum(-1) - probabilities           # that of the likelier tokens
+        reached = before >= top_p * (1 - ROUNDING)                  # never at the first
+        probabilities = probabilities.masked_fill(reached, 0)
+        probabilities /= probabilities.sum(-1, keepdim=True)
+    return torch.zeros_like(logits).scatter(-1, token, probabilities)
 
 
 @torch.inference_mode()
@@ -173,7 +182,13 @@ def parse_flags(parser: Parser):
         help="auto: cuda or mps where available (default %(default)s)")
     add("--dtype", default="fp32", choices=list(DTYPES), help="type of weights and activations; "
         "bf16 is faster where the device multiplies 16-bit numbers (default %(default)s)")
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)     # none is expected
     args = parser.parse_args()
+    if args.words:
+        text = " ".join(args.words)
+        is_file = text.endswith(".pt") or Path(text).exists()
+        parser.error(f"unknown argument {text}: give --ckpt FILE" if is_file else
+                     f"unknown argument {text!r}: give --prompt TEXT")
     if args.num_samples is not None and args.num_samples < 1:
         parser.error("--num-samples must be at least 1")
     if args.max_tokens < 0 or args.top_k < 0:

@@ -56,6 +56,7 @@ import tracemalloc
 import weakref
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -2559,6 +2560,58 @@ def test_top_k_and_top_p_keep_the_most_probable_tokens():
         torch.testing.assert_close(sample.filter_logits(logits, 1.0, k, p), expected)
     torch.testing.assert_close(sample.filter_logits(one, 2.0, 0, 1.0), (one / 2).softmax(0))
     assert sample.filter_logits(one, 1e-40, 0, 1.0).tolist() == [0, 0, 1, 0, 0]
+
+
+def kept_by_hand(weights, k, p):
+    """The tokens that top-k, then top-p keep of probabilities in the ratio of these whole numbers,
+    in exact fractions: the most probable first, of equal ones the lowest."""
+    order = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
+    order = order[:k or None]
+    whole = sum(weights[token] for token in order)
+    reached = Fraction(0)
+    kept = []
+    for token in order:
+        if reached >= p:
+            break
+        reached += Fraction(weights[token], whole)
+        kept.append(token)
+    return sorted(kept)
+
+
+def test_top_k_keeps_exactly_k_and_top_p_the_smallest_set_that_reaches_p():
+    """Of equal tokens the lowest come first. The sums of probabilities that reach p exactly do so
+    in spite of rounding; in 16 bits many tokens are equal."""
+    def kept(logits, k, p, temperature=1.0):
+        return sample.filter_logits(logits, temperature, k, float(p)).nonzero()[:, 0].tolist()
+    equal = torch.zeros(300)
+    assert kept(equal, 1, 1.0) == [0] and kept(equal, 3, 1.0, 1e-6) == [0, 1, 2]
+    assert kept(equal, 1000, 1.0) == kept(equal, 300, 1.0) == list(range(300))
+    assert kept(torch.tensor([1.0, 3.0, 3.0, 3.0, 2.0]), 2, 1.0) == [1, 2]
+    assert kept(torch.tensor([1.0, 3.0, 2.0]), 2, 1.0, 1e30) == [1, 2]
+    for p, count in ((0.75, 2), (0.5, 1), (0.76, 3), (0.51, 2)):
+        assert kept(torch.tensor([0.5, 0.25, 0.25]).log(), 0, p) == list(range(count)), p
+    rng = random.Random(0)
+    for _ in range(300):
+        weights = [rng.choice((1, 2, 3, 10, 50)) for _ in range(rng.choice((2, 7, 300)))]
+        k = rng.choice((0, 1, 2, 5, 1000))
+        top = sorted(weights, reverse=True)[:k or None]         # p that some set reaches exactly
+        p = min(Fraction(sum(top[:rng.randint(1, len(top))]), sum(top)), Fraction(99, 100))
+        logits = torch.tensor(weights, dtype=torch.float64).log().float() + rng.uniform(-3, 3)
+        if len(set(logits.tolist())) == len(set(weights)):
+            assert kept(logits, k, p) == kept_by_hand(weights, k, p), (weights, k, p)
+    one = torch.randn(50257, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = kept(one, 40, 1.0)
+    assert found == sorted(sorted(range(50257), key=lambda i: (-one[i].item(), i))[:40])
+    assert len(kept(torch.zeros(50257), 0, 0.5)) == 25129
+
+
+def test_a_filtered_row_is_the_same_alone_and_in_a_batch():
+    rows = torch.tensor([[0.0, 0.0, 1.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
+    for k, p in ((1, 1.0), (3, 0.5), (0, 0.5)):
+        both = sample.filter_logits(rows, 0.7, k, p)
+        assert both.sum(-1).tolist() == pytest.approx([1, 1])
+        for row, one in zip(rows, both):
+            assert sample.filter_logits(row, 0.7, k, p).equal(one)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import runtime      # first: without numpy or torch it ends the program in one line
+
 import numpy as np
 import torch
 

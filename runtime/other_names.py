@@ -118,4 +118,5 @@ SAMPLE_ADVICE = {   # for sample.py
 
 PLAN_ADVICE = {     # for tools/plan.py: values with a unit
     "network=*": "give GB per second without the unit, as 50",
-    "tokens=*": "give a number without a unit, as 1e12"}
+    "tokens=*": "give a number without a unit, as 1e12",
+    "days=*": "give a number without a unit, as 7"}

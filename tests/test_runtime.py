@@ -555,6 +555,18 @@ def test_mps_is_for_one_process_without_float64(run_train, shards, tmp_path, mon
     manual_seed.assert_called_once_with(model.derive_seed(1, "embed"))
 
 
+@pytest.mark.parametrize("command", [
+    ["train.py"], ["data.py"], ["sample.py", "--prompt", "x"], ["-m", "tools.plan", "--help"],
+    ["-m", "tools.huggingface", "export", "a.pt", "b"], ["-m", "tools.compare", "out"]])
+def test_a_python_without_the_packages_names_the_environment(command):
+    """As the system's: -S leaves out what pip has installed."""
+    done = subprocess.run([sys.executable, "-S", *command], cwd=ROOT, capture_output=True,
+                          text=True)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1, done.stderr
+    assert ". .venv/bin/activate" in done.stderr and "-r requirements.txt" in done.stderr
+    assert "numpy" in done.stderr and ("torch" in done.stderr) == (command != ["data.py"])
+
+
 def test_one_process_needs_no_posix(shards, tmp_path):
     """Without what Windows lacks a run trains, saves, goes on and is sampled; train.py needs torch
     and numpy alone."""
@@ -1419,12 +1431,35 @@ def test_the_activation_norm_is_that_of_the_plain_model(pool, tmp_path, layout, 
     assert column(rows, "activation_norm") == pytest.approx(norms, rel=1e-5)
 
 
-def test_a_devices_peak_is_that_of_its_full_name():
-    """The dense 16-bit TFLOP/s of the maker's data sheet, which the MFU divides by; unknown: 0."""
-    for name, teraflops in {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 NVL": 835,
-                            "NVIDIA H100 PCIe": 756, "NVIDIA GB200": 2500, "NVIDIA B200": 2250,
-                            "Tesla V100-SXM2-16GB": 125, "NVIDIA GeForce RTX 4090": 0}.items():
-        assert model.peak_flops(name) == teraflops * 1e12, name
+PEAKS = {       # TFLOP/s of what torch.cuda.get_device_name() reports; 0: unknown
+    "Tesla V100-SXM2-16GB": 125, "Tesla V100-SXM3-32GB": 125, "Tesla V100-PCIE-32GB": 112,
+    "Tesla V100-DGXS-32GB": 125, "Tesla V100S-PCIE-32GB": 130,
+    "NVIDIA A100-SXM4-80GB": 312, "A100-SXM4-40GB": 312, "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA A100-PCIE-40GB": 312, "NVIDIA A800-SXM4-80GB": 312, "NVIDIA A800 80GB PCIe": 312,
+    "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835,
+    "NVIDIA H800": 989, "NVIDIA H800 PCIe": 756, "NVIDIA H20": 148, "NVIDIA H20-3e": 148,
+    "NVIDIA H200": 989, "NVIDIA H200 NVL": 835.5, "NVIDIA GH200 480GB": 989,
+    "NVIDIA GH200 144G HBM3e": 989, "NVIDIA GB200": 2500, "NVIDIA B200": 2250,
+    "NVIDIA B300 SXM6 AC": 2250, "NVIDIA GB300": 2500, "NVIDIA GB10": 0,
+    "NVIDIA A10": 125, "NVIDIA A10G": 70, "NVIDIA A30": 165, "NVIDIA A40": 149.7,
+    "NVIDIA L4": 121, "NVIDIA L40": 181, "NVIDIA L40S": 362, "Tesla T4": 65, "Tesla T40 24GB": 0,
+    "NVIDIA RTX A6000": 154.8, "NVIDIA RTX 6000 Ada Generation": 364.2, "Quadro RTX 6000": 0,
+    "NVIDIA GeForce RTX 3080": 59.5, "NVIDIA GeForce RTX 3080 Ti": 0, "GeForce RTX 3090": 71,
+    "NVIDIA GeForce RTX 3090 Ti": 80, "NVIDIA GeForce RTX 4080": 97.5,
+    "NVIDIA GeForce RTX 4080 SUPER": 0, "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 4090 D": 147.1, "NVIDIA GeForce RTX 4090 Laptop GPU": 0,
+    "NVIDIA GeForce RTX 5080": 112.6, "NVIDIA GeForce RTX 5090": 209.5,
+    "NVIDIA GeForce RTX 5090 Laptop GPU": 0, "NVIDIA GeForce RTX 5090 D": 0,
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": 0, "NVIDIA H100 80GB HBM3 MIG 3g.40gb": 0,
+    "Tesla P100-PCIE-16GB": 0, "NVIDIA A100X": 0, "NVIDIA TITAN V": 0, "": 0,
+    "AMD Instinct MI250X": 191.5, "AMD Instinct MI300X": 1307.4, "AMD Instinct MI300A": 0}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_a_devices_peak_is_that_of_its_full_name(name):
+    """The dense 16-bit TFLOP/s of the maker's data sheet, which the MFU divides by. Parts of a
+    device, slower editions and unknown devices have no peak rather than another's."""
+    assert model.peak_flops(name) == PEAKS[name] * 1e12
 
 
 def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_path):
@@ -1970,6 +2005,8 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
     ("--temperature -1", "--temperature"), ("--top-p 0", "--top-p"), ("--top-k -3", "--top-k"),
     ("--temperature 1e-50", "at least 1e-06"), ("--top-p 1e-300", "at least 1e-06"),
     ("--num_samples 0", "--num-samples must"), ("--max_new_tokens 9", "mean --max-tokens?"),
+    ("once upon", "unknown argument 'once upon': give --prompt TEXT"),
+    ("out/latest.pt --top-k 1", "unknown argument out/latest.pt: give --ckpt FILE"),
     ("--start x", "give --prompt TEXT"), ("--start=FILE:x", "--prompt - < FILE"),
     ("--out_dir=o", "give --ckpt OUT/latest.pt"), ("o/latest.pt", "give --ckpt FILE"),
     ("--init_from=gpt2", "import gpt2 gpt2.pt` makes"), ("--compile=False", "leave it out"),

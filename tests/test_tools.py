@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -556,9 +556,9 @@ def test_the_search_finds_the_fastest_layouts_that_fit():
     assert {plan["tp"] for plan in search(8, "--model gpt2 --tp 2")} == {2}
     with mock.patch.object(tools.plan, "search_layouts", lambda *_: plans):     # not once more
         text = tools.plan.answer(f"--world 16 {flags} --search".split())
-    header, *rows, best = text.splitlines()
+    header, *rows, _, best = text.splitlines()
     assert len(rows) == 10 and "memory GB" in header and "step s" in header
-    again = best.partition("train.py: ")[2]     # its flags, planned: the first
+    again = best.partition("train.py ")[2]      # its flags, planned: the first
     assert json.loads(tools.plan.answer(f"--world 16 {flags} {again} --json".split())) == plans[0]
 
 
@@ -605,9 +605,106 @@ def test_tokens_stand_for_the_steps_that_read_them():
         assert by_tokens == json.loads(tools.plan.answer([*flags, "--steps", str(steps)]))
     for given, steps in (("--tokens 1e6", 489), ("--steps 489", 489), ("", Config.steps)):
         text = tools.plan.answer(["--world", "1", "--gpu", "h100", "--search", *given.split()])
-        printed = parse_flags(text.partition("train.py: ")[2].split())
+        printed = parse_flags(text.partition("train.py ")[2].split())
         assert printed.get("steps", Config.steps) == steps, text
     assert "steps" not in printed
+
+
+@pytest.mark.parametrize("flags", ["--model gpt2", "--model gpt2 --search", "--n-layer 6 --tp 2"])
+def test_days_stand_for_the_steps_that_they_suffice_for(flags):
+    """One more would take longer; the plan is that of these steps. The comparison is with 20 tokens
+    for each parameter."""
+    flags = f"--world 8 --gpu rtx4090 --dtype bf16 --batch-size 256 {flags}"
+    plan = json.loads(tools.plan.answer(f"{flags} --days 7 --json".split()))
+    if "--search" in flags:
+        assert len(plan) > 5
+        plan = plan[0]
+    assert plan["days"] <= 7 < plan["days"] + plan["step_seconds"] / 86400
+    same = json.loads(tools.plan.answer(f"{flags} --steps {plan['steps']} --json".split()))
+    assert plan.items() >= (same[0] if "--search" in flags else same).items()
+    assert plan["days_given"] == 7
+    assert plan["times_compute_optimal"] == pytest.approx(
+        plan["steps"] * plan["tokens_per_step"] / (20 * plan["parameters"]))
+    text = tools.plan.answer(f"{flags} --days 7".split())
+    assert text.startswith(f"answer   7 days train this model on {plan['tokens']:.4g} tokens in ")
+    assert f" {plan['days'] / plan['goodput']:.3g} with saves and failures" in text
+    assert re.search(rf"(?m)train.py .*--steps {plan['steps']}\b", text)
+
+
+@pytest.mark.parametrize("flags", ["--world 4 --gpu h100 --days 1", "--world 1 --gpu 3090 --days 1",
+                                   "--world 3 --gpu l4 --days 2 --zero 1 --batch-size 96"])
+def test_without_a_model_days_find_the_largest_that_they_train_on_its_optimal_tokens(flags):
+    """In the layout that a search finds. None of the larger ones gets its tokens in time. Flags of
+    the layout, and the batch, stay as they are given."""
+    flags += " --dtype bf16 --json"
+    plan = json.loads(tools.plan.answer(flags.split()))
+    assert plan["tokens"] - plan["tokens_per_step"] < 20 * plan["parameters"] <= plan["tokens"]
+    days = float(flags.split("--days ")[1].split()[0])
+    assert plan["fits"] and plan["days"] <= days and plan["batch_size"] % plan["world"] == 0
+    common = re.sub(r"--(days|batch-size) \S+", "", flags) + " --search"
+    with_tokens = f"{common} --batch-size {plan['batch_size']} --model {plan['model']} --tokens "
+    again = json.loads(tools.plan.answer([*with_tokens.split(), str(20 * plan["parameters"])]))
+    assert plan.items() >= again[0].items()
+    sizes = {name: model.parameter_count(GPTConfig(50257, **SIZES[name])) for name in SIZES}
+    larger = min((name for name in SIZES if sizes[name] > plan["parameters"]), key=sizes.get)
+    try:
+        batch = plan["batch_size"] * 2048 // SIZES[larger]["seq_len"]
+        others = json.loads(tools.plan.answer(f"{common} --model {larger} --batch-size {batch} "
+                                              f"--tokens {20 * sizes[larger]}".split()))
+    except ValueError:
+        return                              # it does not fit
+    assert others[0]["days"] > days
+
+
+@pytest.mark.parametrize("flags, start", [
+    ("--world 1", "python train.py"), ("--world 8", "torchrun --nproc_per_node=8 train.py"),
+    ("--world 2 --tp 2 --recompute", "torchrun --nproc_per_node=2 train.py"),
+    ("--world 4 --gpus-per-node 4 --search", "torchrun --nproc_per_node=4 train.py"),
+    ("--world 16 --pp 2 --pp-schedule 1f1b --tokens 1e8", "torchrun --nnodes=2 --nproc_per_node=8 "
+     "--rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py"),
+    ("--world 12", "torchrun --nnodes=2 --nproc_per_node=6 --rdzv"),
+    ("--world 16 --days 0.1 --search", "torchrun --nnodes=2 --nproc_per_node=8 --rdzv"),
+    ("--world 2 --days 0.1", "torchrun --nproc_per_node=2 train.py")])
+def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
+    """train.py's parser takes its flags, its checks take their layout on so many GPUs,
+    and the plan of these flags is the one that was printed."""
+    words = f"{flags} --gpu a100-80g --dtype bf16".split()
+    if "--days" not in words:
+        words += "--model gpt2 --batch-size 96".split()
+    command = re.search("(?m)^(?:command  )?((?:torchrun|python) .*)$", tools.plan.answer(words))[1]
+    assert command.startswith(start)
+    world = math.prod(map(int, re.findall(r"--n(?:nodes|proc_per_node)=(\d+)", command)))
+    assert world == int(words[1])
+    flags_of_train = command.partition("train.py")[2].split()
+    given = parse_flags(flags_of_train)
+    config, cfg = checks.check_config(Config(**given), SIZES[given["model"]], 50257, world, "cuda")
+    checks.check_layout(cfg, world, config.batch_size, config)
+    printed = json.loads(tools.plan.answer([*words, "--json"]))
+    if isinstance(printed, list):
+        printed = printed[0]
+    nodes = ["--gpus-per-node", "4"] if "--gpus-per-node" in words else []
+    again = json.loads(tools.plan.answer(["--world", str(world), "--gpu", "a100-80g", *nodes,
+                                          "--json", *flags_of_train]))
+    if again["pp"] == 1:                    # no schedule, whatever its name
+        del again["pp_schedule"]
+    assert printed.items() >= again.items()
+
+
+@pytest.mark.parametrize("name, gpu", [
+    ("rtx4090", "4090"), ("RTX-4090", "4090"), ("rtx_4090", "4090"), ("4090", "4090"),
+    ("NVIDIA GeForce RTX 4090", "4090"), ("RTX 3090", "3090"), ("5090", "5090"), ("A10G", "a10g"),
+    ("L40S", "l40s"), ("RTX A6000", "a6000"), ("h100-80g", "h100"), ("H100-80GB", "h100"),
+    ("NVIDIA H100 80GB HBM3", "h100"), ("a100-sxm4-80gb", "a100-80g"), ("V100_32GB", "v100-32g")])
+def test_a_gpu_has_several_spellings(name, gpu):
+    assert tools.plan.GPUName(name) == gpu
+
+
+def test_every_gpu_of_the_plan_has_the_makers_peak_and_less_memory_than_is_sold():
+    for name, tflops, memory in (("4090", 165.2, 24), ("3090", 71, 24), ("5090", 209.5, 32),
+                                 ("l4", 121, 24), ("a10g", 70, 24), ("l40s", 362, 48)):
+        gpu = GPUS[name]
+        assert gpu.peak(2) == 2 * gpu.peak(4) == tflops * 1e12 and gpu.link <= 64e9
+        assert 0.85 * memory * 2 ** 30 < gpu.memory < memory * 2 ** 30
 
 
 @pytest.mark.parametrize("flags", [
@@ -639,7 +736,15 @@ def test_a_gpus_name_may_have_capitals_and_a_plan_says_whether_it_fits():
     ("--world 8 --zero 9 --lr 1 --gpu h300",
      "invalid choice: 9 (choose from 0, 1, 2, 3); argument --gpu: h300 is none of v100-16g, "),
     ("--world 8 --gpu h300 --lr 1e-3", ":3350:450; unknown argument --lr: --help lists the flags"),
-    ("--world 8 --gpu 3090", "v100-16g"),
+    ("--world 8 --gpu a100", "a100 is a100-40g or a100-80g: give one"),
+    ("--world 8 --gpu rtx-3090-ti", "--gpu: rtx-3090-ti is none of v100-16g, "),
+    ("--world 8 --gpu h100 --days 7 --steps 5", "--steps and --days both say"),
+    ("--world 8 --gpu h100 --days 7 --tokens 5", "--tokens and --days both say"),
+    ("--world 8 --gpu h100 --days 0", "argument --days: 0 must be at least 0.0001"),
+    ("--world 8 --gpu h100 --days 1w", "'1w': give a number without a unit, as 7"),
+    ("--world 1 --gpu l4 --days 0.0002", "0.0002 days of 1 x l4 train no named size"),
+    ("--world 1 --gpu l4 --days 0.0001 --model gpt3-6.7b --batch-size 16",
+     "a step takes 40.3 s, and --days 0.0001 are shorter"),
     ("--world 8 --gpu h100 --zero 3 --pp 2", "zero 3 with pp 2"),
     ("--world 3 --tp 2 --gpu h100", "--world 3 is not divisible by tp 2 x pp 1"),
     ("--world 8 --gpu h100 --n-embd 193", "n_embd 193 is not divisible by n_head 4"),
@@ -668,7 +773,7 @@ def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
     """The message for an unknown name gives an example, which works. Those of an A100, on one GPU,
     give an A100's plan."""
     with pytest.raises(ValueError, match="another GPU's TFLOP/s:GB:GB/s") as error:
-        tools.plan.answer("--world 1 --gpu rtx4090".split())
+        tools.plan.answer("--world 1 --gpu rtx9090".split())
     example = re.search(r"as (--gpu \S+);", str(error.value))[1]
     assert "165:24:1008" in tools.plan.answer(f"--world 1 {example}".split())
     nvlink = re.search(r"as (\d+:\S+)$", str(error.value))[1]
@@ -676,7 +781,7 @@ def test_a_gpu_that_the_plan_does_not_know_is_three_numbers():
         f"--world 1 --gpu {nvlink}".split())
     found = tools.plan.answer("--world 8 --gpu a100-80g --offload --batch-size 64 "
                               "--search".split())
-    assert "for train.py: --batch-size 64 --offload --tp" in found
+    assert "torchrun --nproc_per_node=8 train.py --batch-size 64 --offload --tp" in found
     flags = "--world 1 --json --dtype bf16 --gpu".split()
     known, own = (json.loads(tools.plan.answer([*flags, gpu]))
                   for gpu in ("a100-80g", "312:80:2039"))
@@ -688,8 +793,25 @@ def test_a_plan_that_does_not_fit_names_a_search_that_finds_one_that_does():
     first, *_, note = tools.plan.answer([*flags, "--zero", "0"]).splitlines()
     assert "no: " in first and note.startswith("note     it does not fit: --search, without flags")
     searched = tools.plan.answer([*flags, "--tp", "1", "--cp", "1", "--search"])
-    found = tools.plan.answer([*flags, *searched.partition("train.py: ")[2].split()])
+    found = tools.plan.answer([*flags, *searched.partition("train.py ")[2].split()])
     assert "yes: " in found and "does not fit" not in found
+
+
+PROGRAMS = [file.stem for file in sorted((ROOT / "tools").glob("*.py"))
+            if "__main__" in file.read_text() and file.stem != "peer"]      # which is both
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_tool_started_as_a_file_says_how_it_is_started(name):
+    """In one line, in the project's folder and in tools/, before anything slow is imported."""
+    assert {"plan", "huggingface", "compare", "follow", "schedule"} <= set(PROGRAMS)
+    for folder, *command in [(ROOT, f"tools/{name}.py"), (ROOT / "tools", f"{name}.py", "--help"),
+                             (ROOT / "tools", "-m", name)]:
+        done = subprocess.run([sys.executable, "-S", *command], cwd=folder, capture_output=True,
+                              text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (f"{name}.py: start it as a module, in the folder {ROOT}: "
+                               f"python -m tools.{name}\n")
 
 
 def test_the_plan_is_a_command_with_help():
@@ -759,7 +881,7 @@ def test_a_model_goes_to_transformers_and_comes_back(tmp_path, capsys, activatio
     cfg, others, tokenizer = replace(CFG, activation=activation), tmp_path / "theirs", "bytes"
     plain, tokens = weights_only(tmp_path / "a.pt", cfg), tokens_of(CFG, 3)
     status, text, _ = convert(capsys, "export", tmp_path / "a.pt", tmp_path / "ours")
-    assert status == 0 and "without a tokenizer: token ids 0 to 255 are bytes" in text
+    assert status == 0 and "with its tokenizer" in text
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert type(theirs).__name__[:3] == {"gelu": "GPT", "relu": "OPT"}[activation]
     difference = relative(plain.double()(tokens), theirs.double().eval()(tokens).logits)
@@ -799,6 +921,93 @@ def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
     assert theirs.eos_token_id == ours.eot_token
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_an_exported_bytes_models_tokenizer_gives_and_takes_our_tokens(tmp_path, capsys,
+                                                                       activation):
+    """Any text, as both kinds of transformers' tokenizer; <|endoftext|> in a text ends it there."""
+    transformers = pytest.importorskip("transformers")
+    weights_only(tmp_path / "a.pt", replace(CFG, activation=activation))
+    assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")[0] == 0
+    assert (tmp_path / "hf/merges.txt").read_text() == ""
+    ours = data.get_tokenizer("bytes")
+    texts = [*NASTY, " ".join(NASTY), "a , b .  'll", "".join(map(chr, range(0x250))), "\ue000"]
+    for fast in (True, False):
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", use_fast=fast)
+        assert len(theirs) == 257 and theirs.eos_token_id == theirs.bos_token_id == 256
+        assert theirs.convert_tokens_to_ids(corpora.EOT) == 256
+        for text in texts:
+            tokens = theirs(text)["input_ids"]
+            assert tokens == ours.encode(text, allowed_special="all"), text
+            assert theirs.decode(tokens) == text
+        assert theirs.decode(range(256)).encode("utf-8") == bytes(range(256)).decode(
+            errors="replace").encode()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("activation, tokenizer", [
+    ("gelu", "bytes"), ("relu", "bytes"), ("relu", "opt-257"), ("gelu", "gpt2-257")])
+def test_fine_tuning_an_export_trains_every_token_and_drops_nothing_unasked(
+        tmp_path, capsys, activation, tokenizer):
+    """Each row of the embedding gets a gradient, no token is padding, and the dropout is that of
+    the training, where transformers' default would be 0.1."""
+    transformers = pytest.importorskip("transformers")
+    for dropout in (0.0, 0.25):
+        folder = tmp_path / f"hf{dropout}"
+        cfg = replace(CFG, activation=activation, dropout=dropout)
+        weights_only(tmp_path / "a.pt", cfg, tokenizer)
+        assert convert(capsys, "export", tmp_path / "a.pt", folder)[0] == 0
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+        table = theirs.get_input_embeddings()
+        table.weight = torch.nn.Parameter(table.weight.detach().clone())    # not the head's
+        tokens = torch.arange(cfg.vocab_size - 1).view(-1, cfg.seq_len)     # CFG: 16 x 16
+        last = torch.arange(cfg.vocab_size - 16, cfg.vocab_size)[None]
+        theirs(input_ids=torch.cat([tokens, last])).logits.square().sum().backward()
+        assert table.padding_idx is None and table.weight.grad.abs().sum(1).min() > 0
+        found = [m.p for m in theirs.modules() if isinstance(m, torch.nn.Dropout)]
+        config = theirs.config.to_dict()
+        found += [config[name] for name in ("dropout", "attention_dropout", "resid_pdrop",
+                                            "embd_pdrop", "attn_pdrop") if name in config]
+        assert len(found) >= 2 and set(found) == {dropout}
+        end = 256 if tokenizer == "bytes" else None
+        ids = theirs.config.bos_token_id, theirs.config.eos_token_id, theirs.config.pad_token_id
+        assert ids == (end, end, None) and theirs.config.tie_word_embeddings
+
+
+def test_an_imported_opt_keeps_its_end_of_text_and_trains_its_padding(tmp_path, capsys):
+    """OPT's own tokens: 2 begins and ends a text. 1 pads it, where nothing is learnt anyway."""
+    pytest.importorskip("safetensors")
+    config = huggingface.config_json(GPTConfig(50272, activation="relu"), "opt-50272")
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [2, 2, None]
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(activation="relu2"), "activation 'relu2'"),
+    (dict(n_kv_head=2), "n_kv_head 2"), (dict(vocab_size=300), "has 50257 tokens")])
+def test_an_export_refuses_what_has_no_name_there(change, message):
+    """As where a student has added it to model.py."""
+    @dataclass(frozen=True)
+    class Wider(GPTConfig):
+        n_kv_head: int = None
+
+        def __post_init__(self):
+            pass
+    huggingface.config_json(Wider(), "bytes")
+    with pytest.raises(ValueError, match=message):
+        huggingface.config_json(Wider(**change), "gpt2")
+
+
+def test_an_export_refuses_a_parameter_that_has_no_name_there(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("safetensors")
+    weights_only(tmp_path / "a.pt", CFG)
+    load = huggingface.load
+    monkeypatch.setattr(huggingface, "load", lambda path: load(path) | dict(
+        parameters={"blocks.0.gate.weight": torch.zeros(2, 2)}))
+    result = convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")
+    assert result[0] == 2 and "blocks.0.gate.weight" in result[2] and result[2].count("\n") == 1
+    assert names_in(tmp_path) == ["a.pt"]
+
+
 def test_the_readmes_conversions_run_as_printed(tmp_path, capsys, monkeypatch):
     """Out to a folder, and in from a folder of the name that the README takes from the hub."""
     pytest.importorskip("safetensors")
@@ -818,7 +1027,8 @@ def test_an_export_is_one_file_or_shards_of_limited_size(tmp_path, capsys):
     weights_only(tmp_path / "a.pt", CFG)
     (tmp_path / "new").touch()
     assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "one")[0] == 0
-    assert names_in(tmp_path / "one") == ["config.json", "model.safetensors"]
+    assert names_in(tmp_path / "one") == ["config.json", "merges.txt", "model.safetensors",
+                                          "tokenizer_config.json", "vocab.json"]
     with mock.patch.object(huggingface, "SHARD_BYTES", 20_000):
         assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "many")[0] == 0
     sizes, listed = [], {}
@@ -948,6 +1158,57 @@ def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, 
         for arguments in (["export", "a.pt", "new"], ["import", "hf", "b.pt"]):
             assert "pip install safetensors" in convert(capsys, *arguments)[2]
     assert names_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("source, message", [
+    ("a.pt", "a.pt is a file: a checkpoint of this project needs no import, train.py --init-from "
+     "a.pt and sample.py --ckpt a.pt read it (`export a.pt DIR` is the other way)"),
+    ("w.safetensors", "w.safetensors is a file: give the folder that holds it, config.json and "
+     "any other files of the model: import . b.pt"),
+    ("w.gguf", "w.gguf is a file of llama.cpp"), ("config.json", "config.json is a file: give the"),
+    ("none.pt", "there is no file none.pt"), ("none.safetensors", "there is no file none.saf"),
+    ("./none", "there is no folder ./none"), ("/none/at/all", "there is no folder /none/at/all"),
+    ("a/b/c", "there is no folder a/b/c"), ("~/none", "there is no folder ~/none"),
+    ("https://huggingface.co/me/model", "give the model's name alone: import me/model b.pt"),
+    ("https://huggingface.co/gpt2/tree/main", "give the model's name alone: import gpt2 b.pt"),
+    ("adapter", "adapter holds an adapter (LoRA), not a model: merge it into its base model"),
+    ("run", "run has no config.json: it holds checkpoints of this project, which need no import"),
+    ("empty", "empty has no config.json")])
+def test_an_import_says_what_it_was_given(tmp_path, capsys, monkeypatch, source, message):
+    """In one line, without asking the hub."""
+    monkeypatch.setattr(huggingface, "fetch", None)
+    monkeypatch.chdir(tmp_path)
+    for folder in ("adapter", "run", "empty"):
+        Path(folder).mkdir()
+    for file in ("a.pt", "w.safetensors", "w.gguf", "config.json", "adapter/adapter_config.json",
+                 "run/latest.pt"):
+        Path(file).touch()
+    status, out, error = convert(capsys, "import", source, "b.pt")
+    assert (status, out) == (2, "") and error.count("\n") == 1
+    assert error.startswith(f"huggingface.py: {message}")
+
+
+@pytest.mark.parametrize("status, names, message", [
+    (401, [], "needs an account there (it is private or gated) or does not exist: `hf download "
+     "me/it --local-dir DIR` where you are logged in, then give DIR"),
+    (403, [], "needs an account there"), (404, [], "me/it is neither a folder nor a public model"),
+    (404, ["adapter_config.json"], "me/it on http://127.0.0.1:"),
+    (404, ["config.json"], "has none of model.safetensors,")])
+def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, capsys, monkeypatch, status, names,
+                                                     message):
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(200 if Path(self.path).name in names else status)
+            self.end_headers()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as httpd:
+        threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{httpd.server_port}")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(Hub, "log_message", lambda *_: None)
+        result = convert(capsys, "import", "me/it", "b.pt")
+        httpd.shutdown()
+    assert result[0] == 2 and message in result[2] and result[2].count("\n") == 1, result
+    assert ("merge it" in result[2]) == (names == ["adapter_config.json"])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@
 Where PyTorch's own parallel stack (tools/peer.py) or another library does the same work, both sides
 take turns, and their medians and the ratio are printed.
 """
+import tools        # first: python tools/bench.py ends in its line
+
 import copy
 import functools
 import gc

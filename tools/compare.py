@@ -12,6 +12,8 @@ each process; where the clock was set back, none.
 
 A resume or rollback to step k makes the rows beyond k void: `read_metrics` leaves them out.
 """
+import tools        # first: python tools/compare.py ends in its line
+
 import json
 import math
 import shutil

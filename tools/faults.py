@@ -14,6 +14,8 @@ early has the loss of the checkpoint that it leaves. A false alarm is a healthy 
 policy would have acted. Under every policy an update that is not finite is skipped, as by any loss
 scaler.
 """
+import tools        # first: python tools/faults.py ends in its line
+
 import copy
 import importlib
 import inspect

@@ -8,6 +8,8 @@ It makes its own data, needs nothing but PyTorch, and writes gpu.json and gpu.md
 process of its own: an error, or the end of its time, costs the rest of that part alone. Nothing is
 asserted.
 """
+import tools        # first: python tools/gpu.py ends in its line
+
 import itertools
 import json
 import math

@@ -4,8 +4,9 @@
     python -m tools.huggingface export out/latest.pt folder
 
 A folder contains config.json and the tensors: in model.safetensors, in pytorch_model.bin, or in the
-files listed by one of the two with .index.json. An exported GPT-2 has its tokenizer too, in
-vocab.json and merges.txt.
+files listed by one of the two with .index.json. A model of GPT-2's tokens or of bytes has its
+tokenizer too, in vocab.json and merges.txt: <|endoftext|> within a text is one token there, where
+data.py and sample.py see 13 characters.
 
 GPT-2 (Radford et al. 2019) and OPT (Zhang et al. 2022) compute what model.py computes. They differ
 in the names of their tensors and in three details of the layout, which `to_ours` and `to_theirs`
@@ -14,6 +15,9 @@ convert:
 - OPT stores query, key and value as three tensors; we and GPT-2 stack them in one.
 - OPT's table of positions begins with two rows that are never looked up.
 """
+import tools        # first: python tools/huggingface.py ends in its line
+
+import itertools
 import json
 import os
 import re
@@ -21,7 +25,7 @@ import shutil
 import sys
 import tempfile
 import zipfile
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -45,7 +49,13 @@ GPT2_FILES = {      # tiktoken's name: transformers' name, sha256
 SHARD_BYTES = 2_000_000_000         # of tensors in one exported file: what is in memory at a time
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json")
+MODEL_TYPES = {"gelu": "gpt2", "relu": "opt"}      # our activation: the architecture that has it
+END_OF_TEXT = {"gpt2": 50256, "bytes": 256, "opt-50272": 2}     # token of a tokenizer
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}     # theirs: ours
+
+FILE_KINDS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".gguf", ".json")
+IS_ADAPTER = ("holds an adapter (LoRA), not a model: merge it into its base model, as PEFT's "
+              "merge_and_unload does, and import that")
 
 # What model.py has only one form of: the key in config.json, and its value where it is missing.
 FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True,
@@ -58,6 +68,7 @@ class Family(NamedTuple):
     """How one of the two architectures is written down."""
     architecture: str                   # the class in transformers
     activation: str                     # activation_function in config.json
+    dropout: list[str]                  # keys of its probabilities there
     shape: dict[str, str]               # field of GPTConfig: key in config.json
     prefix: str                         # of each tensor's name
     ends: dict[str, str]                # our module outside of the blocks: theirs
@@ -71,6 +82,7 @@ FAMILIES = {
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
         activation="gelu_new",
+        dropout=["embd_pdrop", "attn_pdrop", "resid_pdrop"],
         shape={"vocab_size": "vocab_size", "seq_len": "n_positions", "n_layer": "n_layer",
                "n_head": "n_head", "n_embd": "n_embd"},
         prefix="transformer.",
@@ -83,6 +95,7 @@ FAMILIES = {
     "opt": Family(
         architecture="OPTForCausalLM",
         activation="relu",
+        dropout=["attention_dropout", "dropout"],
         shape={"vocab_size": "vocab_size", "seq_len": "max_position_embeddings",
                "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
                "n_embd": "hidden_size"},
@@ -105,11 +118,15 @@ FAMILIES = {
 
 
 def their_names(name: str, family: Family) -> list[str]:
-    """Names, without the family's prefix, of the tensors that hold our parameter `name`."""
+    """Names, without the family's prefix, of the tensors that hold our parameter `name`. Raises
+    ValueError if it has none."""
     module, kind = name.rsplit(".", 1)                      # kind: weight or bias
-    if not module.startswith("blocks."):
+    with_layer = re.fullmatch(r"blocks\.(\d+)\.(.*)", module)
+    if module in family.ends:
         return [f"{family.ends[module]}.{kind}"]
-    _, layer, module = module.split(".", 2)
+    if with_layer is None or with_layer[2] not in family.block:
+        raise ValueError(f"{family.architecture} has no parameter for {name}")
+    layer, module = with_layer.groups()
     return [f"{family.blocks}.{layer}.{theirs}.{kind}" for theirs in family.block[module]]
 
 
@@ -170,7 +187,12 @@ def read_config(folder: Path) -> tuple[dict, GPTConfig]:
     """config.json, and the GPTConfig that it describes; raises ValueError."""
     path = folder / "config.json"
     if not path.exists():
-        raise ValueError(f"{folder} has no config.json")
+        if (folder / "adapter_config.json").exists():
+            raise ValueError(f"{folder} {IS_ADAPTER}")
+        advice = ""
+        if any(folder.glob("*.pt")):
+            advice = ": it holds checkpoints of this project, which need no import"
+        raise ValueError(f"{folder} has no config.json{advice}")
     with reading(path, "is refused"):
         config = json.loads(path.read_text())
         return config, model_config(config)
@@ -216,6 +238,34 @@ def tensor_readers(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
             for name, reader in readers.items()}
 
 
+def check_source(source: str, file: Path) -> None:
+    """Raise a ValueError that says what `source` is if it is neither a folder nor a name such as
+    gpt2 or facebook/opt-125m."""
+    path = Path(source)
+    if path.is_dir():
+        return
+    is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source)
+    on_the_hub = re.match(r"https?://[^/]+/(.+?)/?(/(tree|blob|resolve)/.*)?$", source)
+    if on_the_hub:
+        raise ValueError(f"give the model's name alone: import {on_the_hub[1]} {file}")
+    if path.suffix in FILE_KINDS and not path.exists():
+        raise ValueError(f"there is no file {source}, and a folder or a name on the hub is needed")
+    if path.suffix == ".gguf":
+        raise ValueError(f"{source} is a file of llama.cpp, with its own rounding: give the model "
+                         f"that it was made of, by its name on the hub or its folder")
+    if path.suffix in (".pt", ".pth", ".ckpt") and path.exists():
+        raise ValueError(f"{source} is a file: a checkpoint of this project needs no import, "
+                         f"train.py --init-from {source} and sample.py --ckpt {source} read it "
+                         f"(`export {source} DIR` is the other way); another program's: let that "
+                         f"program write a folder of Hugging Face")
+    if path.exists():
+        raise ValueError(f"{source} is a file: give the folder that holds it, config.json and any "
+                         f"other files of the model: import {path.parent} {file}")
+    if not is_name:
+        raise ValueError(f"there is no folder {source}, and a model's name on the hub is like gpt2 "
+                         f"or facebook/opt-125m")
+
+
 def fetch(source: str, folder: Path, hub: str) -> None:
     """Download a model from the hub, config.json first. Raises ValueError if the hub does not have
     it, ConnectionError if the hub cannot be reached."""
@@ -224,13 +274,21 @@ def fetch(source: str, folder: Path, hub: str) -> None:
 
     def is_there(name):
         reply = requests.head(address + name, allow_redirects=True, timeout=30)
-        if not reply.ok and reply.status_code not in (401, 403, 404):
+        if reply.status_code in (401, 403):
+            raise ValueError(f"there is no folder {source}, and the model on {hub} needs an "
+                             f"account there (it is private or gated) or does not exist: `hf "
+                             f"download {source} --local-dir DIR` where you are logged in, then "
+                             f"give DIR")
+        if not reply.ok and reply.status_code != 404:
             raise ConnectionError(f"{address}{name}: {reply.status_code} {reply.reason}")
         return reply.ok
 
     try:
         if not is_there("config.json"):
-            raise ValueError(f"{source} is neither a folder nor a public model on {hub}")
+            if is_there("adapter_config.json"):
+                raise ValueError(f"{source} on {hub} {IS_ADAPTER}")
+            raise ValueError(f"{source} is neither a folder nor a public model on {hub}, which "
+                             f"has a config.json")
         weights = next(filter(is_there, WEIGHTS), None)
     except requests.RequestException as error:
         raise ConnectionError(f"there is no folder {source}, and {hub} cannot be reached: "
@@ -249,6 +307,7 @@ def import_model(source: str, file: Path, hub: str) -> None:
     a model on the hub, which is downloaded to a folder beside `file`."""
     if file.exists():
         raise ValueError(f"{file} exists: give a new file")
+    check_source(source, file)
     file.absolute().parent.mkdir(parents=True, exist_ok=True)
     folder = Path(source)
     if not folder.is_dir():
@@ -297,18 +356,32 @@ def tokenizer_name(config: dict) -> str:
 
 
 def config_json(cfg: GPTConfig, tokenizer: str) -> dict:
-    """The inverse of `model_config`. `tokenizer` is our own key."""
-    model_type = "gpt2" if cfg.activation == "gelu" else "opt"
-    family = FAMILIES[model_type]
-    config = dict(model_type=model_type, architectures=[family.architecture], tokenizer=tokenizer,
-                  activation_function=family.activation, dtype="float32")
+    """The inverse of `model_config`. `tokenizer` is our own key. Raises ValueError for what neither
+    architecture has."""
+    if cfg.activation not in MODEL_TYPES:
+        raise ValueError(f"activation {cfg.activation!r} is neither GPT-2's (gelu) nor OPT's "
+                         f"(relu): opened as one of them it would be another model")
+    family = FAMILIES[MODEL_TYPES[cfg.activation]]
+    for field in fields(cfg):
+        value = getattr(cfg, field.name)
+        if field.name not in ("activation", "dropout", *family.shape) and value != field.default:
+            raise ValueError(f"{family.architecture} has no {field.name} {value}: opened there it "
+                             f"would be another model")
+    end = END_OF_TEXT.get(tokenizer)
+    if end is not None and end >= cfg.vocab_size:
+        raise ValueError(f"the tokenizer {tokenizer} has {end + 1} tokens, but the model's "
+                         f"vocabulary {cfg.vocab_size}")
+    # Where a key is missing, transformers takes its own default: dropout 0.1, OPT's tokens.
+    config = dict(model_type=MODEL_TYPES[cfg.activation], architectures=[family.architecture],
+                  tokenizer=tokenizer, activation_function=family.activation, dtype="float32",
+                  tie_word_embeddings=True, bos_token_id=end, eos_token_id=end)
+    # transformers' OPT learns nothing of the token of pad_token_id, GPT-2's tokenizer has none.
+    config["pad_token_id"] = None
+    config |= dict.fromkeys(family.dropout, cfg.dropout)
     for ours, theirs in family.shape.items():
         config[theirs] = getattr(cfg, ours)
-    if model_type == "opt":
+    if family.activation == "relu":
         config |= dict(ffn_dim=4 * cfg.n_embd, word_embed_proj_dim=cfg.n_embd)
-    if tokenizer in ("gpt2", "bytes"):              # their last token is <|endoftext|>
-        config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"),
-                                cfg.vocab_size - 1)
     return config
 
 
@@ -350,11 +423,26 @@ def write_tensors(parameters: dict[str, torch.Tensor], family: Family, folder: P
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def write_tokenizer(cfg: GPTConfig, folder: Path) -> None:
-    """Write GPT-2's vocabulary from tiktoken's cache, and its config."""
-    from tiktoken.load import read_file_cached
-    for name, (theirs, sha256) in GPT2_FILES.items():
-        (folder / theirs).write_bytes(read_file_cached(GPT2_URL + name, sha256))
+def characters_of_bytes() -> list[str]:
+    """The character that stands for each byte in GPT-2's vocabulary: itself if it is printed, the
+    others in order from 256 on (Radford et al. 2019, bytes_to_unicode in their code)."""
+    printed = {*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1),
+               *range(ord("\u00ae"), ord("\u00ff") + 1)}
+    others = itertools.count(256)
+    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
+
+
+def write_tokenizer(name: str, cfg: GPTConfig, folder: Path) -> None:
+    """Write our tokenizer as one of GPT-2's kind: its vocabulary from tiktoken's cache, or the
+    bytes and no merges."""
+    if name == "gpt2":
+        from tiktoken.load import read_file_cached
+        for file, (theirs, sha256) in GPT2_FILES.items():
+            (folder / theirs).write_bytes(read_file_cached(GPT2_URL + file, sha256))
+    else:
+        token_of = {character: byte for byte, character in enumerate(characters_of_bytes())}
+        (folder / "vocab.json").write_text(json.dumps(token_of | {EOT: END_OF_TEXT["bytes"]}))
+        (folder / "merges.txt").write_text("")
     config = dict(tokenizer_class="GPT2Tokenizer", model_max_length=cfg.seq_len, bos_token=EOT,
                   eos_token=EOT, unk_token=EOT, pad_token=EOT)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -368,10 +456,13 @@ def export_model(file: Path, folder: Path) -> None:
     state = load(file)
     cfg = GPTConfig(**state["model"])
     tokenizer = state["tokenizer"]
-    if tokenizer == "gpt2":
-        get_tokenizer("gpt2")               # downloads it, or fails, before the weights are written
+    has_tokenizer = tokenizer in ("gpt2", "bytes")
+    if has_tokenizer:
+        get_tokenizer(tokenizer)            # downloads it, or fails, before the weights are written
     config = config_json(cfg, tokenizer)
     family = FAMILIES[config["model_type"]]
+    for name in state["parameters"]:
+        their_names(name, family)
     parent = folder.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=parent) as temporary:
@@ -379,15 +470,13 @@ def export_model(file: Path, folder: Path) -> None:
         aside.mkdir()
         (aside / "config.json").write_text(json.dumps(config, indent=1))
         write_tensors(state["parameters"], family, aside)
-        if tokenizer == "gpt2":
-            write_tokenizer(cfg, aside)
+        if has_tokenizer:
+            write_tokenizer(tokenizer, cfg, aside)
         os.rename(aside, folder)
-    text = f"{folder}: {parameter_count(cfg):,} parameters as {family.architecture}"
-    if tokenizer == "bytes":
-        text += f", without a tokenizer: token ids 0 to 255 are bytes, 256 is {EOT}"
-    elif tokenizer != "gpt2":
-        text += f", without a tokenizer: {tokenizer!r} is not ours"
-    print(text)
+    text = f"with its tokenizer, {tokenizer}"
+    if not has_tokenizer:
+        text = f"without a tokenizer: {tokenizer!r} is not ours"
+    print(f"{folder}: {parameter_count(cfg):,} parameters as {family.architecture}, {text}")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ is OPT-175B as it was trained (Zhang et al. 2022: 147 TFLOP/s per GPU), and begi
 
 The flags of the model and the layout are train.py's. `--search` prints the ten fastest layouts that
 fit; flags that are given are constraints, so leave out those that may vary. `--json` prints the
-numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read so many tokens.
+numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read so many tokens,
+`--days 7` for those of a week; without --model it finds the largest named size that reads its
+compute-optimal tokens in the days, and its layout.
 
     step = sum(t) + (m - 1) max(t) + data parallelism + AdamW
 
@@ -32,10 +34,11 @@ nine of ten cases at most 12%, at worst 23%, and 88% of the pairs of layouts of 
 right order. That counts what those programs did otherwise than ours (tests/published.py); without
 it the order is right in 62%. Two layouts within 5% of each other may be in the other order.
 """
+import tools        # first: python tools/plan.py ends in its line
+
 import argparse
 import json
 import math
-import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -44,7 +47,7 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 from amp import PRECISIONS
-from model import PEAK_FLOPS, GPTConfig, flops_per_token, parameter_count
+from model import SIZES, GPTConfig, flops_per_token, parameter_count
 from parallel import Grid, build_stage
 from parallelism.pipeline import chunk_layers
 from parallelism.schedules import SCHEDULES, make_schedule
@@ -56,14 +59,13 @@ from runtime.commandline import Parser
 from runtime.options import flag
 from runtime.other_names import OTHER_NAMES, PLAN_ADVICE
 from runtime.processes import print_rank0
+from tools.gpus import GPUS, GPUName, GPUSpec
 from tools.schedule import clock, live_activations
 
 # Fitted on 209 published steps (tests/published.py says which, and the error without each):
 PASSES = 93             # times that (B, T, C / tp) numbers cross memory in the rest of a block
 LINK = 0.55             # fraction of a link's speed that collectives and messages reach
 SHARE = 0.32            # fraction of hidden traffic's time that it takes from what hides it
-AMPERE = (0.75, 0.5)    # fractions of the peak that matrix products and FlashAttention (1)
-HOPPER = (0.625, 0.3)   # reach; attention counts its whole square, of which it computes half
 SPREAD = 0.12           # nine of ten of the 132 steps that were held out are so close or closer
 # Counted, or from the makers' descriptions:
 WHOLE_PASSES = 20       # the same of (B, T, C): norms and residual sums, / tp if sequence-parallel
@@ -74,74 +76,12 @@ HOP = 5e-6              # seconds that each rank of a ring adds (NCCL's tuning: 
 COMPILED = 0.6          # fraction of PASSES and WHOLE_PASSES that --compile leaves
 # Assumed:
 LEAST_POSITIONS = 4096  # of a sequence, that --search leaves a rank: shorter ones need no cp
+BATCH_TOKENS = 2 ** 19  # of a step with --days and no --model: GPT-3's smallest batch
 HEADROOM = 0.06         # fraction of memory for temporaries, NCCL and fragmentation
 DISK = 2e9              # bytes per second of one writer
 RESTART = 300.0         # seconds from a failure until a checkpoint is read
 DAY = 86400
 PF_DAY = 1e15 * DAY     # FLOPs
-
-
-@dataclass(frozen=True)
-class GPUSpec:
-    """A GPU in its usual machine: bytes, and bytes per second in one direction."""
-    name: str           # in PEAK_FLOPS, or FLOP/s in 16 bits
-    fp32: float         # FLOP/s, in TF32 where there is one
-    memory: float       # that CUDA reports
-    bandwidth: float    # of its memory
-    link: float         # NVLink, to the machine's other GPUs
-    network: float      # InfiniBand, its share of the machine's adapters
-    host: float         # PCIe, to the host's memory
-    processors: int     # multiprocessors
-    products: float     # fraction of the peak that matrix products reach
-    attention: float    # that FlashAttention reaches
-
-    def peak(self, itemsize: int) -> float:
-        """FLOP/s of matrix products in a type of so many bytes."""
-        if itemsize == 2:
-            return PEAK_FLOPS.get(self.name) or float(self.name)
-        if itemsize == 4:
-            return self.fp32
-        return self.fp32 / 8        # fp64, roughly
-
-
-class KnownGPUs(dict):
-    """{name: GPUSpec}. Another GPU is TFLOP/s:GB:GB/s, as 165:24:1008 (in 16 bits; its memory), and
-    optionally :GB/s of its link to the machine's other GPUs, without which it is on PCIe. It has
-    half the FLOP/s in TF32. Raises argparse.ArgumentTypeError."""
-
-    def __missing__(self, name: str) -> GPUSpec:
-        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2,3}", name):
-            raise argparse.ArgumentTypeError(
-                f"{name} is none of {', '.join(self)}: give one of these, or another GPU's "
-                f"TFLOP/s:GB:GB/s (products in 16 bits; its memory), as --gpu 165:24:1008; with "
-                f"NVLink also :GB/s, in one direction, as 989:80:3350:450")
-        flops, memory, bandwidth, *links = map(float, name.split(":"))
-        link = links[0] if links else 32.0
-        return GPUSpec(f"{flops}e12", flops * 5e11, memory * 1e9, bandwidth * 1e9, link * 1e9, 25e9,
-                       32e9, 108, *AMPERE)
-
-
-# The makers' data sheets of the SXM modules (where 80 GB are 79.1 GiB); network and host of DGX-1,
-# A100, H100, H200 and B200. The rates of V100 and B200 are those of their neighbors.
-GPUS = KnownGPUs({
-    "v100-16g": GPUSpec("V100", 15.7e12, 17e9, 900e9, 150e9, 6.25e9, 16e9, 80, *AMPERE),
-    "v100-32g": GPUSpec("V100", 15.7e12, 34e9, 900e9, 150e9, 6.25e9, 16e9, 80, *AMPERE),
-    "a100-40g": GPUSpec("A100", 156e12, 42e9, 1555e9, 300e9, 25e9, 32e9, 108, *AMPERE),
-    "a100-80g": GPUSpec("A100", 156e12, 85e9, 2039e9, 300e9, 25e9, 32e9, 108, *AMPERE),
-    "h100": GPUSpec("H100", 494e12, 85e9, 3350e9, 450e9, 50e9, 64e9, 132, *HOPPER),
-    "h200": GPUSpec("H200", 494e12, 150e9, 4800e9, 450e9, 50e9, 64e9, 132, *HOPPER),
-    "b200": GPUSpec("B200", 1125e12, 191e9, 8000e9, 900e9, 50e9, 64e9, 148, *HOPPER),
-})
-
-
-class GPUName(str):
-    """The value of --gpu in lower case, checked as it is parsed. Raises
-    argparse.ArgumentTypeError."""
-
-    def __new__(cls, name: str):
-        name = name.lower()
-        GPUS[name]          # raises for an unknown one
-        return super().__new__(cls, name)
 
 
 @dataclass(frozen=True)
@@ -155,6 +95,9 @@ class PlanConfig(options.Config):
                           "machine's)", low=0)
     vocab_size: int = flag(50257, "tokens of the vocabulary; a run takes that of its data", low=1)
     tokens: float = flag(None, "instead of --steps: train on so many tokens, as 26e9", low=1)
+    days: float = flag(None, "instead of --steps: what so many days can train: --model or a shape "
+                       "for their steps; without these, the largest named size that gets its "
+                       "compute-optimal tokens", low=1e-4)
     mtbf_hours: float = flag(5100.0, "hours between two failures of a machine; OPT-175B: 35 "
                              "restarts in two months on 124 machines", low=1)
     search: bool = flag(False, "the ten fastest layouts that fit; layout flags that are given are "
@@ -162,10 +105,13 @@ class PlanConfig(options.Config):
     json: bool = flag(False, "print one object, or with --search a list")
 
 
+LAYOUT = ("tp", "pp", "cp", "micro_batch", "zero", "recompute", "sequence_parallel", "pp_schedule",
+          "pp_chunks", "steps")
 RUN_FLAGS = ["model", *options.SHAPE, "batch_size", "steps", "tp", "pp", "cp", "pp_schedule",
              "pp_chunks", "micro_batch", "zero", "recompute", "sequence_parallel", "offload",
              "compile", "dtype"]
-OWN_FLAGS = ["world", "gpu", "gpus_per_node", "network", "vocab_size", "tokens", "mtbf_hours",
+OWN_FLAGS = ["world", "gpu", "gpus_per_node", "network", "vocab_size", "tokens", "days",
+             "mtbf_hours",
              "search", "json"]
 
 
@@ -182,9 +128,7 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
     the rank that sends most sends in a step."""
     grids, kinds = kinds_of_stages(cfg, config)
     gpu = gpu_of(config)
-    layout = ("gpu", "world", "tp", "pp", "cp", "micro_batch", "zero", "recompute",
-              "sequence_parallel", "pp_schedule", "pp_chunks", "steps")
-    plan = {name: getattr(config, name) for name in layout}
+    plan = {name: getattr(config, name) for name in ("gpu", "world", *LAYOUT)}
     plan |= dict(dp=grids[0].dp, layers_per_stage=math.ceil(cfg.n_layer / config.pp))
     plan |= compute_of(cfg, config)
 
@@ -802,6 +746,54 @@ def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict
 
 
 # ---------------------------------------------------------------------------------------------
+# What so many days train
+# ---------------------------------------------------------------------------------------------
+
+
+def with_layout(config: PlanConfig, plan: dict) -> PlanConfig:
+    """The config of a plan that `config` has led to."""
+    return replace(config, **{name: plan[name] for name in LAYOUT})
+
+
+def plan_of_days(cfg: GPTConfig, config: PlanConfig, plan: dict, has_steps: bool) -> dict:
+    """The plan of the same layout with the steps that --days suffice for, unless it has its own,
+    and what the days are compared with. Raises ValueError if they are shorter than a step."""
+    if not has_steps:
+        steps = int(config.days * DAY / plan["step_seconds"])
+        if steps == 0:
+            raise ValueError(f"a step takes {plan['step_seconds']:.3g} s, and --days "
+                             f"{config.days:g} are shorter: give more days or more --world")
+        plan = make_plan(cfg, replace(with_layout(config, plan), steps=steps))
+    return plan | dict(model=config.model, batch_size=config.batch_size, days_given=config.days,
+                       times_compute_optimal=plan["tokens"] / plan["compute_optimal_tokens"])
+
+
+def largest_model(config: PlanConfig, given: dict) -> tuple[PlanConfig, list[dict]]:
+    """(the config with the model, the plans of its ten fastest layouts) for the largest named size
+    that reads its compute-optimal tokens, 20 for each parameter, in --days. Without --batch-size a
+    step has BATCH_TOKENS, or the next multiple of the GPUs. Raises ValueError if there is none."""
+    models = {name: GPTConfig(config.vocab_size, **shape) for name, shape in SIZES.items()}
+    peak = config.world * gpu_of(config).peak(PRECISIONS[config.dtype][0].itemsize)
+    for name in sorted(models, key=lambda name: parameter_count(models[name]), reverse=True):
+        cfg = models[name]
+        tokens = 20 * parameter_count(cfg)
+        if tokens * flops_per_token(cfg) / peak > config.days * DAY:
+            continue                                # not even with an MFU of 100%
+        batch_size = config.batch_size
+        if "batch_size" not in given:
+            batch_size = config.world * math.ceil(BATCH_TOKENS / cfg.seq_len / config.world)
+        one = replace(config, model=name, batch_size=batch_size, search=True,
+                      steps=math.ceil(tokens / (batch_size * cfg.seq_len)))
+        with suppress(ValueError):                  # of memory, or of what does not divide
+            plans = search_layouts(cfg, one, given)
+            if plans[0]["days"] <= config.days:
+                return one, plans
+    raise ValueError(f"{config.days:g} days of {config.world} x {config.gpu} train no named size "
+                     f"on its compute-optimal tokens: give more days or GPUs, or --model to see "
+                     f"what they do train")
+
+
+# ---------------------------------------------------------------------------------------------
 # Text
 # ---------------------------------------------------------------------------------------------
 
@@ -813,7 +805,7 @@ def format_bytes(size: float) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
+def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> list[str]:
     """The numbers of `make_plan` in lines, the most important first."""
     def parts(prefix, render):
         return ", ".join(f"{name.removeprefix(prefix).replace('_', ' ')} {render(x)}"
@@ -829,6 +821,8 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
     num_microbatches = config.batch_size // (plan["dp"] * config.micro_batch)
     gpu = gpu_of(config)
     cp = f" x cp {config.cp}" if config.cp > 1 else ""
+    best = {name: plan[f"compute_optimal_parameters_{name}"]
+            for name in ("chinchilla", "chinchilla_law", "kaplan")}
     low, high = (plan["days"] * (1 + sign * SPREAD) for sign in (-1, 1))
     lines = [
         f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
@@ -848,9 +842,13 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
         f"compute  {plan['tokens']:.4g} tokens x {plan['flops_per_token']:.4g} FLOPs = "
         f"{plan['flops_with_attention']:.4g}, {plan['pf_days']:,.4g} PF-days; with recomputation "
         f"{plan['flops_with_recomputation']:.4g}",
-        f"optimal  {plan['compute_optimal_tokens']:.4g} tokens for this model; for this compute, "
-        f"in parameters, {parts('compute_optimal_parameters_', '{:.4g}'.format)}; predicted loss "
+        f"optimal  {plan['compute_optimal_tokens']:.4g} tokens, 20 for each parameter, would give "
+        f"this model the lowest loss for its compute (Hoffmann et al. 2022); the run has "
+        f"{plan['tokens'] / plan['compute_optimal_tokens']:.3g} times as many; predicted loss "
         f"{plan['predicted_loss']:.2f}",
+        f"         the compute of this run would be best spent on a model of "
+        f"{best['chinchilla']:.4g} parameters by that rule, {best['chinchilla_law']:.4g} by the "
+        f"loss that Hoffmann et al. fitted, {best['kaplan']:.4g} by Kaplan et al. 2020 (too large)",
         f"sends    per step: {parts('bytes_', format_bytes)}",
         f"step     {plan['step_seconds']:.4g} s: {parts('seconds_', '{:,.4g} s'.format)}; bubble "
         f"{plan['bubble']:.1%}; {plan['tokens_per_second']:,.0f} tokens per second",
@@ -861,7 +859,17 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
         f"days above do not count",
         f"assumes  backward hides data parallelism, nothing hides tp, cp and pp; no rank is slow; "
         f"{gpu.link / 1e9:g} GB/s to a GPU of the same machine, {gpu.network / 1e9:g} to another's"]
-    if plan["tokens"] < plan["compute_optimal_tokens"] / 10:
+    return lines
+
+
+def notes_of(config: PlanConfig, plan: dict) -> list[str]:
+    """What to change in such a plan, in lines."""
+    lines = []
+    if config.days is not None and plan["tokens_per_step"] < BATCH_TOKENS / 4:
+        lines.append(f"note     a step of {plan['tokens_per_step']:,} tokens is small: a larger "
+                     f"--batch-size wastes less of the GPUs (GPT-3's are of {BATCH_TOKENS:,} "
+                     f"tokens or more)")
+    if config.days is None and plan["tokens"] < plan["compute_optimal_tokens"] / 10:
         lines.append(f"note     few tokens: {plan['compute_optimal_tokens']:.3g} would be "
                      f"compute-optimal (--tokens, or --steps and --batch-size)")
     if not plan["fits"]:
@@ -870,12 +878,24 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> str:
                      "--recompute, a smaller --micro-batch, --tp and --cp fewer activations")
     if config.dtype == "fp32":
         lines.append("note     fp32 is slow: give --dtype bf16 (fp16 on a V100)")
-    return "\n".join(lines)
+    return lines
 
 
-def format_search(plans: list[dict], given: dict) -> str:
-    """A row for each layout, the fastest first, and train.py's flags of the first, with those that
-    were given."""
+def format_days(config: PlanConfig, plan: dict, chooses_model: bool) -> str:
+    """The answer to --days."""
+    tokens = f"{plan['tokens']:.4g} tokens in {plan['steps']:,} steps"
+    total = (f"training alone takes {plan['days']:.3g} days, {plan['days'] / plan['goodput']:.3g} "
+             f"with saves and failures")
+    if chooses_model:
+        return (f"answer   {config.model} is the largest named size that {config.days:g} days "
+                f"train on its compute-optimal tokens, 20 for each parameter: {tokens}; {total}")
+    return (f"answer   {config.days:g} days train this model on {tokens}, "
+            f"{plan['times_compute_optimal']:.3g} times its compute-optimal "
+            f"{plan['compute_optimal_tokens']:.4g}; {total}")
+
+
+def format_search(plans: list[dict]) -> list[str]:
+    """A row for each layout, the fastest first."""
     rows = [["dp", "pp", "chunks", "cp", "tp", "micro-batch", "zero", "recompute",
              "sequence-parallel", "memory GB", "bubble %", "step s", "MFU %", "days"]]
     numbers = ("dp", "pp", "pp_chunks", "cp", "tp", "micro_batch", "zero")
@@ -889,23 +909,39 @@ def format_search(plans: list[dict], given: dict) -> str:
     lines = []
     for row in rows:
         lines.append("  ".join(cell.rjust(max(4, len(name))) for cell, name in zip(row, rows[0])))
-    first = plans[0]
+    return [*lines, f"nine of ten times are at most {SPREAD:.0%} off; the first is started with"]
+
+
+def format_command(config: PlanConfig, given: dict) -> str:
+    """The command that starts the run: the flags that were `given`, and what was found."""
     flags = {name: given[name] for name in RUN_FLAGS if name in given}
-    names = ["tp", "pp", "cp", "micro_batch", "zero", "recompute", "sequence_parallel"]
-    if first["steps"] != PlanConfig.steps:
-        names.insert(0, "steps")
-    if first["pp"] > 1:
-        names += ["pp_schedule", "pp_chunks"]
-    flags |= {name: first[name] for name in names}
-    words = []
+    if config.steps != PlanConfig.steps:
+        flags["steps"] = config.steps
+    if config.search:
+        for name in ("tp", "pp", "cp", "micro_batch", "zero", "recompute", "sequence_parallel"):
+            flags[name] = getattr(config, name)
+        if config.pp > 1:
+            flags |= dict(pp_schedule=config.pp_schedule, pp_chunks=config.pp_chunks)
+    words = [start_of_command(config)]
     for name, value in flags.items():
         if value is not False:
             words.append("--" + name.replace("_", "-"))
         if not isinstance(value, bool):
             words.append(str(value))
-    lines.append(f"nine of ten times are at most {SPREAD:.0%} off; the first, for train.py: "
-                 f"{' '.join(words)}")
-    return "\n".join(lines)
+    return " ".join(words)
+
+
+def start_of_command(config: PlanConfig) -> str:
+    """python or torchrun, with the largest equal number of processes on each machine; several start
+    it at the same time, and HOST is the name of one of them."""
+    if config.world == 1:
+        return "python train.py"
+    per_node = max(n for n in range(1, config.gpus_per_node + 1) if config.world % n == 0)
+    nodes = config.world // per_node
+    if nodes == 1:
+        return f"torchrun --nproc_per_node={per_node} train.py"
+    return (f"torchrun --nnodes={nodes} --nproc_per_node={per_node} --rdzv-backend=c10d "
+            f"--rdzv-endpoint=HOST:29500 train.py")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -918,13 +954,12 @@ HELP = """Plan a run of train.py on GPUs: memory, traffic, time and failures.
 Of what it prints, in a step: passes are the reads and writes of activations beside matrix products
 and attention; fill is what the pipeline waits for its first and last microbatches, bubble the idle
 fraction of its stages; dp is the traffic of gradients and parameters that computation does not
-hide; update is AdamW. Optimal are the tokens of the lowest loss for this model and, for the FLOPs
-of the run, the parameters: by 20 tokens per parameter (chinchilla), by the loss that Hoffmann et
-al. fitted (chinchilla law), and by Kaplan et al. (kaplan, too large)."""
+hide; update is AdamW. Days, also those of --days, are of training alone: saves and failures come
+on top, as goodput says. Command is what starts the run."""
 
 
-def answer(arguments: list[str]) -> str:
-    """What the command prints. Raises ValueError on a usage error, or if --search finds nothing."""
+def read_flags(arguments: list[str]) -> tuple[PlanConfig, dict]:
+    """The config, and what of it was given. Raises ValueError on a usage error."""
     parser = Parser("plan.py", "python -m tools.plan --world N --gpu NAME [FLAG ...]", HELP,
                     OTHER_NAMES, PLAN_ADVICE, argument_default=argparse.SUPPRESS)
     options.add_flags(parser, OWN_FLAGS + RUN_FLAGS, PlanConfig)
@@ -932,26 +967,49 @@ def answer(arguments: list[str]) -> str:
     if "world" not in given or "gpu" not in given:
         raise ValueError(f"--world, the number of GPUs, and --gpu, one of {', '.join(GPUS)} or "
                          f"TFLOP/s:GB:GB/s of another, are required")
-    if "tokens" in given and "steps" in given:
-        raise ValueError("--steps and --tokens both say when the run ends: drop one")
+    ends = ["--" + name for name in ("steps", "tokens", "days") if name in given]
+    if len(ends) > 1:
+        raise ValueError(f"{ends[0]} and {ends[1]} both say when the run ends: drop one")
     config = PlanConfig(**given)
     if config.dtype == "bf16" and GPUS[config.gpu].name == "V100":
         raise ValueError("a V100 has no matrix products in bf16: give --dtype fp16")
+    if config.world % (config.tp * config.pp * config.cp):
+        raise ValueError(f"--world {config.world} is not divisible by tp {config.tp} x pp "
+                         f"{config.pp} x cp {config.cp}: give a multiple")
+    return config, given
+
+
+def answer(arguments: list[str]) -> str:
+    """What the command prints. Raises ValueError on a usage error, or if --search finds nothing."""
+    config, given = read_flags(arguments)
+    chooses_model = config.days is not None and not given.keys() & {"model", *options.SHAPE}
+    if chooses_model:
+        config, plans = largest_model(config, given)
+        given = given | dict(model=config.model, batch_size=config.batch_size)
     shape = options.model_shape(vars(config))
     if config.tokens is not None:
         steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
         config = replace(config, steps=steps)
+    cfg = GPTConfig(config.vocab_size, **shape)
+    if not chooses_model and config.search:
+        plans = search_layouts(cfg, config, given)
+    elif not chooses_model:
+        config, cfg = check_config(config, shape, config.vocab_size, config.world, "cuda")
+        plans = [make_plan(cfg, config)]
+    if config.days is not None:
+        plans = [plan_of_days(cfg, config, plan, chooses_model) for plan in plans]
 
-    if config.world % (config.tp * config.pp * config.cp):
-        raise ValueError(f"--world {config.world} is not divisible by tp {config.tp} x pp "
-                         f"{config.pp} x cp {config.cp}: give a multiple")
-
-    if config.search:
-        plans = search_layouts(GPTConfig(config.vocab_size, **shape), config, given)
-        return json.dumps(plans) if config.json else format_search(plans, given)
-    config, cfg = check_config(config, shape, config.vocab_size, config.world, "cuda")
-    plan = make_plan(cfg, config)
-    return json.dumps(plan) if config.json else format_plan(cfg, config, plan)
+    if config.json:
+        return json.dumps(plans if "search" in given else plans[0])
+    lines = []
+    if config.days is not None:
+        lines.append(format_days(config, plans[0], chooses_model))
+    first = with_layout(config, plans[0])
+    if "search" in given:
+        return "\n".join([*lines, *format_search(plans), format_command(first, given)])
+    lines += format_plan(cfg, first, plans[0])
+    lines.append(f"command  {format_command(first, given)}")
+    return "\n".join(lines + notes_of(config, plans[0]))
 
 
 def main() -> None:

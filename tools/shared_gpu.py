@@ -3,6 +3,8 @@
 `python -m tools.shared_gpu` is train.py, except that its processes may share a GPU (NCCL allows it
 with a setting), and that an older PyTorch will do.
 """
+import tools        # first: python tools/shared_gpu.py ends in its line
+
 import json
 import math
 import os

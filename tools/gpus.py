@@ -1,0 +1,110 @@
+"""The GPUs that tools.plan knows by name: their speeds, from the makers' data sheets.
+
+    --gpu h100, --gpu rtx-4090, --gpu "NVIDIA GeForce RTX 4090"       several spellings of each
+    --gpu 165:24:1008                                                 another: TFLOP/s:GB:GB/s
+
+A card without NVLink talks to its machine's others through PCIe, at 32 GB/s (version 4, 16 lanes),
+or 64 (version 5). A bridge of NVLink between two RTX 3090 or A6000 is not counted.
+"""
+import argparse
+import re
+from dataclasses import dataclass
+
+from model import PEAK_FLOPS
+
+# Fractions of the peak that matrix products and FlashAttention (1) reach, fitted on published steps
+# (tests/published.py); attention counts its whole square, of which it computes half.
+AMPERE = (0.75, 0.5)
+HOPPER = (0.625, 0.3)
+
+
+@dataclass(frozen=True)
+class GPUSpec:
+    """A GPU in its usual machine: bytes, and bytes per second in one direction."""
+    name: str           # in PEAK_FLOPS, or FLOP/s in 16 bits
+    fp32: float         # FLOP/s, in TF32 where there is one
+    memory: float       # that CUDA reports
+    bandwidth: float    # of its memory
+    link: float         # NVLink or PCIe, to the machine's other GPUs
+    network: float      # InfiniBand or Ethernet, its share of the machine's adapters
+    host: float         # PCIe, to the host's memory
+    processors: int     # multiprocessors
+    products: float     # fraction of the peak that matrix products reach
+    attention: float    # that FlashAttention reaches
+
+    def peak(self, itemsize: int) -> float:
+        """FLOP/s of matrix products in a type of so many bytes."""
+        if itemsize == 2:
+            return PEAK_FLOPS.get(self.name) or float(self.name)
+        if itemsize == 4:
+            return self.fp32
+        return self.fp32 / 8        # fp64, roughly
+
+
+def pcie_card(name: str, memory: float, bandwidth: float, processors: int, network: float,
+              pcie: float = 32e9) -> GPUSpec:
+    """A card whose products in TF32 take twice the time of those in 16 bits."""
+    return GPUSpec(name, PEAK_FLOPS[name] / 2, memory, bandwidth, pcie, network, pcie, processors,
+                   *AMPERE)
+
+
+def key_of(name: str) -> str:
+    """A name as it is looked up: "NVIDIA GeForce RTX 4090" and rtx-4090 are 4090."""
+    return re.sub(r"nvidia|geforce|rtx|tesla|sxm\d?|hbm\d\w?|(?<=\d)gb?|[\s_-]", "", name.lower())
+
+
+class KnownGPUs(dict):
+    """{name: GPUSpec}. Another GPU is TFLOP/s:GB:GB/s, as 165:24:1008 (in 16 bits; its memory), and
+    optionally :GB/s of its link to the machine's other GPUs, without which it is on PCIe. It has
+    half the FLOP/s in TF32. Raises argparse.ArgumentTypeError."""
+
+    def __missing__(self, name: str) -> GPUSpec:
+        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2,3}", name):
+            raise argparse.ArgumentTypeError(
+                f"{name} is none of {', '.join(self)}: give one of these, or another GPU's "
+                f"TFLOP/s:GB:GB/s (products in 16 bits; its memory), as --gpu 165:24:1008; with "
+                f"NVLink also :GB/s, in one direction, as 989:80:3350:450")
+        flops, memory, bandwidth, *links = map(float, name.split(":"))
+        link = links[0] if links else 32.0
+        return GPUSpec(f"{flops}e12", flops * 5e11, memory * 1e9, bandwidth * 1e9, link * 1e9, 25e9,
+                       32e9, 108, *AMPERE)
+
+
+# The SXM modules (where 80 GB are 79.1 GiB), with network and host of DGX-1, A100, H100, H200 and
+# B200. The rates of V100 and B200 are those of their neighbors, and so are those of the cards. The
+# servers' cards have 100 Gbit/s of network for each, the others 10 Gbit/s for a machine of eight.
+SHARE_OF_10_GBIT = 1.25e9 / 8
+GPUS = KnownGPUs({
+    "v100-16g": GPUSpec("V100", 15.7e12, 17e9, 900e9, 150e9, 6.25e9, 16e9, 80, *AMPERE),
+    "v100-32g": GPUSpec("V100", 15.7e12, 34e9, 900e9, 150e9, 6.25e9, 16e9, 80, *AMPERE),
+    "a100-40g": GPUSpec("A100", 156e12, 42e9, 1555e9, 300e9, 25e9, 32e9, 108, *AMPERE),
+    "a100-80g": GPUSpec("A100", 156e12, 85e9, 2039e9, 300e9, 25e9, 32e9, 108, *AMPERE),
+    "h100": GPUSpec("H100", 494e12, 85e9, 3350e9, 450e9, 50e9, 64e9, 132, *HOPPER),
+    "h200": GPUSpec("H200", 494e12, 150e9, 4800e9, 450e9, 50e9, 64e9, 132, *HOPPER),
+    "b200": GPUSpec("B200", 1125e12, 191e9, 8000e9, 900e9, 50e9, 64e9, 148, *HOPPER),
+    "a10g": pcie_card("A10G", 23.8e9, 600e9, 80, 12.5e9),
+    "l4": pcie_card("L4", 23.6e9, 300e9, 58, 12.5e9),
+    "l40s": pcie_card("L40S", 47.7e9, 864e9, 142, 12.5e9),
+    "a6000": pcie_card("RTX A6000", 51e9, 768e9, 84, SHARE_OF_10_GBIT),
+    "3080": pcie_card("RTX 3080", 10.5e9, 760e9, 68, SHARE_OF_10_GBIT),
+    "3090": pcie_card("RTX 3090", 25.4e9, 936e9, 82, SHARE_OF_10_GBIT),
+    "4080": pcie_card("RTX 4080", 16.8e9, 717e9, 76, SHARE_OF_10_GBIT),
+    "4090": pcie_card("RTX 4090", 25.4e9, 1008e9, 128, SHARE_OF_10_GBIT),
+    "5080": pcie_card("RTX 5080", 16.6e9, 960e9, 84, SHARE_OF_10_GBIT, 64e9),
+    "5090": pcie_card("RTX 5090", 33.7e9, 1792e9, 170, SHARE_OF_10_GBIT, 64e9),
+})
+SPELLINGS = {key_of(name): name for name in GPUS}
+SPELLINGS |= {"h10080": "h100", "h200141": "h200", "b200180": "b200", "b200192": "b200"}
+
+
+class GPUName(str):
+    """The value of --gpu as GPUS spells it, checked as it is parsed. Raises
+    argparse.ArgumentTypeError."""
+
+    def __new__(cls, name: str):
+        name = SPELLINGS.get(key_of(name), name.lower())
+        variants = [known for known in GPUS if known.startswith(key_of(name) + "-")]
+        if variants:
+            raise argparse.ArgumentTypeError(f"{name} is {' or '.join(variants)}: give one")
+        GPUS[name]          # raises for an unknown one
+        return super().__new__(cls, name)
