@@ -36,18 +36,23 @@ def check_grid(world: int, config) -> None:
     problems = []
     fewest = tp * pp * cp
     if world % fewest:
-        factors = f"tp {tp} x pp {pp}"
+        factors, flags = f"tp {tp} x pp {pp}", f"--tp {tp} --pp {pp}"
         if cp > 1:
             factors += f" x cp {cp}"
-        problems.append(f"{world} processes are not divisible by {factors} = {fewest}: "
-                        f"lower these, or start a multiple of {fewest}: torchrun "
-                        f"--nproc_per_node={fewest} train.py")
+            flags += f" --cp {cp}"
+        count = f"{world} processes are not divisible by"
+        if world == 1:
+            count = "this is one process, too few for"
+        problems.append(f"{count} {factors} = {fewest}: lower these, or start a multiple of "
+                        f"{fewest}, with your other flags, too: torchrun --nproc_per_node={fewest} "
+                        f"train.py {flags}")
     if config.zero == 3 and pp > 1:
         problems.append(f"zero 3 with pp {pp} would gather every block again for each microbatch "
                         f"of the pipeline: give --zero 1, or --zero 2 (not with zb-h1)")
     if config.sequence_parallel and tp == 1:
         problems.append("sequence parallelism splits the positions over tensor-parallel ranks, "
-                        "but tp is 1: give --tp 2 or more")
+                        "but tp is 1: drop it, or give --tp 2 or more, and as many processes: "
+                        "torchrun --nproc_per_node=2 train.py --tp 2")
     interleaved = schedule == "interleaved"
     if interleaved != (chunks > 1) or (interleaved and pp == 1):
         problems.append(f"--pp-schedule {schedule} with pp {pp} and pp-chunks {chunks}: chunks "
@@ -121,6 +126,19 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     refuse(problems)
 
 
+def check_heads(shape: dict) -> None:
+    """Raise a ValueError that proposes near values if the channels cannot be cut into heads."""
+    channels, heads = shape["n_embd"], shape["n_head"]
+    if channels % heads == 0:
+        return
+    below = channels // heads * heads
+    near = [f"--n-embd {n}" for n in (below, below + heads) if n > 0]
+    divisors = [n for n in range(1, channels + 1) if channels % n == 0]
+    nearest = min(divisors, key=lambda n: abs(n - heads))
+    raise ValueError(f"n_embd {channels} is not divisible by n_head {heads}: give "
+                     f"{', '.join(near)} or --n-head {nearest}")
+
+
 def largest_microbatch(pp: int, device_type: str) -> int:
     """The most sequences of a microbatch by default. GPUs gain from large products, but a pipeline
     loses more: with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40%
@@ -149,6 +167,7 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
                  device_type: str) -> tuple[Config, GPTConfig]:
     """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
     cannot run."""
+    check_heads(shape)
     model_config = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
     dp = world / (config.tp * config.pp * config.cp)
     sizes, _ = batch_sizes(config)

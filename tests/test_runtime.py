@@ -130,7 +130,16 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("batch size 6 is not divisible by dp 1 x micro-batch 4", ["--batch-size 6 --micro-batch 4"]),
     ("--batch-ramp 2:3:9: batch size 5 is not divisible", [
         "--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2"]),
-    ("n_embd 15 is not divisible by n_head 2", ["--n-embd 15"]),
+    ("n_embd 15 is not divisible by n_head 2: give --n-embd 14, --n-embd 16 or --n-head 1",
+     ["--n-embd 15"]),
+    ("n_embd 100 is not divisible by n_head 3: give --n-embd 99, --n-embd 102 or --n-head 2",
+     ["--n-embd 100 --n-head 3"]),
+    ("n_embd 7 is not divisible by n_head 8: give --n-embd 8 or --n-head 7", [
+        "--n-embd 7 --n-head 8"]),
+    ("argument -b: give --micro-batch N; unknown argument -t: give --seq-len N", ["-b 4 -t 64"]),
+    ("argument --lr: invalid float value: '10%': give a number, such as 0.1", ["--lr 10%"]),
+    ("argument fit: a value stands behind its flag, as in --steps 1000, and a switch has none",
+     ["fit --steps 2"]), ("argument True: a value stands", ["--recompute True"]),
     ("--steps cannot be combined with --epochs", ["--epochs 2"]),
     ("would keep parameters 695.9 GB", ["--n-layer 96 --n-head 96 --n-embd 12288"]),
     ("--data a,b: a mixture is DIR=WEIGHT,DIR=WEIGHT: 'a' lacks its DIR or its =WEIGHT: give both",
@@ -156,7 +165,10 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("run/../beyond and beyond_val hold the same", ["--data run/../beyond=1,beyond_val=1"]),
     ("257", ["--data beyond_val", "--data other=1,beyond=2"]),
     ("/proc/nowhere", ["--out /proc/nowhere"]), ("--out precious is not a", ["--out precious"]),
-    ("holds no checkpoint", ["--eval-only"]), ("there is no checkpoint ", ["--init-from "]),
+    ("holds no checkpoint", ["--eval-only"]),
+    ("--init-from: the value is empty: give a path, or leave --init-from out", [
+        "--init-from ", "--init-from="]), ("--out: the value is empty", ["--out ", "--out="]),
+    ("--data: the value is empty", ["--data ", "--data="]),
     ("there is no checkpoint nowhere: give a file of train.py, such as out/latest.pt; ", [
         "--resume nowhere"]),
     ("--resume: True is no checkpoint's FILE: leave the flag out", ["--resume True"]),
@@ -240,7 +252,55 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
      "--init-from run/step_00000004.pt --data other"),
     ("--out run --n-layer 4 --data other", "give another --out;", "--n-layer 4 --data other"),
     ("--compile=False", "leave it out", ""),
-    ("--tp 2", "torchrun --nproc_per_node=2 train.py", "--nproc_per_node=2 --tp 2"),
+    ("--tp 2", "this is one process, too few for tp 2 x pp 1 = 2: lower these, or start a "
+     "multiple of 2, with your other flags, too: torchrun --nproc_per_node=2 train.py --tp 2 "
+     "--pp 1", "--nproc_per_node=2 --tp 2 --pp 1"),
+    ("--nproc_per_node=3 --tp 2", "3 processes are not divisible by tp 2 x pp 1 = 2",
+     "--nproc_per_node=2 --tp 2 --pp 1"),
+    ("--sequence-parallel", "drop it", ""),
+    ("--sequence-parallel", "and as many processes: torchrun --nproc_per_node=2 train.py --tp 2",
+     "--nproc_per_node=2 --sequence-parallel --tp 2"),
+    *(("--n-embd 100 --n-head 3", "give --n-embd 99, --n-embd 102 or --n-head 2", flags) for flags
+      in ("--n-embd 99 --n-head 3", "--n-embd 102 --n-head 3", "--n-embd 100 --n-head 2")),
+    *((flags, advice, next_flags) for flags, advice, next_flags in [
+        ("--per_device_train_batch_size 8", "give --batch-size, the sequences of a step of the "
+         "whole job: per device x devices x gradient accumulation steps", "--batch-size 8"),
+        ("--num_train_epochs 3", "give --epochs, a whole number", ""),
+        ("--max_steps=100", "give --steps", "--steps 100"),
+        ("--train.max_steps 9 --train.micro_batch_size 2", "give --steps; unknown argument "
+         "--train.micro-batch-size: did you mean --micro-batch?", "--steps 9 --micro-batch 2"),
+        ("optim.lr=1e-3 training.max_steps=9", "mean --lr?", "--lr 1e-3 --steps 9"),
+        ("lr=1e-3", "mean --lr?", "--lr 1e-3"), ("--lr = 1e-3", "such as 0.1", "--lr 0.1"),
+        ("--output_dir o2 --overwrite_output_dir", "give --out DIR", "--out o2"),
+        ("--model_name_or_path gpt2", "give --model NAME for a new model", "--model nano"),
+        ("--model_name_or_path gpt2", "--init-from FILE.pt", "--init-from whole.pt"),
+        ("--model openai-community/gpt2", "the sizes have no owner: leave it out", ""),
+        ("--do_train --gradient_checkpointing True --fp16 True", "leave it out: train.py does "
+         "both (--eval-only: no training); unknown argument --gradient-checkpointing: give "
+         "--recompute; unknown argument --fp16: give --dtype fp16", "--recompute --dtype fp16"),
+        ("--save_total_limit 2 --save_strategy=steps", "give --keep, a number of files; unknown "
+         "argument --save-strategy=steps: give --save-every, a number", "--keep 2 --save-every 9"),
+        ("--eval_steps 9", "give --eval-every, a number of steps", "--eval-every 9"),
+        ("--lr_scheduler_type linear", "give --lr-schedule cosine or linear",
+         "--lr-schedule linear"),
+        ("--lr-schedule constant_with_warmup", "give --min-lr-ratio 1 instead",
+         "--min-lr-ratio 1"),
+        ("--max_grad_norm 1 --adam_epsilon=1e-8", "give --clip; unknown argument "
+         "--adam-epsilon=1e-8: leave it out", "--clip 1"),
+        ("--train_file a.txt", "makes shards of your text: give --data DIR", "--data other"),
+        ("--deepspeed ds.json", "give --zero 1, 2 or 3, --dtype and --clip, and start by torchrun",
+         "--nproc_per_node=2 --zero 2 --dtype bf16 --clip 1"),
+        ("--local-rank=0", "start by torchrun", "--nproc_per_node=2"),
+        ("--devices 2", "torchrun --nproc_per_node=N train.py", "--nproc_per_node=2"),
+        ("--fsdp full_shard", "give --zero 3", "--nproc_per_node=2 --zero 3"),
+        ("config.yaml --save_overwrite", "there are no configuration files, only flags: --help "
+         "lists them; unknown argument --save-overwrite: leave it out", ""),
+        ("--activation GELU", "give gelu", "--activation gelu"),
+        ("--dtype bf16-mixed", "give bf16", "--dtype bf16"),
+        ("--dtype fp8", "no products in 8 bits: give bf16", "--dtype bf16"),
+        ("--rollback False --clip None", "give off; argument --clip: invalid float value: 'None': "
+         "give 0", "--rollback off --clip 0"),
+        ("--logging_steps=9", "give --log-every, a number of steps", "--log-every 9")]),
     ("--nproc_per_node=2 --pp 2 --zero 3", "give --zero 1", "--nproc_per_node=2 --pp 2 --zero 1"),
     ("--nproc_per_node=2 --pp 2 --zero 3", "or --zero 2 (not with zb-h1)",
      "--nproc_per_node=2 --pp 2 --zero 2"),
