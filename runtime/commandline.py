@@ -39,14 +39,17 @@ class Parser(argparse.ArgumentParser):
                 problems.append(f"argument {name} takes no value: give {name} alone, or leave it "
                                 f"out")          # --compile=False, as nanoGPT's
                 continue
-            if sep and self.takes_path(name):   # a shell replaces no ~ after =
-                text = f"{name}={os.path.expanduser(value)}"
+            is_value = not text.startswith("-")     # of the flag before it
+            if is_value:
+                name, value = before, text
+            if (sep or is_value) and self.takes_path(name):
+                if value == "":             # --out "$OUT", where OUT is not set
+                    problems.append(f"argument {name}: the value is empty: give a path, or leave "
+                                    f"{name} out")
+                # A shell leaves a ~ behind = or a comma as it is.
+                value = ",".join(map(os.path.expanduser, value.split(",")))
+                text = value if is_value else f"{name}={value}"
             kept.append(text)
-            if text == "":                      # --out "$OUT", where OUT is not set
-                name = before
-            if value == "" and (sep or text == "") and self.takes_path(name):
-                problems.append(f"argument {name}: the value is empty: give a path, or leave "
-                                f"{name} out")
         args = None
         while args is None:
             try:
@@ -98,11 +101,11 @@ class Parser(argparse.ArgumentParser):
         sentence = self.find_advice(name) or self.find_advice(last)
         if sentence is not None:
             return sentence
-        bare = last.removeprefix("--")
+        bare = last.lstrip("-")
         near = ["--" + ours for ours, theirs in self.other_names.items()
                 if bare in theirs.split() and "--" + ours in flags]
-        if len(bare) > 2:                   # -b resembles any short flag
-            near += difflib.get_close_matches("--" + bare.lstrip("-"), flags, 1, 0.75)
+        if len(bare) > 1:                   # one letter resembles any short flag
+            near += difflib.get_close_matches("--" + bare, flags, 1, 0.75)
         if near:
             return f"did you mean {near[0]}? ({flags[near[0]].help % vars(flags[near[0]])})"
         if not unknown.startswith("-") and "" in self.advice:

@@ -402,6 +402,14 @@ def test_what_a_message_advises_is_not_refused(shards, things, monkeypatch):
         shutil.rmtree("o", ignore_errors=True)
 
 
+def test_a_tilde_is_the_home_folder_where_no_shell_replaces_it(monkeypatch):
+    """bash leaves it as it is in --out=~/run, and in the second part of a mixture."""
+    monkeypatch.setenv("HOME", "/home/me")
+    given = parse_flags(["--out=~/run", "--data", "/a=1,~/b=2", "--init-from=x~/y.pt"])
+    assert given == dict(out="/home/me/run", data="/a=1,/home/me/b=2", init_from="x~/y.pt")
+    assert str(data.parse_flags(["--input=~/a.txt", "--out=~/d"]).out) == "/home/me/d"
+
+
 def differ(rank, world):
     """The exit status of a rank that sees other data than the others."""
     with pytest.raises(RunError, match="not the same") as error:
@@ -651,12 +659,13 @@ BATCH_OF_6 = "--micro-batch is 3: no larger one, up to 4, divides every batch si
     ([], 0, 1, "--batch-size 6", [BATCH_OF_6]), ([], 0, 1, "--batch-size 3", []),
     ([], 0, 1, "--batch-size 6 --micro-batch 3", []), ([], 0, 1, "--batch-size 6 --exact", []),
     ([], 0, 1, "--init-from whole.pt", ["0.004 is a default for training from scratch: fine"]),
-    ([], 0, 1, "--init-from whole.pt --lr 4e-4", [])])
+    ([], 0, 1, "--init-from whole.pt --lr 4e-4", []),
+    ([], 0, 1, "--lr 0", ["a learning rate of 0 trains nothing: all weights stay as they are"])])
 def test_a_run_says_what_it_chose_and_what_makes_it_slow(
         run_train, shards, things, tmp_path, monkeypatch, missing, load, threads, flags, notes):
     """A line for a type without instructions, for threads on a busy machine, for a long warm-up,
-    for a ramp that does not rise, a microbatch that its default does not divide, and a learning
-    rate for fine-tuning."""
+    for a ramp that does not rise, a microbatch that its default does not divide, a learning rate
+    for fine-tuning, and one of 0."""
     monkeypatch.chdir(things)
     with mock.patch.object(model, "NO_PRODUCTS", missing), \
             mock.patch.object(os, "getloadavg", lambda: (load, 0, 0)), \
