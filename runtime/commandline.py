@@ -104,10 +104,12 @@ class Parser(argparse.ArgumentParser):
         bare = last.lstrip("-")
         near = ["--" + ours for ours, theirs in self.other_names.items()
                 if bare in theirs.split() and "--" + ours in flags]
-        if len(bare) > 1:                   # one letter resembles any short flag
+        if "--" + bare in flags:
+            near = ["--" + bare]
+        elif len(bare) > 1 and name.startswith("-"):    # one letter resembles any short flag
             near += difflib.get_close_matches("--" + bare, flags, 1, 0.75)
         if near:
             return f"did you mean {near[0]}? ({flags[near[0]].help % vars(flags[near[0]])})"
-        if not unknown.startswith("-") and "" in self.advice:
+        if not name.startswith("-") and "" in self.advice:
             return self.advice[""]
         return "--help lists the flags"

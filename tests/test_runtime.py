@@ -489,9 +489,9 @@ def test_help_lists_every_flag_with_its_default(run_train):
 
 def test_plain_program_tells_a_mistake_in_one_line(tmp_path):
     """What cannot run ends with status 2 and one line that names the numbers."""
-    for flags, words in [(["--tp", 2], "1 processes cannot form"), (["--pp", 0], "pp 0"),
-                         (["--tp", 2], "start them by torchrun --nproc_per_node=2 parallel.py"),
-                         (["--tp", 2, "--pp", 2], "1 processes cannot form"),
+    for flags, words in [(["--tp", 2], "not 1: start them by torchrun --nproc_per_node=2 "
+                          "parallel.py --tp 2 --pp 1\n"), (["--pp", 0], "--pp 0"),
+                         (["--tp", 2, "--pp", 2], "--nproc_per_node=4 parallel.py --tp 2 --pp 2"),
                          (["--tp", "x"], "--tp"), (["--steps"], "--steps"),
                          ([], "does not exist: give a directory that data.py has made")]:
         status, text, error = Command("parallel.py", *flags, cwd=tmp_path).finish()
@@ -1781,7 +1781,12 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
     ("--out_dir=o", "give --ckpt OUT/latest.pt"), ("o/latest.pt", "give --ckpt FILE"),
     ("--init_from=gpt2", "import gpt2 gpt2.pt` makes"), ("--compile=False", "leave it out"),
     ("--dtype=float16", "give bf16"), ("--device=cuda:1", "give cuda; CUDA_VISIBLE_DEVICES"),
-    ("--temprature 1", "mean --temperature?"),
+    ("--temprature 1", "mean --temperature?"), ("hello", "hello: give --prompt TEXT"),
+    ("--do_sample --max_length 5", "leave it out: it is always so (--temperature 0: the most "
+     "probable token); unknown argument --max-length: did you mean --max-tokens?"),
+    ("--model_name_or_path gpt2", "import NAME FILE.pt` makes one of published weights"),
+    ("--num_return_sequences 2", "mean --num-samples?"), ("--ckpt=", "--ckpt: the value is empty"),
+    ("--device gpu", "give cuda"), ("--num_beams=4", "leave it out: --temperature, --top-k and"),
     ("--max-tokens x", "--max-tokens"), ("--device cuda", "no CUDA device"),
     ("--seed -1", "--seed"), ("--seed 99999999999999999999", "--seed"), ("--nonsense", "--nons"),
     ("--prompt \udce9", "surrogates not allowed"), ("--stop \udce9", "surrogates not allowed")])
