@@ -77,6 +77,25 @@ def check_grid(world: int, config) -> None:
     refuse(problems)
 
 
+def nearest_heads(channels: int, heads: int, tp: int) -> list[str]:
+    """The number of heads next to `heads` that divides the channels and that tp divides, as a flag;
+    none if there is no such number."""
+    fitting = [n for n in range(tp, channels + 1, tp) if channels % n == 0]
+    return [f"--n-head {n}" for n in sorted(fitting, key=lambda n: abs(n - heads))[:1]]
+
+
+def check_heads(shape: dict, tp: int) -> None:
+    """Raise a ValueError that proposes near values if the channels cannot be cut into heads."""
+    channels, heads = shape["n_embd"], shape["n_head"]
+    if channels % heads:
+        near = nearest_heads(channels, heads, tp)
+        if heads % tp == 0:
+            below = channels // heads * heads
+            near = [f"--n-embd {n}" for n in (below, below + heads) if n > 0] + near
+        raise ValueError(f"n_embd {channels} is not divisible by n_head {heads}: give "
+                         f"{' or '.join(near) or 'other values of both'}")
+
+
 def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> None:
     """Raise a ValueError that names the numbers if this job cannot run; no communication."""
     check_grid(world, config)
@@ -86,9 +105,15 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     problems = []
     if model_config.n_head % tp:
         heads = model_config.n_head
-        possible = [n for n in range(1, heads + 1) if heads % n == 0 and world % n == 0]
-        problems.append(f"n_head {heads} is not divisible by tp {tp}: give a --tp that divides it "
-                        f"and the {world} processes: {', '.join(map(str, possible))}")
+        fitting = [n for n in range(1, heads + 1)
+                   if heads % n == 0 and world % (n * pp * cp) == 0]
+        possible = [str(n) for n in fitting if batch % (world // (n * pp * cp)) == 0]
+        near = nearest_heads(model_config.n_embd, heads, tp)
+        if possible:
+            near.insert(0, f"a --tp that divides it and the {world} processes: "
+                           f"{', '.join(possible)}")
+        problems.append(f"n_head {heads} is not divisible by tp {tp}: give "
+                        f"{'; or '.join(near) or 'another number of processes'}")
     if cp > 1 and seq_len % (2 * cp):
         problems.append(f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, "
                         f"which do not divide seq_len {seq_len}: change one")
@@ -126,19 +151,6 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     refuse(problems)
 
 
-def check_heads(shape: dict) -> None:
-    """Raise a ValueError that proposes near values if the channels cannot be cut into heads."""
-    channels, heads = shape["n_embd"], shape["n_head"]
-    if channels % heads == 0:
-        return
-    below = channels // heads * heads
-    near = [f"--n-embd {n}" for n in (below, below + heads) if n > 0]
-    divisors = [n for n in range(1, channels + 1) if channels % n == 0]
-    nearest = min(divisors, key=lambda n: abs(n - heads))
-    raise ValueError(f"n_embd {channels} is not divisible by n_head {heads}: give "
-                     f"{', '.join(near)} or --n-head {nearest}")
-
-
 def largest_microbatch(pp: int, device_type: str) -> int:
     """The most sequences of a microbatch by default. GPUs gain from large products, but a pipeline
     loses more: with 16 sequences instead of 4 it has fewer microbatches (`tools.plan`: 8 to 40%
@@ -167,7 +179,7 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
                  device_type: str) -> tuple[Config, GPTConfig]:
     """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
     cannot run."""
-    check_heads(shape)
+    check_heads(shape, config.tp)
     model_config = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
     dp = world / (config.tp * config.pp * config.cp)
     sizes, _ = batch_sizes(config)

@@ -31,25 +31,7 @@ class Parser(argparse.ArgumentParser):
             arguments = sys.argv[1:]
         given = [re.sub(r"^--[\w.-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)
                  for text in arguments]
-        problems = []
-        kept = []
-        for before, text in zip(["", *given], given):
-            name, sep, value = text.partition("=")
-            if sep and getattr(self._option_string_actions.get(name), "nargs", None) == 0:
-                problems.append(f"argument {name} takes no value: give {name} alone, or leave it "
-                                f"out")          # --compile=False, as nanoGPT's
-                continue
-            is_value = not text.startswith("-")     # of the flag before it
-            if is_value:
-                name, value = before, text
-            if (sep or is_value) and self.takes_path(name):
-                if value == "":             # --out "$OUT", where OUT is not set
-                    problems.append(f"argument {name}: the value is empty: give a path, or leave "
-                                    f"{name} out")
-                # A shell leaves a ~ behind = or a comma as it is.
-                value = ",".join(map(os.path.expanduser, value.split(",")))
-                text = value if is_value else f"{name}={value}"
-            kept.append(text)
+        kept, problems = self.check_values(given)
         args = None
         while args is None:
             try:
@@ -69,6 +51,29 @@ class Parser(argparse.ArgumentParser):
         if problems:
             self.error("; ".join(problems))
         return args
+
+    def check_values(self, given: list[str]) -> tuple[list[str], list[str]]:
+        """(the arguments without switches that have a value, with ~ replaced in paths, problems)"""
+        problems = []
+        kept = []
+        for before, text in zip(["", *given], given):
+            name, sep, value = text.partition("=")
+            if sep and getattr(self._option_string_actions.get(name), "nargs", None) == 0:
+                problems.append(f"argument {name} takes no value: give {name} alone, or leave it "
+                                f"out")          # --compile=False, as nanoGPT's
+                continue
+            is_value = not text.startswith("-")     # of the flag before it
+            if is_value:
+                name, value = before, text
+            if (sep or is_value) and self.takes_path(name):
+                if value == "":             # --out "$OUT", where OUT is not set
+                    problems.append(f"argument {name}: the value is empty: give a path, or leave "
+                                    f"{name} out")
+                # A shell leaves a ~ behind = or a comma as it is.
+                value = ",".join(map(os.path.expanduser, value.split(",")))
+                text = value if is_value else f"{name}={value}"
+            kept.append(text)
+        return kept, problems
 
     def takes_path(self, name: str) -> bool:
         metavar = getattr(self._option_string_actions.get(name), "metavar", None)

@@ -130,9 +130,9 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("batch size 6 is not divisible by dp 1 x micro-batch 4", ["--batch-size 6 --micro-batch 4"]),
     ("--batch-ramp 2:3:9: batch size 5 is not divisible", [
         "--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2"]),
-    ("n_embd 15 is not divisible by n_head 2: give --n-embd 14, --n-embd 16 or --n-head 1",
+    ("n_embd 15 is not divisible by n_head 2: give --n-embd 14 or --n-embd 16 or --n-head 1",
      ["--n-embd 15"]),
-    ("n_embd 100 is not divisible by n_head 3: give --n-embd 99, --n-embd 102 or --n-head 2",
+    ("n_embd 100 is not divisible by n_head 3: give --n-embd 99 or --n-embd 102 or --n-head 2",
      ["--n-embd 100 --n-head 3"]),
     ("n_embd 7 is not divisible by n_head 8: give --n-embd 8 or --n-head 7", [
         "--n-embd 7 --n-head 8"]),
@@ -260,7 +260,7 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
     ("--sequence-parallel", "drop it", ""),
     ("--sequence-parallel", "and as many processes: torchrun --nproc_per_node=2 train.py --tp 2",
      "--nproc_per_node=2 --sequence-parallel --tp 2"),
-    *(("--n-embd 100 --n-head 3", "give --n-embd 99, --n-embd 102 or --n-head 2", flags) for flags
+    *(("--n-embd 100 --n-head 3", "give --n-embd 99 or --n-embd 102 or --n-head 2", flags) for flags
       in ("--n-embd 99 --n-head 3", "--n-embd 102 --n-head 3", "--n-embd 100 --n-head 2")),
     *((flags, advice, next_flags) for flags, advice, next_flags in [
         ("--per_device_train_batch_size 8", "give --batch-size, the sequences of a step of the "
@@ -317,8 +317,13 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
      "--pp-schedule interleaved --batch-size 6 --micro-batch 3"),
     ("--nproc_per_node=2 --pp-chunks 2 --pp 2 --pp-schedule interleaved", "raise --n-layer",
      "--nproc_per_node=2 --pp-chunks 2 --pp 2 --pp-schedule interleaved --n-layer 4"),
-    ("--nproc_per_node=4 --tp 4", "divides it and the 4 processes: 1, 2",
+    ("--nproc_per_node=4 --tp 4", "divides it and the 4 processes: 1, 2; or --n-head 4",
      "--nproc_per_node=4 --tp 2"),
+    ("--nproc_per_node=4 --tp 4", "; or --n-head 4", "--nproc_per_node=4 --tp 4 --n-head 4"),
+    ("--nproc_per_node=3 --tp 3 --n-embd 24", "n_head 2 is not divisible by tp 3: give --n-head 3",
+     "--nproc_per_node=3 --tp 3 --n-embd 24 --n-head 3"),       # dp 3 does not divide the batch
+    ("--nproc_per_node=2 --tp 2 --n-embd 100 --n-head 3", "n_head 3: give --n-head 2",
+     "--nproc_per_node=2 --tp 2 --n-embd 100 --n-head 2"),
     ("--nproc_per_node=2 --tp 3", "lower these, or start a multiple of 3",
      "--nproc_per_node=2 --tp 2"),
     ("--dp 2", "start that many times more", "--nproc_per_node=2"),
