@@ -8,6 +8,16 @@ import re
 import sys
 
 
+def whole_number(text: str) -> int:
+    """The whole number that 1e3, 10k, 1,000 or 2.0 may mean; 1000 for all else."""
+    parts = re.fullmatch(r"(\d[\d,]*(?:\.\d+)?(?:[eE]\d+)?)([kKmMbB]?)", text)
+    number = 0
+    if parts is not None:
+        number = int(float(parts[1].replace(",", "")) *
+                     {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[parts[2].lower()])
+    return number if number > 0 else 1000
+
+
 class Parser(argparse.ArgumentParser):
     """The parser of all programs here. Flags may have underscores for dashes, as nanoGPT's.
     Mistakes end the program with status 2 and one line that names all flags that are unknown or
@@ -82,14 +92,16 @@ class Parser(argparse.ArgumentParser):
     def explain(self, error: argparse.ArgumentError) -> str:
         """The message of a wrong value, with what to do instead where it is known."""
         message = str(error)
-        if "invalid int value" in message:
-            return f"{message}: give a whole number, such as 1000"
         value = re.search("'(.*?)'|$", error.message)[1] or ""
         sentence = self.find_advice(f"{error.argument_name}={value}")
         choices = getattr(self._option_string_actions.get(error.argument_name), "choices", None)
         if sentence is None and choices and value.lower() in choices:
             sentence = f"give {value.lower()}"
-        if sentence is None and "invalid float value" in message:
+        elif sentence is None and "invalid int value" in message:
+            sentence = f"give a whole number, such as {whole_number(value)}"
+            if choices:
+                sentence = f"give one of {', '.join(map(str, choices))}"
+        elif sentence is None and "invalid float value" in message:
             sentence = "give a number, such as 0.1"
         return f"{message}: {sentence}" if sentence else message
 

@@ -137,6 +137,11 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("n_embd 7 is not divisible by n_head 8: give --n-embd 8 or --n-head 7", [
         "--n-embd 7 --n-head 8"]),
     ("argument -b: give --micro-batch N; unknown argument -t: give --seq-len N", ["-b 4 -t 64"]),
+    *((f"invalid int value: '{value}': give a whole number, such as {number}", [
+        f"--steps {value}"]) for value, number in [
+            ("10k", 10000), ("1e3", 1000), ("0.5M", 500000), ("1,000", 1000), ("2.0", 2),
+            ("0.5", 1000), ("50%", 1000)]),
+    ("argument --zero: invalid int value: '1.5': give one of 0, 1, 2, 3", ["--zero 1.5"]),
     ("argument --lr: invalid float value: '10%': give a number, such as 0.1", ["--lr 10%"]),
     ("argument fit: a value stands behind its flag, as in --steps 1000, and a switch has none",
      ["fit --steps 2"]), ("argument True: a value stands", ["--recompute True"]),
