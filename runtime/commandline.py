@@ -77,8 +77,8 @@ class Parser(argparse.ArgumentParser):
                 name, value = before, text
             if (sep or is_value) and self.takes_path(name):
                 if value == "":             # --out "$OUT", where OUT is not set
-                    problems.append(f"argument {name}: the value is empty: give a path, or leave "
-                                    f"{name} out")
+                    problems.append(f"argument {name}: the value is empty: give a path (is a "
+                                    f"variable of the shell not set?)")
                 # A shell leaves a ~ behind = or a comma as it is.
                 value = ",".join(map(os.path.expanduser, value.split(",")))
                 text = value if is_value else f"{name}={value}"

@@ -171,7 +171,7 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("257", ["--data beyond_val", "--data other=1,beyond=2"]),
     ("/proc/nowhere", ["--out /proc/nowhere"]), ("--out precious is not a", ["--out precious"]),
     ("holds no checkpoint", ["--eval-only"]),
-    ("--init-from: the value is empty: give a path, or leave --init-from out", [
+    ("--init-from: the value is empty: give a path (is a variable of the shell not set?)", [
         "--init-from ", "--init-from="]), ("--out: the value is empty", ["--out ", "--out="]),
     ("--data: the value is empty", ["--data ", "--data="]),
     ("there is no checkpoint nowhere: give a file of train.py, such as out/latest.pt; ", [
