@@ -48,26 +48,32 @@ ADVICE = {          # what to do where a value is not ours, or nothing is needed
     "split vocab-file merge-file tokenizer tokenizer-type tokenizer-model tokenizer-name "
     "tokenizer-path tokenizer-name-or-path use-fast-tokenizer vocab-size":
         "leave it out: `python data.py` has split and encoded the text (--tokenizer)",
-    "max-position-embeddings max-seq-length max-seq-len max-length": "give --seq-len",
+    "max-position-embeddings max-seq-length max-seq-len max-length context-length "
+    "n-ctx n-positions ctx-len": "give --seq-len",
     "model-name-or-path model-name model-id checkpoint-dir":
         "give --model NAME for a new model of that size; for its published weights --init-from "
         "FILE.pt, which `python -m tools.huggingface import NAME FILE.pt` makes",
+    "depth num-blocks": "give --n-layer",
+    "hidden-dim d-model dim width embed-dim": "give --n-embd",
+    "num-heads n-heads": "give --n-head",
     "model-type config-name config-overrides":
         "give --model NAME, or --n-layer, --n-head and --n-embd",
     "lora* use-lora use-peft peft* load-in-*bit quantize":
         "there are no adapters and no quantized weights: --init-from trains all weights",
     "bias ffn-hidden-size kv-channels disable-bias-linear normalization norm-epsilon swiglu "
     "position-embedding-type rotary-percent rotary-base group-query-attention num-query-groups "
-    "untie-embeddings-and-output-weights init-method-std num-experts make-vocab-size-divisible-by "
-    "expert-model-parallel-size":
+    "tie-word-embeddings untie-embeddings-and-output-weights init-method-std num-experts "
+    "make-vocab-size-divisible-by expert-model-parallel-size":
         "leave it out: the model is GPT-2's, with biases, LayerNorm, learned positions, a tied "
         "head",
     "max-lr peak-lr": "give --lr",
     "min-lr": "give --min-lr-ratio, min-lr / lr, such as 0.1",
+    "warmup num-warmup-steps": "give --warmup-steps, a number of steps",
+    "wd": "give --weight-decay",
     "lr-warmup-fraction lr-warmup-samples warmup-ratio": "give --warmup-steps, a number of steps",
     "train-samples": "give --steps, a number of steps",
-    "max-steps num-steps total-train-steps max-train-steps num-iterations max-iterations":
-        "give --steps",
+    "max-steps train-steps num-steps total-train-steps max-train-steps num-iterations "
+    "max-iterations": "give --steps",
     "num-train-epochs num-epochs max-epochs": "give --epochs, a whole number",
     "tokens max-tokens": "give --steps, tokens / (batch-size x seq-len), or --epochs",
     "lr-decay-iters lr-decay-samples": "leave it out: the learning rate decays until --steps",
@@ -79,13 +85,18 @@ ADVICE = {          # what to do where a value is not ours, or nothing is needed
         "give --eval-every, a number of steps",
     "per-device-eval-batch-size eval-batch-size eval-micro-batch-size":
         "leave it out: an evaluation takes --micro-batch",
+    "eval evaluate eval-mode": "give --eval-only",
     "do-train do-eval": "leave it out: train.py does both (--eval-only: no training)",
     "per-device-train-batch-size per-gpu-train-batch-size train-batch-size":
         "give --batch-size, the sequences of a step of the whole job: per device x devices x "
         "gradient accumulation steps",
     "auto-find-batch-size group-by-length remove-unused-columns ddp-*":
         "leave it out: there is nothing like it here",
-    "train-micro-batch-size-per-gpu": "give --micro-batch, and --batch-size for the whole job",
+    "train-micro-batch-size-per-gpu device-batch-size batch-size-per-gpu local-batch-size":
+        "give --micro-batch, and --batch-size for the whole job",
+    "total-batch-size *batch-size-tokens *batch-tokens":
+        "give --batch-size, in sequences: tokens / seq-len",
+    "bs": "give --batch-size",
     "gradient-accumulation-steps":
         "give --batch-size, nanoGPT's batch_size x gradient_accumulation_steps, and "
         "--micro-batch, its batch_size",
@@ -105,6 +116,12 @@ ADVICE = {          # what to do where a value is not ours, or nothing is needed
     "dtype=*float64 dtype=double": "give fp64",
     "device=cuda:* device=gpu device=[0-9]*":
         "give cuda; CUDA_VISIBLE_DEVICES chooses the GPU",
+    "cpu no-cuda use-cpu": "give --device cpu",
+    "accelerator": "give --device cpu, cuda or mps, or leave it out",
+    "strategy": "leave it out, or give --zero 3 where it was fsdp",
+    "seed-everything random-seed": "give --seed",
+    "amp": "give --dtype bf16 or fp16",
+    "verbose debug": "leave it out: --log-every says how much the console shows",
     "model=gpt2-small model=gpt2-124[mM] model=124[mM] model=gpt": "give gpt2",
     "model=*/*":
         "the sizes have no owner: leave it out; `python -m tools.huggingface import NAME FILE.pt` "
@@ -117,7 +134,8 @@ ADVICE = {          # what to do where a value is not ours, or nothing is needed
     "log=none log=csv log=json* log=console":
         "leave it out: metrics.jsonl in --out has the figures",
     "loss-scale initial-loss-scale": "--dtype fp16 finds its loss scale by itself",
-    "wandb wandb-* use-wandb run-name": "give --log wandb",
+    "wandb wandb-* use-wandb": "give --log wandb",
+    "name run-name exp-name experiment-name project": "leave it out: --out names the run",
     "report-to log-with logger": "give --log tensorboard or --log wandb, or leave it out",
     "tensorboard-dir tensorboard": "give --log tensorboard",
     "logging-dir log-dir": "leave it out: the figures are in --out",
@@ -134,7 +152,8 @@ ADVICE = {          # what to do where a value is not ours, or nothing is needed
     "gradient-checkpointing activation-checkpointing checkpoint-activations": "give --recompute",
     "recompute-granularity recompute-activations recompute-method recompute-num-layers":
         "give --recompute (whole blocks; there is no selective)",
-    "save-steps save-strategy": "give --save-every, a number of steps",
+    "save-steps save-strategy ckpt-interval checkpoint-interval save-freq":
+        "give --save-every, a number of steps",
     "save-total-limit": "give --keep, a number of files",
     "output-dir save-dir save-folder default-root-dir": "give --out DIR",
     "overwrite-output-dir save-overwrite":

@@ -305,6 +305,11 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
         ("--dtype fp8", "no products in 8 bits: give bf16", "--dtype bf16"),
         ("--rollback False --clip None", "give off; argument --clip: invalid float value: 'None': "
          "give 0", "--rollback off --clip 0"),
+        ("--total_batch_size 64 --device_batch_size 2", "give --batch-size, in sequences: tokens / "
+         "seq-len; unknown argument --device-batch-size: give --micro-batch, and --batch-size",
+         "--batch-size 4 --micro-batch 2"), ("--d_model 32", "give --n-embd", "--n-embd 32"),
+        ("--cpu", "give --device cpu", "--device cpu"), ("--eval", "give --eval-only",
+                                                         "--eval-only --out run"),
         ("--logging_steps=9", "give --log-every, a number of steps", "--log-every 9")]),
     ("--nproc_per_node=2 --pp 2 --zero 3", "give --zero 1", "--nproc_per_node=2 --pp 2 --zero 1"),
     ("--nproc_per_node=2 --pp 2 --zero 3", "or --zero 2 (not with zb-h1)",
