@@ -578,9 +578,10 @@ def main() -> None:
     tp, pp = args.tp, args.pp
     config = GPTConfig()
     if tp < 1 or pp < 1 or world % (tp * pp) or 16 % (world // (tp * pp)):
-        fail(f"{world} processes cannot form dp x pp x tp ranks with pp {pp}, tp {tp}, and a dp "
-             f"that divides the batch of 16: start them by torchrun --nproc_per_node="
-             f"{max(1, tp * pp)} parallel.py")
+        tp, pp = max(1, tp), max(1, pp)
+        fail(f"--tp {args.tp} --pp {args.pp} need tp x pp processes, or times a dp that divides "
+             f"the batch of 16, not {world}: start them by torchrun --nproc_per_node={tp * pp} "
+             f"parallel.py --tp {tp} --pp {pp}")
     if config.n_head % tp or pp > config.n_layer:
         fail(f"the model has {config.n_head} heads for --tp {tp}, {config.n_layer} layers for "
              f"--pp {pp}")

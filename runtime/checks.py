@@ -36,18 +36,23 @@ def check_grid(world: int, config) -> None:
     problems = []
     fewest = tp * pp * cp
     if world % fewest:
-        factors = f"tp {tp} x pp {pp}"
+        factors, flags = f"tp {tp} x pp {pp}", f"--tp {tp} --pp {pp}"
         if cp > 1:
             factors += f" x cp {cp}"
-        problems.append(f"{world} processes are not divisible by {factors} = {fewest}: "
-                        f"lower these, or start a multiple of {fewest}: torchrun "
-                        f"--nproc_per_node={fewest} train.py")
+            flags += f" --cp {cp}"
+        count = f"{world} processes are not divisible by"
+        if world == 1:
+            count = "this is one process, too few for"
+        problems.append(f"{count} {factors} = {fewest}: lower these, or start a multiple of "
+                        f"{fewest}, with your other flags, too: torchrun --nproc_per_node={fewest} "
+                        f"train.py {flags}")
     if config.zero == 3 and pp > 1:
         problems.append(f"zero 3 with pp {pp} would gather every block again for each microbatch "
                         f"of the pipeline: give --zero 1, or --zero 2 (not with zb-h1)")
     if config.sequence_parallel and tp == 1:
         problems.append("sequence parallelism splits the positions over tensor-parallel ranks, "
-                        "but tp is 1: give --tp 2 or more")
+                        "but tp is 1: drop it, or give --tp 2 or more, and as many processes: "
+                        "torchrun --nproc_per_node=2 train.py --tp 2")
     interleaved = schedule == "interleaved"
     if interleaved != (chunks > 1) or (interleaved and pp == 1):
         problems.append(f"--pp-schedule {schedule} with pp {pp} and pp-chunks {chunks}: chunks "
@@ -72,6 +77,25 @@ def check_grid(world: int, config) -> None:
     refuse(problems)
 
 
+def nearest_heads(channels: int, heads: int, tp: int) -> list[str]:
+    """The number of heads next to `heads` that divides the channels and that tp divides, as a flag;
+    none if there is no such number."""
+    fitting = [n for n in range(tp, channels + 1, tp) if channels % n == 0]
+    return [f"--n-head {n}" for n in sorted(fitting, key=lambda n: abs(n - heads))[:1]]
+
+
+def check_heads(shape: dict, tp: int) -> None:
+    """Raise a ValueError that proposes near values if the channels cannot be cut into heads."""
+    channels, heads = shape["n_embd"], shape["n_head"]
+    if channels % heads:
+        near = nearest_heads(channels, heads, tp)
+        if heads % tp == 0:
+            below = channels // heads * heads
+            near = [f"--n-embd {n}" for n in (below, below + heads) if n > 0] + near
+        raise ValueError(f"n_embd {channels} is not divisible by n_head {heads}: give "
+                         f"{' or '.join(near) or 'other values of both'}")
+
+
 def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> None:
     """Raise a ValueError that names the numbers if this job cannot run; no communication."""
     check_grid(world, config)
@@ -81,9 +105,15 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     problems = []
     if model_config.n_head % tp:
         heads = model_config.n_head
-        possible = [n for n in range(1, heads + 1) if heads % n == 0 and world % n == 0]
-        problems.append(f"n_head {heads} is not divisible by tp {tp}: give a --tp that divides it "
-                        f"and the {world} processes: {', '.join(map(str, possible))}")
+        fitting = [n for n in range(1, heads + 1)
+                   if heads % n == 0 and world % (n * pp * cp) == 0]
+        possible = [str(n) for n in fitting if batch % (world // (n * pp * cp)) == 0]
+        near = nearest_heads(model_config.n_embd, heads, tp)
+        if possible:
+            near.insert(0, f"a --tp that divides it and the {world} processes: "
+                           f"{', '.join(possible)}")
+        problems.append(f"n_head {heads} is not divisible by tp {tp}: give "
+                        f"{'; or '.join(near) or 'another number of processes'}")
     if cp > 1 and seq_len % (2 * cp):
         problems.append(f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, "
                         f"which do not divide seq_len {seq_len}: change one")
@@ -149,6 +179,7 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
                  device_type: str) -> tuple[Config, GPTConfig]:
     """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
     cannot run."""
+    check_heads(shape, config.tp)
     model_config = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
     dp = world / (config.tp * config.pp * config.cp)
     sizes, _ = batch_sizes(config)

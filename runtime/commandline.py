@@ -3,8 +3,20 @@ import argparse
 import difflib
 import fnmatch
 import io
+import itertools
+import os
 import re
 import sys
+
+
+def whole_number(text: str) -> int:
+    """The whole number that 1e3, 10k, 1,000 or 2.0 may mean; 1000 for all else."""
+    parts = re.fullmatch(r"(\d[\d,]*(?:\.\d+)?(?:[eE]\d+)?)([kKmMbB]?)", text)
+    number = 0
+    if parts is not None:
+        number = int(float(parts[1].replace(",", "")) *
+                     {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[parts[2].lower()])
+    return number if number > 0 else 1000
 
 
 class Parser(argparse.ArgumentParser):
@@ -13,7 +25,7 @@ class Parser(argparse.ArgumentParser):
     have a value of the wrong kind. `advice` says what to do about some of them: {names elsewhere,
     or FLAG=VALUE for wrong values of our flags, as patterns of fnmatch: a sentence}. Otherwise the
     line suggests a flag of ours, with its help: by `other_names` {our flag: its names elsewhere},
-    or by similarity."""
+    or by similarity. The advice for "" is for a value without a flag."""
 
     def __init__(self, prog: str, usage: str, description=None, other_names=None, advice=None,
                  **options):
@@ -31,17 +43,9 @@ class Parser(argparse.ArgumentParser):
                 stream.reconfigure(errors="backslashreplace")
         if arguments is None:
             arguments = sys.argv[1:]
-        given = [re.sub(r"^--[\w-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)
+        given = [re.sub(r"^--[\w.-]+(?=$|=)", lambda flag: flag[0].replace("_", "-"), text)
                  for text in arguments]
-        problems = []
-        kept = []
-        for text in given:              # --compile=False, as nanoGPT's
-            name, sep, _ = text.partition("=")
-            if sep and getattr(self._option_string_actions.get(name), "nargs", None) == 0:
-                problems.append(f"argument {name} takes no value: give {name} alone, or leave it "
-                                f"out")
-            else:
-                kept.append(text)
+        kept, problems = self.check_values(given)
         args = None
         while args is None:
             try:
@@ -52,22 +56,57 @@ class Parser(argparse.ArgumentParser):
                 if others == kept:
                     self.error("; ".join(problems))
                 kept = others
-        flags = [text for text in unknown if text.startswith("--") or text.endswith(".py")]
-        if not problems and not flags:          # with those, others are their values
-            flags = unknown[:1]
+        flags = [text for text in unknown if re.match("--|-[a-zA-Z]", text) or
+                 text.endswith(".py")]
+        if not problems:                        # with those, others may be their values
+            flags = list(itertools.takewhile(lambda text: text not in flags, unknown)) + flags
         for flag in flags:
             problems.append(f"unknown argument {flag}: {self.advise(flag)}")
         if problems:
             self.error("; ".join(problems))
         return args
 
+    def check_values(self, given: list[str]) -> tuple[list[str], list[str]]:
+        """(the arguments without switches that have a value, with ~ replaced in paths, problems)"""
+        problems = []
+        kept = []
+        for before, text in zip(["", *given], given):
+            name, sep, value = text.partition("=")
+            if sep and getattr(self._option_string_actions.get(name), "nargs", None) == 0:
+                problems.append(f"argument {name} takes no value: give {name} alone, or leave it "
+                                f"out")          # --compile=False, as nanoGPT's
+                continue
+            is_value = not text.startswith("-")     # of the flag before it
+            if is_value:
+                name, value = before, text
+            if (sep or is_value) and self.takes_path(name):
+                if value == "":             # --out "$OUT", where OUT is not set
+                    problems.append(f"argument {name}: the value is empty: give a path (is a "
+                                    f"variable of the shell not set?)")
+                # A shell leaves a ~ behind = or a comma as it is.
+                value = ",".join(map(os.path.expanduser, value.split(",")))
+                text = value if is_value else f"{name}={value}"
+            kept.append(text)
+        return kept, problems
+
+    def takes_path(self, name: str) -> bool:
+        metavar = getattr(self._option_string_actions.get(name), "metavar", None)
+        return re.search("DIR|FILE", str(metavar)) is not None
+
     def explain(self, error: argparse.ArgumentError) -> str:
         """The message of a wrong value, with what to do instead where it is known."""
         message = str(error)
-        if "invalid int value" in message:
-            return f"{message}: give a whole number, such as 1000"
         value = re.search("'(.*?)'|$", error.message)[1] or ""
         sentence = self.find_advice(f"{error.argument_name}={value}")
+        choices = getattr(self._option_string_actions.get(error.argument_name), "choices", None)
+        if sentence is None and choices and value.lower() in choices:
+            sentence = f"give {value.lower()}"
+        elif sentence is None and "invalid int value" in message:
+            sentence = f"give a whole number, such as {whole_number(value)}"
+            if choices:
+                sentence = f"give one of {', '.join(map(str, choices))}"
+        elif sentence is None and "invalid float value" in message:
+            sentence = "give a number, such as 0.1"
         return f"{message}: {sentence}" if sentence else message
 
     def find_advice(self, name: str) -> str | None:
@@ -77,14 +116,21 @@ class Parser(argparse.ArgumentParser):
         return None
 
     def advise(self, unknown: str) -> str:
+        flags = {flag: action for action in self._actions for flag in action.option_strings}
         name = unknown.partition("=")[0]
-        sentence = self.find_advice(name)
+        last = name.rpartition(".")[2].replace("_", "-")    # of --train.max_steps, as litgpt's
+        sentence = self.find_advice(name) or self.find_advice(last)
         if sentence is not None:
             return sentence
-        flags = {flag: action for action in self._actions for flag in action.option_strings}
+        bare = last.lstrip("-")
         near = ["--" + ours for ours, theirs in self.other_names.items()
-                if name.removeprefix("--") in theirs.split() and "--" + ours in flags]
-        near += difflib.get_close_matches(name, flags, 1, 0.75)
-        if not near:
-            return "--help lists the flags"
-        return f"did you mean {near[0]}? ({flags[near[0]].help % vars(flags[near[0]])})"
+                if bare in theirs.split() and "--" + ours in flags]
+        if "--" + bare in flags:
+            near = ["--" + bare]
+        elif len(bare) > 1 and name.startswith("-"):    # one letter resembles any short flag
+            near += difflib.get_close_matches("--" + bare, flags, 1, 0.75)
+        if near:
+            return f"did you mean {near[0]}? ({flags[near[0]].help % vars(flags[near[0]])})"
+        if not name.startswith("-") and "" in self.advice:
+            return self.advice[""]
+        return "--help lists the flags"

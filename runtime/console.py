@@ -271,6 +271,8 @@ def print_notes(run, given: dict, resumed: bool) -> None:
             print_rank0(f"note     tensor-parallel ranks {ranks} communicate most, but are"
                         f"{on_hosts(ranks, grid.hosts)}: --tp should divide a machine's ranks")
             break
+    if config.lr == 0:
+        print_rank0("note     a learning rate of 0 trains nothing: all weights stay as they are")
     if config.warmup_steps > config.steps / 2:
         print_rank0(f"note     the warm-up takes {config.warmup_steps} of {config.steps} steps: "
                     f"give a smaller --warmup-steps")

@@ -133,7 +133,21 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("batch size 6 is not divisible by dp 1 x micro-batch 4", ["--batch-size 6 --micro-batch 4"]),
     ("--batch-ramp 2:3:9: batch size 5 is not divisible", [
         "--batch-size 8 --batch-ramp 2:3:9 --micro-batch 2"]),
-    ("n_embd 15 is not divisible by n_head 2", ["--n-embd 15"]),
+    ("n_embd 15 is not divisible by n_head 2: give --n-embd 14 or --n-embd 16 or --n-head 1",
+     ["--n-embd 15"]),
+    ("n_embd 100 is not divisible by n_head 3: give --n-embd 99 or --n-embd 102 or --n-head 2",
+     ["--n-embd 100 --n-head 3"]),
+    ("n_embd 7 is not divisible by n_head 8: give --n-embd 8 or --n-head 7", [
+        "--n-embd 7 --n-head 8"]),
+    ("argument -b: give --micro-batch N; unknown argument -t: give --seq-len N", ["-b 4 -t 64"]),
+    *((f"invalid int value: '{value}': give a whole number, such as {number}", [
+        f"--steps {value}"]) for value, number in [
+            ("10k", 10000), ("1e3", 1000), ("0.5M", 500000), ("1,000", 1000), ("2.0", 2),
+            ("0.5", 1000), ("50%", 1000)]),
+    ("argument --zero: invalid int value: '1.5': give one of 0, 1, 2, 3", ["--zero 1.5"]),
+    ("argument --lr: invalid float value: '10%': give a number, such as 0.1", ["--lr 10%"]),
+    ("argument fit: a value stands behind its flag, as in --steps 1000, and a switch has none",
+     ["fit --steps 2"]), ("argument True: a value stands", ["--recompute True"]),
     ("--steps cannot be combined with --epochs", ["--epochs 2"]),
     ("would keep parameters 695.9 GB", ["--n-layer 96 --n-head 96 --n-embd 12288"]),
     ("--data a,b: a mixture is DIR=WEIGHT,DIR=WEIGHT: 'a' lacks its DIR or its =WEIGHT: give both",
@@ -159,7 +173,10 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("run/../beyond and beyond_val hold the same", ["--data run/../beyond=1,beyond_val=1"]),
     ("257", ["--data beyond_val", "--data other=1,beyond=2"]),
     ("/proc/nowhere", ["--out /proc/nowhere"]), ("--out precious is not a", ["--out precious"]),
-    ("holds no checkpoint", ["--eval-only"]), ("there is no checkpoint ", ["--init-from "]),
+    ("holds no checkpoint", ["--eval-only"]),
+    ("--init-from: the value is empty: give a path (is a variable of the shell not set?)", [
+        "--init-from ", "--init-from="]), ("--out: the value is empty", ["--out ", "--out="]),
+    ("--data: the value is empty", ["--data ", "--data="]),
     ("there is no checkpoint nowhere: give a file of train.py, such as out/latest.pt; ", [
         "--resume nowhere"]),
     ("--resume: True is no checkpoint's FILE: leave the flag out", ["--resume True"]),
@@ -243,7 +260,60 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
      "--init-from run/step_00000004.pt --data other"),
     ("--out run --n-layer 4 --data other", "give another --out;", "--n-layer 4 --data other"),
     ("--compile=False", "leave it out", ""),
-    ("--tp 2", "torchrun --nproc_per_node=2 train.py", "--nproc_per_node=2 --tp 2"),
+    ("--tp 2", "this is one process, too few for tp 2 x pp 1 = 2: lower these, or start a "
+     "multiple of 2, with your other flags, too: torchrun --nproc_per_node=2 train.py --tp 2 "
+     "--pp 1", "--nproc_per_node=2 --tp 2 --pp 1"),
+    ("--nproc_per_node=3 --tp 2", "3 processes are not divisible by tp 2 x pp 1 = 2",
+     "--nproc_per_node=2 --tp 2 --pp 1"),
+    ("--sequence-parallel", "drop it", ""),
+    ("--sequence-parallel", "and as many processes: torchrun --nproc_per_node=2 train.py --tp 2",
+     "--nproc_per_node=2 --sequence-parallel --tp 2"),
+    *(("--n-embd 100 --n-head 3", "give --n-embd 99 or --n-embd 102 or --n-head 2", flags) for flags
+      in ("--n-embd 99 --n-head 3", "--n-embd 102 --n-head 3", "--n-embd 100 --n-head 2")),
+    *((flags, advice, next_flags) for flags, advice, next_flags in [
+        ("--per_device_train_batch_size 8", "give --batch-size, the sequences of a step of the "
+         "whole job: per device x devices x gradient accumulation steps", "--batch-size 8"),
+        ("--num_train_epochs 3", "give --epochs, a whole number", ""),
+        ("--max_steps=100", "give --steps", "--steps 100"),
+        ("--train.max_steps 9 --train.micro_batch_size 2", "give --steps; unknown argument "
+         "--train.micro-batch-size: did you mean --micro-batch?", "--steps 9 --micro-batch 2"),
+        ("optim.lr=1e-3 training.max_steps=9", "mean --lr?", "--lr 1e-3 --steps 9"),
+        ("lr=1e-3", "mean --lr?", "--lr 1e-3"), ("--lr = 1e-3", "such as 0.1", "--lr 0.1"),
+        ("--output_dir o2 --overwrite_output_dir", "give --out DIR", "--out o2"),
+        ("--model_name_or_path gpt2", "give --model NAME for a new model", "--model nano"),
+        ("--model_name_or_path gpt2", "--init-from FILE.pt", "--init-from whole.pt"),
+        ("--model openai-community/gpt2", "the sizes have no owner: leave it out", ""),
+        ("--do_train --gradient_checkpointing True --fp16 True", "leave it out: train.py does "
+         "both (--eval-only: no training); unknown argument --gradient-checkpointing: give "
+         "--recompute; unknown argument --fp16: give --dtype fp16", "--recompute --dtype fp16"),
+        ("--save_total_limit 2 --save_strategy=steps", "give --keep, a number of files; unknown "
+         "argument --save-strategy=steps: give --save-every, a number", "--keep 2 --save-every 9"),
+        ("--eval_steps 9", "give --eval-every, a number of steps", "--eval-every 9"),
+        ("--lr_scheduler_type linear", "give --lr-schedule cosine or linear",
+         "--lr-schedule linear"),
+        ("--lr-schedule constant_with_warmup", "give --min-lr-ratio 1 instead",
+         "--min-lr-ratio 1"),
+        ("--max_grad_norm 1 --adam_epsilon=1e-8", "give --clip; unknown argument "
+         "--adam-epsilon=1e-8: leave it out", "--clip 1"),
+        ("--train_file a.txt", "makes shards of your text: give --data DIR", "--data other"),
+        ("--deepspeed ds.json", "give --zero 1, 2 or 3, --dtype and --clip, and start by torchrun",
+         "--nproc_per_node=2 --zero 2 --dtype bf16 --clip 1"),
+        ("--local-rank=0", "start by torchrun", "--nproc_per_node=2"),
+        ("--devices 2", "torchrun --nproc_per_node=N train.py", "--nproc_per_node=2"),
+        ("--fsdp full_shard", "give --zero 3", "--nproc_per_node=2 --zero 3"),
+        ("config.yaml --save_overwrite", "there are no configuration files, only flags: --help "
+         "lists them; unknown argument --save-overwrite: leave it out", ""),
+        ("--activation GELU", "give gelu", "--activation gelu"),
+        ("--dtype bf16-mixed", "give bf16", "--dtype bf16"),
+        ("--dtype fp8", "no products in 8 bits: give bf16", "--dtype bf16"),
+        ("--rollback False --clip None", "give off; argument --clip: invalid float value: 'None': "
+         "give 0", "--rollback off --clip 0"),
+        ("--total_batch_size 64 --device_batch_size 2", "give --batch-size, in sequences: tokens / "
+         "seq-len; unknown argument --device-batch-size: give --micro-batch, and --batch-size",
+         "--batch-size 4 --micro-batch 2"), ("--d_model 32", "give --n-embd", "--n-embd 32"),
+        ("--cpu", "give --device cpu", "--device cpu"), ("--eval", "give --eval-only",
+                                                         "--eval-only --out run"),
+        ("--logging_steps=9", "give --log-every, a number of steps", "--log-every 9")]),
     ("--nproc_per_node=2 --pp 2 --zero 3", "give --zero 1", "--nproc_per_node=2 --pp 2 --zero 1"),
     ("--nproc_per_node=2 --pp 2 --zero 3", "or --zero 2 (not with zb-h1)",
      "--nproc_per_node=2 --pp 2 --zero 2"),
@@ -260,8 +330,13 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
      "--pp-schedule interleaved --batch-size 6 --micro-batch 3"),
     ("--nproc_per_node=2 --pp-chunks 2 --pp 2 --pp-schedule interleaved", "raise --n-layer",
      "--nproc_per_node=2 --pp-chunks 2 --pp 2 --pp-schedule interleaved --n-layer 4"),
-    ("--nproc_per_node=4 --tp 4", "divides it and the 4 processes: 1, 2",
+    ("--nproc_per_node=4 --tp 4", "divides it and the 4 processes: 1, 2; or --n-head 4",
      "--nproc_per_node=4 --tp 2"),
+    ("--nproc_per_node=4 --tp 4", "; or --n-head 4", "--nproc_per_node=4 --tp 4 --n-head 4"),
+    ("--nproc_per_node=3 --tp 3 --n-embd 24", "n_head 2 is not divisible by tp 3: give --n-head 3",
+     "--nproc_per_node=3 --tp 3 --n-embd 24 --n-head 3"),       # dp 3 does not divide the batch
+    ("--nproc_per_node=2 --tp 2 --n-embd 100 --n-head 3", "n_head 3: give --n-head 2",
+     "--nproc_per_node=2 --tp 2 --n-embd 100 --n-head 2"),
     ("--nproc_per_node=2 --tp 3", "lower these, or start a multiple of 3",
      "--nproc_per_node=2 --tp 2"),
     ("--dp 2", "start that many times more", "--nproc_per_node=2"),
@@ -345,6 +420,14 @@ def test_what_a_message_advises_is_not_refused(shards, things, monkeypatch):
         shutil.rmtree("o", ignore_errors=True)
 
 
+def test_a_tilde_is_the_home_folder_where_no_shell_replaces_it(monkeypatch):
+    """bash leaves it as it is in --out=~/run, and in the second part of a mixture."""
+    monkeypatch.setenv("HOME", "/home/me")
+    given = parse_flags(["--out=~/run", "--data", "/a=1,~/b=2", "--init-from=x~/y.pt"])
+    assert given == dict(out="/home/me/run", data="/a=1,/home/me/b=2", init_from="x~/y.pt")
+    assert str(data.parse_flags(["--input=~/a.txt", "--out=~/d"]).out) == "/home/me/d"
+
+
 def differ(rank, world):
     """The exit status of a rank that sees other data than the others."""
     with pytest.raises(RunError, match="not the same") as error:
@@ -425,9 +508,9 @@ def test_help_lists_every_flag_with_its_default(run_train):
 
 def test_plain_program_tells_a_mistake_in_one_line(tmp_path):
     """What cannot run ends with status 2 and one line that names the numbers."""
-    for flags, words in [(["--tp", 2], "1 processes cannot form"), (["--pp", 0], "pp 0"),
-                         (["--tp", 2], "start them by torchrun --nproc_per_node=2 parallel.py"),
-                         (["--tp", 2, "--pp", 2], "1 processes cannot form"),
+    for flags, words in [(["--tp", 2], "not 1: start them by torchrun --nproc_per_node=2 "
+                          "parallel.py --tp 2 --pp 1\n"), (["--pp", 0], "--pp 0"),
+                         (["--tp", 2, "--pp", 2], "--nproc_per_node=4 parallel.py --tp 2 --pp 2"),
                          (["--tp", "x"], "--tp"), (["--steps"], "--steps"),
                          ([], "does not exist: give a directory that data.py has made")]:
         status, text, error = Command("parallel.py", *flags, cwd=tmp_path).finish()
@@ -607,12 +690,13 @@ BATCH_OF_6 = "--micro-batch is 3: no larger one, up to 4, divides every batch si
     ([], 0, 1, "--batch-size 6", [BATCH_OF_6]), ([], 0, 1, "--batch-size 3", []),
     ([], 0, 1, "--batch-size 6 --micro-batch 3", []), ([], 0, 1, "--batch-size 6 --exact", []),
     ([], 0, 1, "--init-from whole.pt", ["0.004 is a default for training from scratch: fine"]),
-    ([], 0, 1, "--init-from whole.pt --lr 4e-4", [])])
+    ([], 0, 1, "--init-from whole.pt --lr 4e-4", []),
+    ([], 0, 1, "--lr 0", ["a learning rate of 0 trains nothing: all weights stay as they are"])])
 def test_a_run_says_what_it_chose_and_what_makes_it_slow(
         run_train, shards, things, tmp_path, monkeypatch, missing, load, threads, flags, notes):
     """A line for a type without instructions, for threads on a busy machine, for a long warm-up,
-    for a ramp that does not rise, a microbatch that its default does not divide, and a learning
-    rate for fine-tuning."""
+    for a ramp that does not rise, a microbatch that its default does not divide, a learning rate
+    for fine-tuning, and one of 0."""
     monkeypatch.chdir(things)
     with mock.patch.object(model, "NO_PRODUCTS", missing), \
             mock.patch.object(os, "getloadavg", lambda: (load, 0, 0)), \
@@ -2011,7 +2095,12 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
     ("--out_dir=o", "give --ckpt OUT/latest.pt"), ("o/latest.pt", "give --ckpt FILE"),
     ("--init_from=gpt2", "import gpt2 gpt2.pt` makes"), ("--compile=False", "leave it out"),
     ("--dtype=float16", "give bf16"), ("--device=cuda:1", "give cuda; CUDA_VISIBLE_DEVICES"),
-    ("--temprature 1", "mean --temperature?"),
+    ("--temprature 1", "mean --temperature?"), ("hello", "hello: give --prompt TEXT"),
+    ("--do_sample --max_length 5", "leave it out: it is always so (--temperature 0: the most "
+     "probable token); unknown argument --max-length: did you mean --max-tokens?"),
+    ("--model_name_or_path gpt2", "import NAME FILE.pt` makes one of published weights"),
+    ("--num_return_sequences 2", "mean --num-samples?"), ("--ckpt=", "--ckpt: the value is empty"),
+    ("--device gpu", "give cuda"), ("--num_beams=4", "leave it out: --temperature, --top-k and"),
     ("--max-tokens x", "--max-tokens"), ("--device cuda", "no CUDA device"),
     ("--seed -1", "--seed"), ("--seed 99999999999999999999", "--seed"), ("--nonsense", "--nons"),
     ("--prompt \udce9", "surrogates not allowed"), ("--stop \udce9", "surrogates not allowed")])

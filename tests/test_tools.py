@@ -758,6 +758,7 @@ def test_a_gpus_name_may_have_capitals_and_a_plan_says_whether_it_fits():
     ("--world 8 --gpu h100 --lr 1e-3", "unknown argument --lr: --help lists the flags"),
     ("--world 8 --gpu h100 --batch_sise 8", "did you mean --batch-size?"),
     ("--world 8 --gpu h100 --max_iters 8", "did you mean --steps?"),
+    ("--gpu h100 --gpus 8", "--gpus: give --world, the number of GPUs"),
     ("--world 8 --gpu h100 --out_dir o", "unknown argument --out-dir: --help lists the flags"),
     ("--world 8 --gpu h100 --mtbf-hour 8", "did you mean --mtbf-hours?")])
 def test_the_plans_mistakes_are_refused_in_one_line(monkeypatch, capsys, flags, message):
