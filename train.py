@@ -157,6 +157,7 @@ class Run:
     noise               the gradient noise scale, with --noise-scale
     writer              checkpoint.Writer
     log                 console.RunLog; startup sets it before `train`
+    stop                signals.StopSignal, where it is in force
 
     all_ranks(f) returns f(); an error on one rank, such as a full disk, is raised on every rank.
     """
@@ -171,6 +172,7 @@ class Run:
         self.train_data, self.val_data = train_data, val_data
         self.identity = identity or directory.new_run("seed")
         self.log = None
+        self.stop = None
         self.noise = NoiseScale()
         dtype, master_dtype = PRECISIONS[config.dtype]
         self.model, self.flat = build_rank(model_config, grid, config, (dtype, master_dtype),
@@ -334,10 +336,15 @@ class Run:
 
     def sum_across_ranks(self, local: dict) -> dict:
         """{name: scalar tensor} -> {name: its sum over all ranks, a number}. Blocks until the sums
-        arrive; with several ranks, at most --timeout."""
-        sums = all_reduce(torch.stack(list(local.values())), self.grid.groups["world"]).wait()
+        arrive; with several ranks, at most --timeout. It also tells all of a signal to one."""
+        has_signal = self.stop is not None and self.stop.since is not None
+        numbers = [*local.values(), self.scalar(float(has_signal))]
+        sums = all_reduce(torch.stack(numbers), self.grid.groups["world"]).wait()
         timeout = self.config.timeout if self.grid.world > 1 else math.inf
-        return dict(zip(local, to_host(sums, timeout).tolist()))
+        *sums, signals = to_host(sums, timeout).tolist()
+        if signals > 0:
+            self.stop.receive()
+        return dict(zip(local, sums))
 
     def scalar(self, value: float) -> torch.Tensor:
         """A tensor of shape () on the device, of the type for sums."""

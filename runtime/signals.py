@@ -16,7 +16,6 @@ rank tells how many blocks it has begun, all complete as many as the foremost, a
 import ctypes
 import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -31,19 +30,17 @@ from parallelism.collectives import all_reduce
 from runtime import console, recovery, replicas
 from runtime.processes import RunError, is_rank0, print_error
 
-POLL_SECONDS = 0.3          # between two looks whether another rank has received a signal
-KEY = "stop"                # in the store of the ranks: one has
-
 
 class StopSignal:
-    """The signals that end `run`, a train.Run, during the block. A second one ends it at once,
-    unless it comes within half a second: a launcher may forward a signal that the terminal has
-    already sent. The process ends by the signal, but with 0 if it is one of several ranks."""
+    """The signals that end `run`, a train.Run, during the block. A launcher sends them to all its
+    ranks; one that gets a signal alone tells the others with its next sum over all ranks. A second
+    signal ends the process at once, unless it comes within half a second: a launcher may forward
+    what the terminal has already sent. One process ends by the signal, one of several with 0."""
 
     def __init__(self, run):
         self.run = run
         self.since = None               # time of the first signal, in seconds
-        self.number = None              # None: another rank has received it
+        self.number = None              # 0: another rank has received it
         self.finished = None            # train.Progress at the end of the last block
         self.changed = threading.Condition()
         self.begun = self.ended = 0     # blocks
@@ -52,6 +49,7 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         self.finished = self.run.progress().copy()
+        self.run.stop = self
         # Python runs a handler in the main thread, when that returns from what it waits for. The
         # byte of `set_wakeup_fd` is written at once.
         self.reader, self.writer = socket.socketpair()
@@ -97,34 +95,23 @@ class StopSignal:
             self.changed.notify_all()
 
     def listen(self) -> None:
-        """Wait for signals; with several ranks also for those of the others."""
-        store = dist.distributed_c10d._get_default_store() if self.run.grid.world > 1 else None
+        """Wait for signals, until the block of this StopSignal ends."""
         with self.reader:
-            while True:
-                poll = POLL_SECONDS if store is not None and self.since is None else None
-                ready, _, _ = select.select([self.reader], [], [], poll)
-                numbers = self.reader.recv(64) if ready else b""
-                if ready and not numbers:           # the block of this StopSignal has ended
-                    return
-                for number in numbers:
-                    self.receive(number, store)
-                with suppress(RuntimeError):        # the rank that holds the store is gone
-                    if poll is not None and not ready and store.check([KEY]):
-                        self.receive(None, None)
+            while numbers := self.reader.recv(64):
+                for number in set(numbers) & self.before.keys():
+                    self.receive(number)
 
-    def receive(self, number: int | None, store) -> None:
+    def receive(self, number: int = 0) -> None:
         now = time.monotonic()
-        if number not in (None, *self.before):
-            return
-        if self.since is None:
-            self.since, self.number = now, number
+        with self.changed:              # both threads may call this
+            is_first = self.since is None
+            if is_first:
+                self.since, self.number = now, number
+        if is_first:
             self.write("saving the last finished step; a second signal ends at once, without "
                        "saving")
             self.start(self.end)
-            if store is not None:
-                with suppress(RuntimeError):
-                    store.set(KEY, "")
-        elif number is not None and now - self.since >= 0.5:
+        elif number > 0 and now - self.since >= 0.5:
             self.write("ended without saving")
             exit_like_signal(number)
 
@@ -147,6 +134,8 @@ class StopSignal:
             self.save(self.finished)
             self.over_ranks(0)          # rank 0 has written what the others have sent
         except Exception as error:
+            if self.left:               # and so have the other ranks: the run has ended
+                return
             print_error(f"rank {run.grid.rank}: ended without saving: {error}")
             os._exit(1)
         sys.stdout.flush()
@@ -157,6 +146,7 @@ class StopSignal:
     def settle(self) -> bool:
         """Let the ranks agree on the last block, and wait for its end here. False if that is the
         end of the run."""
+        self.over_ranks(0)              # all have received the signal: none needs to hear of it
         with self.changed:
             self.allowed = self.begun
         last = self.over_ranks(self.allowed)

@@ -679,28 +679,25 @@ runpy.run_path({str(ROOT)!r} + "/" + sys.argv.pop(1), run_name="__main__")
 BATCH_OF_6 = "--micro-batch is 3: no larger one, up to 4, divides every batch size / (dp 1 x pp 1)"
 
 
-@pytest.mark.parametrize("missing, load, threads, flags, notes", [
-    ([torch.bfloat16], 0, 2, "", []), ([], 0, 2, "--dtype bf16", []), ([], 9e9, 1, "", []),
-    ([torch.bfloat16], 0, 2, "--dtype bf16", ["cpu (multiplies bf16 in fp32), bf16"]),
-    ([], 9e9, 2, "--warmup-steps 3", [
-        "put OMP_NUM_THREADS=1 before the command",
+@pytest.mark.parametrize("missing, flags, notes", [
+    ([torch.bfloat16], "", []), ([], "--dtype bf16", []),
+    ([torch.bfloat16], "--dtype bf16", ["cpu (multiplies bf16 in fp32), bf16"]),
+    ([], "--warmup-steps 3", [
         "the warm-up takes 3 of 4 steps: give a smaller --warmup-steps"]),
-    ([], 0, 1, "--batch-ramp 4:4:9", ["4:4:9 begins at --batch-size 4: give a larger"]),
-    ([], 0, 1, "--batch-size 6 --batch-ramp 3:3:9", []),        # 3 divides both sizes
-    ([], 0, 1, "--batch-size 6", [BATCH_OF_6]), ([], 0, 1, "--batch-size 3", []),
-    ([], 0, 1, "--batch-size 6 --micro-batch 3", []), ([], 0, 1, "--batch-size 6 --exact", []),
-    ([], 0, 1, "--init-from whole.pt", ["0.004 is a default for training from scratch: fine"]),
-    ([], 0, 1, "--init-from whole.pt --lr 4e-4", []),
-    ([], 0, 1, "--lr 0", ["a learning rate of 0 trains nothing: all weights stay as they are"])])
+    ([], "--batch-ramp 4:4:9", ["4:4:9 begins at --batch-size 4: give a larger"]),
+    ([], "--batch-size 6 --batch-ramp 3:3:9", []),        # 3 divides both sizes
+    ([], "--batch-size 6", [BATCH_OF_6]), ([], "--batch-size 3", []),
+    ([], "--batch-size 6 --micro-batch 3", []), ([], "--batch-size 6 --exact", []),
+    ([], "--init-from whole.pt", ["0.004 is a default for training from scratch: fine"]),
+    ([], "--init-from whole.pt --lr 4e-4", []),
+    ([], "--lr 0", ["a learning rate of 0 trains nothing: all weights stay as they are"])])
 def test_a_run_says_what_it_chose_and_what_makes_it_slow(
-        run_train, shards, things, tmp_path, monkeypatch, missing, load, threads, flags, notes):
-    """A line for a type without instructions, for threads on a busy machine, for a long warm-up,
+        run_train, shards, things, tmp_path, monkeypatch, missing, flags, notes):
+    """A line for a type without instructions, for a long warm-up,
     for a ramp that does not rise, a microbatch that its default does not divide, a learning rate
     for fine-tuning, and one of 0."""
     monkeypatch.chdir(things)
-    with mock.patch.object(model, "NO_PRODUCTS", missing), \
-            mock.patch.object(os, "getloadavg", lambda: (load, 0, 0)), \
-            mock.patch.object(torch, "get_num_threads", lambda: threads):
+    with mock.patch.object(model, "NO_PRODUCTS", missing):
         text = run_train("--data", shards, "--out", tmp_path, *TINY, *flags.split())[1]
     told = re.findall("^note .*|^layout .*multiplies.*", text, re.M)
     assert len(told) == len(notes) and all(words in line for words, line in zip(notes, told))
@@ -847,8 +844,8 @@ PHASES = {
 def test_a_signal_ends_a_run_from_any_phase_within_seconds(shards, things, tmp_path, phase, number,
                                                            ranks):
     """The last finished step is on the disk, an evaluation that was under way counts as not made.
-    The same command makes it, and ends with the bits of a run that was not stopped. Of two ranks
-    one gets the signal; the other is in the same phase, or waits for it."""
+    The same command makes it, and ends with the bits of a run that was not stopped. Two ranks get
+    the signal from their launcher."""
     statement, done, unevaluated = PHASES[phase]
     (tmp_path / "wrapper.py").write_text(f"""
 import os, pathlib, signal, time
@@ -880,7 +877,8 @@ train.main()
     if phase == "save":
         wait_for_step(tmp_path / "out", 2, run[-1])
     time.sleep(0.1)
-    run[-1].send_signal(number)
+    for process in run:
+        process.send_signal(number)
     sent = time.monotonic()
     (status, text, error), *_ = [process.finish() for process in run]
     assert time.monotonic() - sent < 5
@@ -1010,7 +1008,7 @@ def test_a_second_signal_ends_at_once_but_not_a_launchers_copy_of_the_first(monk
     stop.start = saved.append
     for seconds, expected in [(100, []), (100.4, []), (100.6, [signal.SIGINT])]:
         monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: seconds))
-        stop.receive(signal.SIGINT, None)
+        stop.receive(signal.SIGINT)
         assert saved == [stop.end] and ended == expected
     assert capfd.readouterr().out.splitlines() == [
         "saving the last finished step; a second signal ends at once, without saving",
