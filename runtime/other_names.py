@@ -1,7 +1,7 @@
 """Flags of nanoGPT, picotron and Megatron-LM, and what to give here instead. The parsers of
 train.py, data.py, sample.py and tools/plan.py say it (commandline.Parser).
 """
-OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README.md has more
+OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; docs/comparison.md has more
     "steps": "max-iters train-iters", "lr": "learning-rate",
     "n-layer": "num-layers num-hidden-layers", "n-head": "num-attention-heads",
     "n-embd": "hidden-size", "zero": "use-distributed-optimizer", "batch-ramp": "rampup-batch-size",
@@ -16,7 +16,7 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
 
 # Names, or FLAG=VALUE for wrong values of our flags; patterns of fnmatch. The first one counts.
 ADVICE = {          # what to do where a value is not ours, or nothing is needed
-    "*.py": "there are no configuration files, only flags: README.md has nanoGPT's demo",
+    "*.py": "there are no configuration files, only flags: docs/training.md has nanoGPT's demo",
     "*.pt": "give it to --resume or --init-from",
     "resume=": "leave it out to go on with the run in --out, or give never or FILE",
     "nproc-per-node gpus num-gpus world-size":
