@@ -58,22 +58,19 @@ def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path):
 
 
 def test_the_readme_names_only_tests_and_flags_that_exist():
-    """And the table of flags elsewhere has the names for which train.py suggests ours. (Of tables
-    of flags only the first column has ours.)"""
+    """And the table of flags elsewhere has the names for which train.py suggests ours."""
     tests = set(re.findall(r"`(test_\w+)`", README))
     files = [ROOT / "test_all.py", *ROOT.glob("tests/test_*.py")]
     defined = re.findall(r"def (test_\w+)", "".join(file.read_text() for file in files))
     assert len(tests) > 10 and tests <= set(defined)
-    elsewhere = PAGES["comparison.md"].split("## Flags elsewhere")[1]
+    elsewhere = PAGES["flags.md"].split("## Names in other projects")[1]
     rows = [[re.findall(r"`-*([\w-]+)", cell) for cell in line.split("|")[1:-1]]
             for line in elsewhere.splitlines() if line.startswith("| `")]
     for ours, theirs in OTHER_NAMES.items():
         named = " ".join(" ".join(sum(row[1:], [])) for row in rows if ours in row[0])
         assert set(theirs.split()) <= set(named.replace("_", "-").split()), ours
-    text = README
-    for section in (elsewhere, PAGES["flags.md"]):
-        text = text.replace(section, re.sub(r"(?m)^(\| `--.*?\|).*", r"\1", section))
-    flags = set(re.findall(r"--[a-z][a-z0-9-]*", text))
+    own = re.sub(r"(?m)^(\| `--.*?\|).*", r"\1", elsewhere)
+    flags = set(re.findall(r"--[a-z][a-z0-9-]*", README.replace(elsewhere, own)))
     names = [*asdict(Config()), *(field.name for field in fields(PlanConfig))]
     known = {f"--{name.replace('_', '-')}" for name in names}
     tool_files = [f"tools/{file.name}" for file in ROOT.glob("tools/*.py")]
@@ -179,8 +176,8 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
         "data/python", "data/python", "data/mine", "data/fineweb", "data/tinystories",
         "data/mine-bytes", "data/shakespeare"]
     drawings = readme_commands("tools.schedule")
-    assert len(drawings) == 3
-    for _, flags in [*drawings, (None, [*drawings[0][1], "--pp-schedule", "1f1b"])]:
+    assert len(drawings) == 4
+    for _, flags in drawings:
         monkeypatch.setattr(sys, "argv", ["schedule.py", *flags])
         tools.schedule.main()
         assert capsys.readouterr().out.split("\n\n")[1] in README

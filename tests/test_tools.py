@@ -803,7 +803,7 @@ def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
 
 
 def test_the_readmes_conversions_run_as_printed(tmp_path, capsys, monkeypatch):
-    """Out to a folder, and in from a folder of the name that docs/training.md takes from the hub."""
+    """Out to a folder, and in from a folder of the name that docs/training.md gives to the hub."""
     pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
     Path("out", "gpt2").mkdir(parents=True)
