@@ -1,7 +1,7 @@
 """Flags of nanoGPT, picotron and Megatron-LM, and what to give here instead. The parsers of
 train.py, data.py, sample.py and tools/plan.py say it (commandline.Parser).
 """
-OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; docs/comparison.md has more
+OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README.md has more
     "steps": "max-iters train-iters", "lr": "learning-rate",
     "n-layer": "num-layers num-hidden-layers", "n-head": "num-attention-heads",
     "n-embd": "hidden-size", "zero": "use-distributed-optimizer", "batch-ramp": "rampup-batch-size",
