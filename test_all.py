@@ -4,7 +4,7 @@ the techniques in parallelism/.
     python -m pytest test_all.py                what a change must pass: minutes, on two CPU cores
     python -m pytest test_all.py -m slow        the same claims at a size that takes longer
     python -m pytest                            these and tests/: options, runtime, faults ...
-    python test_all.py                          the README's table of measured differences
+    python test_all.py                          docs/measurements.md: the measured differences
 
 Section                       Claims                                    Compared with
 The main claims               every layout trains as one process        one process
@@ -2619,7 +2619,8 @@ def test_a_filtered_row_is_the_same_alone_and_in_a_batch():
 # ---------------------------------------------------------------------------------------------
 
 def equality_table(pool, dtype, out):
-    """Yields (layout, schedule, (loss, gradient, norm)): the README's table."""
+    """Yields (layout, schedule, (loss, gradient, norm)): the figures of
+    docs/measurements.md."""
     one = {cfg: trained(pool, (1, 1, 1), out, cfg, whole_gradient, dtype=dtype, micro_batch=8)
            for cfg in map(deep_enough, LAYOUTS)}
     for layout in LAYOUTS:

@@ -17,7 +17,7 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
 
 # Names, or FLAG=VALUE for wrong values of our flags; patterns of fnmatch. The first one counts.
 ADVICE = {          # what to do where a value is not ours, or nothing is needed
-    "*.py": "there are no configuration files, only flags: README.md has nanoGPT's demo",
+    "*.py": "there are no configuration files, only flags: docs/training.md has nanoGPT's demo",
     "*.json *.yaml *.yml *.toml config config-file config-path":
         "there are no configuration files, only flags: --help lists them",
     "deepspeed deepspeed-config":

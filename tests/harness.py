@@ -143,14 +143,18 @@ NASTY = ["a  b", " \n\n \tx", "don't 've ''s", "\u00e9t\u00e9 \u6f22\u5b57 \u00a
          "\r\n\r\n", "    ", "12 345 !?", "\x85\x1c \x1d\n", "\U0001f600 \U0001f469\u200d",
          corpora.EOT, "\u200b ", "A", "\n", " ", "\t\v", "'"]
 SHARED = ROOT.parent / "shared"         # what is downloaded elsewhere, where there is a copy
-README = (ROOT / "README.md").read_text()
+PAGES = {page.name: page.read_text() for page in
+         [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+README = "\n".join(PAGES.values())         # the front page, then the chapters by name
 
 
 def readme_commands(program) -> list[tuple[str, list[str]]]:
-    """What the README's blocks and its text have before and behind `program`, where python or
-    torchrun starts it. (Of a sweep its first turn.)"""
+    """What the blocks and the text of README and chapters have before and behind `program`, where
+    python or torchrun starts it. (Of a sweep its first turn; of a transcript nothing.)"""
     blocks = README.split("```")
-    text = "".join(blocks[1::2]).replace("\\\n", " ").replace(" && ", "\n")
+    commands = [block for block in blocks[1::2]
+                if not re.match(r"console\n|\w*\n\$ ", block)]
+    text = "".join(commands).replace("\\\n", " ").replace(" && ", "\n")
     text = re.sub("for lr in (\\S+) .*; do (.*); done",
                   lambda loop: loop[2].replace("$lr", loop[1]), text)
     text += "\n".join(re.findall("`((?:python|torchrun) [^`]*)`", "".join(blocks[::2])))

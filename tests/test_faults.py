@@ -1,7 +1,7 @@
 """What a run survives: kills at any moment, full disks, damaged files, lost peers.
 
     python -m pytest tests/test_faults.py
-    python -m pytest tests/test_faults.py -m slow       the README's table of faults
+    python -m pytest tests/test_faults.py -m slow       the table of docs/faults.md
 
 A fault costs at most the save that it meets, and a message that names the file or the rank. What
 comes after it is compared with a run without the fault, bit for bit.
@@ -624,7 +624,7 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
 
 
 # ---------------------------------------------------------------------------------------------
-# Whole runs that are made to fail (slow): the README's table of faults
+# Whole runs that are made to fail (slow): the table of docs/faults.md
 # ---------------------------------------------------------------------------------------------
 
 SMALL = ["--n-layer", 2, "--n-head", 2, "--n-embd", 64, "--seq-len", 64, "--batch-size", 16,

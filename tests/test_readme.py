@@ -1,4 +1,5 @@
-"""What the README promises: its commands run as printed, and its names of tests and flags exist.
+"""What README.md and docs/ promise: their commands run as printed, and their names of tests and
+flags exist. README is the text of all pages.
 
     python -m pytest tests/test_readme.py
 
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import numpy as np
 import pytest
@@ -24,12 +25,13 @@ from model import SIZES
 from runtime import checks
 from runtime.options import Config, parse_flags
 from runtime.other_names import OTHER_NAMES
-from tests.harness import (README, ROOT, TINY, Command, kinds, launch, read_metrics,
+from tests.harness import (PAGES, README, ROOT, TINY, Command, kinds, launch, read_metrics,
                            readme_commands, saved, wait_for_step)
+from tools.plan import PlanConfig
 
 
 # ---------------------------------------------------------------------------------------------
-# The README's commands, as printed
+# The commands of README and chapters, as printed
 # ---------------------------------------------------------------------------------------------
 
 def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path):
@@ -56,20 +58,21 @@ def test_the_readmes_commands_run_as_printed_with_fewer_steps(tmp_path):
 
 
 def test_the_readme_names_only_tests_and_flags_that_exist():
-    """And its table of flags has the names in other programs for which train.py suggests ours."""
+    """And the table of flags elsewhere has the names for which train.py suggests ours."""
     tests = set(re.findall(r"`(test_\w+)`", README))
     files = [ROOT / "test_all.py", *ROOT.glob("tests/test_*.py")]
     defined = re.findall(r"def (test_\w+)", "".join(file.read_text() for file in files))
     assert len(tests) > 10 and tests <= set(defined)
-    section = re.search(r"## Flags.*?(?=\n## )", README, re.S)[0]
+    elsewhere = PAGES["flags.md"].split("## Names in other projects")[1]
     rows = [[re.findall(r"`-*([\w-]+)", cell) for cell in line.split("|")[1:-1]]
-            for line in section.splitlines() if line.startswith("| `")]
-    for ours, theirs in OTHER_NAMES.items():      # the columns after ours and its meaning
-        named = " ".join(" ".join(sum(row[2:], [])) for row in rows if ours in row[0])
+            for line in elsewhere.splitlines() if line.startswith("| `")]
+    for ours, theirs in OTHER_NAMES.items():
+        named = " ".join(" ".join(sum(row[1:], [])) for row in rows if ours in row[0])
         assert set(theirs.split()) <= set(named.replace("_", "-").split()), ours
-    own = re.sub(r"(?m)^(\| `.*?\|.*?\|).*", r"\1", section)
-    flags = set(re.findall(r"--[a-z][a-z0-9-]*", README.replace(section, own)))
-    known = {f"--{name.replace('_', '-')}" for name in asdict(Config())}
+    own = re.sub(r"(?m)^(\| `--.*?\|).*", r"\1", elsewhere)
+    flags = set(re.findall(r"--[a-z][a-z0-9-]*", README.replace(elsewhere, own)))
+    names = [*asdict(Config()), *(field.name for field in fields(PlanConfig))]
+    known = {f"--{name.replace('_', '-')}" for name in names}
     tool_files = [f"tools/{file.name}" for file in ROOT.glob("tools/*.py")]
     for file in ["data.py", "sample.py", "parallel.py", "checkpoint.py", *tool_files]:
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
@@ -140,7 +143,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         config, cfg = checks.validate(given, None, world, "cuda")
         if "n_layer" not in given:
             assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 15
+    assert len(commands) == 16
 
 
 @pytest.mark.slow
@@ -165,16 +168,16 @@ def test_the_readmes_training_commands_make_a_step_with_a_tiny_model(shards, tmp
 
 
 def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsys):
-    """data.py takes the flags of its commands, and tools.schedule draws what the README shows.
+    """data.py takes the flags of its commands, and tools.schedule draws what the pages show.
     (Other tools: tests/test_tools.py.)"""
     monkeypatch.chdir(tmp_path)
     made = [data.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [
-        "data/python", "data/python", "data/mine-bytes", "data/shakespeare", "data/tinystories",
-        "data/fineweb", "data/mine"]
+        "data/python", "data/python", "data/mine", "data/fineweb", "data/tinystories",
+        "data/mine-bytes", "data/shakespeare"]
     drawings = readme_commands("tools.schedule")
-    assert len(drawings) == 3
-    for _, flags in [*drawings, (None, [*drawings[0][1], "--pp-schedule", "1f1b"])]:
+    assert len(drawings) == 4
+    for _, flags in drawings:
         monkeypatch.setattr(sys, "argv", ["schedule.py", *flags])
         tools.schedule.main()
         assert capsys.readouterr().out.split("\n\n")[1] in README

@@ -79,7 +79,7 @@ from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backw
     ("takes no value: give --compile alone, or leave it out; argument --zero: invalid choice: 4 "
      "(choose from 0, 1, 2, 3); argument --steps: invalid int value: 'x': give a whole number, "
      "such as 1000; unknown argument config/tiny.py: there are no configuration files, only flags: "
-     "README.md has nanoGPT's demo; unknown argument --max-iters: did you mean --steps?", [
+     "docs/training.md has nanoGPT's demo; unknown argument --max-iters: did you mean --steps?", [
         "config/tiny.py --zero 4 --steps x --compile=False --max_iters 3"]),
     ("zero 3 with pp 2 would gather every block again for each microbatch of the pipeline: give "
      "--zero 1, or --zero 2 (not with zb-h1); sequence parallelism splits", [

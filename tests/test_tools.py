@@ -47,10 +47,10 @@ from parallelism.tensor import MAX_LOGITS
 from runtime import checks, console, corpora, dashboards, directory, divergence
 from runtime.options import Config, parse_flags
 from tests import published
-from tests.harness import (CFG, COVER, FORMULA, NASTY, README, ROOT, SHARED, TINY, Alive, Memory,
-                           Rows, column, deep_enough_for, expect_mistake, gridded, launch, names_in,
-                           nothing, random_gpt, readme_commands, relative, saved, settings,
-                           small_state, staged, tokens_of, traffic)
+from tests.harness import (CFG, COVER, FORMULA, NASTY, PAGES, README, ROOT, SHARED, TINY, Alive,
+                           Memory, Rows, column, deep_enough_for, expect_mistake, gridded, launch,
+                           names_in, nothing, random_gpt, readme_commands, relative, saved,
+                           settings, small_state, staged, tokens_of, traffic)
 from tools import bench, compare, faults, follow, huggingface, policies
 from tools.bench import BIG, CONTEXT, KEPT, LONG, PIPELINES, peak_of
 from tools.plan import (GPUS, HOP, LINK, RESTART, SHARE, GPUSpec, PlanConfig, activation_bytes,
@@ -564,7 +564,7 @@ def test_the_search_finds_the_fastest_layouts_that_fit():
 
 def test_the_readmes_plan_is_what_the_command_prints():
     """As text and as one flat object, and as the module's docstring says."""
-    section = README.split("## What a run would cost")[1].split("## Flags")[0]
+    section = PAGES["planning.md"]
     command = section.split("```")[1].replace("\\\n", " ")
     flags = command.partition("tools.plan")[2].split()
     free = re.sub("--(tp 8|zero 3|recompute|micro-batch 8)", "", " ".join(flags)).split()
@@ -573,13 +573,16 @@ def test_the_readmes_plan_is_what_the_command_prints():
     best = json.loads(tools.plan.answer([*free, "--search", "--json"]))[0]
     for words in (f"{plan['memory_bytes'] / 1e9:.0f} of 85 GB", f"{plan['days']:.0f} days",
                   f"{plan['hardware_tflops_per_gpu']:.0f} TFLOP/s per GPU (the paper: 147)",
-                  f"at {plan['goodput']:.0%} goodput {plan['days'] / plan['goodput']:.0f}.",
-                  f"tp {best['tp']} and sequence parallelism",
-                  f"{best['days']:.0f} days", f"{best['memory_bytes'] / 1e9:.0f} GB",
-                  f"ZeRO {best['zero']}", f"{plan['checkpoint_bytes'] / 1e12:.1f} TB",
-                  f"pauses {plan['pause_seconds']:.1f} s",
-                  f"{plan['write_seconds'] / 60:.0f} minutes",
-                  f"{plan['read_seconds'] / 60:.0f} to read"):
+                  f"at {plan['goodput']:.0%} goodput {plan['days'] / plan['goodput']:.0f} days",
+                  f"| tp {plan['tp']} | tp {best['tp']} and sequence parallelism |",
+                  f"| {plan['days']:.0f} days | {best['days']:.0f} days |",
+                  f"| {plan['memory_bytes'] / 1e9:.0f} GB | {best['memory_bytes'] / 1e9:.0f} GB |",
+                  f"| interleaved, on {best['pp']} stages |",
+                  f"| ZeRO {plan['zero']} | ZeRO {best['zero']} |",
+                  f"| {plan['checkpoint_bytes'] / 1e12:.1f} TB |",
+                  f"pauses {plan['pause_seconds']:.1f} s |",
+                  f"| {plan['write_seconds'] / 60:.0f} minutes, on a disk of 2 GB/s |",
+                  f"| {plan['read_seconds'] / 60:.0f} minutes |"):
         assert words in " ".join(section.split()), words
     assert best["sequence_parallel"] and not best["recompute"]
     assert not any(isinstance(value, (dict, list)) for value in plan.values())
@@ -1010,7 +1013,7 @@ def test_an_export_refuses_a_parameter_that_has_no_name_there(tmp_path, capsys, 
 
 
 def test_the_readmes_conversions_run_as_printed(tmp_path, capsys, monkeypatch):
-    """Out to a folder, and in from a folder of the name that the README takes from the hub."""
+    """Out to a folder, and in from a folder of the name that docs/training.md gives to the hub."""
     pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
     Path("out", "gpt2").mkdir(parents=True)
@@ -1415,12 +1418,13 @@ def test_the_readmes_benchmarks_exist():
 
 
 def test_compare_draws_a_chart_for_a_readme(tmp_path, monkeypatch):
-    """32 means over the tokens that both runs have read, here of two steps each: as the README's
-    own chart, which has as many points."""
+    """32 means over the tokens that both runs have read, here of two steps each: as the
+    chart of docs/exact.md, which has as many points."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    _, command = readme_commands("tools.compare")[0]
-    assert command == ["--mermaid", "out", "out/one"]
+    commands = [command for _, command in readme_commands("tools.compare")]
+    command = ["--mermaid", "out", "out/one"]
+    assert command in commands
     for name, steps, loss in [("out", 64, 1), ("out/one", 90, 1000)]:
         write_lines(Path(name), [(s / 100, s, dict(loss=loss + s)) for s in range(1, steps + 1)])
     status, text, error = tool("compare", *command)

@@ -1,4 +1,4 @@
-"""Measure speed and memory: the README's tables. Nothing is asserted.
+"""Measure speed and memory: the tables of docs/measurements.md. Nothing is asserted.
 
     python -m tools.bench                       # all tables: an hour on a quiet machine
     python -m tools.bench parallel_stack        # one or more, by name
