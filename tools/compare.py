@@ -2,6 +2,7 @@
 
     python -m tools.compare out/lr1e-3 out/lr2e-3
     python -m tools.compare --mermaid out/one out       # a chart for a README
+    python -m tools.compare --svg losses.svg out/one out        # a picture
 
 The chart has the losses over the tokens read, on a logarithmic scale that ends at the first loss.
 Each run has a letter; a capital is a validation loss. Below the axis, > marks a resume and < a
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.commandline import Parser
+from tools import svg
 
 PARTS = 32          # points of a line of the chart for a README
 # Seconds before these events were spent between two processes, not in one.
@@ -250,13 +252,17 @@ def compare(outs: list[str], as_mermaid=False) -> str:
 
 
 def main() -> None:
-    parser = Parser("compare.py", "python -m tools.compare [--mermaid] OUT ...", __doc__)
+    parser = Parser("compare.py", "python -m tools.compare [--mermaid] [--svg FILE] OUT ...", __doc__)
     parser.add_argument("outs", nargs="+", metavar="OUT", help="the --out of a run of train.py")
     parser.add_argument("--mermaid", action="store_true",
                         help="draw for a README on GitHub, not for the terminal")
+    parser.add_argument("--svg", metavar="FILE", help="also draw the losses, and in layouts their "
+                        "differences from the first run, to this file")
     args = parser.parse_args()
     try:
         print(compare(args.outs, args.mermaid))
+        if args.svg:
+            Path(args.svg).write_text(svg.losses([read_metrics(Path(out)) for out in args.outs]))
     except (ValueError, OSError) as error:
         parser.error(str(error))
 
