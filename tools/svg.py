@@ -218,7 +218,7 @@ def token_axis(last: int, x, y: int) -> list[str]:
     step = next(step for power in range(18) for step in (10 ** power, 2 * 10 ** power,
                                                          5 * 10 ** power) if last / step <= 6)
     for tokens in range(0, last + 1, step):
-        place = "end" if x(tokens) > WIDTH - 40 else "middle"
+        place = "end" if x(tokens) > WIDTH - 24 else "middle"
         body.append(text(round(x(tokens), 1), y + 20, short(tokens), f"small {place}"))
     return body
 
