@@ -262,7 +262,9 @@ def main() -> None:
     try:
         print(compare(args.outs, args.mermaid))
         if args.svg:
-            Path(args.svg).write_text(svg.losses([read_metrics(Path(out)) for out in args.outs]))
+            runs = [read_metrics(Path(out)) for out in dict.fromkeys(args.outs)]
+            runs = [run for run in runs if any(row.get("loss") is not None for row in run.rows)]
+            Path(args.svg).write_text(svg.losses(runs))
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

@@ -126,8 +126,8 @@ def flag_row(f: dataclasses.Field) -> list[str]:
         elif f.name in SHAPE:
             default = "of `--model`"
     if name in NOTES:
-        if len(meaning.split()) > LONGEST_CELL:
-            meaning = meaning.partition(":")[0]
+        if f.name == "model":
+            meaning = "named size"              # the note lists them
         if len(default.split()) > LONGEST_CELL:
             default = "see the note"
         meaning += f" ([note](#--{name}))"
@@ -179,7 +179,8 @@ def elsewhere() -> list[str]:
             rows.append([f"`--{name}`", *cells, ", ".join(others)])
     columns = ["Here", *PROJECTS, "Other names"]
     if not any(row[-1] for row in rows):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
+        columns = columns[:-1]
+        rows = [row[:-1] for row in rows]
     return ["## Names in other projects", "",
             "The nearest flag of each project; its values may differ. picotron's names without "
             "dashes are keys of its config.json. If you give train.py one of them, it suggests "
@@ -271,7 +272,7 @@ def schedules_block(up: str) -> list[str]:
         _, drawing, counts = schedule.describe(name, p, m, chunks).split("\n\n")
         bubble, live = counts.splitlines()
         lines += [f"**{schedule.TITLES[name]}.** `{command}`", "", "```", drawing, "```", "",
-                  f"Of it: {bubble}. {live[0].upper()}{live[1:]}.", ""]
+                  f"B{bubble[1:]}. L{live[1:]}.", ""]
     return lines[:-1]
 
 
@@ -292,8 +293,11 @@ def fill(page: str, up: str) -> str:
             raise ValueError(f"no block is called {name}; there are {', '.join(BLOCKS)}")
     if begins != ends:
         raise ValueError("a mark <!-- generated: ... --> has no <!-- end --> before the next one")
-    return BLOCK.sub(lambda found: f"{found[1]}\n" + "\n".join(BLOCKS[found[2]](up))
-                     + f"\n\n{found[4]}", page)
+
+    def replace(found):
+        content = "\n".join(BLOCKS[found[2]](up))
+        return f"{found[1]}\n{content}\n\n{found[4]}"
+    return BLOCK.sub(replace, page)
 
 
 def generated() -> dict[str, str]:

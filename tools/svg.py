@@ -62,7 +62,7 @@ def losses(runs: list) -> str:
     """The picture of tools.compare's runs: their losses over the tokens, and below, where the same
     losses are expected, a strip with each one's difference from the first. Runs with --exact have
     a strip of their own. Raises ValueError if the runs have no step in common."""
-    by_step = [{row["step"]: row for row in run.rows if row["loss"]} for run in runs]
+    by_step = [{row["step"]: row for row in run.rows if has_loss(row)} for run in runs]
     common = set(by_step[0]).intersection(*by_step)
     if not common:
         raise ValueError("the runs have no step in common: there is nothing to draw")
@@ -76,17 +76,25 @@ def losses(runs: list) -> str:
         return LEFT + (WIDTH - LEFT - RIGHT) * tokens / last
 
     groups = comparable_groups(runs)
-    top, height = 46, 250
+    legend = list(dict.fromkeys(names))
+    top = 46
+    bottom = top + max(250, 30 + 22 * len(legend))
+    looks = {name: look_of(number, len(legend), bool(groups)) for number, name in enumerate(legend)}
     body = [text(LEFT, 26, heading(groups), "title")]
-    body += loss_panel(curves, names, places, x, top, top + height)
-    bottom = top + height
+    body += loss_panel(curves, names, looks, places, x, top, bottom)
     for words, members in groups:
         top = bottom + 38
         bottom = top + 92
-        body += difference_panel([curves[i] for i in members], [names[i] for i in members], names,
+        body += difference_panel([curves[i] for i in members], [names[i] for i in members], legend,
                                  places[members[0]], words, x, top, bottom)
     body += token_axis(last, x, bottom)
     return document(bottom + 50, heading(groups), body)
+
+
+def has_loss(row: dict) -> bool:
+    """Whether the row's loss has a place on a logarithmic scale."""
+    loss = row.get("loss")
+    return loss is not None and 0 < loss < math.inf
 
 
 def heading(groups: list) -> str:
@@ -139,13 +147,15 @@ def polyline(places: list[float], values: list[float], look: str) -> str:
     return f'<polyline class="line" points="{points}" {look}/>'
 
 
-def look_of(number: int, count: int) -> str:
-    """The first line is wide, each later one on it thinner: all are seen where they coincide."""
-    width = 2 + 2.2 * (count - 1 - number)
+def look_of(number: int, count: int, nested: bool) -> str:
+    """Of curves that coincide the first is wide, each later one on it thinner: all can be seen."""
+    width = 2
+    if nested:
+        width += min(2.2, 12 / count) * (count - 1 - number)
     return f'stroke="{COLORS[number % len(COLORS)]}" stroke-width="{width:g}"'
 
 
-def loss_panel(curves: list, names: list[str], places: list, x, top: int, bottom: int):
+def loss_panel(curves: list, names: list[str], looks: dict, places: list, x, top: int, bottom: int):
     """The losses, each the mean of its part, on a logarithmic scale, and the legend."""
     lines = [parts(curve, statistics.fmean) for curve in curves]
     low, high = (pick(map(pick, lines)) for pick in (min, max))
@@ -158,14 +168,12 @@ def loss_panel(curves: list, names: list[str], places: list, x, top: int, bottom
     for loss in nice_losses(low, high):
         body += [path("grid", f"M{LEFT} {y(loss):.1f}H{WIDTH - RIGHT}"),
                  text(LEFT - 8, round(y(loss), 1) + 4, loss, "small end")]
-    legend = list(dict.fromkeys(names))
     for tokens, line, name in zip(places, lines, names):
-        body.append(polyline(map(x, parts(tokens, statistics.fmean)), map(y, line),
-                             look_of(legend.index(name), len(legend))))
-    for number, name in enumerate(legend):
+        body.append(polyline(map(x, parts(tokens, statistics.fmean)), map(y, line), looks[name]))
+    left = WIDTH - RIGHT - 60 - 7.5 * max(map(len, looks))
+    for number, (name, look) in enumerate(looks.items()):
         at = top + 16 + 22 * number
-        body += [path("line", f"M{WIDTH - 244} {at}h36", look_of(number, len(legend))),
-                 text(WIDTH - 198, at + 4, name)]
+        body += [path("line", f"M{left:g} {at}h36", look), text(left + 46, at + 4, name)]
     middle = (top + bottom) / 2
     body.append(f'<text class="small middle" transform="translate(18 {middle:g}) rotate(-90)">'
                 "loss, nats per token</text>")
@@ -182,7 +190,7 @@ def nice_losses(low: float, high: float) -> list[float]:
     return [round(high)]
 
 
-def difference_panel(curves: list, members: list[str], names: list[str], tokens: list[int],
+def difference_panel(curves: list, members: list[str], legend: list[str], tokens: list[int],
                      words: str, x, top: int, bottom: int):
     """The largest relative difference of each part from the first run, on a logarithmic scale above
     a line for zero."""
@@ -204,7 +212,6 @@ def difference_panel(curves: list, members: list[str], names: list[str], tokens:
     for number, mark in ((0, "0"), (1e-7, "1e-7"), (1e-4, "1e-4"), (1e-1, "1e-1")):
         body += [path("grid", f"M{LEFT} {y(number):.1f}H{WIDTH - RIGHT}"),
                  text(LEFT - 8, round(y(number), 1) + 4, mark, "small end")]
-    legend = list(dict.fromkeys(names))
     for values, name in zip(differences, members[1:]):
         color = COLORS[legend.index(name) % len(COLORS)]
         body.append(polyline(map(x, parts(tokens, statistics.fmean)), map(y, parts(values, max)),
