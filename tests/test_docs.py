@@ -114,9 +114,12 @@ def anchors(page):
 
 def links(page):
     """Yields (line number, target) of each link or picture outside of code."""
-    for number, kind, text in elements(page):
-        if kind != "code":
-            for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "`", text)):
+    in_code = False
+    for number, line in enumerate(page.splitlines(), 1):
+        if line.strip().startswith("```"):
+            in_code = not in_code
+        elif not in_code:
+            for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "`", line)):
                 yield number, target
 
 
@@ -151,10 +154,10 @@ def without_blocks(page):
 # ---------------------------------------------------------------------------------------------
 
 def test_a_long_paragraph_item_or_cell_is_named_with_its_line():
-    page = ("# A heading of more than five words here\n\none two [three](http://a/b) -- four\nfive\n"
-            "\n- one two three four five six\n- one\n\n| a | one two three |\n|---|---|\n"
-            "```\none two three four five six seven\n```\n<!-- a comment of more than five words -->"
-            "\n1. one two three four five `six`\n")
+    page = ("# A heading of more than five words here\n\none two [three](http://a/b) -- four\n"
+            "five\n\n- one two three four five six\n- one\n\n| a | one two three |\n|---|---|\n"
+            "```\none two three four five six seven\n```\n<!-- a comment of more than five words "
+            "-->\n1. one two three four five `six`\n")
     assert too_long(page, 2, 5) == [
         "line 6: paragraph of 6 words (at most 5): - one two three four five six ...",
         "line 9: cell of 3 words (at most 2): one two three ...",
@@ -169,23 +172,25 @@ def test_a_link_to_a_file_or_heading_that_does_not_exist_is_named_with_its_line(
     page = ("[a](docs/a.md#one---two-three) [b](docs/a.md#again-1) [c](code.py#L2) [d](#here)\n"
             "[e](https://nowhere.invalid) `[f](nowhere)`\n\n## Here\n<a name=\"there\"></a>\n"
             "[g](#there) ![h](no.svg)\n[i](docs/a.md#again-2) [j](code.py#L3)\n[k](#nowhere)\n")
+    (tmp_path / "README.md").write_text(page)
     assert broken_links("README.md", page, tmp_path) == [
-        "line 5: no.svg: no such file", "line 5: docs/a.md#again-2: no such heading",
-        "line 5: code.py#L3: the file has fewer lines", "line 5: #nowhere: no such heading"]
+        "line 6: no.svg: no such file", "line 7: docs/a.md#again-2: no such heading",
+        "line 7: code.py#L3: the file has fewer lines", "line 8: #nowhere: no such heading"]
     assert broken_links("docs/a.md", "[a](../code.py#L1) [b](a.md) [c](code.py)", tmp_path) == [
         "line 1: code.py: no such file"]
 
 
 def test_a_block_is_replaced_and_a_wrong_mark_is_refused():
-    page = "before\n\n<!-- generated: faults -->\nold\n<!-- end -->\n\nafter\n"
+    page = "before\n\n<!-- generated: faults -->\nworn out\n<!-- end -->\n\nafter\n"
     filled = docs.fill(page, "../")
-    assert filled.startswith("before\n\n<!-- generated: faults -->\n| Fault | Tried |")
-    assert filled.endswith("|\n\n<!-- end -->\n\nafter\n") and "old" not in filled
+    assert filled.startswith("before\n\n<!-- generated: faults -->\n\n| Fault | Tried |")
+    assert filled.endswith("|\n\n<!-- end -->\n\nafter\n") and "worn out" not in filled
     assert docs.fill(filled, "../") == filled and "](../tests/test_faults.py)" in filled
     assert without_blocks(filled) == "before\n\n\n\nafter\n"
     with pytest.raises(ValueError, match="no block is called fault; there are techniques, sched"):
         docs.fill(page.replace("faults", "fault"), "")
-    for wrong in (page.replace("<!-- end -->\n", ""), page.replace("old", "<!-- generated: faults -->")):
+    for wrong in (page.replace("<!-- end -->\n", ""),
+                  page.replace("worn out", "<!-- generated: faults -->")):
         with pytest.raises(ValueError, match="has no <!-- end -->"):
             docs.fill(wrong, "")
 
@@ -377,7 +382,8 @@ def test_a_picture_of_runs_says_how_far_they_differ_and_leaves_out_what_has_no_l
     first = made_up_run("a", [4.0, 2.0, None, 1.0])
     picture = svg.losses([first, made_up_run("<b>", [4.0, 2.0, 3.0, 1.001, 0.5])])
     assert ">difference from a, without --exact: at most 1.0e-03<" in picture
-    assert ">&lt;b&gt;<" in picture and [len(line.split()) for line in polylines(picture)] == [3] * 3
+    assert [len(line.split()) for line in polylines(picture)] == [3, 3, 3]
+    assert ">&lt;b&gt;<" in picture
     assert picture == svg.losses([first, made_up_run("<b>", [4.0, 2.0, 3.0, 1.001, 0.5])])
     assert len(polylines(svg.losses([first, made_up_run("c", [4.0, 2.0], lr=0.1)]))) == 2
     assert len(polylines(svg.losses([first]))) == 1
@@ -386,7 +392,7 @@ def test_a_picture_of_runs_says_how_far_they_differ_and_leaves_out_what_has_no_l
         svg.losses([first, made_up_run("e", [None, None, 1.0])])
 
 
-def test_a_run_killed_in_the_middle_ends_with_the_same_weights_as_in_the_transcript(shards, tmp_path):
+def test_a_run_killed_in_the_middle_has_the_same_weights_as_in_the_transcript(shards, tmp_path):
     """The commands of the page's transcript, in one shell and with a smaller model. Each line that
     it shows is printed, in this order, with other numbers."""
     [block] = [code for page in pages().values() for code in page.split("```")[1::2]

@@ -252,7 +252,8 @@ def compare(outs: list[str], as_mermaid=False) -> str:
 
 
 def main() -> None:
-    parser = Parser("compare.py", "python -m tools.compare [--mermaid] [--svg FILE] OUT ...", __doc__)
+    usage = "python -m tools.compare [--mermaid] [--svg FILE] OUT ..."
+    parser = Parser("compare.py", usage, __doc__)
     parser.add_argument("outs", nargs="+", metavar="OUT", help="the --out of a run of train.py")
     parser.add_argument("--mermaid", action="store_true",
                         help="draw for a README on GitHub, not for the terminal")

@@ -124,8 +124,8 @@ def main() -> None:
         help="order of the microbatches (default gpipe)")
     add("--pp-chunks", type=int, default=1, metavar="N",
         help="interleaved: parts of the model on each stage (default %(default)s)")
-    add("--svg", metavar="FILE", help="draw to this file; without --pp-schedule all four schedules, the interleaved one with 2 "
-        "chunks or more")
+    add("--svg", metavar="FILE", help="draw to this file; without --pp-schedule all four "
+        "schedules, the interleaved one with 2 chunks or more")
     parser.set_defaults(tp=1, cp=1, zero=0, micro_batch=1, sequence_parallel=False, recompute=False,
                         compile=False, exact=False)
     args = parser.parse_args()
