@@ -257,9 +257,11 @@ def test_every_test_that_a_page_names_exists():
     files = [ROOT / "test_all.py", *ROOT.glob("tests/test_*.py")]
     defined = {node.name for file in files for node in ast.parse(file.read_text()).body
                if isinstance(node, ast.FunctionDef)}
-    found = problems(lambda path, page: [
-        f"{name} is no test" for name in re.findall(r"(?:`|::)(test_\w+)`", page)
-        if name not in defined])
+
+    def check(path, page):
+        names = set(re.findall(r"(?:`|::)(test_\w+)`", page))
+        return [f"{name} is no test" for name in sorted(names - defined)]
+    found = problems(check)
     assert not found, "\n".join(found)
 
 

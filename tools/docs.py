@@ -46,12 +46,12 @@ NOTES = {                   # of flags whose meaning takes more than a cell
     "steps": "The default suits `nano`. `--epochs` is an alternative, and is stored as the number "
              "of steps that it amounts to.",
     "lr": "The default is the rate of `--model` in the tables of the GPT-3 and OPT papers, and "
-          "4e-3 for `nano`. With `--init-from` it is the rate of the weights' shape. A shape in none of "
-          "the tables takes the rate of `--model`: set `--lr` yourself.",
+          "4e-3 for `nano`. With `--init-from` it is the rate of the weights' shape. A shape in "
+          "none of the tables takes the rate of `--model`: set `--lr` yourself.",
     "pp-schedule": "`1f1b` holds fewer activations than `gpipe`. `interleaved` idles less. It "
-                   "needs `--pp-chunks` of 2 or more, a number of microbatches divisible by `--pp`, and "
-                   "a layer for each chunk of each stage. `zb-h1` idles less, and each stage holds "
-                   "as many activations as the first stage of `1f1b`, or more with "
+                   "needs `--pp-chunks` of 2 or more, a number of microbatches divisible by "
+                   "`--pp`, and a layer for each chunk of each stage. `zb-h1` idles less, and each "
+                   "stage holds as many activations as the first stage of `1f1b`, or more with "
                    "`--sequence-parallel`. It cannot be combined with `--recompute`, `--compile` "
                    "or `--zero 2`.",
     "compile": "Communication and the products with the token matrix are not compiled.",
