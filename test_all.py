@@ -117,6 +117,8 @@ def equality_row(pool, layout, one, out, cfg, **flags):
                                recompute=recompute, micro_batch=micro_batch, **flags), one)
 
 
+@pytest.mark.claim("Every layout trains as one process does: losses, gradients and norms differ "
+                   "by at most 1e-5 in fp32, 1e-10 in fp64.")
 @pytest.mark.parametrize("layout, n_layer, flags", [        # (dp, tp, pp)
     ((8, 1, 1), 2, dict(dtype="fp64")),
     ((1, 8, 1), 2, dict(dtype="fp64")),
@@ -170,6 +172,7 @@ def test_gpt2s_vocabulary_trains_as_one_process(pool, tmp_path, reference):
 NARROW = GPTConfig(vocab_size=257, seq_len=17, n_layer=4, n_head=8, n_embd=40)
 
 
+@pytest.mark.claim("With `--exact` every layout has the bits of one process.")
 @pytest.mark.parametrize("layout, cfg, same, flags", [       # (dp, tp, pp)
     ((8, 1, 1), NARROW, dict(batch_size=8), dict(zero=1)),
     ((1, 8, 1), replace(NARROW, n_layer=1), {}, {}),
@@ -446,6 +449,7 @@ def test_plain_zero_3_blocks_equal_the_whole_blocks(rank, world=2):
 
 # ---- Context parallelism: attention of cp ranks is plain attention
 
+@pytest.mark.claim("Attention of context-parallel ranks equals plain attention.")
 @pytest.mark.parametrize("world", [2, 4])
 @on_ranks
 def test_plain_context_attention_equals_plain_attention(rank, world):
@@ -465,6 +469,8 @@ def test_plain_context_attention_equals_plain_attention(rank, world):
     assert_close(pairs | dict(y=(ours, own(theirs))), 1e-12)
 
 
+@pytest.mark.claim("Layers on the positions of one context-parallel rank compute what the whole "
+                   "layers do.")
 @pytest.mark.parametrize("cp, tp, sequence_parallel, recompute", [
     (2, 1, False, False), (4, 1, False, True), (8, 1, False, False), (4, 2, False, False),
     (2, 4, True, False)])
@@ -628,6 +634,7 @@ def untimed(rows):
     return [repr(row | dict(tokens_per_second=None)) for row in rows]
 
 
+@pytest.mark.claim("A resumed run equals an uninterrupted one, bit for bit.")
 @pytest.mark.parametrize("layout, flags", [
     ((1, 1, 1), dict(dtype="fp32")),
     ((1, 1, 1), dict(dtype="bf16")),
@@ -988,6 +995,8 @@ def test_an_epoch_is_a_permutation_drawn_from_seed_and_epoch(n):
             assert abs(np.corrcoef(one, other)[0, 1]) < 4 / n ** 0.5
 
 
+@pytest.mark.claim("A mixture of data sets is exact in proportion and reads each source without "
+                   "replacement.")
 @pytest.mark.parametrize("n_windows, phases", [
     (dict(d=5), [[0, dict(d=1)]]), (dict(a=50, b=300), [[0, dict(a=7, b=3)]]),
     (dict(a=1, b=2000), [[0, dict(a=1, b=999)]]), (dict(a=9, b=9), [[0, dict(a=0, b=1)]]),
@@ -1148,6 +1157,7 @@ def test_plain_scaled_step_equals_that_of_torchs_scaler():
     assert scale == 2.0 ** 14 and weights[0][0] < -8
 
 
+@pytest.mark.claim("The loss scale moves as that of PyTorch's `GradScaler`.")
 @pytest.mark.parametrize("init_scale, growth_factor, backoff_factor, growth_interval, share", [
     (2.0 ** 16, 2.0, 0.5, 5, 0.1),
     (2.0 ** 16, 2.0, 0.5, 1, 0.4),
@@ -1201,6 +1211,7 @@ def start_with_a_high_scale(run):
     run.scaler = amp.LossScaler(2.0 ** 22, growth_interval=4)
 
 
+@pytest.mark.claim("An fp16 run finds its loss scale and trains as fp64 does.")
 def test_an_fp16_run_finds_its_loss_scale_and_trains_as_fp64(pool, tmp_path):
     """On two stages the gradients overflow by themselves under a scale of 2^22. The run skips these
     steps, its scale moves as GradScaler's, and it grows until the next overflow. The losses are
@@ -1409,6 +1420,7 @@ def spoil_in_turn(run):
 HALVED = [65536, 32768, 16384, 8192, 4096, 2048, 1024, 512, 256]
 
 
+@pytest.mark.claim("An overflow on any rank skips the step on all ranks.")
 @pytest.mark.parametrize("dtype, zero, scales", [
     ("fp16", 2, HALVED), ("fp32", 0, [1] * 9),
     pytest.param("fp16", 0, HALVED, marks=pytest.mark.slow)])
@@ -1462,6 +1474,7 @@ def test_stages_share_the_layers_in_order_and_evenly():
             assert sizes[0] == max(sizes) <= min(sizes) + 1 and sizes[-1] == min(sizes)
 
 
+@pytest.mark.claim("Every schedule has the bubble and the live microbatches that its paper gives.")
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1"])
 def test_schedules_have_the_papers_bubble_and_live_microbatches(name):
     """GPipe and 1F1B idle for (p - 1) / (m + p - 1) of the time, v chunks for (p - 1) / (v m + p -
@@ -1693,6 +1706,7 @@ class Copied(TorchDispatchMode):
         return out
 
 
+@pytest.mark.claim("Sequence parallelism copies few activations.")
 @pytest.mark.parametrize("sequences, attention", [(1, 0), (3, 1)])
 @pytest.mark.parametrize("world", [2, 4])
 @on_ranks
@@ -1716,6 +1730,7 @@ def test_sequence_parallelism_copies_little(rank, world, sequences, attention):
 # parallelism/: whole runs beside torch's own stack, and dropout
 # ---------------------------------------------------------------------------------------------
 
+@pytest.mark.claim("ZB-H1 computes what 1F1B does, bit for bit.")
 @pytest.mark.parametrize("layout, flags", [
     ((1, 1, 2), dict(dtype="bf16", micro_batch=1)), ((1, 2, 2), dict(sequence_parallel=True)),
     ((2, 1, 2), dict(zero=1, dtype="fp16", micro_batch=1)),
@@ -1759,6 +1774,7 @@ def train_theirs(config, gpt, kind=torch.optim.AdamW, rows=slice(None), backward
     return seen, optimizer
 
 
+@pytest.mark.claim("Clipping and AdamW equal those of a plain model.")
 @pytest.mark.parametrize("layout, flags, sizes", [
     ((1, 1, 1), {}, [8] * 5),
     ((2, 2, 2), dict(batch_size=16, batch_ramp="4:4:20"), [4, 4, 8, 12, 16])])
@@ -1885,6 +1901,7 @@ def in_rings(rank, world, config):
     return dict(gpt.named_parameters())
 
 
+@pytest.mark.claim("Data-parallel gradients equal those of `DistributedDataParallel`.")
 def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool, tmp_path):
     """On four replicas, of each parameter, to 1e-12 in fp64."""
     config = settings(tmp_path, dtype="fp64", steps=1, micro_batch=1, clip=0.0)
@@ -1893,6 +1910,8 @@ def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool, tmp_
     assert relative(comparable(ours), comparable(theirs)) <= 1e-12
 
 
+@pytest.mark.claim("Five steps end where those of `ZeroRedundancyOptimizer`, FSDP2, "
+                   "`torch.distributed.pipelining` and `context_parallel` end.")
 @pytest.mark.parametrize("theirs, world, flags", [
     (replicated, 4, dict(zero=1)), (fully_sharded, 2, dict(zero=3)),
     (in_rings, 4, dict(cp=4)), (pipelined, 2, dict(pp=2, pp_schedule="1f1b", clip=0.0)),
@@ -2365,6 +2384,7 @@ def test_a_loss_scale_stays_with_its_precision(tmp_path, before, after, scale):
     assert row["step"] == 3 and row["loss_scale"] == 2.0 ** scale
 
 
+@pytest.mark.claim("Loading a checkpoint runs no code from it.")
 def test_a_checkpoints_code_is_not_run(tmp_path):
     """A pickle that makes a folder is refused, and makes none; with plain torch.load it does."""
     class Malice:

@@ -2,7 +2,7 @@
 torchtitan, litgpt, DeepSpeed and transformers' Trainer. The parsers of train.py, data.py, sample.py
 and tools/plan.py say it (commandline.Parser).
 """
-OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README.md has more
+OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM
     "steps": "max-iters train-iters", "lr": "learning-rate",
     "n-layer": "num-layers num-hidden-layers", "n-head": "num-attention-heads",
     "n-embd": "hidden-size", "zero": "use-distributed-optimizer", "batch-ramp": "rampup-batch-size",
@@ -14,6 +14,51 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM; README
     "data": "data-path", "warmup-steps": "warmup-iters lr-warmup-iters", "out": "out-dir save",
     "resume": "load", "dtype": "bf16 fp16", "recompute": "recompute-granularity",
     "save-every": "save-interval", "offload": "optimizer-cpu-offload", "init-from": "finetune"}
+
+# The nearest flag of each project, for docs/flags.md: its value may differ. picotron's names without
+# dashes are keys of its config.json. OTHER_NAMES has those for which a parser suggests ours.
+PROJECTS = ("nanoGPT", "picotron", "Megatron-LM", "llm.c")
+IN_PROJECTS = {
+    "data": ("`dataset`, `prepare.py`", "`dataset`", "`--data-path`, `preprocess_data.py`",
+             "`-i`, `-j`, `dev/data/`"),
+    "out": ("`out_dir`", "`save_dir`", "`--save`", "`-o`"),
+    "resume": ("`init_from=resume`", "`load_path`", "`--load`", "`-y`"),
+    "init-from": ("`init_from=gpt2`", "", "`--finetune`", "`-e`"),
+    "eval-only": ("`eval_only`", "", "", ""),
+    "model": ("", "", "", "`-e d12`"),
+    "n-layer": ("`n_layer`", "`--num_hidden_layers`", "`--num-layers`", ""),
+    "n-head": ("`n_head`", "`--num_attention_heads`", "`--num-attention-heads`", ""),
+    "n-embd": ("`n_embd`", "", "`--hidden-size`", ""),
+    "seq-len": ("`block_size`", "`--seq_len`", "`--seq-length`", "`-t`"),
+    "batch-size": ("`batch_size` x `gradient_accumulation_steps`",
+                   "`--mbs` x `--grad_acc_steps` x `--dp`", "`--global-batch-size`",
+                   "`-d` (tokens)"),
+    "micro-batch": ("`batch_size`", "`--mbs`", "`--micro-batch-size`", "`-b`"),
+    "batch-ramp": ("", "", "`--rampup-batch-size`", ""),
+    "steps": ("`max_iters`", "`total_train_steps`", "`--train-iters`", "`-x`"),
+    "lr": ("`learning_rate`", "`learning_rate`", "`--lr`", "`-l`"),
+    "min-lr-ratio": ("`min_lr`", "", "`--min-lr`", "`-q`"),
+    "warmup-steps": ("`warmup_iters`", "", "`--lr-warmup-iters`", "`-u`"),
+    "clip": ("`grad_clip`", "", "`--clip-grad`", ""),
+    "tp": ("", "`--tp`", "`--tensor-model-parallel-size`", ""),
+    "pp": ("", "`--pp`", "`--pipeline-model-parallel-size`", ""),
+    "cp": ("", "`--cp`, `cp_size`", "`--context-parallel-size`", ""),
+    "pp-schedule": ("", "`--pp_engine`", "", ""),
+    "pp-chunks": ("", "", "`--num-virtual-stages-per-pipeline-rank`", ""),
+    "zero": ("", "", "`--use-distributed-optimizer`: 1", "`-z`"),
+    "recompute": ("", "", "`--recompute-granularity full`", "`-r`"),
+    "sequence-parallel": ("", "", "`--sequence-parallel`", ""),
+    "offload": ("", "", "`--optimizer-cpu-offload`", ""),
+    "dtype": ("`dtype`", "", "`--bf16`, `--fp16`", "`PRECISION`"),
+    "device": ("`device`", "`--use_cpu`", "", ""),
+    "compile": ("`compile`", "", "", ""),
+    "save-every": ("", "`save_frequency`", "`--save-interval`", "`-n`"),
+    "keep": ("", "", "", "`-nk`"),
+    "eval-every": ("`eval_interval`", "", "`--eval-interval`", "`-v`"),
+    "eval-tokens": ("`eval_iters`", "", "", ""),
+    "log-every": ("`log_interval`", "", "", ""),
+    "check-every": ("", "", "`--check-weight-hash-across-dp-replicas-interval`", ""),
+    "rollback": ("", "", "", "`-sl`, `-sg`")}
 
 # Names, or FLAG=VALUE for wrong values of our flags; patterns of fnmatch. The first one counts.
 ADVICE = {          # what to do where a value is not ours, or nothing is needed

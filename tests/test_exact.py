@@ -310,6 +310,7 @@ def run_on_threads(rank, world, threads, *args):
         torch.set_num_threads(1)
 
 
+@pytest.mark.claim("With `--exact` random models in random layouts have the bits of one process.")
 @pytest.mark.parametrize("seed", [
     *range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, PAIRS))])
 def test_a_random_layout_has_the_bits_of_one_process(pool, tmp_path, seed):

@@ -167,6 +167,7 @@ def reach_their_end(started):
     return True
 
 
+@pytest.mark.claim("No schedule can hang on NCCL, where single messages would.")
 @pytest.mark.parametrize("most", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_no_schedule_can_hang_on_nccl_where_single_messages_do(most):
     """Mechanism (of pipelines on GPUs): in a model of NCCL the messages of all schedules arrive,
@@ -224,6 +225,7 @@ def communication_of(rank, world, layout, config, cfg):
     return started
 
 
+@pytest.mark.claim("Context-parallel ranks communicate in one order.")
 @pytest.mark.parametrize("layout, flags", [
     ((1, 2, 2), dict(cp=2, pp_schedule="1f1b", sequence_parallel=True, zero=1)),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
@@ -364,6 +366,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
     return rows.steps, SECOND_LOG[rows.seen[-3]:rows.seen[-2]], numel, restored
 
 
+@pytest.mark.claim("Another device computes what the CPU does.")
 @pytest.mark.parametrize("layout, flags", [
     ((1, 1, 2), dict(pp=2, pp_schedule="1f1b")),
     ((2, 1, 1), dict(zero=3, offload=True, recompute=True, dropout=0.1)),
@@ -463,6 +466,7 @@ def graphs_and_hooks(rank, world, folder):
             of_parameters)
 
 
+@pytest.mark.claim("In one process all compiled blocks share one graph, without a break.")
 def test_one_process_has_a_graph_for_all_blocks_and_no_hook_but_the_sum_of_gradients(tmp_path):
     """Three blocks share one graph; positions, last norm and loss have one each. None breaks."""
     with own_processes() as fresh:

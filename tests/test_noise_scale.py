@@ -70,6 +70,7 @@ def averages(run):
     return run.noise.tr_sigma, run.noise.squared_norm
 
 
+@pytest.mark.claim("Every layout of two replicas measures the same gradient noise scale.")
 @pytest.mark.parametrize("layouts", [
     LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.slow)], ids=["few", "more"])
 def test_every_layout_of_two_replicas_measures_the_same(pool, tmp_path, layouts):
@@ -106,6 +107,7 @@ def test_a_run_that_measures_has_the_bits_of_one_that_does_not(pool, tmp_path, l
     assert not any("noise_scale" in row for row in expected)
 
 
+@pytest.mark.claim("The gradient noise scale is that of per-sequence gradients.")
 @pytest.mark.parametrize("layout, micro_batch", [
     ((1, 1, 1), 2), *(pytest.param(*row, marks=pytest.mark.slow)
                       for row in [((1, 2, 1), 1), ((4, 1, 1), 2)])])

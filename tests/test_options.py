@@ -27,6 +27,7 @@ from tests.harness import (BOUNDS, CFG, COVER, TWO_STEPS, assert_same_rows, colu
 # Every two options together
 # ---------------------------------------------------------------------------------------------
 
+@pytest.mark.claim("Every pair of options that may be combined trains as one process does.")
 @pytest.mark.parametrize("row, long", [
     *((row, False) for row in COVER),
     *(pytest.param(row, True, marks=pytest.mark.slow) for row in COVER)],
@@ -73,6 +74,7 @@ def compiled_steps(rank, world, layout, config, cfg, backend):
         return run_steps(rank, world, layout, config, cfg, graphs)[:2]
 
 
+@pytest.mark.claim("Compiled blocks train as uncompiled ones do, in every layout.")
 @pytest.mark.parametrize("layout, flags, dropout, graphs, backend", [
     ((1, 2, 1), dict(tp=2, sequence_parallel=True, zero=3, recompute=True), 0.1, 13, "aot_eager"),
     pytest.param((1, 1, 1), dict(cp=2), 0.0, 9, "aot_eager", marks=pytest.mark.slow),

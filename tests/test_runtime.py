@@ -773,6 +773,7 @@ def test_empty_variables_of_torchrun_are_as_none(run_train, shards, tmp_path):
     assert run_train(*flags, RANK="", LOCAL_RANK="")[0] == 0
 
 
+@pytest.mark.claim("After a signal the run saves, and the same command continues it.")
 @pytest.mark.parametrize("ranks, number, to", [
     (1, signal.SIGINT, "all"), (1, signal.SIGTERM, "all"), (2, signal.SIGTERM, "all"),
     (2, signal.SIGTERM, "the last"),
@@ -1840,6 +1841,7 @@ def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_wit
     assert "rollback" in kinds(seen.events)
 
 
+@pytest.mark.claim("Every rank takes the same decision on a divergence.")
 @pytest.mark.parametrize("layout, zero", [
     ((2, 1, 1), 3), pytest.param((2, 2, 2), 1, marks=pytest.mark.slow)])
 def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, zero):

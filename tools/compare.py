@@ -2,6 +2,7 @@
 
     python -m tools.compare out/lr1e-3 out/lr2e-3
     python -m tools.compare --mermaid out/one out       # a chart for a README
+    python -m tools.compare --svg losses.svg out/one out        # a picture
 
 The chart has the losses over the tokens read, on a logarithmic scale that ends at the first loss.
 Each run has a letter; a capital is a validation loss. Below the axis, > marks a resume and < a
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.commandline import Parser
-from tools import evaluations
+from tools import evaluations, svg
 from tools.evaluations import evaluated, finite
 
 NATS, BITS = "nats a token", "bits a byte"      # units of a loss
@@ -313,13 +314,20 @@ def compare(outs: list[str], as_mermaid=False) -> str:
 
 
 def main() -> None:
-    parser = Parser("compare.py", "python -m tools.compare [--mermaid] OUT ...", __doc__)
+    usage = "python -m tools.compare [--mermaid] [--svg FILE] OUT ..."
+    parser = Parser("compare.py", usage, __doc__)
     parser.add_argument("outs", nargs="+", metavar="OUT", help="the --out of a run of train.py")
     parser.add_argument("--mermaid", action="store_true",
                         help="draw for a README on GitHub, not for the terminal")
+    parser.add_argument("--svg", metavar="FILE", help="also draw the losses, and in layouts their "
+                        "differences from the first run, to this file")
     args = parser.parse_args()
     try:
         print(compare(args.outs, args.mermaid))
+        if args.svg:
+            runs = [read_metrics(Path(out)) for out in dict.fromkeys(args.outs)]
+            runs = [run for run in runs if any(row.get("loss") is not None for row in run.rows)]
+            Path(args.svg).write_text(svg.losses(runs))
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

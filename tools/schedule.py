@@ -2,17 +2,23 @@
 
     python -m tools.schedule --pp 4 --microbatches 8
     python -m tools.schedule --pp 2 --microbatches 4 --pp-schedule interleaved --pp-chunks 2
+    python -m tools.schedule --pp 4 --microbatches 8 --svg schedules.svg        # all four
 
 `clock` simulates the lists of ops that parallelism/schedules.py makes, without processes.
 """
 import tools        # first: python tools/schedule.py ends in its line
 
 from itertools import accumulate
+from pathlib import Path
 
 from model import GPTConfig
-from parallelism.schedules import SCHEDULES
+from parallel import Grid
+from parallelism.schedules import SCHEDULES, make_schedule
 from runtime.checks import check_layout
 from runtime.commandline import Parser
+from tools import svg
+
+TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B", "zb-h1": "ZB-H1"}
 
 
 def clock(schedules: list, units: list | None = None) -> list[dict]:
@@ -75,6 +81,40 @@ def draw(times: list[dict]) -> str:
                      for stage, cells in enumerate(lines))
 
 
+def simulate(name: str, stages: int, num_microbatches: int, chunks: int) -> tuple[list, list]:
+    """(each stage's list of ops, as the pipeline executes it; `clock`'s table of them)."""
+    ops = [make_schedule(name, Grid(1, stages, 1, stage, chunks=chunks), num_microbatches)
+           for stage in range(stages)]
+    return ops, clock(ops)
+
+
+def describe(name: str, p: int, m: int, v: int) -> str:
+    """The drawing of a schedule, its bubble and its live activations."""
+    schedules, times = simulate(name, p, m, v)
+    counts = [f"stage {s}: {live_activations(ops) / v:g}" for s, ops in enumerate(schedules)]
+    chunks = f" in {v} chunks" if v > 1 else ""
+    formula, n = {"interleaved": ("v m", v * m), "zb-h1": ("3 m", 3 * m)}.get(name, ("m", m))
+    units = "a backward takes two units of time"
+    if name == "zb-h1":
+        units = "an op takes one unit of time, the formula is for m >= p"
+    return "\n".join([
+        f"{name}, {p} stages{chunks}, {m} microbatches; {units}", "", draw(times), "",
+        f"bubble {bubble(times):.1%} of the time, "
+        f"(p - 1) / ({formula} + p - 1) = {(p - 1) / (n + p - 1):.1%}",
+        f"live activations, in microbatches: {', '.join(counts)}"])
+
+
+def picture(layouts: list[tuple[str, int]], p: int, m: int) -> str:
+    """Schedules, each with its number of chunks, as an SVG on one time scale."""
+    rows = []
+    for name, chunks in layouts:
+        ops, times = simulate(name, p, m, chunks)
+        live = ", ".join(f"{live_activations(stage) / chunks:g}" for stage in ops)
+        title = f"{TITLES[name]}: idle {bubble(times):.0%} of the time; holds {live} microbatches"
+        rows.append((title, times, 1 / chunks))
+    return svg.schedules(rows)
+
+
 def main() -> None:
     parser = Parser("tools.schedule", "python -m tools.schedule [FLAG ...]",
                     "Draw a pipeline schedule; count its bubble and activations.")
@@ -82,36 +122,33 @@ def main() -> None:
     add("--pp", type=int, default=4, metavar="N", help="stages (default %(default)s)")
     add("--microbatches", type=int, default=8, metavar="N",
         help="microbatches of a step (default %(default)s)")
-    add("--pp-schedule", default="gpipe", choices=list(SCHEDULES),
-        help="order of the microbatches (default %(default)s)")
+    add("--pp-schedule", choices=list(SCHEDULES),
+        help="order of the microbatches (default gpipe)")
     add("--pp-chunks", type=int, default=1, metavar="N",
         help="interleaved: parts of the model on each stage (default %(default)s)")
+    add("--svg", metavar="FILE", help="draw to this file; without --pp-schedule all four "
+        "schedules, the interleaved one with 2 chunks or more")
     parser.set_defaults(tp=1, cp=1, zero=0, micro_batch=1, sequence_parallel=False, recompute=False,
                         compile=False, exact=False)
     args = parser.parse_args()
-    p, m, v = args.pp, args.microbatches, args.pp_chunks
+    p, m = args.pp, args.microbatches
+    layouts = [(args.pp_schedule or "gpipe", args.pp_chunks)]
+    if args.svg and args.pp_schedule is None:
+        layouts = [("gpipe", 1), ("1f1b", 1), ("interleaved", max(2, args.pp_chunks)), ("zb-h1", 1)]
     try:
-        if min(p, m, v) < 1:
-            raise ValueError("--pp, --microbatches and --pp-chunks must be at least 1")
-        if v > 1 and m % p:
-            raise ValueError(f"interleaved requires --microbatches in multiples of --pp {p}")
-        check_layout(GPTConfig(n_layer=p * v), p, m, args)
-    except ValueError as error:
-        parser.error(error)
-    schedules = [SCHEDULES[args.pp_schedule](stage, p, m, v) for stage in range(p)]
-    times = clock(schedules)
-    counts = [f"stage {s}: {live_activations(ops) / v:g}" for s, ops in enumerate(schedules)]
-    chunks = f" in {v} chunks" if v > 1 else ""
-    formula, n = {"interleaved": ("v m", v * m), "zb-h1": ("3 m", 3 * m)}.get(
-        args.pp_schedule, ("m", m))
-    units = "a backward takes two units of time"
-    if args.pp_schedule == "zb-h1":
-        units = "an op takes one unit of time, the formula is for m >= p"
-    print(f"{args.pp_schedule}, {p} stages{chunks}, {m} microbatches; {units}")
-    print(f"\n{draw(times)}\n")
-    print(f"bubble {bubble(times):.1%} of the time, "
-          f"(p - 1) / ({formula} + p - 1) = {(p - 1) / (n + p - 1):.1%}")
-    print(f"live activations, in microbatches: {', '.join(counts)}")
+        for args.pp_schedule, args.pp_chunks in layouts:
+            v = args.pp_chunks
+            if min(p, m, v) < 1:
+                raise ValueError("--pp, --microbatches and --pp-chunks must be at least 1")
+            if v > 1 and m % p:
+                raise ValueError(f"interleaved requires --microbatches in multiples of --pp {p}")
+            check_layout(GPTConfig(n_layer=p * v), p, m, args)
+        if args.svg:
+            Path(args.svg).write_text(picture(layouts, p, m))
+        else:
+            print(describe(args.pp_schedule, p, m, args.pp_chunks))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":
