@@ -7,8 +7,8 @@
 
 One step in 16 bits (Micikevicius et al. 2018, "Mixed Precision Training", section 3):
 
-    1. Forward and backward run on 16-bit parameters. The statistics of LayerNorm and softmax, and
-       the loss, are computed in fp32.
+    1. Forward and backward run on 16-bit parameters. The statistics of LayerNorm and softmax, the
+       loss, and a gradient's sum over the tokens are computed in fp32, and then rounded.
     2. The loss is multiplied by the loss scale, so that gradients too small for fp16 (below 6e-8)
        survive.
     3. The 16-bit gradient of every microbatch is added to an fp32 buffer, which is then divided by
