@@ -325,9 +325,7 @@ def main() -> None:
     try:
         print(compare(args.outs, args.mermaid))
         if args.svg:
-            runs = [read_metrics(Path(out)) for out in dict.fromkeys(args.outs)]
-            runs = [run for run in runs if any(row.get("loss") is not None for row in run.rows)]
-            Path(args.svg).write_text(svg.losses(runs))
+            Path(args.svg).write_text(svg.losses(read_runs(args.outs)))
     except (ValueError, OSError) as error:
         parser.error(str(error))
 
