@@ -111,11 +111,11 @@ def open_shard(path: Path) -> np.memmap:
 def find_shards(directory: Path, split: str) -> list[Path]:
     """The shards of a split, by a whole word in their names: retrieval_train_0.bin is no "val".
     Raises FileNotFoundError if there are none."""
-    shards = sorted(path for path in directory.glob("*.bin")
+    shards = sorted(path for path in directory.glob("[!.]*.bin")
                     if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name))
     if not shards:
         problem = f"has no {split} shards" if directory.exists() else "does not exist"
-        others = sorted(path.name for path in directory.glob("*.bin"))
+        others = sorted(path.name for path in directory.glob("[!.]*.bin"))
         hint = ""
         if directory.is_file():
             hint = " (this is a file)"
@@ -142,7 +142,7 @@ def read_meta(directory: Path) -> dict:
         if (directory / "train_000000.bin").exists():       # data.py's own name
             raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "
                              f"and run data.py again") from None
-        files = sorted(directory.glob("*.bin"))
+        files = sorted(directory.glob("[!.]*.bin"))
         names = [(file.name, file.stat().st_size) for file in files]
         return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None, tokens={},
                     fingerprint=sha256_of_samples(files),
@@ -527,7 +527,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
     digest, cuts, size, counts = index_documents(files, seed)
     source = f"{digest}, {tokenizer}, {shard_tokens}"
     meta_path = out / "meta.json"
-    held = [*out.glob("*.bin"), *out.glob("meta.json")]
+    held = [*out.glob("[!.]*.bin"), *out.glob("meta.json")]
     if held and not (meta_path.exists() and f'"{source}"' in meta_path.read_text()):
         raise ValueError(f"{held[0]} was made of other text, with other flags or by another "
                          f"program: give another --out, or remove the shards and meta.json")
@@ -680,6 +680,8 @@ def tokenise(files, cuts, encoding):
     pieces = (piece for blocks, cut in zip(documents, map(int, cuts)) if cut >= 0
               for piece in split_document(blocks, cut))
     cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):        # not all of the machine's, as in a container
+        cores = len(os.sched_getaffinity(0))
     texts = {split: [] for split in SPLITS}
     jobs = []
     with ThreadPoolExecutor(cores) as pool:

@@ -228,6 +228,8 @@ def main() -> None:
         parser.error(str(error), getattr(error, "status", 2))
     model.to(device, DTYPES[args.dtype])
     use_fast_rows(model)
+    if sys.stdout is None:
+        parser.error("standard output, where the text goes, is closed: give a file or a pipe")
     sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character
     seeds = range(args.seed, args.seed + (args.num_samples or 1))
     for number, prompt in enumerate(prompts):
@@ -236,6 +238,7 @@ def main() -> None:
                 sys.stdout.write(DASHES)
             some = range(first, min(first + AT_ONCE, seeds.stop))
             print_samples(model, tokenizer, prompt, some, args)
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
@@ -247,4 +250,7 @@ if __name__ == "__main__":
         sys.exit(f"sample.py: out of memory ({first_line(error)}): lower --num-samples, try "
                  f"--device cpu, or another machine")
     except BrokenPipeError:             # `| head` has read enough
+        os._exit(1)
+    except OSError as error:            # nothing more is flushed to it
+        print(f"sample.py: standard output cannot be written: {error.strerror}", file=sys.stderr)
         os._exit(1)

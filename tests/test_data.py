@@ -952,3 +952,10 @@ def test_gpt2s_tokens_end_to_end(run_train, run_sample, run_data, tmp_path, monk
     assert text.count("\u6f22") > 1 and len(text) < len(line) + 40
     assert run_sample("--ckpt", tmp_path / "o/latest.pt", "--temperature", 0, "--prompt", line,
                       "--max-tokens", 40) == (0, text + "\n", "")
+
+
+def test_a_sidecar_of_a_mac_is_no_shard(tmp_path):
+    """Copied folders have a ._NAME for each file."""
+    dataset(tmp_path, dict(train_0=range(50), val_0=range(50)))
+    (tmp_path / "._train_0.bin").write_bytes(b"no shard")
+    assert data.TokenDataset(tmp_path, "train", 4).n_tokens == 50

@@ -648,6 +648,7 @@ def test_a_python_without_the_packages_names_the_environment(command):
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1, done.stderr
     assert ". .venv/bin/activate" in done.stderr and "-r requirements.txt" in done.stderr
     assert "numpy" in done.stderr and ("torch" in done.stderr) == (command != ["data.py"])
+    assert ("tiktoken" in done.stderr) == (command[0] in ("data.py", "sample.py"))
 
 
 def test_one_process_needs_no_posix(shards, tmp_path):
@@ -2128,3 +2129,14 @@ def test_characters_are_printed_whole(run_sample, monkeypatch):
     run_sample("--dtype", "bf16")
     assert terminal.buffer.getvalue() == b"???!?!?\n"
     assert seen == [[[256], torch.float32], [[256], torch.bfloat16]]
+
+
+@pytest.mark.parametrize("redirection, told", [
+    (">&-", "standard output, where the text goes, is closed: give a file or a pipe"),
+    ("> /dev/full", "standard output cannot be written: No space left on device")])
+def test_samples_that_cannot_be_written_are_told_in_one_line(things, redirection, told):
+    command = shlex.join([sys.executable, "sample.py", "--ckpt", str(things / "whole.pt"),
+                          "--max-tokens", "3"])
+    done = subprocess.run(["bash", "-c", f"{command} {redirection}"], cwd=ROOT, text=True,
+                          stderr=subprocess.PIPE)
+    assert done.returncode in (1, 2) and done.stderr == f"sample.py: {told}\n"
