@@ -20,13 +20,13 @@ any precision; a test compares their numbers:
     plain_train             Run, on each rank                               where
     rows of the batch       this replica's part of it, in microbatches      load_microbatches
     zero_grad               the same                                        flat.begin_step
-    forward and backward    for each microbatch; with a pipeline in the     train_step
+    forward and backward    for each microbatch; with a pipeline in the     compute_gradients
                             order of its schedule
                             sum of the gradients over the replicas          flat.finish_grad_sync
     norm and clipping       loss and norm are summed over all ranks: each   step_stats, clip_factor
                             clips by the same factor, or skips the step
     learning rate           the same function                               learning_rate
-    AdamW                   AdamW on this rank's shard                      flat.step
+    AdamW                   AdamW on this rank's shard                      update, flat.step
 
 runtime/ has what a long run needs beside these: flags, signals, the console, metrics.jsonl, and
 recovery, which takes a diverged run (its loss stays too high, or NaN) back to an older checkpoint.

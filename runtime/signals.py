@@ -138,7 +138,8 @@ class StopSignal:
                 return
             print_error(f"rank {run.grid.rank}: ended without saving: {error}")
             os._exit(1)
-        sys.stdout.flush()
+        with suppress(AttributeError, OSError):     # it is closed
+            sys.stdout.flush()
         if run.grid.world == 1:
             exit_like_signal(self.number)
         os._exit(0)
@@ -155,7 +156,6 @@ class StopSignal:
             self.changed.notify_all()
             self.changed.wait_for(lambda: self.ended == self.allowed or self.left)
             return not self.left
-
 
     def over_ranks(self, number: int) -> int:
         """The largest `number` of all ranks, once all have called this."""
