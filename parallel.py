@@ -577,6 +577,9 @@ def main() -> None:
     args = parser.parse_args()
     tp, pp = args.tp, args.pp
     config = GPTConfig()
+    if world > 1 and "MASTER_ADDR" not in os.environ:
+        fail(f"WORLD_SIZE is {world}, but the other variables of torchrun are not set: start by "
+             f"torchrun --nproc_per_node={world} parallel.py, or unset it")
     if tp < 1 or pp < 1 or world % (tp * pp) or 16 % (world // (tp * pp)):
         tp, pp = max(1, tp), max(1, pp)
         fail(f"--tp {args.tp} --pp {args.pp} need tp x pp processes, or times a dp that divides "
