@@ -150,7 +150,8 @@ README = "\n".join(PAGES.values())         # the front page, then the chapters b
 
 def readme_commands(program) -> list[tuple[str, list[str]]]:
     """What the blocks and the text of README and chapters have before and behind `program`, where
-    python or torchrun starts it. (Of a sweep its first turn; of a transcript nothing.)"""
+    python or torchrun starts it. (Of a sweep its first turn; nothing of a transcript, and of
+    --help.)"""
     blocks = README.split("```")
     commands = [block for block in blocks[1::2]
                 if not re.match(r"console\n|\w*\n\$ ", block)]
@@ -159,7 +160,8 @@ def readme_commands(program) -> list[tuple[str, list[str]]]:
                   lambda loop: loop[2].replace("$lr", loop[1]), text)
     text += "\n".join(re.findall("`((?:python|torchrun) [^`]*)`", "".join(blocks[::2])))
     found = re.findall(rf"(?m)^(.*(?:python|torchrun).* ){re.escape(program)}(?: (.*))?$", text)
-    return [(before, shlex.split(flags, comments=True)) for before, flags in found]
+    return [(before, shlex.split(flags, comments=True)) for before, flags in found
+            if flags != "--help"]
 
 
 # ---------------------------------------------------------------------------------------------
