@@ -207,6 +207,7 @@ class Run:
 
             last = self.step == config.steps
             if last or self.is_due(config.eval_every):
+                console.announce_evaluation(self)
                 row.update(self.evaluate())
             saving = last or self.is_due(config.save_every)
             difference = None
@@ -356,7 +357,6 @@ class Run:
         """The fields of an evaluation in a row of metrics.jsonl: `val_loss`, the weighted mean over
         the sources, and the same as `bits_per_byte`, None where the text's bytes are unknown; with
         several sources also both, and the epochs, of each."""
-        console.announce_evaluation(self)
         data, bits = self.val_data, evaluation.bits_per_byte
         sources = list(data.sources.values())
         losses = [self.evaluate_source(source) for source in sources]

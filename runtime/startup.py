@@ -133,6 +133,7 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
     run.log.threads.compare()
     row = on_rank0(lambda: find_unevaluated(Path(config.out), state))
     if row is not None:
+        console.announce_evaluation(run)
         run.log.write_row(run, row | run.evaluate())
 
 

@@ -2098,7 +2098,7 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
     ("--out_dir=o", "give --ckpt OUT/latest.pt"), ("o/latest.pt", "give --ckpt FILE"),
     ("--init_from=gpt2", "import gpt2 gpt2.pt` makes"), ("--compile=False", "leave it out"),
     ("--dtype=float16", "give bf16"), ("--device=cuda:1", "give cuda; CUDA_VISIBLE_DEVICES"),
-    ("--temprature 1", "mean --temperature?"), ("hello", "hello: give --prompt TEXT"),
+    ("--temprature 1", "mean --temperature?"), ("hello", "give --prompt TEXT"),
     ("--do_sample --max_length 5", "leave it out: it is always so (--temperature 0: the most "
      "probable token); unknown argument --max-length: did you mean --max-tokens?"),
     ("--model_name_or_path gpt2", "import NAME FILE.pt` makes one of published weights"),

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,7 +149,7 @@ def a_step_of_a_run(rank, world, config, cfg):
         with flops, traffic(note), torch.nn.attention.sdpa_kernel(
                 torch.nn.attention.SDPBackend.MATH), mock.patch.object(model, "NO_PRODUCTS", []):
             run.log = console.RunLog(Rows(run, nothing))
-            run.train(SimpleNamespace(requested=False))
+            run.train(SimpleNamespace(held=nullcontext))
     numel = sum(bucket.numel for bucket in run.flat.buckets)
     return numel, held, sent, sum(forwards), flops.get_total_flops()
 

@@ -187,7 +187,7 @@ class PolicyRun(train.Run):
 
     def note(self, **row) -> None:
         """In place of metrics.jsonl."""
-        if "event" not in row:
+        if "event" not in row and "step" in row:
             self.noted_step = row["step"]
         self.val_loss = row.get("val_loss", self.val_loss)
         self.alarm = self.alarm or row.get("event") == "spike"
