@@ -49,19 +49,23 @@ def filter_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
     """
     logits = logits.float()
     logits = logits - logits.amax(-1, keepdim=True)                 # at most 0: no overflow
-    if top_k == 0 and top_p == 1:
-        return (logits / temperature).softmax(dim=-1)
-    ordered, token = logits.sort(descending=True, stable=True)      # the most probable first
-    ordered = ordered / temperature
-    if top_k > 0:
-        ordered[..., top_k:] = -torch.inf
-    probabilities = ordered.softmax(dim=-1)
+    if 0 < top_k < logits.shape[-1]:
+        least = logits.topk(top_k).values[..., -1:]                 # that is kept
+        is_above = logits > least
+        is_equal = logits == least
+        room = top_k - is_above.sum(-1, keepdim=True)               # for equal ones
+        is_kept = is_above | (is_equal & (is_equal.cumsum(-1) <= room))
+        logits = logits.where(is_kept, -torch.inf)
+    probabilities = (logits / temperature).softmax(dim=-1)
     if top_p < 1:
-        before = probabilities.cumsum(-1) - probabilities           # that of the likelier tokens
+        _, token = logits.sort(descending=True, stable=True)        # the most probable first
+        ordered = probabilities.gather(-1, token)
+        before = ordered.cumsum(-1) - ordered                       # that of the likelier tokens
         reached = before >= top_p * (1 - ROUNDING)                  # never at the first
-        probabilities = probabilities.masked_fill(reached, 0)
-        probabilities /= probabilities.sum(-1, keepdim=True)
-    return torch.zeros_like(logits).scatter(-1, token, probabilities)
+        ordered = ordered.masked_fill(reached, 0)
+        ordered /= ordered.sum(-1, keepdim=True)
+        probabilities = torch.zeros_like(logits).scatter(-1, token, ordered)
+    return probabilities
 
 
 @torch.inference_mode()

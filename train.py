@@ -224,6 +224,8 @@ class Run:
         with stop.held():
             self.flat.wait_params()     # other ranks may still be receiving this rank's shard
             all_ranks(lambda: self.writer.wait(required=True))  # the last checkpoint is complete
+            stop.close()
+            self.sum_across_ranks({})   # has one of them received a signal?
             console.report_end(self)
 
     def is_due(self, every: int) -> bool:
@@ -413,8 +415,8 @@ class Run:
 
     def restore(self, state: dict | None) -> None:
         """Restore a checkpoint; without one, begin before step 1, with weights from --init-from or
-        from the seed. On the CPU, in the same layout, a resumed run has the bits of a straight one.
-        """
+        from the seed. On the CPU, in the same layout and with as many threads, a resumed run has the
+        bits of a straight one."""
         config = self.config
         position = 0                # in the data, in sequences
         sequences_trained = 0
@@ -486,7 +488,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     try:
         if config.eval_only:
             console.print_evaluation(run, begin)
-        elif run.step > config.steps and startup.has_ended(config):
+        elif run.step > config.steps + 1 or (run.step > config.steps and startup.has_ended(config)):
             console.print_finished(run, begin)
         else:
             startup.begin_training(run, state, begin, given, learning_rate, stack)

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
-from parallelism.collectives import all_reduce
+from parallelism.collectives import PeerError, all_reduce
 from runtime import console, recovery, replicas
 from runtime.processes import RunError, is_rank0, print_error
 
@@ -39,12 +39,16 @@ class StopSignal:
 
     def __init__(self, run):
         self.run = run
-        self.since = None               # time of the first signal, in seconds
-        self.number = None              # 0: another rank has received it
+        self.since = None               # time of the first signal to any rank, in seconds
+        self.own_since = None           # and to this one
+        self.number = None              # of the first; 0: another rank has received it
+        self.error = None               # of the main thread, after a signal
+        self.thread = None              # that saves
         self.finished = None            # train.Progress at the end of the last block
         self.changed = threading.Condition()
         self.begun = self.ended = 0     # blocks
         self.allowed = math.inf         # blocks that may begin
+        self.closed = False             # the run has made all steps: too late to stop
         self.left = False               # the block of this StopSignal has ended
 
     def __enter__(self) -> "StopSignal":
@@ -60,27 +64,27 @@ class StopSignal:
         if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         self.before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-        self.start(self.listen)
+        threading.Thread(target=self.listen, daemon=True).start()
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         """After a signal, an error outside of `held` is no news: other ranks have ended, or the
-        compiler that --compile has started got Ctrl-C too, and may tell it first."""
-        if error is not None:
+        compiler that --compile has started got Ctrl-C too, and may tell it first. But a launcher
+        sends a signal when a rank is lost: then the loss is the news."""
+        if self.since is None and error is not None and not isinstance(error, PeerError):
             time.sleep(0.2)
-            if self.since is not None and self.begun == self.ended:
-                threading.Event().wait()        # the other thread ends the process
+        if self.since is not None and error is not None and self.begun == self.ended:
+            self.error = error
+            threading.Event().wait()            # the other thread ends the process
         with self.changed:
             self.left = True
             self.changed.notify_all()
+        if self.thread is not None and error is None:
+            self.thread.join()
         signal.set_wakeup_fd(-1)
         for number, handler in self.before.items():
             signal.signal(number, handler)
         self.writer.close()                     # ends `listen`
-
-    @staticmethod
-    def start(task) -> None:
-        threading.Thread(target=task, daemon=True).start()
 
     @contextmanager
     def held(self):
@@ -94,6 +98,12 @@ class StopSignal:
             self.ended += 1
             self.changed.notify_all()
 
+    def close(self) -> None:
+        """From here on a signal to this rank comes too late. One from before is told to all by the
+        next sum over all ranks, so that their threads end together."""
+        with self.changed:
+            self.closed = True
+
     def listen(self) -> None:
         """Wait for signals, until the block of this StopSignal ends."""
         with self.reader:
@@ -102,23 +112,29 @@ class StopSignal:
                     self.receive(number)
 
     def receive(self, number: int = 0) -> None:
+        """Begin to end the run. `number` 0: another rank has received the signal."""
         now = time.monotonic()
         with self.changed:              # both threads may call this
-            is_first = self.since is None
+            is_first = self.since is None and (number == 0 or not self.closed)
+            is_second = self.own_since is not None and number > 0 and now - self.own_since >= 0.5
             if is_first:
                 self.since, self.number = now, number
+                self.thread = threading.Thread(target=self.end, daemon=True)
+            if number > 0 and self.own_since is None:
+                self.own_since = now
         if is_first:
-            self.write("saving the last finished step; a second signal ends at once, without "
-                       "saving")
-            self.start(self.end)
-        elif number > 0 and now - self.since >= 0.5:
+            if not self.closed:
+                self.write("saving the last finished step; a second signal ends at once, without "
+                           "saving")
+            self.thread.start()
+        elif is_second:
             self.write("ended without saving")
             exit_like_signal(number)
 
     @staticmethod
     def write(line: str) -> None:
         """As `print_rank0`, which the main thread may be inside of."""
-        if is_rank0():
+        if is_rank0() and sys.stdout is not None:       # otherwise 1 may be another file
             with suppress(OSError):
                 os.write(1, f"{line}\n".encode())
 
@@ -136,7 +152,7 @@ class StopSignal:
         except Exception as error:
             if self.left:               # and so have the other ranks: the run has ended
                 return
-            print_error(f"rank {run.grid.rank}: ended without saving: {error}")
+            print_error(f"rank {run.grid.rank}: ended without saving: {self.error or error}")
             os._exit(1)
         with suppress(AttributeError, OSError):     # it is closed
             sys.stdout.flush()
@@ -148,6 +164,8 @@ class StopSignal:
         """Let the ranks agree on the last block, and wait for its end here. False if that is the
         end of the run."""
         self.over_ranks(0)              # all have received the signal: none needs to hear of it
+        if self.closed:
+            return False
         with self.changed:
             self.allowed = self.begun
         last = self.over_ranks(self.allowed)
@@ -155,7 +173,7 @@ class StopSignal:
             self.allowed = last
             self.changed.notify_all()
             self.changed.wait_for(lambda: self.ended == self.allowed or self.left)
-            return not self.left
+            return not (self.left or self.closed)
 
     def over_ranks(self, number: int) -> int:
         """The largest `number` of all ranks, once all have called this."""
@@ -189,5 +207,5 @@ def exit_like_signal(number: int) -> None:
         # signal.signal is for the main thread alone, which may be inside of something else.
         ctypes.CDLL(None).signal(number, None)
         os.kill(os.getpid(), number)
-        time.sleep(5)
+        time.sleep(0.5)             # (process 1, as of a container, has no default action)
     os._exit(128 + number)

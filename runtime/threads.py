@@ -4,6 +4,7 @@ before the first step, runtime/console.py `after_step`.
 The threads of a product wait for the slowest of them. On a busy machine that is one which other
 programs keep from its core, and the others spin: a step may take ten times as long as with a single
 thread. So a process that finds that takes one thread, and returns to all once they get their cores.
+Another number of threads adds in another order: the last digits differ (with --exact there is one).
 """
 import math
 import os

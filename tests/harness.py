@@ -377,6 +377,9 @@ def nothing(run):
     return None
 
 
+NO_SIGNAL = SimpleNamespace(held=nullcontext, close=lambda: None)       # a signals.StopSignal
+
+
 def without_saves(run):
     """For a test that reads no file: without this the run saves after its last step."""
     run.save = lambda: None
@@ -392,7 +395,7 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
         prepare(run)
         rows = Rows(run, look)
         run.log = console.RunLog(rows)
-        run.train(SimpleNamespace(held=nullcontext))
+        run.train(NO_SIGNAL)
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
     return rows.steps, rows.seen, whole
 

@@ -37,8 +37,8 @@ from parallelism import groups as process_groups
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
 from runtime import console, processes
-from tests.harness import (CFG, GPUS, ROOT, TINY, Memory, Rows, assert_same_rows, gather_full_state,
-                           gridded, own_processes, read_metrics, run_main, run_steps, settings,
+from tests.harness import (CFG, GPUS, NO_SIGNAL, ROOT, TINY, Memory, Rows, assert_same_rows,
+                           gather_full_state, gridded, own_processes, read_metrics, run_main, run_steps, settings,
                            torchrun, traffic, without_saves)
 from tools import peer
 
@@ -355,7 +355,7 @@ def on_second_device(rank, world, layout, config, cfg, wide):
         run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
         rows = Rows(run, lambda run: len(SECOND_LOG))
         run.log = console.RunLog(rows)
-        run.train(SimpleNamespace(held=nullcontext))
+        run.train(NO_SIGNAL)
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
         full = collectives.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)

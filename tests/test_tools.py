@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,8 +47,8 @@ from parallelism.tensor import MAX_LOGITS
 from runtime import checks, console, corpora, dashboards, directory, divergence
 from runtime.options import Config, parse_flags
 from tests import published
-from tests.harness import (CFG, COVER, FORMULA, NASTY, PAGES, README, ROOT, SHARED, TINY, Alive,
-                           Memory, Rows, column, deep_enough_for, expect_mistake, gridded, launch,
+from tests.harness import (CFG, COVER, FORMULA, NASTY, NO_SIGNAL, PAGES, README, ROOT, SHARED,
+                           TINY, Alive, Memory, Rows, column, deep_enough_for, expect_mistake, gridded, launch,
                            names_in, nothing, random_gpt, readme_commands, relative, saved,
                            settings, small_state, staged, tokens_of, traffic)
 from tools import bench, compare, faults, follow, huggingface, policies
@@ -149,7 +149,7 @@ def a_step_of_a_run(rank, world, config, cfg):
         with flops, traffic(note), torch.nn.attention.sdpa_kernel(
                 torch.nn.attention.SDPBackend.MATH), mock.patch.object(model, "NO_PRODUCTS", []):
             run.log = console.RunLog(Rows(run, nothing))
-            run.train(SimpleNamespace(held=nullcontext))
+            run.train(NO_SIGNAL)
     numel = sum(bucket.numel for bucket in run.flat.buckets)
     return numel, held, sent, sum(forwards), flops.get_total_flops()
 

@@ -239,6 +239,9 @@ class PolicyRun(train.Run):
                 except (Ended, RunError):
                     return False
 
+    def close(self) -> None:
+        """As a StopSignal's: no signal comes."""
+
     @contextmanager
     def held(self):
         """As a StopSignal's; the run ends, saved, once step `stop_after` is noted."""
