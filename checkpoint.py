@@ -381,6 +381,17 @@ def reading(path: Path, problem: str):
         raise CorruptCheckpoint(f"{path} {problem}: {reason}") from error
 
 
+@contextmanager
+def name_for_torch(path: Path):
+    """A name of the file for torch.load, which takes no name that is not UTF-8."""
+    try:
+        str(path).encode()
+        yield path
+    except UnicodeEncodeError:
+        with open(path, "rb") as file:
+            yield f"/proc/self/fd/{file.fileno()}"
+
+
 @retry_transient
 def verify(path: Path) -> None:
     """Read the file once and compare its bytes with the zip's CRCs. Raises CorruptCheckpoint."""
@@ -401,7 +412,8 @@ def load(path: Path) -> dict:
     tensors and plain types; ValueError if another version of this code wrote it.
     """
     with reading(path, "is refused"):
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with name_for_torch(path) as name:
+            state = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(state, dict) or "format" not in state:
             raise ValueError("it is not a checkpoint of this project")
     if state["format"] != FORMAT:               # not damaged: it must not be passed over
@@ -466,7 +478,12 @@ def list_checkpoints(out: Path) -> list[Path]:
 def read_age(path: Path) -> tuple[int, int] | None:
     """(rollbacks of the run so far, step) of a checkpoint; None if it cannot be read."""
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with name_for_torch(path) as name:
+            state = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
         return state["monitor"].get("rollbacks", 0), state["step"]
-    except Exception:                               # `verify` tells of it
-        return None
+    except Exception as error:
+        cause = first_cause(error)
+        if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL, errno.EACCES,
+                                                              errno.ENOENT):
+            raise cause                             # not damage: list_checkpoints tries again
+        return None                                 # `verify` tells of it

@@ -147,7 +147,7 @@ class Run:
 
     step                the step in progress, from 1
     finished_step       the last one whose update is done
-    saved_step          that of the last checkpoint written or restored
+    saved_step          that of the last checkpoint written or restored; None: there is none
     optimizer_steps     updates so far, without skipped steps
     batches             data.Batches: the position in the data
     model               this rank's part of the model
@@ -441,7 +441,8 @@ class Run:
             checkpoint.restore(state, self.flat)
         self.batches = Batches(self.train_data, config, self.load_microbatches, position,
                                sequences_trained)
-        self.finished_step = self.saved_step = self.step - 1
+        self.finished_step = self.step - 1
+        self.saved_step = None if state is None else self.finished_step
 
     def progress(self) -> Progress:
         return Progress(self.finished_step, self.batches.position, self.batches.sequences_trained,

@@ -14,9 +14,9 @@ def whole_number(text: str) -> int:
     parts = re.fullmatch(r"(\d[\d,]*(?:\.\d+)?(?:[eE]\d+)?)([kKmMbB]?)", text)
     number = 0
     if parts is not None:
-        number = int(float(parts[1].replace(",", "")) *
-                     {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[parts[2].lower()])
-    return number if number > 0 else 1000
+        factor = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[parts[2].lower()]
+        number = float(parts[1].replace(",", "")) * factor
+    return int(number) if 1 <= number < 1e18 else 1000
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,15 +70,18 @@ class Parser(argparse.ArgumentParser):
         """(the arguments without switches that have a value, with ~ replaced in paths, problems)"""
         problems = []
         kept = []
-        for before, text in zip(["", *given], given):
+        flag = ""
+        for text in given:
             name, sep, value = text.partition("=")
             if sep and getattr(self._option_string_actions.get(name), "nargs", None) == 0:
                 problems.append(f"argument {name} takes no value: give {name} alone, or leave it "
                                 f"out")          # --compile=False, as nanoGPT's
                 continue
-            is_value = not text.startswith("-")     # of the flag before it
+            is_value = not text.startswith("-")     # of the last flag before it
             if is_value:
-                name, value = before, text
+                name, value = flag, text
+            else:
+                flag = text
             if (sep or is_value) and self.takes_path(name):
                 if value == "":             # --out "$OUT", where OUT is not set
                     problems.append(f"argument {name}: the value is empty: give a path (is a "

@@ -45,6 +45,7 @@ class RunLog:
         self.unwritten = None           # the row of a step that is finished, until `write_row`
         self.recent_seconds = deque(maxlen=20)      # of the last steps
         self.compute_clock = None       # this rank's, when ranks were last compared, in seconds
+        self.close = lambda: None       # end the dashboards
         self.printed_at = None          # when a step's line was last printed, in seconds
         self.shown_at = -math.inf       # when that or the line of a terminal was
         self.on_terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -333,10 +334,10 @@ def report_resume(run, state: dict, begin: Start, given: dict,
 def report_stop(run, done: int) -> None:
     """The event of a run that a signal ends after step `done`, and a line: how to continue it."""
     command = "the same command"
-    if run.config.resume == "never" and done > 0:
+    if run.config.resume == "never" and run.saved_step is not None:
         command += " without --resume never"
     line = f"stopped and saved after step {done}; run {command} to go on"
-    if done == 0:
+    if run.saved_step is None:
         line = f"stopped before step 1 was done; run {command} to begin again"
     run.log.event("stop", line, step=done)
 

@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from runtime.options import Config
 from runtime.processes import warn
 
 FOLLOWER_SECONDS = 10           # time allowed to send the last lines
+SECONDS_AFTER_A_SIGNAL = 3      # the same
 ROOT = Path(__file__).resolve().parent.parent         # of the repository
 FOLLOWER = ROOT / "tools" / "follow.py"
 
@@ -26,20 +28,24 @@ def check_follower(log: str) -> None:
 
 @contextmanager
 def follower(config: Config):
-    """Run tools.follow during the block, in a process whose failure does not end the run. Its
-    own session lets it send the last lines after Ctrl-C or torchrun's SIGTERM."""
+    """Run tools.follow during the block, in a process whose failure does not end the run; yields a
+    function that ends it before. Its own session lets it send the last lines after Ctrl-C or
+    torchrun's SIGTERM."""
     command = [sys.executable, "-m", "tools.follow", os.path.abspath(config.out),
                "--to", config.log, "--parent"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT,
                                start_new_session=True)
-    try:
-        yield
-    finally:
+
+    def end(seconds: float) -> None:
         process.stdin.close()                       # it sends the rest, then it exits
         try:
-            process.wait(FOLLOWER_SECONDS)          # (it prints its own errors)
+            process.wait(seconds)                   # (it prints its own errors)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            warn(f"--log: tools.follow did not end in {FOLLOWER_SECONDS} seconds: "
+            warn(f"--log: tools.follow did not end in {seconds} seconds: "
                  f"`python -m tools.follow` sends the rest")
+    try:
+        yield partial(end, SECONDS_AFTER_A_SIGNAL)
+    finally:
+        end(FOLLOWER_SECONDS)

@@ -1,5 +1,6 @@
 """Which files data.py --input reads: .txt and .jsonl, also in folders and behind links."""
 import os
+import shlex
 import stat
 import sys
 from collections import Counter
@@ -69,7 +70,7 @@ def check_path(path: Path) -> None:
                          f"give that")
     suffix = path.suffix.lower()
     if not stat.S_ISDIR(mode) and suffix not in SUFFIXES:
-        advice = advice_for(suffix).replace("FILE", str(path))
+        advice = advice_for(suffix).replace("FILE", shlex.quote(str(path)))
         raise ValueError(f"{path}: only .txt and .jsonl are read: {advice}")
     if not os.access(path, os.R_OK):
         raise ValueError(f"{path} cannot be read: permission denied: change who may read it")

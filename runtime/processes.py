@@ -64,23 +64,24 @@ def warn(text: str) -> None:
         print(f"train.py: warning: {text}", file=sys.stderr, flush=True)
 
 
-def all_ranks(action: Callable, status: int = 2):
+def all_ranks(action: Callable, status: int = 2, group=None):
     """Run action() on every rank and return its result here. If it raises a ValueError, OSError or
     RunError on any rank, every rank raises the same RunError, with the message of the first such
     rank and its status (`status` for a ValueError or OSError).
 
     The action may take longer than --timeout, on a slow disk: it runs in a thread, and meanwhile
-    the ranks exchange messages, which show that each is alive. It must not communicate."""
+    the ranks exchange messages, which show that each is alive. It must not communicate. `group`:
+    another one that has all ranks."""
     failure = None
     future = ThreadPoolExecutor(1).submit(action)
     wait([future], timeout=1)
-    while dist.is_initialized() and not all(all_gather_object(future.done())):
+    while dist.is_initialized() and not all(all_gather_object(future.done(), group)):
         wait([future], timeout=1)
     try:
         result = future.result()
     except (ValueError, OSError, RunError) as error:
         failure = str(error), getattr(error, "status", status)
-    hosts, failures = zip(*all_gather_object((socket.gethostname(), failure)))
+    hosts, failures = zip(*all_gather_object((socket.gethostname(), failure), group))
     for rank, failure in enumerate(failures):
         if failure is not None:
             message, status = failure

@@ -7,11 +7,11 @@ disk. train.py enters `StopSignal` around its loop.
 
 Only the blocks `with stop.held()` change what a checkpoint holds: weights, moments, the position in
 the data. Outside of them another thread can save the state of the last finished step, whatever the
-main thread computes or waits for; its work is lost, and a resume repeats it.
+main thread computes or waits for. What it has computed since is lost; a resume computes it again.
 
 All ranks must save the same step. Every rank enters the same blocks in the same order, and the sum
-over all ranks before an update (train.py) lets none begin one that another will not reach. So each
-rank tells how many blocks it has begun, all complete as many as the foremost, and begin no other.
+over all ranks before an update (train.py) lets none begin one that another will not reach. The
+ranks exchange how many blocks each has begun, and complete blocks up to the largest number.
 """
 import ctypes
 import math
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from parallelism.collectives import PeerError, all_reduce
 from runtime import console, recovery, replicas
-from runtime.processes import RunError, is_rank0, print_error
+from runtime.processes import RunError, all_ranks, is_rank0, print_error
 
 
 class StopSignal:
@@ -74,7 +74,9 @@ class StopSignal:
         if self.since is None and error is not None and not isinstance(error, PeerError):
             time.sleep(0.2)
         if self.since is not None and error is not None and self.begun == self.ended:
-            self.error = error
+            with self.changed:
+                self.error = error
+                self.changed.notify_all()
             threading.Event().wait()            # the other thread ends the process
         with self.changed:
             self.left = True
@@ -123,10 +125,10 @@ class StopSignal:
             if number > 0 and self.own_since is None:
                 self.own_since = now
         if is_first:
+            self.thread.start()         # first: the terminal may be stopped
             if not self.closed:
                 self.write("saving the last finished step; a second signal ends at once, without "
                            "saving")
-            self.thread.start()
         elif is_second:
             self.write("ended without saving")
             exit_like_signal(number)
@@ -148,11 +150,12 @@ class StopSignal:
             if not self.settle():
                 return
             self.save(self.finished)
-            self.over_ranks(0)          # rank 0 has written what the others have sent
+            run.log.close()
         except Exception as error:
             if self.left:               # and so have the other ranks: the run has ended
                 return
-            print_error(f"rank {run.grid.rank}: ended without saving: {self.error or error}")
+            if run.grid.rank == 0 or not isinstance(error, RunError):   # all have the same one
+                print_error(f"rank {run.grid.rank}: ended without saving: {self.error or error}")
             os._exit(1)
         with suppress(AttributeError, OSError):     # it is closed
             sys.stdout.flush()
@@ -172,7 +175,9 @@ class StopSignal:
         with self.changed:
             self.allowed = last
             self.changed.notify_all()
-            self.changed.wait_for(lambda: self.ended == self.allowed or self.left)
+            self.changed.wait_for(lambda: self.ended == self.allowed or self.left or self.error)
+            if self.error is not None and self.ended < self.allowed:
+                raise self.error
             return not (self.left or self.closed)
 
     def over_ranks(self, number: int) -> int:
@@ -189,15 +194,17 @@ class StopSignal:
         run = self.run
         if run.log.unwritten is not None:       # an evaluation was under way
             run.log.metrics.write(**run.log.unwritten)
-        is_lost = run.writer.wait() is not None     # a write that was under way (rank 0 knows it)
-        if finished.step > run.saved_step or self.over_ranks(int(is_lost)):
+        group = run.grid.groups.get("save")         # None: one process
+        # A write that was under way; rank 0 knows how it ended.
+        is_lost = all_ranks(run.writer.wait, group=group) is not None
+        if finished.step > (run.saved_step or 0) or self.over_ranks(int(is_lost)):
             difference = replicas.find_difference(run, by_signal=True)
             if difference is not None:
                 reason, _ = replicas.report(run, difference)
                 raise RunError(f"{reason}; earlier checkpoints are untouched")
             recovery.judge_checkpoint(run.config, finished, is_start=False)
             run.submit_checkpoint(finished)
-            run.writer.wait(required=True)
+            all_ranks(lambda: run.writer.wait(required=True), group=group)
         console.report_stop(run, finished.step)
 
 

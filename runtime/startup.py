@@ -119,7 +119,7 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
     run.log = console.RunLog(metrics, Threads(run.device, run.grid.world))
     if config.log is not None and run.grid.rank == 0:
-        stack.enter_context(dashboards.follower(config))
+        run.log.close = stack.enter_context(dashboards.follower(config))
     console.print_summary(run)
     if state is None:
         console.report_start(run, begin)

@@ -1353,7 +1353,7 @@ def test_compare_orders_by_nats_only_what_is_the_same_test(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     for name, loss, data in runs:
         write_run(name, loss, data=data)
-    text = compare.compare([name for name, *_ in runs])
+    text = compare.compare(compare.read_runs([name for name, *_ in runs]))
     table = [line.split() for line in text.splitlines() if "h00m" in line]
     assert "".join(line[0] for line in table) == "abc"[:len(runs)]
     assert " ".join(line[-1] for line in table) == order
@@ -1374,12 +1374,12 @@ def test_compare_reads_what_is_not_finite_or_not_a_step(tmp_path, monkeypatch):
         file.write('{"step": 6, "time": 14400}\n[]\nnull\n{"step": 7, "time": 14400, "loss": 1}\n')
     write_lines(Path("b"), [(0, 1, dict(loss=9, val_loss=nan))])
     write_lines(Path("c"), [(0, 1, dict(loss=nan)), (1, 2, dict(loss=None))])
-    one, two = compare.compare(["b", "c", "a"]).splitlines()[-2:]
+    one, two = compare.compare(compare.read_runs(["b", "c", "a"])).splitlines()[-2:]
     assert one.split()[:6] == "a 2.0000 4 2.0000 4 5".split() and one.split()[7] == "4h00m"
     assert two.split()[:5] == "b - - - -".split()
-    assert compare.compare(["b"]).splitlines()[0].split() == ["9.0000", "|", "a"]
+    assert compare.compare(compare.read_runs(["b"])).splitlines()[0].split() == ["9.0000", "|", "a"]
     with pytest.raises(ValueError, match="a has too few steps for a chart"):
-        compare.compare(["a"], as_mermaid=True)
+        compare.compare(compare.read_runs(["a"]), as_mermaid=True)
 
 
 def test_compare_draws_bits_per_byte_where_tokenizers_differ(tmp_path, monkeypatch):
@@ -1387,9 +1387,9 @@ def test_compare_draws_bits_per_byte_where_tokenizers_differ(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     for name, data in (("a", BYTES), ("b", GPT2)):
         write_run(name, *[5.0] * 64, data=data)
-    chart = compare.compare(["a", "b"]).splitlines()
+    chart = compare.compare(compare.read_runs(["a", "b"])).splitlines()
     assert [chart[row].split()[0] for row in (0, 15)] == ["7.2135", "1.8034"]
-    mermaid = compare.compare(["a", "b"], as_mermaid=True)
+    mermaid = compare.compare(compare.read_runs(["a", "b"]), as_mermaid=True)
     assert 'y-axis "loss, bits a byte" 1.803 --> 7.213' in mermaid
 
 
@@ -1408,7 +1408,7 @@ def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(tmp_path, mo
     for name, before, words in [("a", SHORT, "read other text or tokens (--data, --eval-tokens)"),
                                 ("b", None, "do not say what they read (an older version wrote")]:
         write_lines(Path(name), lines(before))
-        text = compare.compare([name, f"{name}/", f"./{name}"])
+        text = compare.compare(compare.read_runs([name, f"{name}/", f"./{name}"]))
         assert f"note     {name}: evaluations up to step 1 {words}" in text
         assert text.splitlines()[-1].split()[:7] == "a 2.2500 4 2.2500 4 5 500".split()
         assert text.splitlines()[-1].split()[7] == "1h30m" and text.count("h30m") == 1

@@ -299,10 +299,9 @@ def read_runs(outs: list[str]) -> list[Run]:
     return runs
 
 
-def compare(outs: list[str], as_mermaid=False) -> str:
-    """A chart as wide as the terminal, or one for a README, and a table. Raises ValueError if no
-    run has a step."""
-    notes, sections = evaluations.order(read_runs(outs))
+def compare(runs: list[Run], as_mermaid=False) -> str:
+    """A chart as wide as the terminal, or one for a README, and a table."""
+    notes, sections = evaluations.order(runs)
     runs = [run for _, section in sections for run in section]
     letters = dict(zip((run.name for run in runs), string.ascii_lowercase))     # the best 26
     charted = [(letters[run.name], run) for run in runs if run.name in letters]
@@ -322,10 +321,16 @@ def main() -> None:
     parser.add_argument("--svg", metavar="FILE", help="also draw the losses, and in layouts their "
                         "differences from the first run, to this file")
     args = parser.parse_args()
+    if "" in args.outs:
+        parser.error("an OUT is empty: is a variable of the shell not set?")
     try:
-        print(compare(args.outs, args.mermaid))
+        runs = read_runs(args.outs)
+        print(compare(runs, args.mermaid))
         if args.svg:
-            Path(args.svg).write_text(svg.losses(read_runs(args.outs)))
+            if unit_of(runs) == BITS or unit_note(runs):
+                raise ValueError("--svg draws nats a token, in which different tokenizers cannot "
+                                 "be compared: give runs of one tokenizer")
+            Path(args.svg).write_text(svg.losses(runs))
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

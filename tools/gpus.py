@@ -59,7 +59,7 @@ class KnownGPUs(dict):
     half the FLOP/s in TF32. Raises argparse.ArgumentTypeError."""
 
     def __missing__(self, name: str) -> GPUSpec:
-        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){2,3}", name):
+        if not re.fullmatch(r"[1-9]\d*(\.\d+)?(:[1-9]\d*(\.\d+)?){2,3}", name):
             raise argparse.ArgumentTypeError(
                 f"{name} is none of {', '.join(self)}: give one of these, or another GPU's "
                 f"TFLOP/s:GB:GB/s (products in 16 bits; its memory), as --gpu 165:24:1008; with "
