@@ -15,8 +15,8 @@ OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM
     "resume": "load", "dtype": "bf16 fp16", "recompute": "recompute-granularity",
     "save-every": "save-interval", "offload": "optimizer-cpu-offload", "init-from": "finetune"}
 
-# The nearest flag of each project, for docs/flags.md: its value may differ. picotron's names without
-# dashes are keys of its config.json. OTHER_NAMES has those for which a parser suggests ours.
+# The nearest flag of each project, for docs/flags.md; its value may differ. Names of picotron
+# without dashes are keys of its config.json. A parser suggests ours for those in OTHER_NAMES.
 PROJECTS = ("nanoGPT", "picotron", "Megatron-LM", "llm.c")
 IN_PROJECTS = {
     "data": ("`dataset`, `prepare.py`", "`dataset`", "`--data-path`, `preprocess_data.py`",
