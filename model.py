@@ -373,15 +373,16 @@ class _LayerNormSumsInFp32(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
-        y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight.float(), bias.float(), eps)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)      # the last two are fp32
+        weight, bias = weight.float(), bias.float()
+        y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)      # all but x in fp32
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         gradients = torch.ops.aten.native_layer_norm_backward(
-            dy.float(), x.float(), weight.shape, mean, rstd, weight.float(), bias.float(),
+            dy.float(), x.float(), weight.shape, mean, rstd, weight, bias,
             output_mask=[True, True, True])
         return *(gradient.to(x.dtype) for gradient in gradients), None
 

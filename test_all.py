@@ -83,7 +83,7 @@ from parallel import Grid
 from parallelism import collectives, context, full_tensors, pipeline
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
-from parallelism.tensor import (MAX_LOGITS, ColumnParallelLinear, VocabParallelEmbedding,
+from parallelism.tensor import (MAX_LOGITS, TIED, ColumnParallelLinear, VocabParallelEmbedding,
                                 add_product, chunk_loss, chunk_size, param_specs)
 from parallelism.zero import FlatParameters, state_bytes
 from runtime.options import Config
@@ -280,13 +280,9 @@ def stage_of(plain, grid, recompute=False):
 
 
 def gradient_pairs(flat, plain):
-    """{parameter: (this rank's gradient, its part of the plain model's)}"""
-    pairs = {}
-    for bucket in flat.buckets:
-        for spec in bucket.specs:
-            full = plain.get_parameter(spec.name).grad[:spec.shape[0]]
-            pairs[spec.name] = bucket.view(bucket.grad, spec), spec.cut(full, flat.grid.tp_rank)
-    return pairs
+    """{parameter: (the full gradient, the plain model's)}"""
+    return {name: (gradient, plain.get_parameter(name).grad[:len(gradient)])
+            for name, gradient in flat.full_gradients()}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -310,8 +306,8 @@ def test_tensor_parallel_layers_equal_the_whole_layers(rank, world, sequence_par
         flat.prepare_grad_sync(local, True)
         ours = outputs_and_dx(local, tokens, targets, part(x), part(dy))
         flat.finish_grad_sync()
+        gradients = gradient_pairs(flat, plain)
     outputs = {name: (ours[name], part(theirs[name])) for name in theirs}
-    gradients = gradient_pairs(flat, plain)
     assert set(gradients) == {name for name, _ in plain.named_parameters()}
     assert_close(outputs | gradients, 1e-12)
 
@@ -346,11 +342,12 @@ def test_plain_pipeline_and_1f1b_give_the_gradients_of_the_whole_model(rank, wor
         batch = [(*pair, 0) for pair in microbatches]
         run_schedule(one_f_one_b(rank, world, 4), local, grid, batch, activation_like, flat)
         flat.finish_grad_sync()
-    pairs = gradient_pairs(flat, whole)
+        pairs = gradient_pairs(flat, whole)
+    assert pairs.keys() == set(checkpoint.parameter_shapes(cfg))
     assert_close(pairs, 1e-12)
-    assert_close({name: (plain[name], theirs) for name, (_, theirs) in pairs.items()}, 1e-12)
-    everywhere = collectives.all_gather_object(set(pairs))
-    assert set().union(*everywhere) == set(checkpoint.parameter_shapes(cfg))
+    plain = {TIED.get(name, name): gradient for name, gradient in plain.items()}
+    assert_close({name: (gradient[:len(pairs[name][1])], pairs[name][1])
+                  for name, gradient in plain.items()}, 1e-12)
 
 
 # ---- Data parallelism and ZeRO: replicas train as one process
@@ -500,9 +497,9 @@ def layers_on_some_positions(rank, world, cp, tp, sequence_parallel, recompute):
         flat.prepare_grad_sync(local, True)
         ours = outputs_and_dx(local, own(tokens), own(targets), part(x), part(dy))
         flat.finish_grad_sync()
+        gradients = gradient_pairs(flat, plain)
         ours["loss"] = parallel.sum_over(ours["loss"].detach(), grid.groups["cp"])
     outputs = {name: (ours[name], part(theirs[name])) for name in ("embedding", "block", "dx")}
-    gradients = gradient_pairs(flat, plain)
     assert set(gradients) == {name for name, _ in plain.named_parameters()}
     assert_close(outputs | gradients | dict(loss=(ours["loss"], theirs["loss"])), 1e-12)
 
@@ -1324,8 +1321,8 @@ def test_16_bit_gradients_of_a_matrix_add_up_in_fp32():
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 0.0025), (torch.float16, 0.0004)])
 def test_16_bit_gradients_of_layer_norms_and_embeddings_add_up_in_fp32(dtype, bound):
     """With 4,096 tokens in a microbatch the gradients of the LayerNorms of a training model, and of
-    a token that occurs 4,096 times in a plain one, are those of fp64 for the same input and upstream
-    gradient, to one rounding. PyTorch's own kernels are ten times as far off, or more."""
+    a token that occurs 4,096 times in a plain one, are those of fp64 for the same input and
+    upstream gradient, to one rounding. PyTorch's own kernels are ten times as far off, or more."""
     cfg = GPTConfig(n_layer=1)
     local, flat = staged(cfg, Grid(1, 1, 1), dtype)
     norms = {name: module for name, module in local.named_modules()
@@ -2049,9 +2046,9 @@ def after_the_update(run):
     ((2, 1, 2), dict(zero=2)), ((1, 2, 2), dict(exact=True)), ((2, 1, 1), dict(zero=1))])
 def test_gradients_weights_and_moments_can_be_read_by_global_name_or_are_refused(
         pool, tmp_path, layout, flags):
-    """On every rank the full gradient is that of the plain model, from the sum over the ranks to the
-    next step, the tied matrix's by either of its names; weights and moments are those of a save.
-    Other times, names, or ranks that ask for different ones end in a line; so does `main_grad`
+    """On every rank the full gradient is that of the plain model, from the sum over the ranks to
+    the next step, the tied matrix's by either name; weights and moments are those of a save. Other
+    times, names, or ranks that ask for different ones end in a line; so does `main_grad`
     after the sum, and a state_dict() that is a part or freed."""
     dp, tp, pp = layout
     cfg = replace(CFG, n_layer=4)

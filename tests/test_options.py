@@ -34,8 +34,9 @@ from tests.harness import (BOUNDS, CFG, COVER, TWO_STEPS, assert_same_rows, colu
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x))
 def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row, long):
     """In two steps (long: 20) losses, each parameter's gradients and norms are those of one
-    process, and the first gradients those of the plain model by autograd, to the BOUNDS; in 16 bits those of fp64, to 0.001, 0.05 and 0.01, because a loss alone
-    would not show what Adam's division hides. Long runs in 16 bits: 60 steps, within 0.05 nats."""
+    process, and the first gradients those of the plain model by autograd, to the BOUNDS; in 16
+    bits those of fp64, to 0.001, 0.05 and 0.01, because a loss alone would not show what Adam's
+    division hides. Long runs in 16 bits: 60 steps, within 0.05 nats."""
     dtype, tp, pp, cp = row["dtype"], row["tp"], row["pp"], row["cp"]
     half = dtype not in BOUNDS
     dp = dp_for(row)
