@@ -452,9 +452,10 @@ def load_model(path: Path) -> tuple[GPT, dict]:
 
 @retry_transient
 def list_checkpoints(out: Path) -> list[Path]:
-    """The checkpoints in `out`, newest first: by the rollbacks of the run so far, which make the
-    files of later steps void, then by step. (The time of a file is that of its last copy.) A file
-    with two names, as latest.pt is a hard link, is listed once, under its step's name."""
+    """The checkpoints in `out`, newest first. A file that was written after more rollbacks is newer:
+    a rollback makes the files of later steps void. Otherwise that of the later step is. (The time
+    of a file is that of its last copy.) A file with two names, as latest.pt is a hard link, is
+    listed once, under its step's name."""
     try:
         names = os.listdir(out)
     except (FileNotFoundError, NotADirectoryError):
@@ -464,18 +465,18 @@ def list_checkpoints(out: Path) -> list[Path]:
         if STEP_FILE.fullmatch(name) or name == "latest.pt":
             with suppress(FileNotFoundError):       # another process has just removed it
                 files[os.stat(out / name).st_ino] = out / name
-    ages = {path: read_age(path) for path in files.values()}
-    most_rollbacks = max((age[0] for age in ages.values() if age is not None), default=0)
+    orders = {path: read_order(path) for path in files.values()}
+    most_rollbacks = max((order[0] for order in orders.values() if order is not None), default=0)
 
-    def age(path: Path) -> tuple:
-        if ages[path] is not None:
-            return ages[path]
+    def order_of(path: Path) -> tuple:
+        if orders[path] is not None:
+            return orders[path]
         name = STEP_FILE.fullmatch(path.name)       # damaged: see what its name says
         return most_rollbacks, math.inf if name is None else int(name[1])
-    return sorted(files.values(), key=age, reverse=True)
+    return sorted(files.values(), key=order_of, reverse=True)
 
 
-def read_age(path: Path) -> tuple[int, int] | None:
+def read_order(path: Path) -> tuple[int, int] | None:
     """(rollbacks of the run so far, step) of a checkpoint; None if it cannot be read."""
     try:
         with name_for_torch(path) as name:

@@ -1,9 +1,9 @@
 """How many threads one process on a CPU computes with. runtime/startup.py calls `Threads.compare`
 before the first step, runtime/console.py `after_step`.
 
-The threads of a product wait for the slowest of them. On a busy machine that is one which other
-programs keep from its core, and the others spin: a step may take ten times as long as with a single
-thread. So a process that finds that takes one thread, and returns to all once they get their cores.
+A matrix product ends when its slowest thread does. On a busy machine another program holds that
+thread's core, and the other threads spin: a step may take ten times as long as with one thread. A
+process that notices this takes one thread, and returns to all when they get their cores again.
 Another number of threads adds in another order: the last digits differ (with --exact there is one).
 """
 import math
@@ -34,7 +34,7 @@ class Threads:
         self.compared_at = -math.inf
 
     def after_step(self, seconds: float) -> None:
-        """Compare when steps have become slow, and again and again while there is one thread."""
+        """Compare when steps have become slow and, while there is one thread, every minute."""
         self.recent.append(seconds)
         median = statistics.median(self.recent)
         self.fastest = min(self.fastest, median)
@@ -47,18 +47,18 @@ class Threads:
         if not self.may_change:
             return
         self.compared_at = time.monotonic()
-        is_alone = torch.get_num_threads() == 1
-        hinder = threads_hinder(self.all)
-        torch.set_num_threads(1 if hinder else self.all)
-        if hinder and not is_alone:
+        has_one = torch.get_num_threads() == 1
+        is_busy = one_is_faster(self.all)
+        torch.set_num_threads(1 if is_busy else self.all)
+        if is_busy and not has_one:
             print_rank0(f"note     this machine is busy and {self.all} threads wait for each other: "
                         f"computing with one (OMP_NUM_THREADS sets their number)")
-        elif is_alone and not hinder:
+        elif has_one and not is_busy:
             print_rank0(f"note     this machine is free again: computing with {self.all} threads")
 
 
-def threads_hinder(count: int) -> bool:
-    """Whether so many threads do not get their cores, and compute more slowly than a single one."""
+def one_is_faster(count: int) -> bool:
+    """Whether one thread computes faster than so many, which do not get their cores."""
     x, weight = torch.ones(512, 192), torch.ones(768, 192)
     rates = {count: [], 1: []}
     shares = []             # of the time of a core, that a thread gets

@@ -915,10 +915,10 @@ def test_two_threads_on_one_core_hinder_each_other():
     code = """
 import os
 from runtime import threads
-threads.threads_hinder(2)
+threads.one_is_faster(2)
 for thread in os.listdir("/proc/self/task"):
     os.sched_setaffinity(int(thread), {min(os.sched_getaffinity(0))})
-print(threads.threads_hinder(2))"""
+print(threads.one_is_faster(2))"""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, env=environment,
                          capture_output=True)
@@ -933,7 +933,7 @@ def test_one_process_takes_one_thread_while_the_machine_is_busy(monkeypatch, cap
     def hinder(count):
         state.trials += 1
         return state.busy
-    monkeypatch.setattr(threads, "threads_hinder", hinder)
+    monkeypatch.setattr(threads, "one_is_faster", hinder)
     monkeypatch.setattr(threads.time, "monotonic", lambda: state.now)
     monkeypatch.setattr(torch, "get_num_threads", lambda: state.threads)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: setattr(state, "threads", n))
