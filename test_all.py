@@ -631,7 +631,7 @@ def untimed(rows):
     return [repr(row | dict(tokens_per_second=None)) for row in rows]
 
 
-@pytest.mark.claim("A resumed run equals an uninterrupted one, bit for bit.")
+@pytest.mark.claim("A resumed run equals an uninterrupted one with as many threads, bit for bit.")
 @pytest.mark.parametrize("layout, flags", [
     ((1, 1, 1), dict(dtype="fp32")),
     ((1, 1, 1), dict(dtype="bf16")),

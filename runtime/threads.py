@@ -51,8 +51,9 @@ class Threads:
         is_busy = one_is_faster(self.all)
         torch.set_num_threads(1 if is_busy else self.all)
         if is_busy and not has_one:
-            print_rank0(f"note     this machine is busy and {self.all} threads wait for each other: "
-                        f"computing with one (OMP_NUM_THREADS sets their number)")
+            print_rank0(f"note     this machine is busy, {self.all} threads wait for each other: "
+                        f"computing with one, which changes the last digits (OMP_NUM_THREADS sets "
+                        f"the number)")
         elif has_one and not is_busy:
             print_rank0(f"note     this machine is free again: computing with {self.all} threads")
 

@@ -950,7 +950,7 @@ def test_one_process_takes_one_thread_while_the_machine_is_busy(monkeypatch, cap
         seen.append((state.threads, state.trials))
     assert seen == [(4, 1), (1, 6), (4, 7), (4, 7)]
     notes = capsys.readouterr().out
-    assert notes.count("busy and 4 threads wait") == notes.count("computing with 4 threads") == 1
+    assert notes.count("busy, 4 threads wait") == notes.count("computing with 4 threads") == 1
     state.busy = True
     for device, world, environment in [(cpu, 2, {}), (torch.device("cuda"), 1, {}),
                                        (cpu, 1, dict(OMP_NUM_THREADS="4"))]:
