@@ -1,5 +1,5 @@
-"""SIGTERM, Ctrl-C and a closed terminal end a run from any phase, with the last finished step on the
-disk. train.py enters `StopSignal` around its loop.
+"""SIGTERM, Ctrl-C and a closed terminal end a run from any phase, with the last finished step on
+the disk. train.py enters `StopSignal` around its loop.
 
     main thread     [update 7]  evaluation . . . . . . . . . . . . . . . . . . .
     signal                          x
