@@ -452,8 +452,8 @@ def load_model(path: Path) -> tuple[GPT, dict]:
 
 @retry_transient
 def list_checkpoints(out: Path) -> list[Path]:
-    """The checkpoints in `out`, newest first. A file that was written after more rollbacks is newer:
-    a rollback makes the files of later steps void. Otherwise that of the later step is. (The time
+    """The checkpoints in `out`, newest first. A file written after more rollbacks is newer: a
+    rollback makes the files of later steps void. Otherwise that of the later step is. (The time
     of a file is that of its last copy.) A file with two names, as latest.pt is a hard link, is
     listed once, under its step's name."""
     try:

@@ -415,8 +415,8 @@ class Run:
 
     def restore(self, state: dict | None) -> None:
         """Restore a checkpoint; without one, begin before step 1, with weights from --init-from or
-        from the seed. On the CPU, in the same layout and with as many threads, a resumed run has the
-        bits of a straight one."""
+        from the seed. On the CPU, in the same layout and with as many threads, a resumed run has
+        the bits of a straight one."""
         config = self.config
         position = 0                # in the data, in sequences
         sequences_trained = 0

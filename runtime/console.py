@@ -73,7 +73,8 @@ class RunLog:
         """Print a step's line: with --log-every N each N-th, otherwise about LINES in the run and
         at most one a second; always the first, the last and those of evaluations. A terminal shows
         beside these how far the run has come, in a line that the next one replaces."""
-        config, step, now = run.config, row["step"], time.monotonic()
+        config, step = run.config, row["step"]
+        now = time.monotonic()
         seconds = statistics.median_low(self.recent_seconds)
         is_due = step == config.steps or run.is_due(config.eval_every)
         if config.log_every is not None:
@@ -84,7 +85,8 @@ class RunLog:
             is_due = is_due or step % ceil_div(config.steps, LINES) == 0
         if is_due:
             print_rank0(format_step(run, row, seconds))
-            self.printed_at = self.shown_at = now
+            self.printed_at = now
+            self.shown_at = now
         elif self.on_terminal and now - self.shown_at >= 1:
             self.shown_at = now
             print_rank0(f"step {step}/{config.steps}  loss {row['loss']:.4f}  "

@@ -50,7 +50,7 @@ class Config:
     warmup_steps: int = flag(50, "steps of linear warm-up", low=0)
     lr_schedule: str = flag("cosine", "decay of the learning rate; wsd: linear, at the end",
                             choices=["cosine", "linear", "wsd"])
-    decay_ratio: float = flag(0.2, "wsd: the fraction of the steps that decay, the last ones", low=0,
+    decay_ratio: float = flag(0.2, "wsd: the fraction of the steps that decay, at the end", low=0,
                               below=1)
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only", low=0)
     beta1: float = flag(0.9, "AdamW beta1: decay rate of the mean of gradients", low=0, below=1)
@@ -94,8 +94,8 @@ class Config:
     eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
     noise_scale: int = flag(0, "steps between measurements of the gradient noise scale; 0: none",
                             low=0)
-    log_every: int = flag(None, "steps between lines on the console (default: about 50 lines in the "
-                          "run, at most one a second)", low=1)
+    log_every: int = flag(None, "steps between lines on the console (default: about 50 lines in "
+                          "the run, at most one a second)", low=1)
     rollback: str = flag("on", "after a divergence go back, skip batches, reduce the learning rate",
                          choices=["on", "off"], group="stability")
     max_rollbacks: int = flag(5, "rollbacks of the whole run before it fails", low=0)

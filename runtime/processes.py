@@ -199,7 +199,8 @@ def refuse_tasks_without_ranks() -> None:
         sys.exit(2)
     raise ValueError(f"SLURM_STEP_NUM_TASKS is {tasks} but RANK is not set, so each task would "
                      f"train alone: start through torchrun, one task on each machine, as in "
-                     f"the Slurm script of docs/clusters.md (or with RANK=0 and its own --out each)")
+                     f"the Slurm script of docs/clusters.md (or with RANK=0 and its own --out "
+                     f"each)")
 
 
 def run_process(parse: Callable, launch: Callable) -> None:

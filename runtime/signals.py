@@ -46,7 +46,8 @@ class StopSignal:
         self.thread = None              # that saves
         self.finished = None            # train.Progress at the end of the last block
         self.changed = threading.Condition()
-        self.begun = self.ended = 0     # blocks
+        self.begun = 0                  # blocks of `held`
+        self.ended = 0
         self.allowed = math.inf         # blocks that may begin
         self.closed = False             # the run has made all steps: too late to stop
         self.left = False               # the block of this StopSignal has ended

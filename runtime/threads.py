@@ -65,7 +65,8 @@ def one_is_faster(count: int) -> bool:
     shares = []             # of the time of a core, that a thread gets
     for threads in 3 * list(rates):
         torch.set_num_threads(threads)
-        started, cpu, trials = time.perf_counter(), time.process_time(), 0
+        started, cpu = time.perf_counter(), time.process_time()
+        trials = 0
         seconds = 0.0
         while seconds < TRIAL_SECONDS:
             F.gelu(F.linear(x, weight))
