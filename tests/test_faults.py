@@ -531,9 +531,9 @@ train.main()
 # ---------------------------------------------------------------------------------------------
 
 def train_until(rank, world, config, cfg, file, diverges, at, fate):
-    """Train on from a file, or from the seed. After step `at` a signal saves and ends the run, or in
-    it all ranks are killed. In steps 3 and 9 a rank finds infinite gradients; a run that diverges does so after step
-    40, and rolls back."""
+    """Train on from a file, or from the seed. After step `at` a signal saves and ends the run, or
+    in it all ranks are killed. In steps 3 and 9 a rank finds infinite gradients; a run that
+    diverges does so after step 40, and rolls back."""
     @contextmanager
     def held():
         yield

@@ -824,7 +824,8 @@ def test_a_signal_promises_no_save_that_a_dead_peer_prevents(shards, tmp_path):
     victim.send_signal(signal.SIGKILL)
     (status, text, error), _ = witness.finish(), victim.finish()
     assert status == 1
-    assert re.fullmatch("train.py: rank 0: ended without saving: .*(closed|reset) by peer.*\n", error)
+    assert re.fullmatch("train.py: rank 0: ended without saving: .*(closed|reset) by peer.*\n",
+                        error)
     assert "\nsaving the last finished step; a second signal" in text and "saved" not in text
     assert not list(tmp_path.glob("*.pt"))
 

@@ -48,8 +48,8 @@ from runtime import checks, console, corpora, dashboards, directory, divergence
 from runtime.options import Config, parse_flags
 from tests import published
 from tests.harness import (CFG, COVER, FORMULA, NASTY, PAGES, README, ROOT, SHARED,
-                           TINY, Alive, Memory, Rows, column, deep_enough_for, expect_mistake, gridded, launch,
-                           names_in, nothing, random_gpt, readme_commands, relative, saved,
+                           TINY, Alive, Memory, Rows, column, deep_enough_for, expect_mistake,
+                           gridded, launch, names_in, nothing, random_gpt, readme_commands, relative, saved,
                            settings, small_state, staged, tokens_of, traffic)
 from tools import bench, compare, faults, follow, huggingface, policies
 from tools.bench import BIG, CONTEXT, KEPT, LONG, PIPELINES, peak_of
