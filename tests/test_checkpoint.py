@@ -2,7 +2,7 @@
 
     python -m pytest tests/test_checkpoint.py
 
-What is in a file: test_all.py. What a file survives: test_faults.py.
+What is in a file: test_all.py. What a file survives: test_survival.py.
 """
 import os
 import threading

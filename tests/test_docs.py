@@ -185,7 +185,7 @@ def test_a_block_is_replaced_and_a_wrong_mark_is_refused():
     filled = docs.fill(page, "../")
     assert filled.startswith("before\n\n<!-- generated: faults -->\n\n| Fault | Tried |")
     assert filled.endswith("|\n\n<!-- end -->\n\nafter\n") and "worn out" not in filled
-    assert docs.fill(filled, "../") == filled and "](../tests/test_faults.py)" in filled
+    assert docs.fill(filled, "../") == filled and "](../tests/test_survival.py)" in filled
     assert without_blocks(filled) == "before\n\n\n\nafter\n"
     with pytest.raises(ValueError, match="no block is called fault; there are techniques, sched"):
         docs.fill(page.replace("faults", "fault"), "")

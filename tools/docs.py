@@ -195,7 +195,7 @@ def elsewhere() -> list[str]:
 
 
 class Mark(NamedTuple):
-    file: str               # such as tests/test_faults.py
+    file: str               # such as tests/test_survival.py
     test: str
     values: list            # what the mark was given
     named: dict

@@ -1,6 +1,6 @@
 """Options together: what test_all.py shows one by one holds where two of them meet.
 
-    python -m pytest tests/test_options.py
+    python -m pytest tests/test_combinations.py
 
 The rows of `harness.COVER` have every two values of ZeRO stage, tp, pp, cp, schedule,
 recomputation, sequence parallelism and precision that may stand together. Compared with one

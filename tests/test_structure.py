@@ -1,6 +1,6 @@
 """The rules of the house: who may import whom, the list of flags, and a book that needs no tools.
 
-    python -m pytest tests/test_house.py
+    python -m pytest tests/test_structure.py
 
     the book        model.py, data.py, amp.py, parallel.py, checkpoint.py, train.py, sample.py
     parallelism/    each technique as a run uses it

@@ -1,7 +1,7 @@
 """What a run survives: kills at any moment, full disks, damaged files, lost peers.
 
-    python -m pytest tests/test_faults.py
-    python -m pytest tests/test_faults.py -m slow       the table of docs/faults.md
+    python -m pytest tests/test_survival.py
+    python -m pytest tests/test_survival.py -m slow       the table of docs/faults.md
 
 A fault costs at most the save that it meets, and a message that names the file or the rank. What
 comes after it is compared with a run without the fault, bit for bit.
