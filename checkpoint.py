@@ -50,6 +50,7 @@ from model import GPT, GPTConfig
 from parallel import Grid, build_stage
 from parallelism.collectives import (PeerError, comm_errors, first_line, on_hosts, out_of_memory,
                                      to_host)
+from parallelism.kernels import use_kernels
 from parallelism.tensor import ParamSpec, param_specs
 from parallelism.zero import Bucket, FlatParameters, make_buckets
 from runtime.processes import RunError, warn
@@ -447,6 +448,7 @@ def load_model(path: Path) -> tuple[GPT, dict]:
         for name, parameter in model.named_parameters():
             full = state["parameters"][name]
             parameter.zero_()[:full.shape[0]] = full            # zero: the vocabulary padding
+    use_kernels(model)
     return model.eval(), state
 
 

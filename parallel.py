@@ -37,6 +37,7 @@ from model import GPT, GPTConfig
 from parallelism.compiling import compile_model
 from parallelism.context import CP_PLAN, own_positions, recompute_attention
 from parallelism.exact import EXACT_PLAN, make_exact, new_sums
+from parallelism.kernels import use_kernels
 from parallelism.pipeline import chunk_layers, recompute_blocks, stage_layers
 from parallelism.tensor import TP_PLAN, param_specs
 from parallelism.unshard import gather_before_use
@@ -610,6 +611,7 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
     what this rank has of them (`param_specs`)."""
     with torch.device("meta"):
         model = GPT(model_config)
+    use_kernels(model)
     keep_stage(model, grid, set().union(*chunk_layers(model_config.n_layer, grid)))
     plan = dict(TP_PLAN)
     if grid.exact is not None:
@@ -621,7 +623,7 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
         if name_in_plan in plan:
             model.set_submodule(name, plan[name_in_plan](module, grid))
     for block in model.blocks.values():     # different heads need different dropout masks
-        block.attn.core_attention.rng_offset = grid.tp_rank
+        block.attn.core_attention.heads = grid.tp_rank
     return model
 
 

@@ -15,7 +15,6 @@ import codecs
 import os
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":      # Ctrl-C at any time, also while torch is imported
@@ -24,12 +23,11 @@ if __name__ == "__main__":      # Ctrl-C at any time, also while torch is import
 from runtime.commandline import Parser      # first: without torch it ends the program in one line
 
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 
 from checkpoint import load_model
 from data import get_tokenizer
 from parallelism.collectives import first_line, out_of_memory
+from parallelism.kernels import use_fast_rows
 from runtime.devices import pick_device
 from runtime.other_names import SAMPLE_ADVICE, SAMPLE_NAMES
 
@@ -105,28 +103,6 @@ def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: f
             return
         new = torch.tensor(drawn, device=device)[:, None]                   # (count, 1)
         window = torch.cat([window.expand(count, -1), new], dim=1)
-
-
-def linear_in_halves(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """F.linear in fp32 on the CPU. It multiplies a single row with both halves of the matrix as a
-    batch: MKL takes 2 to 3 times as long for the product of one matrix and one vector."""
-    if x.numel() > x.shape[-1]:
-        return F.linear(x, linear.weight, linear.bias)
-    halves = linear.weight.view(2, -1, x.shape[-1])                         # (2, out / 2, in)
-    # The stride of a transposed row is fast; that of a column takes bmm's slow path.
-    column = x.reshape(1, 1, -1).expand(2, 1, -1).mT                        # (2, in, 1)
-    y = torch.bmm(halves, column)                                           # (2, out / 2, 1)
-    return y.view(*x.shape[:-1], -1) + linear.bias
-
-
-def use_fast_rows(model) -> None:
-    """Let the Linear modules of a model in fp32 on the CPU compute by `linear_in_halves`."""
-    weight = model.head.weight
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
-        return
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.out_features % 2 == 0:
-            module.forward = partial(linear_in_halves, module)
 
 
 def print_samples(model, tokenizer, prompt: str, seeds: range, args) -> None:

@@ -80,7 +80,7 @@ import sample
 import train
 from model import GPT, IGNORE_INDEX, SIZES, GPTConfig
 from parallel import Grid
-from parallelism import collectives, context, full_tensors, pipeline
+from parallelism import collectives, context, full_tensors, kernels, pipeline
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
 from parallelism.tensor import (MAX_LOGITS, TIED, ColumnParallelLinear, VocabParallelEmbedding,
@@ -1351,6 +1351,7 @@ def test_16_bit_gradients_of_layer_norms_and_embeddings_add_up_in_fp32(dtype, bo
     assert_close(pairs, bound)
 
     embed = model.Embed(cfg).to(dtype)
+    kernels.use_kernels(embed)
     nn.init.zeros_(embed.token.weight)
     theirs = nn.Embedding.from_pretrained(embed.token.weight.detach(), freeze=False)
     dy = random_tensor(32, 128, cfg.n_embd, seed=2).add(0.1).to(dtype)
@@ -2545,7 +2546,7 @@ def test_a_cache_gives_the_logits_of_the_whole_text_token_by_token():
         tokens = tokens_of(cfg, batch)
         whole = plain(tokens)
         cache = plain.new_kv_cache(batch)
-        sample.use_fast_rows(plain)
+        kernels.use_fast_rows(plain)
         parts = [plain(tokens[:, :5], cache=cache)]
         parts += [plain(tokens[:, i:i + 1], cache=cache, start=i) for i in range(5, CFG.seq_len)]
         parts += [plain(tokens[:, 1:2], cache=cache, start=1)]

@@ -29,8 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, CoreAttention, seed_dropout, upcast_for_matmul
+from model import GPT, CoreAttention, seed_dropout
 from parallelism.collectives import all_gather, reduce_scatter
+from parallelism.kernels import upcast_for_matmul
 from parallelism.tensor import PositionEmbedding
 
 
@@ -96,7 +97,7 @@ class ContextParallelAttention(CoreAttention):
         """`causal` is always True in training. With dropout each rank has a seed of its own."""
         p = self.p if self.training else 0.0
         if p > 0:
-            seed_dropout(q.device, dropout_seed, *self.name, self.rng_offset)
+            seed_dropout(q.device, dropout_seed, *self.name, self.heads)
         kv = _GatherKeysAndValues.apply(k, v, self.grid)            # (2, B, H, T, D)
         outputs = []
         rank, cp = self.grid.cp_rank, self.grid.cp

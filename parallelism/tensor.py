@@ -23,9 +23,9 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import (GPT, IGNORE_INDEX, GPTConfig, ceil_div, linear, lookup, multiplies_in_fp32,
-                   upcast_for_matmul)
+from model import GPT, IGNORE_INDEX, GPTConfig, ceil_div
 from parallelism.collectives import all_reduce
+from parallelism.kernels import linear, lookup, multiplies_in_fp32, upcast_for_matmul
 from parallelism.sequence import by_ranks, by_sequences, gather_positions, sum_over_ranks
 
 

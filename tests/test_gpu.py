@@ -27,12 +27,11 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend as setup_privateuseone_for_python_backend)
 
 import checkpoint
-import model
 import sample
 import train
 from model import GPT
 from parallel import Grid
-from parallelism import collectives, pipeline
+from parallelism import collectives, kernels, pipeline
 from parallelism import groups as process_groups
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
@@ -479,7 +478,7 @@ def test_one_process_has_a_graph_for_all_blocks_and_no_hook_but_the_sum_of_gradi
 def kernels_of_ours(rank, world, folder, dtype):
     """Kernels that inductor generates for (a block, the rest of a step)."""
     count_before = metrics.generated_kernel_count
-    with mock.patch.object(model, "NO_PRODUCTS", []):               # as on a GPU
+    with mock.patch.object(kernels, "NO_PRODUCTS", []):               # as on a GPU
         run = new_run(folder, dtype, 2, "inductor")
         x = torch.randn_like(run.activation_like).requires_grad_()
         torch.autograd.grad(run.model.blocks["0"](x, 0).sum(), x)

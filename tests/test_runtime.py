@@ -49,7 +49,7 @@ import sample
 import train
 from model import GPT, SIZES, GPTConfig
 from parallel import Grid, build_stage
-from parallelism import collectives
+from parallelism import collectives, kernels
 from parallelism.tensor import param_specs
 from parallelism.zero import make_buckets
 from runtime import (checks, console, devices, directory, processes, recovery, signals,
@@ -700,7 +700,7 @@ def test_a_run_says_what_it_chose_and_what_makes_it_slow(
     for a ramp that does not rise, a microbatch that its default does not divide, a learning rate
     for fine-tuning, and one of 0."""
     monkeypatch.chdir(things)
-    with mock.patch.object(model, "NO_PRODUCTS", missing):
+    with mock.patch.object(kernels, "NO_PRODUCTS", missing):
         text = run_train("--data", shards, "--out", tmp_path, *TINY, *flags.split())[1]
     told = re.findall("^note .*|^layout .*multiplies.*", text, re.M)
     assert len(told) == len(notes) and all(words in line for words, line in zip(notes, told))

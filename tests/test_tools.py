@@ -40,7 +40,7 @@ import tools.schedule
 import train
 from model import SIZES, GPT, GPTConfig
 from parallel import Grid
-from parallelism import pipeline, sequence
+from parallelism import kernels, pipeline, sequence
 from parallelism.collectives import Work
 from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS
@@ -149,7 +149,7 @@ def a_step_of_a_run(rank, world, config, cfg):
         run.model.register_forward_pre_hook(lambda *_: forwards.append(-flops.get_total_flops()))
         run.model.register_forward_hook(lambda *_: forwards.append(flops.get_total_flops()))
         with flops, traffic(note), torch.nn.attention.sdpa_kernel(
-                torch.nn.attention.SDPBackend.MATH), mock.patch.object(model, "NO_PRODUCTS", []):
+                torch.nn.attention.SDPBackend.MATH), mock.patch.object(kernels, "NO_PRODUCTS", []):
             run.log = console.RunLog(Rows(run, nothing))
             run.train(stop)
     numel = sum(bucket.numel for bucket in run.flat.buckets)
@@ -442,7 +442,7 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
     """Of a microbatch, after its forward: with recomputation, without the block that is there
     besides in backward. Each rank is alone here, and sums nothing. A CPU without products in the
     type of the activations keeps no more."""
-    monkeypatch.setattr(model, "NO_PRODUCTS", missing)
+    monkeypatch.setattr(kernels, "NO_PRODUCTS", missing)
     cfg = GPTConfig(257, seq_len=64, n_layer=4, n_head=4, n_embd=128, activation=activation)
     for rank in range(tp * pp * cp):
         kept = {}

@@ -38,6 +38,7 @@ import sample
 import train
 from model import GPT, SIZES, GPTConfig
 from parallelism.groups import make_groups
+from parallelism.kernels import use_kernels
 from parallelism.zero import state_bytes
 from runtime import commandline, console, corpora, divergence
 from runtime.options import Config
@@ -141,6 +142,7 @@ def sampling(folder):
     with all_cores():
         for samples, dtype in itertools.product((1, 8), (torch.float32, torch.bfloat16)):
             ours = copy.deepcopy(plain).to(dtype)
+            use_kernels(ours)
 
             def sample_ours():
                 generators = [None] * samples
