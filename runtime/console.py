@@ -19,8 +19,7 @@ import torch
 
 from amp import PRECISIONS
 from data import Batch, batch_sizes, sequences_after
-from model import (PEAK_LR, ceil_div, flops_per_token, parameter_count,
-                   peak_flops)
+from model import PEAK_LR, ceil_div
 from parallel import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
 from parallelism.kernels import multiplies_in_fp32
@@ -28,6 +27,7 @@ from parallelism.zero import state_bytes
 from runtime import checks
 from runtime.directory import Metrics, Start
 from runtime.evaluation import describe_data, eval_sequences
+from runtime.flops import flops_per_token, parameter_count, peak_flops
 from runtime.options import RESTORED, Config, step_range
 from runtime.processes import print_rank0
 from runtime.threads import Threads

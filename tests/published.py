@@ -40,7 +40,8 @@ from unittest import mock
 
 import tools.plan
 from amp import PRECISIONS
-from model import GPTConfig, flops_per_token
+from model import GPTConfig
+from runtime.flops import flops_per_token
 from tools.plan import BlockTimes, PlanConfig, make_plan
 
 # Fitted with the plan's constants. They are of others' programs, so no plan has them:

@@ -55,6 +55,7 @@ from parallelism.zero import make_buckets
 from runtime import (checks, console, devices, directory, processes, recovery, signals,
                      startup, threads)
 from runtime.divergence import DivergenceMonitor
+from runtime.flops import flops_per_token, peak_flops
 from runtime.options import Config, merge_config, parse_flags
 from runtime.processes import Job, RunError
 from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backward,
@@ -1572,7 +1573,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
     row = dict(rows[0], loss=5.28014, lr=8e-5, grad_norm=7.9496, activation_norm=0.9251,
                tokens_per_second=7133.0)
     assert console.format_step(run, row, 229 / 799) in README.splitlines()
-    used = f"MFU {1e9 * model.flops_per_token(CFG) / (2 * 756e12):.1%}"
+    used = f"MFU {1e9 * flops_per_token(CFG) / (2 * 756e12):.1%}"
     for name, dtype, seconds, told in [("NVIDIA H100 PCIe", "bf16", 2.3, f"{used}  left 0:30:38"),
                                        ("NVIDIA H100 PCIe", "fp32", 12, "tok/s  left 2:39:48"),
                                        ("GeForce GTX 1080", "fp16", 1, "scale 8  left 0:13:19")]:
@@ -1629,7 +1630,7 @@ PEAKS = {       # TFLOP/s of what torch.cuda.get_device_name() reports; 0: unkno
 def test_a_devices_peak_is_that_of_its_full_name(name):
     """The dense 16-bit TFLOP/s of the maker's data sheet, which the MFU divides by. Parts of a
     device, slower editions and unknown devices have no peak rather than another's."""
-    assert model.peak_flops(name) == PEAKS[name] * 1e12
+    assert peak_flops(name) == PEAKS[name] * 1e12
 
 
 def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_path):

@@ -38,11 +38,11 @@ from torch.utils._pytree import tree_map_only
 
 import checkpoint
 import data
-import model
 import train
 from parallel import Grid
 from parallelism import collectives, pipeline
 from runtime import checks, console, directory, processes, signals
+from runtime.flops import parameter_count
 from runtime.options import Config
 from runtime.processes import RunError
 from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Command, Memory,
@@ -252,7 +252,7 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=8,
     maps = Path("/proc/self/smaps").read_text()     # with the pages of the file that were read
     read = 1024 * sum(map(int, re.findall(rf"{file.name}\nSize:.*\n.*\n.*\nRss:\s+(\d+)", maps)))
     assert own < read < 0.75 * of_stage, (own, read, of_stage)
-    whole = 12 * (model.parameter_count(cfg) + (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd)
+    whole = 12 * (parameter_count(cfg) + (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd)
     assert sum(collectives.all_gather_object(own)) == whole
     grown = max(seen) - seen[0]
     assert 0.9 * allowed - 1e7 < grown < 1.1 * allowed + 1e7 < 0.7 * whole, (allowed, grown)

@@ -33,7 +33,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
 import data
-import model
 import sample
 import tools.plan
 import tools.schedule
@@ -45,6 +44,7 @@ from parallelism.collectives import Work
 from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS
 from runtime import checks, console, corpora, dashboards, directory, divergence
+from runtime.flops import parameter_count
 from runtime.options import Config, parse_flags
 from tests import published
 from tests.harness import (CFG, COVER, FORMULA, NASTY, PAGES, README, ROOT, SHARED,
@@ -406,7 +406,7 @@ def test_scaling_laws_and_flops_are_the_papers():
     assert plan["flops_6nd"] == pytest.approx(3.14e23, rel=0.002) and not plan["fits"]
     assert plan["pf_days"] == pytest.approx(3640, rel=0.03)
     assert plan["flops_with_attention"] == pytest.approx(plan["pf_days"] * 8.64e19)
-    assert plan["compute_optimal_tokens"] == 20 * model.parameter_count(cfg)
+    assert plan["compute_optimal_tokens"] == 20 * parameter_count(cfg)
 
 
 def simulated(plan, gaps):
@@ -421,7 +421,7 @@ def simulated(plan, gaps):
                                               ("opt-30b", 5100), ("gpt3-13b", 1000)])
 def test_goodput_is_that_of_a_simulation_with_random_failures(size, mtbf_hours):
     """Of 10,000 GPUs; and no interval is much better than the one that is told."""
-    N = model.parameter_count(GPTConfig(50257, **SIZES[size]))
+    N = parameter_count(GPTConfig(50257, **SIZES[size]))
     told = goodput(12 * N / 18e9, 12 * N / 2e9, 24 * N / 2e9, 1250, mtbf_hours)
     gaps = np.random.default_rng(0).exponential(told["failure_hours"] * 3600, 1_000_000)
     assert told["goodput"] == pytest.approx(simulated(told, gaps), rel=0.05)
@@ -654,7 +654,7 @@ def test_without_a_model_days_find_the_largest_that_they_train_on_its_optimal_to
     with_tokens = f"{common} --batch-size {plan['batch_size']} --model {plan['model']} --tokens "
     again = json.loads(tools.plan.answer([*with_tokens.split(), str(20 * plan["parameters"])]))
     assert plan.items() >= again[0].items()
-    sizes = {name: model.parameter_count(GPTConfig(50257, **SIZES[name])) for name in SIZES}
+    sizes = {name: parameter_count(GPTConfig(50257, **SIZES[name])) for name in SIZES}
     larger = min((name for name in SIZES if sizes[name] > plan["parameters"]), key=sizes.get)
     try:
         batch = plan["batch_size"] * 2048 // SIZES[larger]["seq_len"]

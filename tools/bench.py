@@ -41,6 +41,7 @@ from parallelism.groups import make_groups
 from parallelism.kernels import use_kernels
 from parallelism.zero import state_bytes
 from runtime import commandline, console, corpora, divergence
+from runtime.flops import flops_per_token, parameter_count
 from runtime.options import Config
 from tools import gpu, huggingface
 from tools.peer import SHAPE
@@ -269,7 +270,7 @@ def scaling_of_work(folder):
         shape = {**SHAPE, "vocab": 257, name: value}
         vocab = shape.pop("vocab")
         shape["n_head"] = shape["n_embd"] // 64
-        flops = model.flops_per_token(GPTConfig(vocab_size=vocab, **shape))
+        flops = flops_per_token(GPTConfig(vocab_size=vocab, **shape))
         batch = 4096 // shape["seq_len"]
         rate = rate_of_products()
         speed = speed_of_train_py(folder, 1, "--batch-size", batch, "--micro-batch",
@@ -291,7 +292,7 @@ def scaling_of_layouts(folder):
             for name, (processes, flags) in layouts.items():
                 seen[name].append(speed_of_train_py(folder, processes, "--micro-batch", 2,
                                                     *flags.split(), shape=shape, steps=1, warmup=1))
-        count = model.parameter_count(GPTConfig(vocab_size=257, **shape))
+        count = parameter_count(GPTConfig(vocab_size=257, **shape))
         alone, *others = map(np.median, seen.values())
         print(f"| {count / 1e6:.1f}M | {alone:,.0f} | " + " | ".join(
             f"{speed / alone:.2f}" for speed in others) + " |", flush=True)

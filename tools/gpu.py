@@ -27,9 +27,10 @@ import torch.nn.functional as F
 
 import train
 from data import SPLITS, TokenDataset
-from model import SIZES, GPTConfig, flops_per_token, peak_flops
+from model import SIZES, GPTConfig
 from parallel import Grid
 from runtime import commandline
+from runtime.flops import flops_per_token, peak_flops
 from runtime.options import Config, parse_flags
 from tools.peer import SHAPE
 from tools.plan import memory_bytes

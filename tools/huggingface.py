@@ -35,10 +35,11 @@ import torch.nn.functional as F
 
 from checkpoint import FORMAT, KEYS, load, parameter_shapes, reading, verify, write_file
 from data import get_tokenizer
-from model import GPTConfig, parameter_count
+from model import GPTConfig
 from runtime.commandline import Parser
 from runtime.corpora import EOT, download
 from runtime.directory import new_run
+from runtime.flops import parameter_count
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_FILES = {      # tiktoken's name: transformers' name, sha256

@@ -47,7 +47,7 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 from amp import PRECISIONS
-from model import SIZES, GPTConfig, flops_per_token, parameter_count
+from model import SIZES, GPTConfig
 from parallel import Grid, build_stage
 from parallelism.pipeline import chunk_layers
 from parallelism.schedules import SCHEDULES, make_schedule
@@ -56,6 +56,7 @@ from parallelism.zero import Bucket, make_buckets, state_bytes
 from runtime import options
 from runtime.checks import check_config, check_layout
 from runtime.commandline import Parser
+from runtime.flops import flops_per_token, parameter_count
 from runtime.options import flag
 from runtime.other_names import OTHER_NAMES, PLAN_ADVICE
 from runtime.processes import print_rank0
