@@ -11,16 +11,16 @@ The shape legend of the whole project:
 
 Papers: GPT-2 (Radford et al. 2019, section 2.3) for the architecture and its initialization,
 GPT-3 (Brown et al. 2020, table 2.1) and OPT (Zhang et al. 2022, table 1) for the sizes and their
-learning rates, PaLM (Chowdhery et al. 2022, appendix B) for the count of FLOPs.
+learning rates.
 
-This file knows nothing of parallelism and can be used alone:
+This file needs PyTorch alone and can be used alone:
 
     model = GPT(GPTConfig(vocab_size=257)).initialize(seed=0)
     loss = model(tokens, targets) / targets.numel()
 
-Four habits let parallel.py cut it into pieces: the number of heads is inferred from the width of
-the projection, and T from its length; the ends of the model may be absent; the head owns the
-projection and the loss; blocks keep their global number as their name.
+There is no parallelism here. Four habits let other files cut the model into pieces: the number of
+heads is inferred from the width of the projection, and T from its length; the ends of the model may
+be absent; the head owns the projection and the loss; blocks keep their global number as their name.
 """
 import hashlib
 import math
@@ -95,7 +95,7 @@ class CoreAttention(Dropout):
     """softmax(q k^T / sqrt(D)) v of q (B, H, T, D), k and v (B, H, positions, D), with dropout on
     the softmax; causal, or each q attends to all positions."""
     attend = staticmethod(F.scaled_dot_product_attention)
-    heads = 0       # which part of the heads q has: each part draws masks of its own
+    heads = 0       # the number of this part of the heads: each part draws masks of its own
 
     def forward(self, q, k, v, causal, dropout_seed=None):
         p = self.p if self.training else 0.0
@@ -256,7 +256,7 @@ def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------
-# Seeds, sizes and counts
+# Seeds and sizes
 # ---------------------------------------------------------------------------------------------
 
 

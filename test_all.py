@@ -86,6 +86,7 @@ from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
 from parallelism.tensor import (MAX_LOGITS, TIED, ColumnParallelLinear, VocabParallelEmbedding,
                                 add_product, chunk_loss, chunk_size, param_specs)
 from parallelism.zero import FlatParameters, state_bytes
+from runtime import checkpoint_files
 from runtime.flops import parameter_count
 from runtime.options import Config
 from tests.harness import (BOUNDS, CFG, FORMULA, INTERLEAVED, LAYOUTS, NASTY, ROOT, TINY,
@@ -2392,7 +2393,8 @@ def test_a_checkpoints_code_is_not_run(tmp_path):
     path = tmp_path / "step_00000001.pt"
     torch.save({**small_state(1), "scaler": Malice()}, path)
     checkpoint.verify(path)
-    with pytest.raises(checkpoint.CorruptCheckpoint, match="refused: it holds more than tensors"):
+    with pytest.raises(checkpoint_files.CorruptCheckpoint,
+                       match="refused: it holds more than tensors"):
         checkpoint.load(path)
     assert names_in(tmp_path) == ["step_00000001.pt"]
     torch.load(path, weights_only=False)
@@ -2412,7 +2414,7 @@ def test_other_files_and_states_that_contradict_themselves_are_refused(tmp_path,
     if isinstance(content, dict):
         content = {k: v for k, v in {**small_state(1), **content}.items() if v is not None}
     torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(checkpoint.CorruptCheckpoint, match=f"x.pt is refused: .*{words}"):
+    with pytest.raises(checkpoint_files.CorruptCheckpoint, match=f"x.pt is refused: .*{words}"):
         checkpoint.load(tmp_path / "x.pt")
 
 

@@ -10,11 +10,11 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
-from checkpoint import step_file
 from data import Batch, TokenDataset, batch_size_at, sequences_after
 from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
 from runtime import directory, replicas
+from runtime.checkpoint_files import step_file
 from runtime.divergence import BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor
 from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range
 from runtime.processes import RunError, all_ranks

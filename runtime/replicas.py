@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import list_checkpoints
 from model import ceil_div
 from parallelism.collectives import all_gather, all_gather_object, to_host
 from parallelism.zero import FlatParameters
 from runtime import directory
+from runtime.checkpoint_files import list_checkpoints
 from runtime.directory import latest_valid
 from runtime.processes import RunError
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from amp import PRECISIONS
-from checkpoint import list_checkpoints
 from data import TokenDataset
 from model import GPTConfig
 from parallel import Grid
 from runtime import checks, console, dashboards, devices
+from runtime.checkpoint_files import list_checkpoints
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
                                lock_output_dir, start_branch)
 from runtime.options import Config, parse_flags, restored_flags

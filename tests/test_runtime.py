@@ -52,8 +52,8 @@ from parallel import Grid, build_stage
 from parallelism import collectives, kernels
 from parallelism.tensor import param_specs
 from parallelism.zero import make_buckets
-from runtime import (checks, console, devices, directory, processes, recovery, signals,
-                     startup, threads)
+from runtime import (checkpoint_files, checks, console, devices, directory, processes, recovery,
+                     signals, startup, threads)
 from runtime.divergence import DivergenceMonitor
 from runtime.flops import flops_per_token, peak_flops
 from runtime.options import Config, merge_config, parse_flags
@@ -1780,7 +1780,7 @@ def high_losses(run):
 def torn_file(run):
     """The losses are high, and the file of step 32, the first choice, is torn."""
     poison(run)
-    file = checkpoint.step_file(Path(run.config.out), 32)
+    file = checkpoint_files.step_file(Path(run.config.out), 32)
     at_step(run, 40, lambda: file.write_bytes(b"torn"))
 
 
@@ -1846,7 +1846,8 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, fla
         moments = [*saved(tmp_path, 0)["exp_avg"].values(),
                    *saved(tmp_path, 0)["exp_avg_sq"].values()]
         assert not any(moment.any() for moment in moments)
-    watched(replace(config, out=str(tmp_path / "o")), fault, checkpoint.step_file(tmp_path, to))
+    watched(replace(config, out=str(tmp_path / "o")), fault,
+            checkpoint_files.step_file(tmp_path, to))
     assert_same_state(saved(tmp_path / "o", 50), end)
 
 
@@ -1925,7 +1926,7 @@ def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_wit
     config = settings(tmp_path, steps=6, save_every=2, keep=9, rollback="off")
     assert kinds(watched(config, prepare).events) == ["spike"]
     config = settings(tmp_path / "on", steps=8, max_rollbacks=1)
-    seen = watched(config, prepare, checkpoint.step_file(tmp_path, 6))
+    seen = watched(config, prepare, checkpoint_files.step_file(tmp_path, 6))
     assert "rollback" in kinds(seen.events)
 
 
@@ -1954,7 +1955,7 @@ def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, z
 @pytest.mark.parametrize("call", ["open", "read"])
 def test_a_rollback_waits_for_the_file_system_and_takes_no_older_file(tmp_path, monkeypatch, call):
     """A file that cannot be read for a while is not damaged: the run ends with exit status 1."""
-    monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0, 0, 0, 0))
+    monkeypatch.setattr(checkpoint_files, "RETRY_SECONDS", (0, 0, 0, 0))
     with failing(".pt", call, 99 * [errno.EIO]), pytest.raises(RunError) as stop:
         watched(settings(tmp_path, steps=44, save_every=4, keep=9, micro_batch=8), poison)
     assert stop.value.status == 1 and re.match(rf"{tmp_path}/step_.* could not be", str(stop.value))
@@ -1976,7 +1977,7 @@ def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
     batches = batches_from(config, 0, 15)
     for step, skip, first in [(2, "3:5", 5), (3, "3:5", 6), (4, "2:5", 8), (4, "2:4", 7)]:
         resumed = watched(replace(config, skip_steps=skip, out=str(tmp_path / "resumed")),
-                          state=checkpoint.step_file(tmp_path, step))
+                          state=checkpoint_files.step_file(tmp_path, step))
         assert resumed.batches == batches[first:first + 6 - step], (step, skip)
     config = settings(tmp_path / "rollback", steps=44, skip_steps="41:43", save_every=4, keep=9,
                       micro_batch=8)

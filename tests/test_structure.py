@@ -38,10 +38,10 @@ MAY_IMPORT = {
     "data": ("runtime.commandline runtime.corpora runtime.files runtime.inputs "
              "runtime.other_names", ""),
     "parallel": ("model parallelism.* data", ""),               # data: in `main` alone
-    "checkpoint": ("model parallel parallelism.* runtime.processes", ""),
+    "checkpoint": ("model parallel parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
-    "sample": ("model data checkpoint parallelism.collectives parallelism.kernels runtime.commandline "
-               "runtime.devices runtime.other_names", ""),
+    "sample": ("model data checkpoint parallelism.collectives parallelism.kernels "
+               "runtime.commandline runtime.devices runtime.other_names", ""),
     "parallelism.*": ("model amp parallelism.*", ""),
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),

@@ -38,7 +38,7 @@ import torch
 import checkpoint
 from data import TokenDataset, prepare
 from model import GPTConfig
-from runtime import commandline
+from runtime import checkpoint_files, commandline
 from runtime.options import Config
 from tools.policies import POLICIES, Policy, PolicyRun, Watch
 
@@ -143,7 +143,7 @@ def disturbed(run: PolicyRun, fault: str, policy: Policy) -> Outcome:
     half, out = (Path(run.config.out).with_name(name) for name in ("half", "disturbed"))
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(half, out)
-    state = checkpoint.load(checkpoint.list_checkpoints(out)[0])
+    state = checkpoint.load(checkpoint_files.list_checkpoints(out)[0])
     config = replace(run.config, out=str(out), rollback="on")
     other = PolicyRun(copy.deepcopy(policy), config, run.model_config, state)
     FAULTS[fault](other)

@@ -33,9 +33,10 @@ from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from checkpoint import FORMAT, KEYS, load, parameter_shapes, reading, verify, write_file
+from checkpoint import FORMAT, KEYS, load, parameter_shapes, verify, write_file
 from data import get_tokenizer
 from model import GPTConfig
+from runtime.checkpoint_files import reading
 from runtime.commandline import Parser
 from runtime.corpora import EOT, download
 from runtime.directory import new_run

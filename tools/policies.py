@@ -13,13 +13,12 @@ from unittest import mock
 import numpy as np
 import torch
 
-import checkpoint
 import train
 from data import SPLITS, TokenDataset
 from model import GPTConfig
 from parallel import Grid
 from parallelism.groups import make_groups
-from runtime import console, directory, recovery
+from runtime import checkpoint_files, console, directory, recovery
 from runtime.options import Config
 from runtime.processes import RunError
 from runtime.recovery import go_back_if_diverged
@@ -215,7 +214,7 @@ class PolicyRun(train.Run):
 
     def files(self) -> list[Path]:
         """The checkpoints, the newest first."""
-        return checkpoint.list_checkpoints(Path(self.config.out))
+        return checkpoint_files.list_checkpoints(Path(self.config.out))
 
     def load(self, file: Path) -> None:
         directory.go_back(self, lambda: (file, []))
