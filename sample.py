@@ -10,7 +10,6 @@ Temperature 0 takes the most probable token. Top-p is nucleus sampling (Holtzman
 Only text goes to standard output. A sample ends at <|endoftext|>, before the --stop text, or at
 --max-tokens. A line of dashes separates samples.
 """
-import argparse
 import codecs
 import os
 import signal
@@ -24,17 +23,17 @@ from runtime.commandline import Parser      # first: without torch it ends the p
 
 import torch
 
+from amp import PRECISIONS
 from checkpoint import load_model
 from data import get_tokenizer
 from parallelism.collectives import first_line, out_of_memory
 from parallelism.kernels import use_fast_rows
 from runtime.devices import pick_device
 from runtime.other_names import SAMPLE_ADVICE, SAMPLE_NAMES
+from runtime.sampling import parse_flags, read_prompts
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AT_ONCE = 16                   # samples in a batch, which bounds the memory of the cache
 DASHES = "-" * 40 + "\n"       # the line between samples
-LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
 ROUNDING = 1e-6                # relative error of a sum of probabilities in fp32
 
 
@@ -139,62 +138,6 @@ def print_samples(model, tokenizer, prompt: str, seeds: range, args) -> None:
         sys.stdout.write(DASHES + prompt + text.decode(errors="replace") + "\n")
 
 
-def parse_flags(parser: Parser):
-    """The flags, with their defaults. A mistake ends the program with status 2."""
-    add = parser.add_argument_group("checkpoint and text").add_argument
-    add("--ckpt", default="out/latest.pt", metavar="FILE", help="checkpoint (default %(default)s)")
-    add("--prompt", default="", metavar="TEXT",
-        help="text to continue; -: standard input (default: begin a document)")
-    add("--num-samples", type=int, metavar="N", help="samples per prompt, with --seed, --seed + 1, "
-        "...; if it is given, each line of --prompt - is a prompt (default: one sample)")
-    add("--max-tokens", type=int, default=500, metavar="N", help="tokens per sample; whenever the "
-        "model's window is full, it forgets the older half (default %(default)s)")
-    add("--stop", default="", metavar="TEXT", help=r"end before this text (a line break is $'\n')")
-    add = parser.add_argument_group("choice of the next token").add_argument
-    add("--temperature", type=float, default=0.8, metavar="X",
-        help="divides the logits; 0: the most probable token (default %(default)s)")
-    add("--top-k", type=int, default=0, metavar="N", help="the N most probable; 0: all (default 0)")
-    add("--top-p", type=float, default=1.0, metavar="X", help="the smallest set of tokens whose "
-        "probability reaches X (default %(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="random seed (default %(default)s)")
-    add = parser.add_argument_group("device and precision").add_argument
-    add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"],
-        help="auto: cuda or mps where available (default %(default)s)")
-    add("--dtype", default="fp32", choices=list(DTYPES), help="type of weights and activations; "
-        "bf16 is faster where the device multiplies 16-bit numbers (default %(default)s)")
-    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)     # none is expected
-    args = parser.parse_args()
-    if args.words:
-        text = " ".join(args.words)
-        is_file = text.endswith(".pt") or Path(text).exists()
-        parser.error(f"unknown argument {text}: give --ckpt FILE" if is_file else
-                     f"unknown argument {text!r}: give --prompt TEXT")
-    if args.num_samples is not None and args.num_samples < 1:
-        parser.error("--num-samples must be at least 1")
-    if args.max_tokens < 0 or args.top_k < 0:
-        parser.error("--max-tokens and --top-k must be at least 0")
-    if not 0 <= args.seed < 2 ** 63:
-        parser.error("--seed must be 0 to 2^63 - 1")
-    if args.temperature != 0 and not LOWEST <= args.temperature < float("inf"):
-        parser.error(f"--temperature must be 0 (greedy) or at least {LOWEST:g}, and finite")
-    if not LOWEST <= args.top_p <= 1:
-        parser.error(f"--top-p must be at least {LOWEST:g} and at most 1 (or give --top-k 1)")
-    return args
-
-
-def read_prompts(args) -> list[str]:
-    """The prompts. Raises ValueError for text that is not UTF-8."""
-    prompts = [args.prompt]
-    if args.prompt == "-":
-        if sys.stdin is None:
-            raise ValueError("--prompt - reads standard input, which is closed")
-        prompts = [sys.stdin.read()]
-        if args.num_samples is not None:
-            prompts = prompts[0].removesuffix("\n").split("\n")
-    (args.stop + "".join(prompts)).encode()
-    return prompts
-
-
 def main() -> None:
     parser = Parser("sample.py", "python sample.py [FLAG ...]", "Sample text from a checkpoint.",
                     SAMPLE_NAMES, SAMPLE_ADVICE)
@@ -206,7 +149,7 @@ def main() -> None:
         prompts = read_prompts(args)
     except (ValueError, OSError) as error:
         parser.error(str(error), getattr(error, "status", 2))
-    model.to(device, DTYPES[args.dtype])
+    model.to(device, PRECISIONS[args.dtype][0])
     use_fast_rows(model)
     if sys.stdout is None:
         parser.error("standard output, where the text goes, is closed: give a file or a pipe")

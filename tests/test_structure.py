@@ -40,8 +40,8 @@ MAY_IMPORT = {
     "parallel": ("model parallelism.* data", ""),               # data: in `main` alone
     "checkpoint": ("model parallel parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
-    "sample": ("model data checkpoint parallelism.collectives parallelism.kernels "
-               "runtime.commandline runtime.devices runtime.other_names", ""),
+    "sample": ("amp model data checkpoint parallelism.collectives parallelism.kernels "
+               "runtime.commandline runtime.devices runtime.other_names runtime.sampling", ""),
     "parallelism.*": ("model amp parallelism.*", ""),
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),
