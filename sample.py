@@ -27,7 +27,6 @@ from amp import PRECISIONS
 from checkpoint import load_model
 from data import get_tokenizer
 from parallelism.collectives import first_line, out_of_memory
-from parallelism.kernels import use_fast_rows
 from runtime.devices import pick_device
 from runtime.other_names import SAMPLE_ADVICE, SAMPLE_NAMES
 from runtime.sampling import parse_flags, read_prompts
@@ -150,7 +149,6 @@ def main() -> None:
     except (ValueError, OSError) as error:
         parser.error(str(error), getattr(error, "status", 2))
     model.to(device, PRECISIONS[args.dtype][0])
-    use_fast_rows(model)
     if sys.stdout is None:
         parser.error("standard output, where the text goes, is closed: give a file or a pipe")
     sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character

@@ -6,8 +6,6 @@ computes in another way.
     without instructions for them
     gradients in 16 bits of LayerNorm   added up in 16 bits:               layer_norm, lookup
     and of an embedding                 up to 42% off
-    a product of a matrix and one       2 to 3 times the time of a         linear_in_halves
-    row in fp32 (sampling)              product of two halves
 
 In fp32 and fp64, on GPUs, and compiled, they are PyTorch's own. model.py calls PyTorch alone:
 `use_kernels` lets its modules compute by these functions. parallel.build_stage calls it for
@@ -117,28 +115,6 @@ def lookup(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if sums_in_16_bits(weight):
         return F.embedding(rows, weight.float()).to(weight.dtype)
     return F.embedding(rows, weight)
-
-
-# ---- Rows of a sample -----------------------------------------------------------------------
-
-def linear_in_halves(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """F.linear in fp32 on the CPU. It multiplies a single row with both halves of the matrix as a
-    batch: MKL takes 2 to 3 times as long for the product of one matrix and one vector."""
-    if x.numel() > x.shape[-1]:
-        return F.linear(x, linear.weight, linear.bias)
-    halves = linear.weight.view(2, -1, x.shape[-1])                         # (2, out / 2, in)
-    # The stride of a transposed row is fast; that of a column takes bmm's slow path.
-    column = x.reshape(1, 1, -1).expand(2, 1, -1).mT                        # (2, in, 1)
-    y = torch.bmm(halves, column)                                           # (2, out / 2, 1)
-    return y.view(*x.shape[:-1], -1) + linear.bias
-
-
-def use_fast_rows(model: nn.Module) -> None:
-    """Let the Linear modules of a model in fp32 on the CPU compute by `linear_in_halves`."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.out_features % 2 == 0:
-            if module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
-                module.forward = partial(linear_in_halves, module)
 
 
 # ---- The modules of a model -----------------------------------------------------------------

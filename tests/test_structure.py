@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "parallel": ("model parallelism.* data", ""),               # data: in `main` alone
     "checkpoint": ("model parallel parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
-    "sample": ("amp model data checkpoint parallelism.collectives parallelism.kernels "
+    "sample": ("amp model data checkpoint parallelism.collectives "
                "runtime.commandline runtime.devices runtime.other_names runtime.sampling", ""),
     "parallelism.*": ("model amp parallelism.*", ""),
     "runtime.*": ("*", "train tools* tests* sample test_all"),
