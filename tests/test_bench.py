@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from tests.harness import own_processes, small_state
+from tests.harness import own_processes, readme_commands, small_state
 from tools import bench, gpu, peer, report, runs, shared_gpu, trace
 
 
@@ -273,3 +273,9 @@ def test_layouts_are_compared_with_one_process(tmp_path):
                                           (2, "--zero 3", {shared_gpu.POISON: "1"})))
     rows = [row for _, row in gpu.layouts(work, tmp_path)]
     assert [row["right"] for row in rows] == [True, True] and rows[1]["environment"], rows
+
+
+def test_the_readmes_benchmarks_exist():
+    for _, names in readme_commands("tools.bench"):
+        assert names[0] in bench.TABLES or names == ["gpu"]
+    assert [names for _, names in readme_commands("tools.faults")] == [[]]

@@ -43,7 +43,7 @@ from runtime import commandline, console, corpora, divergence
 from runtime.options import Config
 from tools import gpu, huggingface
 from tools.peer import SHAPE
-from tools.plan import memory_bytes
+from tools.plan.memory import memory_bytes
 from tools.runs import PEER, ROOT, finished, random_data, rows_of, started
 
 PAIRS = 5                       # each side's runs, in turn

@@ -32,7 +32,7 @@ from parallel import Grid
 from runtime import commandline
 from runtime.options import Config, parse_flags
 from tools.peer import SHAPE
-from tools.plan import memory_bytes
+from tools.plan.memory import memory_bytes
 from tools.report import collect, format_page
 from tools.runs import PEER, finished, random_data, rows_of
 from tools.shared_gpu import LAYOUTS, accept_older_pytorch, compare_layout, run_train_py
