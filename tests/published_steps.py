@@ -4,8 +4,8 @@ The plan's constants are fitted on 209 rows of public tables (least absolute err
 of a step's time, beyond 3%). 132 rows were held out by a rule that was set before any error was
 seen: MosaicML's of 4,096 tokens and more, BigScience's from February 25 on with 64 heads, and those
 of Korthikanti et al. 2022. (They are no blind test any more: their errors were looked at three
-times while the plan was corrected, and tools.plan.report's SPREAD comes from them. Korthikanti's figures
-and DeepSpeed's order of ranks are quoted from memory.) Below is a part of each.
+times while the plan was corrected, and the SPREAD of tools/plan/report.py comes from them. Korthikanti's
+figures and DeepSpeed's order of ranks are quoted from memory.) Below is a part of each.
 
     rows            fitted  error, mean     held out  error, mean  at most     was
     MosaicML           125         3.2%           84         5.6%    22.9%   15.8%
@@ -37,10 +37,9 @@ Without a constant, all others fitted anew:
 from dataclasses import dataclass
 from unittest import mock
 
-from amp import PRECISIONS
 from model import GPTConfig, flops_per_token
 from tools.plan import estimate, time
-from tools.plan.flags import PlanConfig, gpu_of
+from tools.plan.flags import PlanConfig
 from tools.plan.time import BlockTimes
 
 # Fitted with the plan's constants. They are of others' programs, so no plan has them:
@@ -75,31 +74,30 @@ def predicted_seconds(row: Published) -> float:
     block, traffic, links = time.block_seconds, estimate.traffic_bytes, time.link_speeds
 
     def their_links(config):
-        gpu = gpu_of(config)
+        gpu = config.spec
         adapters = config.gpus_per_node // config.tp
         data = time.LINK * min(gpu.link, adapters * gpu.network)
         return links(config)._replace(data=data)
 
-    changes = dict(block_seconds=lambda cfg, config: their_block(row, block(cfg, config)))
+    changes = dict(block_seconds=lambda stage: their_block(row, block(stage)))
     if "overlapped" in row.theirs:
         changes |= dict(HOP=0.0)
     if "deepspeed" in row.theirs:
         changes |= dict(exposed=lambda seconds, hidden: seconds, link_speeds=their_links)
     with mock.patch.multiple(time, **changes), mock.patch.object(
-            estimate, "traffic_bytes",
-            lambda cfg, grid, config: their_traffic(row, traffic(cfg, grid, config))):
+            estimate, "traffic_bytes", lambda stage: their_traffic(row, traffic(stage))):
         return estimate.make_plan(row.cfg, row.config)["step_seconds"]
 
 
 def their_block(row: Published, block: BlockTimes) -> BlockTimes:
-    cfg, config, gpu = row.cfg, row.config, gpu_of(row.config)
+    cfg, config, gpu = row.cfg, row.config, row.config.spec
     forward, backward, recomputed = (dict(part) for part in block[:3])
     if "whole" in row.theirs:
         recomputed["matrices"] = forward["matrices"]
     for part, times in ((forward, 1), (backward, 2), (recomputed, 1)):
         if "unfused" in row.theirs:
             numel = config.micro_batch * cfg.n_head * cfg.seq_len ** 2 / config.tp
-            crossing = SCORES * numel * PRECISIONS[config.dtype][0].itemsize / gpu.bandwidth
+            crossing = SCORES * numel * config.size / gpu.bandwidth
             part["attention"] *= gpu.attention / gpu.products
             part["attention"] += times / 3 * crossing
         if "deepspeed" in row.theirs:

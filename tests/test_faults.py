@@ -1,4 +1,4 @@
-"""tools/faults.py: each fault harms, each policy acts, and neither by accident.
+"""tools/faults: each fault harms, each policy acts, and neither by accident.
 
     python -m pytest tests/test_faults.py
 """
@@ -14,7 +14,8 @@ import pytest
 
 from model import GPTConfig
 from runtime import divergence
-from tools import faults, policies
+from tools.faults import __main__ as faults
+from tools.faults import policies, runs
 
 
 def verdicts(policy, losses, norms=None, first_step=1):
@@ -73,28 +74,28 @@ def test_the_gyms_operator_goes_back_skips_and_slows_five_times():
 @pytest.fixture(scope="module")
 def gym(tmp_path_factory):
     """gym(dtype) -> a healthy run and its policies half way, after 80 of 160 steps."""
-    settings_ = replace(faults.SETTINGS, steps=160, save_every=20, batch_size=4, micro_batch=4)
+    settings_ = replace(runs.SETTINGS, steps=160, save_every=20, batch_size=4, micro_batch=4)
     tiny = GPTConfig(n_layer=1, n_head=2, n_embd=32, seq_len=16)
 
     @functools.cache
     def run(dtype):
         folder = tmp_path_factory.mktemp(dtype)
-        faults.make_texts(folder)
-        with mock.patch.dict(faults.MODELS, tiny=("code", tiny)):
-            return faults.healthy(folder, "tiny", 9, dtype, settings_)
+        runs.make_texts(folder)
+        with mock.patch.dict(runs.MODELS, tiny=("code", tiny)):
+            return runs.healthy(folder, "tiny", 9, dtype, settings_)
     return run
 
 
-@pytest.mark.parametrize("fault", faults.FAULTS)
+@pytest.mark.parametrize("fault", runs.FAULTS)
 def test_each_fault_of_the_gym_harms_and_the_policies_answer(gym, fault):
     """Under "ignore" the loss differs from the healthy run's, unless the disk is full. Where
     another policy must act, it does: by the steps lost, and by the end."""
-    run, half_way = gym(faults.DTYPES[fault])
+    run, half_way = gym(runs.DTYPES[fault])
     assert run.step == 161 and half_way["count NaN"].in_a_row == 0
     assert not {"ours", "stop", "count NaN"} & run.policy.alarms and not run.alarm
 
     def under(policy):
-        return faults.disturbed(run, fault, half_way[policy])
+        return runs.disturbed(run, fault, half_way[policy])
     ignored = under("ignore")
     assert not ignored.ended and (abs(ignored.rise) > 1e-3) == (fault != "full disk")
     assert ignored.lost == (80 if fault == "overflow" else 0)
@@ -117,9 +118,9 @@ def test_each_fault_of_the_gym_harms_and_the_policies_answer(gym, fault):
 def test_the_gym_counts_the_false_alarms_of_healthy_runs(tmp_path, monkeypatch):
     """Of a monitor to which every loss is high, and of a policy that always acts; a run of each
     model. None of them acts."""
-    faults.make_texts(tmp_path)
-    brief = replace(faults.SETTINGS, steps=24, save_every=12, batch_size=2, micro_batch=2)
-    monkeypatch.setattr(faults, "healthy", functools.partial(faults.healthy, settings=brief))
+    runs.make_texts(tmp_path)
+    brief = replace(runs.SETTINGS, steps=24, save_every=12, batch_size=2, micro_batch=2)
+    monkeypatch.setattr(faults, "healthy", functools.partial(runs.healthy, settings=brief))
     monkeypatch.setattr(faults, "HEALTHY_RUNS", 3)
     assert faults.false_alarms(tmp_path) == {"ours": 0}
     monkeypatch.setattr(divergence, "SPIKE_MARGIN", -99.0)
@@ -129,8 +130,8 @@ def test_the_gym_counts_the_false_alarms_of_healthy_runs(tmp_path, monkeypatch):
 
 def test_the_gym_prints_medians_the_worst_and_false_alarms(monkeypatch, capsys):
     """Two tables of made-up outcomes; an unknown fault is refused in a line."""
-    made_up = {(fault, policy): [faults.Outcome(0.01, 0, False), faults.Outcome(0.03, 30, True),
-                                 faults.Outcome(math.inf, 90, True)]
+    made_up = {(fault, policy): [runs.Outcome(0.01, 0, False), runs.Outcome(0.03, 30, True),
+                               runs.Outcome(math.inf, 90, True)]
                for fault in ("a", "b") for policy in policies.POLICIES}
     faults.print_faults(made_up)
     faults.print_policies(made_up, dict.fromkeys(policies.POLICIES, 7))

@@ -38,14 +38,14 @@ from runtime.options import Config, parse_flags
 from tests import published_steps
 from tests.harness import (CFG, COVER, FORMULA, PAGES, ROOT, Alive, Memory, Rows, column,
                            deep_enough_for, gridded, nothing, settings, staged, tokens_of, traffic)
-from tools.bench import BIG, CONTEXT, KEPT, LONG, PIPELINES, peak_of
+from tools.bench.peak import BIG, CONTEXT, KEPT, LONG, PIPELINES, peak_of
 from tools.plan.__main__ import answer, main
-from tools.plan.estimate import make_plan
+from tools.plan.estimate import (RESTART, chinchilla_loss, compute_optimal, goodput,
+                                 make_plan)
 from tools.plan.flags import OWN_FLAGS, RUN_FLAGS, PlanConfig
 from tools.plan.gpus import GPUS, GPUName, GPUSpec
-from tools.plan.laws import RESTART, chinchilla_loss, compute_optimal, goodput
 from tools.plan.memory import activation_bytes, logits_bytes, memory_bytes
-from tools.plan.stages import microbatches
+from tools.plan.stages import Stage
 from tools.plan.time import HOP, LINK, SHARE, exposed
 from tools.plan.traffic import traffic_bytes
 
@@ -146,10 +146,11 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row):
     for rank, (numel, held, sent, *_) in enumerate(ranks):
         grid = Grid(8 // (tp * pp * cp), pp, tp, rank, config.sequence_parallel, config.pp_chunks,
                     cp)
-        sizes = memory_bytes(cfg, grid, config, on_gpu=False)
+        stage = Stage(cfg, config, grid)
+        sizes = memory_bytes(stage, on_gpu=False)
         assert held == sum(sizes[kind] for kind in KEPT)
         assert held == formula(grid.replicas)[config.zero] * numel * double
-        told = traffic_bytes(cfg, grid, config)
+        told = traffic_bytes(stage)
         told["replicas"] = told.pop("gradients") + told.pop("parameters")
         assert {kind: size for kind, size in told.items() if size} == pytest.approx(sent, rel=1e-12)
     plan = plan_on(cfg, replace(config, gpu="endless"), fp32=1e12)
@@ -158,7 +159,7 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row):
     expected = plan["flops_with_recomputation"] - vectors - unattended(cfg, config, plan["tokens"])
     assert expected == pytest.approx(flops.sum(), rel=1e-9)
     stages = slice(0, tp * pp * cp, tp * cp)
-    m = microbatches(config, grid)
+    m = stage.microbatches
     schedule = SCHEDULES[config.pp_schedule]
     weights = np.array([24 * cfg.n_embd ** 2 * len(pipeline.stage_layers(cfg.n_layer, pp, s)) / tp
                         for s in range(pp)]) * (8 * cfg.seq_len / grid.replicas)
@@ -185,7 +186,8 @@ def test_plans_predict_published_runs():
     """Megatron-LM's and those of its kind, on which the constants are fitted with others: within 8%
     on average and 17% each, and 5% the first of each table."""
     errors = {name: error for (_, name), error in errors_of(published_steps.RUNS).items()}
-    earlier = [error for name, error in errors.items() if name not in published_steps.EARLIER_FITTED]
+    earlier = [error for name, error in errors.items()
+               if name not in published_steps.EARLIER_FITTED]
     assert len(earlier) == 19 and np.mean(earlier) < 0.08 and max(earlier) < 0.17, errors
     assert max(errors[name] for name in published_steps.EARLIER_FITTED) < 0.05
 
@@ -207,7 +209,8 @@ def test_plans_predict_runs_that_were_held_out_and_order_their_layouts():
 def test_fitting_in_memory_is_what_was_seen():
     """Of runs that were held out, and layouts of BigScience's model that ran out of memory. (Where
     the plan needs 84 of 85 GB, a run went on, slowly.)"""
-    refused = [row.name for row in published_steps.LONG if not make_plan(row.cfg, row.config)["fits"]]
+    refused = [row.name for row in published_steps.LONG
+               if not make_plan(row.cfg, row.config)["fits"]]
     assert refused == ["h100 30b 8192"]
     row = published_steps.LAYOUTS[0]
     for tp, pp, micro_batch in [(8, 1, 1), (2, 6, 2), (2, 6, 1)]:
@@ -236,7 +239,8 @@ def plan_on(cfg, config, hop=0.0, **device):
     """Of a run in fp32 on a GPU that is endless but for what `device` says, and whose products and
     ranks lose nothing."""
     device = replace(GPUSpec("A100", 1e12, *[math.inf] * 5, 0, 1, 1), **device)
-    with mock.patch.dict(GPUS, {config.gpu: device}), mock.patch.object(tools.plan.time, "HOP", hop):
+    with mock.patch.dict(GPUS, {config.gpu: device}), \
+            mock.patch.object(tools.plan.time, "HOP", hop):
         return make_plan(cfg, config)
 
 
@@ -399,11 +403,12 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
         for bucket in flat.buckets:
             kept.pop(bucket.data.untyped_storage().data_ptr(), None)
         config = plan_config(micro_batch=4, batch_size=4, pp=pp, tp=tp, cp=cp, dtype="bf16")
-        expected = activation_bytes(cfg, grid, config)
+        expected = activation_bytes(Stage(cfg, config, grid))
         if recompute:
-            deeper = activation_bytes(replace(cfg, n_layer=cfg.n_layer + pp), grid, config)
-            block = deeper - expected
-            expected = activation_bytes(cfg, grid, replace(config, recompute=True)) - block
+            deeper = Stage(replace(cfg, n_layer=cfg.n_layer + pp), config, grid)
+            block = activation_bytes(deeper) - expected
+            recomputed = Stage(cfg, replace(config, recompute=True), grid)
+            expected = activation_bytes(recomputed) - block
         assert sum(x.untyped_storage().nbytes() for x in kept.values()) == pytest.approx(
             expected, rel=0.06)
 
@@ -417,8 +422,9 @@ def test_activations_are_those_of_the_microbatches_in_flight(schedule):
         for s in range(p):
             grid, cfg = Grid(dp=1, pp=p, tp=1, rank=s), replace(CFG, n_layer=9)
             in_flight = m if schedule == "gpipe" and p > 1 else min(m, p - s)
-            assert activation_bytes(cfg, grid, replace(config, batch_size=2 * m)) == (
-                in_flight * activation_bytes(cfg, grid, config))
+            stage = Stage(cfg, config, grid)
+            of_all = replace(stage, config=replace(config, batch_size=2 * m))
+            assert activation_bytes(of_all) == in_flight * activation_bytes(stage)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
@@ -434,8 +440,8 @@ def test_zb_h1_keeps_the_inputs_of_matrices_and_the_gradients_of_their_outputs(a
     block(torch.zeros(2, cfg.seq_len, cfg.n_embd))
     config = plan_config(micro_batch=2, batch_size=2, pp=2)
     grid = Grid(dp=1, pp=2, tp=1, rank=1)
-    until_b = activation_bytes(cfg, grid, config)
-    until_w = activation_bytes(cfg, grid, replace(config, pp_schedule="zb-h1"))
+    until_b = activation_bytes(Stage(cfg, config, grid))
+    until_w = activation_bytes(Stage(cfg, replace(config, pp_schedule="zb-h1"), grid))
     assert until_w == max(until_b, sum(sizes)) and (until_w > until_b) == (activation == "relu")
 
 
@@ -446,7 +452,7 @@ def test_logits_are_a_chunk_in_the_models_type_and_in_16_bits_another_in_fp32(mo
                                   (Grid(dp=1, pp=1, tp=2), "bf16", 6 * 2 ** 16),
                                   (Grid(dp=1, pp=2, tp=1), "fp32", 0)]:     # not the last stage
         config = plan_config(micro_batch=1, dtype=dtype, tp=grid.tp, pp=grid.pp)
-        assert logits_bytes(cfg, grid, config, on_gpu=False) == expected
+        assert logits_bytes(Stage(cfg, config, grid), on_gpu=False) == expected
 
 
 @pytest.mark.slow
@@ -498,7 +504,8 @@ def test_the_search_finds_the_fastest_layouts_that_fit():
             assert shown(other) >= seconds[-1] or not other["fits"] or (
                 other["step_seconds"] in column(plans, "step_seconds")), chosen
     assert {plan["tp"] for plan in search(8, "--model gpt2 --tp 2")} == {2}
-    with mock.patch.object(tools.plan.__main__, "search_layouts", lambda *_: plans):     # not once more
+    # Not once more:
+    with mock.patch.object(tools.plan.__main__, "search_layouts", lambda *_: plans):
         text = answer(f"--world 16 {flags} --search".split())
     header, *rows, _, best = text.splitlines()
     assert len(rows) == 10 and "memory GB" in header and "step s" in header

@@ -1,6 +1,7 @@
 """The flags of a plan: train.py's of the model and the layout, and its own."""
 from dataclasses import dataclass, replace
 
+from amp import PRECISIONS
 from runtime import options
 from runtime.options import flag
 from tools.plan.gpus import GPUS, GPUName, GPUSpec
@@ -26,6 +27,28 @@ class PlanConfig(options.Config):
                         "constraints")
     json: bool = flag(False, "print one object, or with --search a list")
 
+    @property
+    def spec(self) -> GPUSpec:
+        spec = GPUS[self.gpu]
+        if self.network is not None:
+            spec = replace(spec, network=1e9 * self.network)
+        return spec
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number of the parameters and activations."""
+        return PRECISIONS[self.dtype][0].itemsize
+
+    @property
+    def master_size(self) -> int:
+        """The same of masters and gradients."""
+        return PRECISIONS[self.dtype][1].itemsize
+
+    @property
+    def recomputes_attention(self) -> bool:
+        """Whether backward computes attention once more, and nothing else of a block (CP3)."""
+        return self.cp > 1 and not self.recompute
+
 
 LAYOUT = ("tp", "pp", "cp", "micro_batch", "zero", "recompute", "sequence_parallel", "pp_schedule",
           "pp_chunks", "steps")
@@ -33,12 +56,4 @@ RUN_FLAGS = ["model", *options.SHAPE, "batch_size", "steps", "tp", "pp", "cp", "
              "pp_chunks", "micro_batch", "zero", "recompute", "sequence_parallel", "offload",
              "compile", "dtype"]
 OWN_FLAGS = ["world", "gpu", "gpus_per_node", "network", "vocab_size", "tokens", "days",
-             "mtbf_hours",
-             "search", "json"]
-
-
-def gpu_of(config: PlanConfig) -> GPUSpec:
-    gpu = GPUS[config.gpu]
-    if config.network is not None:
-        gpu = replace(gpu, network=1e9 * config.network)
-    return gpu
+             "mtbf_hours", "search", "json"]

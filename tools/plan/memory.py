@@ -1,33 +1,29 @@
-"""Memory of a rank."""
+"""Memory of a rank. What ZeRO's formula counts is exact (parallelism/zero.py); buffers, logits and
+activations are estimates.
+"""
 from itertools import accumulate
 
 from amp import PRECISIONS
-from model import GPTConfig
-from parallel import Grid
 from parallelism.schedules import make_schedule
 from parallelism.tensor import chunk_size
 from parallelism.zero import state_bytes
-from tools.plan.flags import PlanConfig
-from tools.plan.stages import (keys_and_values, kept_by_mlp, layers_of, microbatches,
-                               numbers_between_blocks, numel_of, stage_buckets)
+from tools.plan.stages import Stage
 from tools.schedule import live_activations
 
 
-def memory_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool = True) -> dict:
+def memory_bytes(stage: Stage, on_gpu: bool = True) -> dict:
     """Peak memory of this rank in bytes, by kind; what --offload keeps on the host has the prefix
-    host_. `state_bytes` is exact; buffers, logits and activations are estimates."""
-    dtypes = PRECISIONS[config.dtype]
-    buckets = stage_buckets(cfg, grid, config.zero)
-    longest = max(bucket.numel for bucket, _ in buckets)
-    sizes, on_host = state_bytes(numel_of(buckets), longest, grid.replicas, dtypes,
-                                 config.zero, config.offload and on_gpu)
+    host_."""
+    config = stage.config
+    longest = max(bucket.numel for bucket, _ in stage.buckets)
+    sizes, on_host = state_bytes(stage.numel, longest, stage.grid.replicas,
+                                 PRECISIONS[config.dtype], config.zero, config.offload and on_gpu)
     sizes |= {f"host_{kind}": size for kind, size in on_host.items()}
-    return sizes | dict(buffers=buffer_bytes(cfg, grid, config, on_gpu),
-                        logits=logits_bytes(cfg, grid, config, on_gpu),
-                        activations=activation_bytes(cfg, grid, config))
+    return sizes | dict(buffers=buffer_bytes(stage, on_gpu), logits=logits_bytes(stage, on_gpu),
+                        activations=activation_bytes(stage))
 
 
-def buffer_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool) -> int:
+def buffer_bytes(stage: Stage, on_gpu: bool) -> int:
     """What comes and goes within a step:
 
         ZeRO 2, 3   gradients of the ends and a block
@@ -37,41 +33,42 @@ def buffer_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool) -
         context     of one block the K and V of all positions, their gradients, and these in slices;
                     by then backward has freed what its MLP kept
     """
-    size, master_size = (dtype.itemsize for dtype in PRECISIONS[config.dtype])
-    once = [bucket.numel for bucket, _ in stage_buckets(cfg, grid, config.zero)]
+    config, grid = stage.config, stage.grid
+    once = [bucket.numel for bucket, _ in stage.buckets]
     total = 0
     if config.zero >= 2:
-        total += master_size * sum(once)
+        total += config.master_size * sum(once)
     if config.zero == 3:
-        total += size * sum(once + once[-2:])
+        total += config.size * sum(once + once[-2:])
     if config.zero >= 1 and not on_gpu:
-        total += master_size * max(once) * (grid.replicas - 1) // grid.replicas
+        total += config.master_size * max(once) * (grid.replicas - 1) // grid.replicas
     if grid.pp > 1:
-        message = numbers_between_blocks(cfg, grid, config) * size
-        if grid.sequence_parallel:
-            message //= grid.tp
-        total += 2 * message
+        total += 2 * stage.own_x * config.size
     if grid.cp > 1:
-        more = 3 * keys_and_values(cfg, grid, config) - kept_by_mlp(cfg, grid, config)
-        total += max(0, more) * size
+        total += max(0, 3 * stage.keys_and_values - kept_by_mlp(stage)) * config.size
     return total
 
 
-def logits_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig, on_gpu: bool = True) -> int:
+def logits_bytes(stage: Stage, on_gpu: bool = True) -> int:
     """The logits that VocabParallelCrossEntropy holds at once, on the last stage: a chunk in the
     type of the activations, and in 16 bits a second one in fp32."""
-    if not grid.is_last:
+    if not stage.grid.is_last:
         return 0
-    size = PRECISIONS[config.dtype][0].itemsize
+    size = stage.config.size
     if size == 2:
         size += 4
-    vocab = cfg.padded_vocab // grid.tp
+    vocab = stage.cfg.padded_vocab // stage.grid.tp
     device_type = "gpu" if on_gpu else "cpu"
-    positions = config.micro_batch * cfg.seq_len // grid.cp
-    return chunk_size(positions, vocab, device_type) * vocab * size
+    return chunk_size(stage.positions, vocab, device_type) * vocab * size
 
 
-def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
+def kept_by_mlp(stage: Stage) -> int:
+    """How many numbers a block keeps of the LayerNorm before its MLP, and of the MLP."""
+    wide = 8 if stage.cfg.activation == "gelu" else 4
+    return 2 * stage.own_x + wide * stage.x // stage.grid.tp
+
+
+def activation_bytes(stage: Stage) -> int:
     """The most that this rank keeps between forward and backward, in units of B T C / cp numbers
     (Korthikanti et al. 2022, section 4, for what we save; without dropout):
 
@@ -82,19 +79,17 @@ def activation_bytes(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
     Of chunks (interleaved 1F1B) each is such a stage, with its part of the blocks. Under ZB-H1 a
     microbatch keeps from B to W the inputs of a block's four matrices, and the gradients of their
     outputs: with GELU and no sequence parallelism as many numbers, otherwise more."""
-    size = PRECISIONS[config.dtype][0].itemsize
-    unit = numbers_between_blocks(cfg, grid, config) * size
-    thin = unit // grid.tp if grid.sequence_parallel else unit
-    wide = 12 if cfg.activation == "gelu" else 8
-    block = 4 * thin + wide * unit // grid.tp
+    config, grid = stage.config, stage.grid
+    thin, unit = config.size * stage.own_x, config.size * stage.x
+    block = config.size * kept_by_mlp(stage) + 2 * thin + 4 * unit // grid.tp
     end = 2 * thin if grid.is_last else thin
-    schedule = make_schedule(config.pp_schedule, grid, microbatches(config, grid))
-    layers = layers_of(cfg, grid)
+    schedule = make_schedule(config.pp_schedule, grid, stage.microbatches)
     if config.recompute:        # a block's input; and once, in backward, all of a block
-        return live_activations(schedule) * (layers * thin // grid.chunks + end) + block
-    whole = layers * block // grid.chunks + end
+        inputs = stage.layers * thin // grid.chunks + end
+        return live_activations(schedule) * inputs + block
+    whole = stage.layers * block // grid.chunks + end
     for_weights = 0
     if config.pp_schedule == "zb-h1":
-        for_weights = layers * (2 * thin + 2 * unit + 12 * unit // grid.tp)
+        for_weights = stage.layers * (2 * thin + 2 * unit + 12 * unit // grid.tp)
     change = dict(F=whole, B=for_weights - whole, W=-for_weights)
     return max(accumulate(change[op] for op, _, _ in schedule))

@@ -1,7 +1,7 @@
 """Plans as text."""
 from model import GPTConfig
 from tools.plan.estimate import HEADROOM
-from tools.plan.flags import RUN_FLAGS, PlanConfig, gpu_of
+from tools.plan.flags import RUN_FLAGS, PlanConfig
 from tools.plan.gpus import GPUS
 from tools.plan.search import BATCH_TOKENS
 
@@ -29,7 +29,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> list[str]:
     options += [name.replace("_", " ") for name in ("recompute", "sequence_parallel", "offload")
                 if getattr(config, name)]
     num_microbatches = config.batch_size // (plan["dp"] * config.micro_batch)
-    gpu = gpu_of(config)
+    gpu = config.spec
     cp = f" x cp {config.cp}" if config.cp > 1 else ""
     best = {name: plan[f"compute_optimal_parameters_{name}"]
             for name in ("chinchilla", "chinchilla_law", "kaplan")}

@@ -4,11 +4,10 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
-from amp import PRECISIONS
 from model import SIZES, GPTConfig, flops_per_token, parameter_count
 from runtime.checks import check_layout
 from tools.plan.estimate import DAY, HEADROOM, make_plan
-from tools.plan.flags import LAYOUT, PlanConfig, gpu_of
+from tools.plan.flags import LAYOUT, PlanConfig
 
 LEAST_POSITIONS = 4096  # of a sequence, that --search leaves a rank: shorter ones need no cp
 BATCH_TOKENS = 2 ** 19  # of a step with --days and no --model: GPT-3's smallest batch
@@ -44,7 +43,7 @@ def search_layouts(cfg: GPTConfig, config: PlanConfig, given: dict) -> list[dict
     least = min(plan["memory_bytes"] for plan in plans)
     plans = [plan for plan in plans if plan["fits"]]
     if not plans:
-        free = (1 - HEADROOM) * gpu_of(config).memory
+        free = (1 - HEADROOM) * config.spec.memory
         advice = "take more or larger GPUs"
         if not config.offload:
             advice += ", or --offload"
@@ -84,7 +83,7 @@ def largest_model(config: PlanConfig, given: dict) -> tuple[PlanConfig, list[dic
     that reads its compute-optimal tokens, 20 for each parameter, in --days. Without --batch-size a
     step has BATCH_TOKENS, or the next multiple of the GPUs. Raises ValueError if there is none."""
     models = {name: GPTConfig(config.vocab_size, **shape) for name, shape in SIZES.items()}
-    peak = config.world * gpu_of(config).peak(PRECISIONS[config.dtype][0].itemsize)
+    peak = config.world * config.spec.peak(config.size)
     for name in sorted(models, key=lambda name: parameter_count(models[name]), reverse=True):
         cfg = models[name]
         tokens = 20 * parameter_count(cfg)

@@ -1,6 +1,8 @@
-"""Stages: all blocks are alike, so one block and a count stand for them."""
-from dataclasses import replace
-from functools import lru_cache
+"""A stage of a planned pipeline: its place in the run, and what of the model it holds. All blocks
+are alike, so one block and a count stand for them, and no tensor is made.
+"""
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from model import GPTConfig
 from parallel import Grid, build_stage
@@ -10,71 +12,78 @@ from parallelism.zero import Bucket, make_buckets
 from tools.plan.flags import PlanConfig
 
 
-def layers_of(cfg: GPTConfig, grid: Grid) -> int:
-    return sum(map(len, chunk_layers(cfg.n_layer, grid)))
+@dataclass(frozen=True)
+class Stage:
+    """A rank of a stage. Numbers are those of one microbatch."""
+    cfg: GPTConfig
+    config: PlanConfig
+    grid: Grid
 
+    @cached_property
+    def layers(self) -> int:
+        return sum(map(len, chunk_layers(self.cfg.n_layer, self.grid)))
 
-def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Grid], list[int]]:
-    """(the grid of the first rank of each kind of stage, which kind each stage is)"""
-    in_stage = config.cp * config.tp
-    dp = config.world // (config.pp * in_stage)
-    stages = [Grid(dp, config.pp, config.tp, stage * in_stage, config.sequence_parallel,
-                   config.pp_chunks, config.cp) for stage in range(config.pp)]
-    kind_of = [(layers_of(cfg, grid), grid.is_first, grid.is_last) for grid in stages]
-    kinds = list(dict.fromkeys(kind_of))
-    firsts = [stages[kind_of.index(kind)] for kind in kinds]
-    return firsts, [kinds.index(kind) for kind in kind_of]
+    @cached_property
+    def microbatches(self) -> int:
+        """Of a step, on each replica."""
+        return self.config.batch_size // (self.grid.dp * self.config.micro_batch)
+
+    @cached_property
+    def positions(self) -> int:
+        """That this rank computes, of all sequences."""
+        return self.config.micro_batch * self.cfg.seq_len // self.grid.cp
+
+    @cached_property
+    def x(self) -> int:
+        """How many numbers pass from block to block, (B, T / cp, C)."""
+        return self.positions * self.cfg.n_embd
+
+    @cached_property
+    def own_x(self) -> int:
+        """How many of them this rank keeps."""
+        return self.x // self.grid.tp if self.grid.sequence_parallel else self.x
+
+    @cached_property
+    def keys_and_values(self) -> int:
+        """How many numbers a block's K and V of all positions have, (B, T, C / tp)."""
+        return 2 * self.x * self.grid.cp // self.grid.tp
+
+    @cached_property
+    def buckets(self) -> list[tuple[Bucket, int]]:
+        """The buckets of this rank's FlatParameters: [(bucket, how many like it)]. The last two are
+        a block's attention and MLP."""
+        grid = self.grid
+        specs = stage_specs(self.cfg, grid.tp, grid.is_first, grid.is_last)
+        if self.config.zero > 0:
+            buckets = make_buckets(specs, grid.replicas, grid.replicas, grid.replica)
+        else:
+            buckets = make_buckets(specs, grid.replicas)
+        ends = [(bucket, 1) for bucket in buckets[:-2]]
+        return ends + [(bucket, self.layers) for bucket in buckets[-2:]]
+
+    @cached_property
+    def numel(self) -> int:
+        """Numbers in these buckets."""
+        return sum(bucket.numel * count for bucket, count in self.buckets)
 
 
 @lru_cache
 def stage_specs(cfg: GPTConfig, tp: int, is_first: bool, is_last: bool) -> list[ParamSpec]:
     """The parameters of such a stage if it has one block."""
-    if is_first and is_last:
-        grid = Grid(1, 1, tp)
-    elif is_first:
-        grid = Grid(1, 2, tp)
-    elif is_last:
-        grid = Grid(1, 2, tp, rank=tp)
-    else:
-        grid = Grid(1, 3, tp, rank=tp)
-    cfg = replace(cfg, n_layer=grid.pp)
+    pp = 1 + (not is_first) + (not is_last)         # a stage before it, and one behind it
+    grid = Grid(1, pp, tp, rank=0 if is_first else tp)
+    cfg = replace(cfg, n_layer=pp)
     return param_specs(build_stage(cfg, grid), cfg, grid)
 
 
-def stage_buckets(cfg: GPTConfig, grid: Grid, zero: int) -> list[tuple[Bucket, int]]:
-    """The buckets of this rank's FlatParameters, without tensors: [(bucket, how many like it)]. The
-    last two are a block's attention and MLP."""
-    specs = stage_specs(cfg, grid.tp, grid.is_first, grid.is_last)
-    if zero > 0:
-        buckets = make_buckets(specs, grid.replicas, grid.replicas, grid.replica)
-    else:
-        buckets = make_buckets(specs, grid.replicas)
-    ends = [(bucket, 1) for bucket in buckets[:-2]]
-    return ends + [(bucket, layers_of(cfg, grid)) for bucket in buckets[-2:]]
-
-
-def numel_of(buckets: list[tuple[Bucket, int]]) -> int:
-    return sum(bucket.numel * count for bucket, count in buckets)
-
-
-def microbatches(config, grid: Grid) -> int:
-    """Number of microbatches of a step on each replica."""
-    return config.batch_size // (grid.dp * config.micro_batch)
-
-
-def numbers_between_blocks(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
-    """Of x (B, T / cp, C)."""
-    return config.micro_batch * cfg.seq_len // grid.cp * cfg.n_embd
-
-
-def keys_and_values(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
-    """How many numbers a block's K and V (B, T, C / tp) have."""
-    return 2 * config.micro_batch * cfg.seq_len * cfg.n_embd // grid.tp
-
-
-def kept_by_mlp(cfg: GPTConfig, grid: Grid, config: PlanConfig) -> int:
-    """How many numbers a block keeps of the LayerNorm before its MLP, and of the MLP."""
-    unit = numbers_between_blocks(cfg, grid, config)
-    thin = unit // grid.tp if grid.sequence_parallel else unit
-    wide = 8 if cfg.activation == "gelu" else 4
-    return 2 * thin + wide * unit // grid.tp
+def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Stage], list[int]]:
+    """(the first stage of each kind, at its first rank; which kind each stage is)"""
+    in_stage = config.cp * config.tp
+    dp = config.world // (config.pp * in_stage)
+    stages = [Stage(cfg, config, Grid(dp, config.pp, config.tp, stage * in_stage,
+                                      config.sequence_parallel, config.pp_chunks, config.cp))
+              for stage in range(config.pp)]
+    kind_of = [(stage.layers, stage.grid.is_first, stage.grid.is_last) for stage in stages]
+    kinds = list(dict.fromkeys(kind_of))
+    firsts = [stages[kind_of.index(kind)] for kind in kinds]
+    return firsts, [kinds.index(kind) for kind in kind_of]

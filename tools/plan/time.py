@@ -1,13 +1,9 @@
 """Seconds of a step."""
 from typing import NamedTuple
 
-from amp import PRECISIONS
-from model import GPTConfig
-from parallel import Grid
 from parallelism.schedules import SCHEDULES
-from tools.plan.flags import PlanConfig, gpu_of
-from tools.plan.gpus import GPUSpec
-from tools.plan.stages import layers_of, microbatches, numel_of, stage_buckets
+from tools.plan.flags import PlanConfig
+from tools.plan.stages import Stage
 from tools.plan.traffic import CONTEXT_RINGS, gradient_rings
 from tools.schedule import clock
 
@@ -23,11 +19,6 @@ HOP = 5e-6              # seconds that each rank of a ring adds (NCCL's tuning: 
 COMPILED = 0.6          # fraction of PASSES and WHOLE_PASSES that --compile leaves
 
 
-def recomputes_attention(config: PlanConfig) -> bool:
-    """Whether backward computes attention once more, and nothing else of a block (CP3)."""
-    return config.cp > 1 and not config.recompute
-
-
 class Links(NamedTuple):
     """Bytes per second between the ranks of a group."""
     tensor: float
@@ -39,7 +30,7 @@ class Links(NamedTuple):
 def link_speeds(config: PlanConfig) -> Links:
     """NVLink where a group's ranks share a machine. What leaves a machine uses an adapter for each
     of the group's ranks in it."""
-    gpu = gpu_of(config)
+    gpu = config.spec
     per_node, tp, pp, cp = config.gpus_per_node, config.tp, config.pp, config.cp
 
     def speed(ranks, stride, adapters):
@@ -55,20 +46,21 @@ def link_speeds(config: PlanConfig) -> Links:
     return Links(speed(tp, 1, per_node), context, speed(pp, cp * tp, 1), data)
 
 
-def product_seconds(gpu: GPUSpec, size: int, rows: int, columns: float, inner: float) -> float:
+def product_seconds(config: PlanConfig, rows: float, columns: float, inner: float) -> float:
     """A matrix product (rows, inner) x (inner, columns). Each multiprocessor computes a tile of the
     result at a time, so that in the last wave of tiles half of them are idle, on average: narrow
     and short products are slow."""
+    gpu = config.spec
     idle = 0.5 * gpu.processors * TILE
-    return 2 * (rows * columns + idle) * inner / (gpu.products * gpu.peak(size))
+    return 2 * (rows * columns + idle) * inner / (gpu.products * gpu.peak(config.size))
 
 
-def linear_seconds(gpu: GPUSpec, size: int, positions: int, outputs: float,
-                   inputs: float) -> tuple[float, float, float]:
+def linear_seconds(stage: Stage, outputs: float, inputs: float) -> tuple[float, float, float]:
     """A linear layer's forward, the gradient of its input, and that of its weight."""
-    return (product_seconds(gpu, size, positions, outputs, inputs),
-            product_seconds(gpu, size, positions, inputs, outputs),
-            product_seconds(gpu, size, outputs, inputs, positions))
+    config, positions = stage.config, stage.positions
+    return (product_seconds(config, positions, outputs, inputs),
+            product_seconds(config, positions, inputs, outputs),
+            product_seconds(config, outputs, inputs, positions))
 
 
 class BlockTimes(NamedTuple):
@@ -79,37 +71,47 @@ class BlockTimes(NamedTuple):
     weights: float      # of backward: the products that are gradients of matrices
 
 
-def block_seconds(cfg: GPTConfig, config: PlanConfig) -> BlockTimes:
-    gpu = gpu_of(config)
-    size = PRECISIONS[config.dtype][0].itemsize
-    positions = config.micro_batch * cfg.seq_len / config.cp
-    own = cfg.n_embd / config.tp                                        # channels
-    C = cfg.n_embd
+def block_seconds(stage: Stage) -> BlockTimes:
+    config = stage.config
+    gpu = config.spec
+    C = stage.cfg.n_embd
+    own = C / config.tp                                                 # channels
     layers = [(3 * own, C), (C, own), (4 * own, C), (C, 4 * own)]       # (outputs, inputs)
-    forward, inputs, weights = zip(*(linear_seconds(gpu, size, positions, *layer)
-                                     for layer in layers))
-    scores = 4 * positions * cfg.seq_len * own / (gpu.attention * gpu.peak(size))
-    whole = own if config.sequence_parallel else cfg.n_embd
-    passes = positions * size * (PASSES * own + WHOLE_PASSES * whole) / gpu.bandwidth
+    forward, inputs, weights = zip(*(linear_seconds(stage, *layer) for layer in layers))
+    scores = 4 * stage.positions * stage.cfg.seq_len * own / (
+        gpu.attention * gpu.peak(config.size))
+    whole = own if config.sequence_parallel else C
+    passes = stage.positions * config.size * (PASSES * own + WHOLE_PASSES * whole) / gpu.bandwidth
     if config.compile:
         passes *= COMPILED
-    backward = 3 * scores if recomputes_attention(config) else 2 * scores
+    backward = 3 * scores if config.recomputes_attention else 2 * scores
     return BlockTimes(
         dict(matrices=sum(forward), attention=scores, passes=passes / 3),
         dict(matrices=sum(inputs + weights), attention=backward, passes=passes * 2 / 3),
         dict(matrices=sum(forward[:-1]), attention=scores, passes=passes / 3), sum(weights))
 
 
-def microbatch_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid,
-                       sent: dict) -> tuple[dict, float, float]:
-    """(seconds of a microbatch on this stage, forward and backward, by what they go to; seconds of
-    its forward alone; of the products that are the gradients of the blocks' matrices)"""
-    gpu = gpu_of(config)
-    size = PRECISIONS[config.dtype][0].itemsize
+class StageTimes(NamedTuple):
+    """Seconds of a microbatch on a stage, forward and backward: by what they go to; of its forward
+    alone; of the products that are gradients of the blocks' matrices."""
+    by_kind: dict
+    forward: float
+    weights: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_kind.values())
+
+    @property
+    def backward(self) -> float:
+        return self.total - self.forward
+
+
+def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
+    """`sent`: the stage's `traffic_bytes`."""
+    config, layers, m = stage.config, stage.layers, stage.microbatches
     links = link_speeds(config)
-    m = microbatches(config, grid)
-    layers = layers_of(cfg, grid)
-    block = block_seconds(cfg, config)
+    block = block_seconds(stage)
     seconds = {kind: layers * (block.forward[kind] + block.backward[kind])
                for kind in block.forward}
     rings, recomputed_rings = 8, 0              # an all-reduce is two
@@ -124,35 +126,35 @@ def microbatch_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid,
     forward = (layers * sum(block.forward.values()) + seconds["pp"] / 2
                + seconds["cp"] / CONTEXT_RINGS
                + seconds["tp"] * rings / 2 / (rings + recomputed_rings))
-    if grid.is_last:        # the head's gradients come in forward; 8 passes through its logits
-        positions = config.micro_batch * cfg.seq_len / config.cp
-        vocab = cfg.vocab_size / config.tp
-        head = sum(linear_seconds(gpu, size, positions, vocab, cfg.n_embd))
-        passes = 8 * size * positions * vocab / gpu.bandwidth
+    if stage.grid.is_last:      # the head's gradients come in forward; 8 passes through its logits
+        vocab = stage.cfg.vocab_size / config.tp
+        head = sum(linear_seconds(stage, vocab, stage.cfg.n_embd))
+        passes = 8 * config.size * stage.positions * vocab / config.spec.bandwidth
         seconds["matrices"] += head
         seconds["passes"] += passes
         forward += head + passes
-    return seconds, forward, layers * block.weights
+    return StageTimes(seconds, forward, layers * block.weights)
 
 
-def pipeline_seconds(schedule: str, forward: list, backward: list, weights: list, m: int,
-                     chunks: int) -> float:
-    """The time of m microbatches through stages that take so long for one. GPipe: the slowest stage
-    works, the others add their time once, forward and backward. 1F1B: a stage starts when the first
-    microbatch reaches it, and waits for its first and last backward, from all stages behind it,
-    if the forwards (or backwards) that it has to do meanwhile are shorter. Interleaved, with chunks
-    that take equally long, and ZB-H1, whose W takes `weights` of backward: simulated."""
-    if schedule in ("interleaved", "zb-h1"):
-        stages = range(len(forward))
-        units = [dict(F=f / chunks, B=b / chunks) for f, b in zip(forward, backward)]
-        if schedule == "zb-h1":
-            units = [dict(F=f, B=b - w, W=w) for f, b, w in zip(forward, backward, weights)]
-        times = clock([SCHEDULES[schedule](s, len(stages), m, chunks) for s in stages], units)
+def pipeline_seconds(config: PlanConfig, stages: list[StageTimes], m: int) -> float:
+    """The time of m microbatches through all stages. GPipe: the slowest stage works, the others add
+    their time once, forward and backward. 1F1B: a stage starts when the first microbatch reaches
+    it, and waits for its first and last backward, from all stages behind it, if the forwards (or
+    backwards) that it has to do meanwhile are shorter. Interleaved, with chunks that take equally
+    long, and ZB-H1, whose W takes `weights` of backward: simulated."""
+    p = len(stages)
+    if config.pp_schedule in ("interleaved", "zb-h1"):
+        chunks = config.pp_chunks
+        units = [dict(F=s.forward / chunks, B=s.backward / chunks) for s in stages]
+        if config.pp_schedule == "zb-h1":
+            units = [dict(F=s.forward, B=s.backward - s.weights, W=s.weights) for s in stages]
+        schedule = SCHEDULES[config.pp_schedule]
+        times = clock([schedule(s, p, m, chunks) for s in range(p)], units)
         return max(end for row in times for _, end in row.values())
-    if schedule == "gpipe":
+    forward, backward = [s.forward for s in stages], [s.backward for s in stages]
+    if config.pp_schedule == "gpipe":
         return sum(sum(times) + (m - 1) * max(times) for times in (forward, backward))
     both = [f + b for f, b in zip(forward, backward)]
-    p = len(forward)
     ends = []
     for s in range(max(0, p - m), p):
         behind = sum(both[s + 1:])
@@ -167,53 +169,43 @@ def exposed(traffic: float, hidden: float) -> float:
     return max(SHARE * traffic, traffic - hidden)
 
 
-def exposed_seconds(cfg: GPTConfig, config: PlanConfig, grid: Grid, sent: dict, microbatch: float,
-                    forward: float, backward: float) -> float:
-    """What data parallelism adds to a step. Of the slowest stage, the times of a microbatch, of its
-    forward and of its backward (ZB-H1: its W). ZeRO 0 and 1 send gradients during the last
-    backward, 2 during all, 3 during forward and backward. ZeRO 1 and 2 gather parameters during the
-    first forward."""
-    links = link_speeds(config)
-    m = microbatches(config, grid)
-    zero = config.zero
-    hops = HOP * (grid.replicas - 1) * (2 * layers_of(cfg, grid) + 2)   # once around, all buckets
-    gradients = sent["gradients"] / links.data + hops * gradient_rings(zero, m)
+def exposed_seconds(stage: Stage, sent: dict, slowest: StageTimes) -> float:
+    """What data parallelism adds to a step, behind the slowest stage. ZeRO 0 and 1 send gradients
+    during the last backward (ZB-H1: its W), 2 during all, 3 during forward and backward. ZeRO 1 and
+    2 gather parameters during the first forward."""
+    links = link_speeds(stage.config)
+    m, zero = stage.microbatches, stage.config.zero
+    hops = HOP * (stage.grid.replicas - 1) * (2 * stage.layers + 2)     # once around, all buckets
+    gradients = sent["gradients"] / links.data + hops * gradient_rings(stage)
     embedding = sent["embedding"] / links.pipeline
     gathers = sent["parameters"] / links.data
     if zero == 3:
         gathers += hops * 2 * m
-        return embedding + exposed(gradients + gathers, m * microbatch)
+        return embedding + exposed(gradients + gathers, m * slowest.total)
     if zero > 0:
-        gathers = exposed(gathers + hops, forward)
-    hidden = m * backward if zero == 2 else backward
+        gathers = exposed(gathers + hops, slowest.forward)
+    hidden = slowest.weights if stage.config.pp_schedule == "zb-h1" else slowest.backward
+    if zero == 2:
+        hidden *= m
     return embedding + gathers + exposed(gradients, hidden)
 
 
-def step_seconds(cfg: GPTConfig, config: PlanConfig, grids: list, kinds: list,
-                 sent: list) -> tuple[dict, float]:
+def step_seconds(stages: list[Stage], kinds: list, sent: list) -> tuple[dict, float]:
     """Seconds of a step by what they go to, which add up, and the bubble: the idle fraction of the
     stages until the last backward. `kinds_of_stages`, and the `traffic_bytes` of each kind."""
-    gpu = gpu_of(config)
-    m = microbatches(config, grids[0])
-    costs, forward, weights = zip(*(microbatch_seconds(cfg, config, grid, out)
-                                    for grid, out in zip(grids, sent)))
-    both = [sum(cost.values()) for cost in costs]
-    backward = [t - f for t, f in zip(both, forward)]
-    slowest = both.index(max(both))
-    span = m * both[slowest]            # of one stage, exactly
+    config, m = stages[0].config, stages[0].microbatches
+    times = [stage_seconds(stage, out) for stage, out in zip(stages, sent)]
+    slowest = max(times, key=lambda stage: stage.total)
+    span = m * slowest.total            # of one stage, exactly
     if config.pp > 1:
-        span = pipeline_seconds(config.pp_schedule, [forward[k] for k in kinds],
-                                [backward[k] for k in kinds], [weights[k] for k in kinds], m,
-                                config.pp_chunks)
-    hiding = weights if config.pp_schedule == "zb-h1" else backward
-    exposed = max(exposed_seconds(cfg, config, grid, out, both[slowest], forward[slowest],
-                                  hiding[slowest]) for grid, out in zip(grids, sent))
+        span = pipeline_seconds(config, [times[k] for k in kinds], m)
+    dp = max(exposed_seconds(stage, out, slowest) for stage, out in zip(stages, sent))
     # AdamW reads or writes about twelve numbers for each parameter.
-    numel = numel_of(stage_buckets(cfg, grids[0], config.zero))
+    numel = stages[0].numel
     if config.zero > 0:
-        numel /= grids[0].replicas
-    memory_speed = gpu.host if config.offload else gpu.bandwidth
-    update = 12 * PRECISIONS[config.dtype][1].itemsize * numel / memory_speed
-    seconds = {kind: m * x for kind, x in costs[slowest].items()}
-    seconds |= dict(fill=span - m * both[slowest], dp=exposed, update=update)
-    return seconds, 1 - m * sum(both[k] for k in kinds) / (config.pp * span)
+        numel /= stages[0].grid.replicas
+    memory_speed = config.spec.host if config.offload else config.spec.bandwidth
+    update = 12 * config.master_size * numel / memory_speed
+    seconds = {kind: m * x for kind, x in slowest.by_kind.items()}
+    seconds |= dict(fill=span - m * slowest.total, dp=dp, update=update)
+    return seconds, 1 - m * sum(times[k].total for k in kinds) / (config.pp * span)

@@ -1,16 +1,16 @@
-"""Train the same model with PyTorch's own parallel stack: the other side of bench.py's races.
+"""Train the same model with PyTorch's own parallel stack: the other side of the races.
 
-    python -m tools.peer '{"mode": "single"}'
-    torchrun --nproc_per_node=2 tools/peer.py '{"mode": "ddp"}'     # or zero1, fsdp, tp, pp, 3d
+    python tools/bench/peer.py '{"mode": "single"}'
+    torchrun --nproc_per_node=2 tools/bench/peer.py '{"mode": "ddp"}'
 
-The argument is a JSON object of arguments of `train_plain`. Prints tokens per second of the whole
+The argument is a JSON object of arguments of `train_plain`; modes: single, ddp, zero1, fsdp, tp,
+pp, 3d. Prints tokens per second of the whole
 job, the median over the steps after the warm-up.
 """
-import argparse
 import functools
-import inspect
 import json
 import os
+import sys
 import time
 import warnings
 from contextlib import nullcontext
@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 SHAPE = dict(n_layer=6, n_head=6, n_embd=384, seq_len=256)
-MODES = ("single", "ddp", "zero1", "fsdp", "tp", "pp", "3d")
 
 
 class PlainBlock(nn.Module):
@@ -244,22 +243,5 @@ def print_result(tokens_per_second, device):
     print(json.dumps(dict(tokens_per_second=tokens_per_second, peak_memory=peak)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.peer", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"peer.py: {message}\n")
-    parser.add_argument("work", metavar="JSON", help="arguments of train_plain, by name: "
-                        + ", ".join(inspect.signature(train_plain).parameters))
-    text = parser.parse_args().work
-    try:
-        work = json.loads(text)
-        inspect.signature(train_plain).bind(**work)
-        if work["mode"] not in MODES:
-            raise ValueError(f"mode is not one of {', '.join(MODES)}")
-    except (TypeError, ValueError) as error:
-        parser.error(f"{text}: {error}")
-    train_plain(**work)
-
-
 if __name__ == "__main__":
-    main()
+    train_plain(**json.loads(sys.argv[1]))

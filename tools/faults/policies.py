@@ -1,5 +1,5 @@
 """Six policies on a run that goes wrong, each written from its public description, and `PolicyRun`,
-the train.Run that obeys one. tools/faults.py compares them.
+the train.Run that obeys one. __main__.py compares them.
 """
 import errno
 import math
