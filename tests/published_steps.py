@@ -4,8 +4,9 @@ The plan's constants are fitted on 209 rows of public tables (least absolute err
 of a step's time, beyond 3%). 132 rows were held out by a rule that was set before any error was
 seen: MosaicML's of 4,096 tokens and more, BigScience's from February 25 on with 64 heads, and those
 of Korthikanti et al. 2022. (They are no blind test any more: their errors were looked at three
-times while the plan was corrected, and the SPREAD of tools/plan/report.py comes from them. Korthikanti's
-figures and DeepSpeed's order of ranks are quoted from memory.) Below is a part of each.
+times while the plan was corrected, and the SPREAD of tools/plan/report.py comes from them.
+Korthikanti's figures and DeepSpeed's order of ranks are quoted from memory.) Below is a part of
+each.
 
     rows            fitted  error, mean     held out  error, mean  at most     was
     MosaicML           125         3.2%           84         5.6%    22.9%   15.8%

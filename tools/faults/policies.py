@@ -87,8 +87,11 @@ class SkipSixDeviations(Policy):
         verdict = None
         for name, values in self.seen.items():
             value = getattr(stats, name)
-            if len(values) >= 63 and not value <= np.mean(values) + 6 * np.std(values, ddof=1):
-                verdict = "skip"
+            if len(values) >= 63:
+                with np.errstate(invalid="ignore"):         # the deviation of inf is NaN
+                    limit = np.mean(values) + 6 * np.std(values, ddof=1)
+                if not value <= limit:
+                    verdict = "skip"
             self.seen[name] = [*values, value][-128:]
         return verdict
 
