@@ -78,7 +78,7 @@ def predicted_seconds(row: Published) -> float:
         gpu = config.spec
         adapters = config.gpus_per_node // config.tp
         data = time.LINK * min(gpu.link, adapters * gpu.network)
-        return links(config)._replace(data=data)
+        return links(config) | dict(dp=data)
 
     changes = dict(block_seconds=lambda stage: their_block(row, block(stage)))
     if "overlapped" in row.theirs:

@@ -43,7 +43,7 @@ from tools.plan.__main__ import answer, main
 from tools.plan.estimate import (RESTART, chinchilla_loss, compute_optimal, goodput,
                                  make_plan)
 from tools.plan.flags import OWN_FLAGS, RUN_FLAGS, PlanConfig
-from tools.plan.gpus import GPUS, GPUName, GPUSpec
+from tools.plan.gpus import GPUS, GPUSpec, gpu_name
 from tools.plan.memory import activation_bytes, logits_bytes, memory_bytes
 from tools.plan.stages import Stage
 from tools.plan.time import HOP, LINK, SHARE, exposed
@@ -279,9 +279,9 @@ def test_context_parallel_traffic_takes_the_links_that_its_ranks_have(layout, gp
     with mock.patch.dict(GPUS, {"slow": replace(GPUS["a100-40g"], link=64, network=1)}):
         links = tools.plan.time.link_speeds(config)
         plan = make_plan(cfg, config)
-    assert (links.context, links.data) == tuple(LINK * speed for speed in speeds)
+    assert (links["cp"], links["dp"]) == tuple(LINK * speed for speed in speeds)
     hops = (32 // dp) * HOP * (cp - 1) * 3 * plan["layers_per_stage"]
-    assert plan["seconds_cp"] == pytest.approx(plan["bytes_cp"] / links.context + hops, rel=0.01)
+    assert plan["seconds_cp"] == pytest.approx(plan["bytes_cp"] / links["cp"] + hops, rel=0.01)
 
 
 def test_context_parallelism_divides_a_plans_work_and_activations():
@@ -650,7 +650,7 @@ def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
     ("L40S", "l40s"), ("RTX A6000", "a6000"), ("h100-80g", "h100"), ("H100-80GB", "h100"),
     ("NVIDIA H100 80GB HBM3", "h100"), ("a100-sxm4-80gb", "a100-80g"), ("V100_32GB", "v100-32g")])
 def test_a_gpu_has_several_spellings(name, gpu):
-    assert GPUName(name) == gpu
+    assert gpu_name(name) == gpu
 
 
 def test_every_gpu_of_the_plan_has_the_makers_peak_and_less_memory_than_is_sold():

@@ -44,7 +44,7 @@ def read_flags(arguments: list[str]) -> tuple[PlanConfig, dict]:
     if len(ends) > 1:
         raise ValueError(f"{ends[0]} and {ends[1]} both say when the run ends: drop one")
     config = PlanConfig(**given)
-    if config.dtype == "bf16" and GPUS[config.gpu].name == "V100":
+    if config.dtype == "bf16" and config.spec.name == "V100":
         raise ValueError("a V100 has no matrix products in bf16: give --dtype fp16")
     if config.world % (config.tp * config.pp * config.cp):
         raise ValueError(f"--world {config.world} is not divisible by tp {config.tp} x pp "

@@ -4,14 +4,14 @@ from dataclasses import dataclass, replace
 from amp import PRECISIONS
 from runtime import options
 from runtime.options import flag
-from tools.plan.gpus import GPUS, GPUName, GPUSpec
+from tools.plan.gpus import GPUS, GPUSpec, gpu_name, spec_of
 
 
 @dataclass(frozen=True)
 class PlanConfig(options.Config):
     """train.py's flags, of which RUN_FLAGS count here, and the plan's own."""
     world: int = flag(None, "GPUs (required)", low=1, group="plan")
-    gpu: GPUName = flag(None, "kind of GPU (required): " + ", ".join(GPUS) + ", or TFLOP/s:GB:GB/s "
+    gpu: gpu_name = flag(None, "kind of GPU (required): " + ", ".join(GPUS) + ", or TFLOP/s:GB:GB/s "
                         "of another", form="NAME")
     gpus_per_node: int = flag(8, "GPUs of a machine", low=1)
     network: float = flag(None, "GB per second of each GPU to other machines (default: its usual "
@@ -29,7 +29,7 @@ class PlanConfig(options.Config):
 
     @property
     def spec(self) -> GPUSpec:
-        spec = GPUS[self.gpu]
+        spec = spec_of(self.gpu)
         if self.network is not None:
             spec = replace(spec, network=1e9 * self.network)
         return spec

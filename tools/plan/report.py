@@ -2,7 +2,6 @@
 from model import GPTConfig
 from tools.plan.estimate import HEADROOM
 from tools.plan.flags import RUN_FLAGS, PlanConfig
-from tools.plan.gpus import GPUS
 from tools.plan.search import BATCH_TOKENS
 
 SPREAD = 0.12           # nine of ten of the 132 steps that were held out are so close or closer
@@ -36,7 +35,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> list[str]:
     low, high = (plan["days"] * (1 + sign * SPREAD) for sign in (-1, 1))
     lines = [
         f"fits     {'yes' if plan['fits'] else 'no'}: {plan['memory_bytes'] / 1e9:.1f} of "
-        f"{GPUS[config.gpu].memory / 1e9:.0f} GB on rank {plan['fullest_rank']}, the fullest; "
+        f"{gpu.memory / 1e9:.0f} GB on rank {plan['fullest_rank']}, the fullest; "
         f"{HEADROOM:.0%} should stay free",
         f"run      {config.steps:,} steps in {plan['days']:.3g} days ({low:.3g} to {high:.3g}), "
         f"{plan['gpu_hours']:,.0f} GPU hours; MFU {plan['mfu']:.1%}, "

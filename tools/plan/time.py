@@ -19,17 +19,9 @@ HOP = 5e-6              # seconds that each rank of a ring adds (NCCL's tuning: 
 COMPILED = 0.6          # fraction of PASSES and WHOLE_PASSES that --compile leaves
 
 
-class Links(NamedTuple):
-    """Bytes per second between the ranks of a group."""
-    tensor: float
-    context: float
-    pipeline: float
-    data: float
-
-
-def link_speeds(config: PlanConfig) -> Links:
-    """NVLink where a group's ranks share a machine. What leaves a machine uses an adapter for each
-    of the group's ranks in it."""
+def link_speeds(config: PlanConfig) -> dict[str, float]:
+    """Bytes per second between the ranks of a group of tp, cp, pp, and of replicas (dp): NVLink
+    where they share a machine. What leaves a machine uses an adapter for each of them in it."""
     gpu = config.spec
     per_node, tp, pp, cp = config.gpus_per_node, config.tp, config.pp, config.cp
 
@@ -39,11 +31,11 @@ def link_speeds(config: PlanConfig) -> Links:
 
     replicas = config.world // (tp * pp)
     beside = max(1, per_node // tp)         # ranks of a machine with the same part of each matrix
-    context = speed(cp, tp, beside)
-    data = context
+    links = dict(tp=speed(tp, 1, per_node), cp=speed(cp, tp, beside), pp=speed(pp, cp * tp, 1))
+    links["dp"] = links["cp"]
     if replicas > cp:
-        data = speed(replicas, tp * pp, max(beside // pp, min(beside, cp)))
-    return Links(speed(tp, 1, per_node), context, speed(pp, cp * tp, 1), data)
+        links["dp"] = speed(replicas, tp * pp, max(beside // pp, min(beside, cp)))
+    return links
 
 
 def product_seconds(config: PlanConfig, rows: float, columns: float, inner: float) -> float:
@@ -118,11 +110,9 @@ def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
     if config.recompute:
         recomputed_rings = 2
         seconds = {kind: x + layers * block.recomputed[kind] for kind, x in seconds.items()}
-    hops = HOP * (config.tp - 1) * layers * (rings + recomputed_rings)
-    context_hops = HOP * (config.cp - 1) * layers * CONTEXT_RINGS
-    seconds |= dict(tp=sent["tp"] / m / links.tensor + hops,
-                    cp=sent["cp"] / m / links.context + context_hops,
-                    pp=sent["pp"] / m / links.pipeline)
+    hops = dict(tp=HOP * (config.tp - 1) * layers * (rings + recomputed_rings),
+                cp=HOP * (config.cp - 1) * layers * CONTEXT_RINGS, pp=0)
+    seconds |= {kind: sent[kind] / m / links[kind] + hops[kind] for kind in hops}
     forward = (layers * sum(block.forward.values()) + seconds["pp"] / 2
                + seconds["cp"] / CONTEXT_RINGS
                + seconds["tp"] * rings / 2 / (rings + recomputed_rings))
@@ -176,9 +166,9 @@ def exposed_seconds(stage: Stage, sent: dict, slowest: StageTimes) -> float:
     links = link_speeds(stage.config)
     m, zero = stage.microbatches, stage.config.zero
     hops = HOP * (stage.grid.replicas - 1) * (2 * stage.layers + 2)     # once around, all buckets
-    gradients = sent["gradients"] / links.data + hops * gradient_rings(stage)
-    embedding = sent["embedding"] / links.pipeline
-    gathers = sent["parameters"] / links.data
+    gradients = sent["gradients"] / links["dp"] + hops * gradient_rings(stage)
+    embedding = sent["embedding"] / links["pp"]
+    gathers = sent["parameters"] / links["dp"]
     if zero == 3:
         gathers += hops * 2 * m
         return embedding + exposed(gradients + gathers, m * slowest.total)
