@@ -4,23 +4,21 @@
 """
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness import README, ROOT, readme_commands
+from tests.harness import README, readme_commands, run_main
 from tools import compare
 
 
-def tool(name, *arguments, **environment):
-    """`python -m tools.NAME` -> (exit status, standard output, standard error)."""
-    ran = subprocess.run([sys.executable, "-m", f"tools.{name}", *map(str, arguments)], text=True,
-                         capture_output=True, timeout=120, stdin=subprocess.DEVNULL,
-                         env={**os.environ, **environment})
-    return ran.returncode, ran.stdout, ran.stderr
+@pytest.fixture
+def run_compare(capsys, monkeypatch):
+    """run_compare(*arguments, columns=80) -> (exit status, standard output, standard error)"""
+    def run(*arguments, columns=80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return run_main(capsys, compare, *arguments)
+    return run
 
 
 def write_lines(out, lines):
@@ -32,11 +30,11 @@ def write_lines(out, lines):
     (out / "metrics.jsonl").write_text("".join(text))
 
 
-def test_compare_plots_and_tabulates_runs_without_their_void_rows(tmp_path, monkeypatch):
+def test_compare_plots_and_tabulates_runs_without_their_void_rows(run_compare, tmp_path,
+                                                                  monkeypatch):
     """A run that was rolled back and resumed, one without a validation loss, and a directory
     without a step. Each line of the first has an hour and a step; its last is being written."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     flags = dict(out="a", lr=4e-3, seed=1, skip_steps=None)
     write_lines(Path("a"), [
         (0, 0, dict(event="start", config=flags)), (0.1, 1, dict(loss=8, val_loss=1)),
@@ -60,7 +58,7 @@ def test_compare_plots_and_tabulates_runs_without_their_void_rows(tmp_path, monk
         "          +---------",
         "        a |    < >  ",
         "   tokens  0     400", ""]
-    status, text, error = tool("compare", "b", "none", "a", "nowhere", COLUMNS="52")
+    status, text, error = run_compare("b", "none", "a", "nowhere", columns=52)
     assert status == 0 and error.count("\n") == 2 and "none/metrics.jsonl has no step" in error
     assert "nowhere is not the --out of a run" in error
     assert 50 < max(map(len, text.splitlines()[:20])) <= 52
@@ -68,15 +66,15 @@ def test_compare_plots_and_tabulates_runs_without_their_void_rows(tmp_path, monk
         "a 1.0000 1 1.2500 3 4 400 0h42m 7,000 9.00e-02 a, lr 0.004, 1 rollback, 1 damaged, "
         "1 resume".split(),
         "b - - - - 2 200 2h00m 7,000 9.00e-02 b, lr 0.001, skip-steps 2:3".split()]
-    status, text, error = tool("compare", "none")
+    status, text, error = run_compare("none")
     assert (status, text) == (2, "") and error.splitlines()[-1].startswith(
         "compare.py: nothing to compare")
-    status, _, error = tool("compare")
+    status, _, error = run_compare()
     assert status == 2 and error.count("\n") == 1 and "OUT" in error
     many = [f"c{i}" for i in range(30)]             # more runs than letters
     for name in many:
         write_lines(Path(name), [(0, 1, dict(loss=8))])
-    status, text, error = tool("compare", *many)
+    status, text, error = run_compare(*many)
     assert (status, error) == (0, "") and len(text.splitlines()) == 20 + 30
 
 
@@ -184,7 +182,8 @@ def test_compare_draws_bits_per_byte_where_tokenizers_differ(tmp_path, monkeypat
     assert 'y-axis "loss, bits a byte" 1.803 --> 7.213' in mermaid
 
 
-def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(tmp_path, monkeypatch):
+def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(run_compare, tmp_path,
+                                                                    monkeypatch):
     """A resume with other --eval-tokens: what was evaluated before does not count, and a line says
     so; nor what an older version wrote. The clock is set back by two hours."""
     monkeypatch.chdir(tmp_path)
@@ -203,21 +202,20 @@ def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(tmp_path, mo
         assert f"note     {name}: evaluations up to step 1 {words}" in text
         assert text.splitlines()[-1].split()[:7] == "a 2.2500 4 2.2500 4 5 500".split()
         assert text.splitlines()[-1].split()[7] == "1h30m" and text.count("h30m") == 1
-    status, _, error = tool("compare", "a/metrics.jsonl", PYTHONPATH=str(ROOT))
+    status, _, error = run_compare("a/metrics.jsonl")
     assert status == 2 and "a/metrics.jsonl is a file: give the --out of a run" in error
 
 
-def test_compare_draws_a_chart_for_a_readme(tmp_path, monkeypatch):
+def test_compare_draws_a_chart_for_a_readme(run_compare, tmp_path, monkeypatch):
     """32 means over the tokens that both runs have read, here of two steps each: as the
     chart of docs/exact.md, which has as many points."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     commands = [command for _, command in readme_commands("tools.compare")]
     command = ["--mermaid", "out", "out/one"]
     assert command in commands
     for name, steps, loss in [("out", 64, 1), ("out/one", 90, 1000)]:
         write_lines(Path(name), [(s / 100, s, dict(loss=loss + s)) for s in range(1, steps + 1)])
-    status, text, error = tool("compare", *command)
+    status, text, error = run_compare(*command)
     chart, table = text.split("\n```\n")
     assert (status, error) == (0, "") and table.splitlines()[0].split()[0] == "best"
     lines = [[float(x) for x in line.split("[")[1].strip("]").split(",")]
@@ -230,5 +228,5 @@ def test_compare_draws_a_chart_for_a_readme(tmp_path, monkeypatch):
     [ours] = [block for block in README.split("```")[1::2] if block.startswith("mermaid")]
     assert [len(line.split(",")) for line in ours.splitlines() if "line [" in line] == [32, 32]
     write_lines(Path("c"), [(0.1, 1, dict(loss=1)), (0.2, 2, dict(loss=1))])
-    assert tool("compare", "--mermaid", "c") == (
+    assert run_compare("--mermaid", "c") == (
         2, "", "compare.py: c has too few steps for a chart of 32 points\n")

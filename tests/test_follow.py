@@ -5,7 +5,6 @@
 import importlib
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -16,17 +15,9 @@ from unittest import mock
 
 import pytest
 
-from runtime import dashboards, directory
-from tests.harness import ROOT, TINY, expect_mistake, launch
+from runtime import directory, follower
+from tests.harness import TINY, expect_mistake, launch, run_main
 from tools import compare, follow
-
-
-def tool(name, *arguments, **environment):
-    """`python -m tools.NAME` -> (exit status, standard output, standard error)."""
-    ran = subprocess.run([sys.executable, "-m", f"tools.{name}", *map(str, arguments)], text=True,
-                         capture_output=True, timeout=120, stdin=subprocess.DEVNULL,
-                         env={**os.environ, **environment})
-    return ran.returncode, ran.stdout, ran.stderr
 
 
 class FakeWandB:
@@ -291,15 +282,15 @@ def test_the_follower_waits_for_more_until_the_run_is_complete(tmp_path, monkeyp
     assert [step for step, _ in ReadByTensorBoard(tmp_path).losses()] == [1, 2, 3, 4]
 
 
-def test_follow_refuses_mistakes_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_follow_refuses_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "wandb.py").write_text("")
     monkeypatch.chdir(tmp_path)
     for arguments, words in [
             (["o", "--to", "wandb"], "o has no metrics.jsonl: give the --out of a run"),
             (["o", "--to", "wandb,comet"], "'comet' is not one of tensorboard, wandb"),
             (["o"], "--to"), (["--to", "wandb"], "OUT"), (["o", "--to", "wandb", "--x"], "--x")]:
-        status, text, error = tool("follow", *arguments)
+        status, text, error = run_main(capsys, follow, *arguments)
         assert (status, text) == (2, "") and error.count("\n") == 1 and words in error, error
         assert error.startswith("follow.py: ")
     with mock.patch.dict(sys.modules, wandb=None), pytest.raises(ValueError,
@@ -326,9 +317,9 @@ def test_train_py_sends_every_step_through_a_process_of_its_own(shards, tmp_path
 
 def test_a_run_without_tools_refuses_log_in_one_line(run_train, shards, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
-    monkeypatch.setattr(dashboards, "FOLLOWER", tmp_path / "tools" / "follow.py")
+    monkeypatch.setattr(follower, "FOLLOWER", tmp_path / "tools" / "follow.py")
     expect_mistake(run_train("--data", shards, "--out", tmp_path, *TINY, "--log", "tensorboard"),
-                   "needs " + str(dashboards.FOLLOWER))
+                   "needs " + str(follower.FOLLOWER))
 
 
 def test_a_signal_that_ends_the_run_is_sent_and_does_not_end_the_follower(shards, tmp_path):
@@ -365,7 +356,7 @@ def test_a_follower_that_hangs_costs_one_warning_and_never_the_run(
         started.append(Popen([sys.executable, "-c", code], **options))
         return started[-1]
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr(dashboards, "FOLLOWER_SECONDS", 0.5)
+    monkeypatch.setattr(follower, "FOLLOWER_SECONDS", 0.5)
     status, text, error = run_train("--data", shards, "--out", tmp_path, *TINY, "--steps", 2,
                                     "--log", "tensorboard")
     assert status == 0 and "step 2/2" in text and started[0].poll() is not None

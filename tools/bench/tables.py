@@ -58,7 +58,6 @@ RACES = [
     ("one process, bf16, vocabulary 50304", 1, "--micro-batch 8",
      dict(mode="single", dtype="bf16", vocab=50304)),
     ("dp 2 / DDP", 2, "", dict(mode="ddp")),
-    ("dp 2, zero 1 / ZeroRedundancyOptimizer", 2, "--zero 1", dict(mode="zero1")),
     ("dp 2, zero 3 / FSDP2", 2, "--zero 3", dict(mode="fsdp")),
     ("pp 2, gpipe", 2, "--pp 2", dict(mode="pp")),
     ("pp 2, 1f1b", 2, "--pp 2 --pp-schedule 1f1b", dict(mode="pp", schedule="Schedule1F1B")),
