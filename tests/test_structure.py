@@ -28,7 +28,7 @@ from tests.harness import ROOT, tokens_of
 OURS = ("amp", "checkpoint", "data", "model", "parallel", "sample", "train", "test_all",
         "parallelism", "runtime", "tools", "tests")
 PACKAGES = ("parallelism", "runtime", "tools", "tests")
-FILES = sorted(file for pattern in ("*.py", "parallelism/*.py", "runtime/*.py", "tools/*.py")
+FILES = sorted(file for pattern in ("*.py", "parallelism/*.py", "runtime/*.py", "tools/**/*.py")
                for file in ROOT.glob(pattern) if file.name not in ("__init__.py", "test_all.py"))
 
 # A file, or all of a folder: (what of ours it may import, what of that not).
