@@ -37,13 +37,13 @@ from runtime.commandline import Parser      # first: without numpy it ends the p
 
 import numpy as np
 
-from runtime.corpora import (BLOCK, DOWNLOADS, EOT, FINEWEB_SHARDS, HUB, NotText, check_problems,
+from corpus.formats import (BLOCK, DOWNLOADS, EOT, FINEWEB_SHARDS, HUB, NotText, check_problems,
                              download, last_cause, progress, read_documents, read_url,
                              standard_library)
-from runtime.files import (change_of, check_writable, explain, is_failure, most_open_files, named,
+from corpus.disk import (change_of, check_writable, explain, is_failure, most_open_files, named,
                            new_folder, sha256_of, sha256_of_samples, signals_stop, what_it_is)
-from runtime.inputs import find_files
-from runtime.inputs import note as tell
+from corpus.inputs import find_files
+from corpus.inputs import note as tell
 from runtime.other_names import DATA_ADVICE
 
 SPLITS = ("train", "val")

@@ -38,13 +38,14 @@ import sample
 import tools.plan
 import tools.schedule
 import train
+from corpus import formats
 from model import SIZES, GPT, GPTConfig
 from parallel import Grid
 from parallelism import pipeline, sequence
 from parallelism.collectives import Work
 from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS
-from runtime import checks, console, corpora, dashboards, directory, divergence
+from runtime import checks, console, dashboards, directory, divergence
 from runtime.options import Config, parse_flags
 from tests import published
 from tests.harness import (CFG, COVER, FORMULA, NASTY, PAGES, README, ROOT, SHARED,
@@ -946,7 +947,7 @@ def test_an_exported_bytes_models_tokenizer_gives_and_takes_our_tokens(tmp_path,
     for fast in (True, False):
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", use_fast=fast)
         assert len(theirs) == 257 and theirs.eos_token_id == theirs.bos_token_id == 256
-        assert theirs.convert_tokens_to_ids(corpora.EOT) == 256
+        assert theirs.convert_tokens_to_ids(formats.EOT) == 256
         for text in texts:
             tokens = theirs(text)["input_ids"]
             assert tokens == ours.encode(text, allowed_special="all"), text
@@ -1122,7 +1123,7 @@ class MakesAFolder:
 def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, monkeypatch):
     pytest.importorskip("safetensors")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(corpora.time, "sleep", lambda _: None)     # between tries
+    monkeypatch.setattr(formats.time, "sleep", lambda _: None)     # between tries
     monkeypatch.chdir(tmp_path)
     weights_only(Path("a.pt"), CFG)
     for folder in ("hf", "evil", "gap", "torn", "code"):

@@ -36,10 +36,11 @@ import model
 import parallel
 import sample
 import train
+from corpus import formats
 from model import GPT, SIZES, GPTConfig
 from parallelism.groups import make_groups
 from parallelism.zero import state_bytes
-from runtime import commandline, console, corpora, divergence
+from runtime import commandline, console, divergence
 from runtime.options import Config
 from tools import gpu, huggingface
 from tools.peer import SHAPE
@@ -155,7 +156,7 @@ def sampling(folder):
 
 def tokenizing(folder):
     gpt2 = data.get_tokenizer("gpt2")
-    files = corpora.standard_library()
+    files = formats.standard_library()
     texts = [file.read_text() for file in files]
     size = sum(file.stat().st_size for file in files) / 1e6
     cores = os.cpu_count()

@@ -34,10 +34,10 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import FORMAT, KEYS, load, parameter_shapes, reading, verify, write_file
+from corpus.formats import EOT, download
 from data import get_tokenizer
 from model import GPTConfig, parameter_count
 from runtime.commandline import Parser
-from runtime.corpora import EOT, download
 from runtime.directory import new_run
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"

@@ -20,8 +20,8 @@ from contextlib import suppress
 from itertools import chain, groupby
 from pathlib import Path
 
-from runtime.files import named, sha256_of, what_it_is
-from runtime.inputs import note
+from corpus.disk import named, sha256_of, what_it_is
+from corpus.inputs import note
 
 EOT = "<|endoftext|>"
 BLOCK = 1 << 18             # characters or bytes read at once, and characters encoded at once

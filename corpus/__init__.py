@@ -1,0 +1,1 @@
+"""From the files that people have to documents and tokens. data.py writes the shards."""
