@@ -68,7 +68,7 @@ import data
 import parallel
 import sample
 import train
-from corpus import formats
+from corpus import downloads, formats, inputs, passes
 from model import GPT, GPTConfig
 from parallel import Grid
 from parallelism.context import recompute_attention
@@ -831,8 +831,8 @@ def texts_of(directory, *splits):
 
 def set_block(monkeypatch, size):
     """The characters read, and encoded, at once."""
-    monkeypatch.setattr(formats, "BLOCK", size)
-    monkeypatch.setattr(data, "BLOCK", size)
+    for module in (downloads, formats, passes):
+        monkeypatch.setattr(module, "BLOCK", size)
 
 
 def dataset(directory, files, **changes):
@@ -869,7 +869,7 @@ def two_sources(tmp_path_factory):
 def library(tmp_path_factory):
     """Shards of the standard library's source in bytes, as `python data.py` makes them."""
     folder = tmp_path_factory.mktemp("library") / "python"
-    data.prepare(formats.standard_library(), folder, "bytes")
+    data.prepare(inputs.standard_library(), folder, "bytes")
     return folder
 
 

@@ -35,7 +35,7 @@ import torch
 
 import checkpoint
 import data
-from corpus import disk, formats
+from corpus import downloads, formats, inputs, messages, passes
 from model import GPTConfig
 from runtime import checks
 from tests.harness import (ROOT, SHARED, TINY, Command, dataset, greedy, names_in, nothing, saved,
@@ -50,13 +50,13 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
                                                                         run_data):
     """`python data.py` reads the .py files of Python's library: equal files once, and no link that
     leads nowhere."""
-    assert Path(json.__file__) in formats.standard_library()
+    assert Path(json.__file__) in inputs.standard_library()
     for folder in ("tests", "test", "idle_test", "site-packages", "dist-packages", "a", "b"):
         (tmp_path / "lib" / folder).mkdir(parents=True)
         (tmp_path / "lib" / folder / "x.txt").write_text("not read")
         (tmp_path / "lib" / folder / "x.py").write_text("some text" if folder in "ab" else folder)
     (tmp_path / "lib" / "link.py").symlink_to("nowhere")
-    monkeypatch.setattr(formats.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    monkeypatch.setattr(inputs.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     _, out, _ = run_data("--out", tmp_path / "out")
     assert out.startswith("1 documents, 1 duplicates dropped, 0 without text skipped; ")
     assert texts_of(tmp_path / "out", *data.SPLITS) == ["some text"]
@@ -130,7 +130,7 @@ def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, r
     status, out, line = run_data("--out", tmp_path, "--input", tmp_path / "a.txt")
     assert (status, out, line.count("\n")) == (1, "", 1) and "TIKTOKEN_CACHE_DIR" in line
     assert words in line and "--tokenizer bytes" in line
-    assert requests.get.call_args.kwargs["timeout"] == formats.TIMEOUT      # it never hangs
+    assert requests.get.call_args.kwargs["timeout"] == downloads.TIMEOUT      # it never hangs
 
 
 BODY = np.random.default_rng(0).bytes(1 << 16).hex().encode()
@@ -164,7 +164,7 @@ def server(monkeypatch):
             self.wfile.write(reply)
 
     set_block(monkeypatch, 4096)
-    monkeypatch.setattr(formats.time, "sleep", nothing)        # between tries
+    monkeypatch.setattr(downloads.time, "sleep", nothing)        # between tries
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
         threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
         server.url = f"http://127.0.0.1:{httpd.server_port}"
@@ -193,7 +193,7 @@ def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, par
     if sha256 is not None:
         (tmp_path / "file").write_bytes(b"damaged")
     (tmp_path / "file.part").write_bytes(part)
-    fetch = functools.partial(formats.download, f"{server.url}/a", tmp_path / "file", sha256)
+    fetch = functools.partial(downloads.download, f"{server.url}/a", tmp_path / "file", sha256)
     if starts is None:
         with pytest.raises(ConnectionError, match="cannot download"):
             fetch()
@@ -206,10 +206,10 @@ def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, par
 
 
 def test_a_failed_download_tells_the_first_cause(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats.time, "sleep", nothing)
+    monkeypatch.setattr(downloads.time, "sleep", nothing)
     monkeypatch.setattr(requests, "get", without_a_name)
     with pytest.raises(ConnectionError, match=r"download http://a \(no such name\): run it again"):
-        formats.download("http://a", tmp_path / "a")
+        downloads.download("http://a", tmp_path / "a")
 
 
 def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, run_data):
@@ -217,7 +217,7 @@ def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, ru
     status is 1."""
     server.body = b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n"
     for sha256, expected in [(SHA256, 1), (hashlib.sha256(server.body).hexdigest(), 0)]:
-        monkeypatch.setitem(formats.DOWNLOADS, "tinystories",
+        monkeypatch.setitem(downloads.DOWNLOADS, "tinystories",
                             (f"{server.url}/file", sha256, ".eot"))
         status, _, error = run_data("--dataset", "tinystories", "--tokenizer", "bytes",
                                     "--out", tmp_path)
@@ -281,8 +281,8 @@ def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, ru
 def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys, run_data):
     """Mechanism of the lines on standard error: bytes done, of the total where it is known, and
     lines without text move the clock too. Each look at the clock is four seconds later."""
-    monkeypatch.setattr(formats, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
-    note = formats.progress("x", 5_000_000, done=1_000_000)
+    monkeypatch.setattr(messages, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
+    note = messages.progress("x", 5_000_000, done=1_000_000)
     for _ in range(4):
         note(1_000_000)
     assert capsys.readouterr().err == "x: 3.0 of 5.0 MB\nx: 5.0 of 5.0 MB\n"
@@ -639,10 +639,10 @@ def test_an_error_of_the_disk_has_its_path_and_what_to_do(tmp_path, monkeypatch,
 
 
 def test_a_download_to_a_full_disk_names_its_file(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(formats, "open", Full(errno.ENOSPC), raising=False)
+    monkeypatch.setattr(downloads, "open", Full(errno.ENOSPC), raising=False)
     with pytest.raises(OSError) as error:
-        formats.download(f"{server.url}/a", tmp_path / "file")
-    assert disk.explain(error.value) == (
+        downloads.download(f"{server.url}/a", tmp_path / "file")
+    assert messages.explain(error.value) == (
         f"{tmp_path}/file.part: No space left on device: free some space there, or give another "
         f"--out")
 
@@ -749,7 +749,7 @@ def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, run_da
     def then_changes(path):
         yield from read(path)
         file.write_text('{"text": "some text"}\n' + second)
-    with mock.patch.object(data, "read_documents", then_changes):
+    with mock.patch.object(passes, "read_documents", then_changes):
         status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out",
                                       tmp_path / "out")
     assert (status, out, error.count("\n")) == (2, "", 1) and "changed while" in error, error

@@ -38,7 +38,7 @@ import sample
 import tools.plan
 import tools.schedule
 import train
-from corpus import formats
+from corpus import downloads, formats
 from model import SIZES, GPT, GPTConfig
 from parallel import Grid
 from parallelism import pipeline, sequence
@@ -1123,7 +1123,7 @@ class MakesAFolder:
 def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, monkeypatch):
     pytest.importorskip("safetensors")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(formats.time, "sleep", lambda _: None)     # between tries
+    monkeypatch.setattr(downloads.time, "sleep", lambda _: None)     # between tries
     monkeypatch.chdir(tmp_path)
     weights_only(Path("a.pt"), CFG)
     for folder in ("hf", "evil", "gap", "torn", "code"):

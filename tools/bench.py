@@ -36,7 +36,7 @@ import model
 import parallel
 import sample
 import train
-from corpus import formats
+from corpus import inputs
 from model import GPT, SIZES, GPTConfig
 from parallelism.groups import make_groups
 from parallelism.zero import state_bytes
@@ -156,7 +156,7 @@ def sampling(folder):
 
 def tokenizing(folder):
     gpt2 = data.get_tokenizer("gpt2")
-    files = formats.standard_library()
+    files = inputs.standard_library()
     texts = [file.read_text() for file in files]
     size = sum(file.stat().st_size for file in files) / 1e6
     cores = os.cpu_count()

@@ -34,7 +34,8 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import FORMAT, KEYS, load, parameter_shapes, reading, verify, write_file
-from corpus.formats import EOT, download
+from corpus.downloads import download
+from corpus.formats import EOT
 from data import get_tokenizer
 from model import GPTConfig, parameter_count
 from runtime.commandline import Parser
