@@ -1,19 +1,16 @@
-"""Data: text -> tokens -> shards -> batches.
+"""Data: text -> tokens -> shards -> windows -> batches.
 
-    .txt, .jsonl --pass 1--> hash and size of each document: drop duplicates, choose the split
-    .txt, .jsonl --pass 2--> pieces of text --tiktoken--> tokens --> DIR/train_000000.bin, ...
-                                                                     DIR/val_000000.bin, meta.json
+    files --corpus/--> tokens of documents --> DIR/train_000000.bin, ..., DIR/val_000000.bin, ...
     DIR/*.bin --memmap--> windows of T+1 tokens --permute--> batches (B, T+1), of several DIRs mixed
 
-A document is a .txt file, or the field "text" of a line of .jsonl; lines of <|endoftext|> cut a
-.txt into several. The token <|endoftext|> stands before each document; the same characters
-elsewhere in a text are ordinary text. A shard is llm.c's:
-int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then uint16 (n,): the tokens.
-- Memory is bounded: 24 bytes are kept for each document, and a line of .jsonl is read as a whole.
-- The split is a function of (seed, text of the document): about 5% of the documents validate. If
-  these hold more than a quarter of the text, each gives only its end, together 5% of all. With
-  fewer than 20 documents, each gives its last 5%. Of equal documents the first is kept.
-- Sequence number s of a training run is a function of (seed, s) alone.
+    shard       llm.c's file: int32 (256,): magic 20240520, version 1, number of tokens n, zeros;
+                then uint16 (n,): the tokens. <|endoftext|> stands before each document
+    window      T+1 consecutive tokens of a shard; the last is the first of the next window
+    position    how far a run is in the data, in windows (sequences). The window at a position is a
+                function of (seed, position) alone: it does not depend on the layout
+
+`plain_shards` makes shards in the plainest form, `prepare` the same ones from files of any size:
+corpus/ reads them, drops duplicates, chooses the split by the text of each document, and encodes.
 
     python data.py                           # the standard library's source, bytes, no network
     python data.py --dataset shakespeare     # or tinystories: downloaded once; GPT-2's tokens
@@ -31,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # First: without numpy it ends the program in one line.
-from corpus.flags import DEFAULT_OUT, parse_flags, print_summary
+from corpus.flags import DEFAULT_OUT, parse_flags, summary
 
 import numpy as np
 
@@ -40,8 +37,8 @@ from corpus.disk import (change_of, check_writable, most_open_files, new_folder,
 from corpus.downloads import download_fineweb, download_text
 from corpus.inputs import find_files, standard_library
 from corpus.kinds import what_it_is
-from corpus.messages import explain, is_failure, named, progress
-from corpus.passes import SPLITS, index_documents, tokenise
+from corpus.messages import explain, is_failure, named, print_lines, progress
+from corpus.passes import SPLITS, VAL_ONE_IN, index_documents, tokenise
 from corpus.tokenizers import get_tokenizer
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
@@ -50,15 +47,32 @@ PADDING = -1                # in place of a window's number: a row without token
 
 # ---- Tokens and shards ----------------------------------------------------------------------
 
+def plain_shards(texts, tokenizer, directory: Path, seed=0) -> None:
+    """Write one shard for each split. The split of a text is a function of (seed, text). There must
+    be 20 texts or more of similar lengths; `prepare` has rules for others."""
+    tokens = dict(train=[], val=[])
+    salt = seed.to_bytes(16, "little")
+    for text in dict.fromkeys(texts):               # of equal texts the first
+        digest = hashlib.blake2b(text.encode(), digest_size=16, salt=salt).digest()
+        validates = int.from_bytes(digest[:8], "little") < 2**64 // VAL_ONE_IN
+        split = "val" if validates else "train"
+        tokens[split] += [tokenizer.eot_token, *tokenizer.encode_ordinary(text)]
+    for split, ids in tokens.items():
+        header = np.zeros(HEADER_BYTES // 4, "<i4")
+        header[:3] = MAGIC, VERSION, len(ids)
+        shard = header.tobytes() + np.array(ids, "<u2").tobytes()
+        (directory / f"{split}_000000.bin").write_bytes(shard)
+
+
 def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int) -> None:
     """Append uint16 tokens (n,) to the shards of a split, which hold `written` tokens so far."""
     while len(tokens) > 0:
-        number, position = divmod(written, shard_tokens)
-        part = tokens[:shard_tokens - position]
+        number, held = divmod(written, shard_tokens)        # the shard, and its tokens so far
+        part = tokens[:shard_tokens - held]
         path = directory / f"{split}_{number:06d}.bin"
-        with named(path), open(path, "r+b" if position else "wb") as file:
-            file.write(np.array([MAGIC, VERSION, position + len(part)], "<i4"))
-            file.seek(HEADER_BYTES + 2 * position)      # the bytes in between read as zeros
+        with named(path), open(path, "r+b" if held else "wb") as file:
+            file.write(np.array([MAGIC, VERSION, held + len(part)], "<i4"))
+            file.seek(HEADER_BYTES + 2 * held)          # the bytes in between read as zeros
             file.write(part)
         written += len(part)
         tokens = tokens[len(part):]
@@ -209,21 +223,17 @@ class TokenDataset:
         metas = [source.meta for source in self.sources.values()]
         self.meta = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
                          bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
-        # Each phase is [first sequence, {fingerprint of a source: weight}]; checkpoints store them.
+        # Each phase is [first position, {fingerprint of a source: weight}]; checkpoints store them.
         self.phases = [[0, {key: source.weight for key, source in self.sources.items()}]]
 
     def window_ids(self, seed: int, position: int, count: int) -> np.ndarray:
-        """int64 (count,): the windows of sequences position, position + 1, ... of a run with this
-        seed. Each epoch of a source is a permutation of all its windows."""
+        """int64 (count,): the windows at position, position + 1, ... of a run with this seed."""
         ids = np.empty(count, np.int64)
-        for key, read in self.counts(np.arange(position, position + count + 1)).items():
+        for key, given in self.counts(np.arange(position, position + count + 1)).items():
             source = self.sources[key]
-            epochs, places = np.divmod(np.arange(read[0], read[-1]), source.n_windows)
-            for epoch in np.unique(epochs).tolist():
-                in_epoch = epochs == epoch
-                places[in_epoch] = permute(places[in_epoch], source.n_windows, seed, epoch)
-            is_from_source = np.diff(read) > 0
-            ids[is_from_source] = source.first + places
+            windows = epoch_windows(source.n_windows, given[0], given[-1], seed)
+            gives = np.diff(given) > 0          # bool (count,): which of them this source gives
+            ids[gives] = source.first + windows
         return ids
 
     def tokens_of(self, window_ids) -> np.ndarray:
@@ -242,13 +252,13 @@ class TokenDataset:
         return tokens
 
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
-        """{fingerprint: int64 (B,)}: how many of the first n sequences (B,) each source gives. The
+        """{fingerprint: int64 (B,)}: how many windows each source gives before position n (B,). The
         first source takes its share of all, rounded down, the next its share of what is left, and
-        so on: within a phase, each count is exact to less than one sequence for each source."""
+        so on: within a phase, each count is exact to less than one window for each source."""
         counts = dict.fromkeys(self.sources, np.zeros_like(n))
         ends = [first for first, _ in self.phases[1:]] + [np.iinfo(np.int64).max]
         for (first, weights), end in zip(self.phases, ends):
-            left = np.clip(n, first, end) - first               # sequences of this phase
+            left = np.clip(n, first, end) - first               # windows of this phase
             weight_left = sum(weights.values())
             for key, weight in weights.items():
                 taken = left * weight // max(weight_left, 1)
@@ -264,18 +274,18 @@ class TokenDataset:
                 for first, weights in phases]
 
     def go_on(self, phases: list, position: int) -> None:
-        """Continue a run that has these phases and whose next sequence is number `position`."""
+        """Continue a run that has these phases, from this position on."""
         weights = self.phases[-1][1]
         if weights != phases[-1][1]:
             phases = [phase for phase in phases if phase[0] < position] + [[position, weights]]
         self.phases = phases
 
     def phase_begins(self, first: int, end: int) -> bool:
-        """Whether a phase after the first begins at one of the sequences first ... end - 1."""
+        """Whether a phase after the first begins at one of the positions first ... end - 1."""
         return any(first <= begin < end for begin, _ in self.phases[1:])
 
     def epochs(self, n: int) -> dict[str, float]:
-        """{name of a source: how many times the first n sequences read it}."""
+        """{name of a source: how many times a run has read it at position n}."""
         return {self.sources[key].name: (count / self.sources[key].n_windows).item()
                 for key, count in self.counts(np.array([n])).items()}
 
@@ -297,8 +307,18 @@ class TokenDataset:
                                  f"{self.meta['vocab_size']}: run data.py again")
 
 
-def permute(places: np.ndarray, n: int, *key: int) -> np.ndarray:
-    """int64 (k,) -> int64 (k,): these places after a permutation of 0 ... n - 1 that is a function
+def epoch_windows(n: int, start: int, stop: int, seed: int) -> np.ndarray:
+    """int64 (stop - start,): the windows start ... stop - 1 that a source of n windows gives. Each
+    epoch is a permutation of all n of them."""
+    epochs, windows = np.divmod(np.arange(start, stop), n)
+    for epoch in np.unique(epochs).tolist():
+        in_epoch = epochs == epoch
+        windows[in_epoch] = permute(windows[in_epoch], n, seed, epoch)
+    return windows
+
+
+def permute(numbers: np.ndarray, n: int, *key: int) -> np.ndarray:
+    """int64 (k,) -> int64 (k,): these numbers after a permutation of 0 ... n - 1 that is a function
     of the key. It is computed, so it takes no memory, however large n is.
 
     A Feistel network of six rounds permutes the numbers of 2 h bits (Luby and Rackoff 1988): each
@@ -309,20 +329,20 @@ def permute(places: np.ndarray, n: int, *key: int) -> np.ndarray:
     h = np.uint64(max(1, (bits + 1) // 2))
     mask = (np.uint64(1) << h) - np.uint64(1)
     round_keys = np.random.SeedSequence(key).generate_state(6, np.uint64)
-    places = places.astype(np.uint64)
-    walking = np.ones(len(places), bool)
+    numbers = numbers.astype(np.uint64)
+    walking = np.ones(len(numbers), bool)
     while walking.any():
-        left = places[walking] >> h
-        right = places[walking] & mask
+        left = numbers[walking] >> h
+        right = numbers[walking] & mask
         for round_key in round_keys:
             # Products modulo 2^64 and shifts mix the bits, with MurmurHash3's constants.
             x = (right + round_key) * np.uint64(0xFF51AFD7ED558CCD)
             x = (x ^ x >> np.uint64(33)) * np.uint64(0xC4CEB9FE1A85EC53)
             x = (x ^ x >> np.uint64(33)) & mask
             left, right = right, left ^ x
-        places[walking] = left << h | right
-        walking = places >= n
-    return places.astype(np.int64)
+        numbers[walking] = left << h | right
+        walking = numbers >= n
+    return numbers.astype(np.int64)
 
 
 def parse_mixture(text: str) -> dict[Path, int]:
@@ -364,7 +384,7 @@ def parse_mixture(text: str) -> dict[Path, int]:
 class Batch(NamedTuple):
     """The batch of one step."""
     step: int
-    position: int               # of its first sequence in the run's order
+    position: int               # of its first window
     window_ids: np.ndarray      # (B,) of all replicas
     microbatches: list          # of this replica, as `load` made them
     new_mixture: bool = False   # the weights of the sources have changed since the batch before
@@ -422,7 +442,7 @@ class Batches:
 def split_microbatches(window_ids: np.ndarray, micro_batch: int, replica: int,
                        replicas: int) -> np.ndarray:
     """(B,) -> (m, micro_batch): one replica's microbatches. The replicas take turns, so the first
-    microbatches of all of them are the first sequences of the batch."""
+    microbatches of all of them are the first windows of the batch."""
     in_turns = window_ids.reshape(-1, replicas, micro_batch)        # (m, replicas, micro_batch)
     return in_turns[:, replica]
 
@@ -562,18 +582,11 @@ def main(argv=None) -> int:
     except (ValueError, OSError) as error:
         print(f"data.py: {explain(error)}", file=sys.stderr)
         return 1 if is_failure(error) else 2
-    try:
-        if sys.stdout is not None and sys.stdout.errors == "strict":    # a name in a poor console
-            sys.stdout.reconfigure(errors="backslashreplace")
-        print_summary(args.out, meta)
-        print(end="", flush=True)
-    except OSError as error:
-        # Python flushes once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            print(f"data.py: the shards are in {args.out}, but standard output cannot be written: "
-                  f"{error.strerror}", file=sys.stderr)
-            return 1
+    error = print_lines(summary(args.out, meta))
+    if error is not None:
+        print(f"data.py: the shards are in {args.out}, but standard output cannot be written: "
+              f"{error.strerror}", file=sys.stderr)
+        return 1
     return 0
 
 

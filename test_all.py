@@ -944,6 +944,21 @@ def test_few_documents_each_give_their_last_5_percent_in_llm_cs_shards(tmp_path,
         assert len(raw) == 1024 + 2 * count
 
 
+def test_the_plain_form_makes_the_shards_of_data_py(tmp_path):
+    """Of 200 texts, of which every tenth is given twice, by two seeds."""
+    texts = [f"{i} " + "".join(random.Random(i).sample(NASTY, 9)) for i in range(200)]
+    texts += texts[::10]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts))
+    for seed in (0, 5):
+        plain, made = tmp_path / f"plain_{seed}", tmp_path / f"made_{seed}"
+        plain.mkdir()
+        data.plain_shards(texts, data.get_tokenizer("bytes"), plain, seed)
+        data.prepare([tmp_path / "a.jsonl"], made, "bytes", seed)
+        for split in data.SPLITS:
+            name = f"{split}_000000.bin"
+            assert (plain / name).read_bytes() == (made / name).read_bytes()
+
+
 def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
     """The shards are those that have the split as a word of their names. Without meta.json the
     names, sizes and samples of the files tell one source from another."""
@@ -963,7 +978,7 @@ def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
 
 
 def mixture(n_windows, phases):
-    """A TokenDataset without tokens; phases are [first sequence, {source: weight}] each."""
+    """A TokenDataset without tokens; phases are [first position, {source: weight}] each."""
     made = data.TokenDataset.__new__(data.TokenDataset)
     made.sources = {}
     made.phases = phases

@@ -50,26 +50,28 @@ def parse_flags(arguments) -> argparse.Namespace:
     return args
 
 
-def print_summary(out: Path, meta: dict) -> None:
-    """Print the numbers of documents and tokens, and the commands that train on them."""
+def summary(out: Path, meta: dict) -> list[str]:
+    """Lines with the numbers of documents and tokens, and the commands that train on them."""
+    tokens = meta["tokens"]
     flags = ""
     if out != DEFAULT_OUT:
         flags = f" --data {shlex.quote(out.as_posix())} --out {shlex.quote(f'out/{out.name}')}"
+    documents = ""
     if "documents" in meta:
-        print("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} without "
-              "text skipped".format(**meta), end="")
+        documents = ("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} "
+                     "without text skipped".format(**meta))
         if "unreadable" in meta:
-            print(f", {meta['unreadable']:,} unreadable left out", end="")
-        print(end="; ")
-    tokens = meta["tokens"]
-    print(f"{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on.")
+            documents += f", {meta['unreadable']:,} unreadable left out"
+        documents += "; "
+    lines = [f"{documents}{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate "
+             f"on."]
     share = tokens["val"] / (tokens["train"] + tokens["val"])
     if "documents" in meta and not 0.01 <= share <= 0.2:
-        print(f"note: {share:.2%} of the tokens validate, not about 5%, because the documents "
-              f"differ much in length: another --seed draws others")
+        lines.append(f"note: {share:.2%} of the tokens validate, not about 5%, because the "
+                     f"documents differ much in length: another --seed draws others")
     if min(tokens.values()) < SEQ_LEN + 1:
-        print(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or use the "
-              f"shorter windows below.")
+        lines.append(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or "
+                     f"use the shorter windows below.")
         flags += f" --seq-len {min(tokens.values()) - 1}"
-    print("Now train, in one process or in eight:")
-    print(f"python train.py{flags}\ntorchrun --nproc_per_node=8 train.py{flags} --tp 2 --pp 2")
+    return [*lines, "Now train, in one process or in eight:", f"python train.py{flags}",
+            f"torchrun --nproc_per_node=8 train.py{flags} --tp 2 --pp 2"]

@@ -1,6 +1,7 @@
 """What the user is told: notes, progress, and an error of the system in one line. data.py and the
 other files of corpus/ call it."""
 import errno
+import os
 import sys
 import time
 from contextlib import contextmanager
@@ -23,6 +24,20 @@ def progress(label: str, total: int | None = None, done: int = 0):
             print(f"{label}: {done / 1e6:,.1f}{of_total} MB", file=sys.stderr, flush=True)
             printed = time.monotonic()
     return note
+
+
+def print_lines(lines: list[str]) -> OSError | None:
+    """Print to standard output. Returns the error where it is full; a reader that has gone is none.
+    """
+    try:
+        if sys.stdout is not None and sys.stdout.errors == "strict":    # a name in a poor console
+            sys.stdout.reconfigure(errors="backslashreplace")
+        print(*lines, sep="\n", flush=True)
+    except OSError as error:
+        # Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return None if isinstance(error, BrokenPipeError) else error
+    return None
 
 
 # ---- Errors of the system --------------------------------------------------------------------
