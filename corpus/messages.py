@@ -11,16 +11,16 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr, flush=True)
 
 
-def progress(label: str, total: int | None = None, done: int = 0):
+def progress(label: str, total: int | None = None, done: int = 0, quiet=False):
     """Return note(n), to be called when n more bytes are done. Every five seconds it prints how
-    many are, of `total` if that is known, to standard error."""
+    many are, of `total` if that is known, to standard error, unless `quiet`."""
     of_total = f" of {total / 1e6:,.1f}" if total else ""
     printed = time.monotonic()
 
     def note(count: int) -> None:
         nonlocal done, printed
         done += count
-        if time.monotonic() - printed >= 5:
+        if not quiet and time.monotonic() - printed >= 5:
             print(f"{label}: {done / 1e6:,.1f}{of_total} MB", file=sys.stderr, flush=True)
             printed = time.monotonic()
     return note

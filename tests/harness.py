@@ -317,6 +317,9 @@ class Memory(data.TokenDataset):
         permutation = np.random.default_rng(seed).permutation(self.n_windows)
         return permutation[np.arange(first, first + count) % self.n_windows]
 
+    def will_need(self, window_ids):
+        pass
+
 
 class Rows:
     """checkpoint.Metrics for a test: keeps the rows, and what `look(run)` sees after each step."""

@@ -7,6 +7,7 @@ Corpora                       downloads, input, the vocabulary          a loopba
 Files that people have        kinds, links, encodings, bad lines, disks the bytes of the files
 The files of a data set       whole or not there; damage is refused     the bytes of the files
 A run's data                  --data, --epochs; GPT-2's tokens          literals
+Data larger than memory       what is read of cold shards               /proc/self/io
 """
 import errno
 import functools
@@ -972,3 +973,61 @@ def test_a_sidecar_of_a_mac_is_no_shard(tmp_path):
     dataset(tmp_path, dict(train_0=range(50), val_0=range(50)))
     (tmp_path / "._train_0.bin").write_bytes(b"no shard")
     assert data.TokenDataset(tmp_path, "train", 4).n_tokens == 50
+
+
+# ---------------------------------------------------------------------------------------------
+# Data larger than memory
+# ---------------------------------------------------------------------------------------------
+
+def bytes_read_from_disk():
+    return int(re.search(r"^read_bytes: (\d+)$", Path("/proc/self/io").read_text(), re.M)[1])
+
+
+def drop_from_memory(path):
+    """So that the disk is read again, where the file system has a disk."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.claim("Training on data larger than memory reads the windows of a batch alone from "
+                   "the disk.")
+def test_windows_are_read_from_the_disk_alone_and_in_advance(tmp_path):
+    """32 windows of 2 kB of a cold shard of 48 MB: at most three pages each, and none when they
+    are used. Without the advice the kernel reads around each of them, several times as much."""
+    dataset(tmp_path, dict(train_0=np.random.default_rng(0).integers(257, size=24_000_000)))
+    file = tmp_path / "train_0.bin"
+    with open(file, "rb") as shard_file:
+        os.fsync(shard_file.fileno())
+    texts, read = {}, {}
+    for advised in (False, True):
+        made = data.TokenDataset(tmp_path, "train", 1024)
+        windows = made.window_ids(1, 0, 32)
+        drop_from_memory(file)
+        before = bytes_read_from_disk()
+        if advised:
+            made.will_need([*windows, data.PADDING])
+            read["in advance"] = bytes_read_from_disk() - before
+        texts[advised] = made.tokens_of(windows)
+        read[advised] = bytes_read_from_disk() - before
+    assert np.array_equal(texts[False], texts[True])
+    if read[False] > 0:         # in a file system in memory nothing is read
+        assert 0 < read[True] == read["in advance"] <= 32 * 3 * 4096 < read[False] / 2, read
+
+
+def test_a_check_of_all_tokens_is_told_and_read_once_by_all_ranks(tmp_path, monkeypatch, capsys):
+    """Three ranks read a third of each shard each; the first tells how far it is."""
+    made = dataset(tmp_path, {f"train_{number}": range(200) for number in range(6)})
+    monkeypatch.setattr(data, "CHECKED_AT_ONCE", 30)
+    monkeypatch.setattr(messages, "time", SimpleNamespace(monotonic=itertools.count(0, 6).__next__))
+    read = []
+    tell = data.progress
+
+    def progress(*arguments, **options):
+        note = tell(*arguments, **options)
+        return lambda count: (read.append(count), note(count))
+    monkeypatch.setattr(data, "progress", progress)
+    for part, lines in ((0, 18), (1, 0), (2, 0)):
+        made.check(part, 3)
+        told = capsys.readouterr().err
+        assert told.count("\n") == lines and told.count("reading all tokens once") == lines
+    assert sum(read) == 2 * made.n_tokens
