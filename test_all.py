@@ -78,6 +78,7 @@ import model
 import parallel
 import sample
 import train
+from corpus import passes
 from model import GPT, IGNORE_INDEX, SIZES, GPTConfig
 from parallel import Grid
 from parallelism import collectives, context, full_tensors, kernels, pipeline
@@ -894,7 +895,7 @@ def test_seed_and_text_alone_decide_the_split_of_a_document(tmp_path, monkeypatc
     """Each of 400 documents is in one split, in the order of the input, with its text unchanged,
     <|endoftext|> within it too. Another order, or fewer documents, does not move one to the other
     split; another seed does. Of 20 documents at least one validates and one trains."""
-    monkeypatch.setattr(data.os, "cpu_count", lambda: 1)        # 4 jobs, 3 of them under way
+    monkeypatch.setattr(passes.os, "cpu_count", lambda: 1)        # 4 jobs, 3 of them under way
     monkeypatch.chdir(tmp_path)
     Path("in/sub").mkdir(parents=True)
     Path("in/other.md").write_text("neither .txt nor .jsonl: not read")
@@ -945,6 +946,21 @@ def test_few_documents_each_give_their_last_5_percent_in_llm_cs_shards(tmp_path,
         assert len(raw) == 1024 + 2 * count
 
 
+def test_the_plain_form_makes_the_shards_of_data_py(tmp_path):
+    """Of 200 texts, of which every tenth is given twice, by two seeds."""
+    texts = [f"{i} " + "".join(random.Random(i).sample(NASTY, 9)) for i in range(200)]
+    texts += texts[::10]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts))
+    for seed in (0, 5):
+        plain, made = tmp_path / f"plain_{seed}", tmp_path / f"made_{seed}"
+        plain.mkdir()
+        data.plain_shards(texts, data.get_tokenizer("bytes"), plain, seed)
+        data.prepare([tmp_path / "a.jsonl"], made, "bytes", seed)
+        for split in data.SPLITS:
+            name = f"{split}_000000.bin"
+            assert (plain / name).read_bytes() == (made / name).read_bytes()
+
+
 def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
     """The shards are those that have the split as a word of their names. Without meta.json the
     names, sizes and samples of the files tell one source from another."""
@@ -964,7 +980,7 @@ def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
 
 
 def mixture(n_windows, phases):
-    """A TokenDataset without tokens; phases are [first sequence, {source: weight}] each."""
+    """A TokenDataset without tokens; phases are [first position, {source: weight}] each."""
     made = data.TokenDataset.__new__(data.TokenDataset)
     made.sources = {}
     made.phases = phases
@@ -1086,7 +1102,7 @@ def test_the_pieces_of_a_text_encode_to_the_tokens_of_the_whole(monkeypatch):
         return [word for part in parts for word in regex.findall(r50k_pat_str, part)]
 
     def cut(blocks):
-        splits, (begin, *pieces) = zip(*data.split_document(blocks, 10 ** 6))
+        splits, (begin, *pieces) = zip(*passes.split_document(blocks, 10 ** 6))
         assert set(splits) == {"train"} and begin == ""
         return pieces
 
@@ -1106,7 +1122,7 @@ def test_the_pieces_of_a_text_encode_to_the_tokens_of_the_whole(monkeypatch):
 def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch):
     """Mechanism of the bounded memory: ten times the text takes at most 100 kB more."""
     set_block(monkeypatch, 4096)
-    monkeypatch.setattr(data.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(passes.os, "cpu_count", lambda: 2)
     peaks = []
     for size in (100_000, 1_000_000):
         (tmp_path / "a.txt").write_text("All work and no play. " * (size // 22))

@@ -68,6 +68,7 @@ import data
 import parallel
 import sample
 import train
+from corpus import downloads, formats, inputs, passes
 from model import GPT, GPTConfig
 from parallel import Grid
 from parallelism.context import recompute_attention
@@ -76,7 +77,7 @@ from parallelism.pipeline import recompute_blocks
 from parallelism.tensor import param_specs
 from parallelism.unshard import gather_before_use
 from parallelism.zero import FlatParameters
-from runtime import console, corpora, processes
+from runtime import console, processes
 from runtime.options import Config
 
 torch.set_num_threads(1)
@@ -141,7 +142,7 @@ TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", 
         "--steps", "4", "--warmup-steps", "2", "--save-every", "2", "--eval-every", "2"]
 NASTY = ["a  b", " \n\n \tx", "don't 've ''s", "\u00e9t\u00e9 \u6f22\u5b57 \u00a0\u2003x \u3000",
          "\r\n\r\n", "    ", "12 345 !?", "\x85\x1c \x1d\n", "\U0001f600 \U0001f469\u200d",
-         corpora.EOT, "\u200b ", "A", "\n", " ", "\t\v", "'"]
+         formats.EOT, "\u200b ", "A", "\n", " ", "\t\v", "'"]
 SHARED = ROOT.parent / "shared"         # what is downloaded elsewhere, where there is a copy
 PAGES = {page.name: page.read_text() for page in
          [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -315,6 +316,9 @@ class Memory(data.TokenDataset):
     def window_ids(self, seed, first, count):
         permutation = np.random.default_rng(seed).permutation(self.n_windows)
         return permutation[np.arange(first, first + count) % self.n_windows]
+
+    def will_need(self, window_ids):
+        pass
 
 
 class Rows:
@@ -830,8 +834,8 @@ def texts_of(directory, *splits):
 
 def set_block(monkeypatch, size):
     """The characters read, and encoded, at once."""
-    monkeypatch.setattr(corpora, "BLOCK", size)
-    monkeypatch.setattr(data, "BLOCK", size)
+    for module in (downloads, formats, passes):
+        monkeypatch.setattr(module, "BLOCK", size)
 
 
 def dataset(directory, files, **changes):
@@ -868,7 +872,7 @@ def two_sources(tmp_path_factory):
 def library(tmp_path_factory):
     """Shards of the standard library's source in bytes, as `python data.py` makes them."""
     folder = tmp_path_factory.mktemp("library") / "python"
-    data.prepare(corpora.standard_library(), folder, "bytes")
+    data.prepare(inputs.standard_library(), folder, "bytes")
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Making a data set, and what is wrong with one: data.py and runtime/corpora.py.
+"""Making a data set, and what is wrong with one: data.py and the files of corpus/.
 
     python -m pytest tests/test_data.py
 
@@ -7,6 +7,7 @@ Corpora                       downloads, input, the vocabulary          a loopba
 Files that people have        kinds, links, encodings, bad lines, disks the bytes of the files
 The files of a data set       whole or not there; damage is refused     the bytes of the files
 A run's data                  --data, --epochs; GPT-2's tokens          literals
+Data larger than memory       what is read of cold shards               /proc/self/io
 """
 import errno
 import functools
@@ -35,8 +36,9 @@ import torch
 
 import checkpoint
 import data
+from corpus import downloads, formats, inputs, messages, passes
 from model import GPTConfig
-from runtime import checks, corpora, files
+from runtime import checks
 from tests.harness import (ROOT, SHARED, TINY, Command, dataset, greedy, names_in, nothing, saved,
                            set_block, shard, texts_of)
 
@@ -49,13 +51,13 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
                                                                         run_data):
     """`python data.py` reads the .py files of Python's library: equal files once, and no link that
     leads nowhere."""
-    assert Path(json.__file__) in corpora.standard_library()
+    assert Path(json.__file__) in inputs.standard_library()
     for folder in ("tests", "test", "idle_test", "site-packages", "dist-packages", "a", "b"):
         (tmp_path / "lib" / folder).mkdir(parents=True)
         (tmp_path / "lib" / folder / "x.txt").write_text("not read")
         (tmp_path / "lib" / folder / "x.py").write_text("some text" if folder in "ab" else folder)
     (tmp_path / "lib" / "link.py").symlink_to("nowhere")
-    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    monkeypatch.setattr(inputs.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     _, out, _ = run_data("--out", tmp_path / "out")
     assert out.startswith("1 documents, 1 duplicates dropped, 0 without text skipped; ")
     assert texts_of(tmp_path / "out", *data.SPLITS) == ["some text"]
@@ -129,7 +131,7 @@ def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, r
     status, out, line = run_data("--out", tmp_path, "--input", tmp_path / "a.txt")
     assert (status, out, line.count("\n")) == (1, "", 1) and "TIKTOKEN_CACHE_DIR" in line
     assert words in line and "--tokenizer bytes" in line
-    assert requests.get.call_args.kwargs["timeout"] == corpora.TIMEOUT      # it never hangs
+    assert requests.get.call_args.kwargs["timeout"] == downloads.TIMEOUT      # it never hangs
 
 
 BODY = np.random.default_rng(0).bytes(1 << 16).hex().encode()
@@ -163,7 +165,7 @@ def server(monkeypatch):
             self.wfile.write(reply)
 
     set_block(monkeypatch, 4096)
-    monkeypatch.setattr(corpora.time, "sleep", nothing)        # between tries
+    monkeypatch.setattr(downloads.time, "sleep", nothing)        # between tries
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
         threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
         server.url = f"http://127.0.0.1:{httpd.server_port}"
@@ -192,7 +194,7 @@ def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, par
     if sha256 is not None:
         (tmp_path / "file").write_bytes(b"damaged")
     (tmp_path / "file.part").write_bytes(part)
-    fetch = functools.partial(corpora.download, f"{server.url}/a", tmp_path / "file", sha256)
+    fetch = functools.partial(downloads.download, f"{server.url}/a", tmp_path / "file", sha256)
     if starts is None:
         with pytest.raises(ConnectionError, match="cannot download"):
             fetch()
@@ -205,10 +207,10 @@ def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, par
 
 
 def test_a_failed_download_tells_the_first_cause(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora.time, "sleep", nothing)
+    monkeypatch.setattr(downloads.time, "sleep", nothing)
     monkeypatch.setattr(requests, "get", without_a_name)
     with pytest.raises(ConnectionError, match=r"download http://a \(no such name\): run it again"):
-        corpora.download("http://a", tmp_path / "a")
+        downloads.download("http://a", tmp_path / "a")
 
 
 def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, run_data):
@@ -216,7 +218,7 @@ def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, ru
     status is 1."""
     server.body = b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n"
     for sha256, expected in [(SHA256, 1), (hashlib.sha256(server.body).hexdigest(), 0)]:
-        monkeypatch.setitem(corpora.DOWNLOADS, "tinystories",
+        monkeypatch.setitem(downloads.DOWNLOADS, "tinystories",
                             (f"{server.url}/file", sha256, ".eot"))
         status, _, error = run_data("--dataset", "tinystories", "--tokenizer", "bytes",
                                     "--out", tmp_path)
@@ -280,8 +282,8 @@ def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, ru
 def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys, run_data):
     """Mechanism of the lines on standard error: bytes done, of the total where it is known, and
     lines without text move the clock too. Each look at the clock is four seconds later."""
-    monkeypatch.setattr(corpora, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
-    note = corpora.progress("x", 5_000_000, done=1_000_000)
+    monkeypatch.setattr(messages, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
+    note = messages.progress("x", 5_000_000, done=1_000_000)
     for _ in range(4):
         note(1_000_000)
     assert capsys.readouterr().err == "x: 3.0 of 5.0 MB\nx: 5.0 of 5.0 MB\n"
@@ -315,8 +317,8 @@ sys.exit(data.main())
 
 def read_texts(*names):
     """The documents of these files, as data.py reads them."""
-    return [[part if isinstance(part, corpora.NotText) else str(part) for part in blocks]
-            for path in map(Path, names) for blocks in corpora.read_documents(path)]
+    return [[part if isinstance(part, formats.NotText) else str(part) for part in blocks]
+            for path in map(Path, names) for blocks in formats.read_documents(path)]
 
 
 def test_folders_behind_links_are_read_once_and_what_is_skipped_is_told(tmp_path, monkeypatch,
@@ -380,7 +382,7 @@ def test_a_byte_order_mark_is_no_text_and_tells_the_encoding(tmp_path, monkeypat
     assert ["".join(parts) for parts in read_texts(tmp_path / "a.txt", tmp_path / "a.jsonl")] == [
         text, text, "b"]
     if encoding == "utf-8-sig":
-        (tmp_path / "a.eot").write_bytes(f"\ufeffa\n{corpora.EOT}\nb".encode())
+        (tmp_path / "a.eot").write_bytes(f"\ufeffa\n{formats.EOT}\nb".encode())
         assert read_texts(tmp_path / "a.eot") == [["a"], ["b"]]
 
 
@@ -421,7 +423,7 @@ def assert_refused_by_name(run_data, file, words):
 def plain_documents(text):
     """What lines of <|endoftext|> make of a .txt."""
     lines = text.split("\n")
-    cuts = [number for number, line in enumerate(lines) if line.strip() == corpora.EOT]
+    cuts = [number for number, line in enumerate(lines) if line.strip() == formats.EOT]
     if not cuts:
         return [text]
     parts = ["\n".join(lines[begin + 1:end])
@@ -434,7 +436,7 @@ def test_lines_of_endoftext_cut_a_txt_wherever_blocks_end(tmp_path, monkeypatch)
     """600 random texts of such lines, with white space, within a line, at both ends, in blocks of 1
     to 40 characters, against the lines of the whole text."""
     rng = random.Random(0)
-    parts = [corpora.EOT, corpora.EOT, "\n", "\n", "\n", " ", "\r\n", "a", "<|endof", "word", "\t"]
+    parts = [formats.EOT, formats.EOT, "\n", "\n", "\n", " ", "\r\n", "a", "<|endof", "word", "\t"]
     documents = 0
     for _ in range(600):
         text = "".join(rng.choices(parts, k=rng.randrange(20)))
@@ -448,12 +450,12 @@ def test_lines_of_endoftext_cut_a_txt_wherever_blocks_end(tmp_path, monkeypatch)
 
 def test_endoftext_within_a_line_stays_text_and_is_counted(tmp_path, run_data):
     file = tmp_path / "a.txt"
-    file.write_text(f"one story\n{corpora.EOT}\ntwo {corpora.EOT} stories{corpora.EOT}\n")
+    file.write_text(f"one story\n{formats.EOT}\ntwo {formats.EOT} stories{formats.EOT}\n")
     status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out", tmp_path / "d")
     assert status == 0 and out.startswith("2 documents, ")
     assert error.startswith("note: <|endoftext|> stands 2 times within a line") and "own" in error
     assert texts_of(tmp_path / "d", *data.SPLITS) == [
-        "one story", f"two {corpora.EOT} stories{corpora.EOT}"]
+        "one story", f"two {formats.EOT} stories{formats.EOT}"]
 
 
 @pytest.mark.parametrize("content, words", [
@@ -638,10 +640,10 @@ def test_an_error_of_the_disk_has_its_path_and_what_to_do(tmp_path, monkeypatch,
 
 
 def test_a_download_to_a_full_disk_names_its_file(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(corpora, "open", Full(errno.ENOSPC), raising=False)
+    monkeypatch.setattr(downloads, "open", Full(errno.ENOSPC), raising=False)
     with pytest.raises(OSError) as error:
-        corpora.download(f"{server.url}/a", tmp_path / "file")
-    assert files.explain(error.value) == (
+        downloads.download(f"{server.url}/a", tmp_path / "file")
+    assert messages.explain(error.value) == (
         f"{tmp_path}/file.part: No space left on device: free some space there, or give another "
         f"--out")
 
@@ -743,12 +745,12 @@ def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, run_da
     """Of two lines the second goes, or becomes blank: exit 2 and "changed while"."""
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "some text"}\n{"text": "more"}\n')
-    read = corpora.read_documents
+    read = formats.read_documents
 
     def then_changes(path):
         yield from read(path)
         file.write_text('{"text": "some text"}\n' + second)
-    with mock.patch.object(data, "read_documents", then_changes):
+    with mock.patch.object(passes, "read_documents", then_changes):
         status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out",
                                       tmp_path / "out")
     assert (status, out, error.count("\n")) == (2, "", 1) and "changed while" in error, error
@@ -971,3 +973,61 @@ def test_a_sidecar_of_a_mac_is_no_shard(tmp_path):
     dataset(tmp_path, dict(train_0=range(50), val_0=range(50)))
     (tmp_path / "._train_0.bin").write_bytes(b"no shard")
     assert data.TokenDataset(tmp_path, "train", 4).n_tokens == 50
+
+
+# ---------------------------------------------------------------------------------------------
+# Data larger than memory
+# ---------------------------------------------------------------------------------------------
+
+def bytes_read_from_disk():
+    return int(re.search(r"^read_bytes: (\d+)$", Path("/proc/self/io").read_text(), re.M)[1])
+
+
+def drop_from_memory(path):
+    """So that the disk is read again, where the file system has a disk."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.claim("Training on data larger than memory reads the windows of a batch alone from "
+                   "the disk.")
+def test_windows_are_read_from_the_disk_alone_and_in_advance(tmp_path):
+    """32 windows of 2 kB of a cold shard of 48 MB: at most three pages each, and none when they
+    are used. Without the advice the kernel reads around each of them, several times as much."""
+    dataset(tmp_path, dict(train_0=np.random.default_rng(0).integers(257, size=24_000_000)))
+    file = tmp_path / "train_0.bin"
+    with open(file, "rb") as shard_file:
+        os.fsync(shard_file.fileno())
+    texts, read = {}, {}
+    for advised in (False, True):
+        made = data.TokenDataset(tmp_path, "train", 1024)
+        windows = made.window_ids(1, 0, 32)
+        drop_from_memory(file)
+        before = bytes_read_from_disk()
+        if advised:
+            made.will_need([*windows, data.PADDING])
+            read["in advance"] = bytes_read_from_disk() - before
+        texts[advised] = made.tokens_of(windows)
+        read[advised] = bytes_read_from_disk() - before
+    assert np.array_equal(texts[False], texts[True])
+    if read[False] > 0:         # in a file system in memory nothing is read
+        assert 0 < read[True] == read["in advance"] <= 32 * 3 * 4096 < read[False] / 2, read
+
+
+def test_a_check_of_all_tokens_is_told_and_read_once_by_all_ranks(tmp_path, monkeypatch, capsys):
+    """Three ranks read a third of each shard each; the first tells how far it is."""
+    made = dataset(tmp_path, {f"train_{number}": range(200) for number in range(6)})
+    monkeypatch.setattr(data, "CHECKED_AT_ONCE", 30)
+    monkeypatch.setattr(messages, "time", SimpleNamespace(monotonic=itertools.count(0, 6).__next__))
+    read = []
+    tell = data.progress
+
+    def progress(*arguments, **options):
+        note = tell(*arguments, **options)
+        return lambda count: (read.append(count), note(count))
+    monkeypatch.setattr(data, "progress", progress)
+    for part, lines in ((0, 18), (1, 0), (2, 0)):
+        made.check(part, 3)
+        told = capsys.readouterr().err
+        assert told.count("\n") == lines and told.count("reading all tokens once") == lines
+    assert sum(read) == 2 * made.n_tokens

@@ -31,11 +31,11 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import FORMAT, KEYS, load, parameter_shapes, verify, write_file
+from corpus.formats import EOT
 from data import get_tokenizer
 from model import GPTConfig
 from runtime.checkpoint_files import reading
 from runtime.commandline import Parser
-from runtime.corpora import EOT
 from runtime.directory import new_run
 from runtime.flops import parameter_count
 from tools.hub import IS_ADAPTER, check_source, fetch, tensor_readers, weight_files

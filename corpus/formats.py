@@ -1,4 +1,4 @@
-"""The documents of files, downloads, the standard library's own source. data.py calls it.
+"""The documents of a file. The two passes (passes.py) read them.
 
     .txt      a document; several, if lines that are exactly <|endoftext|> stand between them
     .jsonl    a document on each line, in the field "text" of an object
@@ -13,15 +13,11 @@ import json
 import os
 import re
 import shlex
-import sys
-import sysconfig
-import time
-from contextlib import suppress
 from itertools import chain, groupby
 from pathlib import Path
 
-from runtime.files import named, sha256_of, what_it_is
-from runtime.inputs import note
+from corpus.kinds import what_it_is
+from corpus.messages import named, note
 
 EOT = "<|endoftext|>"
 BLOCK = 1 << 18             # characters or bytes read at once, and characters encoded at once
@@ -33,8 +29,6 @@ LFS_POINTER = "version https://git-lfs"
 class NotText(ValueError):
     """Stands in place of a text that cannot be read, and says where and why."""
 
-
-# ---- The documents of a file -----------------------------------------------------------------
 
 MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le",    # before UTF-16's, which
          codecs.BOM_UTF32_BE: "utf-32-be", codecs.BOM_UTF16_LE: "utf-16-le",    # begins as this
@@ -241,101 +235,3 @@ def check_problems(problems: list[NotText], documents: int, at_end=False) -> Non
                          f"would be left out)")
     if count and at_end:
         note(f"{count:,} of {documents:,} documents are left out: {named}")
-
-
-# ---- The standard library, and downloads ------------------------------------------------------
-
-def standard_library() -> list[Path]:
-    """The interpreter's own .py files, without tests and without files that cannot be read."""
-    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = []
-    for path in sorted(root.rglob("*.py")):
-        if not excluded & set(path.relative_to(root).parts):
-            with suppress(OSError, ValueError):
-                path.read_text(encoding="utf-8")
-                files.append(path)
-    return files
-
-
-def progress(label: str, total: int | None = None, done: int = 0):
-    """Return note(n), to be called when n more bytes are done. Every five seconds it prints how
-    many are, of `total` if that is known, to standard error."""
-    of_total = f" of {total / 1e6:,.1f}" if total else ""
-    printed = time.monotonic()
-
-    def note(count: int) -> None:
-        nonlocal done, printed
-        done += count
-        if time.monotonic() - printed >= 5:
-            print(f"{label}: {done / 1e6:,.1f}{of_total} MB", file=sys.stderr, flush=True)
-            printed = time.monotonic()
-    return note
-
-
-HUB = "https://huggingface.co"
-# name: (address, sha256 or None to check the length alone, suffix of the file: how it is read)
-DOWNLOADS = {
-    "shakespeare": (
-        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed", ".txt"),
-    "tinystories": (
-        f"{HUB}/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-train.txt",
-        None, ".eot"),
-    "fineweb": (f"{HUB}/datasets/kjj0/fineweb10B-gpt2/resolve/main/", None, ".bin"),
-}
-TIMEOUT = (10, 30)          # seconds to connect, and of silence
-FINEWEB_SHARDS = 103        # training shards of 100M tokens each; there is one validation shard
-
-
-def last_cause(error: BaseException) -> BaseException:
-    """The first of the errors that led to this one: requests' own message lists five classes."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return error
-
-
-def read_url(url: str) -> bytes:
-    """The bytes at this address. Raises a RequestException, which is an OSError."""
-    import requests
-    reply = requests.get(url, timeout=TIMEOUT)
-    reply.raise_for_status()
-    return reply.content
-
-
-def download(url: str, path: Path, sha256: str | None = None) -> None:
-    """Download url to path, which appears only when its length and its sha256 are right. Until then
-    the bytes are in path.part. After a lost connection the next try, or the next run, continues
-    there; wrong bytes are discarded. Raises ConnectionError after four tries."""
-    import requests
-    if path.exists() and sha256 in (None, sha256_of(path)):
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.touch()
-    for seconds in (0, 1, 2, 4):
-        time.sleep(seconds)
-        size = part.stat().st_size
-        headers = {"Range": f"bytes={size}-", "Accept-Encoding": "identity"}
-        try:
-            with (requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply,
-                  named(part), open(part, "ab") as file):
-                if reply.status_code in (200, 416):     # the whole file; nothing after this byte
-                    size = file.truncate(0)
-                reply.raise_for_status()
-                total = size + int(reply.headers.get("Content-Length", 0))
-                note = progress(path.name, total, size)
-                for block in reply.iter_content(BLOCK):
-                    size += file.write(block)
-                    note(len(block))
-        except requests.RequestException as problem:
-            error = last_cause(problem)
-            continue
-        is_whole = size == total > 0 if sha256 is None else sha256_of(part) == sha256
-        if is_whole:
-            os.replace(part, path)
-            return
-        error = f"got {size} bytes that are not the file's"
-        os.truncate(part, 0)
-    raise ConnectionError(f"cannot download {url} ({error}): run it again later, "
-                          f"it continues where it stopped, or put the file at {path}")

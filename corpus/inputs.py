@@ -1,38 +1,17 @@
-"""Which files data.py --input reads: .txt and .jsonl, also in folders and behind links."""
+"""Which files data.py reads: .txt and .jsonl of --input, also in folders and behind links, or the
+standard library's own source."""
 import os
 import shlex
 import stat
-import sys
+import sysconfig
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
+from corpus.kinds import advice_for
+from corpus.messages import note
+
 SUFFIXES = (".txt", ".jsonl")
-
-
-def note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
-
-
-PANDAS = ("python -c \"import pandas; pandas.read_{}('FILE').to_json('NEW.jsonl', "
-          "orient='records', lines=True)\" makes a .jsonl of it, whose column text is read")
-ADVICE = {
-    ".gz": "gunzip it first", ".zst": "unzstd it first", ".xz": "unxz it first",
-    ".bz2": "bunzip2 it first", ".zip": "unzip it first", ".tar": "unpack it first (tar -xf)",
-    ".tgz": "unpack it first (tar -xf)", ".7z": "unpack it first",
-    ".parquet": PANDAS.format("parquet"), ".csv": PANDAS.format("csv"),
-    ".tsv": PANDAS.format("table"), ".arrow": PANDAS.format("feather"),
-    ".json": "jq -c '.[]' FILE > NEW.jsonl makes a .jsonl of an array",
-    ".ndjson": "rename it to .jsonl", ".jsonlines": "rename it to .jsonl",
-    ".pdf": "pdftotext FILE NEW.txt makes a .txt of it",
-    ".html": "save its text as .txt", ".htm": "save its text as .txt",
-    ".docx": "save its text as .txt", ".doc": "save its text as .txt",
-    ".epub": "save its text as .txt", ".rtf": "save its text as .txt",
-    ".bin": "tokens need no data.py: give their folder to train.py --data",
-    ".npy": "give the text from which it was made"}
-
-
-def advice_for(kind: str) -> str:
-    return ADVICE.get(kind, "if it is text, copy it to a name that ends in .txt")
 
 
 def find_files(paths) -> list[Path]:
@@ -147,3 +126,16 @@ def walk(top: Path) -> dict[str, Path]:
     if kinds:
         note(f"{top}: {len(found):,} files are read; skipped: {', '.join(kinds)}")
     return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def standard_library() -> list[Path]:
+    """The interpreter's own .py files, without tests and without files that cannot be read."""
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        if not excluded & set(path.relative_to(root).parts):
+            with suppress(OSError, ValueError):
+                path.read_text(encoding="utf-8")
+                files.append(path)
+    return files

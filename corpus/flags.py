@@ -1,0 +1,77 @@
+"""The flags of data.py, and the lines that it prints at its end."""
+import argparse
+import shlex
+from pathlib import Path
+
+from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS
+from runtime.commandline import Parser
+from runtime.other_names import DATA_ADVICE
+
+DEFAULT_OUT = Path("data/python")
+SEQ_LEN = 128               # train.py's default, for a warning
+
+
+def parse_flags(arguments) -> argparse.Namespace:
+    """The flags, with their defaults. A mistake ends the program with status 2."""
+    parser = Parser("data.py", "python data.py [--dataset NAME | --input FILE ...] [FLAG ...]",
+                    "Turn text into shards of tokens for train.py.", advice=DATA_ADVICE)
+    source = parser.add_argument_group("text").add_mutually_exclusive_group()
+    source.add_argument("--dataset", choices=["python", *DOWNLOADS], default="python",
+                        help="python: the standard library's source, no download (the default)")
+    source.add_argument("--input", nargs="+", type=Path, metavar="FILE",
+                        help="your own: .txt or .jsonl files, or folders of such")
+    add = parser.add_argument_group("shards").add_argument
+    add("--tokenizer", choices=["gpt2", "bytes"], help="(default gpt2; bytes for python)")
+    add("--out", type=Path, metavar="DIR", help="(default data/DATASET; required with --input)")
+    add("--seed", type=int, default=0, metavar="N", help="of the validation split (default 0)")
+    add("--shard-tokens", type=int, default=10**8, metavar="N", help="per shard (default 100M)")
+    add("--shards", type=int, default=1, metavar="N", help="of fineweb, each of 100M (default 1)")
+    parser.add_argument("unnamed", nargs="*", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.unnamed and args.unnamed[0] in ("python", *DOWNLOADS):
+        parser.error(f"give --dataset {args.unnamed[0]}")
+    if args.unnamed:
+        parser.error(f"text is given by --input: give --input {shlex.join(args.unnamed)} --out DIR")
+    if not 0 <= args.seed < 2**63 or not 1024 <= args.shard_tokens < 2**31:
+        parser.error("--seed must be 0 to 2^63 - 1, --shard-tokens 1024 to 2^31 - 1")
+    if args.out is None:
+        if args.input:
+            parser.error("--input requires --out DIR, where the shards go")
+        args.out = Path("data", args.dataset)
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out {args.out} is not a directory: give another")
+    is_fineweb = args.dataset == "fineweb"
+    if args.shards != 1 and not (is_fineweb and 1 <= args.shards <= FINEWEB_SHARDS):
+        parser.error(f"only --dataset fineweb has --shards, 1 to {FINEWEB_SHARDS}")
+    if is_fineweb and args.tokenizer == "bytes":
+        parser.error("--dataset fineweb has GPT-2's tokens: drop --tokenizer bytes")
+    if args.tokenizer is None:
+        args.tokenizer = "bytes" if args.dataset == "python" and not args.input else "gpt2"
+    return args
+
+
+def summary(out: Path, meta: dict) -> list[str]:
+    """Lines with the numbers of documents and tokens, and the commands that train on them."""
+    tokens = meta["tokens"]
+    flags = ""
+    if out != DEFAULT_OUT:
+        flags = f" --data {shlex.quote(out.as_posix())} --out {shlex.quote(f'out/{out.name}')}"
+    documents = ""
+    if "documents" in meta:
+        documents = ("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} "
+                     "without text skipped".format(**meta))
+        if "unreadable" in meta:
+            documents += f", {meta['unreadable']:,} unreadable left out"
+        documents += "; "
+    lines = [f"{documents}{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate "
+             f"on."]
+    share = tokens["val"] / (tokens["train"] + tokens["val"])
+    if "documents" in meta and not 0.01 <= share <= 0.2:
+        lines.append(f"note: {share:.2%} of the tokens validate, not about 5%, because the "
+                     f"documents differ much in length: another --seed draws others")
+    if min(tokens.values()) < SEQ_LEN + 1:
+        lines.append(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or "
+                     f"use the shorter windows below.")
+        flags += f" --seq-len {min(tokens.values()) - 1}"
+    return [*lines, "Now train, in one process or in eight:", f"python train.py{flags}",
+            f"torchrun --nproc_per_node=8 train.py{flags} --tp 2 --pp 2"]

@@ -1,0 +1,153 @@
+"""Two passes over the documents: choose the split, then encode. data.py calls them.
+
+    pass 1: index_documents   hash and size of each document: drop duplicates, choose the split
+    pass 2: tokenise          pieces of text -> tokens of both splits, in the order of the documents
+
+- Memory is bounded: 24 bytes are kept for each document, and a line of .jsonl is read as a whole.
+- The split is a function of (seed, text of the document): about 5% of the documents validate. If
+  these hold more than a quarter of the text, each gives only its end, together 5% of all. With
+  fewer than 20 documents, each gives its last 5%. Of equal documents the first is kept.
+- The token <|endoftext|> stands before each document; the same characters in a text are text.
+"""
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from corpus.formats import BLOCK, EOT, NotText, check_problems, read_documents
+from corpus.messages import note, progress
+from corpus.tokenizers import CUT
+
+SPLITS = ("train", "val")
+VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
+
+
+def index_documents(files, seed: int):
+    """Pass 1: hash and measure every document, drop duplicates, choose the split.
+
+    Returns (digest of all, cuts, bytes that are kept, numbers of documents). cuts, int64
+    (documents,): the number of bytes of each that train; the rest validates. A cut of -1 drops a
+    document without text, a duplicate, or one that cannot be read.
+    """
+    count_bytes = progress("reading")
+    salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
+    table = bytearray()
+    problems = []
+    marks = 0                               # <|endoftext|> as ordinary text
+    for path in files:
+        for blocks in read_documents(path):
+            digest = hashlib.blake2b(digest_size=16, salt=salt)
+            size = 0
+            has_text = False
+            for text in blocks:
+                if isinstance(text, NotText):
+                    problems.append(text)
+                    check_problems(problems, len(table) // 24 + 1)
+                    has_text = False
+                    break
+                raw = text.encode()
+                digest.update(raw)
+                size += len(raw)
+                has_text = has_text or not text.isspace()
+                if "|" in text:             # is found 40 times faster
+                    marks += text.count(EOT)
+                count_bytes(len(raw))
+            table += digest.digest() + (size if has_text else 0).to_bytes(8, "little")
+    table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
+    check_problems(problems, len(table), at_end=True)
+    if marks > 0:
+        note(f"{EOT} stands {marks:,} times within a line or a field, where it is ordinary text: "
+             f"in a .txt, a line of its own ends a document")
+    has_text = table["size"] > 0
+    _, first = np.unique(table["digest"], return_index=True)
+    kept = first[has_text[first]]
+    sizes = table["size"][kept]
+    train_sizes, is_cut = choose_split(table["digest"][kept], sizes)
+    cuts = np.full(len(table), -1)
+    cuts[kept] = train_sizes
+    skipped = len(table) - int(has_text.sum())
+    counts = dict(documents=len(kept), skipped=skipped - len(problems),
+                  duplicates=len(table) - skipped - len(kept))
+    if problems:
+        counts["unreadable"] = len(problems)
+    digest = hashlib.sha256(table)
+    if is_cut:                  # earlier versions made other shards of this text
+        digest.update(b"cut")
+    return digest.hexdigest(), cuts, int(sizes.sum()), counts
+
+
+def choose_split(digests, sizes):
+    """(bytes of each document that train, whether a rule against long documents holds)."""
+    if len(sizes) < VAL_ONE_IN:
+        train_sizes = sizes - np.maximum(sizes // VAL_ONE_IN, 1)
+        if train_sizes.max(initial=0) < 4:                  # bytes of the longest character
+            raise ValueError("the input holds no text, or less than 5 bytes: give it more")
+        return train_sizes, False
+    score = digests.view("<u8")[::2]                        # the first 8 of the 16 bytes
+    validates = score < 2**64 // VAL_ONE_IN
+    validates[score.argmin()] = True                        # both splits receive documents
+    validates[score.argmax()] = False
+    most = int(sizes.sum()) // VAL_ONE_IN
+    drawn = int(sizes[validates].sum())
+    if drawn <= 5 * most:
+        return np.where(validates, 0, sizes), False
+    shares = np.maximum(sizes * (most / drawn), 1).astype(np.int64)
+    return np.where(validates, sizes - shares, sizes), True
+
+
+def split_document(blocks, cut: int):
+    """Yield (split, text): a document up to the last whole character before byte `cut` trains, the
+    rest validates. "" begins each, then come pieces of at most BLOCK characters, cut at CUT. A text
+    without such a place, which is not prose, is cut anywhere and may take a few tokens more."""
+    rest = {}
+    for block in blocks:
+        if isinstance(block, NotText):      # pass 1 could read it
+            raise block
+        raw = block.encode()
+        head = raw[:max(cut, 0)].decode(errors="ignore")
+        cut -= len(raw)
+        for split, text in (("train", head), ("val", block[len(head):])):
+            if not text:
+                continue
+            if split not in rest:
+                yield split, ""
+            text = rest.get(split, "") + text
+            start = 0
+            while len(text) - start > BLOCK:
+                match = CUT.match(text, start, start + BLOCK)
+                end = match.end() if match else start + BLOCK
+                yield split, text[start:end]
+                start = end
+            rest[split] = text[start:]
+    yield from rest.items()
+
+
+def tokenise(files, cuts, encoding):
+    """Pass 2: yield (split, tokens as uint16, bytes of text), in order. Threads encode, as tiktoken
+    releases Python's lock. Few jobs wait at a time, which bounds memory."""
+    def work(split, texts):
+        tokens = [encoding.encode_to_numpy(text, disallowed_special=()) if text
+                  else [encoding.eot_token] for text in texts]
+        tokens = np.concatenate(tokens, dtype="<u2", casting="unsafe")
+        return split, tokens, len("".join(texts).encode())
+
+    documents = (blocks for path in files for blocks in read_documents(path))
+    pieces = (piece for blocks, cut in zip(documents, map(int, cuts)) if cut >= 0
+              for piece in split_document(blocks, cut))
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):        # not all of the machine's, as in a container
+        cores = len(os.sched_getaffinity(0))
+    texts = {split: [] for split in SPLITS}
+    jobs = []
+    with ThreadPoolExecutor(cores) as pool:
+        for split, text in pieces:
+            texts[split].append(text)
+            if len(text) > BLOCK // 8 or len(texts[split]) > 100:
+                jobs.append(pool.submit(work, split, texts[split]))
+                texts[split] = []
+            if len(jobs) > 2 * cores:
+                yield jobs.pop(0).result()
+        jobs += [pool.submit(work, split, last) for split, last in texts.items() if last]
+        for job in jobs:
+            yield job.result()
