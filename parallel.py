@@ -90,7 +90,7 @@ class Grid:
         self.sequence_parallel = sequence_parallel
         self.hosts = ["this machine"] * self.world      # each rank's; parallelism/groups.py asks
         self.groups = dict.fromkeys(("tp", "cp", "replicas", "pp", "world", "embedding"))
-        self.exact = None           # amp.ExactSums, with --exact
+        self.exact = None           # exact_sums.ExactSums, with --exact
 
     def members(self) -> dict[str, list]:
         """{kind of group: the ranks of each group of that kind}."""

@@ -4,7 +4,7 @@ The claim: with one seed, batch size and --micro-batch, on one kind of machine, 
 same bits. The argument, for each operation whose inputs have the same bits:
 
     sums       whose order depends on the layout are exact sums, so their order does not matter
-               (amp.ExactSums)
+               (exact_sums.py)
     products   are computed in blocks of the parameters, one by one; tp only decides which rank
                computes a block. So a product has the same shape, strides and alignment everywhere
     the rest   is elementwise (a + b = b + a), or computes each row by itself
@@ -38,9 +38,9 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from amp import ExactSums
 from model import GPT, IGNORE_INDEX, Block, GPTConfig, linear
 from parallelism.collectives import all_reduce
+from parallelism.exact_sums import ExactSums
 from parallelism.sequence import by_ranks, by_sequences, gather_positions, sum_over_ranks
 from parallelism.tensor import (TensorParallel, VocabParallelCrossEntropy, VocabParallelEmbedding,
                                 VocabParallelHead, chunk_size, matmul)

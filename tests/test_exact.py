@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.nn as nn
 
-from amp import ExactSums, plain_exact_sum
 from model import GPTConfig
 from parallelism.exact import ExactLookup
+from parallelism.exact_sums import ExactSums, plain_exact_sum
 from tests.harness import (after_backward, column, differences, relative, run_steps, same_bits,
                            settings, trained, watched, whole_gradient)
 
