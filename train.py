@@ -62,8 +62,8 @@ from parallelism.context import own_positions
 from parallelism.groups import make_groups
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import (checks, console, devices, directory, evaluation, processes, recovery,
-                     replicas, startup)
+from runtime import (checks, console, devices, directory, evaluation, flipped_bits, processes,
+                     rollback, startup)
 from runtime.divergence import DivergenceMonitor
 from runtime.noise_scale import NoiseScale
 from runtime.options import Config
@@ -193,7 +193,7 @@ class Run:
             started = time.perf_counter()
             # Leave out sequences that --skip-steps or a rollback excludes. A prefetched batch that
             # contains some is discarded.
-            recovery.skip_excluded(self)
+            rollback.skip_excluded(self)
             batch = self.batches.next(self.step)    # by load_microbatches, perhaps prefetched
             lr = learning_rate(config, self.step) * self.monitor.lr_factor  # < 1 after a rollback
             stats = self.compute_gradients(batch)
@@ -201,7 +201,7 @@ class Run:
                 self.update(stats, lr)
                 row = self.log.new_row(self, batch, stats, lr, time.perf_counter() - started)
                 self.noise.after_step(self, batch, stats, row)
-                if recovery.go_back_if_diverged(self, batch, stats, row):
+                if rollback.go_back_if_diverged(self, batch, stats, row):
                     continue    # step, weights and position are those of an older checkpoint
                 self.log.print_step(self, row)
 
@@ -212,11 +212,11 @@ class Run:
             saving = last or self.is_due(config.save_every)
             difference = None
             if saving or self.is_due(config.check_every):
-                difference = replicas.find_difference(self)
+                difference = flipped_bits.find_difference(self)
             with stop.held():
                 self.log.write_row(self, row)       # to metrics.jsonl
                 if difference is not None:
-                    replicas.go_back(self, difference)
+                    flipped_bits.go_back(self, difference)
                     continue        # they are those of the last checkpoint
                 if saving:
                     self.save()
@@ -435,7 +435,7 @@ class Run:
             self.optimizer_steps = state["optimizer_steps"]
             position = state["consumed_samples"]
             sequences_trained = state["tokens"] // self.model_config.seq_len
-            self.monitor = recovery.restored_monitor(config, self.train_data, state)
+            self.monitor = rollback.restored_monitor(config, self.train_data, state)
             if state["config"]["dtype"] == config.dtype:
                 self.scaler.load_state_dict(state["scaler"])
             checkpoint.restore(state, self.flat)
@@ -451,7 +451,7 @@ class Run:
     def save(self, is_start: bool = False) -> None:
         """Write a checkpoint after the last finished step. `is_start`: of the starting state."""
         progress = self.progress()
-        recovery.judge_checkpoint(self.config, progress, is_start)  # can a rollback return to it?
+        rollback.judge_checkpoint(self.config, progress, is_start)  # can a rollback return to it?
         self.write_checkpoint(progress)
 
     def write_checkpoint(self, progress: Progress) -> None:

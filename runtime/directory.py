@@ -1,5 +1,5 @@
 """The directory of a run: one writer, where a run begins, and metrics.jsonl. runtime/startup.py
-calls it; train.py loads checkpoints by it, runtime/recovery.py and runtime/replicas.py go back to
+calls it; train.py loads checkpoints by it, runtime/rollback.py and runtime/flipped_bits.py go back to
 older ones.
 """
 import errno

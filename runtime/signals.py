@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from parallelism.collectives import PeerError, all_reduce
-from runtime import console, recovery, replicas
+from runtime import console, flipped_bits, rollback
 from runtime.processes import RunError, all_ranks, is_rank0, print_error
 
 
@@ -199,11 +199,11 @@ class StopSignal:
         # A write that was under way; rank 0 knows how it ended.
         is_lost = all_ranks(run.writer.wait, group=group) is not None
         if finished.step > (run.saved_step or 0) or self.over_ranks(int(is_lost)):
-            difference = replicas.find_difference(run, by_signal=True)
+            difference = flipped_bits.find_difference(run, by_signal=True)
             if difference is not None:
-                reason, _ = replicas.report(run, difference)
+                reason, _ = flipped_bits.report(run, difference)
                 raise RunError(f"{reason}; earlier checkpoints are untouched")
-            recovery.judge_checkpoint(run.config, finished, is_start=False)
+            rollback.judge_checkpoint(run.config, finished, is_start=False)
             run.submit_checkpoint(finished)
             all_ranks(lambda: run.writer.wait(required=True), group=group)
         console.report_stop(run, finished.step)

@@ -52,7 +52,7 @@ from parallel import Grid, build_stage
 from parallelism import collectives
 from parallelism.tensor import param_specs
 from parallelism.zero import make_buckets
-from runtime import (checks, console, devices, directory, processes, recovery, signals,
+from runtime import (checks, console, devices, directory, processes, rollback, signals,
                      startup, threads)
 from runtime.divergence import DivergenceMonitor
 from runtime.options import Config, merge_config, parse_flags
@@ -838,7 +838,7 @@ PHASES = {
     "step": ("train.Run.step_stats = in_step(3, train.Run.step_stats)", 2, None),
     "evaluation": ("train.Run.evaluate_source = in_step(2, train.Run.evaluate_source)", 2, 2),
     "last evaluation": ("train.Run.evaluate_source = in_step(4, train.Run.evaluate_source)", 4, 4),
-    "comparison": ("replicas.find_difference = in_step(4, replicas.find_difference)", 4, None),
+    "comparison": ("flipped_bits.find_difference = in_step(4, flipped_bits.find_difference)", 4, None),
     "save": ("os.fsync = slow_fsync", None, None)}
 
 
@@ -856,7 +856,7 @@ def test_a_signal_ends_a_run_from_any_phase_within_seconds(shards, things, tmp_p
 import os, pathlib, signal, time
 signal.signal(signal.SIGINT, signal.SIG_DFL)        # as train.py's first lines
 import train
-from runtime import replicas
+from runtime import flipped_bits
 def linger(*_):
     pathlib.Path("{tmp_path}/there").touch()
     time.sleep(60)
@@ -1720,7 +1720,7 @@ def test_of_finite_gradients_whose_norm_is_not_no_rank_is_named():
     _, flat = staged(CFG, Grid(1, 1, 1), torch.float64)
     flat.buckets[-1].grad.fill_(1e160)
     assert not flat.grad_norm_squares()["all_squares"].isfinite()
-    assert recovery.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
+    assert rollback.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
 
 
 def overflow_in_turn(run):

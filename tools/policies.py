@@ -19,10 +19,10 @@ from data import SPLITS, TokenDataset
 from model import GPTConfig
 from parallel import Grid
 from parallelism.groups import make_groups
-from runtime import console, directory, recovery
+from runtime import console, directory, rollback
 from runtime.options import Config
 from runtime.processes import RunError
-from runtime.recovery import go_back_if_diverged
+from runtime.rollback import go_back_if_diverged
 
 MAX_RETURNS = 5         # of a policy to a checkpoint, then the run ends: as --max-rollbacks
 
@@ -49,7 +49,7 @@ class Policy:
         """Before the update: "skip" it, or "stop" or go "back" after it, or None."""
 
     def go_back_if_diverged(self, run, batch, stats, row: dict) -> bool:
-        """In place of recovery.go_back_if_diverged."""
+        """In place of rollback.go_back_if_diverged."""
         row["skipped"] = int(stats.skipped)
         if run.verdict == "stop":
             raise Ended
@@ -140,7 +140,7 @@ class ByHand(Policy):
 
 
 class Ours(Policy):
-    """runtime/divergence.py and runtime/recovery.py, as train.py runs them."""
+    """runtime/divergence.py and runtime/rollback.py, as train.py runs them."""
 
     def go_back_if_diverged(self, run, batch, stats, row):
         return go_back_if_diverged(run, batch, stats, row)
@@ -224,7 +224,7 @@ class PolicyRun(train.Run):
         """Train until after `step`, or the last one. False if the run ended before."""
         self.stop_after = step
         policy = self.policy.go_back_if_diverged
-        with mock.patch.object(recovery, "go_back_if_diverged", policy), \
+        with mock.patch.object(rollback, "go_back_if_diverged", policy), \
                 redirect_stdout(None), redirect_stderr(None):       # prints nothing
             while True:
                 try:

@@ -14,7 +14,7 @@ from checkpoint import step_file
 from data import Batch, TokenDataset, batch_size_at, sequences_after
 from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
-from runtime import directory, replicas
+from runtime import directory, flipped_bits
 from runtime.divergence import BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor
 from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range
 from runtime.processes import RunError, all_ranks
@@ -36,9 +36,9 @@ def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
     run.log.print_step(run, row)
     run.log.write_row(run, row)
     # Was a flipped bit the cause, not the data or the learning rate?
-    difference = replicas.find_difference(run)
+    difference = flipped_bits.find_difference(run)
     if difference is not None:
-        replicas.go_back(run, difference)
+        flipped_bits.go_back(run, difference)
         return True
     if hopeless:
         fail(run, f"{MAX_SKIPPED} steps in a row were not finite")

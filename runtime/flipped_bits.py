@@ -1,5 +1,5 @@
 """Replicas prove each other right: ranks that must hold the same bits compare them. train.py calls
-`find_difference` before each save and every --check-every steps, runtime/recovery.py before it acts
+`find_difference` before each save and every --check-every steps, runtime/rollback.py before it acts
 on a divergence, runtime/signals.py before the last save.
 
 A bit that flips in memory, or a processor that errs, changes one copy in silence. The copies that
