@@ -39,8 +39,7 @@ from parallelism.context import CP_PLAN, own_positions, recompute_attention
 from parallelism.exact import EXACT_PLAN, make_exact, new_sums
 from parallelism.pipeline import chunk_layers, recompute_blocks, stage_layers
 from parallelism.tensor import TP_PLAN, param_specs
-from parallelism.unshard import gather_before_use
-from parallelism.zero import FlatParameters
+from parallelism.zero import FlatParameters, gather_before_use
 
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks

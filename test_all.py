@@ -81,11 +81,12 @@ import train
 from model import GPT, IGNORE_INDEX, SIZES, GPTConfig
 from parallel import Grid
 from parallelism import collectives, context, full_tensors, pipeline
+from parallelism.buckets import state_bytes
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
 from parallelism.tensor import (MAX_LOGITS, TIED, ColumnParallelLinear, VocabParallelEmbedding,
                                 add_product, chunk_loss, chunk_size, param_specs)
-from parallelism.zero import FlatParameters, state_bytes
+from parallelism.zero import FlatParameters
 from runtime.options import Config
 from tests.harness import (BOUNDS, CFG, FORMULA, INTERLEAVED, LAYOUTS, NASTY, ROOT, TINY,
                            TWO_STEPS, Alive, Command, Memory, Pool, after_backward, assert_close,

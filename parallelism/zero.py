@@ -5,20 +5,15 @@ bits):
 
          difference                              gain                          where
     DP1  microbatches add up, one sync a step    1/m of the traffic            prepare_grad_sync
-    DP2  parameters are views into flat buckets  26 messages, not 148          Bucket
+    DP2  parameters are views into flat buckets  26 messages, not 148          buckets.py
     DP3  gradients add up in the masters' type   no rounding (bf16: 256+1=256) grad_ready
     DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
     DP5  all are awaited at the end              backward goes on (ZeRO 0)     finish_grad_sync
-    DP6  the tied matrix has its own bucket      no other bucket waits for it  make_buckets
+    DP6  the tied matrix has its own bucket      no other bucket waits for it  buckets.py
     DP7  ZeRO 1: one of r replicas has a shard   12 of 18 bytes become 12/r    _start_grad_sync
     DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/r       _start_grad_sync
-    DP9  ZeRO 3: and only its parameters         2 more bytes become 2/r       unshard.py
-    DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  unshard.py
-
-The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
-for each block. Backward completes them from the right; every rank communicates in that order.
-
-    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |
+    DP9  ZeRO 3: and only its parameters         2 more bytes become 2/r       gather_before_use
+    DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  gather_before_use
 
 A step of m microbatches on r = dp x cp replicas (in fp32 a parameter is its own master):
 
@@ -37,80 +32,12 @@ import torch
 import torch.nn as nn
 from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 
-from model import GPTConfig, ceil_div, initial_value
+from model import GPT, GPTConfig, ceil_div, initial_value
+from parallelism.buckets import Bucket, make_buckets
 from parallelism.collectives import (all_gather, all_reduce, copy_to_host_async, reduce_scatter,
                                      sum_dtype)
 from parallelism.full_tensors import FullTensors
-from parallelism.tensor import TIED, ParamSpec
-
-
-class Bucket:
-    """DP2: parameters that are communicated together, laid out flat, padded to equal shards for all
-    replicas. `name` is as drawn above: tied, ends, 0.attn ...
-
-    data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
-    grad            (numel,) their gradients; with ZeRO 2 and 3, None from a sync to the next one
-    shard           {name: (numel / num_shards,)} of what this rank updates:
-                    data    a view of `data`; in ZeRO 3 its own memory
-                    grad    a view of `grad`; from ZeRO 2 on its own memory, a sum of backwards
-                    master  the same tensor as data if types and devices are equal
-                    exp_avg, exp_avg_sq     on the master's device
-    shard_ranges    the parts of parameters in the shard: [(spec, shard_slice, param_slice)], where
-                    shard[name][shard_slice] belongs to parameter.flatten()[param_slice]
-    pending_grads   number of gradients that backward (PP7: W) has not computed yet
-    unsharding      the all-gather of `data` under way, or None
-    """
-
-    def __init__(self, name: str, specs: list[ParamSpec], replicas: int, num_shards: int,
-                 shard_rank: int):
-        self.name = name
-        self.specs = specs
-        self.data = None
-        self.grad = None
-        self.shard = {}
-        self.pending_grads = 0
-        self.unsharding = None
-
-        self.offsets = {}
-        end = 0
-        for spec in specs:
-            self.offsets[spec.name] = end
-            end += ceil_div(spec.numel, 32) * 32        # aligned to 64 bytes, in 16 bits too
-        self.numel = ceil_div(end, 32 * replicas) * 32 * replicas
-
-        length = self.numel // num_shards
-        first = shard_rank * length
-        self.shard_ranges = []
-        for spec in specs:
-            offset = self.offsets[spec.name]
-            low = max(offset, first)
-            high = min(offset + spec.numel, first + length)
-            if low < high:
-                shard_slice = slice(low - first, high - first)
-                param_slice = slice(low - offset, high - offset)
-                self.shard_ranges.append((spec, shard_slice, param_slice))
-
-    def view(self, flat: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
-        """The part of `data` or `grad` that belongs to a parameter, in the parameter's shape."""
-        offset = self.offsets[spec.name]
-        return flat[offset:offset + spec.numel].view(spec.local_shape)
-
-
-def make_buckets(specs: list[ParamSpec], replicas: int, num_shards: int = 1,
-                 shard_rank: int = 0) -> list[Bucket]:
-    """The buckets drawn above. DP6: the tied gradient is complete only at backward's end."""
-    contents = {"tied": [], "ends": []}
-    for spec in specs:
-        match spec.name.split("."):
-            case ["blocks", number, "norm1" | "attn", *_]:
-                bucket = f"{number}.attn"
-            case ["blocks", number, *_]:
-                bucket = f"{number}.mlp"
-            case _:
-                bucket = "tied" if spec.name in TIED.values() else "ends"
-        contents.setdefault(bucket, []).append(spec)
-    return [Bucket(name, group, replicas, num_shards, shard_rank)
-            for name, group in contents.items() if group]
+from parallelism.tensor import ParamSpec
 
 
 class FlatParameters(FullTensors):
@@ -120,7 +47,7 @@ class FlatParameters(FullTensors):
 
     A training step calls begin_step, then prepare_grad_sync before each backward, and at the end
     finish_grad_sync, grad_norm_squares and step. In ZeRO 1 and 2 `step` only starts to gather the
-    updated parameters: unshard.gather_before_use or wait_params waits for them.
+    updated parameters: `gather_before_use` or `wait_params` waits for them.
 
     grads_are_summed    from finish_grad_sync to the next begin_step
     grad_factor         by which the gradients are then multiplied: the loss scale; after `step`
@@ -446,23 +373,45 @@ def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: 
               beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
 
-def state_bytes(numel: int, longest: int, replicas: int, dtypes: tuple, zero: int,
-                offload: bool, exact: bool = False) -> tuple[dict, dict]:
-    """Bytes of one rank's state, as the table of ZeRO stages says: {kind: bytes} on its device and,
-    if `offload` keeps a part there, on the host. `numel` counts this rank's parameters before ZeRO
-    shards them, `longest` those of its longest bucket; `dtypes`: of parameters and masters. `exact`
-    gradients are float64."""
-    dtype, master_dtype = dtypes
-    grad_dtype = torch.float64 if exact else master_dtype
-    shard = numel // replicas
-    weights = dict(
-        parameters=dtype.itemsize * (shard if zero >= 3 else numel),
-        gradients=grad_dtype.itemsize * (shard if zero >= 2 else numel))
-    masters = master_dtype.itemsize * (shard if zero >= 1 else numel)
-    states = dict(masters=masters, moments=2 * masters)
-    if offload:
-        staging = 2 * master_dtype.itemsize * (longest // replicas if zero >= 1 else longest)
-        return weights, states | dict(staging=staging)
-    if dtype == master_dtype:           # a parameter is its own master
-        states["masters"] = 0
-    return weights | states, {}
+def gather_before_use(model: GPT, flat: FlatParameters) -> None:
+    """Wrap the forward of the embedding, each block and the head in unshard and reshard. ZeRO 1 and
+    2 (DP10): the all-gather after AdamW is awaited there, bucket by bucket. ZeRO 3 (DP9):
+
+        forward    unshard block i, prefetch i + 1, run, reshard
+        backward   unshard block i, prefetch i - 1, run; _start_grad_sync reduces and reshards
+
+    The tied matrix stays gathered from the embedding to the end of the head's forward, because the
+    head computes its gradients there. The other parameters of the ends, and the last block, stay
+    gathered until backward."""
+    ends = [bucket for bucket in flat.buckets if bucket.name in ("tied", "ends")]
+    halves = flat.buckets[len(ends):]
+    blocks = list(zip(halves[::2], halves[1::2]))                   # [(attention, MLP)]
+
+    def run_embed(forward, *args):
+        flat.unshard(ends, prefetch=blocks[0])
+        return forward(*args)
+
+    def run_block(forward, current, previous, following, *args):
+        flat.unshard(current, prefetch=following)
+        y = forward(*args)
+        if y.requires_grad:         # the hook runs when y's gradient is there, before the block's
+            y.register_hook(lambda dy: flat.unshard(current, prefetch=previous))
+        if following or not y.requires_grad:
+            flat.reshard(current)
+        return y
+
+    def run_head(forward, *args):
+        flat.unshard(ends)
+        y = forward(*args)
+        flat.reshard(ends[:1])                                      # the tied matrix
+        if not torch.is_grad_enabled():
+            flat.reshard(ends[1:])
+        return y
+
+    if model.embed is not None:
+        model.embed.forward = partial(run_embed, model.embed.forward)
+    if model.head is not None:
+        model.head.forward = partial(run_head, model.head.forward)
+    for block, current, previous, following in zip(model.blocks.values(), blocks, [(), *blocks],
+                                                   [*blocks[1:], ()]):
+        block.forward = partial(run_block, block.forward, current, previous, following)

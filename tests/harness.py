@@ -74,8 +74,7 @@ from parallelism.context import recompute_attention
 from parallelism.groups import make_groups
 from parallelism.pipeline import recompute_blocks
 from parallelism.tensor import param_specs
-from parallelism.unshard import gather_before_use
-from parallelism.zero import FlatParameters
+from parallelism.zero import FlatParameters, gather_before_use
 from runtime import console, corpora, processes
 from runtime.options import Config
 

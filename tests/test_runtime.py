@@ -50,8 +50,8 @@ import train
 from model import GPT, SIZES, GPTConfig
 from parallel import Grid, build_stage
 from parallelism import collectives
+from parallelism.buckets import make_buckets
 from parallelism.tensor import param_specs
-from parallelism.zero import make_buckets
 from runtime import (checks, console, devices, directory, processes, rollback, signals,
                      startup, threads)
 from runtime.divergence import DivergenceMonitor

@@ -37,8 +37,8 @@ import parallel
 import sample
 import train
 from model import GPT, SIZES, GPTConfig
+from parallelism.buckets import state_bytes
 from parallelism.groups import make_groups
-from parallelism.zero import state_bytes
 from runtime import commandline, console, corpora, divergence
 from runtime.options import Config
 from tools import gpu, huggingface
