@@ -19,14 +19,14 @@ any precision; a test compares their numbers:
 
     plain_train             Run, on each rank                               where
     rows of the batch       this replica's part of it, in microbatches      load_microbatches
-    zero_grad               the same                                        flat.begin_step
+    zero_grad               the same                                        flat.zero_grad
     forward and backward    for each microbatch; with a pipeline in the     compute_gradients
                             order of its schedule
                             sum of the gradients over the replicas          flat.finish_grad_sync
     norm and clipping       loss and norm are summed over all ranks: each   step_stats, clip_factor
                             clips by the same factor, or skips the step
     learning rate           the same function                               learning_rate
-    AdamW                   AdamW on this rank's shard                      update, flat.step
+    AdamW                   AdamW on this rank's shard                      update, flat.adamw_step
 
 runtime/ has what a long run needs beside these: flags, signals, the console, metrics.jsonl, and
 recovery, which takes a diverged run (its loss stays too high, or NaN) back to an older checkpoint.
@@ -194,6 +194,7 @@ class Run:
             # Leave out sequences that --skip-steps or a rollback excludes. A prefetched batch that
             # contains some is discarded.
             rollback.skip_excluded(self)
+            self.noise.before_step(self)
             batch = self.batches.next(self.step)    # by load_microbatches, perhaps prefetched
             lr = learning_rate(config, self.step) * self.monitor.lr_factor  # < 1 after a rollback
             stats = self.compute_gradients(batch)
@@ -277,10 +278,9 @@ class Run:
         #    tokens. loss * scale is its share of the batch's mean loss, times the loss scale, and
         #    backward adds its gradients to those in `flat`.
         scale = self.scaler.scale / tokens_in_batch
-        flat.begin_step(self.scaler.scale, tokens_in_batch,         # zeroes the gradients
-                        hold_grads=self.is_due(config.noise_scale))
+        flat.zero_grad(self.scaler.scale, tokens_in_batch)
         if grid.is_last:    # its forward computes its gradients, for a backward that gets `scale`
-            model.head.begin_step(scale)
+            model.head.set_scale(scale)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
             for m, (inputs, targets, dropout_seed) in enumerate(microbatches):
@@ -311,8 +311,8 @@ class Run:
         if not stats.skipped:
             self.optimizer_steps += 1
             factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
-            self.flat.step(factor, self.optimizer_steps, lr, config.beta1, config.beta2,
-                           config.weight_decay)
+            self.flat.adamw_step(factor, self.optimizer_steps, lr, config.beta1, config.beta2,
+                                 config.weight_decay)
         self.scaler.update(stats.overflowed)
         self.finished_step = self.step
 
@@ -384,7 +384,7 @@ class Run:
         window_ids[:count] = source.first + evenly_spaced
         exact = self.grid.exact
         if exact is not None:
-            exact.begin_step(1.0, count * self.model_config.seq_len)
+            exact.set_units(1.0, count * self.model_config.seq_len)
         total = 0.0
         part = EVAL_MICROBATCHES * at_once      # in parts, so that --timeout applies to each part
         for first in range(0, padded, part):

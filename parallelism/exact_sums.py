@@ -63,10 +63,10 @@ class ExactSums:
     def __init__(self, blocks: int, positions: int, device: torch.device):
         self.blocks, self.positions = blocks, positions
         self.scratch = torch.empty(0, device=device)
-        self.begin_step(1.0, 1)
+        self.set_units(1.0, 1)
 
-    def begin_step(self, loss_scale: float, tokens: int) -> None:
-        """`tokens`: of the global batch."""
+    def set_units(self, loss_scale: float, tokens: int) -> None:
+        """Before a step or an evaluation. `tokens`: of all ranks."""
         self.loss_scale, self.tokens = loss_scale, tokens
         self.activation_gradient = 2.0 ** -36 * power_of_2(loss_scale / tokens)
         self.gradient = 2.0 ** -40 * power_of_2(loss_scale)
@@ -111,7 +111,7 @@ class ExactSums:
         return torch.stack(sums) * self.loss_scale ** 2
 
     def checked(self, total: torch.Tensor) -> torch.Tensor:
-        """This total, but inf if a term of any sum was too large, or NaN, since `begin_step`."""
+        """This total, but inf if a term of any sum was too large, or NaN, since `set_units`."""
         return total.where(self.excess < 1, torch.inf)
 
     def in_range(self, squares: float) -> bool:

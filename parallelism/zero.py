@@ -45,13 +45,15 @@ class FlatParameters(FullTensors):
     Adam moments (of type `master_dtype`), in buckets. With `host`, masters and moments are there,
     and AdamW runs there: 6 of 18 bytes per parameter stay on the GPU.
 
-    A training step calls begin_step, then prepare_grad_sync before each backward, and at the end
-    finish_grad_sync, grad_norm_squares and step. In ZeRO 1 and 2 `step` only starts to gather the
-    updated parameters: `gather_before_use` or `wait_params` waits for them.
+    A training step calls zero_grad, then prepare_grad_sync before each backward, and at the end
+    finish_grad_sync, grad_norm_squares and adamw_step. In ZeRO 1 and 2 `adamw_step` only starts to
+    gather the updated parameters: `gather_before_use` or `wait_params` waits for them.
 
-    grads_are_summed    from finish_grad_sync to the next begin_step
-    grad_factor         by which the gradients are then multiplied: the loss scale; after `step`
-                        also the factor of clipping"""
+    holds_grads         in this step the all-reduces start in finish_grad_sync, not during backward:
+                        until then bucket.grad has the gradient of this rank's tokens
+    grads_are_summed    from finish_grad_sync to the next zero_grad
+    grad_factor         by which the gradients are then multiplied: the loss scale; after
+                        adamw_step also the factor of clipping"""
 
     def __init__(self, specs: list[ParamSpec], grid, dtype, master_dtype, device,
                  zero: int = 0, host=None, training: bool = True):
@@ -63,7 +65,7 @@ class FlatParameters(FullTensors):
         self.buckets = make_buckets(specs, grid.replicas, self.num_shards, self.shard_rank)
         self.buckets_to_sync = []       # those that this backward communicates, the next one last
         self.in_flight = []             # [(bucket, Work)] of gradients
-        self.holds_grads = False        # in this step they are summed after backward
+        self.holds_grads = False
         self.grads_are_summed = False
         self.grad_factor = 1.0
         self.shapes = None              # of all stages' parameters, once FullTensors has asked
@@ -90,7 +92,7 @@ class FlatParameters(FullTensors):
         shard["master"] = shard["data"]
         if not self.training:
             return
-        grad_dtype = master_dtype if self.grid.exact is None else torch.float64
+        grad_dtype = self.grad_dtype(master_dtype)
         if self.zero < 2:
             bucket.grad = torch.zeros(bucket.numel, dtype=grad_dtype, device=device)
             shard["grad"] = bucket.grad.chunk(self.num_shards)[self.shard_rank]
@@ -100,6 +102,9 @@ class FlatParameters(FullTensors):
             shard["master"] = torch.zeros(length, dtype=master_dtype, device=host)
         for moment in ("exp_avg", "exp_avg_sq"):
             shard[moment] = torch.zeros(length, dtype=master_dtype, device=host)
+
+    def grad_dtype(self, master_dtype: torch.dtype) -> torch.dtype:
+        return master_dtype
 
     def _attach(self, bucket: Bucket) -> None:
         """Replace the modules' parameters by views into the bucket, and give each its function
@@ -172,20 +177,13 @@ class FlatParameters(FullTensors):
             bucket.unsharding = all_gather(bucket.data, self.grid.groups["replicas"])
 
     def wait_params(self) -> None:
-        """Wait for the all-gathers that `step` or `sync_params` started, where no forward does."""
+        """Wait for the all-gathers that `sync_params` started, where no forward does."""
         if self.zero < 3:
             self.unshard(self.buckets)
 
-    def begin_step(self, loss_scale: float, tokens: int, hold_grads: bool = False) -> None:
-        """Before a step on so many tokens of all replicas. `hold_grads`: the sums over the replicas
-        start in finish_grad_sync; until then bucket.grad has this replica's gradient."""
-        self.holds_grads = hold_grads
+    def zero_grad(self, loss_scale: float = 1.0, tokens: int = 1) -> None:
+        """Zero the gradients, before a step on so many `tokens` of all ranks."""
         self.grad_factor = loss_scale
-        if self.grid.exact is not None:
-            self.grid.exact.begin_step(loss_scale, tokens)
-        self.zero_grad()
-
-    def zero_grad(self) -> None:
         self.grads_are_summed = False
         torch._foreach_zero_([bucket.grad if self.zero < 2 else bucket.shard["grad"]
                               for bucket in self.buckets])
@@ -206,12 +204,7 @@ class FlatParameters(FullTensors):
         backward's thread and CUDA stream: collectives start after the kernels of the gradient."""
         # (None: a Function of tensor.py has added the gradient to main_grad itself.)
         if parameter.grad is not None:
-            exact = self.grid.exact
-            if exact is None:
-                parameter.main_grad().add_(parameter.grad)
-            else:
-                exact.add(parameter.main_grad(), parameter.grad, exact.gradient,
-                          exact.terms(exact.positions))
+            self.add_grad(parameter.main_grad(), parameter.grad)
             parameter.grad = None
         parameter.bucket.pending_grads -= 1
         if self.holds_grads and parameter.bucket.pending_grads == 0:
@@ -219,6 +212,9 @@ class FlatParameters(FullTensors):
         # All ranks must communicate in the same order. A bucket completed out of turn waits.
         while self.buckets_to_sync and self.buckets_to_sync[-1].pending_grads == 0:
             self._start_grad_sync(self.buckets_to_sync.pop())
+
+    def add_grad(self, total: torch.Tensor, grad: torch.Tensor) -> None:
+        total.add_(grad)
 
     def _start_grad_sync(self, bucket: Bucket) -> None:
         """DP4, DP7 to DP9: start the communication of a complete bucket."""
@@ -269,8 +265,7 @@ class FlatParameters(FullTensors):
     def grad_norm_squares(self) -> dict[str, torch.Tensor]:
         """Sums of squares of this rank's gradients, numbers of `sum_dtype`, for a sum over all
         ranks: `squares` for the global norm, each parameter of the model once, and `all_squares`,
-        also every copy of a parameter, only to detect inf or NaN. With --exact a part of the first
-        is in `low_squares`, and `out_of_range` is 0, or inf if a term of a sum was too large."""
+        also every copy of a parameter, only to detect inf or NaN."""
         counted, others = [], []
         is_replica = self.zero == 0 and self.grid.replica > 0
         for bucket in self.buckets:
@@ -282,41 +277,29 @@ class FlatParameters(FullTensors):
                 else:
                     counted += pieces
         # (One fp32 sum over 10M values can be off in its fourth digit. Pieces fit a CPU's cache.)
-        exact = self.grid.exact
-        if exact is not None:
-            squares = torch.stack([exact.squares(piece) for piece in counted + others])
-            high, low = squares[:len(counted)].sum(0)
-            return dict(squares=high, low_squares=low, all_squares=squares.sum(),
-                        out_of_range=exact.checked(torch.zeros_like(high)))
+        return self.sum_squares(counted, others)
+
+    def sum_squares(self, counted: list[torch.Tensor], others: list[torch.Tensor]) -> dict:
         dtype = sum_dtype(self.buckets[0].data.device)
         squares = torch.stack(torch._foreach_norm(counted + others, 2, dtype=dtype)).square()
         return dict(squares=squares[:len(counted)].sum(), all_squares=squares.sum())
 
     def global_norm(self, total: dict[str, float]) -> tuple[float, bool]:
         """From the sums of `grad_norm_squares` over all ranks: (the gradient norm of the whole
-        model, times the loss scale; whether all sums are exact, True without --exact)."""
-        if self.grid.exact is None:
-            return math.sqrt(total["squares"]), True
-        in_range = self.grid.exact.in_range(total["squares"]) and total["out_of_range"] == 0
-        return math.sqrt(total["squares"] + total["low_squares"]), in_range
+        model, times the loss scale; whether these sums are right, True without --exact)."""
+        return math.sqrt(total["squares"]), True
 
     @torch.no_grad()
-    def step(self, factor: float, step: int, lr: float, beta1: float, beta2: float,
-             weight_decay: float) -> None:
-        """AdamW update number `step` (from 1) of this rank's shards, with the gradients times
-        `factor`. With --offload it goes bucket by bucket: while the CPU updates one, the next
-        one's gradients arrive and the previous one's parameters leave."""
+    def adamw_step(self, factor: float, step: int, lr: float, beta1: float, beta2: float,
+                   weight_decay: float) -> None:
+        """The optimizer's step: AdamW update number `step` (from 1) of this rank's shards, with the
+        gradients times `factor`. With --offload it goes bucket by bucket: while the CPU updates
+        one, the next one's gradients arrive and the previous one's parameters leave."""
         grads = [bucket.shard["grad"] for bucket in self.buckets]
         torch._foreach_mul_(grads, factor)
         self.grad_factor *= factor
-        if self.grid.exact is not None:
-            for bucket, grad in zip(self.buckets, grads):       # one at a time: a copy less
-                rounded = grad.to(bucket.shard["master"].dtype)
-                adamw_step([bucket], [rounded], step, lr, beta1, beta2, weight_decay)
-            self.sync_params()
-            return
         if self.staging is None:
-            adamw_step(self.buckets, grads, step, lr, beta1, beta2, weight_decay)
+            self.update_shards(grads, step, lr, beta1, beta2, weight_decay)
             self.sync_params()
             return
         rows = [self.staging[i % 2, :len(grad)] for i, grad in enumerate(grads)]
@@ -324,7 +307,7 @@ class FlatParameters(FullTensors):
         for i, bucket in enumerate(self.buckets):
             grad, arrived = copies[i]
             arrived.synchronize()       # queued after the parameters that left from the same row
-            adamw_step([bucket], [grad], step, lr, beta1, beta2, weight_decay)
+            adamw_update([bucket], [grad], step, lr, beta1, beta2, weight_decay)
             data = bucket.shard["data"]
             rounded = grad.view(data.dtype)[:len(data)].copy_(bucket.shard["master"])
             data.copy_(rounded, non_blocking=True)
@@ -332,9 +315,12 @@ class FlatParameters(FullTensors):
             if i + 2 < len(grads):
                 copies.append(copy_to_host_async(grads[i + 2], rows[i + 2]))
 
+    def update_shards(self, grads: list[torch.Tensor], *arguments) -> None:
+        adamw_update(self.buckets, grads, *arguments)
+
     def unshard(self, buckets: list[Bucket], prefetch: list[Bucket] = ()) -> None:
-        """Make the buckets' parameters whole: gather them, or wait for the all-gather that `step`
-        started (ZeRO 1 and 2). Begin to gather those of the buckets to `prefetch`."""
+        """Make the buckets' parameters whole: gather them, or wait for the all-gather that
+        `sync_params` started (ZeRO 1 and 2). Begin to gather those of the buckets to `prefetch`."""
         for bucket in (*buckets, *prefetch):
             if bucket.data.untyped_storage().size() == 0:
                 bucket.data.untyped_storage().resize_(bucket.data.nbytes)
@@ -355,8 +341,8 @@ class FlatParameters(FullTensors):
             bucket.data.untyped_storage().resize_(0)
 
 
-def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: float,
-               beta1: float, beta2: float, weight_decay: float) -> None:
+def adamw_update(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: float,
+                 beta1: float, beta2: float, weight_decay: float) -> None:
     """torch's fused AdamW on the parameters in this rank's shards, whose gradients are `grads`."""
     for decays, decay in ((True, weight_decay), (False, 0.0)):
         # (Slices end at a multiple of 32, in the padding: the same instructions for each number,

@@ -31,6 +31,10 @@ class NoiseScale:
         self.squared_norm = 0.0
         self.small_squares = None
 
+    def before_step(self, run) -> None:
+        """On a measured step the all-reduces start after backward."""
+        run.flat.holds_grads = run.is_due(run.config.noise_scale)
+
     def after_backward(self, run, microbatch: int) -> None:
         """With dp 1: measure the first microbatch."""
         if run.flat.holds_grads and run.grid.dp == 1 and microbatch == 0:

@@ -80,7 +80,7 @@ def inject(flip, again, run):
         return
     bucket, _, i = number_at(flat, flip)
     method, step, before = {
-        "update": ("step", flip.step, False), "forward": ("begin_step", flip.step + 1, True),
+        "update": ("adamw_step", flip.step, False), "forward": ("zero_grad", flip.step + 1, True),
         "sum": ("finish_grad_sync", flip.step, False),
         "backward": ("_start_grad_sync", flip.step, True)}[flip.moment]
     original = getattr(flat, method)
