@@ -63,6 +63,10 @@ def plain_scaled_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer, scal
     return scale
 
 
+MIN_SCALE = 1.0                 # the floor of the loss scale
+NOT_FINITE = "not finite"       # why a step is skipped: the loss or a gradient is inf or NaN
+
+
 class LossScaler:
     """The factor on the loss: halved when gradients overflow, doubled after a long run without.
 
@@ -73,7 +77,7 @@ class LossScaler:
 
     def __init__(self, init_scale: float = 2.0 ** 16, growth_factor: float = 2.0,
                  backoff_factor: float = 0.5, growth_interval: int = 2000,
-                 min_scale: float = 1.0):
+                 min_scale: float = MIN_SCALE):
         self.scale = _round_to_fp32(init_scale)
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor

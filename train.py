@@ -53,7 +53,7 @@ import numpy as np
 import torch
 
 import checkpoint
-from amp import PRECISIONS, LossScaler, clip_factor, make_scaler
+from amp import NOT_FINITE, PRECISIONS, LossScaler, clip_factor, make_scaler
 from data import PADDING, Batch, Batches, Source, TokenDataset, split_microbatches
 from model import GPT, IGNORE_INDEX, GPTConfig, ceil_div, derive_seed
 from parallel import Grid, build_rank
@@ -122,10 +122,8 @@ class StepStats:
     loss: float                 # mean over the tokens of the global batch, in nats
     activation_norm: float      # of a token's last activations, mean over the tokens
     grad_norm: float            # of the whole model, unscaled, before clipping
-    skipped: bool               # on every rank: overflow or, with --exact, a sum out of range
-    overflowed: bool            # the loss or a gradient of some rank is inf or NaN
+    skipped: str                # why no rank makes the update, such as NOT_FINITE; "": all do
     loss_scale: float           # the loss scale used in this step
-    scale_can_fall: bool        # it overflowed, and a smaller loss scale may help
     local_loss: torch.Tensor    # of this rank's tokens, their sum: finds where inf or NaN began
 
 
@@ -313,7 +311,7 @@ class Run:
             factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
             self.flat.adamw_step(factor, self.optimizer_steps, lr, config.beta1, config.beta2,
                                  config.weight_decay)
-        self.scaler.update(stats.overflowed)
+        self.scaler.update(stats.skipped == NOT_FINITE)
         self.finished_step = self.step
 
     def step_stats(self, loss_sum: torch.Tensor, tokens_in_batch: int) -> StepStats:
@@ -328,14 +326,14 @@ class Run:
             activation_norm = self.model.head.norms.to(loss.dtype)
         total = self.sum_across_ranks(dict(loss=loss, activation_norm=activation_norm,
                                            **self.flat.grad_norm_squares()))
-        norm, in_range = self.flat.global_norm(total)
-        finite = math.isfinite(total["loss"]) and math.isfinite(total["all_squares"])
+        norm, skipped = self.flat.global_norm(total)
+        if not math.isfinite(total["loss"]):
+            skipped = NOT_FINITE
         return StepStats(
             loss=total["loss"] / tokens_in_batch,
             activation_norm=total["activation_norm"] / tokens_in_batch,
-            grad_norm=norm / scaler.scale, skipped=not (finite and in_range),
-            overflowed=not finite, loss_scale=scaler.scale,
-            scale_can_fall=not finite and scaler.scale > scaler.min_scale, local_loss=loss_sum)
+            grad_norm=norm / scaler.scale, skipped=skipped, loss_scale=scaler.scale,
+            local_loss=loss_sum)
 
     def sum_across_ranks(self, local: dict) -> dict:
         """{name: scalar tensor} -> {name: its sum over all ranks, a number}. Blocks until the sums

@@ -343,8 +343,11 @@ class ExactParameters(FlatParameters):
                     out_of_range=exact.checked(torch.zeros_like(high)))
 
     def global_norm(self, total):
+        _, skipped = super().global_norm(total)
         in_range = self.grid.exact.in_range(total["squares"]) and total["out_of_range"] == 0
-        return math.sqrt(total["squares"] + total["low_squares"]), in_range
+        if not skipped and not in_range:
+            skipped = "too large for an exact sum (--exact)"
+        return math.sqrt(total["squares"] + total["low_squares"]), skipped
 
     def update_shards(self, grads, *arguments):
         for bucket, grad in zip(self.buckets, grads):           # one at a time: a copy less

@@ -32,6 +32,7 @@ import torch
 import torch.nn as nn
 from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 
+from amp import NOT_FINITE
 from model import GPT, GPTConfig, ceil_div, initial_value
 from parallelism.buckets import Bucket, make_buckets
 from parallelism.collectives import (all_gather, all_reduce, copy_to_host_async, reduce_scatter,
@@ -284,10 +285,11 @@ class FlatParameters(FullTensors):
         squares = torch.stack(torch._foreach_norm(counted + others, 2, dtype=dtype)).square()
         return dict(squares=squares[:len(counted)].sum(), all_squares=squares.sum())
 
-    def global_norm(self, total: dict[str, float]) -> tuple[float, bool]:
+    def global_norm(self, total: dict[str, float]) -> tuple[float, str]:
         """From the sums of `grad_norm_squares` over all ranks: (the gradient norm of the whole
-        model, times the loss scale; whether these sums are right, True without --exact)."""
-        return math.sqrt(total["squares"]), True
+        model, times the loss scale; why the step must be skipped, "" if it need not)."""
+        skipped = "" if math.isfinite(total["all_squares"]) else NOT_FINITE
+        return math.sqrt(total["squares"]), skipped
 
     @torch.no_grad()
     def adamw_step(self, factor: float, step: int, lr: float, beta1: float, beta2: float,

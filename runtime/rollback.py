@@ -10,12 +10,14 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
+from amp import NOT_FINITE
 from checkpoint import step_file
 from data import Batch, TokenDataset, batch_size_at, sequences_after
 from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
 from runtime import directory, flipped_bits
-from runtime.divergence import BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor
+from runtime.divergence import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor,
+                                scale_may_help)
 from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range
 from runtime.processes import RunError, all_ranks
 
@@ -30,7 +32,7 @@ def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
     row["skipped"] = monitor.skipped
     report(run, batch, stats, row, divergence)
     off = config.rollback == "off"
-    hopeless = off and monitor.skipped >= MAX_SKIPPED and not stats.scale_can_fall
+    hopeless = off and monitor.skipped >= MAX_SKIPPED and not scale_may_help(stats)
     if not hopeless and (off or divergence is None):
         return False
     run.log.print_step(run, row)
@@ -51,13 +53,11 @@ def report(run, batch: Batch, stats, row: dict, divergence: Divergence | None) -
     batch, or the last batches, from the windows in the event."""
     seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
     if stats.skipped:
-        if stats.overflowed:
-            reason = "not finite"
+        where = {}
+        if stats.skipped == NOT_FINITE:
             where = locate_nonfinite(stats.local_loss.item(), run.flat)
-        else:
-            reason = "too large for an exact sum (--exact)"
-            where = {}
-        run.log.event("skip", reason=reason, **seen, **where, windows=batch.window_ids.tolist())
+        run.log.event("skip", reason=stats.skipped, **seen, **where,
+                      windows=batch.window_ids.tolist())
     if divergence is not None:
         windows = []
         starts = run.monitor.starts[-LEAD_IN - BAD_STEPS:]

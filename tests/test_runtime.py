@@ -1870,7 +1870,7 @@ def report_instead(run, when, **facts):
     run.step_stats = changed
 
 
-NOT_FINITE = dict(loss=math.nan, skipped=True, overflowed=True)
+NOT_FINITE = dict(loss=math.nan, skipped=amp.NOT_FINITE)
 
 
 @pytest.mark.parametrize("bad, facts, keep, back, read, lr_factor", [
@@ -1996,8 +1996,9 @@ def judge(losses):
     reasons = {}
     for i, loss in enumerate(losses):
         skipped = isinstance(loss, str)
-        stats = train.StepStats(2.0 if skipped else loss, 1.0, 1.0, skipped, overflowed=skipped,
-                                loss_scale=1.0, scale_can_fall=loss == "overflow", local_loss=None)
+        stats = train.StepStats(2.0 if skipped else loss, 1.0, 1.0,
+                                amp.NOT_FINITE if skipped else "",
+                                loss_scale=2.0 if loss == "overflow" else 1.0, local_loss=None)
         divergence = monitor.observe(i, stats)
         if divergence is not None:
             reasons[i] = divergence.reason

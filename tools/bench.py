@@ -203,8 +203,7 @@ def monitoring(folder):
                                                 shape=SIZES["nano"])
     x = torch.randn(4, cfg.seq_len, cfg.n_embd)
     monitor = divergence.DivergenceMonitor(losses=list(range(64, 0, -1)), lowest=1.0)
-    stats = train.StepStats(3.0, 1.0, 1.0, skipped=False, overflowed=False, loss_scale=1.0,
-                            scale_can_fall=False, local_loss=None)
+    stats = train.StepStats(3.0, 1.0, 1.0, skipped="", loss_scale=1.0, local_loss=None)
 
     def observe():
         for _ in range(4):              # microbatches

@@ -50,7 +50,7 @@ class Policy:
 
     def go_back_if_diverged(self, run, batch, stats, row: dict) -> bool:
         """In place of rollback.go_back_if_diverged."""
-        row["skipped"] = int(stats.skipped)
+        row["skipped"] = int(bool(stats.skipped))
         if run.verdict == "stop":
             raise Ended
         if run.verdict == "back":
@@ -197,7 +197,7 @@ class PolicyRun(train.Run):
         self.computed += 1
         self.verdict = self.policy.judge(self.step, stats)
         if self.verdict == "skip" and not stats.skipped:
-            stats = replace(stats, skipped=True)     # the loss scale stays
+            stats = replace(stats, skipped="left out by the policy")  # the loss scale stays
         return stats
 
     def write_checkpoint(self, progress: train.Progress) -> None:
