@@ -193,7 +193,7 @@ class Run:
             # contains some is discarded.
             rollback.skip_excluded(self)
             self.noise.before_step(self)
-            batch = self.batches.next(self.step)    # by load_microbatches, perhaps prefetched
+            batch = self.next_batch()
             lr = learning_rate(config, self.step) * self.monitor.lr_factor  # < 1 after a rollback
             stats = self.compute_gradients(batch)
             with stop.held():
@@ -230,8 +230,24 @@ class Run:
     def is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
+    # ---- One batch --------------------------------------------------------------------------
+
+    def next_batch(self) -> Batch:
+        """The batch of this step. It was perhaps loaded during the last one; if it contains any
+        excluded sequences, it is discarded: the position is another one now."""
+        batch = self.prefetched
+        if batch is None or (batch.step, batch.position) != (self.step, self.batches.position):
+            batch = self.load_batch(self.step)
+        return self.batches.move_past(batch)
+
+    def load_batch(self, step: int) -> Batch:
+        """The next batch in the data, for step `step`."""
+        window_ids = self.batches.next_window_ids()
+        microbatches = self.load_microbatches(self.train_data, window_ids, step)
+        return Batch(step, self.batches.position, window_ids, microbatches)
+
     def load_microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
-        """This replica's part of the batch `window_ids` (B,), as a list of microbatches: (inputs
+        """This rank's rows of the batch `window_ids` (B,), as a list of microbatches: (inputs
         (b, T), targets (b, T), dropout seed). With --cp they have this rank's T / cp positions. The
         stages in the middle of a pipeline get None for inputs and targets. The targets of PADDING
         are IGNORE_INDEX."""
@@ -292,7 +308,7 @@ class Run:
             schedule = make_schedule(config.pp_schedule, grid, len(microbatches))
             loss_sum = run_schedule(schedule, model, grid, microbatches, self.activation_like, flat)
         if self.step < config.steps:    # while a GPU computes: step_stats waits for its end
-            self.batches.prefetch(self.step + 1)
+            self.prefetched = self.load_batch(self.step + 1)
 
         # 2. Sum over ranks: the gradients over the replicas (with ZeRO, each keeps its shard's
         #    sum); the loss and the norm over all ranks.
@@ -437,8 +453,8 @@ class Run:
             if state["config"]["dtype"] == config.dtype:
                 self.scaler.load_state_dict(state["scaler"])
             checkpoint.restore(state, self.flat)
-        self.batches = Batches(self.train_data, config, self.load_microbatches, position,
-                               sequences_trained)
+        self.batches = Batches(self.train_data, config, position, sequences_trained)
+        self.prefetched = None      # the batch of the next step
         self.finished_step = self.step - 1
         self.saved_step = None if state is None else self.finished_step
 

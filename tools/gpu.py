@@ -114,7 +114,7 @@ def new_run(work: Work, folder: Path, cfg: GPTConfig, **flags) -> train.Run:
 
 def make_steps(run: train.Run, count: int) -> None:
     for _ in range(count):
-        run.update(run.compute_gradients(run.batches.next(run.step)), run.config.lr)
+        run.update(run.compute_gradients(run.next_batch()), run.config.lr)
         run.step += 1
 
 
