@@ -39,7 +39,6 @@ if __name__ == "__main__":      # before the slow `import torch`, so that Ctrl-C
 import copy
 import dataclasses
 import math
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,13 +61,13 @@ from parallelism.context import own_positions
 from parallelism.groups import make_groups
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import (checks, console, devices, directory, evaluation, flipped_bits, processes,
-                     rollback, startup)
+from runtime import (checks, console, devices, directory, evaluation, processes, rollback,
+                     startup)
 from runtime.divergence import DivergenceMonitor
-from runtime.noise_scale import NoiseScale
 from runtime.options import Config
 from runtime.processes import Job, all_ranks
 from runtime.signals import StopSignal
+from runtime.watch import Watch
 
 EVAL_MICROBATCHES = 64          # on each rank, for each all-reduce of an evaluation
 
@@ -151,10 +150,9 @@ class Run:
     model               this rank's part of the model
     flat                zero.FlatParameters: the buffers that hold its parameters, their gradients
                         and AdamW's state
-    scaler, monitor     the loss scale; the detector of divergence
-    noise               the gradient noise scale, with --noise-scale
+    scaler              the loss scale
     writer              checkpoint.Writer
-    log                 console.RunLog; startup sets it before `train`
+    watch               watch.Watch: the detector of divergence, the noise scale, the log
     stop                signals.StopSignal, where it is in force
 
     all_ranks(f) returns f(); an error on one rank, such as a full disk, is raised on every rank.
@@ -169,57 +167,46 @@ class Run:
         self.grid, self.device = grid, device
         self.train_data, self.val_data = train_data, val_data
         self.identity = identity or directory.new_run("seed")
-        self.log = None
+        self.watch = Watch(self)
         self.stop = None
-        self.noise = NoiseScale()
         dtype, master_dtype = PRECISIONS[config.dtype]
         self.model, self.flat = build_rank(model_config, grid, config, (dtype, master_dtype),
                                            device)
         self.writer = checkpoint.Writer(Path(config.out), config.keep, model_config, self.flat,
                                         config.timeout)
         self.activation_like = like_activations(config, model_config, grid, dtype, device)
-        self.restore(state)         # sets step, optimizer_steps, batches, scaler and monitor
+        self.restore(state)     # sets step, optimizer_steps, batches, scaler and watch.monitor
 
     # ---- The loop ---------------------------------------------------------------------------
 
     def train(self, stop: StopSignal) -> None:
         """Train up to --steps. A signal ends the process at any time but in a block of `stop.held`
         (runtime/signals.py): what a checkpoint holds changes in these blocks alone."""
-        config = self.config
+        config, watch = self.config, self.watch
         self.model.train()
         while self.step <= config.steps:
-            started = time.perf_counter()
-            # Leave out sequences that --skip-steps or a rollback excludes. A prefetched batch that
-            # contains some is discarded.
-            rollback.skip_excluded(self)
-            self.noise.before_step(self)
+            watch.before_step()         # leaves out sequences: --skip-steps, or a rollback's
             batch = self.next_batch()
-            lr = learning_rate(config, self.step) * self.monitor.lr_factor  # < 1 after a rollback
+            lr = learning_rate(config, self.step) * watch.lr_factor     # < 1 after a rollback
             stats = self.compute_gradients(batch)
             with stop.held():
                 self.update(stats, lr)
-                row = self.log.new_row(self, batch, stats, lr, time.perf_counter() - started)
-                self.noise.after_step(self, batch, stats, row)
-                if rollback.go_back_if_diverged(self, batch, stats, row):
-                    continue    # step, weights and position are those of an older checkpoint
-                self.log.print_step(self, row)
-
+                row = watch.after_step(batch, stats, lr)
+            if row is None:
+                continue                # diverged: the state is that of an older checkpoint
             last = self.step == config.steps
             if last or self.is_due(config.eval_every):
                 console.announce_evaluation(self)
-                row.update(self.evaluate())
+                row.update(evaluation.evaluate(self))
             saving = last or self.is_due(config.save_every)
-            difference = None
-            if saving or self.is_due(config.check_every):
-                difference = flipped_bits.find_difference(self)
+            difference = watch.before_save(saving)      # do the ranks' copies of the state agree?
             with stop.held():
-                self.log.write_row(self, row)       # to metrics.jsonl
+                watch.log.write_row(self, row)          # to metrics.jsonl
                 if difference is not None:
-                    flipped_bits.go_back(self, difference)
-                    continue        # they are those of the last checkpoint
-                if saving:
+                    watch.go_back(difference)
+                elif saving:
                     self.save()
-            self.step += 1
+            self.step = self.finished_step + 1
         with stop.held():
             self.flat.wait_params()     # other ranks may still be receiving this rank's shard
             all_ranks(lambda: self.writer.wait(required=True))  # the last checkpoint is complete
@@ -303,7 +290,7 @@ class Run:
                 loss = model(inputs, targets, dropout_seed)
                 (loss * scale).backward()
                 loss_sum += loss.detach()
-                self.noise.after_backward(self, m)
+                self.watch.after_microbatch(m)
         else:       # a pipeline: the same in the order of a schedule; stages exchange messages
             schedule = make_schedule(config.pp_schedule, grid, len(microbatches))
             loss_sum = run_schedule(schedule, model, grid, microbatches, self.activation_like, flat)
@@ -312,7 +299,7 @@ class Run:
 
         # 2. Sum over ranks: the gradients over the replicas (with ZeRO, each keeps its shard's
         #    sum); the loss and the norm over all ranks.
-        self.noise.before_sum(self)
+        self.watch.after_backward()
         flat.finish_grad_sync()
         return self.step_stats(loss_sum, tokens_in_batch)
 
@@ -369,23 +356,6 @@ class Run:
 
     # ---- Evaluation -------------------------------------------------------------------------
 
-    def evaluate(self) -> dict:
-        """The fields of an evaluation in a row of metrics.jsonl: `val_loss`, the weighted mean over
-        the sources, and the same as `bits_per_byte`, None where the text's bytes are unknown; with
-        several sources also both, and the epochs, of each."""
-        data, bits = self.val_data, evaluation.bits_per_byte
-        sources = list(data.sources.values())
-        losses = [self.evaluate_source(source) for source in sources]
-        mean = data.average(losses)
-        row = dict(val_loss=mean, bits_per_byte=bits(mean, data.meta["bytes_per_token"]))
-        if len(sources) > 1:
-            for source, loss in zip(sources, losses):
-                row[f"val_loss/{source.name}"] = loss
-                row[f"bits_per_byte/{source.name}"] = bits(loss, source.meta["bytes_per_token"])
-            epochs = self.train_data.epochs(self.batches.position)
-            row.update({f"epochs/{name}": count for name, count in epochs.items()})
-        return row
-
     @torch.no_grad()
     def evaluate_source(self, source: Source) -> float:
         """Mean loss in nats on fixed validation windows, the same in every layout."""
@@ -437,7 +407,7 @@ class Run:
         self.step = 1
         self.optimizer_steps = 0
         self.scaler = make_scaler(config.dtype)
-        self.monitor = DivergenceMonitor()
+        self.watch.restore(state)
         if state is None:
             parameters = None
             if config.init_from is not None:
@@ -449,7 +419,6 @@ class Run:
             self.optimizer_steps = state["optimizer_steps"]
             position = state["consumed_samples"]
             sequences_trained = state["tokens"] // self.model_config.seq_len
-            self.monitor = rollback.restored_monitor(config, self.train_data, state)
             if state["config"]["dtype"] == config.dtype:
                 self.scaler.load_state_dict(state["scaler"])
             checkpoint.restore(state, self.flat)
@@ -460,7 +429,7 @@ class Run:
 
     def progress(self) -> Progress:
         return Progress(self.finished_step, self.batches.position, self.batches.sequences_trained,
-                        self.optimizer_steps, self.scaler, self.monitor)
+                        self.optimizer_steps, self.scaler, self.watch.monitor)
 
     def save(self, is_start: bool = False) -> None:
         """Write a checkpoint after the last finished step. `is_start`: of the starting state."""

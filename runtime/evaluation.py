@@ -1,5 +1,6 @@
-"""What an evaluation reads, and its result in bits per byte. train.py and runtime/console.py call
-it; tools/compare.py reads in metrics.jsonl what `describe_data` has found.
+"""An evaluation: what it reads, and its result in bits per byte. train.py and runtime/console.py
+call it, train.Run computes the losses; tools/compare.py reads in metrics.jsonl what `describe_data`
+has found.
 
 A loss in nats per token depends on the tokenizer: a token of GPT-2 stands for about four bytes.
 
@@ -16,6 +17,25 @@ from runtime.options import Config
 
 DEFAULT_SEQUENCES = 128         # of each source
 SAMPLED_BLOCKS, BLOCK_TOKENS = 64, 256          # of each shard, for its fingerprint
+
+
+def evaluate(run) -> dict:
+    """Evaluate a train.Run -> the fields of its row of metrics.jsonl: `val_loss`, the weighted mean
+    over the sources, and the same as `bits_per_byte`, None where the text's bytes are unknown; with
+    several sources also both, and the epochs, of each."""
+    data = run.val_data
+    sources = list(data.sources.values())
+    losses = [run.evaluate_source(source) for source in sources]
+    mean = data.average(losses)
+    row = dict(val_loss=mean, bits_per_byte=bits_per_byte(mean, data.meta["bytes_per_token"]))
+    if len(sources) > 1:
+        for source, loss in zip(sources, losses):
+            row[f"val_loss/{source.name}"] = loss
+            row[f"bits_per_byte/{source.name}"] = bits_per_byte(loss,
+                                                                source.meta["bytes_per_token"])
+        epochs = run.train_data.epochs(run.batches.position)
+        row.update({f"epochs/{name}": count for name, count in epochs.items()})
+    return row
 
 
 def eval_sequences(config: Config, model_config: GPTConfig, source: Source) -> int:

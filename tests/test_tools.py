@@ -150,7 +150,7 @@ def a_step_of_a_run(rank, world, config, cfg):
         run.model.register_forward_hook(lambda *_: forwards.append(flops.get_total_flops()))
         with flops, traffic(note), torch.nn.attention.sdpa_kernel(
                 torch.nn.attention.SDPBackend.MATH), mock.patch.object(model, "NO_PRODUCTS", []):
-            run.log = console.RunLog(Rows(run, nothing))
+            run.watch.log = console.RunLog(Rows(run, nothing))
             run.train(stop)
     numel = sum(bucket.numel for bucket in run.flat.buckets)
     return numel, held, sent, sum(forwards), flops.get_total_flops()
@@ -1853,7 +1853,7 @@ def test_the_gyms_operator_goes_back_skips_and_slows_five_times():
         policy.good = (good, 2.0)
         assert policy.go_back_if_diverged(run, None, SimpleNamespace(skipped=False), {})
         assert loaded.pop() == Path(f"step_{file:08d}.pt") and skipped.pop() == 1200
-        assert run.monitor.lr_factor == 0.5 ** (returns + 1)
+        assert run.watch.monitor.lr_factor == 0.5 ** (returns + 1)
     with pytest.raises(policies.Ended):
         policy.go_back_if_diverged(run, None, SimpleNamespace(skipped=False), {})
 

@@ -359,7 +359,7 @@ def peak_memory(config, cfg, store, rank):
         run = train.Run(config, cfg, grid, torch.device("cpu"), train_data, val_data, None)
         run.save = lambda: None
         run.evaluate_source = lambda source: 0.0
-        run.log = console.RunLog(mock.Mock())
+        run.watch.log = console.RunLog(mock.Mock())
         run.train(mock.Mock(held=nullcontext))
     # Libraries allocate at their first use.
     step(GPTConfig(vocab_size=257, seq_len=16, n_layer=config.pp * config.pp_chunks, n_head=8,

@@ -136,7 +136,7 @@ class ByHand(Policy):
         before = [file for file in run.files() if int(file.stem.removeprefix("step_")) <= step]
         run.load((before or run.files()[-1:])[0])
         run.batches.skip_to(position)
-        run.monitor.lr_factor = 0.5 ** self.returns
+        run.watch.monitor.lr_factor = 0.5 ** self.returns
 
 
 class Ours(Policy):
@@ -147,7 +147,7 @@ class Ours(Policy):
 
     def file_left(self, run):
         """The healthy one that the run's last words name."""
-        healthy = [file for _, file, healthy in run.monitor.checkpoints if healthy]
+        healthy = [file for _, file, healthy in run.watch.monitor.checkpoints if healthy]
         return Path(run.config.out, healthy[-1]) if healthy else super().file_left(run)
 
 
@@ -183,7 +183,7 @@ class PolicyRun(train.Run):
         self.stop_after = math.inf
         self.noted_step = 0
         self.alarm = False
-        self.log = console.RunLog(SimpleNamespace(write=self.note))
+        self.watch.log = console.RunLog(SimpleNamespace(write=self.note))
 
     def note(self, **row) -> None:
         """In place of metrics.jsonl."""
