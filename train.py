@@ -3,33 +3,36 @@
     python train.py                                             # one process
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (pp * cp * tp) = 2
 
-Each rank is one process. The ranks divide the work in four dimensions; where they communicate:
+Each rank is one process. The work is divided in four ways. For each: what is cut, what the ranks
+send, and the file in parallelism/.
 
-    dp    the rows of the batch; the sum of the gradients                       zero.py
-    cp    the positions of each row; attention's keys and values; the same sum  context.py
-    pp    the layers, in stages; activations, and their gradients               pipeline.py
-    tp    each matrix; a sum, or two, inside each layer                         tensor.py
+    dp    the rows of the batch     the gradients                                      zero.py
+    cp    the positions of a row    keys, values and, like dp, the gradients           context.py
+    pp    the layers, in stages     activations, and their gradients                   pipeline.py
+    tp    each matrix               two all-reduces per block forward, two backward    tensor.py
 
-The dp x cp ranks that hold the same parameters are replicas. With ZeRO (--zero 1 to 3) each of them
-updates one shard of these parameters, and then sends it to the others (zero.py). A window is T + 1
-consecutive tokens: the first T are the inputs, the last T their targets.
+A replica is a full copy of the model, on pp x tp ranks; there are dp x cp replicas. With ZeRO
+(--zero 1 to 3) the ranks that hold the same parameters, one of each replica, update one shard of
+them each, and then send it to the others. A window is T + 1 consecutive tokens: the first T are the
+inputs, the last T their targets.
 
 `plain_train` is the whole algorithm on one CPU. `Run` computes the same on any number of ranks, in
 any precision; a test compares their numbers:
 
     plain_train             Run, on each rank                               where
-    rows of the batch       this replica's part of it, in microbatches      load_microbatches
+    rows of the batch       this rank's part of it, in microbatches         next_batch
     zero_grad               the same                                        flat.zero_grad
     forward and backward    for each microbatch; with a pipeline in the     compute_gradients
                             order of its schedule
-                            sum of the gradients over the replicas          flat.finish_grad_sync
+                            all-reduce of the gradients over the replicas   flat.finish_grad_sync
     norm and clipping       loss and norm are summed over all ranks: each   step_stats, clip_factor
                             clips by the same factor, or skips the step
     learning rate           the same function                               learning_rate
-    AdamW                   AdamW on this rank's shard                      update, flat.adamw_step
+    AdamW                   AdamW on this rank's shard                      flat.adamw_step
 
-runtime/ has what a long run needs beside these: flags, signals, the console, metrics.jsonl, and
-recovery, which takes a diverged run (its loss stays too high, or NaN) back to an older checkpoint.
+runtime/ has what a long run needs beside these: flags, signals, and what watches it (watch.py): the
+console, metrics.jsonl, and the rollback of a diverged run, whose loss stays too high, to an older
+checkpoint.
 """
 import signal
 
@@ -119,11 +122,11 @@ def learning_rate(config, step: int) -> float:
 class StepStats:
     """The statistics of a step. All but local_loss are equal on every rank."""
     loss: float                 # mean over the tokens of the global batch, in nats
-    activation_norm: float      # of a token's last activations, mean over the tokens
+    activation_norm: float      # mean over the tokens of the norm of the final hidden state
     grad_norm: float            # of the whole model, unscaled, before clipping
     skipped: str                # why no rank makes the update, such as NOT_FINITE; "": all do
     loss_scale: float           # the loss scale used in this step
-    local_loss: torch.Tensor    # of this rank's tokens, their sum: finds where inf or NaN began
+    local_loss: torch.Tensor    # this rank's summed loss; shows where an inf or NaN first appeared
 
 
 class Progress(NamedTuple):
@@ -270,22 +273,23 @@ class Run:
     # ---- One step ---------------------------------------------------------------------------
 
     def compute_gradients(self, batch: Batch) -> StepStats:
-        """Forward and backward, and the sums over the ranks. Changes nothing but gradients."""
+        """Forward and backward, and the sums over the ranks. It changes only gradients."""
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
-        tokens_in_batch = batch.size * self.model_config.seq_len        # of all replicas
+        tokens_in_batch = batch.size * self.model_config.seq_len        # of all ranks
 
         # 1. Forward and backward. The model returns the sum of the losses of the microbatch's
         #    tokens. loss * scale is its share of the batch's mean loss, times the loss scale, and
         #    backward adds its gradients to those in `flat`.
         scale = self.scaler.scale / tokens_in_batch
         flat.zero_grad(self.scaler.scale, tokens_in_batch)
-        if grid.is_last:    # its forward computes its gradients, for a backward that gets `scale`
+        if grid.is_last:    # the head computes its gradients in forward, so it needs the factor now
             model.head.set_scale(scale)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
             for m, (inputs, targets, dropout_seed) in enumerate(microbatches):
-                # The sums over the replicas start in the last backward; from ZeRO 2 on in each.
+                # The all-reduces start during the last backward; with ZeRO 2 and 3 during every
+                # backward.
                 flat.prepare_grad_sync(model, last=m == len(microbatches) - 1)
                 loss = model(inputs, targets, dropout_seed)
                 (loss * scale).backward()
@@ -297,18 +301,19 @@ class Run:
         if self.step < config.steps:    # while a GPU computes: step_stats waits for its end
             self.prefetched = self.load_batch(self.step + 1)
 
-        # 2. Sum over ranks: the gradients over the replicas (with ZeRO, each keeps its shard's
-        #    sum); the loss and the norm over all ranks.
+        # 2. All-reduce the gradients over the replicas. (With ZeRO a reduce-scatter: this rank gets
+        #    the sum of its shard.)
         self.watch.after_backward()
         flat.finish_grad_sync()
+
+        # 3. Sum the loss and the squared norm over all ranks, which then decide alike.
         return self.step_stats(loss_sum, tokens_in_batch)
 
     def update(self, stats: StepStats, lr: float) -> None:
-        """Update the weights, or skip it on every rank if the loss or a gradient is inf or NaN (or,
-        with --exact, leaves the range of its sum)."""
+        """Update the weights; every rank skips it if the loss or a gradient is inf or NaN."""
         config = self.config
-        # 3. One factor both clips and undoes the loss scale. AdamW updates this rank's shard; the
-        #    other replicas receive it during the next forward.
+        # 4. Clip, and AdamW. One factor both clips the gradients and undoes the loss scale. This
+        #    rank updates its shard, and the other replicas receive it during the next forward.
         if not stats.skipped:
             self.optimizer_steps += 1
             factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
@@ -384,7 +389,7 @@ class Run:
         return total / (count * self.model_config.seq_len)
 
     def forward(self, microbatches: list) -> torch.Tensor:
-        """The sum of this replica's losses; 0 on every stage but the last."""
+        """The sum of the losses of this rank's tokens; 0 on every stage but the last."""
         if self.grid.pp == 1:
             loss_sum = self.scalar(0.0)
             for inputs, targets, _ in microbatches:
@@ -399,8 +404,8 @@ class Run:
 
     def restore(self, state: dict | None) -> None:
         """Restore a checkpoint; without one, begin before step 1, with weights from --init-from or
-        from the seed. On the CPU, in the same layout and with as many threads, a resumed run has
-        the bits of a straight one."""
+        from the seed. On the CPU, in the same layout and with as many threads, a resumed run ends
+        with the same bits as an uninterrupted run."""
         config = self.config
         position = 0                # in the data, in sequences
         sequences_trained = 0
@@ -432,7 +437,8 @@ class Run:
                         self.optimizer_steps, self.scaler, self.watch.monitor)
 
     def save(self, is_start: bool = False) -> None:
-        """Write a checkpoint after the last finished step. `is_start`: of the starting state."""
+        """Write a checkpoint after the last finished step. `is_start`: save the state before
+        the first step."""
         progress = self.progress()
         rollback.judge_checkpoint(self.config, progress, is_start)  # can a rollback return to it?
         self.write_checkpoint(progress)
@@ -464,7 +470,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     train_data, val_data = startup.open_data(config, model_config, state, job)
     grid = Grid(job.world // (config.tp * config.pp * config.cp), config.pp, config.tp, job.rank,
                 config.sequence_parallel, config.pp_chunks, config.cp)
-    stack.push(partial(checks.note_less_memory, config, grid))
+    stack.push(partial(checks.note_less_memory, config, grid))      # it looks at the error, if any
     make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
     run = Run(config, model_config, grid, device, train_data, val_data, state, begin.run)

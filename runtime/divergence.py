@@ -1,4 +1,4 @@
-r"""Divergence: the judgement of each step and of each checkpoint. runtime/rollback.py acts on it.
+r"""Divergence: the judgement of each step and of each checkpoint. rollback.py acts on it.
 
 A step is bad if its loss is high (far above the lowest median so far) or not finite, or if its
 gradient is not finite and no loss scale can cure that. The run has diverged after BAD_STEPS bad

@@ -1,4 +1,4 @@
-"""Replicas prove each other right: ranks that must hold the same bits compare them. train.py calls
+"""Flipped bits: ranks that must hold the same bits compare them. runtime/watch.py calls
 `find_difference` before each save and every --check-every steps, runtime/rollback.py before it acts
 on a divergence, runtime/signals.py before the last save.
 

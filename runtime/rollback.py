@@ -1,9 +1,10 @@
-"""Recovery from divergence: what a run does about it. train.py calls `skip_excluded` before a step,
-`go_back_if_diverged` after it, `judge_checkpoint` before a save and `restored_monitor` at a resume
-or a rollback; runtime/divergence.py judges the losses.
+"""Rollback: how a run acts on a divergence, which divergence.py judges. It returns to an older
+checkpoint and leaves out the batches that led there.
 
-`run` is train.Run: these functions read its batches, monitor and writer, and `roll_back` restores
-it from an older checkpoint.
+runtime/watch.py calls `skip_excluded` before a step, `go_back_if_diverged` after it and
+`restored_monitor` at a resume or a rollback; train.py and runtime/signals.py call
+`judge_checkpoint` before a save. `run` is train.Run: these functions read its batches, monitor and
+writer, and `roll_back` restores it from an older checkpoint.
 """
 import dataclasses
 import math
