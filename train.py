@@ -45,7 +45,6 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,8 +55,8 @@ import torch
 
 import checkpoint
 from amp import NOT_FINITE, PRECISIONS, LossScaler, clip_factor, make_scaler
-from data import PADDING, Batch, Batches, Source, TokenDataset, split_microbatches
-from model import GPT, IGNORE_INDEX, GPTConfig, ceil_div, derive_seed
+from data import PADDING, Batch, Batches, TokenDataset, split_microbatches
+from model import GPT, IGNORE_INDEX, GPTConfig, derive_seed
 from parallel import Grid, build_rank
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.context import own_positions
@@ -71,8 +70,6 @@ from runtime.options import Config
 from runtime.processes import Job, all_ranks
 from runtime.signals import StopSignal
 from runtime.watch import Watch
-
-EVAL_MICROBATCHES = 64          # on each rank, for each all-reduce of an evaluation
 
 
 def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, float]]:
@@ -359,47 +356,6 @@ class Run:
         """A tensor of shape () on the device, of the type for sums."""
         return torch.full((), value, dtype=sum_dtype(self.device), device=self.device)
 
-    # ---- Evaluation -------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def evaluate_source(self, source: Source) -> float:
-        """Mean loss in nats on fixed validation windows, the same in every layout."""
-        self.model.eval()
-        count = evaluation.eval_sequences(self.config, self.model_config, source)
-        at_once = self.grid.dp * self.config.micro_batch        # a microbatch for each dp rank
-        padded = ceil_div(count, at_once) * at_once
-        window_ids = np.full(padded, PADDING)
-        evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
-        window_ids[:count] = source.first + evenly_spaced
-        exact = self.grid.exact
-        if exact is not None:
-            exact.set_units(1.0, count * self.model_config.seq_len)
-        total = 0.0
-        part = EVAL_MICROBATCHES * at_once      # in parts, so that --timeout applies to each part
-        for first in range(0, padded, part):
-            microbatches = self.load_microbatches(self.val_data, window_ids[first:first + part],
-                                                  step=0)
-            loss_sum = self.forward(microbatches)
-            if self.grid.tp_rank > 0:       # all tp ranks have the same loss: count it once
-                loss_sum.zero_()
-            if exact is not None:
-                loss_sum = exact.checked(loss_sum)
-            total += self.sum_across_ranks(dict(loss=loss_sum))["loss"]
-        self.model.train()
-        return total / (count * self.model_config.seq_len)
-
-    def forward(self, microbatches: list) -> torch.Tensor:
-        """The sum of the losses of this rank's tokens; 0 on every stage but the last."""
-        if self.grid.pp == 1:
-            loss_sum = self.scalar(0.0)
-            for inputs, targets, _ in microbatches:
-                loss_sum += self.model(inputs, targets)
-            return loss_sum
-        schedule = make_schedule("gpipe", self.grid, len(microbatches))
-        forward_only = [(op, m, chunk) for op, m, chunk in schedule if op == "F"]
-        return run_schedule(forward_only, self.model, self.grid, microbatches,
-                            self.activation_like)
-
     # ---- Checkpoints ------------------------------------------------------------------------
 
     def restore(self, state: dict | None) -> None:
@@ -470,7 +426,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     train_data, val_data = startup.open_data(config, model_config, state, job)
     grid = Grid(job.world // (config.tp * config.pp * config.cp), config.pp, config.tp, job.rank,
                 config.sequence_parallel, config.pp_chunks, config.cp)
-    stack.push(partial(checks.note_less_memory, config, grid))      # it looks at the error, if any
+    stack.enter_context(checks.advice_on_memory(config, grid))
     make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
     run = Run(config, model_config, grid, device, train_data, val_data, state, begin.run)

@@ -52,8 +52,8 @@ from parallel import Grid, build_stage
 from parallelism import collectives
 from parallelism.buckets import make_buckets
 from parallelism.tensor import param_specs
-from runtime import (checks, console, devices, directory, processes, rollback, signals,
-                     startup, threads)
+from runtime import (checks, console, devices, directory, evaluation, processes, rollback,
+                     signals, startup, threads)
 from runtime.divergence import DivergenceMonitor
 from runtime.options import Config, merge_config, parse_flags
 from runtime.processes import Job, RunError
@@ -607,7 +607,8 @@ def test_what_is_advised_against_too_little_memory_can_be_given(layout, flags, a
     """Of the microbatch the message has the number, which a default may have chosen: a resume on a
     smaller GPU. What the layout, or --exact, refuses is not advised."""
     error = MemoryError("too little")
-    checks.note_less_memory(Config(**flags), Grid(*layout), None, error, None)
+    with pytest.raises(type(error)), checks.advice_on_memory(Config(**flags), Grid(*layout)):
+        raise error
     assert processes.fatal_message(error) == (
         f"too little; give {advice}--tp, --pp or --cp on more processes")
 
@@ -836,8 +837,9 @@ PHASES = {
     "loading": ("train.Run.__init__ = linger", 0, None),
     "start": ("train.Run.train = linger", 0, None),
     "step": ("train.Run.step_stats = in_step(3, train.Run.step_stats)", 2, None),
-    "evaluation": ("train.Run.evaluate_source = in_step(2, train.Run.evaluate_source)", 2, 2),
-    "last evaluation": ("train.Run.evaluate_source = in_step(4, train.Run.evaluate_source)", 4, 4),
+    "evaluation": ("evaluation.evaluate_source = in_step(2, evaluation.evaluate_source)", 2, 2),
+    "last evaluation": ("evaluation.evaluate_source = in_step(4, evaluation.evaluate_source)", 4,
+                        4),
     "comparison": ("flipped_bits.find_difference = in_step(4, flipped_bits.find_difference)", 4,
                    None),
     "save": ("os.fsync = slow_fsync", None, None)}
@@ -857,7 +859,7 @@ def test_a_signal_ends_a_run_from_any_phase_within_seconds(shards, things, tmp_p
 import os, pathlib, signal, time
 signal.signal(signal.SIGINT, signal.SIG_DFL)        # as train.py's first lines
 import train
-from runtime import flipped_bits
+from runtime import evaluation, flipped_bits
 def linger(*_):
     pathlib.Path("{tmp_path}/there").touch()
     time.sleep(60)
@@ -1328,7 +1330,7 @@ def test_where_a_run_begins(run_train, shards, tmp_path, monkeypatch, torchrun_j
         job, flags, status, words = line
         given = shlex.split(flags)
         before = contents(tmp_path)
-        killed = mock.patch.object(train.Run, "evaluate_source", side_effect=SystemExit(9))
+        killed = mock.patch.object(evaluation, "evaluate_source", side_effect=SystemExit(9))
         with killed if status == 9 else nullcontext():
             found, out, error = run_train("--data", shards, *TINY, *given, **jobs[job])
         assert found == status, (line, out, error)
@@ -1555,7 +1557,8 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
         return result
 
     def prepare(run):
-        run.evaluate_source = lambda _: takes(1000, 2 * math.log(2))
+        monkeypatch.setattr(evaluation, "evaluate_source",
+                            lambda *_: takes(1000, 2 * math.log(2)))
         run.save = lambda: takes(1000)
         run.val_data.meta["bytes_per_token"] = 4.0
     with mock.patch.object(time, "perf_counter", lambda: takes(40, now[0])):

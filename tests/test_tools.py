@@ -44,12 +44,12 @@ from parallelism import pipeline, sequence
 from parallelism.collectives import Work
 from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS
-from runtime import checks, console, corpora, dashboards, directory, divergence
+from runtime import checks, console, corpora, dashboards, directory, divergence, evaluation
 from runtime.options import Config, parse_flags
 from tests import published
-from tests.harness import (CFG, COVER, FORMULA, NASTY, PAGES, README, ROOT, SHARED,
-                           TINY, Alive, Memory, Rows, column, deep_enough_for, expect_mistake,
-                           gridded, launch, names_in, nothing, random_gpt, readme_commands, relative, saved,
+from tests.harness import (CFG, COVER, FORMULA, NASTY, PAGES, README, ROOT, SHARED, TINY, Alive,
+                           Memory, Rows, column, deep_enough_for, expect_mistake, gridded, launch,
+                           names_in, nothing, random_gpt, readme_commands, relative, saved,
                            settings, small_state, staged, tokens_of, traffic)
 from tools import bench, compare, faults, follow, huggingface, policies
 from tools.bench import BIG, CONTEXT, KEPT, LONG, PIPELINES, peak_of
@@ -145,11 +145,12 @@ def a_step_of_a_run(rank, world, config, cfg):
         with Alive() as alive:
             run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
             held = alive.bytes() - run.activation_like.nbytes
-        run.save = run.evaluate_source = lambda *_: 0.0
+        run.save = lambda: None
         run.model.register_forward_pre_hook(lambda *_: forwards.append(-flops.get_total_flops()))
         run.model.register_forward_hook(lambda *_: forwards.append(flops.get_total_flops()))
         with flops, traffic(note), torch.nn.attention.sdpa_kernel(
-                torch.nn.attention.SDPBackend.MATH), mock.patch.object(model, "NO_PRODUCTS", []):
+                torch.nn.attention.SDPBackend.MATH), mock.patch.object(model, "NO_PRODUCTS", []), \
+                mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
             run.watch.log = console.RunLog(Rows(run, nothing))
             run.train(stop)
     numel = sum(bucket.numel for bucket in run.flat.buckets)

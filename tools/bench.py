@@ -39,7 +39,7 @@ import train
 from model import GPT, SIZES, GPTConfig
 from parallelism.buckets import state_bytes
 from parallelism.groups import make_groups
-from runtime import commandline, console, corpora, divergence
+from runtime import commandline, console, corpora, divergence, evaluation
 from runtime.options import Config
 from tools import gpu, huggingface
 from tools.peer import SHAPE
@@ -358,9 +358,9 @@ def peak_memory(config, cfg, store, rank):
                                 for split in data.SPLITS)
         run = train.Run(config, cfg, grid, torch.device("cpu"), train_data, val_data, None)
         run.save = lambda: None
-        run.evaluate_source = lambda source: 0.0
         run.watch.log = console.RunLog(mock.Mock())
-        run.train(mock.Mock(held=nullcontext))
+        with mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
+            run.train(mock.Mock(held=nullcontext))
     # Libraries allocate at their first use.
     step(GPTConfig(vocab_size=257, seq_len=16, n_layer=config.pp * config.pp_chunks, n_head=8,
                    n_embd=32))
