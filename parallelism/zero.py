@@ -10,12 +10,13 @@ bits):
     DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
     DP5  all are awaited at the end              backward goes on (ZeRO 0)     finish_grad_sync
     DP6  the tied matrix has its own bucket      no other bucket waits for it  buckets.py
-    DP7  ZeRO 1: one of r replicas has a shard   12 of 18 bytes become 12/r    _start_grad_sync
+    DP7  ZeRO 1: each of r ranks has a shard     12 of 18 bytes become 12/r    _start_grad_sync
     DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/r       _start_grad_sync
     DP9  ZeRO 3: and only its parameters         2 more bytes become 2/r       gather_before_use
     DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  gather_before_use
 
-A step of m microbatches on r = dp x cp replicas (in fp32 a parameter is its own master):
+A step of m microbatches; r = dp x cp ranks, one of each replica, have the same parameters (in
+fp32 a parameter is its own master):
 
             masters,                     bytes kept per parameter    in 16 bits, bytes sent per
                                                                      parameter, x (r-1)/r:
@@ -268,12 +269,12 @@ class FlatParameters(FullTensors):
         ranks: `squares` for the global norm, each parameter of the model once, and `all_squares`,
         also every copy of a parameter, only to detect inf or NaN."""
         counted, others = [], []
-        is_replica = self.zero == 0 and self.grid.replica > 0
+        in_first_replica = self.zero > 0 or self.grid.replica == 0
         for bucket in self.buckets:
             for spec, shard_slice, _ in bucket.shard_ranges:
                 pieces = bucket.shard["grad"][shard_slice].split(2 ** 20)
                 is_replicated = spec.partition_dim is None and self.grid.tp_rank > 0
-                if is_replica or is_replicated or spec.is_tied_copy:
+                if not in_first_replica or is_replicated or spec.is_tied_copy:
                     others += pieces
                 else:
                     counted += pieces

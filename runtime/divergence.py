@@ -71,7 +71,7 @@ class DivergenceMonitor:
     excluded: list = field(default_factory=list)        # [first, end) of sequences to skip
     applied_skip: str | None = None                     # --skip-steps, once they are excluded
     checkpoints: list = field(default_factory=list)     # [step, file, healthy] of those kept
-    accused: list = field(default_factory=list)         # machines whose replicas differed
+    accused: list = field(default_factory=list)         # machines with a flipped bit
 
     def copy(self) -> "DivergenceMonitor":
         """One whose lists grow apart from this one's."""
