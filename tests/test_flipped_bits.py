@@ -186,7 +186,7 @@ def test_the_second_time_on_the_same_machine_the_run_ends(shards, tmp_path):
     out = tmp_path / "out"
     code = """
 import sys, functools, train
-from tests.test_replicas import Flip, inject
+from tests.test_flipped_bits import Flip, inject
 restore = train.Run.restore
 def restore_and_turn(run, state):
     restore(run, state)
