@@ -66,7 +66,7 @@ def test_the_gyms_operator_goes_back_skips_and_slows_five_times():
         policy.good = (good, 2.0)
         assert policy.go_back_if_diverged(run, None, SimpleNamespace(skipped=False), {})
         assert loaded.pop() == Path(f"step_{file:08d}.pt") and skipped.pop() == 1200
-        assert run.monitor.lr_factor == 0.5 ** (returns + 1)
+        assert run.watch.monitor.lr_factor == 0.5 ** (returns + 1)
     with pytest.raises(policies.Ended):
         policy.go_back_if_diverged(run, None, SimpleNamespace(skipped=False), {})
 

@@ -17,7 +17,7 @@ import parallel
 import train
 from model import GPTConfig
 from parallelism.groups import make_groups
-from runtime import console
+from runtime import console, evaluation
 from tools.bench.programs import random_data
 from tools.plan.flags import PlanConfig
 from tools.plan.memory import memory_bytes
@@ -56,9 +56,9 @@ def peak_memory(config, cfg, store, rank):
                                 for split in data.SPLITS)
         run = train.Run(config, cfg, grid, torch.device("cpu"), train_data, val_data, None)
         run.save = lambda: None
-        run.evaluate_source = lambda source: 0.0
-        run.log = console.RunLog(mock.Mock())
-        run.train(mock.Mock(held=nullcontext))
+        run.watch.log = console.RunLog(mock.Mock())
+        with mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
+            run.train(mock.Mock(held=nullcontext))
     # Libraries allocate at their first use.
     step(GPTConfig(vocab_size=257, seq_len=16, n_layer=config.pp * config.pp_chunks, n_head=8,
                    n_embd=32))

@@ -18,8 +18,8 @@ import model
 import sample
 from corpus import inputs
 from model import GPT, GPTConfig
+from parallelism.buckets import state_bytes
 from parallelism.kernels import use_kernels
-from parallelism.zero import state_bytes
 from runtime.flops import parameter_count
 from tools import huggingface
 from tools.bench.peak import BIG, CONTEXT, CONTEXTS, LONG, PIPELINES, peak_of

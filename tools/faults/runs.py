@@ -15,7 +15,7 @@ import numpy as np
 import checkpoint
 from data import TokenDataset, prepare
 from model import GPTConfig
-from runtime import checkpoint_files
+from runtime import checkpoint_files, evaluation
 from runtime.options import Config
 from tools.faults.policies import Policy, PolicyRun, Watch
 
@@ -126,7 +126,7 @@ def disturbed(run: PolicyRun, fault: str, policy: Policy) -> Outcome:
     whole = other.reaches()
     if not whole:
         other.load(other.policy.file_left(other))
-        other.note(**other.evaluate())
+        other.note(**evaluation.evaluate(other))
     rise = other.val_loss / run.val_loss - 1
     if math.isnan(rise):
         rise = math.inf

@@ -6,7 +6,7 @@ from itertools import accumulate
 from amp import PRECISIONS
 from parallelism.schedules import make_schedule
 from parallelism.tensor import chunk_size
-from parallelism.zero import state_bytes
+from parallelism.buckets import state_bytes
 from tools.plan.stages import Stage
 from tools.schedule import live_activations
 

@@ -8,7 +8,7 @@ from model import GPTConfig
 from parallel import Grid, build_stage
 from parallelism.pipeline import chunk_layers
 from parallelism.tensor import ParamSpec, param_specs
-from parallelism.zero import Bucket, make_buckets
+from parallelism.buckets import Bucket, make_buckets
 from tools.plan.flags import PlanConfig
 
 
