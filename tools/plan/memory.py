@@ -4,9 +4,9 @@ activations are estimates.
 from itertools import accumulate
 
 from amp import PRECISIONS
+from parallelism.buckets import state_bytes
 from parallelism.schedules import make_schedule
 from parallelism.tensor import chunk_size
-from parallelism.buckets import state_bytes
 from tools.plan.stages import Stage
 from tools.schedule import live_activations
 

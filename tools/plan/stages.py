@@ -6,9 +6,9 @@ from functools import cached_property, lru_cache
 
 from model import GPTConfig
 from parallel import Grid, build_stage
+from parallelism.buckets import Bucket, make_buckets
 from parallelism.pipeline import chunk_layers
 from parallelism.tensor import ParamSpec, param_specs
-from parallelism.buckets import Bucket, make_buckets
 from tools.plan.flags import PlanConfig
 
 
