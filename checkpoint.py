@@ -47,7 +47,7 @@ import torch
 import torch.distributed as dist
 
 from model import GPT, GPTConfig
-from parallel import Grid, build_stage
+from parallelism.build import Grid, build_stage
 from parallelism.collectives import (PeerError, comm_errors, first_line, on_hosts, out_of_memory,
                                      to_host)
 from parallelism.tensor import ParamSpec, param_specs

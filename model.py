@@ -119,7 +119,7 @@ class Embed(nn.Module):
 class CoreAttention(Dropout):
     """softmax(q k^T / sqrt(D)) v of q (B, H, T, D), k and v (B, H, positions, D), with dropout on
     the softmax; causal, or each q attends to all positions."""
-    rng_offset = 0      # parallel.py sets it: ranks with different heads draw different masks
+    rng_offset = 0      # build.py sets it: ranks with different heads draw different masks
 
     def forward(self, q, k, v, causal, dropout_seed=None):
         p = self.p if self.training else 0.0

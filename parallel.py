@@ -14,7 +14,6 @@ read it, run it, change it.
     4. Data parallelism, ZeRO   the batch is cut; replicas sum their gradients
     5. Context parallelism      the sequence is cut; ranks exchange keys and values
     6. All together             one step, and the program
-    7. As train.py runs it      the same techniques made fast and small, by parallelism/
 
 In parallelism/ tensor.py, pipeline.py, zero.py and context.py begin with a table of what they add
 to the plain form here, and why.
@@ -23,7 +22,6 @@ Shapes: B sequences, T positions, C channels, H heads, V vocabulary.
 """
 import argparse
 import os
-import re
 import sys
 import time
 
@@ -33,14 +31,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, GPTConfig
-from parallelism.compiling import compile_model
-from parallelism.context import CP_PLAN, own_positions, recompute_attention
-from parallelism.exact import EXACT_PLAN, make_exact, new_sums
-from parallelism.pipeline import chunk_layers, recompute_blocks, stage_layers
-from parallelism.tensor import TP_PLAN, param_specs
-from parallelism.unshard import gather_before_use
-from parallelism.zero import FlatParameters
+from model import GPT, GPTConfig, ceil_div
 
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
@@ -66,57 +57,51 @@ from parallelism.zero import FlatParameters
 # ---------------------------------------------------------------------------------------------
 
 
+GROUPS = ("tp", "cp", "replicas", "pp", "world", "embedding")
+
+
 class Grid:
     """The layout, this rank's place in it, and its process groups (None where it is alone). With
-    `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers; with
-    `chunks`, that many parts of the model, which it runs in turn (interleaved 1F1B).
+    `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers.
 
     A replica is a full copy of the model, on pp x tp ranks. There are dp x cp: dp cuts the rows of
     the batch, cp their positions. Their gradients are summed, and ZeRO shards over them."""
 
     def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, sequence_parallel: bool = False,
-                 chunks: int = 1, cp: int = 1):
+                 cp: int = 1):
         self.dp, self.pp, self.cp, self.tp = dp, pp, cp, tp
-        self.rank, self.chunks = rank, chunks
+        self.rank = rank
         self.world = dp * pp * cp * tp
         self.ranks = torch.arange(self.world).view(dp, pp, cp, tp)
-        self.dp_rank, rank_in_rows = divmod(rank, pp * cp * tp)
-        self.stage, rank_in_stage = divmod(rank_in_rows, cp * tp)
-        self.cp_rank, self.tp_rank = divmod(rank_in_stage, tp)
+        place = (self.ranks == rank).nonzero()[0].tolist()
+        self.dp_rank, self.stage, self.cp_rank, self.tp_rank = place
         self.replicas = dp * cp
         self.replica = self.dp_rank * cp + self.cp_rank
         self.is_first = self.stage == 0
         self.is_last = self.stage == pp - 1
         self.sequence_parallel = sequence_parallel
-        self.hosts = ["this machine"] * self.world      # each rank's; parallelism/groups.py asks
-        self.groups = dict.fromkeys(("tp", "cp", "replicas", "pp", "world", "embedding"))
-        self.exact = None           # amp.ExactSums, with --exact
+        self.groups = dict.fromkeys(GROUPS)
 
-    def members(self) -> dict[str, list]:
-        """{kind of group: the ranks of each group of that kind}."""
-        pipelines = self.ranks.permute(0, 2, 3, 1).reshape(-1, self.pp)
-        replicas = self.ranks.permute(1, 3, 0, 2).reshape(-1, self.replicas)
-        kinds = {
-            "tp": self.ranks.reshape(-1, self.tp),                          # share each matrix
-            "cp": self.ranks.mT.reshape(-1, self.cp),                       # share each sequence
-            "replicas": replicas,                                           # hold the same weights
-            "pp": pipelines,                                                # share the layers
-            "world": self.ranks.reshape(1, -1),
-            "embedding": pipelines[:, [0, -1]],                             # hold the tied matrix
-        }
-        return {kind: rows.tolist() for kind, rows in kinds.items()}
+    def members(self, kind: str) -> list[int]:
+        """The ranks of this rank's group of a kind."""
+        d, p, c, t = self.dp_rank, self.stage, self.cp_rank, self.tp_rank
+        members = dict(
+            tp=self.ranks[d, p, c, :],                  # share each matrix
+            cp=self.ranks[d, p, :, t],                  # share each sequence
+            replicas=self.ranks[:, p, :, t],            # hold the same weights
+            pp=self.ranks[d, :, c, t],                  # share the layers
+            world=self.ranks,
+            embedding=self.ranks[d, [0, -1], c, t])     # hold the tied matrix: first and last stage
+        return members[kind].flatten().tolist()
 
 
-def make_grid(world: int, tp: int, pp: int, rank: int) -> Grid:
-    """The grid of `world` ranks, with its process groups."""
-    grid = Grid(world // (tp * pp), pp, tp, rank)
-    for kind, rows in grid.members().items():
-        for ranks in rows:
-            if len(set(ranks)) > 1:
-                group = dist.new_group(ranks)       # every rank must call it, for every group
-                if rank in ranks:
-                    grid.groups[kind] = group
-    return grid
+def make_groups(grid: Grid) -> None:
+    """Create this rank's process groups. (PyTorch names a group after the number of groups that a
+    rank has, so "embedding" comes last: a rank in the middle of a pipeline is in none.)"""
+    for kind in GROUPS:
+        ranks = grid.members(kind)
+        if grid.rank in ranks and len(set(ranks)) > 1:
+            grid.groups[kind] = dist.new_group(ranks, use_local_synchronization=True)
 
 
 def sum_over(x: torch.Tensor, group) -> torch.Tensor:
@@ -286,6 +271,12 @@ def plain_tensor_parallel(model: GPT, grid: Grid) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+def stage_layers(n_layer: int, pp: int, stage: int) -> range:
+    """The numbers of a stage's blocks. Stages differ by one block at most. The last stage, which
+    also has the head, never has more blocks than another."""
+    return range(ceil_div(stage * n_layer, pp), ceil_div((stage + 1) * n_layer, pp))
+
+
 def keep_stage(model: GPT, grid: Grid, layers) -> None:
     """Keep these layers. The first stage also keeps the embedding, the last one the head; model.GPT
     runs what is left. (stage_layers divides the layers evenly.)"""
@@ -453,6 +444,13 @@ def plain_zero3_block(block: nn.Module, shard: nn.Parameter, x: torch.Tensor) ->
 # ---------------------------------------------------------------------------------------------
 
 
+def own_positions(x: torch.Tensor, rank: int, cp: int, dim: int = -1) -> torch.Tensor:
+    """A copy of the positions of x, T along `dim`, that a rank of cp holds: pieces `rank` and
+    2 cp - 1 - `rank` of 2 cp. T must be a multiple of 2 cp (any T, if cp is 1)."""
+    pieces = x.tensor_split(2 * cp, dim)
+    return torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]], dim)
+
+
 class GatherPositions(torch.autograd.Function):
     """x (B, H, T / cp, D) at this rank's positions -> x (B, H, T, D) at all positions, in order."""
 
@@ -594,67 +592,11 @@ def main() -> None:
         fail(error)
     if world > 1:
         dist.init_process_group("gloo")
-    train_plainly(dataset, args.steps, make_grid(world, tp, pp, rank))
+    grid = Grid(world // (tp * pp), pp, tp, rank)
+    make_groups(grid)
+    train_plainly(dataset, args.steps, grid)
     if world > 1:
         dist.destroy_process_group()
-
-
-# ---------------------------------------------------------------------------------------------
-# 7. As train.py runs it
-# ---------------------------------------------------------------------------------------------
-
-
-def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
-    """This rank's part of the GPT, on the meta device, without memory: its stage's blocks with the
-    modules of parallelism/tensor.py, whose parameters are still whole: the caller replaces them by
-    what this rank has of them (`param_specs`)."""
-    with torch.device("meta"):
-        model = GPT(model_config)
-    keep_stage(model, grid, set().union(*chunk_layers(model_config.n_layer, grid)))
-    plan = dict(TP_PLAN)
-    if grid.exact is not None:
-        plan |= EXACT_PLAN
-    if grid.cp > 1:
-        plan |= CP_PLAN
-    for name, module in list(model.named_modules()):
-        name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
-        if name_in_plan in plan:
-            model.set_submodule(name, plan[name_in_plan](module, grid))
-    for block in model.blocks.values():     # different heads need different dropout masks
-        block.attn.core_attention.rng_offset = grid.tp_rank
-    return model
-
-
-def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
-               device: torch.device) -> tuple[GPT, FlatParameters]:
-    """This rank's part of the model, and the flat buffers that hold its parameters. `config` has
-    train.py's flags, `dtypes` are those of parameters and of masters. Each step needs the one
-    before:
-
-    1. Pipeline and tensor parallelism decide which parameters this rank has, and their shapes.
-    2. Data parallelism and ZeRO move these parameters into flat buffers.
-    3. With context parallelism backward computes attention again, unless 5 does.
-    4. A block is compiled without anything of 5 and 6, which must run as written.
-    5. Recomputation runs the compiled block again in backward.
-    6. ZeRO gathers a block's parameters before its forward, or its recomputation, begins.
-    """
-    host = "cpu" if config.offload else device
-    if config.exact:
-        grid.exact = new_sums(model_config, config, device)
-    model = build_stage(model_config, grid)
-    if config.exact:
-        make_exact(model, model_config, grid)
-    flat = FlatParameters(param_specs(model, model_config, grid), grid, *dtypes, device,
-                          config.zero, host, training=not config.eval_only)
-    if grid.cp > 1 and not config.recompute:
-        recompute_attention(model)
-    if config.compile:
-        compile_model(model)
-    if config.recompute:
-        recompute_blocks(model)
-    if config.zero > 0:
-        gather_before_use(model, flat)
-    return model, flat
 
 
 if __name__ == "__main__":

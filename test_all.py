@@ -79,8 +79,8 @@ import parallel
 import sample
 import train
 from model import GPT, IGNORE_INDEX, SIZES, GPTConfig
-from parallel import Grid
 from parallelism import collectives, context, full_tensors, pipeline
+from parallelism.build import Grid, build_stage
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
 from parallelism.tensor import (MAX_LOGITS, TIED, ColumnParallelLinear, VocabParallelEmbedding,
@@ -1565,7 +1565,7 @@ def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradient
     tokens, targets = tokens_of(cfg, 2), tokens_of(cfg, 2, seed=1)
     plain = random_gpt(cfg)
     with gridded(rank, world, tp=world, pp=1) as grid, chunks_of(7, world):
-        ours = parallel.build_stage(cfg, grid)
+        ours = build_stage(cfg, grid)
         specs = param_specs(ours, cfg, grid)
         for spec in specs:
             full = plain.get_parameter(spec.name).detach()[:spec.shape[0]]
@@ -2077,7 +2077,7 @@ def test_gradients_weights_and_moments_can_be_read_by_global_name_or_are_refused
 def test_without_training_there_are_no_gradients_to_read():
     """The weights are there; gradients and moments are refused in a line."""
     cfg = replace(CFG, n_layer=1)
-    local = parallel.build_stage(cfg, Grid(1, 1, 1))
+    local = build_stage(cfg, Grid(1, 1, 1))
     specs = param_specs(local, cfg, Grid(1, 1, 1))
     flat = FlatParameters(specs, Grid(1, 1, 1), torch.float32, torch.float32, "cpu", training=False)
     flat.initialize(cfg, 0)
@@ -2142,7 +2142,7 @@ def test_state_bytes_are_what_flat_parameters_allocate(device, dtype, zero):
     pp = 1 if zero == 3 else 2
     for rank in range(4 * pp):
         grid = Grid(dp=2, pp=pp, tp=2, rank=rank)
-        specs = param_specs(parallel.build_stage(CFG, grid), CFG, grid)
+        specs = param_specs(build_stage(CFG, grid), CFG, grid)
         flat = FlatParameters(specs, grid, *dtypes, device, zero, "cpu")
         numel = sum(bucket.numel for bucket in flat.buckets)
         longest = max(bucket.numel for bucket in flat.buckets)

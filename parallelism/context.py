@@ -30,15 +30,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from model import GPT, CoreAttention, seed_dropout, upcast_for_matmul
+from parallel import own_positions
 from parallelism.collectives import all_gather, reduce_scatter
 from parallelism.tensor import PositionEmbedding
-
-
-def own_positions(x: torch.Tensor, rank: int, cp: int, dim: int = -1) -> torch.Tensor:
-    """A copy of the positions of x, T along `dim`, that a rank of cp holds: pieces `rank` and
-    2 cp - 1 - `rank` of 2 cp. T must be a multiple of 2 cp (any T, if cp is 1)."""
-    pieces = x.tensor_split(2 * cp, dim)
-    return torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]], dim)
 
 
 class _GatherKeysAndValues(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""--exact: the same bits in every layout. parallel.build_rank calls `new_sums` and `make_exact`.
+"""--exact: the same bits in every layout. build.build_rank calls `new_sums` and `make_exact`.
 
 The claim: with one seed, batch size and --micro-batch, on one kind of machine, layouts compute the
 same bits. The argument, for each operation whose inputs have the same bits:

@@ -21,18 +21,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, ceil_div
+from model import GPT
+from parallel import stage_layers
 from parallelism.collectives import (PeerError, Work, all_gather, comm_errors, on_hosts,
                                      sum_dtype)
 from parallelism.schedules import split_in_turns
 from parallelism.sequence import gather_positions
 from parallelism.tensor import matmul
-
-
-def stage_layers(n_layer: int, pp: int, stage: int) -> range:
-    """The numbers of a stage's blocks. Stages differ by one block at most. The last stage, which
-    also has the head, never has more blocks than another."""
-    return range(ceil_div(stage * n_layer, pp), ceil_div((stage + 1) * n_layer, pp))
 
 
 def chunk_layers(n_layer: int, grid) -> list[range]:

@@ -413,7 +413,7 @@ TIED = {"head.weight": "embed.token.weight"}    # one matrix: its name in the he
 
 
 def param_specs(model: GPT, model_config: GPTConfig, grid) -> list[ParamSpec]:
-    """The parameters of a stage (parallel.build_stage). They depend on the stage alone, so any rank
+    """The parameters of a stage (build.build_stage). They depend on the stage alone, so any rank
     can compute the layout of another one (`checkpoint.file_order`)."""
     specs = {}
     for module_name, module in model.named_modules():

@@ -1,5 +1,5 @@
 """When parameters that the replicas shard are whole: with ZeRO 3, from shortly before a block's use
-to its end; with ZeRO 1 and 2, once their updates have arrived. parallel.build_rank calls
+to its end; with ZeRO 1 and 2, once their updates have arrived. build.build_rank calls
 `gather_before_use`; FlatParameters.unshard and reshard (zero.py) do the work.
 """
 from functools import partial

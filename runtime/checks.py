@@ -13,7 +13,7 @@ import torch
 
 from data import TokenDataset, batch_sizes, steps_of_epochs
 from model import PEAK_LR, SIZES, GPTConfig
-from parallel import Grid, build_stage
+from parallelism.build import Grid, build_stage
 from parallelism.collectives import out_of_memory
 from parallelism.exact import MOST_BLOCKS
 from parallelism.pipeline import chunk_layers

@@ -21,7 +21,7 @@ from amp import PRECISIONS
 from data import Batch, batch_sizes, sequences_after
 from model import (PEAK_LR, ceil_div, flops_per_token, multiplies_in_fp32, parameter_count,
                    peak_flops)
-from parallel import Grid
+from parallelism.build import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
 from parallelism.zero import state_bytes
 from runtime import checks

@@ -15,7 +15,7 @@ from amp import PRECISIONS
 from checkpoint import list_checkpoints
 from data import TokenDataset
 from model import GPTConfig
-from parallel import Grid
+from parallelism.build import Grid
 from runtime import checks, console, dashboards, devices
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
                                lock_output_dir, start_branch)

@@ -48,8 +48,8 @@ import model
 import sample
 import train
 from model import GPT, SIZES, GPTConfig
-from parallel import Grid, build_stage
 from parallelism import collectives
+from parallelism.build import Grid, build_stage
 from parallelism.tensor import param_specs
 from parallelism.zero import make_buckets
 from runtime import (checks, console, devices, directory, processes, recovery, signals,

@@ -37,12 +37,12 @@ MAY_IMPORT = {
     "amp": ("", ""),
     "data": ("runtime.commandline runtime.corpora runtime.files runtime.inputs "
              "runtime.other_names", ""),
-    "parallel": ("model parallelism.* data", ""),               # data: in `main` alone
-    "checkpoint": ("model parallel parallelism.* runtime.processes", ""),
+    "parallel": ("model data", ""),               # data: in `main` alone
+    "checkpoint": ("model parallelism.* runtime.processes", ""),
     "train": ("*", "tools* tests* test_all"),
     "sample": ("model data checkpoint parallelism.collectives runtime.commandline runtime.devices "
                "runtime.other_names", ""),
-    "parallelism.*": ("model amp parallelism.*", ""),
+    "parallelism.*": ("model amp parallel parallelism.*", ""),
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),
 }

@@ -40,8 +40,8 @@ import checkpoint
 import data
 import model
 import train
-from parallel import Grid
 from parallelism import collectives, pipeline
+from parallelism.build import Grid
 from runtime import checks, console, directory, processes, signals
 from runtime.options import Config
 from runtime.processes import RunError

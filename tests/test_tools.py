@@ -39,8 +39,8 @@ import tools.plan
 import tools.schedule
 import train
 from model import SIZES, GPT, GPTConfig
-from parallel import Grid
 from parallelism import pipeline, sequence
+from parallelism.build import Grid
 from parallelism.collectives import Work
 from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS

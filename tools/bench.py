@@ -33,11 +33,10 @@ import amp
 import checkpoint
 import data
 import model
-import parallel
 import sample
 import train
 from model import GPT, SIZES, GPTConfig
-from parallelism.groups import make_groups
+from parallelism.build import Grid, make_groups
 from parallelism.zero import state_bytes
 from runtime import commandline, console, corpora, divergence
 from runtime.options import Config
@@ -350,8 +349,8 @@ def peak_memory(config, cfg, store, rank):
     state, buffers, activations) of this rank of four."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    grid = parallel.Grid(4 // (config.tp * config.pp * config.cp), config.pp, config.tp, rank,
-                         chunks=config.pp_chunks, cp=config.cp)
+    grid = Grid(4 // (config.tp * config.pp * config.cp), config.pp, config.tp, rank,
+                chunks=config.pp_chunks, cp=config.cp)
     make_groups(grid)
 
     def step(cfg):

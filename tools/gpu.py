@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import train
 from data import SPLITS, TokenDataset
 from model import SIZES, GPTConfig, flops_per_token, peak_flops
-from parallel import Grid
+from parallelism.build import Grid
 from runtime import commandline
 from runtime.options import Config, parse_flags
 from tools.peer import SHAPE

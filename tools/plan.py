@@ -48,7 +48,7 @@ from typing import NamedTuple
 
 from amp import PRECISIONS
 from model import SIZES, GPTConfig, flops_per_token, parameter_count
-from parallel import Grid, build_stage
+from parallelism.build import Grid, build_stage
 from parallelism.pipeline import chunk_layers
 from parallelism.schedules import SCHEDULES, make_schedule
 from parallelism.tensor import ParamSpec, chunk_size, param_specs

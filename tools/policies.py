@@ -17,8 +17,7 @@ import checkpoint
 import train
 from data import SPLITS, TokenDataset
 from model import GPTConfig
-from parallel import Grid
-from parallelism.groups import make_groups
+from parallelism.build import Grid, make_groups
 from runtime import console, directory, recovery
 from runtime.options import Config
 from runtime.processes import RunError
