@@ -582,7 +582,8 @@ class PlainGathered(nn.Module):
 
     def __init__(self, module: nn.Module, shards: list, group):
         super().__init__()
-        self.module, self.shards, self.group = module.to("meta"), shards, group
+        self.module = module.to("meta")
+        self.shards, self.group = shards, group
 
     def gather_and_run(self, *inputs):
         parameters = {}
