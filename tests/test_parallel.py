@@ -83,10 +83,11 @@ def test_plain_orders_give_the_gradients_of_the_whole_model(rank, world=3, *, sc
     assert_close({name: (p.grad, theirs[name].grad) for name, p in stage.named_parameters()}, 1e-12)
 
 
-def stages_of_zero(model, zero, grid):
+def owned_with(zero, model, grid):
     """(what AdamW updates, the buckets), as train_plainly makes them."""
     if zero == 0:
-        return dict(model.named_parameters()), parallel.make_buckets(model, grid)
+        buckets = parallel.make_buckets(model, grid) if grid.replicas > 1 else []
+        return dict(model.named_parameters()), buckets
     shards = parallel.plain_shards(model, grid)
     if zero == 2:
         parallel.reduce_scatter_in_backward(model, shards, grid)
@@ -106,7 +107,7 @@ def test_replicas_sum_the_gradients_of_several_backwards(rank, world=2, *, zero)
     whole(tokens, targets).backward()
     batch = list(zip(tokens.chunk(6), targets.chunk(6)))[3 * rank:][:3]
     with gridded(rank, world, tp=1, pp=1) as grid:
-        owned, buckets = stages_of_zero(local, zero, grid)
+        owned, buckets = owned_with(zero, local, grid)
         for bucket in buckets:
             bucket.begin_step(len(batch))
         for tokens, targets in batch:
@@ -125,6 +126,41 @@ def test_replicas_sum_the_gradients_of_several_backwards(rank, world=2, *, zero)
                 gradient = parallel.flatten(gradient, grid).chunk(world)[rank]
             pairs[name] = owned[name].grad, gradient
     assert_close(pairs, 1e-12)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("world, tp, pp, cp, sequence_parallel", [
+    (4, 1, 2, 1, False), (4, 2, 1, 1, True), (4, 1, 2, 2, False)])
+@on_ranks
+def test_plain_3d_steps_clip_by_the_norm_of_the_whole_model(rank, world, *, tp, pp, cp,
+                                                            sequence_parallel, zero):
+    """Three steps of SGD, which unlike AdamW shows the norm, have the losses of one process, to
+    1e-10 in fp64; the norm is above 1, to which it is clipped."""
+    one, local = (random_gpt(CFG) for _ in range(2))
+    with torch.no_grad():
+        for gpt in (one, local):
+            gpt.head.weight *= 8                            # so that the norm is above 1
+    tokens = torch.cat([tokens_of(CFG, 8), tokens_of(CFG, 8, seed=1)[:, :1]], 1)
+    expected, found = [], []
+    of_one = torch.optim.SGD(one.parameters(), lr=0.5)
+    for _ in range(3):
+        of_one.zero_grad()
+        loss = one(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
+        loss.backward()
+        assert torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0) > 1.1
+        of_one.step()
+        expected.append(loss.item())
+    with gridded(rank, world, tp, pp, sequence_parallel, cp=cp) as grid:
+        parallel.plain_tensor_parallel(local, grid)
+        if cp > 1:
+            parallel.plain_context_parallel(local, grid)
+        parallel.keep_stage(local, grid, parallel.stage_layers(CFG.n_layer, pp, grid.stage))
+        owned, buckets = owned_with(zero, local, grid)
+        of_local = torch.optim.SGD(owned.values(), lr=0.5)
+        for _ in range(3):
+            found.append(parallel.plain_3d_step(local, owned, buckets, of_local, tokens, grid, zero,
+                                                parallel.plain_1f1b))
+    assert found == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("world, tp, pp, cp, options", [
