@@ -186,10 +186,8 @@ def route(grid, message: Message) -> tuple[int, int] | None:
     places = grid.pp * grid.chunks          # chunk c of stage s is number c p + s in the model
     here = chunk * grid.pp + grid.stage
     step = 1 if kind == "F" else -1         # activations go to the next place, gradients back
-    if message.sending:
-        there = receiver = here + step
-    else:
-        there, receiver = here - step, here
+    there = here + step if message.sending else here - step
+    receiver = there if message.sending else here
     if kind == "W" or not 0 <= there < places:
         return None
     tag = 2 * (m * places + receiver) + "FB".index(kind)        # the op that needs the message
