@@ -41,8 +41,8 @@ import torch
 import torch.distributed as dist
 
 from model import GPT, GPTConfig
-from parallel import Grid, build_stage
 from parallelism.buckets import Bucket, make_buckets
+from parallelism.build import Grid, build_stage
 from parallelism.collectives import (PeerError, comm_errors, on_hosts, out_of_memory,
                                      to_host)
 from parallelism.kernels import use_kernels

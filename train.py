@@ -57,10 +57,9 @@ import checkpoint
 from amp import NOT_FINITE, PRECISIONS, LossScaler, clip_factor, make_scaler
 from data import PADDING, Batch, Batches, TokenDataset, split_microbatches
 from model import GPT, IGNORE_INDEX, GPTConfig, derive_seed
-from parallel import Grid, build_rank
+from parallelism.build import Grid, build_rank, make_groups
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.context import own_positions
-from parallelism.groups import make_groups
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
 from runtime import (checks, console, devices, directory, evaluation, processes, rollback,

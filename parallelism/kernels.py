@@ -8,7 +8,7 @@ computes in another way.
     and of an embedding                 up to 42% off
 
 In fp32 and fp64, on GPUs, and compiled, they are PyTorch's own. model.py calls PyTorch alone:
-`use_kernels` lets its modules compute by these functions. parallel.build_stage calls it for
+`use_kernels` lets its modules compute by these functions. build.build_stage calls it for
 training, checkpoint.load_model for everything else.
 """
 from functools import partial

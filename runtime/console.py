@@ -20,8 +20,8 @@ import torch
 from amp import PRECISIONS
 from data import Batch, batch_sizes, sequences_after
 from model import PEAK_LR, ceil_div
-from parallel import Grid
 from parallelism.buckets import state_bytes
+from parallelism.build import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
 from parallelism.kernels import multiplies_in_fp32
 from runtime import checks

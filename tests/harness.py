@@ -65,14 +65,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import checkpoint
 import data
-import parallel
 import sample
 import train
 from corpus import downloads, formats, inputs, passes
 from model import GPT, GPTConfig
-from parallel import Grid
+from parallelism.build import Grid, build_stage, make_groups
 from parallelism.context import recompute_attention
-from parallelism.groups import make_groups
 from parallelism.pipeline import recompute_blocks
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters, gather_before_use
@@ -480,7 +478,7 @@ def monitor_now(run):
 
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
     """This rank's stage at step 0 of seed 0 -> (model, its FlatParameters)."""
-    local = parallel.build_stage(cfg, grid)
+    local = build_stage(cfg, grid)
     flat = FlatParameters(param_specs(local, cfg, grid), grid, dtype,
                           torch.promote_types(dtype, torch.float32), "cpu", zero)
     if recompute:

@@ -27,8 +27,8 @@ import tools.plan.time
 import tools.schedule
 import train
 from model import SIZES, GPT, GPTConfig
-from parallel import Grid
 from parallelism import kernels, pipeline, sequence
+from parallelism.build import Grid
 from parallelism.collectives import Work
 from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS

@@ -39,20 +39,17 @@ MAY_IMPORT = {
     "amp": ("", ""),
     "data": ("corpus.* runtime.commandline runtime.other_names", ""),
     "corpus.*": ("corpus.* runtime.commandline runtime.other_names", ""),
-    "parallel": ("model parallelism.* data", ""),               # data: in `main` alone
-    "checkpoint": ("model parallel parallelism.* runtime.processes runtime.checkpoint_files", ""),
+    "parallel": ("model data", ""),               # data: in `main` alone
+    "checkpoint": ("model parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
     "sample": ("amp model data checkpoint parallelism.collectives "
                "runtime.commandline runtime.devices runtime.other_names runtime.sampling", ""),
-    "parallelism.*": ("model amp parallelism.*", ""),
+    "parallelism.*": ("model amp parallel parallelism.*", ""),
     # Below the book (runtime/__init__.py):
     "runtime.commandline": ("", ""),
     "runtime.other_names": ("", ""),
     "runtime.options": ("model amp parallelism.schedules runtime.commandline runtime.other_names",
                         ""),
-    "runtime.files": ("", ""),
-    "runtime.inputs": ("", ""),
-    "runtime.corpora": ("runtime.files runtime.inputs", ""),
     "runtime.processes": ("parallelism.collectives", ""),
     "runtime.devices": ("parallelism.collectives runtime.options runtime.processes", ""),
     "runtime.threads": ("runtime.processes", ""),
