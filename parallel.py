@@ -813,9 +813,15 @@ def main() -> None:
         fail(f"WORLD_SIZE is {world}, but the other variables of torchrun are not set: start by "
              f"torchrun --nproc_per_node={world} parallel.py, or unset it")
     if min(args.tp, args.pp, args.cp) < 1 or world % size or 16 % (world // size):
-        fail(f"--tp {args.tp} --pp {args.pp} --cp {args.cp} need tp x pp x cp processes, or times "
-             f"a dp that divides the batch of 16, not {world}: start them by torchrun "
-             f"--nproc_per_node={size} parallel.py --cp {cp} --tp {tp} --pp {pp}")
+        given = f"--tp {args.tp} --pp {args.pp}"
+        needed = f"--tp {tp} --pp {pp}"
+        product = "tp x pp"
+        if args.cp != 1:
+            given += f" --cp {args.cp}"
+            needed += f" --cp {cp}"
+            product += " x cp"
+        fail(f"{given} need {product} processes, or times a dp that divides the batch of 16, not "
+             f"{world}: start them by torchrun --nproc_per_node={size} parallel.py {needed}")
     if config.n_head % tp or pp > config.n_layer or config.seq_len % (2 * cp * tp):
         fail(f"the model has {config.n_head} heads for --tp {tp}, {config.n_layer} layers for "
              f"--pp {pp}, {config.seq_len} positions for --cp {cp}")

@@ -189,7 +189,7 @@ def test_plain_program_has_the_losses_of_train_py_with_each_technique(
 
 def test_plain_program_refuses_what_its_flags_cannot_be(tmp_path):
     """In one line that names the numbers, with status 2."""
-    for flags, words in [(["--cp", 2], "--nproc_per_node=2 parallel.py --cp 2 --tp 1 --pp 1"),
+    for flags, words in [(["--cp", 2], "--nproc_per_node=2 parallel.py --tp 1 --pp 1 --cp 2"),
                          (["--cp", 0], "--cp 0"), (["--zero", 4], "--zero"),
                          (["--pp-schedule", "zb-h1"], "--pp-schedule")]:
         status, text, error = Command("parallel.py", *flags, cwd=tmp_path).finish()
