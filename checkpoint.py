@@ -74,8 +74,8 @@ def copy_shards(flat: FlatParameters, names, timeout: float) -> deque:
     for name in names:
         for bucket in flat.buckets:
             for spec, shard_slice, _ in bucket.shard_ranges:
-                is_replica = spec.partition_dim is None and flat.grid.tp_rank > 0
-                if not spec.is_tied_copy and not is_replica:
+                is_replicated = spec.partition_dim is None and flat.grid.tp_rank > 0
+                if not spec.is_tied_copy and not is_replicated:
                     # (A copy from CUDA is pinned, which may take twice the memory; its clone not.)
                     copies.append(to_host(bucket.shard[name][shard_slice], timeout).clone())
     return copies
