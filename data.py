@@ -33,7 +33,7 @@ from corpus.flags import DEFAULT_OUT, parse_flags, summary
 
 import numpy as np
 
-from corpus.disk import (change_of, check_writable, most_open_files, new_folder, sha256_of,
+from corpus.disk import (check_writable, most_open_files, new_folder, sha256_of,
                          sha256_of_samples, signals_stop)
 from corpus.downloads import download_fineweb, download_text
 from corpus.inputs import find_files, standard_library
@@ -538,16 +538,16 @@ def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
 
 # ---- Making shards: two passes over the documents -------------------------------------------
 
-def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) -> dict:
+def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
+            field="text") -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. Raises ValueError if a file is not text, if there is
     too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
     run may be training on."""
     encoding = get_tokenizer(tokenizer)
     check_writable(out)
-    before = [change_of(path) for path in files]
-    digest, cuts, size, counts = index_documents(files, seed)
-    source = f"{digest}, {tokenizer}, {shard_tokens}"
+    index = index_documents(files, seed, field)
+    source = f"{index.digest}, {tokenizer}, {shard_tokens}"
     meta_path = out / "meta.json"
     held = [*out.glob("[!.]*.bin"), *out.glob("meta.json")]
     if held and not (meta_path.exists() and f'"{source}"' in meta_path.read_text()):
@@ -557,21 +557,17 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
     with new_folder(out) as folder:
         tokens = dict.fromkeys(SPLITS, 0)
         text_bytes = dict.fromkeys(SPLITS, 0)
-        note = progress("tokenising", size)
-        for split, encoded, job_bytes in tokenise(files, cuts, encoding):
+        note = progress("tokenising", index.size)
+        for split, encoded, size in tokenise(index, encoding):
             append_tokens(folder, split, encoded, tokens[split], shard_tokens)
             tokens[split] += len(encoded)
-            text_bytes[split] += job_bytes
-            note(job_bytes)
-        for path, change in zip(files, before):
-            if change_of(path) != change:
-                raise ValueError(f"{path} changed while it was read: run data.py again")
-        if sum(text_bytes.values()) != size:
-            raise ValueError("the input changed while it was read: run data.py again")
+            text_bytes[split] += size
+            note(size)
         # The fingerprint covers the headers, too: windows do not cross the end of a shard.
         meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
                     text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
-                    fingerprint=sha256_of(*sorted(folder.iterdir())), source=source, **counts)
+                    fingerprint=sha256_of(*sorted(folder.iterdir())), source=source,
+                    **index.counts)
         with named(meta_path):
             # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
             meta_path.write_text(json.dumps(dict(source=source)))
@@ -587,7 +583,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
 def make(args) -> dict:
     """Find or download the text and make the shards. Returns what meta.json says."""
     if args.input:
-        files = find_files(args.input)
+        files = find_files(args.input, args.text_field)
     elif args.dataset == "python":
         files = standard_library()
     elif args.dataset == "fineweb":
@@ -595,7 +591,8 @@ def make(args) -> dict:
         return dict(tokens={split: TokenDataset(args.out, split, 1).n_tokens for split in SPLITS})
     else:
         files = [download_text(args.dataset, args.out)]
-    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens)
+    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens,
+                   args.text_field)
 
 
 def main(argv=None) -> int:

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS
+from corpus.kinds import READ_KINDS
 from runtime.commandline import Parser
 from runtime.other_names import DATA_ADVICE
 
@@ -15,11 +16,14 @@ def parse_flags(arguments) -> argparse.Namespace:
     """The flags, with their defaults. A mistake ends the program with status 2."""
     parser = Parser("data.py", "python data.py [--dataset NAME | --input FILE ...] [FLAG ...]",
                     "Turn text into shards of tokens for train.py.", advice=DATA_ADVICE)
-    source = parser.add_argument_group("text").add_mutually_exclusive_group()
+    text = parser.add_argument_group("text")
+    source = text.add_mutually_exclusive_group()
     source.add_argument("--dataset", choices=["python", *DOWNLOADS], default="python",
                         help="python: the standard library's source, no download (the default)")
     source.add_argument("--input", nargs="+", type=Path, metavar="FILE",
-                        help="your own: .txt or .jsonl files, or folders of such")
+                        help=f"your own: {READ_KINDS} files, or folders of such")
+    text.add_argument("--text-field", metavar="NAME",
+                      help="of JSON and Parquet, that has the text (default text)")
     add = parser.add_argument_group("shards").add_argument
     add("--tokenizer", choices=["gpt2", "bytes"], help="(default gpt2; bytes for python)")
     add("--out", type=Path, metavar="DIR", help="(default data/DATASET; required with --input)")
@@ -40,6 +44,10 @@ def parse_flags(arguments) -> argparse.Namespace:
         args.out = Path("data", args.dataset)
     if args.out.exists() and not args.out.is_dir():
         parser.error(f"--out {args.out} is not a directory: give another")
+    if args.text_field is not None and not args.input:
+        parser.error("--text-field is for the files of --input: leave it out")
+    if args.text_field is None:
+        args.text_field = "text"
     is_fineweb = args.dataset == "fineweb"
     if args.shards != 1 and not (is_fineweb and 1 <= args.shards <= FINEWEB_SHARDS):
         parser.error(f"only --dataset fineweb has --shards, 1 to {FINEWEB_SHARDS}")

@@ -12,31 +12,45 @@
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from corpus.formats import BLOCK, EOT, NotText, check_problems, read_documents
+from corpus.compressed import BLOCK
+from corpus.disk import change_of
+from corpus.formats import EOT, read_documents
 from corpus.messages import note, progress
+from corpus.problems import NotText, check_problems
 from corpus.tokenizers import CUT
 
 SPLITS = ("train", "val")
 VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
 
 
-def index_documents(files, seed: int):
-    """Pass 1: hash and measure every document, drop duplicates, choose the split.
+class Index(NamedTuple):
+    """What pass 1 finds in files."""
+    files: list[Path]
+    field: str                  # of a record, that has the text
+    changes: list               # of each file: when it was changed last
+    digest: str                 # of all documents
+    cuts: np.ndarray            # int64 (documents,): the number of bytes of each that train; the
+                                # rest validates. -1: a document that is dropped, as a duplicate,
+                                # without text, or not readable
+    size: int                   # bytes that are kept
+    counts: dict[str, int]      # documents that are kept, duplicates, ...
 
-    Returns (digest of all, cuts, bytes that are kept, numbers of documents). cuts, int64
-    (documents,): the number of bytes of each that train; the rest validates. A cut of -1 drops a
-    document without text, a duplicate, or one that cannot be read.
-    """
+
+def index_documents(files, seed: int, field="text") -> Index:
+    """Pass 1: hash and measure every document, drop duplicates, choose the split."""
+    changes = [change_of(path) for path in files]
     count_bytes = progress("reading")
     salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
     table = bytearray()
     problems = []
     marks = 0                               # <|endoftext|> as ordinary text
     for path in files:
-        for blocks in read_documents(path):
+        for blocks in read_documents(path, field):
             digest = hashlib.blake2b(digest_size=16, salt=salt)
             size = 0
             has_text = False
@@ -74,7 +88,7 @@ def index_documents(files, seed: int):
     digest = hashlib.sha256(table)
     if is_cut:                  # earlier versions made other shards of this text
         digest.update(b"cut")
-    return digest.hexdigest(), cuts, int(sizes.sum()), counts
+    return Index(files, field, changes, digest.hexdigest(), cuts, int(sizes.sum()), counts)
 
 
 def choose_split(digests, sizes):
@@ -123,8 +137,30 @@ def split_document(blocks, cut: int):
     yield from rest.items()
 
 
-def tokenise(files, cuts, encoding):
-    """Pass 2: yield (split, tokens as uint16, bytes of text), in order. Threads encode, as tiktoken
+def tokenise(index: Index, encoding):
+    """Pass 2: yield (split, tokens as uint16, bytes of text), in order. Raises ValueError at the end
+    if the files have changed since pass 1."""
+    done = 0
+    for split, tokens, size in encode_pieces(pieces_of(index), encoding):
+        done += size
+        yield split, tokens, size
+    for path, change in zip(index.files, index.changes):
+        if change_of(path) != change:
+            raise ValueError(f"{path} changed while it was read: run data.py again")
+    if done != index.size:
+        raise ValueError("the input changed while it was read: run data.py again")
+
+
+def pieces_of(index: Index):
+    """Yield (split, text) of the documents that are kept, as `split_document` does."""
+    documents = (blocks for path in index.files for blocks in read_documents(path, index.field))
+    for blocks, cut in zip(documents, index.cuts.tolist()):
+        if cut >= 0:
+            yield from split_document(blocks, cut)
+
+
+def encode_pieces(pieces, encoding):
+    """Yield (split, tokens as uint16, bytes of text), in order. Threads encode, as tiktoken
     releases Python's lock. Few jobs wait at a time, which bounds memory."""
     def work(split, texts):
         tokens = [encoding.encode_to_numpy(text, disallowed_special=()) if text
@@ -132,9 +168,6 @@ def tokenise(files, cuts, encoding):
         tokens = np.concatenate(tokens, dtype="<u2", casting="unsafe")
         return split, tokens, len("".join(texts).encode())
 
-    documents = (blocks for path in files for blocks in read_documents(path))
-    pieces = (piece for blocks, cut in zip(documents, map(int, cuts)) if cut >= 0
-              for piece in split_document(blocks, cut))
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):        # not all of the machine's, as in a container
         cores = len(os.sched_getaffinity(0))

@@ -68,7 +68,7 @@ import data
 import parallel
 import sample
 import train
-from corpus import downloads, formats, inputs, passes
+from corpus import compressed, downloads, formats, inputs, passes
 from model import GPT, GPTConfig
 from parallel import Grid
 from parallelism.context import recompute_attention
@@ -834,7 +834,7 @@ def texts_of(directory, *splits):
 
 def set_block(monkeypatch, size):
     """The characters read, and encoded, at once."""
-    for module in (downloads, formats, passes):
+    for module in (compressed, downloads, formats, passes):
         monkeypatch.setattr(module, "BLOCK", size)
 
 
