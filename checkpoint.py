@@ -48,10 +48,11 @@ import torch.distributed as dist
 
 from model import GPT, GPTConfig
 from parallel import Grid, build_stage
+from parallelism.buckets import Bucket, make_buckets
 from parallelism.collectives import (PeerError, comm_errors, first_line, on_hosts, out_of_memory,
                                      to_host)
 from parallelism.tensor import ParamSpec, param_specs
-from parallelism.zero import Bucket, FlatParameters, make_buckets
+from parallelism.zero import FlatParameters
 from runtime.processes import RunError, warn
 
 FORMAT = 7

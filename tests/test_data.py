@@ -1164,6 +1164,28 @@ def test_windows_are_read_from_the_disk_alone_and_in_advance(tmp_path):
         assert 0 < read[True] == read["in advance"] <= 32 * 3 * 4096 < read[False] / 2, read
 
 
+def test_a_run_tells_the_kernel_each_window_one_batch_ahead(run_train, shards, tmp_path,
+                                                            monkeypatch):
+    """Six batches of four: while each is computed, the next has been told and is not yet read."""
+    told, read = [], []
+    will_need, tokens_of = data.TokenDataset.will_need, data.TokenDataset.tokens_of
+
+    def look(self, ids):
+        told.append((len(read), list(ids)))
+        will_need(self, ids)
+
+    def read_tokens(self, ids):
+        read.extend(ids)
+        return tokens_of(self, ids)
+    monkeypatch.setattr(data.TokenDataset, "will_need", look)
+    monkeypatch.setattr(data.TokenDataset, "tokens_of", read_tokens)
+    status, _, _ = run_train("--data", shards, "--out", tmp_path / "out", *TINY, "--steps", 6,
+                             "--eval-every", 0)
+    assert status == 0 and len(read) >= 24             # then it evaluates
+    for step in range(1, 6):
+        assert (4 * step, read[4 * step:4 * step + 4]) in told
+
+
 def test_a_check_of_all_tokens_is_told_and_read_once_by_all_ranks(tmp_path, monkeypatch, capsys):
     """Three ranks read a third of each shard each; the first tells how far it is."""
     made = dataset(tmp_path, {f"train_{number}": range(200) for number in range(6)})

@@ -46,6 +46,15 @@ MAY_IMPORT = {
     "sample": ("model data checkpoint parallelism.collectives runtime.commandline runtime.devices "
                "runtime.other_names", ""),
     "parallelism.*": ("model amp parallelism.*", ""),
+    # Below the book (runtime/__init__.py):
+    "runtime.commandline": ("", ""),
+    "runtime.other_names": ("", ""),
+    "runtime.options": ("model amp parallelism.schedules runtime.commandline runtime.other_names",
+                        ""),
+    "runtime.processes": ("parallelism.collectives", ""),
+    "runtime.devices": ("parallelism.collectives runtime.options runtime.processes", ""),
+    "runtime.threads": ("runtime.processes", ""),
+    # Above it:
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),
 }
@@ -112,8 +121,8 @@ def test_data_py_needs_neither_torch_nor_the_model():
 
 FLAGS = """data out log model n_layer n_head n_embd seq_len activation dropout batch_size batch_ramp
     steps epochs lr min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip
-    seed tp pp cp pp_schedule pp_chunks device compile timeout micro_batch zero recompute sequence_parallel
-    offload dtype exact save_every keep resume init_from check_every eval_every eval_tokens
+    seed tp pp cp pp_schedule pp_chunks device compile timeout micro_batch zero recompute
+    sequence_parallel offload dtype exact save_every keep resume init_from check_every eval_every eval_tokens
     eval_only noise_scale log_every rollback max_rollbacks skip_steps"""
 
 
