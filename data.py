@@ -527,14 +527,14 @@ def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
 # ---- Making shards: two passes over the documents -------------------------------------------
 
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
-            field="text") -> dict:
+            field="text", near_duplicates="ignore") -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. Raises ValueError if a file is not text, if there is
     too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
     run may be training on."""
     encoding = get_tokenizer(tokenizer)
     check_writable(out)
-    index = index_documents(files, seed, field)
+    index = index_documents(files, seed, field, near_duplicates)
     source = f"{index.digest}, {tokenizer}, {shard_tokens}"
     meta_path = out / "meta.json"
     held = [*out.glob("[!.]*.bin"), *out.glob("meta.json")]
@@ -580,7 +580,7 @@ def make(args) -> dict:
     else:
         files = [download_text(args.dataset, args.out)]
     return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens,
-                   args.text_field)
+                   args.text_field, args.near_duplicates)
 
 
 def main(argv=None) -> int:

@@ -24,6 +24,9 @@ def parse_flags(arguments) -> argparse.Namespace:
                         help=f"your own: {READ_KINDS} files, or folders of such")
     text.add_argument("--text-field", metavar="NAME",
                       help="of JSON and Parquet, that has the text (default text)")
+    text.add_argument("--near-duplicates", choices=["keep", "drop", "ignore"], default="keep",
+                      help="documents with most words in common: count them, keep the first, or do "
+                           "not look for them, which is faster (default keep)")
     add = parser.add_argument_group("shards").add_argument
     add("--tokenizer", choices=["gpt2", "bytes"], help="(default gpt2; bytes for python)")
     add("--out", type=Path, metavar="DIR", help="(default data/DATASET; required with --input)")
@@ -68,6 +71,8 @@ def summary(out: Path, meta: dict) -> list[str]:
     if "documents" in meta:
         documents = ("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} "
                      "without text skipped".format(**meta))
+        if meta.get("near_duplicates") and "val_near_duplicates" not in meta:
+            documents += f", {meta['near_duplicates']:,} near-duplicates dropped"
         if "unreadable" in meta:
             documents += f", {meta['unreadable']:,} unreadable left out"
         documents += "; "

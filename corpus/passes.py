@@ -3,7 +3,8 @@
     pass 1: index_documents   hash and size of each document: drop duplicates, choose the split
     pass 2: tokenise          pieces of text -> tokens of both splits, in the order of the documents
 
-- Memory is bounded: 24 bytes are kept for each document, and a line of .jsonl is read as a whole.
+- Memory is bounded: 24 bytes are kept for each document, 112 more to find near-duplicates. A line
+  of .jsonl is read as a whole.
 - The split is a function of (seed, text of the document): about 5% of the documents validate. If
   these hold more than a quarter of the text, each gives only its end, together 5% of all. With
   fewer than 20 documents, each gives its last 5%. Of equal documents the first is kept.
@@ -21,6 +22,7 @@ from corpus.compressed import BLOCK
 from corpus.disk import change_of
 from corpus.formats import EOT, read_documents
 from corpus.messages import note, progress
+from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
 from corpus.problems import NotText, check_problems
 from corpus.tokenizers import CUT
 
@@ -41,54 +43,89 @@ class Index(NamedTuple):
     counts: dict[str, int]      # documents that are kept, duplicates, ...
 
 
-def index_documents(files, seed: int, field="text") -> Index:
-    """Pass 1: hash and measure every document, drop duplicates, choose the split."""
+def index_documents(files, seed: int, field="text", near_duplicates="ignore") -> Index:
+    """Pass 1: hash and measure every document, drop duplicates, choose the split. near_duplicates:
+    "drop", "keep" (they are counted) or "ignore"."""
     changes = [change_of(path) for path in files]
+    keys = None if near_duplicates == "ignore" else KeyTable(usable_cores())
+    table, problems = measure_documents(files, seed, field, keys)
+    has_text = table["size"] > 0
+    _, first = np.unique(table["digest"], return_index=True)
+    kept = np.sort(first[has_text[first]])
+    skipped = len(table) - int(has_text.sum())
+    counts = dict(documents=0, skipped=skipped - len(problems), duplicates=len(table) - skipped - len(kept))
+    if problems:
+        counts["unreadable"] = len(problems)
+    if keys is not None:
+        keys = keys.finish()
+        repeated = is_repeated(keys[kept])
+        counts["near_duplicates"] = int(repeated.sum())
+        if near_duplicates == "drop":
+            kept = kept[~repeated]
+    counts["documents"] = len(kept)
+    sizes = table["size"][kept]
+    train_sizes, is_cut = choose_split(table["digest"][kept], sizes)
+    if near_duplicates == "keep":
+        note_near_duplicates(keys[kept], train_sizes, counts)
+    cuts = np.full(len(table), -1)
+    cuts[kept] = train_sizes
+    digest = hashlib.sha256(table)
+    if is_cut:                  # earlier versions made other shards of this text
+        digest.update(b"cut")
+    if near_duplicates == "drop":
+        digest.update(b"without near-duplicates")
+    return Index(files, field, changes, digest.hexdigest(), cuts, int(sizes.sum()), counts)
+
+
+def measure_documents(files, seed: int, field: str, keys: KeyTable | None):
+    """(digest and size in bytes of each document, those that cannot be read). The size is 0 without
+    text. `keys` receives the beginning of each."""
     count_bytes = progress("reading")
     salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
     table = bytearray()
     problems = []
     marks = 0                               # <|endoftext|> as ordinary text
-    for path in files:
-        for blocks in read_documents(path, field):
-            digest = hashlib.blake2b(digest_size=16, salt=salt)
-            size = 0
-            has_text = False
-            for text in blocks:
-                if isinstance(text, NotText):
-                    problems.append(text)
-                    check_problems(problems, len(table) // 24 + 1)
-                    has_text = False
-                    break
-                raw = text.encode()
-                digest.update(raw)
-                size += len(raw)
-                has_text = has_text or not text.isspace()
-                if "|" in text:             # is found 40 times faster
-                    marks += text.count(EOT)
-                count_bytes(len(raw))
-            table += digest.digest() + (size if has_text else 0).to_bytes(8, "little")
+    for blocks in (blocks for path in files for blocks in read_documents(path, field)):
+        digest = hashlib.blake2b(digest_size=16, salt=salt)
+        size = 0
+        has_text = False
+        beginning = []
+        for text in blocks:
+            if isinstance(text, NotText):
+                problems.append(text)
+                check_problems(problems, len(table) // 24 + 1)
+                has_text = False
+                break
+            raw = text.encode()
+            digest.update(raw)
+            if keys is not None and size < MOST_BYTES:
+                beginning.append(text)
+            size += len(raw)
+            has_text = has_text or not text.isspace()
+            if "|" in text:             # is found 40 times faster
+                marks += text.count(EOT)
+            count_bytes(len(raw))
+        table += digest.digest() + (size if has_text else 0).to_bytes(8, "little")
+        if keys is not None:
+            keys.add("".join(beginning))
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
     check_problems(problems, len(table), at_end=True)
     if marks > 0:
         note(f"{EOT} stands {marks:,} times within a line or a field, where it is ordinary text: "
              f"in a .txt, a line of its own ends a document")
-    has_text = table["size"] > 0
-    _, first = np.unique(table["digest"], return_index=True)
-    kept = first[has_text[first]]
-    sizes = table["size"][kept]
-    train_sizes, is_cut = choose_split(table["digest"][kept], sizes)
-    cuts = np.full(len(table), -1)
-    cuts[kept] = train_sizes
-    skipped = len(table) - int(has_text.sum())
-    counts = dict(documents=len(kept), skipped=skipped - len(problems),
-                  duplicates=len(table) - skipped - len(kept))
-    if problems:
-        counts["unreadable"] = len(problems)
-    digest = hashlib.sha256(table)
-    if is_cut:                  # earlier versions made other shards of this text
-        digest.update(b"cut")
-    return Index(files, field, changes, digest.hexdigest(), cuts, int(sizes.sum()), counts)
+    return table, problems
+
+
+def note_near_duplicates(keys, train_sizes, counts: dict) -> None:
+    """Tell how many documents validate that have a near-duplicate in training. Where all documents
+    train and validate, each in part, there are none."""
+    validates = train_sizes == 0
+    seen = int(occurs_in(keys[validates], keys[~validates]).sum())
+    counts["val_near_duplicates"] = seen
+    if seen > 0:
+        note(f"{seen:,} of {validates.sum():,} validation documents have a near-duplicate in "
+             f"training, so the validation loss is too good: --near-duplicates drop keeps the "
+             f"first of those that are alike ({counts['near_duplicates']:,} less)")
 
 
 def choose_split(digests, sizes):
@@ -159,6 +196,13 @@ def pieces_of(index: Index):
             yield from split_document(blocks, cut)
 
 
+def usable_cores() -> int:
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):        # not all of the machine's, as in a container
+        cores = len(os.sched_getaffinity(0))
+    return cores
+
+
 def encode_pieces(pieces, encoding):
     """Yield (split, tokens as uint16, bytes of text), in order. Threads encode, as tiktoken
     releases Python's lock. Few jobs wait at a time, which bounds memory."""
@@ -168,9 +212,7 @@ def encode_pieces(pieces, encoding):
         tokens = np.concatenate(tokens, dtype="<u2", casting="unsafe")
         return split, tokens, len("".join(texts).encode())
 
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):        # not all of the machine's, as in a container
-        cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     texts = {split: [] for split in SPLITS}
     jobs = []
     with ThreadPoolExecutor(cores) as pool:

@@ -37,7 +37,8 @@ import torch
 
 import checkpoint
 import data
-from corpus import compressed, downloads, formats, inputs, messages, passes
+from corpus import (compressed, downloads, formats, inputs, messages, near_duplicates,
+                    passes)
 from model import GPTConfig
 from runtime import checks
 from tests.harness import (ROOT, SHARED, TINY, Command, dataset, greedy, names_in, nothing, saved,
@@ -680,6 +681,84 @@ def test_a_package_that_is_missing_is_named_before_anything_is_read(tmp_path, mo
                                     tmp_path / "d")
         assert status == 2 and f"{name}: the package {package} reads" in error
         assert f"pip install {package}" in error and error.count("\n") == 1
+
+
+# ---- Near-duplicates
+
+def random_words(rng, count):
+    return [f"w{rng.randrange(100_000)}" for _ in range(count)]
+
+
+def jaccard(one, other):
+    """The share of their shingles of five words that two lists of words have in common."""
+    one, other = ({tuple(words[i:i + 5]) for i in range(len(words) - 4)} for words in (one, other))
+    return len(one & other) / len(one | other)
+
+
+@pytest.mark.claim("Near-duplicates are found as often as the formula of MinHash says.")
+def test_documents_agree_in_a_key_as_often_as_the_formula_says():
+    """1,200 pairs, of which one has up to 20 words of 300 replaced: how many agree, beside the sum
+    of 1 - (1 - s^8)^14 over their exact shares s; few below 0.4, nearly all above 0.9."""
+    rng = random.Random(0)
+    min_hash = near_duplicates.MinHash()
+    pairs = []
+    for _ in range(1200):
+        words = random_words(rng, 300)
+        changed = list(words)
+        for at in rng.sample(range(300), rng.randint(1, 40)):
+            changed[at] = "other"
+        keys = [min_hash.keys(" ".join(each)) for each in (words, changed)]
+        pairs.append((jaccard(words, changed), bool((keys[0] == keys[1]).any())))
+    for low, high in ((0.0, 0.5), (0.5, 0.6), (0.6, 0.7), (0.7, 0.8), (0.8, 0.9), (0.9, 1.0)):
+        found = [(s, agree) for s, agree in pairs if low <= s < high]
+        expected = [1 - (1 - s ** 8) ** 14 for s, _ in found]
+        deviation = sum(p * (1 - p) for p in expected) ** 0.5
+        assert len(found) > 50
+        assert abs(sum(agree for _, agree in found) - sum(expected)) < 4 * deviation + 1
+    assert not any((min_hash.keys(f"one {i}") == min_hash.keys(f"two {i}")).any() for i in range(9))
+
+
+def test_the_shingles_of_a_text_are_those_of_its_words():
+    """White space and case do not count; a text of fewer than five words has one shingle; a word
+    longer than what is compared has one, too."""
+    shingles = near_duplicates.MinHash().shingles
+    assert len(shingles("a b c d e f g")) == 3
+    assert np.array_equal(shingles("A\tb c\n\nD e f g "), shingles("a b c d e f g"))
+    assert len(np.intersect1d(shingles("a b c d e"), shingles("x x a b c d e x"))) == 1
+    assert [len(shingles(text)) for text in ("", "a", "a b c d", "x" * 300_000)] == [1] * 4
+    assert not np.array_equal(shingles("a b"), shingles("a c"))
+
+
+def test_planted_near_duplicates_are_counted_or_dropped(tmp_path, run_data):
+    """A hundred of 400 documents are others with one word changed: those are dropped that come
+    later. Kept, the ones that validate and have their like in training are told."""
+    rng = random.Random(1)
+    documents = [random_words(rng, 200) for _ in range(300)]
+    for number in range(100):
+        documents.append([*documents[number][:100], "changed", *documents[number][101:]])
+    texts = [" ".join(words) for words in documents]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in texts))
+    flags = "--input", tmp_path / "a.jsonl", "--tokenizer", "bytes", "--near-duplicates"
+    status, out, error = run_data(*flags, "drop", "--out", tmp_path / "drop")
+    assert (status, error) == (0, "") and out.startswith("300 documents, 0 duplicates dropped, ")
+    assert ", 100 near-duplicates dropped; " in out
+    kept = [text for split in data.SPLITS for text in texts_of(tmp_path / "drop", split)]
+    assert sorted(kept) == sorted(texts[:300])
+    status, out, error = run_data(*flags, "keep", "--out", tmp_path / "keep")
+    assert status == 0 and out.startswith("400 documents, ")
+    train, val = (texts_of(tmp_path / "keep", split) for split in data.SPLITS)
+    pairs = list(zip(texts[:100], texts[300:]))
+    seen = sum((one in val) != (other in val) for one, other in pairs)
+    assert seen > 0 and error == (
+        f"note: {seen} of {len(val)} validation documents have a near-duplicate in training, so "
+        f"the validation loss is too good: --near-duplicates drop keeps the first of those that "
+        f"are alike (100 less)\n")
+    assert json.loads((tmp_path / "keep/meta.json").read_text())["near_duplicates"] == 100
+    status, out, error = run_data(*flags, "ignore", "--out", tmp_path / "ignore")
+    assert (status, error) == (0, "")
+    for split in data.SPLITS:
+        name = f"{split}_000000.bin"
+        assert (tmp_path / "keep" / name).read_bytes() == (tmp_path / "ignore" / name).read_bytes()
 
 
 def book_that_validates(short, seed=0):
