@@ -25,6 +25,7 @@ import os
 import re
 import sys
 from bisect import bisect_right
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,8 +40,9 @@ from corpus.downloads import download_fineweb, download_text
 from corpus.inputs import find_files, standard_library
 from corpus.kinds import what_it_is
 from corpus.messages import explain, is_failure, named, print_lines, progress
-from corpus.passes import SPLITS, VAL_ONE_IN, index_documents, tokenise
-from corpus.tokenizers import get_tokenizer
+from corpus.passes import (SPLITS, VAL_ONE_IN, bytes_per_token, index_documents, tokenise,
+                           train_tokenizer)
+from corpus.tokenizers import OWN, get_tokenizer, name_of, read_file, read_own
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 CHECKED_AT_ONCE = 1 << 24   # tokens
@@ -127,7 +129,7 @@ def read_meta(directory: Path) -> dict:
         meta = json.loads(path.read_text())
         needed = {key: meta[key]
                   for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
-        return dict(needed, tokens=dict(meta.get("tokens", {})))
+        needed["tokens"] = dict(meta.get("tokens", {}))
     except FileNotFoundError:
         if (directory / "train_000000.bin").exists():       # data.py's own name
             raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "
@@ -140,6 +142,9 @@ def read_meta(directory: Path) -> dict:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
                          f"again") from None
+    if needed["tokenizer"].startswith(OWN):
+        needed["tokenizer_file"] = read_own(directory, needed["tokenizer"])
+    return needed
 
 
 # ---- Windows of tokens, in the order in which a run reads them -------------------------------
@@ -225,6 +230,8 @@ class TokenDataset:
         metas = [source.meta for source in self.sources.values()]
         self.meta = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
                          bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
+        if "tokenizer_file" in meta:
+            self.meta["tokenizer_file"] = meta["tokenizer_file"]
         # Each phase is [first position, {fingerprint of a source: weight}]; checkpoints store them.
         self.phases = [[0, {key: source.weight for key, source in self.sources.items()}]]
 
@@ -526,21 +533,27 @@ def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
 
 # ---- Making shards: two passes over the documents -------------------------------------------
 
-def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
-            field="text", near_duplicates="ignore") -> dict:
+def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, field="text",
+            near_duplicates="ignore", train_tokens: int | None = None) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
-    complete, and return what meta.json says. Raises ValueError if a file is not text, if there is
-    too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
-    run may be training on."""
-    encoding = get_tokenizer(tokenizer)
+    complete, and return what meta.json says. `tokenizer`: gpt2, bytes, the path of a .tiktoken, or
+    the one of `train_tokens` tokens that is trained on this text. Raises ValueError if a file is
+    not text, if there is too little or, before it tokenises, if `out` holds shards of other text or
+    other flags, which a run may be training on."""
+    vocabulary = None           # the content of the file of a tokenizer of one's own
+    if tokenizer.endswith(".tiktoken"):
+        vocabulary = read_file(Path(tokenizer))
+        tokenizer = name_of(vocabulary)
+    if train_tokens is None:
+        encoding = get_tokenizer(tokenizer, vocabulary)
     check_writable(out)
     index = index_documents(files, seed, field, near_duplicates)
     source = f"{index.digest}, {tokenizer}, {shard_tokens}"
-    meta_path = out / "meta.json"
-    held = [*out.glob("[!.]*.bin"), *out.glob("meta.json")]
-    if held and not (meta_path.exists() and f'"{source}"' in meta_path.read_text()):
-        raise ValueError(f"{held[0]} was made of other text, with other flags or by another "
-                         f"program: give another --out, or remove the shards and meta.json")
+    check_held(out, source)
+    if train_tokens is not None:
+        vocabulary = train_tokenizer(index, train_tokens)
+        tokenizer = name_of(vocabulary)
+        encoding = get_tokenizer(tokenizer, vocabulary)
     out.mkdir(parents=True, exist_ok=True)
     with new_folder(out) as folder:
         tokens = dict.fromkeys(SPLITS, 0)
@@ -556,14 +569,35 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
                     text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
                     fingerprint=sha256_of(*sorted(folder.iterdir())), source=source,
                     **index.counts)
-        with named(meta_path):
-            # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
-            meta_path.write_text(json.dumps(dict(source=source)))
-            for path in folder.iterdir():
-                os.replace(path, out / path.name)
-            (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-            os.replace(folder / "meta.json", meta_path)
+        if vocabulary is not None:
+            (folder / f"{tokenizer}.tiktoken").write_text(vocabulary)
+        if train_tokens is not None:
+            with suppress(ConnectionError):     # without GPT-2's vocabulary nothing is compared
+                meta["compared"] = [bytes_per_token(index, one)
+                                    for one in (encoding, get_tokenizer("gpt2"))]
+        publish(folder, out, meta)
     return meta
+
+
+def check_held(out: Path, source: str) -> None:
+    """Raise ValueError if `out` holds shards of another source, on which a run may be training."""
+    meta_path = out / "meta.json"
+    held = [*out.glob("[!.]*.bin"), *out.glob("meta.json")]
+    if held and not (meta_path.exists() and f'"{source}"' in meta_path.read_text()):
+        raise ValueError(f"{held[0]} was made of other text, with other flags or by another "
+                         f"program: give another --out, or remove the shards and meta.json")
+
+
+def publish(folder: Path, out: Path, meta: dict) -> None:
+    """Move the complete files to `out`, meta.json last."""
+    meta_path = out / "meta.json"
+    with named(meta_path):
+        # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
+        meta_path.write_text(json.dumps(dict(source=meta["source"])))
+        for path in folder.iterdir():
+            os.replace(path, out / path.name)
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        os.replace(folder / "meta.json", meta_path)
 
 
 # ---- The program ----------------------------------------------------------------------------
@@ -580,7 +614,7 @@ def make(args) -> dict:
     else:
         files = [download_text(args.dataset, args.out)]
     return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens,
-                   args.text_field, args.near_duplicates)
+                   args.text_field, args.near_duplicates, args.train_tokenizer)
 
 
 def main(argv=None) -> int:

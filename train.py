@@ -424,8 +424,9 @@ class Run:
             tokens=progress.sequences_trained * self.model_config.seq_len,
             optimizer_steps=progress.optimizer_steps, config=dataclasses.asdict(self.config),
             model=dataclasses.asdict(self.model_config),
-            tokenizer=self.train_data.meta["tokenizer"], data=self.train_data.phases,
-            scaler=progress.scaler.state_dict(), monitor=dataclasses.asdict(progress.monitor)))
+            data=self.train_data.phases, scaler=progress.scaler.state_dict(),
+            monitor=dataclasses.asdict(progress.monitor),
+            **{key: value for key, value in self.train_data.meta.items() if "tokenizer" in key}))
 
 
 # ---- Start ----------------------------------------------------------------------------------

@@ -4,5 +4,6 @@
     kinds       what a file is                 tokenizers  text to tokens and back
     formats     the documents of a file        flags       of data.py, and its summary
     downloads   files from the network         near_duplicates
-    compressed, records, problems              messages, disk
+    compressed, records, problems              bpe         trains a tokenizer
+    messages, disk
 """

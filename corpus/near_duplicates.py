@@ -35,7 +35,8 @@ class MinHash:
             np.multiply.accumulate(np.r_[1, np.full(MOST_BYTES, base, np.uint64)].astype(np.uint64))
             for base in (np.uint64(BASE), np.uint64(inverse)))
         drawn = np.random.default_rng(0).integers(2**64, size=(2, BANDS * ROWS), dtype=np.uint64)
-        self.factors, self.terms = drawn[0] | np.uint64(1), drawn[1]
+        self.factors = drawn[0] | np.uint64(1)
+        self.terms = drawn[1]
 
     def shingles(self, text: str) -> np.ndarray:
         """uint64 (n,): the different hashes of each 5 consecutive words. The hash of a span is the

@@ -18,15 +18,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from corpus.bpe import train_bpe
 from corpus.compressed import BLOCK
 from corpus.disk import change_of
 from corpus.formats import EOT, read_documents
 from corpus.messages import note, progress
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
 from corpus.problems import NotText, check_problems
-from corpus.tokenizers import CUT
+from corpus.tokenizers import CUT, write_tokens
 
 SPLITS = ("train", "val")
+TOKENIZER_BYTES = 10**8     # of text, which a tokenizer of one's own is trained on
 VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
 
 
@@ -194,6 +196,35 @@ def pieces_of(index: Index):
     for blocks, cut in zip(documents, index.cuts.tolist()):
         if cut >= 0:
             yield from split_document(blocks, cut)
+
+
+def train_tokenizer(index: Index, n_tokens: int) -> str:
+    """A byte-pair encoding of the documents that train, or of each n-th where they are more than is
+    needed. Returns the content of its file."""
+    is_read = np.zeros(len(index.cuts), bool)
+    is_read[np.flatnonzero(index.cuts > 0)[::1 + index.size // TOKENIZER_BYTES]] = True
+    chosen = index._replace(cuts=np.where(is_read, index.cuts, -1))
+    count_bytes = progress("training the tokenizer")
+
+    def texts():
+        for split, text in pieces_of(chosen):
+            if split == "train":
+                count_bytes(len(text.encode()))
+                yield text
+    return write_tokens(train_bpe(texts(), n_tokens - 1))       # the last is <|endoftext|>
+
+
+def bytes_per_token(index: Index, encoding) -> float:
+    """Of the text that validates, or of its beginning."""
+    size = 0
+    n_tokens = 0
+    for split, text in pieces_of(index):
+        if split == "val" and text:
+            size += len(text.encode())
+            n_tokens += len(encoding.encode_ordinary(text))
+        if size > TOKENIZER_BYTES // 10:
+            break
+    return size / n_tokens
 
 
 def usable_cores() -> int:

@@ -9,6 +9,7 @@ The files of a data set       whole or not there; damage is refused     the byte
 A run's data                  --data, --epochs; GPT-2's tokens          literals
 Data larger than memory       what is read of cold shards               /proc/self/io
 """
+import collections
 import errno
 import functools
 import gzip
@@ -37,12 +38,13 @@ import torch
 
 import checkpoint
 import data
-from corpus import (compressed, downloads, formats, inputs, messages, near_duplicates,
-                    passes)
+from corpus import (bpe, compressed, downloads, formats, inputs, messages, near_duplicates,
+                    passes, tokenizers)
 from model import GPTConfig
 from runtime import checks
-from tests.harness import (ROOT, SHARED, TINY, Command, dataset, greedy, names_in, nothing, saved,
+from tests.harness import (NASTY, ROOT, SHARED, TINY, Command, dataset, greedy, names_in, nothing, saved,
                            set_block, shard, texts_of)
+from tools import huggingface
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1134,6 +1136,146 @@ def test_what_the_message_of_a_lost_or_damaged_meta_json_advises_works(tmp_path,
         path.unlink()
     prepare()
     assert data.TokenDataset(tmp_path / "d", "train", 4).n_windows > 0
+
+
+# ---------------------------------------------------------------------------------------------
+# A tokenizer of one's own
+# ---------------------------------------------------------------------------------------------
+
+def plain_bpe(text, n_tokens):
+    """Byte-pair encoding that counts all pairs again for each token."""
+    words = collections.Counter()
+    for word, count in bpe.count_words([text]).items():
+        words[tuple(bytes([byte]) for byte in word.encode())] += count
+    number = {bytes([byte]): byte for byte in range(256)}
+    while len(number) < n_tokens:
+        pairs = collections.Counter()
+        for word, count in words.items():
+            for pair in itertools.pairwise(word):
+                pairs[pair] += count
+        if not pairs:
+            break
+        best = max(pairs, key=lambda pair: (pairs[pair], -number[pair[0]], -number[pair[1]]))
+        number.setdefault(best[0] + best[1], len(number))
+        merged = collections.Counter()
+        for word, count in words.items():
+            parts = list(word)
+            at = 0
+            while at < len(parts) - 1:
+                if (parts[at], parts[at + 1]) == best:
+                    parts[at:at + 2] = [best[0] + best[1]]
+                at += 1
+            merged[tuple(parts)] += count
+        words = merged
+    return list(number)
+
+
+@pytest.mark.claim("`--train-tokenizer` makes the tokens of plain byte-pair encoding.")
+@pytest.mark.parametrize("text, n_tokens", [
+    ((ROOT / "train.py").read_text(), 500), ("banana bananana aaaaa aaa abababab " * 9, 400),
+    ("".join(NASTY) * 3, 330), ("a", 300), ("", 300)])
+def test_trained_tokens_are_those_of_plain_byte_pair_encoding(text, n_tokens):
+    """Also where pairs overlap, and where a text has fewer. Each token above the bytes is merged
+    from two earlier ones."""
+    tokens = bpe.train_bpe([text], n_tokens)
+    assert tokens == plain_bpe(text, n_tokens)
+    ranks = tokenizers.read_ranks(tokenizers.write_tokens(tokens))
+    merges = bpe.find_merges(ranks)
+    assert [left + right for left, right in merges] == tokens[256:]
+    assert all(max(ranks[left], ranks[right]) < number
+               for number, (left, right) in enumerate(merges, 256))
+
+
+def test_a_token_that_two_pairs_make_stands_once():
+    """As "aba" of "ab", "a" and of "a", "ba": random texts of three letters."""
+    rng = random.Random(0)
+    for _ in range(100):
+        text = "".join(rng.choices("ab c", k=rng.randrange(1, 200)))
+        n_tokens = 257 + rng.randrange(60)
+        tokens = bpe.train_bpe([text], n_tokens)
+        assert tokens == plain_bpe(text, n_tokens) and len(set(tokens)) == len(tokens)
+        bpe.find_merges(tokenizers.read_ranks(tokenizers.write_tokens(tokens)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tokenizer_of_ones_own_goes_from_text_to_samples_and_transformers(
+        run_data, run_train, run_sample, tmp_path, monkeypatch, capsys):
+    """It is trained on what trains, lies beside the shards and in the checkpoint, and its name is
+    of its content: the same text elsewhere gives the same. Another data set takes its file."""
+    if (SHARED / "tiktoken_cache").is_dir():
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+    text = ((ROOT / "train.py").read_text() + (ROOT / "data.py").read_text()).replace("|", "")
+    (tmp_path / "a.txt").write_text(text)
+    names = set()
+    for out in ("two", "one"):
+        status, told, error = run_data("--input", tmp_path / "a.txt", "--train-tokenizer", 600,
+                                       "--out", tmp_path / out)
+        assert (status, error) == (0, "")
+        file, = (tmp_path / out).glob("*.tiktoken")
+        names.add(file.name)
+    assert len(names) == 1
+    meta = json.loads((tmp_path / "one/meta.json").read_text())
+    assert file.name == f"{meta['tokenizer']}.tiktoken" and meta["vocab_size"] == 600
+    if "compared" in meta:
+        assert "bytes a token of validation text, where GPT-2's has" in told
+    own = data.get_tokenizer(meta["tokenizer"], file.read_text())
+    tokens = np.concatenate([data.open_shard(tmp_path / f"one/{split}_000000.bin")
+                             for split in data.SPLITS]).tolist()
+    assert own.decode([token for token in tokens if token != own.eot_token]) == text
+    file = file.rename(tmp_path / "renamed.tiktoken")
+    shutil.copy(tmp_path / f"two/{meta['tokenizer']}.tiktoken", tmp_path / "one")
+    (tmp_path / "b.txt").write_text(text[:5000])
+    assert run_data("--input", tmp_path / "b.txt", "--tokenizer", file, "--out",
+                    tmp_path / "b")[0] == 0
+    mixture = data.TokenDataset(f"{tmp_path}/one=1,{tmp_path}/b=1", "train", 16)
+    assert mixture.meta["tokenizer"] == meta["tokenizer"]
+    assert run_train("--data", tmp_path / "one", "--out", tmp_path / "o", *TINY)[0] == 0
+    (tmp_path / "o/latest.pt").rename(tmp_path / "alone.pt")
+    shutil.rmtree(tmp_path / "one")
+    status, sampled, _ = run_sample("--ckpt", tmp_path / "alone.pt", "--prompt", "def ",
+                                    "--max-tokens", 5)
+    assert status == 0 and sampled.startswith("def ")
+    transformers = pytest.importorskip("transformers")
+    huggingface.export_model(tmp_path / "alone.pt", tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for sample in [*NASTY, " ".join(NASTY), text[:3000]]:
+        assert theirs(sample)["input_ids"] == own.encode(sample, allowed_special="all")
+    assert theirs.eos_token_id == own.eot_token == 599
+    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "back.pt", "")
+    again = checkpoint.load(tmp_path / "back.pt")
+    assert again["tokenizer_file"] == file.read_text()
+    assert data.get_tokenizer(again["tokenizer"], again["tokenizer_file"]).n_vocab == 600
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--train-tokenizer 256", "257 to 65,536"), ("--train-tokenizer 65537", "257 to 65,536"),
+    ("--train-tokenizer 300 --tokenizer gpt2", "not allowed with"),
+    ("--tokenizer cl100k", "cl100k: give gpt2, bytes or a FILE.tiktoken"),
+    ("--tokenizer none.tiktoken", "none.tiktoken"),
+    ("--tokenizer bad.tiktoken", "bad.tiktoken a file that --train-tokenizer has made"),
+    ("--tokenizer few.tiktoken", "few.tiktoken a file that --train-tokenizer has made")])
+def test_a_tokenizer_that_is_none_is_refused(tmp_path, monkeypatch, run_data, flags, words):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("some words\n" * 100)
+    Path("bad.tiktoken").write_text("<!DOCTYPE html>")
+    Path("few.tiktoken").write_text("YQ== 0\n")
+    status, out, error = run_data("--input", "a.txt", "--out", "d", *flags.split())
+    assert (status, out, error.count("\n")) == (2, "", 1), error
+    assert all(word in error for word in words.split()), error
+
+
+def test_shards_without_the_file_of_their_tokenizer_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("some words and others\n" * 100)
+    data.prepare([tmp_path / "a.txt"], tmp_path / "d", "bpe", train_tokens=260)
+    file, = (tmp_path / "d").glob("*.tiktoken")
+    assert data.TokenDataset(tmp_path / "d", "train", 4).meta["vocab_size"] == 260
+    whole = file.read_text()
+    file.write_text(whole.replace("YQ==", "YR=="))
+    with pytest.raises(ValueError, match=f"{file.name}.* copy it again"):
+        data.TokenDataset(tmp_path / "d", "train", 4)
+    file.unlink()
+    with pytest.raises(ValueError, match=f"{file.name}.* copy it, too"):
+        data.TokenDataset(tmp_path / "d", "train", 4)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_train_py_has_these_flags_and_no_others():
     assert {field.name for field in fields(Config)} == set(FLAGS.split())
 
 
-DATA_FLAGS = "dataset input text_field near_duplicates tokenizer out seed shard_tokens shards"
+DATA_FLAGS = "dataset input text_field near_duplicates tokenizer train_tokenizer out seed shard_tokens shards"
 
 
 def test_data_py_has_these_flags_and_no_others():
