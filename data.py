@@ -39,8 +39,10 @@ from corpus.disk import (check_writable, most_open_files, new_folder, sha256_of,
 from corpus.downloads import download_fineweb, download_text
 from corpus.inputs import find_files, standard_library
 from corpus.kinds import what_it_is
-from corpus.messages import explain, is_failure, named, print_lines, progress
-from corpus.passes import (SPLITS, VAL_ONE_IN, bytes_per_token, index_documents, tokenise,
+from corpus.messages import NO_SPACE, explain, is_failure, named
+from corpus.messages import note as tell
+from corpus.messages import print_lines, progress
+from corpus.passes import (SPLITS, VAL_ONE_IN, Index, bytes_per_token, index_documents, tokenise,
                            train_tokenizer)
 from corpus.tokenizers import OWN, get_tokenizer, name_of, read_file, read_own
 
@@ -537,9 +539,9 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
             near_duplicates="ignore", train_tokens: int | None = None) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. `tokenizer`: gpt2, bytes, the path of a .tiktoken, or
-    the one of `train_tokens` tokens that is trained on this text. Raises ValueError if a file is
-    not text, if there is too little or, before it tokenises, if `out` holds shards of other text or
-    other flags, which a run may be training on."""
+    the one of `train_tokens` tokens that is trained on this text. What is there already is not made
+    again. Raises ValueError if a file is not text, if there is too little or, before it tokenises,
+    if `out` holds shards of other text or other flags, which a run may be training on."""
     vocabulary = None           # the content of the file of a tokenizer of one's own
     if tokenizer.endswith(".tiktoken"):
         vocabulary = read_file(Path(tokenizer))
@@ -549,6 +551,9 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
     check_writable(out)
     index = index_documents(files, seed, field, near_duplicates)
     source = f"{index.digest}, {tokenizer}, {shard_tokens}"
+    meta = find_complete(out, source)
+    if meta is not None:
+        return meta
     check_held(out, source)
     if train_tokens is not None:
         vocabulary = train_tokenizer(index, train_tokens)
@@ -556,14 +561,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
         encoding = get_tokenizer(tokenizer, vocabulary)
     out.mkdir(parents=True, exist_ok=True)
     with new_folder(out) as folder:
-        tokens = dict.fromkeys(SPLITS, 0)
-        text_bytes = dict.fromkeys(SPLITS, 0)
-        note = progress("tokenising", index.size)
-        for split, encoded, size in tokenise(index, encoding):
-            append_tokens(folder, split, encoded, tokens[split], shard_tokens)
-            tokens[split] += len(encoded)
-            text_bytes[split] += size
-            note(size)
+        tokens, text_bytes = write_shards(folder, index, encoding, shard_tokens)
         # The fingerprint covers the headers, too: windows do not cross the end of a shard.
         meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
                     text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
@@ -577,6 +575,41 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
                                     for one in (encoding, get_tokenizer("gpt2"))]
         publish(folder, out, meta)
     return meta
+
+
+def find_complete(out: Path, source: str) -> dict | None:
+    """What meta.json in `out` says, if it is of this source and the shards are those that it describes;
+    None otherwise."""
+    try:
+        meta = json.loads((out / "meta.json").read_text())
+        shards = sorted(out.glob("[!.]*.bin"))
+        if meta["source"] != source or sha256_of(*shards) != meta["fingerprint"]:
+            return None
+        TokenDataset(out, "train", 1)           # its tokenizer is there, too
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    tell(f"{out} holds the shards of this text already: they are left as they are")
+    return meta
+
+
+def write_shards(folder: Path, index: Index, encoding, shard_tokens: int) -> tuple[dict, dict]:
+    """Encode the documents. Returns {split: number of tokens} and {split: bytes of text}."""
+    tokens = dict.fromkeys(SPLITS, 0)
+    text_bytes = dict.fromkeys(SPLITS, 0)
+    note = progress("tokenising", index.size)
+    for split, encoded, size in tokenise(index, encoding):
+        try:
+            append_tokens(folder, split, encoded, tokens[split], shard_tokens)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                made = 2 * (sum(tokens.values()) + len(encoded))
+                needed = made * index.size / (sum(text_bytes.values()) + size)
+                error.strerror += f" (the shards need about {max(needed / 1e6, 1):,.0f} MB)"
+            raise
+        tokens[split] += len(encoded)
+        text_bytes[split] += size
+        note(size)
+    return tokens, text_bytes
 
 
 def check_held(out: Path, source: str) -> None:
@@ -623,8 +656,10 @@ def main(argv=None) -> int:
         with signals_stop():
             meta = make(args)
     except KeyboardInterrupt:
-        print("data.py: stopped: the same command continues a download, and makes the shards from "
-              "the beginning", file=sys.stderr)
+        then = "makes the shards from the beginning; nothing is left of them"
+        if any(args.out.rglob("*.part")):
+            then = "continues the download"
+        print(f"data.py: stopped: the same command {then}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"data.py: {explain(error)}", file=sys.stderr)

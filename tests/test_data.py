@@ -308,8 +308,8 @@ sys.exit(data.main())
 """)
     flags = ["--input", tmp_path / "a.txt", "--out", tmp_path / "d", "--tokenizer", "bytes"]
     assert Command(tmp_path / "wrapper.py", *flags).finish() == (
-        1, "", "data.py: stopped: the same command continues a download, and makes the shards from "
-               "the beginning\n")
+        1, "", "data.py: stopped: the same command makes the shards from the beginning; nothing is "
+               "left of them\n")
     assert names_in(tmp_path / "d") == []
     assert Command("data.py", *flags).finish()[0] == 0
     assert data.TokenDataset(tmp_path / "d", "train", 16).n_windows > 0
@@ -842,6 +842,31 @@ sys.exit(data.main())
     assert process.finish()[0] == 1 and not list((tmp_path / "d").glob(".new-*"))
 
 
+def test_an_identical_job_leaves_what_is_there(tmp_path, run_data):
+    """The text is read once, to know it; also for a tokenizer that is trained. A shard that is
+    missing is made again."""
+    (tmp_path / "a.txt").write_text("some words and others\n" * 500)
+    flags = "--input", tmp_path / "a.txt", "--train-tokenizer", 270, "--out", tmp_path / "d"
+    first = run_data(*flags)
+    made = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "d").iterdir()}
+    with mock.patch.object(data, "train_tokenizer", None):
+        status, out, error = run_data(*flags)
+    assert (status, out) == first[:2]
+    assert error == (f"note: {tmp_path}/d holds the shards of this text already: they are left as "
+                     f"they are\n")
+    assert made == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "d").iterdir()}
+    (tmp_path / "d/val_000000.bin").unlink()
+    assert run_data(*flags)[:2] == first[:2] and "val_000000.bin" in names_in(tmp_path / "d")
+
+
+def test_a_stopped_download_says_that_it_continues(tmp_path, server, monkeypatch, run_data):
+    monkeypatch.setitem(downloads.DOWNLOADS, "tinystories", (f"{server.url}/file", None, ".eot"))
+    monkeypatch.setattr(downloads, "progress", mock.Mock(side_effect=KeyboardInterrupt))
+    status, out, error = run_data("--dataset", "tinystories", "--out", tmp_path / "d")
+    assert (status, out) == (1, "")
+    assert error == "data.py: stopped: the same command continues the download\n"
+
+
 class Full:
     """A file whose disk has no space left."""
     def __init__(self, number):
@@ -866,7 +891,8 @@ def test_an_error_of_the_disk_has_its_path_and_what_to_do(tmp_path, monkeypatch,
     done = run_data("--input", tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "d")
     assert (*done[:2], done[2].count("\n")) == (status, "", 1) and "Errno" not in done[2]
     assert re.fullmatch(rf"data.py: {tmp_path}/d/.new-\w+/(train|val)_000000.bin: "
-                        rf"{os.strerror(number)}: \w.*\n", done[2]), done[2]
+                        rf"{os.strerror(number)}(?P<needed>.*?): \w.*\n", done[2]), done[2]
+    assert ("(the shards need about 1 MB)" in done[2]) == (number in messages.NO_SPACE)
     assert names_in(tmp_path / "d") == []
 
 
@@ -923,6 +949,7 @@ def test_names_that_a_console_cannot_show_end_in_no_traceback(tmp_path):
             file.write(f"{number} some words\n" * 100)
     for environment in (dict(PYTHONIOENCODING="ascii"), dict(LC_ALL="C"), dict(PYTHONUTF8="1")):
         for file in (b"\xc3\xa9", b"\xe9"):
+            shutil.rmtree(os.path.join(os.fsencode(tmp_path), b"d" + file), ignore_errors=True)
             done = subprocess.run(
                 [sys.executable, ROOT / "data.py", "--tokenizer", "bytes", "--input",
                  file + b".txt", "--out", b"d" + file], cwd=tmp_path, env=os.environ | environment,
@@ -956,8 +983,12 @@ def test_a_data_set_stays_until_the_new_one_is_whole(tmp_path):
     before = {path: path.read_bytes() for path in out.iterdir()}
     assert fingerprint == hashlib.sha256(before[out / "train_000000.bin"]
                                          + before[out / "val_000000.bin"]).hexdigest()
+    with mock.patch.object(data, "tokenise", side_effect=OSError):
+        assert prepare()["fingerprint"] == fingerprint          # it is not made again
+    (out / "train_000000.bin").write_bytes(b"damaged")
     with mock.patch.object(data, "tokenise", side_effect=OSError), pytest.raises(OSError):
         prepare()
+    (out / "train_000000.bin").write_bytes(before[out / "train_000000.bin"])
     for other, flags in [(letters, dict(shard_tokens=1024)), (letters, dict(seed=1)),
                          (letters, dict(shard_tokens=10 ** 6)),      # the beginning of 10 ** 8
                          (letters[:-1] + "J", {})]:
