@@ -12,7 +12,8 @@ layout can load what any other layout wrote, and so can sample.py in one process
     step        the last completed step       consumed_samples  position in the data, in sequences
     tokens      number of tokens read         optimizer_steps   number of updates
     config      train.py's flags              model      GPTConfig as a dict
-    tokenizer   its name                      data       data.TokenDataset's phases
+    tokenizer   its name (tokenizer_file: its content, of one's own)
+                                              data       data.TokenDataset's phases
     scaler      its state_dict()              monitor    DivergenceMonitor as a dict
     run         {"id": the run's random id, "origin": [kind, id, step of the file it began from]}
     parameters, exp_avg, exp_avg_sq           {global name: tensor}
@@ -329,7 +330,7 @@ def load(path: Path) -> dict:
         raise ValueError(f"{path} has format {state['format']}, this code reads format {FORMAT}: "
                          f"use the version of the code that wrote it")
     with reading(path, "is refused"):
-        if set(state) != KEYS:
+        if set(state) - {"tokenizer_file"} != KEYS:
             raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")
         weights_only = not state["exp_avg"] and not state["exp_avg_sq"]
         shapes = parameter_shapes(GPTConfig(**state["model"]))

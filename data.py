@@ -25,6 +25,7 @@ import os
 import re
 import sys
 from bisect import bisect_right
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,14 +34,17 @@ from corpus.flags import DEFAULT_OUT, parse_flags, summary
 
 import numpy as np
 
-from corpus.disk import (change_of, check_writable, most_open_files, new_folder, sha256_of,
+from corpus.disk import (check_writable, most_open_files, new_folder, sha256_of,
                          sha256_of_samples, signals_stop)
 from corpus.downloads import download_fineweb, download_text
 from corpus.inputs import find_files, standard_library
 from corpus.kinds import what_it_is
-from corpus.messages import explain, is_failure, named, print_lines, progress
-from corpus.passes import SPLITS, VAL_ONE_IN, index_documents, tokenise
-from corpus.tokenizers import get_tokenizer
+from corpus.messages import NO_SPACE, explain, is_failure, named
+from corpus.messages import note as tell
+from corpus.messages import print_lines, progress
+from corpus.passes import (SPLITS, VAL_ONE_IN, Index, bytes_per_token, index_documents, tokenise,
+                           train_tokenizer)
+from corpus.tokenizers import OWN, get_tokenizer, name_of, read_file, read_own
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 CHECKED_AT_ONCE = 1 << 24   # tokens
@@ -127,7 +131,7 @@ def read_meta(directory: Path) -> dict:
         meta = json.loads(path.read_text())
         needed = {key: meta[key]
                   for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
-        return dict(needed, tokens=dict(meta.get("tokens", {})))
+        needed["tokens"] = dict(meta.get("tokens", {}))
     except FileNotFoundError:
         if (directory / "train_000000.bin").exists():       # data.py's own name
             raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "
@@ -140,6 +144,9 @@ def read_meta(directory: Path) -> dict:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
                          f"again") from None
+    if needed["tokenizer"].startswith(OWN):
+        needed["tokenizer_file"] = read_own(directory, needed["tokenizer"])
+    return needed
 
 
 # ---- Windows of tokens, in the order in which a run reads them -------------------------------
@@ -225,6 +232,8 @@ class TokenDataset:
         metas = [source.meta for source in self.sources.values()]
         self.meta = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
                          bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
+        if "tokenizer_file" in meta:
+            self.meta["tokenizer_file"] = meta["tokenizer_file"]
         # Each phase is [first position, {fingerprint of a source: weight}]; checkpoints store them.
         self.phases = [[0, {key: source.weight for key, source in self.sources.items()}]]
 
@@ -526,48 +535,102 @@ def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
 
 # ---- Making shards: two passes over the documents -------------------------------------------
 
-def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) -> dict:
+def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, field="text",
+            near_duplicates="ignore", train_tokens: int | None = None) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
-    complete, and return what meta.json says. Raises ValueError if a file is not text, if there is
-    too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
-    run may be training on."""
-    encoding = get_tokenizer(tokenizer)
+    complete, and return what meta.json says. `tokenizer`: gpt2, bytes, the path of a .tiktoken, or
+    the one of `train_tokens` tokens that is trained on this text. What is there already is not made
+    again. Raises ValueError if a file is not text, if there is too little or, before it tokenises,
+    if `out` holds shards of other text or other flags, which a run may be training on."""
+    vocabulary = None           # the content of the file of a tokenizer of one's own
+    if tokenizer.endswith(".tiktoken"):
+        vocabulary = read_file(Path(tokenizer))
+        tokenizer = name_of(vocabulary)
+    if train_tokens is None:
+        encoding = get_tokenizer(tokenizer, vocabulary)
     check_writable(out)
-    before = [change_of(path) for path in files]
-    digest, cuts, size, counts = index_documents(files, seed)
-    source = f"{digest}, {tokenizer}, {shard_tokens}"
+    index = index_documents(files, seed, field, near_duplicates)
+    source = f"{index.digest}, {tokenizer}, {shard_tokens}"
+    meta = find_complete(out, source)
+    if meta is not None:
+        return meta
+    check_held(out, source)
+    if train_tokens is not None:
+        vocabulary = train_tokenizer(index, train_tokens)
+        tokenizer = name_of(vocabulary)
+        encoding = get_tokenizer(tokenizer, vocabulary)
+    out.mkdir(parents=True, exist_ok=True)
+    with new_folder(out) as folder:
+        tokens, text_bytes = write_shards(folder, index, encoding, shard_tokens)
+        # The fingerprint covers the headers, too: windows do not cross the end of a shard.
+        meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
+                    text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
+                    fingerprint=sha256_of(*sorted(folder.iterdir())), source=source,
+                    **index.counts)
+        if vocabulary is not None:
+            (folder / f"{tokenizer}.tiktoken").write_text(vocabulary)
+        if train_tokens is not None:
+            with suppress(ConnectionError):     # without GPT-2's vocabulary nothing is compared
+                meta["compared"] = [bytes_per_token(index, one)
+                                    for one in (encoding, get_tokenizer("gpt2"))]
+        publish(folder, out, meta)
+    return meta
+
+
+def find_complete(out: Path, source: str) -> dict | None:
+    """What meta.json in `out` says, if it is of this source and the shards are those that it describes;
+    None otherwise."""
+    try:
+        meta = json.loads((out / "meta.json").read_text())
+        shards = sorted(out.glob("[!.]*.bin"))
+        if meta["source"] != source or sha256_of(*shards) != meta["fingerprint"]:
+            return None
+        TokenDataset(out, "train", 1)           # its tokenizer is there, too
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    tell(f"{out} holds the shards of this text already: they are left as they are")
+    return meta
+
+
+def write_shards(folder: Path, index: Index, encoding, shard_tokens: int) -> tuple[dict, dict]:
+    """Encode the documents. Returns {split: number of tokens} and {split: bytes of text}."""
+    tokens = dict.fromkeys(SPLITS, 0)
+    text_bytes = dict.fromkeys(SPLITS, 0)
+    note = progress("tokenising", index.size)
+    for split, encoded, size in tokenise(index, encoding):
+        try:
+            append_tokens(folder, split, encoded, tokens[split], shard_tokens)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                made = 2 * (sum(tokens.values()) + len(encoded))
+                needed = made * index.size / (sum(text_bytes.values()) + size)
+                error.strerror += f" (the shards need about {max(needed / 1e6, 1):,.0f} MB)"
+            raise
+        tokens[split] += len(encoded)
+        text_bytes[split] += size
+        note(size)
+    return tokens, text_bytes
+
+
+def check_held(out: Path, source: str) -> None:
+    """Raise ValueError if `out` holds shards of another source, on which a run may be training."""
     meta_path = out / "meta.json"
     held = [*out.glob("[!.]*.bin"), *out.glob("meta.json")]
     if held and not (meta_path.exists() and f'"{source}"' in meta_path.read_text()):
         raise ValueError(f"{held[0]} was made of other text, with other flags or by another "
                          f"program: give another --out, or remove the shards and meta.json")
-    out.mkdir(parents=True, exist_ok=True)
-    with new_folder(out) as folder:
-        tokens = dict.fromkeys(SPLITS, 0)
-        text_bytes = dict.fromkeys(SPLITS, 0)
-        note = progress("tokenising", size)
-        for split, encoded, job_bytes in tokenise(files, cuts, encoding):
-            append_tokens(folder, split, encoded, tokens[split], shard_tokens)
-            tokens[split] += len(encoded)
-            text_bytes[split] += job_bytes
-            note(job_bytes)
-        for path, change in zip(files, before):
-            if change_of(path) != change:
-                raise ValueError(f"{path} changed while it was read: run data.py again")
-        if sum(text_bytes.values()) != size:
-            raise ValueError("the input changed while it was read: run data.py again")
-        # The fingerprint covers the headers, too: windows do not cross the end of a shard.
-        meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
-                    text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
-                    fingerprint=sha256_of(*sorted(folder.iterdir())), source=source, **counts)
-        with named(meta_path):
-            # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
-            meta_path.write_text(json.dumps(dict(source=source)))
-            for path in folder.iterdir():
-                os.replace(path, out / path.name)
-            (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-            os.replace(folder / "meta.json", meta_path)
-    return meta
+
+
+def publish(folder: Path, out: Path, meta: dict) -> None:
+    """Move the complete files to `out`, meta.json last."""
+    meta_path = out / "meta.json"
+    with named(meta_path):
+        # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
+        meta_path.write_text(json.dumps(dict(source=meta["source"])))
+        for path in folder.iterdir():
+            os.replace(path, out / path.name)
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        os.replace(folder / "meta.json", meta_path)
 
 
 # ---- The program ----------------------------------------------------------------------------
@@ -575,7 +638,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) 
 def make(args) -> dict:
     """Find or download the text and make the shards. Returns what meta.json says."""
     if args.input:
-        files = find_files(args.input)
+        files = find_files(args.input, args.text_field)
     elif args.dataset == "python":
         files = standard_library()
     elif args.dataset == "fineweb":
@@ -583,7 +646,8 @@ def make(args) -> dict:
         return dict(tokens={split: TokenDataset(args.out, split, 1).n_tokens for split in SPLITS})
     else:
         files = [download_text(args.dataset, args.out)]
-    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens)
+    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens,
+                   args.text_field, args.near_duplicates, args.train_tokenizer)
 
 
 def main(argv=None) -> int:
@@ -592,8 +656,10 @@ def main(argv=None) -> int:
         with signals_stop():
             meta = make(args)
     except KeyboardInterrupt:
-        print("data.py: stopped: the same command continues a download, and makes the shards from "
-              "the beginning", file=sys.stderr)
+        then = "makes the shards from the beginning; nothing is left of them"
+        if any(args.out.rglob("*.part")):
+            then = "continues the download"
+        print(f"data.py: stopped: the same command {then}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"data.py: {explain(error)}", file=sys.stderr)

@@ -224,7 +224,19 @@ class Run:
         batch = self.prefetched
         if batch is None or (batch.step, batch.position) != (self.step, self.batches.position):
             batch = self.load_batch(self.step)
-        return self.batches.move_past(batch)
+        batch = self.batches.move_past(batch)
+        if self.step < self.config.steps:       # the kernel reads them while this step computes
+            self.will_need(self.train_data, self.batches.next_window_ids())
+        return batch
+
+    def will_need(self, dataset: TokenDataset, window_ids: np.ndarray) -> None:
+        if self.grid.is_first or self.grid.is_last:
+            dataset.will_need(self.own_windows(window_ids).ravel())
+
+    def own_windows(self, window_ids: np.ndarray) -> np.ndarray:
+        """(B,) -> (m, b): the windows that this rank reads, by microbatches."""
+        grid = self.grid
+        return split_microbatches(window_ids, self.config.micro_batch, grid.dp_rank, grid.dp)
 
     def load_batch(self, step: int) -> Batch:
         """The next batch in the data, for step `step`."""
@@ -239,8 +251,8 @@ class Run:
         are IGNORE_INDEX."""
         grid = self.grid
         microbatches = []
-        for m, ids in enumerate(split_microbatches(window_ids, self.config.micro_batch,
-                                                   grid.dp_rank, grid.dp)):     # ids (b,)
+        self.will_need(dataset, window_ids)
+        for m, ids in enumerate(self.own_windows(window_ids)):                  # ids (b,)
             inputs, targets = None, None
             if grid.is_first or grid.is_last:
                 tokens = torch.from_numpy(dataset.tokens_of(ids))               # (b, T + 1)
@@ -411,8 +423,9 @@ class Run:
             tokens=progress.sequences_trained * self.model_config.seq_len,
             optimizer_steps=progress.optimizer_steps, config=dataclasses.asdict(self.config),
             model=dataclasses.asdict(self.model_config),
-            tokenizer=self.train_data.meta["tokenizer"], data=self.train_data.phases,
-            scaler=progress.scaler.state_dict(), monitor=dataclasses.asdict(progress.monitor)))
+            data=self.train_data.phases, scaler=progress.scaler.state_dict(),
+            monitor=dataclasses.asdict(progress.monitor),
+            **{key: value for key, value in self.train_data.meta.items() if "tokenizer" in key}))
 
 
 # ---- Start ----------------------------------------------------------------------------------

@@ -3,5 +3,7 @@
     inputs      which files are read           passes      the two passes over the documents
     kinds       what a file is                 tokenizers  text to tokens and back
     formats     the documents of a file        flags       of data.py, and its summary
-    downloads   files from the network         messages, disk
+    downloads   files from the network         near_duplicates
+    compressed, records, problems              bpe         trains a tokenizer
+    messages, disk
 """

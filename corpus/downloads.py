@@ -3,8 +3,8 @@ import os
 import time
 from pathlib import Path
 
+from corpus.compressed import BLOCK
 from corpus.disk import sha256_of
-from corpus.formats import BLOCK
 from corpus.messages import named, progress
 
 HUB = "https://huggingface.co"

@@ -53,7 +53,8 @@ def named(path):
         raise
 
 
-FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+FAILURES = (*NO_SPACE, errno.EFBIG, errno.EIO)
 SYSTEM_ADVICE = {
     errno.ENOSPC: "free some space there, or give another --out",
     errno.EDQUOT: "free some of your quota there, or give another --out",

@@ -4,7 +4,6 @@ Some files stand below the book: data.py, checkpoint.py, train.py and sample.py 
 know nothing of a run. tests/test_structure.py holds them to it:
 
     commandline, other_names, options   flags and their mistakes
-    files, inputs, corpora              text, for data.py
     processes, devices, threads         ranks, and what they compute on
 
 The others stand above it. Their argument `run` is a train.Run, but none imports train.py:

@@ -348,7 +348,8 @@ def report_stop(run, done: int) -> None:
 def report_end(run) -> None:
     """The event of a run that has made all steps, and a line: how to sample."""
     run.watch.log.event("end", step=run.config.steps)
-    if run.train_data.meta["tokenizer"] in ("gpt2", "bytes"):
+    meta = run.train_data.meta
+    if meta["tokenizer"] in ("gpt2", "bytes") or "tokenizer_file" in meta:
         file = shlex.quote(f"{run.config.out}/latest.pt")
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
 

@@ -67,7 +67,7 @@ import checkpoint
 import data
 import sample
 import train
-from corpus import downloads, formats, inputs, passes
+from corpus import compressed, downloads, formats, inputs, passes
 from model import GPT, GPTConfig
 from parallelism.build import Grid, build_stage, make_groups
 from parallelism.context import recompute_attention
@@ -831,7 +831,7 @@ def texts_of(directory, *splits):
 
 def set_block(monkeypatch, size):
     """The characters read, and encoded, at once."""
-    for module in (downloads, formats, passes):
+    for module in (compressed, downloads, formats, passes):
         monkeypatch.setattr(module, "BLOCK", size)
 
 

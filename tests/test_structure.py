@@ -21,6 +21,7 @@ from dataclasses import fields
 
 import pytest
 
+import data
 import model
 from model import GPTConfig
 from runtime.options import Config
@@ -128,6 +129,13 @@ FLAGS = """data out log model n_layer n_head n_embd seq_len activation dropout b
 def test_train_py_has_these_flags_and_no_others():
     """A new flag is a decision, not an accident: whoever adds one writes it down here too."""
     assert {field.name for field in fields(Config)} == set(FLAGS.split())
+
+
+DATA_FLAGS = "dataset input text_field near_duplicates tokenizer train_tokenizer out seed shard_tokens shards"
+
+
+def test_data_py_has_these_flags_and_no_others():
+    assert set(vars(data.parse_flags([]))) - {"unnamed"} == set(DATA_FLAGS.split())
 
 
 def test_the_example_in_model_py_runs():
