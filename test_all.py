@@ -591,19 +591,6 @@ def losses_of_plain_program(rank, world, tp, pp, folder, steps, cp=1, sequence_p
     return [float(line.split()[3]) for line in text.getvalue().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def losses_of_train_py(shards, tmp_path_factory):
-    """losses_of_train_py(steps): those of the quick start's model and flags in one process."""
-    @functools.cache
-    def run(steps):
-        out = tmp_path_factory.mktemp("quick start")
-        done = Command("train.py", "--data", shards, "--out", out, "--steps", steps,
-                       "--eval-every", 0, "--save-every", 0).finish(200)
-        assert done[0] == 0, done
-        return column(read_metrics(out)[0], "loss")
-    return run
-
-
 @pytest.mark.parametrize("world, tp, pp, steps", [
     (1, 1, 1, 5), (2, 1, 1, 5), (2, 2, 1, 5), (2, 1, 2, 5), (8, 2, 2, 5),
     pytest.param(8, 2, 2, 20, marks=pytest.mark.slow)])

@@ -901,3 +901,16 @@ def things(shards, tmp_path_factory):
     shutil.copy(folder / "six.pt", folder / "sixth" / "latest.pt")
     (folder / "torn.pt").write_bytes((folder / "whole.pt").read_bytes()[:-5000])
     return folder
+
+
+@pytest.fixture(scope="session")
+def losses_of_train_py(shards, tmp_path_factory):
+    """losses_of_train_py(steps): those of the quick start's model and flags in one process."""
+    @functools.cache
+    def run(steps):
+        out = tmp_path_factory.mktemp("quick start")
+        done = Command("train.py", "--data", shards, "--out", out, "--steps", steps,
+                       "--eval-every", 0, "--save-every", 0).finish(200)
+        assert done[0] == 0, done
+        return column(read_metrics(out)[0], "loss")
+    return run

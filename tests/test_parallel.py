@@ -11,8 +11,7 @@ import torch
 
 import parallel
 from parallelism.schedules import gpipe, one_f_one_b
-from test_all import (CUTS, losses_of_plain_program, losses_of_train_py,  # noqa: F401: a fixture
-                      outputs_and_dx, random_tensor)
+from test_all import CUTS, losses_of_plain_program, outputs_and_dx, random_tensor
 from tests.harness import CFG, Command, assert_close, gridded, on_ranks, random_gpt, tokens_of
 
 
@@ -180,7 +179,7 @@ def test_plain_3d_steps_clip_by_the_norm_of_the_whole_model(rank, world, *, tp, 
         (8, 4, 1, 2, dict(zero=2, sequence_parallel=True)),
         (4, 1, 1, 1, dict(zero=2)), (4, 1, 1, 4, dict(zero=3))])])
 def test_plain_program_has_the_losses_of_train_py_with_each_technique(
-        pool, shards, losses_of_train_py, world, tp, pp, cp, options):                # noqa: F811
+        pool, shards, losses_of_train_py, world, tp, pp, cp, options):
     """Five steps in these layouts have the losses of train.py in one process, to 1e-5."""
     found = pool.run(world, functools.partial(losses_of_plain_program, cp=cp, **options), tp, pp,
                      shards, 5)[0]

@@ -86,8 +86,8 @@ def a_step_of_a_run(rank, world, config, cfg):
         run.save = lambda: None
         run.model.register_forward_pre_hook(lambda *_: forwards.append(-flops.get_total_flops()))
         run.model.register_forward_hook(lambda *_: forwards.append(flops.get_total_flops()))
-        with flops, traffic(note), torch.nn.attention.sdpa_kernel(
-                torch.nn.attention.SDPBackend.MATH), mock.patch.object(kernels, "NO_PRODUCTS", []), \
+        plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+        with flops, traffic(note), plain, mock.patch.object(kernels, "NO_PRODUCTS", []), \
                 mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
             run.watch.log = console.RunLog(Rows(run, nothing))
             run.train(stop)
