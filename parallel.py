@@ -1,13 +1,14 @@
-"""3D parallelism whole, in its plainest form: data, pipeline and tensor parallelism of the GPT,
-with sequence and context parallelism and ZeRO.
+"""All of 3D parallelism, as simply as possible: data, pipeline and tensor parallelism of the GPT,
+with sequence and context parallelism and ZeRO. It runs on CPUs.
 
     python data.py; python parallel.py                                  # in one process
     torchrun --nproc_per_node=8 parallel.py --tp 2 --pp 2 --zero 1      # dp = 8 / (tp pp) = 2
 
 trains the quick start's model on its data for 20 steps. train.py, run the same way, has the same
 losses to 1e-5, in any layout: the same seed and the same global batch give the same loss and
-gradients, up to the order of additions. The program is made of the forms below, and its flags
-choose among them. Nothing is done for speed alone: read it, run it, change it.
+gradients, up to the order of additions. The sections below are the program; flags choose what runs.
+Little is done for speed: buckets show how communication overlaps backward. Read it, run it, change
+it.
 
     1. Ranks                    their grid, their groups, their collectives
     2. Tensor parallelism       each matrix is cut             --tp, --sequence-parallel
@@ -16,8 +17,8 @@ choose among them. Nothing is done for speed alone: read it, run it, change it.
     5. Context parallelism      the sequence is cut            --cp
     6. All together             one step, and the program
 
-parallelism/ has the same techniques as train.py runs them, fast and small: tensor.py, pipeline.py,
-zero.py and context.py there begin with a table of what they add to the plain form, and why.
+parallelism/ has the same techniques as train.py runs them, faster and with less memory: tensor.py,
+pipeline.py, zero.py and context.py there begin with a table of what they add to the plain form.
 
 Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V vocabulary.
 """
@@ -38,18 +39,19 @@ from model import GPT, GPTConfig, ceil_div
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
 #
-# A rank is one process. The ranks form an array (dp, pp, cp, tp) whose last dimension is the
-# fastest. For dp 2, pp 2, cp 1, tp 2:
+# A rank is one process. The ranks form an array (dp, pp, cp, tp) in row-major order: neighbours in
+# tp have consecutive ranks. For dp 2, pp 2, cp 1, tp 2:
 #
 #                     stage 0     stage 1
 #       replica 0     0   1       2   3          tensor parallel    (0 1) (2 3) (4 5) (6 7)
 #       replica 1     4   5       6   7          pipelines          (0 2) (1 3) (4 6) (5 7)
-#                                                replicas           (0 4) (1 5) (2 6) (3 7)
+#                                                same weights       (0 4) (1 5) (2 6) (3 7)
 #
 # Tensor parallelism communicates most (four all-reduces per block and microbatch: two forward, two
 # backward), so its ranks are adjacent and share a machine. Those of context parallelism, which
-# exchange keys and values in each block, come next. Data parallelism reduces gradients once a step
-# (ZeRO 2 and 3: once per microbatch) and may cross the network (Narayanan et al. 2021, section 3).
+# exchange keys and values in each block, come next. Pipelines send only activations between
+# neighbours. Data parallelism reduces gradients once a step (ZeRO 2: once per microbatch; ZeRO 3
+# gathers parameters, too) and may cross the network (Narayanan et al. 2021, section 3).
 # ---------------------------------------------------------------------------------------------
 
 
@@ -57,7 +59,7 @@ GROUPS = ("tp", "cp", "replicas", "pp", "world", "embedding")
 
 
 class Grid:
-    """The layout, this rank's place in it, and its process groups (None where it is alone). With
+    """The layout, this rank's place in it, and its process groups (None for a group of one). With
     `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers.
 
     A replica is a full copy of the model, on pp x tp ranks. There are dp x cp: dp cuts the rows of
@@ -84,7 +86,7 @@ class Grid:
         members = dict(
             tp=self.ranks[d, p, c, :],                  # share each matrix
             cp=self.ranks[d, p, :, t],                  # share each sequence
-            replicas=self.ranks[:, p, :, t],            # hold the same weights
+            replicas=self.ranks[:, p, :, t],            # hold the same weights: one of each replica
             pp=self.ranks[d, :, c, t],                  # share the layers
             world=self.ranks,
             embedding=self.ranks[d, [0, -1], c, t])     # hold the tied matrix: first and last stage
@@ -100,13 +102,14 @@ def make_groups(grid: Grid) -> None:
             grid.groups[kind] = dist.new_group(ranks, use_local_synchronization=True)
 
 
-# The ranks of a group communicate in three ways. For ranks a and b, which have two slices each:
+# The ranks of a group use three collectives. For ranks a and b, which have two slices each:
 #
 #                before      reduce-scatter      then all-gather     or all-reduce, from "before"
 #       rank a   a0 a1       a0+b0  -            a0+b0  a1+b1        a0+b0  a1+b1
 #       rank b   b0 b1       -      a1+b1        a0+b0  a1+b1        a0+b0  a1+b1
 #
-# So an all-reduce costs as much as the other two. A group of one rank is None: nothing happens.
+# So an all-reduce costs as much as the other two together. A group of one rank is None: nothing
+# happens.
 
 
 def all_reduce(x: torch.Tensor, group) -> torch.Tensor:
@@ -136,8 +139,8 @@ def all_gather(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
     return torch.cat(slices, dim)
 
 
-# In backward an all-gather becomes a reduce-scatter: each rank has used x, so its gradient is a
-# sum. And the reverse.
+# The backward of an all-gather is a reduce-scatter: every rank has used this slice, so its gradient
+# is the sum of theirs. The backward of a reduce-scatter is an all-gather.
 
 
 class AllGather(torch.autograd.Function):
@@ -205,9 +208,9 @@ class ReduceFromRanks(torch.autograd.Function):
         return dy, None
 
 
-# Sequence parallelism (Korthikanti et al. 2022, section 4.2.2). From g to the next f all ranks hold
-# the same activations and compute the same LayerNorm. Instead, let each hold some positions there.
-# For two ranks and positions 0 to 3:
+# Sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f (bias,
+# residual addition, LayerNorm) all tp ranks do the same work on the same activations. Instead, let
+# each hold some positions there. For two ranks and positions 0 to 3:
 #
 #                 norm               f     qkv, attention, proj     g      norm
 #       rank a    0 1     ->   0 1 2 3     with half of the heads   ->     0 1
@@ -216,20 +219,21 @@ class ReduceFromRanks(torch.autograd.Function):
 #   f: all-gather forward,     reduce-scatter backward
 #   g: reduce-scatter forward, all-gather backward
 #
-# Together they send as much as one all-reduce, and the activations from g to f take 1 / tp of the
-# memory. A LayerNorm, a bias after g and the position embedding see this rank's positions alone, so
-# their gradients are summed over the tp ranks (in `plain_3d_step`). In use: sequence.py.
+# f and g together send as much as one all-reduce, and the activations from g to f take 1 / tp of
+# the memory. A LayerNorm, a bias after g and the position embedding see this rank's positions
+# alone, so their gradients are summed over the tp ranks (in `plain_3d_step`). In use:
+# parallelism/sequence.py.
 
 
 def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Before a matrix that is cut by columns."""
+    """The input of a matrix that is cut by columns: all positions; backward sums their gradient."""
     if grid.sequence_parallel:
         return AllGather.apply(x, grid.groups["tp"], 1)             # (B, T / tp, C) -> (B, T, C)
     return CopyToRanks.apply(x, grid.groups["tp"])
 
 
 def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """After a matrix that is cut by rows."""
+    """The output of a matrix that is cut by rows: the sum of the ranks' terms."""
     if grid.sequence_parallel:
         return ReduceScatter.apply(x, grid.groups["tp"], 1)         # (B, T, C) -> (B, T / tp, C)
     return ReduceFromRanks.apply(x, grid.groups["tp"])
@@ -247,11 +251,11 @@ def cut(parameter: nn.Parameter, dim: int, grid: Grid, stacked: int = 1) -> nn.P
 class PlainColumnLinear(nn.Module):
     """x (B, T, in) -> (B, T, out / tp), this rank's columns."""
 
-    def __init__(self, plain: nn.Linear, grid: Grid, stacked: int = 1):
+    def __init__(self, whole: nn.Linear, grid: Grid, stacked: int = 1):
         super().__init__()
         self.grid = grid
-        self.weight = cut(plain.weight, 0, grid, stacked)
-        self.bias = cut(plain.bias, 0, grid, stacked)
+        self.weight = cut(whole.weight, 0, grid, stacked)
+        self.bias = cut(whole.bias, 0, grid, stacked)
 
     def forward(self, x):
         return F.linear(f(x, self.grid), self.weight, self.bias)
@@ -260,11 +264,11 @@ class PlainColumnLinear(nn.Module):
 class PlainRowLinear(nn.Module):
     """x (B, T, in / tp), this rank's columns -> (B, T, out), the sum over the ranks."""
 
-    def __init__(self, plain: nn.Linear, grid: Grid):
+    def __init__(self, whole: nn.Linear, grid: Grid):
         super().__init__()
         self.grid = grid
-        self.weight = cut(plain.weight, 1, grid)
-        self.bias = plain.bias      # whole: added after the sum; inside, it would count tp times
+        self.weight = cut(whole.weight, 1, grid)
+        self.bias = whole.bias      # whole: added after the sum; inside, it would count tp times
 
     def forward(self, x):
         return g(F.linear(x, self.weight), self.grid) + self.bias
@@ -275,8 +279,8 @@ class PlainRowLinear(nn.Module):
 
 
 def find_local(tokens: torch.Tensor, weight: torch.Tensor, grid: Grid) -> tuple:
-    """(each token's row in this rank's part of the matrix, 0 if it is elsewhere; whether it is in
-    this part)."""
+    """(the row of each token in this rank's part of the matrix, 0 if absent; a mask of those
+    present)."""
     rows = tokens - grid.tp_rank * len(weight)
     is_local = (rows >= 0) & (rows < len(weight))
     return rows.where(is_local, 0), is_local
@@ -297,11 +301,12 @@ class PlainVocabEmbedding(nn.Module):
 
 
 class PlainPositionEmbedding(nn.Module):
-    """positions 0, 1, ... counted among those of this rank -> their rows of the whole matrix."""
+    """Position i of this rank -> row own[i] of the whole matrix, where own has their numbers in the
+    sequence. The sequence has as many positions as the matrix has rows."""
 
-    def __init__(self, plain: nn.Embedding, grid: Grid):
+    def __init__(self, whole: nn.Embedding, grid: Grid):
         super().__init__()
-        self.weight = plain.weight                                              # (T, C)
+        self.weight = whole.weight                                              # (T, C)
         own = own_positions(torch.arange(len(self.weight)), grid.cp_rank, grid.cp)      # section 5
         if grid.sequence_parallel:
             own = own.chunk(grid.tp)[grid.tp_rank]
@@ -312,16 +317,16 @@ class PlainPositionEmbedding(nn.Module):
 
 
 class PlainVocabHead(nn.Module):
-    """x (B, T, C), targets (B, T) -> the summed loss of model.Head, though no rank has all V logits
-    z of a position:
+    """x (B, T, C), targets (B, T), none ignored -> the summed loss of model.Head, though no rank
+    has all V logits z of a position:
 
         loss = log sum_v exp(z_v) - z_target = m + log sum_v exp(z_v - m) - z_target
 
     With m the largest logit, exp cannot overflow; m cancels, so it needs no gradient."""
 
-    def __init__(self, plain: nn.Module, weight: nn.Parameter, grid: Grid):
+    def __init__(self, whole: nn.Module, weight: nn.Parameter, grid: Grid):
         super().__init__()
-        self.norm, self.vocab_size, self.grid = plain.norm, plain.vocab_size, grid
+        self.norm, self.vocab_size, self.grid = whole.norm, whole.vocab_size, grid
         self.weight = weight                                            # (V / tp, C)
 
     def forward(self, x, targets):
@@ -476,9 +481,9 @@ def plain_step(model, optimizer, tokens, targets):
 
 
 class Bucket:
-    """Gradients that travel in one message. Autograd calls the hook of a parameter when its
-    gradient is there. The last hook starts the all-reduce, which travels while backward computes
-    the gradients of the next bucket:
+    """Gradients that are sent in one message. Autograd calls the hook of a parameter when it has
+    added to its .grad. The last hook starts the all-reduce, which runs while backward computes the
+    gradients of the next bucket. All replicas complete them in the same order, that of backward:
 
         backward      head     block 1          block 0          embedding
         all-reduce             head ------->    block 1 ------>  block 0 ------>  embedding ------>
@@ -508,7 +513,8 @@ class Bucket:
 
 
 def make_buckets(model: GPT, grid: Grid) -> list[Bucket]:
-    """One for each block and each part of the ends. The tied matrix has its own: its gradient, to
+    """One for each block, the token matrix, the position matrix and the last LayerNorm. The tied
+    matrix has its own: its gradient, to
     which head and embedding add, is complete last."""
     contents = {}
     for name, parameter in model.named_parameters():            # the tied matrix: once
@@ -517,9 +523,9 @@ def make_buckets(model: GPT, grid: Grid) -> list[Bucket]:
     return [Bucket(parameters, grid.groups["replicas"]) for parameters in contents.values()]
 
 
-# ZeRO does not repeat on every replica what one of them can do: replica i of r updates shard i of
-# each parameter, laid out flat. AdamW is elementwise, so a shard may begin and end anywhere. Of n
-# parameters a replica keeps:
+# With plain data parallelism every replica makes the same update. ZeRO divides it: replica i of r
+# updates shard i of each parameter, laid out flat. AdamW is elementwise, so a shard may
+# begin and end anywhere. Of n parameters a replica keeps:
 #
 #            parameters  gradients  moments    sent: gradients                    parameters
 #   ZeRO 0   n           n          2n         all-reduce, once a step            -
@@ -527,7 +533,9 @@ def make_buckets(model: GPT, grid: Grid) -> list[Bucket]:
 #   ZeRO 2   n           n / r      2n / r     reduce-scatter, in each backward   all-gather, once
 #   ZeRO 3   n / r       n / r      2n / r     reduce-scatter, in each backward   all-gather, in use
 #
-# (With 1 and 2 the shards here are copies: n / r more. In zero.py they are views.)
+# where a moment is one of AdamW's two averages of the gradients. (With 1 and 2 the shards here are
+# copies: 2n / r more with 1, n / r with 2. In zero.py they are views. With 3 a microbatch gathers
+# each parameter twice, for forward and for backward.)
 
 
 def flatten(x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -563,7 +571,8 @@ def all_gather_parameters(model: GPT, shards: dict, grid: Grid) -> None:
 
 def reduce_scatter_in_backward(model: GPT, shards: dict, grid: Grid) -> None:
     """ZeRO 2: a hook sums each gradient of a microbatch as soon as it is there, adds the sum to
-    that of the shard, and frees the gradient. So the whole model's never exist at once."""
+    that of the shard, and frees the gradient. So the
+    gradients of the whole model never exist at once."""
     def grad_ready(shard, parameter):
         grad = reduce_scatter(flatten(parameter.grad, grid), grid.groups["replicas"])
         shard.grad = grad if shard.grad is None else shard.grad + grad
@@ -593,8 +602,8 @@ class PlainGathered(nn.Module):
         return torch.func.functional_call(self.module, parameters, inputs)
 
     def forward(self, *inputs):
-        # Autograd would keep the gathered parameters for backward. The checkpoint drops them, and
-        # in backward it gathers them again.
+        # Autograd would keep the gathered parameters for backward. The checkpoint drops them: in
+        # backward it gathers them, and runs forward, again. (FSDP and zero.py gather alone.)
         return checkpoint(self.gather_and_run, *inputs, use_reentrant=False)
 
 
@@ -620,7 +629,7 @@ def gather_in_use(model: GPT, shards: dict, grid: Grid) -> None:
 #
 # The activations of a long sequence do not fit on one rank. So the sequence is cut, too: a rank
 # runs the whole model on some of its positions. It embeds them with their global positions and
-# computes the loss at them; the gradients of parameters are summed over the ranks, as in data
+# computes their losses; the gradients of parameters are summed over the ranks, as in data
 # parallelism. Only attention reads other positions: the keys and values of those before. A later
 # position attends to more keys, so for equal work each rank has an early and a late piece of the
 # sequence. For two ranks and 12 positions:
@@ -629,7 +638,8 @@ def gather_in_use(model: GPT, shards: dict, grid: Grid) -> None:
 #     rank                0        1        1        0
 #     number of keys      1 2 3    4 5 6    7 8 9    10 11 12        39 on either rank
 #
-# In use: parallelism/context.py.
+# (The plain form computes the masked scores, too, so it does not gain from this; CP1 in context.py
+# does.) In use: parallelism/context.py.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -745,7 +755,8 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
 
 def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain_gpipe) -> None:
     """Train `nano` on this rank's part of a data.TokenDataset with train.py's defaults: its batch
-    size, seed, optimizer, and learning rate, which rises for 50 steps. (Its decay comes later.)"""
+    size, seed, optimizer, and learning rate, which rises for 50 steps. (train.py's decay starts
+    after step 50.)"""
     batch_size, seed, peak_lr, warmup_steps = 16, 1337, 4e-3, 50
     config = GPTConfig(vocab_size=dataset.meta["vocab_size"])
     model = GPT(config).initialize(seed)        # all of it; train.py makes a rank's part alone
@@ -794,17 +805,20 @@ def main() -> None:
             print(f"parallel.py: {message}", file=sys.stderr, flush=True)
         sys.exit(2)
 
-    parser = argparse.ArgumentParser("parallel.py", description="3D parallelism in plain forms.")
+    parser = argparse.ArgumentParser(
+        "parallel.py", description="3D parallelism in plain forms, on CPUs.")
     parser.error = fail
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each matrix")
     parser.add_argument("--sequence-parallel", action="store_true",
-                        help="between these matrices the tp ranks cut the positions, too")
+                        help="cut positions over the tp ranks between these matrices")
     parser.add_argument("--pp", type=int, default=1, help="stages of the pipeline")
     parser.add_argument("--pp-schedule", choices=SCHEDULES, default="gpipe")
     parser.add_argument("--zero", type=int, choices=range(4), default=0,
-                        help="shard 1: moments, 2: gradients, too, 3: parameters, too")
+                        help="what to shard. 1: AdamW's moments; 2: also gradients; "
+                             "3: also parameters")
     parser.add_argument("--cp", type=int, default=1, help="ranks that share each sequence")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20,
+                        help="train.py has the same learning rate up to step 50")
     args = parser.parse_args()
     tp, pp, cp = (max(1, count) for count in (args.tp, args.pp, args.cp))
     size = tp * pp * cp             # ranks that share each row of the batch

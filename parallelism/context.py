@@ -13,8 +13,7 @@ It computes what `PlainContextAttention` in parallel.py does. The differences:
          difference                             gain                       where
     CP1  a piece of q attends to the keys       about half the products;   attend_to_prefix
          before its end, not to all, masked     flash attention
-    CP2  K and V are gathered in one message;   half the messages; half    _GatherKeysAndValues
-         backward reduce-scatters               the bytes of backward
+    CP2  K and V are gathered in one message    half the messages          _GatherKeysAndValues
     CP3  backward gathers and attends again     K and V of T / cp          recompute_attention
          (Korthikanti et al. 2022, section 5)   positions are kept, not T
 
