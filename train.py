@@ -312,8 +312,8 @@ class Run:
         if self.step < config.steps:    # while a GPU computes: step_stats waits for its end
             self.prefetched = self.load_batch(self.step + 1)
 
-        # 2. Wait for the all-reduces of the gradients over the replicas. (With ZeRO a reduce-scatter: this rank gets
-        #    the sum of its shard.)
+        # 2. Wait for the all-reduces of the gradients over the replicas. (With ZeRO they are
+        #    reduce-scatters: this rank gets the sum of its shard.)
         self.watch.after_backward()
         flat.finish_grad_sync()
 
