@@ -42,8 +42,8 @@ from corpus import (bpe, compressed, downloads, formats, inputs, messages, near_
                     passes, tokenizers)
 from model import GPTConfig
 from runtime import checks
-from tests.harness import (NASTY, ROOT, SHARED, TINY, Command, dataset, greedy, names_in, nothing, saved,
-                           set_block, shard, texts_of)
+from tests.harness import (NASTY, PAGES, ROOT, SHARED, TINY, Command, dataset, greedy, names_in,
+                           nothing, saved, set_block, shard, texts_of)
 from tools import huggingface
 
 
@@ -683,6 +683,19 @@ def test_a_package_that_is_missing_is_named_before_anything_is_read(tmp_path, mo
                                     tmp_path / "d")
         assert status == 2 and f"{name}: the package {package} reads" in error
         assert f"pip install {package}" in error and error.count("\n") == 1
+
+
+def test_the_recipe_splits_the_pile_by_its_sources(tmp_path):
+    """The program in docs/data.md, as it stands there, on lines of three sources."""
+    program = re.search(r"zstdcat train/\*.jsonl.zst \| python -c '\n(.*?)\n'\n",
+                        PAGES["data.md"], re.S)[1]
+    lines = [json.dumps(dict(text=f"text {i}", meta=dict(pile_set_name=name))) + "\n"
+             for i, name in enumerate(["Pile-CC", "PubMed Abstracts", "Wikipedia (en)"] * 4)]
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, input="".join(lines), text=True,
+                   check=True)
+    assert names_in(tmp_path / "pile") == ["Pile-CC", "PubMed-Abstracts", "Wikipedia-en"]
+    assert read_texts(tmp_path / "pile/Wikipedia-en/all.jsonl") == [
+        [f"text {i}"] for i in (2, 5, 8, 11)]
 
 
 # ---- Near-duplicates
