@@ -578,8 +578,8 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
 
 
 def find_complete(out: Path, source: str) -> dict | None:
-    """What meta.json in `out` says, if it is of this source and the shards are those that it describes;
-    None otherwise."""
+    """What meta.json in `out` says, if it is of this source and the shards are those that it
+    describes; None otherwise."""
     try:
         meta = json.loads((out / "meta.json").read_text())
         shards = sorted(out.glob("[!.]*.bin"))

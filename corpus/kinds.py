@@ -15,8 +15,10 @@ class Kind(NamedTuple):
 PANDAS = ("python -c \"import pandas; pandas.read_{}('FILE').to_json('NEW.jsonl', "
           "orient='records', lines=True)\" makes a .jsonl of it, whose column text is read")
 KINDS = (
-    Kind(".gz", b"\x1f\x8b", "it is compressed by gzip", "gunzip it first, or name it .txt.gz or .jsonl.gz"),
-    Kind(".zst", b"\x28\xb5\x2f\xfd", "it is compressed by zstd", "unzstd it first, or name it .txt.zst or .jsonl.zst"),
+    Kind(".gz", b"\x1f\x8b", "it is compressed by gzip",
+         "gunzip it first, or name it .txt.gz or .jsonl.gz"),
+    Kind(".zst", b"\x28\xb5\x2f\xfd", "it is compressed by zstd",
+         "unzstd it first, or name it .txt.zst or .jsonl.zst"),
     Kind(".xz", b"\xfd7zXZ\0", "it is compressed by xz", "unxz it first"),
     Kind(".bz2", b"BZh", "it is compressed by bzip2", "bunzip2 it first"),
     Kind(".zip", b"PK\x03\x04", "it is a zip archive", "unzip it first"),

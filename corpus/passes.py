@@ -55,7 +55,8 @@ def index_documents(files, seed: int, field="text", near_duplicates="ignore") ->
     _, first = np.unique(table["digest"], return_index=True)
     kept = np.sort(first[has_text[first]])
     skipped = len(table) - int(has_text.sum())
-    counts = dict(documents=0, skipped=skipped - len(problems), duplicates=len(table) - skipped - len(kept))
+    counts = dict(documents=0, skipped=skipped - len(problems),
+                  duplicates=len(table) - skipped - len(kept))
     if problems:
         counts["unreadable"] = len(problems)
     if keys is not None:
@@ -177,8 +178,8 @@ def split_document(blocks, cut: int):
 
 
 def tokenise(index: Index, encoding):
-    """Pass 2: yield (split, tokens as uint16, bytes of text), in order. Raises ValueError at the end
-    if the files have changed since pass 1."""
+    """Pass 2: yield (split, tokens as uint16, bytes of text), in order. Raises ValueError at the
+    end if the files have changed since pass 1."""
     done = 0
     for split, tokens, size in encode_pieces(pieces_of(index), encoding):
         done += size

@@ -508,7 +508,8 @@ def test_one_document_in_a_thousand_may_be_unreadable(tmp_path, run_data):
     ("gone.txt", "gone.txt is a link to nowhere, which is not there"),
     ("a.txt/b.txt", "no file or folder a.txt/b.txt"), ("empty", "empty: only it is empty"),
     ("a.gz", "gunzip"), ("a.zst", "unzstd"), ("a.feather", "copy it"),
-    ("a.tar.gz", "unpack it first (tar -xf)"), ("a.csv.gz", "read_csv"), ("a.csv", "read_csv"), ("a.md", "copy it .txt"),
+    ("a.tar.gz", "unpack it first (tar -xf)"), ("a.csv.gz", "read_csv"),
+    ("a.csv", "read_csv"), ("a.md", "copy it .txt"),
     ("a.pdf", "pdftotext a.pdf"), ("a.ndjson", "rename it to .jsonl"), ("a", "copy it"),
     ("a.bin", "train.py --data"), ("packed", "only 2 .gz (a.gz), 1 .md (c.md): gunzip")])
 def test_what_is_not_read_is_refused_with_what_to_do(tmp_path, monkeypatch, run_data, name, words):
@@ -593,8 +594,8 @@ def test_a_compressed_txt_is_the_txt(tmp_path, suffix):
         assert "b.txt.gz is not UTF-8 text, see byte 300000 (0xe4)" in str(problem)
 
 
-@pytest.mark.claim("A compressed file that is cut off or damaged is refused by its name, never read "
-                   "in part.")
+@pytest.mark.claim("A compressed file that is cut off or damaged is refused by its name, never "
+                   "read in part.")
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.txt.zst", "a.json.zst", "a.parquet"])
 def test_a_file_that_is_cut_off_or_damaged_is_refused_never_read_in_part(tmp_path, name):
     """40 of each kind: cut at a random byte, or with a random byte changed. A change that a reader
@@ -651,7 +652,8 @@ def test_a_json_file_in_a_folder_is_read_if_it_is_by_lines(tmp_path, run_data):
     flags = "--input", folder, "--tokenizer", "bytes", "--out", tmp_path / "d"
     status, out, error = run_data(*flags)
     assert status == 0 and out.startswith("303 documents, ")
-    assert '1 files are read; skipped: 3 .json without lines of {"text": ...} (config.json)' in error
+    assert "1 files are read; skipped: 3 .json without lines of " in error
+    assert '{"text": ...} (config.json)' in error
     (folder / "b.json.gz").write_bytes((folder / "c4.json.gz").read_bytes()[:500])
     status, out, error = run_data(*flags)
     assert status == 2 and "b.json.gz cannot be read to its end" in error
