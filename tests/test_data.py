@@ -42,8 +42,8 @@ from corpus import (bpe, compressed, downloads, formats, inputs, messages, near_
                     passes, tokenizers)
 from model import GPTConfig
 from runtime import checks
-from tests.harness import (NASTY, ROOT, SHARED, TINY, Command, dataset, greedy, names_in, nothing,
-                           saved, set_block, shard, texts_of)
+from tests.harness import (NASTY, PAGES, ROOT, SHARED, TINY, Command, dataset, greedy, names_in,
+                           nothing, saved, set_block, shard, texts_of)
 from tools import huggingface
 
 
@@ -508,8 +508,8 @@ def test_one_document_in_a_thousand_may_be_unreadable(tmp_path, run_data):
     ("gone.txt", "gone.txt is a link to nowhere, which is not there"),
     ("a.txt/b.txt", "no file or folder a.txt/b.txt"), ("empty", "empty: only it is empty"),
     ("a.gz", "gunzip"), ("a.zst", "unzstd"), ("a.feather", "copy it"),
-    ("a.tar.gz", "unpack it first (tar -xf)"), ("a.csv.gz", "read_csv"), ("a.csv", "read_csv"),
-    ("a.md", "copy it .txt"),
+    ("a.tar.gz", "unpack it first (tar -xf)"), ("a.csv.gz", "read_csv"),
+    ("a.csv", "read_csv"), ("a.md", "copy it .txt"),
     ("a.pdf", "pdftotext a.pdf"), ("a.ndjson", "rename it to .jsonl"), ("a", "copy it"),
     ("a.bin", "train.py --data"), ("packed", "only 2 .gz (a.gz), 1 .md (c.md): gunzip")])
 def test_what_is_not_read_is_refused_with_what_to_do(tmp_path, monkeypatch, run_data, name, words):
@@ -652,8 +652,8 @@ def test_a_json_file_in_a_folder_is_read_if_it_is_by_lines(tmp_path, run_data):
     flags = "--input", folder, "--tokenizer", "bytes", "--out", tmp_path / "d"
     status, out, error = run_data(*flags)
     assert status == 0 and out.startswith("303 documents, ")
-    assert ('1 files are read; skipped: 3 .json without lines of {"text": ...} (config.json)'
-            in error)
+    assert "1 files are read; skipped: 3 .json without lines of " in error
+    assert '{"text": ...} (config.json)' in error
     (folder / "b.json.gz").write_bytes((folder / "c4.json.gz").read_bytes()[:500])
     status, out, error = run_data(*flags)
     assert status == 2 and "b.json.gz cannot be read to its end" in error
@@ -685,6 +685,19 @@ def test_a_package_that_is_missing_is_named_before_anything_is_read(tmp_path, mo
                                     tmp_path / "d")
         assert status == 2 and f"{name}: the package {package} reads" in error
         assert f"pip install {package}" in error and error.count("\n") == 1
+
+
+def test_the_recipe_splits_the_pile_by_its_sources(tmp_path):
+    """The program in docs/data.md, as it stands there, on lines of three sources."""
+    program = re.search(r"zstdcat train/\*.jsonl.zst \| python -c '\n(.*?)\n'\n",
+                        PAGES["data.md"], re.S)[1]
+    lines = [json.dumps(dict(text=f"text {i}", meta=dict(pile_set_name=name))) + "\n"
+             for i, name in enumerate(["Pile-CC", "PubMed Abstracts", "Wikipedia (en)"] * 4)]
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, input="".join(lines), text=True,
+                   check=True)
+    assert names_in(tmp_path / "pile") == ["Pile-CC", "PubMed-Abstracts", "Wikipedia-en"]
+    assert read_texts(tmp_path / "pile/Wikipedia-en/all.jsonl") == [
+        [f"text {i}"] for i in (2, 5, 8, 11)]
 
 
 # ---- Near-duplicates
