@@ -4,7 +4,8 @@
     DIR/*.bin --memmap--> windows of T+1 tokens --permute--> batches (B, T+1), of several DIRs mixed
 
     shard       llm.c's file: int32 (256,): magic 20240520, version 1, number of tokens n, zeros;
-                then uint16 (n,): the tokens. <|endoftext|> stands before each document
+                then uint16 (n,): the tokens. <|endoftext|> stands before each document. With more
+                than 65,536 tokens in the vocabulary: magic 20240801, version 7, uint32
     window      T+1 consecutive tokens of a shard; the last is the first of the next window
     position    how far a run is in the data, in windows (sequences). The window at a position is a
                 function of (seed, position) alone: it does not depend on the layout
@@ -46,7 +47,8 @@ from corpus.passes import (SPLITS, VAL_ONE_IN, Index, bytes_per_token, index_doc
                            train_tokenizer)
 from corpus.tokenizers import OWN, get_tokenizer, name_of, read_file, read_own
 
-MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+HEADER_BYTES = 1024
+FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}          # type of a token: magic, version
 CHECKED_AT_ONCE = 1 << 24   # tokens
 PADDING = -1                # in place of a window's number: a row without tokens
 
@@ -65,41 +67,47 @@ def plain_shards(texts, tokenizer, directory: Path, seed=0) -> None:
         tokens[split] += [tokenizer.eot_token, *tokenizer.encode_ordinary(text)]
     for split, ids in tokens.items():
         header = np.zeros(HEADER_BYTES // 4, "<i4")
-        header[:3] = MAGIC, VERSION, len(ids)
+        header[:3] = *FORMATS["<u2"], len(ids)
         shard = header.tobytes() + np.array(ids, "<u2").tobytes()
         (directory / f"{split}_000000.bin").write_bytes(shard)
 
 
 def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int) -> None:
-    """Append uint16 tokens (n,) to the shards of a split, which hold `written` tokens so far."""
+    """Append tokens (n,), uint16 or uint32, to the shards of a split, which hold `written` tokens
+    so far."""
+    itemsize = tokens.dtype.itemsize
     while len(tokens) > 0:
         number, held = divmod(written, shard_tokens)        # the shard, and its tokens so far
         part = tokens[:shard_tokens - held]
         path = directory / f"{split}_{number:06d}.bin"
         with named(path), open(path, "r+b" if held else "wb") as file:
-            file.write(np.array([MAGIC, VERSION, held + len(part)], "<i4"))
-            file.seek(HEADER_BYTES + 2 * held)          # the bytes in between read as zeros
+            file.write(np.array([*FORMATS[f"<u{itemsize}"], held + len(part)], "<i4"))
+            file.seek(HEADER_BYTES + itemsize * held)   # the bytes in between read as zeros
             file.write(part)
         written += len(part)
         tokens = tokens[len(part):]
 
 
 def open_shard(path: Path) -> np.memmap:
-    """The tokens of a shard, uint16 (n,), mapped into memory. Raises ValueError if the header and
-    the size do not match."""
+    """The tokens of a shard, uint16 or uint32 (n,), mapped into memory. Raises ValueError if the
+    header and the size do not match."""
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", 3).tolist()
-    if header and header[0] != MAGIC:
+    magics = {magic: dtype for dtype, (magic, _) in FORMATS.items()}
+    if header and header[0] not in magics:
         what = what_it_is(path) or ("it has no header of llm.c's format (nanoGPT's files have "
                                     "none)")
-        raise ValueError(f"{path} begins with {header[0]}, not {MAGIC}: {what}: make shards from "
-                         f"the text by python data.py --input FILE --out DIR")
-    count = header[2] if header[:2] == [MAGIC, VERSION] else 0
-    if count < 1 or size != HEADER_BYTES + 2 * count:
-        raise ValueError(f"{path} is not a complete shard: expected header {MAGIC}, {VERSION}, n "
-                         f"and {HEADER_BYTES} + 2 n bytes, got {header} and {size} bytes: remove "
-                         f"it, and make or copy it again")
-    return np.memmap(path, "<u2", "r", HEADER_BYTES, (count,))
+        raise ValueError(f"{path} begins with {header[0]}, not {FORMATS['<u2'][0]}: {what}: make "
+                         f"shards from the text by python data.py --input FILE --out DIR")
+    dtype = magics[header[0]] if header else "<u2"
+    magic, version = FORMATS[dtype]
+    itemsize = np.dtype(dtype).itemsize
+    count = header[2] if header[:2] == [magic, version] else 0
+    if count < 1 or size != HEADER_BYTES + itemsize * count:
+        raise ValueError(f"{path} is not a complete shard: expected header {magic}, {version}, n "
+                         f"and {HEADER_BYTES} + {itemsize} n bytes, got {header} and {size} bytes: "
+                         f"remove it, and make or copy it again")
+    return np.memmap(path, dtype, "r", HEADER_BYTES, (count,))
 
 
 def find_shards(directory: Path, split: str) -> list[Path]:
@@ -137,6 +145,10 @@ def read_meta(directory: Path) -> dict:
             raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "
                              f"and run data.py again") from None
         files = sorted(directory.glob("[!.]*.bin"))
+        if open_shard(files[0]).dtype != np.uint16:
+            raise ValueError(f"{directory} has tokens of 32 bits and no meta.json: write one with "
+                             f"tokenizer, vocab_size, bytes_per_token (or null), fingerprint"
+                             ) from None
         names = [(file.name, file.stat().st_size) for file in files]
         return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None, tokens={},
                     fingerprint=sha256_of_samples(files),
@@ -161,7 +173,7 @@ class Source(NamedTuple):
 
 
 class Shards:
-    """The tokens of shards, uint16 (n,) each. A mapping takes one of the files that a process may
+    """The tokens of shards, (n,) each. A mapping takes one of the files that a process may
     have open, often 1,024: of more shards than a quarter of them, the oldest mapping makes way."""
 
     def __init__(self):
@@ -276,8 +288,9 @@ class TokenDataset:
             if window == PADDING:
                 continue
             shard, start = self.find(window)
-            begin = HEADER_BYTES + 2 * start
-            end = begin + 2 * (self.seq_len + 1)
+            itemsize = self.shards[shard].itemsize
+            begin = HEADER_BYTES + itemsize * start
+            end = begin + itemsize * (self.seq_len + 1)
             begin -= begin % mmap.PAGESIZE
             self.shards[shard].base.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
@@ -331,7 +344,7 @@ class TokenDataset:
         """Raise ValueError if a token is beyond the vocabulary. Rank number `part` of `parts` reads
         its share of each shard, so all ranks together read the data once. The first tells how far
         it is, on standard error."""
-        share = 2 * self.n_tokens // parts
+        share = self.shards[0].itemsize * self.n_tokens // parts
         count_bytes = progress("reading all tokens once, to check them", share, quiet=part > 0)
         for tokens in self.shards:
             own = np.array_split(tokens, parts)[part]
@@ -602,8 +615,8 @@ def write_shards(folder: Path, index: Index, encoding, shard_tokens: int) -> tup
             append_tokens(folder, split, encoded, tokens[split], shard_tokens)
         except OSError as error:
             if error.errno in NO_SPACE:
-                made = 2 * (sum(tokens.values()) + len(encoded))
-                needed = made * index.size / (sum(text_bytes.values()) + size)
+                made = sum(tokens.values()) + len(encoded)
+                needed = encoded.itemsize * made * index.size / (sum(text_bytes.values()) + size)
                 error.strerror += f" (the shards need about {max(needed / 1e6, 1):,.0f} MB)"
             raise
         tokens[split] += len(encoded)

@@ -6,7 +6,7 @@ from pathlib import Path
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS
 from corpus.formats import EOT
 from corpus.kinds import READ_KINDS
-from corpus.tokenizers import MOST_TOKENS
+from corpus.tokenizers import DOWNLOADED, MOST_TOKENS
 from runtime.commandline import Parser
 from runtime.other_names import DATA_ADVICE
 
@@ -31,8 +31,9 @@ def parse_flags(arguments) -> argparse.Namespace:
                            "not look for them, which is faster (default keep)")
     shards = parser.add_argument_group("shards")
     tokenizer = shards.add_mutually_exclusive_group()
-    tokenizer.add_argument("--tokenizer", metavar="gpt2|bytes|FILE",
-                           help="FILE: a .tiktoken (default gpt2; bytes for python)")
+    tokenizer.add_argument("--tokenizer", metavar="NAME|FILE",
+                           help="gpt2, bytes, cl100k_base, o200k_base or a .tiktoken (default "
+                                "gpt2; bytes for python)")
     tokenizer.add_argument("--train-tokenizer", type=int, metavar="N",
                            help="train a byte-pair encoding of N tokens on the text first")
     add = shards.add_argument
@@ -77,9 +78,10 @@ def check_tokenizer(parser: Parser, args) -> None:
             parser.error(f"--train-tokenizer must be 257 to {MOST_TOKENS:,}: the 256 bytes, "
                          f"{EOT} and what is trained; a shard has 16 bits a token")
         args.tokenizer = f"bpe of {n_tokens}"
-    elif args.tokenizer not in (None, "gpt2", "bytes") and not args.tokenizer.endswith(".tiktoken"):
-        parser.error(f"--tokenizer {args.tokenizer}: give gpt2, bytes or a FILE.tiktoken, which "
-                     f"--train-tokenizer makes")
+    elif (args.tokenizer not in (None, "bytes", *DOWNLOADED)
+          and not args.tokenizer.endswith(".tiktoken")):
+        parser.error(f"--tokenizer {args.tokenizer}: give {', '.join(DOWNLOADED)}, bytes or a "
+                     f"FILE.tiktoken, which --train-tokenizer makes")
 
 
 def summary(out: Path, meta: dict) -> list[str]:

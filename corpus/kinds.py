@@ -33,8 +33,6 @@ KINDS = (
     Kind(".pdf", b"%PDF", "it is a PDF", "pdftotext FILE NEW.txt makes a .txt of it"),
     Kind(".html .htm .docx .doc .epub .rtf", b"", "", "save its text as .txt"),
     Kind(".bin", b"", "", "tokens need no data.py: give their folder to train.py --data"),
-    Kind("", b"\xa1\xd94\x01", "it holds llm.c's Llama 3 tokens of 32 bits (version 7)",
-         "they are not read here yet"),
     Kind(".npy", b"\x93NUMPY", "it is an array of NumPy",
          "give the text from which it was made"),
     Kind("", b"version https://git-lfs", "it is a pointer of Git LFS in place of the file",

@@ -28,12 +28,19 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ x >> np.uint64(33)
 
 
+def powers_of(base: int) -> np.ndarray:
+    """uint64 (MOST_BYTES + 1,): 1, base, base^2, ... modulo 2^64."""
+    factors = np.full(MOST_BYTES + 1, base, np.uint64)
+    factors[0] = 1
+    return np.multiply.accumulate(factors)
+
+
 class MinHash:
+    """The keys of texts."""
+
     def __init__(self):
-        inverse = pow(BASE, -1, 2**64)
-        self.powers, self.inverse_powers = (
-            np.multiply.accumulate(np.r_[1, np.full(MOST_BYTES, base, np.uint64)].astype(np.uint64))
-            for base in (np.uint64(BASE), np.uint64(inverse)))
+        self.powers = powers_of(BASE)
+        self.inverse_powers = powers_of(pow(BASE, -1, 2**64))
         drawn = np.random.default_rng(0).integers(2**64, size=(2, BANDS * ROWS), dtype=np.uint64)
         self.factors = drawn[0] | np.uint64(1)
         self.terms = drawn[1]

@@ -25,7 +25,7 @@ from corpus.formats import EOT, read_documents
 from corpus.messages import note, progress
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
 from corpus.problems import NotText, check_problems
-from corpus.tokenizers import CUT, write_tokens
+from corpus.tokenizers import CUT, MOST_TOKENS, cut_of, write_tokens
 
 SPLITS = ("train", "val")
 TOKENIZER_BYTES = 10**8     # of text, which a tokenizer of one's own is trained on
@@ -150,10 +150,11 @@ def choose_split(digests, sizes):
     return np.where(validates, sizes - shares, sizes), True
 
 
-def split_document(blocks, cut: int):
+def split_document(blocks, cut: int, place=CUT):
     """Yield (split, text): a document up to the last whole character before byte `cut` trains, the
-    rest validates. "" begins each, then come pieces of at most BLOCK characters, cut at CUT. A text
-    without such a place, which is not prose, is cut anywhere and may take a few tokens more."""
+    rest validates. "" begins each, then come pieces of at most BLOCK characters, cut at the last
+    `place`. A text without such a place, which is not prose, is cut anywhere and may take a few
+    tokens more."""
     rest = {}
     for block in blocks:
         if isinstance(block, NotText):      # pass 1 could read it
@@ -169,7 +170,7 @@ def split_document(blocks, cut: int):
             text = rest.get(split, "") + text
             start = 0
             while len(text) - start > BLOCK:
-                match = CUT.match(text, start, start + BLOCK)
+                match = place.match(text, start, start + BLOCK)
                 end = match.end() if match else start + BLOCK
                 yield split, text[start:end]
                 start = end
@@ -178,10 +179,10 @@ def split_document(blocks, cut: int):
 
 
 def tokenise(index: Index, encoding):
-    """Pass 2: yield (split, tokens as uint16, bytes of text), in order. Raises ValueError at the
-    end if the files have changed since pass 1."""
+    """Pass 2: yield (split, tokens, bytes of text), in order; the tokens are uint16, or uint32 for
+    more than 65,536. Raises ValueError at the end if the files have changed since pass 1."""
     done = 0
-    for split, tokens, size in encode_pieces(pieces_of(index), encoding):
+    for split, tokens, size in encode_pieces(pieces_of(index, cut_of(encoding.name)), encoding):
         done += size
         yield split, tokens, size
     for path, change in zip(index.files, index.changes):
@@ -191,12 +192,12 @@ def tokenise(index: Index, encoding):
         raise ValueError("the input changed while it was read: run data.py again")
 
 
-def pieces_of(index: Index):
+def pieces_of(index: Index, place=CUT):
     """Yield (split, text) of the documents that are kept, as `split_document` does."""
     documents = (blocks for path in index.files for blocks in read_documents(path, index.field))
     for blocks, cut in zip(documents, index.cuts.tolist()):
         if cut >= 0:
-            yield from split_document(blocks, cut)
+            yield from split_document(blocks, cut, place)
 
 
 def train_tokenizer(index: Index, n_tokens: int) -> str:
@@ -236,12 +237,14 @@ def usable_cores() -> int:
 
 
 def encode_pieces(pieces, encoding):
-    """Yield (split, tokens as uint16, bytes of text), in order. Threads encode, as tiktoken
+    """Yield (split, tokens, bytes of text), in order. Threads encode, as tiktoken
     releases Python's lock. Few jobs wait at a time, which bounds memory."""
+    dtype = "<u2" if encoding.n_vocab <= MOST_TOKENS else "<u4"
+
     def work(split, texts):
         tokens = [encoding.encode_to_numpy(text, disallowed_special=()) if text
                   else [encoding.eot_token] for text in texts]
-        tokens = np.concatenate(tokens, dtype="<u2", casting="unsafe")
+        tokens = np.concatenate(tokens, dtype=dtype, casting="unsafe")
         return split, tokens, len("".join(texts).encode())
 
     cores = usable_cores()

@@ -2,6 +2,7 @@
 
     gpt2        GPT-2's byte-pair encoding, 50,257 tokens; its vocabulary is downloaded once
     bytes       token i is byte i, and 256 is <|endoftext|>
+    cl100k_base, o200k_base             GPT-4's and GPT-4o's; downloaded once; tokens of 32 bits
     bpe-HASH    one of your own (--train-tokenizer), by the sha256 of its file: it is named by what
                 it does, not by where it is. The file lies beside the shards, and in checkpoints
 """
@@ -13,7 +14,8 @@ from pathlib import Path
 from corpus.downloads import last_cause, read_url
 from corpus.formats import EOT
 
-MOST_TOKENS = 1 << 16       # of a vocabulary: a shard holds uint16
+MOST_TOKENS = 1 << 16       # of a vocabulary whose tokens are uint16
+DOWNLOADED = {"gpt2": "GPT-2's", "cl100k_base": "cl100k_base's", "o200k_base": "o200k_base's"}
 OWN = "bpe-"                # how the name of one of your own begins
 
 
@@ -26,17 +28,17 @@ def get_tokenizer(name: str, file: str | None = None):
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     if file is not None and name == name_of(file):
         return own_tokenizer(file)
-    if name != "gpt2":
+    if name not in DOWNLOADED:
         raise ValueError(f"there is no tokenizer {name!r} here, only gpt2 and bytes: `python -m "
                          f"tools.huggingface export FILE.pt DIR` takes its model to where it is")
     tiktoken.load.read_file = read_url      # tiktoken's own may wait for ever
     try:
-        return tiktoken.get_encoding("gpt2")        # downloads its vocabulary once
+        return tiktoken.get_encoding(name)          # downloads its vocabulary once
     except (OSError, ValueError) as error:      # ValueError: the file has the wrong hash
-        raise ConnectionError(f"GPT-2's vocabulary could not be loaded ({last_cause(error)}): add "
-                              f"--tokenizer bytes to data.py's flags, which needs none, or run it "
-                              f"again later, or set TIKTOKEN_CACHE_DIR to a folder that has it"
-                              ) from None
+        raise ConnectionError(f"{DOWNLOADED[name]} vocabulary could not be loaded "
+                              f"({last_cause(error)}): add --tokenizer bytes to data.py's flags, "
+                              f"which needs none, or run it again later, or set "
+                              f"TIKTOKEN_CACHE_DIR to a folder that has it") from None
 
 
 # ---- One of your own ------------------------------------------------------------------------
@@ -84,7 +86,8 @@ def read_ranks(file: str) -> dict[bytes, int]:
     if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
         raise ValueError("it is no vocabulary of tiktoken's kind: a token and its number a line")
     if len(ranks) >= MOST_TOKENS:
-        raise ValueError(f"it has {len(ranks):,} tokens, and a shard holds {MOST_TOKENS:,} at most")
+        raise ValueError(f"it has {len(ranks):,} tokens, and {MOST_TOKENS:,} is the most of one of "
+                         f"one's own")
     return ranks
 
 
@@ -102,3 +105,10 @@ def own_tokenizer(file: str):
 # as their first character, and runs of white space. So a word ends here in any case, and no
 # look-ahead crosses this place. The pattern is greedy: match() finds the last such place.
 CUT = re.compile(r"(?s:.*)\S(?=[ \n])")
+# Later patterns add the line ends behind it to a word of signs: there, before a space alone.
+CUT_AT_SPACE = re.compile(r"(?s:.*)\S(?= )")
+
+
+def cut_of(name: str) -> re.Pattern:
+    """Where a text may be cut before this tokenizer encodes it."""
+    return CUT_AT_SPACE if name in ("cl100k_base", "o200k_base") else CUT

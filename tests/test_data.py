@@ -1144,7 +1144,6 @@ print(len(ids), len(made.shards.mapped))
 
 
 @pytest.mark.parametrize("content, words", [
-    (shard(range(20), magic=20240801, version=7), "20240801 Llama 3 32 bits not read here yet"),
     (b"\x93NUMPY\x01\x00v\x00{'descr': '<u2'}" * 9, "NumPy"), (b"\x1f\x8b\x08\x00" * 9, "gunzip"),
     (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
     (b"<!DOCTYPE html><html>", "web page download it again"),
@@ -1296,7 +1295,7 @@ def test_a_tokenizer_of_ones_own_goes_from_text_to_samples_and_transformers(
 @pytest.mark.parametrize("flags, words", [
     ("--train-tokenizer 256", "257 to 65,536"), ("--train-tokenizer 65537", "257 to 65,536"),
     ("--train-tokenizer 300 --tokenizer gpt2", "not allowed with"),
-    ("--tokenizer cl100k", "cl100k: give gpt2, bytes or a FILE.tiktoken"),
+    ("--tokenizer cl100k", "cl100k: give gpt2, cl100k_base, o200k_base, bytes or a FILE.tiktoken"),
     ("--tokenizer none.tiktoken", "none.tiktoken"),
     ("--tokenizer bad.tiktoken", "bad.tiktoken a file that --train-tokenizer has made"),
     ("--tokenizer few.tiktoken", "few.tiktoken a file that --train-tokenizer has made")])
@@ -1308,6 +1307,75 @@ def test_a_tokenizer_that_is_none_is_refused(tmp_path, monkeypatch, run_data, fl
     status, out, error = run_data("--input", "a.txt", "--out", "d", *flags.split())
     assert (status, out, error.count("\n")) == (2, "", 1), error
     assert all(word in error for word in words.split()), error
+
+
+@pytest.fixture
+def cl100k(monkeypatch):
+    """A tokenizer with cl100k_base's pattern, and 70,000 tokens of its kind in place of its own."""
+    import tiktoken
+    from tiktoken_ext.openai_public import cl100k_base       # its vocabulary would be downloaded
+    with mock.patch("tiktoken_ext.openai_public.load_tiktoken_bpe", return_value={}):
+        pattern = cl100k_base()["pat_str"]
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [bytes([first, second]) for first in range(256) for second in range(256)]
+    tokens += [bytes([first]) * 2 + bytes([second]) for first in range(97, 123)
+               for second in range(256)]
+    tokens = list(dict.fromkeys(tokens))
+    encoding = tiktoken.Encoding("cl100k_base", pat_str=pattern, mergeable_ranks={
+        token: number for number, token in enumerate(tokens)},
+        special_tokens={formats.EOT: len(tokens)})
+    monkeypatch.setattr(data, "get_tokenizer", lambda *_: encoding)
+    return encoding
+
+
+def test_a_vocabulary_above_65536_has_tokens_of_32_bits(tmp_path, cl100k, run_train):
+    """As llm.c's for Llama 3: magic 20240801, version 7, uint32. A run trains on them; without
+    meta.json they are not taken for GPT-2's."""
+    text = "aab\nsome words, and\naac\n" * 800
+    (tmp_path / "a.txt").write_text(text)
+    meta = data.prepare([tmp_path / "a.txt"], tmp_path / "d", "cl100k_base", shard_tokens=3000)
+    assert meta["vocab_size"] == cl100k.n_vocab > 1 << 16
+    header = np.fromfile(tmp_path / "d/train_000000.bin", "<i4", 256)
+    assert header.tolist() == [20240801, 7, 3000] + [0] * 253
+    made = [data.open_shard(path).tolist() for path in sorted((tmp_path / "d").glob("*.bin"))]
+    tokens = [token for one in made for token in one if token != cl100k.eot_token]
+    assert cl100k.decode(tokens) == text and max(tokens) > 1 << 16
+    dataset_32 = data.TokenDataset(tmp_path / "d", "train", 16)
+    dataset_32.check(0, 1)
+    dataset_32.will_need([0, 1])
+    assert dataset_32.tokens_of([1])[0].tolist() == made[0][16:33]
+    assert run_train("--data", tmp_path / "d", "--out", tmp_path / "o", *TINY)[0] == 0
+    (tmp_path / "d/train_000001.bin").write_bytes(b"\0" * 2000)
+    with pytest.raises(ValueError, match="train_000001.bin begins with 0"):
+        data.TokenDataset(tmp_path / "d", "train", 16)
+    (tmp_path / "e").mkdir()
+    shutil.copy(tmp_path / "d/train_000000.bin", tmp_path / "e/train_0.bin")
+    with pytest.raises(ValueError, match="tokens of 32 bits and no meta.json"):
+        data.TokenDataset(tmp_path / "e", "train", 16)
+
+
+@pytest.mark.parametrize("name", ["cl100k_base", "o200k_base"])
+def test_the_pieces_of_a_text_encode_to_the_whole_by_later_patterns(monkeypatch, name):
+    """500 random texts, cut before a space alone; cut before a line end as well, some have other
+    words."""
+    import regex
+    from tiktoken_ext import openai_public
+    with mock.patch.object(openai_public, "load_tiktoken_bpe", return_value={}):
+        pattern = regex.compile(getattr(openai_public, name)()["pat_str"])
+    rng = random.Random(0)
+    wrong = 0
+    for size in rng.choices(range(60, 120), k=500):
+        text = "".join(rng.choices([*NASTY, "!\n", "a.\n\n", " (", "1234", "\r"], k=100))
+        set_block(monkeypatch, size)
+        whole = pattern.findall(text)
+        for place in (tokenizers.cut_of(name), tokenizers.CUT):
+            pieces = [piece for _, piece in passes.split_document([text], 10 ** 6, place) if piece]
+            same = [word for piece in pieces for word in pattern.findall(piece)] == whole
+            if place is tokenizers.CUT:
+                wrong += not same
+            elif max(map(len, pieces)) < size:          # a place was found for each
+                assert same, text
+    assert wrong > 10
 
 
 def test_shards_without_the_file_of_their_tokenizer_are_refused(tmp_path):
