@@ -292,7 +292,8 @@ class TokenDataset:
             begin = HEADER_BYTES + itemsize * start
             end = begin + itemsize * (self.seq_len + 1)
             begin -= begin % mmap.PAGESIZE
-            self.shards[shard].base.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+            with suppress(OSError):         # it is advice: reading works without it
+                self.shards[shard].base.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
         """{fingerprint: int64 (B,)}: how many windows each source gives before position n (B,). The

@@ -13,7 +13,7 @@ Papers: GPT-2 (Radford et al. 2019, section 2.3) for the architecture and its in
 GPT-3 (Brown et al. 2020, table 2.1) and OPT (Zhang et al. 2022, table 1) for the sizes and their
 learning rates.
 
-This file needs PyTorch alone and can be used alone:
+This file needs only PyTorch, and can be used by itself:
 
     model = GPT(GPTConfig(vocab_size=257)).initialize(seed=0)
     loss = model(tokens, targets) / targets.numel()
@@ -95,12 +95,12 @@ class CoreAttention(Dropout):
     """softmax(q k^T / sqrt(D)) v of q (B, H, T, D), k and v (B, H, positions, D), with dropout on
     the softmax; causal, or each q attends to all positions."""
     attend = staticmethod(F.scaled_dot_product_attention)
-    heads = 0       # the number of this part of the heads: each part draws masks of its own
+    part = 0        # which part of the heads this is: each draws dropout masks of its own
 
     def forward(self, q, k, v, causal, dropout_seed=None):
         p = self.p if self.training else 0.0
         if p > 0:
-            seed_dropout(q.device, dropout_seed, *self.name, self.heads)
+            seed_dropout(q.device, dropout_seed, *self.name, self.part)
         return self.attend(q, k, v, is_causal=causal, dropout_p=p)
 
 

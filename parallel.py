@@ -812,7 +812,8 @@ def main() -> None:
     parser.add_argument("--sequence-parallel", action="store_true",
                         help="cut positions over the tp ranks between these matrices")
     parser.add_argument("--pp", type=int, default=1, help="stages of the pipeline")
-    parser.add_argument("--pp-schedule", choices=SCHEDULES, default="gpipe")
+    parser.add_argument("--pp-schedule", choices=SCHEDULES, default="gpipe",
+                        help="the order of forwards and backwards")
     parser.add_argument("--zero", type=int, choices=range(4), default=0,
                         help="what to shard. 1: AdamW's moments; 2: also gradients; "
                              "3: also parameters")
@@ -837,8 +838,11 @@ def main() -> None:
         fail(f"{given} need {product} processes, or times a dp that divides the batch of 16, not "
              f"{world}: start them by torchrun --nproc_per_node={size} parallel.py {needed}")
     if config.n_head % tp or pp > config.n_layer or config.seq_len % (2 * cp * tp):
-        fail(f"the model has {config.n_head} heads for --tp {tp}, {config.n_layer} layers for "
-             f"--pp {pp}, {config.seq_len} positions for --cp {cp}")
+        problem = (f"the model has {config.n_head} heads for --tp {tp}, {config.n_layer} layers for "
+                   f"--pp {pp}")
+        if cp > 1:
+            problem += f", {config.seq_len} positions for 2 x --cp {cp} x --tp {tp}"
+        fail(problem)
     try:
         dataset = TokenDataset(DEFAULT_OUT, "train", config.seq_len)
     except (ValueError, OSError) as error:

@@ -32,7 +32,8 @@ ranks, in any precision; a test checks that the results agree:
     AdamW                   AdamW on all or a shard of its parameters       flat.adamw_step
 
 runtime/ is the rest of a long run: flags, signals and watch.py, which prints, writes metrics.jsonl
-and takes a diverged run, whose loss stays too high, back to an older checkpoint.
+and takes a diverged run, whose loss stays too high or is NaN, back to an older
+checkpoint.
 """
 import signal
 

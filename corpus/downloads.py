@@ -9,7 +9,6 @@ from corpus.messages import named, progress
 
 HUB = "https://huggingface.co"
 # name: (address, sha256 or None to check the length alone, suffix of the file: how it is read)
-# name: (address, sha256 or None to check the length alone, suffix of the file: how it is read)
 DOWNLOADS = {
     "shakespeare": (
         "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",

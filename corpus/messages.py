@@ -12,18 +12,18 @@ def note(text: str) -> None:
 
 
 def progress(label: str, total: int | None = None, done: int = 0, quiet=False):
-    """Return note(n), to be called when n more bytes are done. Every five seconds it prints how
+    """Return count_bytes(n), to be called when n more bytes are done. Every five seconds it prints how
     many are, of `total` if that is known, to standard error, unless `quiet`."""
     of_total = f" of {total / 1e6:,.1f}" if total else ""
     printed = time.monotonic()
 
-    def note(count: int) -> None:
+    def count_bytes(count: int) -> None:
         nonlocal done, printed
         done += count
         if not quiet and time.monotonic() - printed >= 5:
             print(f"{label}: {done / 1e6:,.1f}{of_total} MB", file=sys.stderr, flush=True)
             printed = time.monotonic()
-    return note
+    return count_bytes
 
 
 def print_lines(lines: list[str]) -> OSError | None:

@@ -1,5 +1,5 @@
 """Buckets: where a rank's parameters, gradients, masters and moments lie in memory, and how many
-bytes they take. zero.py fills and communicates them; tools/plan.py counts them.
+bytes they take. zero.py fills and communicates them; tools/plan/ counts them.
 
 The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
 for each block. Backward completes them from the right; every rank communicates in that order.

@@ -51,11 +51,13 @@ class Grid(parallel.Grid):
         self.exact = None
 
     def all_groups(self, kind: str) -> list[list[int]]:
-        """The ranks of each group of a kind, also of those without this rank."""
-        places = [parallel.Grid(self.dp, self.pp, self.tp, rank, cp=self.cp)
-                  for rank in range(self.world)]
-        groups = [tuple(place.members(kind)) for place in places]
-        return [list(ranks) for ranks in dict.fromkeys(groups)]
+        """The ranks of each group of a kind (tp, replicas, embedding), also of those without this
+        rank."""
+        pipelines = self.ranks.permute(0, 2, 3, 1).reshape(-1, self.pp)
+        replicas = self.ranks.permute(1, 3, 0, 2).reshape(-1, self.replicas)
+        groups = dict(tp=self.ranks.reshape(-1, self.tp), replicas=replicas,
+                      embedding=pipelines[:, [0, -1]])
+        return groups[kind].tolist()
 
 
 def make_groups(grid: Grid, device=torch.device("cpu"), timeout: timedelta | None = None) -> None:
@@ -123,7 +125,7 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
         if name_in_plan in plan:
             model.set_submodule(name, plan[name_in_plan](module, grid))
     for block in model.blocks.values():     # different heads need different dropout masks
-        block.attn.core_attention.heads = grid.tp_rank
+        block.attn.core_attention.part = grid.tp_rank
     return model
 
 

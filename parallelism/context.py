@@ -90,7 +90,7 @@ class ContextParallelAttention(CoreAttention):
         """`causal` is always True in training. With dropout each rank has a seed of its own."""
         p = self.p if self.training else 0.0
         if p > 0:
-            seed_dropout(q.device, dropout_seed, *self.name, self.heads)
+            seed_dropout(q.device, dropout_seed, *self.name, self.part)
         kv = _GatherKeysAndValues.apply(k, v, self.grid)            # (2, B, H, T, D)
         outputs = []
         rank, cp = self.grid.cp_rank, self.grid.cp

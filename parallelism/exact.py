@@ -159,7 +159,7 @@ class InBlocks:
                 narrow = getattr(self.narrow, name)
                 narrow.weight, narrow.bias = blocks[name][number]
             if hasattr(self.narrow, "core_attention"):      # each block has a dropout mask
-                self.narrow.core_attention.heads = self.grid.tp_rank * count + number
+                self.narrow.core_attention.part = self.grid.tp_rank * count + number
             ys.append(self.narrow(x_of_block, *args))
         y = SumOfBlocks.apply(self.grid, *ys)
         row_parallel = layers[self.names[1]]

@@ -146,9 +146,9 @@ class FullTensors:
     def _is_owner(self, spec) -> bool:
         """Whether the numbers of this parameter that this rank has count as its own. (As in a save:
         checkpoint.copy_shards.)"""
-        in_first_replica = self.grid.replica < self.num_shards      # with ZeRO each has its shard
+        counts = self.grid.replica < self.num_shards      # without ZeRO the first replica alone
         is_replicated = spec.partition_dim is None and self.grid.tp_rank > 0
-        return in_first_replica and not (is_replicated or spec.is_tied_copy)
+        return counts and not (is_replicated or spec.is_tied_copy)
 
     def _part(self, bucket, spec, kind: str) -> torch.Tensor:
         """What this rank has of a parameter, in zeros of the full shape."""

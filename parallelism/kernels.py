@@ -134,16 +134,16 @@ class Embedding(nn.Embedding):
         return lookup(rows, self.weight)
 
 
-class Attention(CoreAttention):
+class FastCoreAttention(CoreAttention):
     attend = staticmethod(attention)
 
 
 KERNELS = {nn.Linear: Linear, nn.LayerNorm: LayerNorm, nn.Embedding: Embedding,
-           CoreAttention: Attention}
+           CoreAttention: FastCoreAttention}
 
 
 def use_kernels(model: nn.Module) -> None:
     """Let the modules of a plain model compute by the functions of this file. Each keeps its
-    parameters and becomes an instance of the class above that has its name."""
+    parameters and becomes an instance of its class in KERNELS."""
     for module in model.modules():
         module.__class__ = KERNELS.get(type(module), type(module))

@@ -270,12 +270,12 @@ class FlatParameters(FullTensors):
         ranks: `squares` for the global norm, each parameter of the model once, and `all_squares`,
         also every copy of a parameter, only to detect inf or NaN."""
         counted, others = [], []
-        in_first_replica = self.zero > 0 or self.grid.replica == 0
+        counts = self.grid.replica < self.num_shards      # without ZeRO the first replica alone
         for bucket in self.buckets:
             for spec, shard_slice, _ in bucket.shard_ranges:
                 pieces = bucket.shard["grad"][shard_slice].split(2 ** 20)
                 is_replicated = spec.partition_dim is None and self.grid.tp_rank > 0
-                if not in_first_replica or is_replicated or spec.is_tied_copy:
+                if not counts or is_replicated or spec.is_tied_copy:
                     others += pieces
                 else:
                     counted += pieces

@@ -4,7 +4,9 @@ Some files stand below the book: data.py, checkpoint.py, train.py and sample.py 
 know nothing of a run. tests/test_structure.py holds them to it:
 
     commandline, other_names, options   flags and their mistakes
+    sampling                            those of sample.py
     processes, devices, threads         ranks, and what they compute on
+    checkpoint_files, flops             files of checkpoints; what a model computes
 
 The others stand above it. Their argument `run` is a train.Run, but none imports train.py:
 

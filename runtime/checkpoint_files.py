@@ -1,6 +1,6 @@
 """The files of checkpoints: which a directory has, which is the newest, which are removed, and how
-a file is read from a disk that may fail. checkpoint.py calls it, and whoever looks for a file;
-there it says what a file holds.
+a file is read from a disk that may fail. checkpoint.py, which says what a file holds,
+calls it; so does whoever looks for a file.
 
 Reading fails in three ways, which differ in what to do:
 

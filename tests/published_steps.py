@@ -255,4 +255,3 @@ SEQUENCE_PARALLEL = [
         ("530B", (105, 20480, 128), 35, 3, (1, 280), (49.05, 37.83)),
         ("1T", (128, 25600, 160), 64, 1, (1, 512), (94.42, 71.49))]
     for recompute, seconds in zip((True, False), times)]
-HELD_OUT = LONG + LAYOUTS + SEQUENCE_PARALLEL

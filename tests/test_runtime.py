@@ -11,7 +11,7 @@ Devices                       GPUs, MPS, systems without POSIX          the choi
 Processes and signals         a signal saves; no thread outlives a run  a run without the signal
 The run's directory ...       where a run begins; metrics.jsonl; what   the file; the README's line
                               the console tells; --eval-only
-Divergence and recovery       when a run rolls back, and where to       runs without faults
+Divergence and rollback       when a run rolls back, and where to       runs without faults
 sample.py's command line      only text is printed; mistakes            each sample by itself
 """
 import errno
@@ -53,8 +53,7 @@ from parallelism.buckets import make_buckets
 from parallelism.build import Grid, build_stage
 from parallelism.tensor import param_specs
 from runtime import (checkpoint_files, checks, console, devices, directory, evaluation, processes,
-                     rollback,
-                     signals, startup, threads)
+                     rollback, signals, startup, threads)
 from runtime.divergence import DivergenceMonitor
 from runtime.flops import flops_per_token, peak_flops
 from runtime.options import Config, merge_config, parse_flags
@@ -1718,7 +1717,7 @@ def torchrun_job():
 
 
 # ---------------------------------------------------------------------------------------------
-# Divergence and recovery
+# Divergence and rollback
 # ---------------------------------------------------------------------------------------------
 
 def test_of_finite_gradients_whose_norm_is_not_no_rank_is_named():

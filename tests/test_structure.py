@@ -54,6 +54,9 @@ MAY_IMPORT = {
     "runtime.processes": ("parallelism.collectives", ""),
     "runtime.devices": ("parallelism.collectives runtime.options runtime.processes", ""),
     "runtime.threads": ("runtime.processes", ""),
+    "runtime.checkpoint_files": ("parallelism.collectives runtime.processes", ""),
+    "runtime.flops": ("model", ""),
+    "runtime.sampling": ("runtime.commandline", ""),
     # Above it:
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),
@@ -75,6 +78,9 @@ def imports_of(tree):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add(node.module)
+            folder = ROOT / node.module.replace(".", "/")
+            found |= {f"{node.module}.{alias.name}" for alias in node.names
+                      if (folder / f"{alias.name}.py").exists()}
     return {name for name in found if name.split(".")[0] in OURS}
 
 

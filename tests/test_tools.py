@@ -12,7 +12,7 @@ import pytest
 from tests.harness import ROOT
 
 FILES = [file.stem for file in sorted((ROOT / "tools").glob("*.py"))
-         if "__main__" in file.read_text() and file.stem != "peer"]         # which is both
+         if "__main__" in file.read_text()]
 FOLDERS = [file.parent.name for file in sorted((ROOT / "tools").glob("*/__main__.py"))]
 
 

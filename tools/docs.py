@@ -271,7 +271,7 @@ def techniques_block(up: str) -> list[str]:
             file, line, count = forms[name]
             cells.append(f"[`{name}`]({up}{file}#L{line}): {count} lines")
         rows.append([technique, paper, "; ".join(cells), f"`{test}`"])
-    return table(["Technique", "Paper", "Simple form", "Test"], rows)
+    return table(["Technique", "Paper", "Plain form", "Test"], rows)
 
 
 def schedules_block(up: str) -> list[str]:

@@ -2,8 +2,9 @@
 
     python -m tools.bench                       # all tables: an hour on a quiet machine
     python -m tools.bench parallel_stack        # one or more, by name
-    python -m tools.bench gpu                   # on one GPU: gpu.py
+    python -m tools.bench gpu                   # on one GPU: tools/bench/gpu.py
 
-Where PyTorch's own parallel stack (peer.py) or another library does the same work, both sides take
-turns, and their medians and the ratio are printed.
+Where PyTorch's own parallel stack (tools/bench/peer.py) or another library does the same work, both sides take
+turns, and their medians and the ratio are printed. The other files here are started by these
+commands alone.
 """

@@ -1,4 +1,4 @@
-"""A gym for recovery: the same faults under six policies, beside the undisturbed run.
+"""A gym for rollback policies: the same faults under six policies, beside the undisturbed run.
 
     python -m tools.faults                              # everything: twenty minutes on one core
     python -m tools.faults "lr x 300" "other data"      # some faults, by name

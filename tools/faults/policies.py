@@ -156,7 +156,7 @@ POLICIES = {"ignore": Policy, "stop": Stop, "skip six deviations": SkipSixDeviat
             "count NaN": CountNaN, "by hand": ByHand, "ours": Ours}
 
 
-class Watch(Ours):
+class CountAlarms(Ours):
     """For healthy runs, with --rollback off: each policy judges, none acts."""
 
     def __init__(self):

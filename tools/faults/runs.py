@@ -17,7 +17,7 @@ from data import TokenDataset, prepare
 from model import GPTConfig
 from runtime import checkpoint_files, evaluation
 from runtime.options import Config
-from tools.faults.policies import Policy, PolicyRun, Watch
+from tools.faults.policies import CountAlarms, Policy, PolicyRun
 
 # Neither the models nor the seeds (__main__.py) are those by which divergence.py's constants were
 # chosen.
@@ -106,7 +106,7 @@ def healthy(folder: Path, model: str, seed: int, dtype="fp32",
     whole.mkdir()
     config = replace(settings, data=str(folder / text), out=str(whole), seed=seed, dtype=dtype,
                      rollback="off")
-    run = PolicyRun(Watch(), config, model_config)
+    run = PolicyRun(CountAlarms(), config, model_config)
     run.reaches(settings.steps // 2)
     half_way = copy.deepcopy(run.policy.policies)
     shutil.copytree(whole, half, ignore=shutil.ignore_patterns("latest.pt"))
