@@ -838,8 +838,8 @@ def main() -> None:
         fail(f"{given} need {product} processes, or times a dp that divides the batch of 16, not "
              f"{world}: start them by torchrun --nproc_per_node={size} parallel.py {needed}")
     if config.n_head % tp or pp > config.n_layer or config.seq_len % (2 * cp * tp):
-        problem = (f"the model has {config.n_head} heads for --tp {tp}, {config.n_layer} layers for "
-                   f"--pp {pp}")
+        problem = (f"the model has {config.n_head} heads for --tp {tp}, {config.n_layer} layers "
+                   f"for --pp {pp}")
         if cp > 1:
             problem += f", {config.seq_len} positions for 2 x --cp {cp} x --tp {tp}"
         fail(problem)

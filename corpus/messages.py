@@ -12,8 +12,8 @@ def note(text: str) -> None:
 
 
 def progress(label: str, total: int | None = None, done: int = 0, quiet=False):
-    """Return count_bytes(n), to be called when n more bytes are done. Every five seconds it prints how
-    many are, of `total` if that is known, to standard error, unless `quiet`."""
+    """Return count_bytes(n), to be called when n more bytes are done. Every five seconds it prints
+    how many are, of `total` if that is known, to standard error, unless `quiet`."""
     of_total = f" of {total / 1e6:,.1f}" if total else ""
     printed = time.monotonic()
 
