@@ -3,6 +3,7 @@
     python -m pytest tests/test_structure.py
 
     the book        model.py, data.py, amp.py, parallel.py, checkpoint.py, train.py, sample.py
+    models/         decoders since GPT-3
     parallelism/    each technique as a run uses it
     runtime/        what a run on real machines needs beside the training
     tools/          programs that only use the rest
@@ -25,24 +26,26 @@ from model import GPTConfig
 from runtime.options import Config
 from tests.harness import ROOT, tokens_of
 
-OURS = ("amp", "checkpoint", "data", "model", "parallel", "sample", "train", "test_all",
+OURS = ("amp", "checkpoint", "data", "model", "models", "parallel", "sample", "train", "test_all",
         "parallelism", "runtime", "tools", "tests")
-PACKAGES = ("parallelism", "runtime", "tools", "tests")
-FILES = sorted(file for pattern in ("*.py", "parallelism/*.py", "runtime/*.py", "tools/*.py")
+PACKAGES = ("models", "parallelism", "runtime", "tools", "tests")
+FILES = sorted(file for pattern in (
+    "*.py", "models/*.py", "parallelism/*.py", "runtime/*.py", "tools/*.py")
                for file in ROOT.glob(pattern) if file.name not in ("__init__.py", "test_all.py"))
 
 # A file, or all of a folder: (what of ours it may import, what of that not).
 MAY_IMPORT = {
     "model": ("", ""),
+    "models.*": ("model models.*", ""),
     "amp": ("", ""),
     "data": ("runtime.commandline runtime.corpora runtime.files runtime.inputs "
              "runtime.other_names", ""),
     "parallel": ("model parallelism.* data", ""),               # data: in `main` alone
-    "checkpoint": ("model parallel parallelism.* runtime.processes runtime.checkpoint_files", ""),
+    "checkpoint": ("model models* parallel parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
-    "sample": ("amp model data checkpoint parallelism.collectives "
+    "sample": ("amp model models* data checkpoint parallelism.collectives "
                "runtime.commandline runtime.devices runtime.other_names runtime.sampling", ""),
-    "parallelism.*": ("model amp parallelism.*", ""),
+    "parallelism.*": ("model models* amp parallelism.*", ""),
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),
 }
@@ -129,7 +132,7 @@ def test_the_example_in_model_py_runs():
 def test_the_books_commands_work_without_tools_and_tests(tmp_path):
     """In a folder that has the seven programs, parallelism/ and runtime/ alone. (.ci/run does it by
     torchrun too.)"""
-    for pattern in ("*.py", "parallelism/*.py", "runtime/*.py"):
+    for pattern in ("*.py", "models/*.py", "parallelism/*.py", "runtime/*.py"):
         for file in ROOT.glob(pattern):
             copy = tmp_path / file.relative_to(ROOT)
             copy.parent.mkdir(exist_ok=True)
