@@ -16,7 +16,9 @@ from model import GPTConfig
 from models import SIZES, make_config
 from models.llama import FAMILIES, LlamaConfig
 from parallelism import kernels
+from runtime import checks
 from runtime.flops import flops_per_token, parameter_count
+from runtime.options import parse_flags
 from sample import generate
 from tests.harness import greedy, random_gpt, tokens_of
 from tools import families, huggingface
@@ -276,3 +278,46 @@ def test_a_gpt_is_stored_as_ever():
     assert asdict(make_config(**old)) == old and type(make_config(**old)) is GPTConfig
     new = replace(CFGS["neox"], rope_scaling=(8.0, 1.0, 4.0, 16.0))
     assert make_config(**asdict(new)) == new
+
+
+# ---------------------------------------------------------------------------------------------
+# train.py
+# ---------------------------------------------------------------------------------------------
+
+def test_flags_make_a_llama_of_a_named_size(shards):
+    """The flags of the shape override it; the learning rate is that of the size."""
+    flags = "--model llama-nano --n-head 8 --n-kv-head 4 --hidden 100 --rope-theta 5e5 --seq-len 16"
+    given = parse_flags(["--data", str(shards), *flags.split()])
+    config, cfg = checks.validate(given, None, 1, "cpu")
+    assert cfg == LlamaConfig(257, 16, 2, 8, 192, n_kv_head=4, hidden=100, rope_theta=5e5)
+    assert config.lr == 4e-3
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--n-kv-head 2", "--model nano is a GPT, which has no --n-kv-head: drop it"),
+    ("--activation silu", "activation 'silu' is neither 'gelu' nor 'relu'"),
+    ("--model llama-nano --n-kv-head 3", "n_head 4 is not divisible by n_kv_head 3"),
+    ("--model llama-nano --tp 4", r"n_kv_head 2 is not divisible by tp 4: give a --tp .*: 1, 2"),
+    ("--model llama-nano --tp 2 --hidden 99", "the MLP's 99 hidden channels .* by tp 2")])
+def test_what_a_llama_cannot_be_is_refused_with_its_numbers(shards, flags, words):
+    given = parse_flags(["--data", str(shards), "--seq-len", "16", *flags.split()])
+    with pytest.raises(ValueError, match=words):
+        checks.validate(given, None, 4, "cpu")
+
+
+def test_a_run_goes_on_with_its_model_and_weights_may_get_a_longer_one(shards, tmp_path,
+                                                                        run_train):
+    """The sum of 4 + 4 steps is 8; --init-from takes a longer --seq-len for rotary positions, but
+    no other model; a GPT's stays as it is."""
+    flags = ["--data", shards, "--model", "llama-nano", "--seq-len", 16, "--batch-size", 4,
+             "--eval-every", 0]
+    assert run_train(*flags, "--out", tmp_path / "a", "--steps", 8, "--save-every", 4)[0] == 0
+    half = tmp_path / "a/step_00000004.pt"
+    assert run_train(*flags, "--out", tmp_path / "b", "--steps", 8, "--resume", half)[0] == 0
+    ends = [checkpoint.load(tmp_path / name / "latest.pt") for name in "ab"]
+    assert all(ends[0]["parameters"][name].equal(x) for name, x in ends[1]["parameters"].items())
+    tuned = ["--data", shards, "--batch-size", 4, "--eval-every", 0, "--steps", 1, "--lr", 1e-4,
+             "--init-from", half, "--out", tmp_path / "c"]
+    assert "--model" in run_train(*tuned, "--model", "nano")[2]
+    assert run_train(*tuned, "--seq-len", 32)[0] == 0
+    assert checkpoint.load(tmp_path / "c/latest.pt")["model"]["seq_len"] == 32
