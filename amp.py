@@ -1,4 +1,4 @@
-"""Numbers: the precisions, the loss scaler, gradient clipping, exact sums.
+"""Numbers: the precisions, the loss scaler, gradient clipping.
 
                  parameters, activations     gradients, masters, Adam's moments
     fp32                fp32                              fp32 (the parameter is its own master)
@@ -63,6 +63,10 @@ def plain_scaled_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer, scal
     return scale
 
 
+MIN_SCALE = 1.0                 # the floor of the loss scale
+NOT_FINITE = "not finite"       # why a step is skipped: the loss or a gradient is inf or NaN
+
+
 class LossScaler:
     """The factor on the loss: halved when gradients overflow, doubled after a long run without.
 
@@ -73,7 +77,7 @@ class LossScaler:
 
     def __init__(self, init_scale: float = 2.0 ** 16, growth_factor: float = 2.0,
                  backoff_factor: float = 0.5, growth_interval: int = 2000,
-                 min_scale: float = 1.0):
+                 min_scale: float = MIN_SCALE):
         self.scale = _round_to_fp32(init_scale)
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
@@ -119,128 +123,3 @@ def clip_factor(norm: float, clip: float, scale: float) -> float:
     if clip > 0:
         factor = min(1.0, clip / (norm + 1e-6))
     return factor / scale
-
-
-# ---------------------------------------------------------------------------------------------
-# Exact sums (--exact)
-#
-# Floating-point addition rounds, so a sum depends on its order, and the order on the layout: on
-# microbatches, replicas, tensor-parallel ranks. Whole numbers add without rounding, in float64 up
-# to 2^53. So count in units: round each term to a whole number of units, by itself, and add these.
-# The sum is the same in every order (Demmel and Nguyen 2013; Collange et al. 2015). With a unit of
-# 0.01:
-#
-#     3.14159   ->    314 units           314 +  272 = 586,  586 - 1 = 585
-#     2.71828   ->    272 units             272 - 1 = 271,  271 + 314 = 585   -> 5.85
-#    -0.01234   ->     -1 unit
-#
-# Each term changes by at most half a unit. The units (powers of two) and limits:
-#
-#     terms                                   unit                    largest sum: 2^52 units
-#     activations of blocks                   2^-32                   2^20
-#     a token's gradients of these            2^-36 loss scale / N    2^16 loss scale / N
-#     gradients of parameters                 2^-40 loss scale        2^12 loss scale
-#       of embedding and head                 2^-36 loss scale        2^16 loss scale
-#     squares of gradients, high digits       2^-30                   2^23 (2^53 units): norm 2,900
-#       what is left of each                  2^-46                   2^7: of 2^38 parameters
-#     exp(logit - largest)                    2^-34                   2^18: tokens of a vocabulary
-#     losses                                  2^-20                   2^32: of 10^8 tokens
-#     norms of activations                    2^-10                   2^42
-#
-# N is the number of tokens in the batch. Why these: a gradient of the mean loss is below 1 in a
-# healthy run, AdamW's epsilon is 1e-8 = 10,000 * 2^-40, and the gradient of one of a million tokens
-# must not vanish. (An embedding's gradients are the largest: they pass the first LayerNorm, which
-# divides by 0.03 at the start.) The largest sum is half of what float64 holds, because the token
-# matrix has two sums, of the embedding and of the head, which are added.
-#
-# A larger term must not cost the exactness in silence. Of n terms each may be as large as the n-th
-# part of the largest sum, its share. `ExactSums` compares it with that, and an excess skips the
-# step on all ranks, as an overflow does. (In 60 healthy steps of nano the largest term had 0.03 of
-# its share.)
-# ---------------------------------------------------------------------------------------------
-
-
-def plain_exact_sum(terms: list[float], unit: float) -> float:
-    """The sum of the terms, each rounded to a multiple of `unit`: the same in every order."""
-    units = 0
-    for term in terms:
-        units += round(term / unit)
-    return units * unit
-
-
-class ExactSums:
-    """The exact sums of a step, in float64 tensors, and whether a term was too large.
-
-    blocks      attention, MLP and logits are computed in so many blocks (parallelism/exact.py)
-    positions   of a microbatch
-    excess      the largest |term| so far, relative to its limit; at 1 or more a sum may be inexact
-    """
-    ACTIVATION = 2.0 ** -32
-    SQUARES = (2.0 ** -30, 2.0 ** -46)
-    SOFTMAX = 2.0 ** -34
-    LOSS = 2.0 ** -20
-    NORM = 2.0 ** -10
-
-    def __init__(self, blocks: int, positions: int, device: torch.device):
-        self.blocks, self.positions = blocks, positions
-        self.scratch = torch.empty(0, device=device)
-        self.begin_step(1.0, 1)
-
-    def begin_step(self, loss_scale: float, tokens: int) -> None:
-        """`tokens`: of the global batch."""
-        self.loss_scale, self.tokens = loss_scale, tokens
-        self.activation_gradient = 2.0 ** -36 * power_of_2(loss_scale / tokens)
-        self.gradient = 2.0 ** -40 * power_of_2(loss_scale)
-        self.embedding_gradient = 2.0 ** -36 * power_of_2(loss_scale)
-        self.excess = torch.zeros((), device=self.scratch.device)
-
-    def in_units(self, x: torch.Tensor, unit: float, terms: float) -> torch.Tensor:
-        """x in whole units, in memory that the next call uses again. `terms`: how many such terms
-        the sum has."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        if self.scratch.numel() < x.numel() or self.scratch.dtype != wide:
-            self.scratch = torch.empty(x.numel(), dtype=wide, device=x.device)
-        units = self.scratch[:x.numel()].view(x.shape)
-        torch.mul(x.to(wide), 1 / unit, out=units).round_()     # exact: a power of two
-        low, high = units.aminmax()
-        excess = torch.maximum(-low, high) * (terms / 2 ** 52)
-        self.excess = torch.maximum(self.excess, excess)
-        return units
-
-    def add(self, total: torch.Tensor, x: torch.Tensor, unit: float, terms: float) -> None:
-        """total += x, both of one shape."""
-        total.add_(self.in_units(x, unit, terms), alpha=unit)
-
-    def add_rows(self, total: torch.Tensor, x: torch.Tensor, unit: float) -> None:
-        """total (C,) += the sum of x (..., C), which has a row for each position."""
-        units = self.in_units(x.flatten(0, -2), unit, self.terms(1))
-        total.add_(units.sum(0, dtype=total.dtype), alpha=unit)
-
-    def terms(self, positions: int) -> float:
-        """The number of terms, each for so many positions, in a sum over the batch."""
-        return self.tokens / positions
-
-    def squares(self, grad: torch.Tensor) -> torch.Tensor:
-        """The sum of the squares of a float64 gradient, as two exact sums: of the high digits, and
-        of what is left, (2,)."""
-        left = (grad / self.loss_scale).square_()
-        sums = []
-        for unit in self.SQUARES:
-            units = self.in_units(left, unit, 1)
-            sums.append(units.sum() * unit)
-            left -= units * unit
-        return torch.stack(sums) * self.loss_scale ** 2
-
-    def checked(self, total: torch.Tensor) -> torch.Tensor:
-        """This total, but inf if a term of any sum was too large, or NaN, since `begin_step`."""
-        return total.where(self.excess < 1, torch.inf)
-
-    def in_range(self, squares: float) -> bool:
-        """Whether a sum of squares' high digits is exact. (Its terms are positive: one that was too
-        large on the way is too large in the end.)"""
-        return squares < 2 ** 53 * self.SQUARES[0] * self.loss_scale ** 2
-
-
-def power_of_2(x: float) -> float:
-    """The largest power of two that is not above x > 0."""
-    return 2.0 ** (math.frexp(x)[1] - 1)

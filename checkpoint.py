@@ -43,11 +43,12 @@ import torch.distributed as dist
 from model import GPT, VOCAB_MATRICES, GPTConfig
 from models import make_config
 from parallel import Grid, build_stage
+from parallelism.buckets import Bucket, make_buckets
 from parallelism.collectives import (PeerError, comm_errors, on_hosts, out_of_memory,
                                      to_host)
 from parallelism.kernels import use_kernels
 from parallelism.tensor import ParamSpec, param_specs
-from parallelism.zero import Bucket, FlatParameters, make_buckets
+from parallelism.zero import FlatParameters
 from runtime.checkpoint_files import (first_cause, name_for_torch, reading, remove_old,
                                       retry_transient, step_file)
 from runtime.processes import RunError, warn

@@ -391,8 +391,8 @@ class Batch(NamedTuple):
     """The batch of one step."""
     step: int
     position: int               # of its first sequence in the run's order
-    window_ids: np.ndarray      # (B,) of all replicas
-    microbatches: list          # of this replica, as `load` made them
+    window_ids: np.ndarray      # (B,) of all ranks
+    microbatches: list          # this rank's part of it (train.Run.load_microbatches)
     new_mixture: bool = False   # the weights of the sources have changed since the batch before
 
     @property
@@ -401,56 +401,44 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """The batches of a run, one after another.
+    """Where a run is in its data: the batches, one after another. train.Run loads them.
 
     position            of the next batch in the run's order, in sequences; skipped ones count
     sequences_trained   the sequences of all batches so far; skipped ones do not count. The ramp of
                         the batch size depends on it
     """
 
-    def __init__(self, data: TokenDataset, config, load, position=0, sequences_trained=0):
-        """`config` has train.py's flags; load(data, window_ids, step) returns this replica's part
-        of a batch, as microbatches."""
-        self.data, self.config, self.load = data, config, load
+    def __init__(self, data: TokenDataset, config, position=0, sequences_trained=0):
+        """`config` has train.py's flags."""
+        self.data, self.config = data, config
         self.position = position
         self.sequences_trained = sequences_trained
         self.compared_at = position     # where `new_mixture` was last determined
-        self.prefetched = None
 
-    def next_size(self) -> int:
-        return batch_size_at(self.config, self.sequences_trained)
+    def next_window_ids(self) -> np.ndarray:
+        """(B,): the windows of the next batch."""
+        size = batch_size_at(self.config, self.sequences_trained)
+        return self.data.window_ids(self.config.seed, self.position, size)
 
-    def next(self, step: int) -> Batch:
-        """The batch of step `step`. Moves the position past it."""
-        batch = self.prefetched
-        if batch is None or batch.step != step or batch.position != self.position:
-            batch = self._load(step)
+    def move_past(self, batch: Batch) -> Batch:
+        """Count this batch, the next one, as read. Returns it with its `new_mixture`."""
         self.position += batch.size
         self.sequences_trained += batch.size
         new_mixture = self.data.phase_begins(self.compared_at, self.position)
         self.compared_at = self.position
         return batch._replace(new_mixture=new_mixture)
 
-    def prefetch(self, step: int) -> None:
-        """Load the batch of step `step`, the next one, in advance. If the position moves before
-        `next`, it is discarded."""
-        self.prefetched = self._load(step)
-
     def skip_to(self, position: int) -> None:
         """Leave out the sequences before `position`."""
         self.position = position
 
-    def _load(self, step: int) -> Batch:
-        ids = self.data.window_ids(self.config.seed, self.position, self.next_size())
-        return Batch(step, self.position, ids, self.load(self.data, ids, step))
 
-
-def split_microbatches(window_ids: np.ndarray, micro_batch: int, replica: int,
-                       replicas: int) -> np.ndarray:
-    """(B,) -> (m, micro_batch): one replica's microbatches. The replicas take turns, so the first
+def split_microbatches(window_ids: np.ndarray, micro_batch: int, dp_rank: int,
+                       dp: int) -> np.ndarray:
+    """(B,) -> (m, micro_batch): the microbatches of one of dp ranks. They take turns, so the first
     microbatches of all of them are the first sequences of the batch."""
-    in_turns = window_ids.reshape(-1, replicas, micro_batch)        # (m, replicas, micro_batch)
-    return in_turns[:, replica]
+    in_turns = window_ids.reshape(-1, dp, micro_batch)              # (m, dp, micro_batch)
+    return in_turns[:, dp_rank]
 
 
 def batch_sizes(config) -> tuple[range, int]:

@@ -36,12 +36,11 @@ from torch.utils.checkpoint import checkpoint
 from model import GPT, GPTConfig
 from parallelism.compiling import compile_model
 from parallelism.context import CP_PLAN, own_positions, recompute_attention
-from parallelism.exact import EXACT_PLAN, make_exact, new_sums
+from parallelism.exact import EXACT_PLAN, ExactParameters, make_exact, new_sums
 from parallelism.kernels import use_kernels
 from parallelism.pipeline import chunk_layers, recompute_blocks, stage_layers
 from parallelism.tensor import TP_PLAN, param_specs
-from parallelism.unshard import gather_before_use
-from parallelism.zero import FlatParameters
+from parallelism.zero import FlatParameters, gather_before_use
 
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
@@ -91,7 +90,7 @@ class Grid:
         self.sequence_parallel = sequence_parallel
         self.hosts = ["this machine"] * self.world      # each rank's; parallelism/groups.py asks
         self.groups = dict.fromkeys(("tp", "cp", "replicas", "pp", "world", "embedding"))
-        self.exact = None           # amp.ExactSums, with --exact
+        self.exact = None           # exact_sums.ExactSums, with --exact
 
     def members(self) -> dict[str, list]:
         """{kind of group: the ranks of each group of that kind}."""
@@ -646,8 +645,9 @@ def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
     model = build_stage(model_config, grid)
     if config.exact:
         make_exact(model, model_config, grid)
-    flat = FlatParameters(param_specs(model, model_config, grid), grid, *dtypes, device,
-                          config.zero, host, training=not config.eval_only)
+    flat_type = ExactParameters if config.exact else FlatParameters
+    flat = flat_type(param_specs(model, model_config, grid), grid, *dtypes, device, config.zero,
+                     host, training=not config.eval_only)
     if grid.cp > 1 and not config.recompute:
         recompute_attention(model)
     if config.compile:

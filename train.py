@@ -3,33 +3,36 @@
     python train.py                                             # one process
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (pp * cp * tp) = 2
 
-Each rank is one process. The ranks divide the work in four dimensions; where they communicate:
+Each rank is one process. The work is divided in four ways. For each: what is cut, what the ranks
+send, and the file in parallelism/.
 
-    dp    the rows of the batch; the sum of the gradients                       zero.py
-    cp    the positions of each row; attention's keys and values; the same sum  context.py
-    pp    the layers, in stages; activations, and their gradients               pipeline.py
-    tp    each matrix; a sum, or two, inside each layer                         tensor.py
+    dp    the rows of the batch     the gradients                                      zero.py
+    cp    the positions of a row    keys, values and, like dp, the gradients           context.py
+    pp    the layers, in stages     activations, and their gradients                   pipeline.py
+    tp    each matrix               two all-reduces per block forward, two backward    tensor.py
 
-The dp x cp ranks that hold the same parameters are replicas. With ZeRO (--zero 1 to 3) each of them
-updates one shard of these parameters, and then sends it to the others (zero.py). A window is T + 1
-consecutive tokens: the first T are the inputs, the last T their targets.
+A replica is a full copy of the model, on pp x tp ranks; there are dp x cp replicas. With ZeRO
+(--zero 1 to 3) the ranks that hold the same parameters, one of each replica, update one shard of
+them each, and then send it to the others. A window is T + 1 consecutive tokens: the first T are the
+inputs, the last T their targets.
 
 `plain_train` is the whole algorithm on one CPU. `Run` computes the same on any number of ranks, in
 any precision; a test compares their numbers:
 
     plain_train             Run, on each rank                               where
-    rows of the batch       this replica's part of it, in microbatches      load_microbatches
-    zero_grad               the same                                        flat.begin_step
+    rows of the batch       this rank's part of it, in microbatches         next_batch
+    zero_grad               the same                                        flat.zero_grad
     forward and backward    for each microbatch; with a pipeline in the     compute_gradients
                             order of its schedule
-                            sum of the gradients over the replicas          flat.finish_grad_sync
+                            all-reduce of the gradients over the replicas   flat.finish_grad_sync
     norm and clipping       loss and norm are summed over all ranks: each   step_stats, clip_factor
                             clips by the same factor, or skips the step
     learning rate           the same function                               learning_rate
-    AdamW                   AdamW on this rank's shard                      update, flat.step
+    AdamW                   AdamW on this rank's shard                      flat.adamw_step
 
-runtime/ has what a long run needs beside these: flags, signals, the console, metrics.jsonl, and
-recovery, which takes a diverged run (its loss stays too high, or NaN) back to an older checkpoint.
+runtime/ has what a long run needs beside these: flags, signals, and what watches it (watch.py): the
+console, metrics.jsonl, and the rollback of a diverged run, whose loss stays too high, to an older
+checkpoint.
 """
 import signal
 
@@ -39,11 +42,9 @@ if __name__ == "__main__":      # before the slow `import torch`, so that Ctrl-C
 import copy
 import dataclasses
 import math
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,24 +54,22 @@ import numpy as np
 import torch
 
 import checkpoint
-from amp import PRECISIONS, LossScaler, clip_factor, make_scaler
-from data import PADDING, Batch, Batches, Source, TokenDataset, split_microbatches
-from model import GPT, IGNORE_INDEX, GPTConfig, ceil_div, derive_seed
+from amp import NOT_FINITE, PRECISIONS, LossScaler, clip_factor, make_scaler
+from data import PADDING, Batch, Batches, TokenDataset, split_microbatches
+from model import GPT, IGNORE_INDEX, GPTConfig, derive_seed
 from parallel import Grid, build_rank
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.context import own_positions
 from parallelism.groups import make_groups
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import (checks, console, devices, directory, evaluation, processes, recovery,
-                     replicas, startup)
+from runtime import (checks, console, devices, directory, evaluation, processes, rollback,
+                     startup)
 from runtime.divergence import DivergenceMonitor
-from runtime.noise_scale import NoiseScale
 from runtime.options import Config
 from runtime.processes import Job, all_ranks
 from runtime.signals import StopSignal
-
-EVAL_MICROBATCHES = 64          # on each rank, for each all-reduce of an evaluation
+from runtime.watch import Watch
 
 
 def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, float]]:
@@ -120,13 +119,11 @@ def learning_rate(config, step: int) -> float:
 class StepStats:
     """The statistics of a step. All but local_loss are equal on every rank."""
     loss: float                 # mean over the tokens of the global batch, in nats
-    activation_norm: float      # of a token's last activations, mean over the tokens
+    activation_norm: float      # mean over the tokens of the norm of the final hidden state
     grad_norm: float            # of the whole model, unscaled, before clipping
-    skipped: bool               # on every rank: overflow or, with --exact, a sum out of range
-    overflowed: bool            # the loss or a gradient of some rank is inf or NaN
+    skipped: str                # why no rank makes the update, such as NOT_FINITE; "": all do
     loss_scale: float           # the loss scale used in this step
-    scale_can_fall: bool        # it overflowed, and a smaller loss scale may help
-    local_loss: torch.Tensor    # of this rank's tokens, their sum: finds where inf or NaN began
+    local_loss: torch.Tensor    # this rank's summed loss; shows where an inf or NaN first appeared
 
 
 class Progress(NamedTuple):
@@ -153,10 +150,9 @@ class Run:
     model               this rank's part of the model
     flat                zero.FlatParameters: the buffers that hold its parameters, their gradients
                         and AdamW's state
-    scaler, monitor     the loss scale; the detector of divergence
-    noise               the gradient noise scale, with --noise-scale
+    scaler              the loss scale
     writer              checkpoint.Writer
-    log                 console.RunLog; startup sets it before `train`
+    watch               watch.Watch: the detector of divergence, the noise scale, the log
     stop                signals.StopSignal, where it is in force
 
     all_ranks(f) returns f(); an error on one rank, such as a full disk, is raised on every rank.
@@ -171,56 +167,46 @@ class Run:
         self.grid, self.device = grid, device
         self.train_data, self.val_data = train_data, val_data
         self.identity = identity or directory.new_run("seed")
-        self.log = None
+        self.watch = Watch(self)
         self.stop = None
-        self.noise = NoiseScale()
         dtype, master_dtype = PRECISIONS[config.dtype]
         self.model, self.flat = build_rank(model_config, grid, config, (dtype, master_dtype),
                                            device)
         self.writer = checkpoint.Writer(Path(config.out), config.keep, model_config, self.flat,
                                         config.timeout)
         self.activation_like = like_activations(config, model_config, grid, dtype, device)
-        self.restore(state)         # sets step, optimizer_steps, batches, scaler and monitor
+        self.restore(state)     # sets step, optimizer_steps, batches, scaler and watch.monitor
 
     # ---- The loop ---------------------------------------------------------------------------
 
     def train(self, stop: StopSignal) -> None:
         """Train up to --steps. A signal ends the process at any time but in a block of `stop.held`
         (runtime/signals.py): what a checkpoint holds changes in these blocks alone."""
-        config = self.config
+        config, watch = self.config, self.watch
         self.model.train()
         while self.step <= config.steps:
-            started = time.perf_counter()
-            # Leave out sequences that --skip-steps or a rollback excludes. A prefetched batch that
-            # contains some is discarded.
-            recovery.skip_excluded(self)
-            batch = self.batches.next(self.step)    # by load_microbatches, perhaps prefetched
-            lr = learning_rate(config, self.step) * self.monitor.lr_factor  # < 1 after a rollback
+            watch.before_step()         # leaves out sequences: --skip-steps, or a rollback's
+            batch = self.next_batch()
+            lr = learning_rate(config, self.step) * watch.lr_factor     # < 1 after a rollback
             stats = self.compute_gradients(batch)
             with stop.held():
                 self.update(stats, lr)
-                row = self.log.new_row(self, batch, stats, lr, time.perf_counter() - started)
-                self.noise.after_step(self, batch, stats, row)
-                if recovery.go_back_if_diverged(self, batch, stats, row):
-                    continue    # step, weights and position are those of an older checkpoint
-                self.log.print_step(self, row)
-
+                row = watch.after_step(batch, stats, lr)
+            if row is None:
+                continue                # diverged: the state is that of an older checkpoint
             last = self.step == config.steps
             if last or self.is_due(config.eval_every):
                 console.announce_evaluation(self)
-                row.update(self.evaluate())
+                row.update(evaluation.evaluate(self))
             saving = last or self.is_due(config.save_every)
-            difference = None
-            if saving or self.is_due(config.check_every):
-                difference = replicas.find_difference(self)
+            difference = watch.before_save(saving)      # do the ranks' copies of the state agree?
             with stop.held():
-                self.log.write_row(self, row)       # to metrics.jsonl
+                watch.log.write_row(self, row)          # to metrics.jsonl
                 if difference is not None:
-                    replicas.go_back(self, difference)
-                    continue        # they are those of the last checkpoint
-                if saving:
+                    watch.go_back(difference)
+                elif saving:
                     self.save()
-            self.step += 1
+            self.step = self.finished_step + 1
         with stop.held():
             self.flat.wait_params()     # other ranks may still be receiving this rank's shard
             all_ranks(lambda: self.writer.wait(required=True))  # the last checkpoint is complete
@@ -231,8 +217,24 @@ class Run:
     def is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
+    # ---- One batch --------------------------------------------------------------------------
+
+    def next_batch(self) -> Batch:
+        """The batch of this step. It was perhaps loaded during the last one; if it contains any
+        excluded sequences, it is discarded: the position is another one now."""
+        batch = self.prefetched
+        if batch is None or (batch.step, batch.position) != (self.step, self.batches.position):
+            batch = self.load_batch(self.step)
+        return self.batches.move_past(batch)
+
+    def load_batch(self, step: int) -> Batch:
+        """The next batch in the data, for step `step`."""
+        window_ids = self.batches.next_window_ids()
+        microbatches = self.load_microbatches(self.train_data, window_ids, step)
+        return Batch(step, self.batches.position, window_ids, microbatches)
+
     def load_microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
-        """This replica's part of the batch `window_ids` (B,), as a list of microbatches: (inputs
+        """This rank's rows of the batch `window_ids` (B,), as a list of microbatches: (inputs
         (b, T), targets (b, T), dropout seed). With --cp they have this rank's T / cp positions. The
         stages in the middle of a pipeline get None for inputs and targets. The targets of PADDING
         are IGNORE_INDEX."""
@@ -268,52 +270,53 @@ class Run:
     # ---- One step ---------------------------------------------------------------------------
 
     def compute_gradients(self, batch: Batch) -> StepStats:
-        """Forward and backward, and the sums over the ranks. Changes nothing but gradients."""
+        """Forward and backward, and the sums over the ranks. It changes only gradients."""
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
-        tokens_in_batch = batch.size * self.model_config.seq_len        # of all replicas
+        tokens_in_batch = batch.size * self.model_config.seq_len        # of all ranks
 
         # 1. Forward and backward. The model returns the sum of the losses of the microbatch's
         #    tokens. loss * scale is its share of the batch's mean loss, times the loss scale, and
         #    backward adds its gradients to those in `flat`.
         scale = self.scaler.scale / tokens_in_batch
-        flat.begin_step(self.scaler.scale, tokens_in_batch,         # zeroes the gradients
-                        hold_grads=self.is_due(config.noise_scale))
-        if grid.is_last:    # its forward computes its gradients, for a backward that gets `scale`
-            model.head.begin_step(scale)
+        flat.zero_grad(self.scaler.scale, tokens_in_batch)
+        if grid.is_last:    # the head computes its gradients in forward, so it needs the factor now
+            model.head.set_scale(scale)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
             for m, (inputs, targets, dropout_seed) in enumerate(microbatches):
-                # The sums over the replicas start in the last backward; from ZeRO 2 on in each.
+                # The all-reduces start during the last backward; with ZeRO 2 and 3 during every
+                # backward.
                 flat.prepare_grad_sync(model, last=m == len(microbatches) - 1)
                 loss = model(inputs, targets, dropout_seed)
                 (loss * scale).backward()
                 loss_sum += loss.detach()
-                self.noise.after_backward(self, m)
+                self.watch.after_microbatch(m)
         else:       # a pipeline: the same in the order of a schedule; stages exchange messages
             schedule = make_schedule(config.pp_schedule, grid, len(microbatches))
             loss_sum = run_schedule(schedule, model, grid, microbatches, self.activation_like, flat)
         if self.step < config.steps:    # while a GPU computes: step_stats waits for its end
-            self.batches.prefetch(self.step + 1)
+            self.prefetched = self.load_batch(self.step + 1)
 
-        # 2. Sum over ranks: the gradients over the replicas (with ZeRO, each keeps its shard's
-        #    sum); the loss and the norm over all ranks.
-        self.noise.before_sum(self)
+        # 2. All-reduce the gradients over the replicas. (With ZeRO a reduce-scatter: this rank gets
+        #    the sum of its shard.)
+        self.watch.after_backward()
         flat.finish_grad_sync()
+
+        # 3. Sum the loss and the squared norm over all ranks, which then decide alike.
         return self.step_stats(loss_sum, tokens_in_batch)
 
     def update(self, stats: StepStats, lr: float) -> None:
-        """Update the weights, or skip it on every rank if the loss or a gradient is inf or NaN (or,
-        with --exact, leaves the range of its sum)."""
+        """Update the weights; every rank skips it if the loss or a gradient is inf or NaN."""
         config = self.config
-        # 3. One factor both clips and undoes the loss scale. AdamW updates this rank's shard; the
-        #    other replicas receive it during the next forward.
+        # 4. Clip, and AdamW. One factor both clips the gradients and undoes the loss scale. This
+        #    rank updates its shard, and the other replicas receive it during the next forward.
         if not stats.skipped:
             self.optimizer_steps += 1
             factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
-            self.flat.step(factor, self.optimizer_steps, lr, config.beta1, config.beta2,
-                           config.weight_decay)
-        self.scaler.update(stats.overflowed)
+            self.flat.adamw_step(factor, self.optimizer_steps, lr, config.beta1, config.beta2,
+                                 config.weight_decay)
+        self.scaler.update(stats.skipped == NOT_FINITE)
         self.finished_step = self.step
 
     def step_stats(self, loss_sum: torch.Tensor, tokens_in_batch: int) -> StepStats:
@@ -328,14 +331,14 @@ class Run:
             activation_norm = self.model.head.norms.to(loss.dtype)
         total = self.sum_across_ranks(dict(loss=loss, activation_norm=activation_norm,
                                            **self.flat.grad_norm_squares()))
-        norm, in_range = self.flat.global_norm(total)
-        finite = math.isfinite(total["loss"]) and math.isfinite(total["all_squares"])
+        norm, skipped = self.flat.global_norm(total)
+        if not math.isfinite(total["loss"]):
+            skipped = NOT_FINITE
         return StepStats(
             loss=total["loss"] / tokens_in_batch,
             activation_norm=total["activation_norm"] / tokens_in_batch,
-            grad_norm=norm / scaler.scale, skipped=not (finite and in_range),
-            overflowed=not finite, loss_scale=scaler.scale,
-            scale_can_fall=not finite and scaler.scale > scaler.min_scale, local_loss=loss_sum)
+            grad_norm=norm / scaler.scale, skipped=skipped, loss_scale=scaler.scale,
+            local_loss=loss_sum)
 
     def sum_across_ranks(self, local: dict) -> dict:
         """{name: scalar tensor} -> {name: its sum over all ranks, a number}. Blocks until the sums
@@ -353,77 +356,19 @@ class Run:
         """A tensor of shape () on the device, of the type for sums."""
         return torch.full((), value, dtype=sum_dtype(self.device), device=self.device)
 
-    # ---- Evaluation -------------------------------------------------------------------------
-
-    def evaluate(self) -> dict:
-        """The fields of an evaluation in a row of metrics.jsonl: `val_loss`, the weighted mean over
-        the sources, and the same as `bits_per_byte`, None where the text's bytes are unknown; with
-        several sources also both, and the epochs, of each."""
-        data, bits = self.val_data, evaluation.bits_per_byte
-        sources = list(data.sources.values())
-        losses = [self.evaluate_source(source) for source in sources]
-        mean = data.average(losses)
-        row = dict(val_loss=mean, bits_per_byte=bits(mean, data.meta["bytes_per_token"]))
-        if len(sources) > 1:
-            for source, loss in zip(sources, losses):
-                row[f"val_loss/{source.name}"] = loss
-                row[f"bits_per_byte/{source.name}"] = bits(loss, source.meta["bytes_per_token"])
-            epochs = self.train_data.epochs(self.batches.position)
-            row.update({f"epochs/{name}": count for name, count in epochs.items()})
-        return row
-
-    @torch.no_grad()
-    def evaluate_source(self, source: Source) -> float:
-        """Mean loss in nats on fixed validation windows, the same in every layout."""
-        self.model.eval()
-        count = evaluation.eval_sequences(self.config, self.model_config, source)
-        at_once = self.grid.dp * self.config.micro_batch        # a microbatch for each dp rank
-        padded = ceil_div(count, at_once) * at_once
-        window_ids = np.full(padded, PADDING)
-        evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
-        window_ids[:count] = source.first + evenly_spaced
-        exact = self.grid.exact
-        if exact is not None:
-            exact.begin_step(1.0, count * self.model_config.seq_len)
-        total = 0.0
-        part = EVAL_MICROBATCHES * at_once      # in parts, so that --timeout applies to each part
-        for first in range(0, padded, part):
-            microbatches = self.load_microbatches(self.val_data, window_ids[first:first + part],
-                                                  step=0)
-            loss_sum = self.forward(microbatches)
-            if self.grid.tp_rank > 0:       # all tp ranks have the same loss: count it once
-                loss_sum.zero_()
-            if exact is not None:
-                loss_sum = exact.checked(loss_sum)
-            total += self.sum_across_ranks(dict(loss=loss_sum))["loss"]
-        self.model.train()
-        return total / (count * self.model_config.seq_len)
-
-    def forward(self, microbatches: list) -> torch.Tensor:
-        """The sum of this replica's losses; 0 on every stage but the last."""
-        if self.grid.pp == 1:
-            loss_sum = self.scalar(0.0)
-            for inputs, targets, _ in microbatches:
-                loss_sum += self.model(inputs, targets)
-            return loss_sum
-        schedule = make_schedule("gpipe", self.grid, len(microbatches))
-        forward_only = [(op, m, chunk) for op, m, chunk in schedule if op == "F"]
-        return run_schedule(forward_only, self.model, self.grid, microbatches,
-                            self.activation_like)
-
     # ---- Checkpoints ------------------------------------------------------------------------
 
     def restore(self, state: dict | None) -> None:
         """Restore a checkpoint; without one, begin before step 1, with weights from --init-from or
-        from the seed. On the CPU, in the same layout and with as many threads, a resumed run has
-        the bits of a straight one."""
+        from the seed. On the CPU, in the same layout and with as many threads, a resumed run ends
+        with the same bits as an uninterrupted run."""
         config = self.config
         position = 0                # in the data, in sequences
         sequences_trained = 0
         self.step = 1
         self.optimizer_steps = 0
         self.scaler = make_scaler(config.dtype)
-        self.monitor = DivergenceMonitor()
+        self.watch.restore(state)
         if state is None:
             parameters = None
             if config.init_from is not None:
@@ -435,23 +380,23 @@ class Run:
             self.optimizer_steps = state["optimizer_steps"]
             position = state["consumed_samples"]
             sequences_trained = state["tokens"] // self.model_config.seq_len
-            self.monitor = recovery.restored_monitor(config, self.train_data, state)
             if state["config"]["dtype"] == config.dtype:
                 self.scaler.load_state_dict(state["scaler"])
             checkpoint.restore(state, self.flat)
-        self.batches = Batches(self.train_data, config, self.load_microbatches, position,
-                               sequences_trained)
+        self.batches = Batches(self.train_data, config, position, sequences_trained)
+        self.prefetched = None      # the batch of the next step
         self.finished_step = self.step - 1
         self.saved_step = None if state is None else self.finished_step
 
     def progress(self) -> Progress:
         return Progress(self.finished_step, self.batches.position, self.batches.sequences_trained,
-                        self.optimizer_steps, self.scaler, self.monitor)
+                        self.optimizer_steps, self.scaler, self.watch.monitor)
 
     def save(self, is_start: bool = False) -> None:
-        """Write a checkpoint after the last finished step. `is_start`: of the starting state."""
+        """Write a checkpoint after the last finished step. `is_start`: save the state before
+        the first step."""
         progress = self.progress()
-        recovery.judge_checkpoint(self.config, progress, is_start)  # can a rollback return to it?
+        rollback.judge_checkpoint(self.config, progress, is_start)  # can a rollback return to it?
         self.write_checkpoint(progress)
 
     def write_checkpoint(self, progress: Progress) -> None:
@@ -481,7 +426,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     train_data, val_data = startup.open_data(config, model_config, state, job)
     grid = Grid(job.world // (config.tp * config.pp * config.cp), config.pp, config.tp, job.rank,
                 config.sequence_parallel, config.pp_chunks, config.cp)
-    stack.push(partial(checks.note_less_memory, config, grid))
+    stack.enter_context(checks.advice_on_memory(config, grid))
     make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
     run = Run(config, model_config, grid, device, train_data, val_data, state, begin.run)

@@ -1,10 +1,11 @@
-"""--exact: the same bits in every layout. parallel.build_rank calls `new_sums` and `make_exact`.
+"""--exact: the same bits in every layout. parallel.build_rank calls `new_sums`, `make_exact` and
+`ExactParameters`.
 
 The claim: with one seed, batch size and --micro-batch, on one kind of machine, layouts compute the
 same bits. The argument, for each operation whose inputs have the same bits:
 
     sums       whose order depends on the layout are exact sums, so their order does not matter
-               (amp.ExactSums)
+               (exact_sums.py)
     products   are computed in blocks of the parameters, one by one; tp only decides which rank
                computes a block. So a product has the same shape, strides and alignment everywhere
     the rest   is elementwise (a + b = b + a), or computes each row by itself
@@ -23,10 +24,10 @@ the same, and a row of LayerNorm however many rows there are. Random layouts tes
     qkv and proj, up and down     forward (g) and backward (f): blocks           sum_blocks
         their biases              backward: positions                            BlockProduct
     logits and loss               blocks of the vocabulary, positions            ExactCrossEntropy
-    gradients of parameters       microbatches, replicas, both ends of a         FlatParameters
+    gradients of parameters       microbatches, replicas, both ends of a         ExactParameters
                                   pipeline; the squares for the norm
 
-Dropout draws a mask for each block; AdamW's slices end at multiples of 32 (zero.adamw_step). It
+Dropout draws a mask for each block; AdamW's slices end at multiples of 32 (zero.adamw_update). It
 costs float64 gradients, copies of the weights, one block at a time, and on a CPU all threads but
 one. (Under ZB-H1, B computes all gradients here, W none: nothing is gained by it.)
 """
@@ -38,13 +39,14 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from amp import ExactSums
 from model import GPT, IGNORE_INDEX, GPTConfig
 from parallelism.collectives import all_reduce
+from parallelism.exact_sums import ExactSums
 from parallelism.kernels import linear, use_kernels
 from parallelism.sequence import by_ranks, by_sequences, gather_positions, sum_over_ranks
 from parallelism.tensor import (TensorParallel, VocabParallelCrossEntropy, VocabParallelEmbedding,
                                 VocabParallelHead, chunk_size, matmul)
+from parallelism.zero import FlatParameters, adamw_update
 
 MOST_BLOCKS = 8         # tp must divide it
 
@@ -321,6 +323,43 @@ class ExactHead(VocabParallelHead):
 
 
 EXACT_PLAN = {"embed.token": ExactEmbedding, "head": ExactHead}         # instead of TP_PLAN's
+
+
+# ---- The parameters of a rank ---------------------------------------------------------------
+
+class ExactParameters(FlatParameters):
+    """FlatParameters with exact sums of the gradients, in float64, and of their squares."""
+
+    def grad_dtype(self, master_dtype):
+        return torch.float64
+
+    def zero_grad(self, loss_scale=1.0, tokens=1):
+        self.grid.exact.set_units(loss_scale, tokens)
+        super().zero_grad(loss_scale)
+
+    def add_grad(self, total, grad):
+        exact = self.grid.exact
+        exact.add(total, grad, exact.gradient, exact.terms(exact.positions))
+
+    def sum_squares(self, counted, others):
+        """`squares` has the high digits, `low_squares` what is left; `out_of_range` is 0, or inf if
+        a term of a sum was too large."""
+        exact = self.grid.exact
+        squares = torch.stack([exact.squares(piece) for piece in counted + others])
+        high, low = squares[:len(counted)].sum(0)
+        return dict(squares=high, low_squares=low, all_squares=squares.sum(),
+                    out_of_range=exact.checked(torch.zeros_like(high)))
+
+    def global_norm(self, total):
+        _, skipped = super().global_norm(total)
+        in_range = self.grid.exact.in_range(total["squares"]) and total["out_of_range"] == 0
+        if not skipped and not in_range:
+            skipped = "too large for an exact sum (--exact)"
+        return math.sqrt(total["squares"] + total["low_squares"]), skipped
+
+    def update_shards(self, grads, *arguments):
+        for bucket, grad in zip(self.buckets, grads):           # one at a time: a copy less
+            adamw_update([bucket], [grad.to(bucket.shard["master"].dtype)], *arguments)
 
 
 # ---- A rank ---------------------------------------------------------------------------------

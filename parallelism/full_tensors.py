@@ -42,8 +42,8 @@ class FullTensors:
         """The gradient of the batch's mean loss with respect to a parameter, before clipping and
         without the loss scale, in fp32 (float64 with --dtype fp64 or --exact).
 
-        It is there from `finish_grad_sync` to the next `begin_step`. `step` multiplies it in place
-        by the clip factor, which is divided out again: one more rounding."""
+        It is there from `finish_grad_sync` to the next `zero_grad`. `adamw_step` multiplies it in
+        place by the clip factor, which is divided out again: one more rounding."""
         call = f"full_gradient({name!r})"
         self._check_gradients(call)
         return self._gather("grad", [self._global_name(name, call)])[0].div_(self.grad_factor)
@@ -87,7 +87,7 @@ class FullTensors:
             raise RuntimeError(f"{call}: there are no gradients without training")
         if not self.grads_are_summed:
             raise RuntimeError(f"{call}: this step's gradients are not summed over the ranks yet: "
-                               f"call it after finish_grad_sync, before the next begin_step")
+                               f"call it after finish_grad_sync, before the next zero_grad")
 
     def _global_name(self, name: str, call: str) -> str:
         """The name that all ranks ask for by `call`: one of the model's, or a tied one's other."""
@@ -146,9 +146,9 @@ class FullTensors:
     def _is_owner(self, spec) -> bool:
         """Whether the numbers of this parameter that this rank has count as its own. (As in a save:
         checkpoint.copy_shards.)"""
-        is_replica = self.grid.replica >= self.num_shards       # without ZeRO: of the first one
+        in_first_replica = self.grid.replica < self.num_shards      # with ZeRO each has its shard
         is_replicated = spec.partition_dim is None and self.grid.tp_rank > 0
-        return not (is_replica or is_replicated or spec.is_tied_copy)
+        return in_first_replica and not (is_replicated or spec.is_tied_copy)
 
     def _part(self, bucket, spec, kind: str) -> torch.Tensor:
         """What this rank has of a parameter, in zeros of the full shape."""

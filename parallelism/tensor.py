@@ -381,7 +381,7 @@ class VocabParallelHead(TensorParallel):
     """x (B, T, C), with TP2 T / tp positions, and targets (B, T) -> the summed loss of model.Head,
     the same on every rank. If you change the loss, change model.Head too. TP5: `scale`, by which
     the caller multiplies the loss before backward(), must be known in forward. `norms`: sum over
-    all positions of |x| since `begin_step`, for the log."""
+    all positions of |x| since `set_scale`, for the log."""
     partition_dim = {"weight": 0}
 
     def __init__(self, head: nn.Module, grid):
@@ -389,9 +389,9 @@ class VocabParallelHead(TensorParallel):
         self.norm = head.norm
         self.vocab_size = head.vocab_size
         self.chunk_loss = partial(chunk_loss, vocab_size=head.vocab_size, grid=grid)
-        self.begin_step(scale=1.0)
+        self.set_scale(1.0)
 
-    def begin_step(self, scale: float) -> None:
+    def set_scale(self, scale: float) -> None:
         self.scale = scale
         self.norms = 0.0
 

@@ -5,22 +5,18 @@ bits):
 
          difference                              gain                          where
     DP1  microbatches add up, one sync a step    1/m of the traffic            prepare_grad_sync
-    DP2  parameters are views into flat buckets  26 messages, not 148          Bucket
+    DP2  parameters are views into flat buckets  26 messages, not 148          buckets.py
     DP3  gradients add up in the masters' type   no rounding (bf16: 256+1=256) grad_ready
     DP4  a hook starts a complete bucket's sum   24 of 26 overlap backward     _start_grad_sync
     DP5  all are awaited at the end              backward goes on (ZeRO 0)     finish_grad_sync
-    DP6  the tied matrix has its own bucket      no other bucket waits for it  make_buckets
-    DP7  ZeRO 1: one of r replicas has a shard   12 of 18 bytes become 12/r    _start_grad_sync
+    DP6  the tied matrix has its own bucket      no other bucket waits for it  buckets.py
+    DP7  ZeRO 1: each of r ranks has a shard     12 of 18 bytes become 12/r    _start_grad_sync
     DP8  ZeRO 2: and keeps only its gradients    4 more bytes become 4/r       _start_grad_sync
-    DP9  ZeRO 3: and only its parameters         2 more bytes become 2/r       unshard.py
-    DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  unshard.py
+    DP9  ZeRO 3: and only its parameters         2 more bytes become 2/r       gather_before_use
+    DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  gather_before_use
 
-The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
-for each block. Backward completes them from the right; every rank communicates in that order.
-
-    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |
-
-A step of m microbatches on r = dp x cp replicas (in fp32 a parameter is its own master):
+A step of m microbatches; r = dp x cp ranks, one of each replica, have the same parameters (in
+fp32 a parameter is its own master):
 
             masters,                     bytes kept per parameter    in 16 bits, bytes sent per
                                                                      parameter, x (r-1)/r:
@@ -37,80 +33,13 @@ import torch
 import torch.nn as nn
 from torch.optim.adamw import adamw     # the function: the class imports a compiler, for seconds
 
-from model import GPTConfig, ceil_div, initial_value
+from amp import NOT_FINITE
+from model import GPT, GPTConfig, ceil_div, initial_value
+from parallelism.buckets import Bucket, make_buckets
 from parallelism.collectives import (all_gather, all_reduce, copy_to_host_async, reduce_scatter,
                                      sum_dtype)
 from parallelism.full_tensors import FullTensors
-from parallelism.tensor import TIED, ParamSpec
-
-
-class Bucket:
-    """DP2: parameters that are communicated together, laid out flat, padded to equal shards for all
-    replicas. `name` is as drawn above: tied, ends, 0.attn ...
-
-    data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
-    grad            (numel,) their gradients; with ZeRO 2 and 3, None from a sync to the next one
-    shard           {name: (numel / num_shards,)} of what this rank updates:
-                    data    a view of `data`; in ZeRO 3 its own memory
-                    grad    a view of `grad`; from ZeRO 2 on its own memory, a sum of backwards
-                    master  the same tensor as data if types and devices are equal
-                    exp_avg, exp_avg_sq     on the master's device
-    shard_ranges    the parts of parameters in the shard: [(spec, shard_slice, param_slice)], where
-                    shard[name][shard_slice] belongs to parameter.flatten()[param_slice]
-    pending_grads   number of gradients that backward (PP7: W) has not computed yet
-    unsharding      the all-gather of `data` under way, or None
-    """
-
-    def __init__(self, name: str, specs: list[ParamSpec], replicas: int, num_shards: int,
-                 shard_rank: int):
-        self.name = name
-        self.specs = specs
-        self.data = None
-        self.grad = None
-        self.shard = {}
-        self.pending_grads = 0
-        self.unsharding = None
-
-        self.offsets = {}
-        end = 0
-        for spec in specs:
-            self.offsets[spec.name] = end
-            end += ceil_div(spec.numel, 32) * 32        # aligned to 64 bytes, in 16 bits too
-        self.numel = ceil_div(end, 32 * replicas) * 32 * replicas
-
-        length = self.numel // num_shards
-        first = shard_rank * length
-        self.shard_ranges = []
-        for spec in specs:
-            offset = self.offsets[spec.name]
-            low = max(offset, first)
-            high = min(offset + spec.numel, first + length)
-            if low < high:
-                shard_slice = slice(low - first, high - first)
-                param_slice = slice(low - offset, high - offset)
-                self.shard_ranges.append((spec, shard_slice, param_slice))
-
-    def view(self, flat: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
-        """The part of `data` or `grad` that belongs to a parameter, in the parameter's shape."""
-        offset = self.offsets[spec.name]
-        return flat[offset:offset + spec.numel].view(spec.local_shape)
-
-
-def make_buckets(specs: list[ParamSpec], replicas: int, num_shards: int = 1,
-                 shard_rank: int = 0) -> list[Bucket]:
-    """The buckets drawn above. DP6: the tied gradient is complete only at backward's end."""
-    contents = {"tied": [], "ends": []}
-    for spec in specs:
-        match spec.name.split("."):
-            case ["blocks", number, "norm1" | "attn", *_]:
-                bucket = f"{number}.attn"
-            case ["blocks", number, *_]:
-                bucket = f"{number}.mlp"
-            case _:
-                bucket = "tied" if spec.name in TIED.values() else "ends"
-        contents.setdefault(bucket, []).append(spec)
-    return [Bucket(name, group, replicas, num_shards, shard_rank)
-            for name, group in contents.items() if group]
+from parallelism.tensor import ParamSpec
 
 
 class FlatParameters(FullTensors):
@@ -118,13 +47,15 @@ class FlatParameters(FullTensors):
     Adam moments (of type `master_dtype`), in buckets. With `host`, masters and moments are there,
     and AdamW runs there: 6 of 18 bytes per parameter stay on the GPU.
 
-    A training step calls begin_step, then prepare_grad_sync before each backward, and at the end
-    finish_grad_sync, grad_norm_squares and step. In ZeRO 1 and 2 `step` only starts to gather the
-    updated parameters: unshard.gather_before_use or wait_params waits for them.
+    A training step calls zero_grad, then prepare_grad_sync before each backward, and at the end
+    finish_grad_sync, grad_norm_squares and adamw_step. In ZeRO 1 and 2 `adamw_step` only starts to
+    gather the updated parameters: `gather_before_use` or `wait_params` waits for them.
 
-    grads_are_summed    from finish_grad_sync to the next begin_step
-    grad_factor         by which the gradients are then multiplied: the loss scale; after `step`
-                        also the factor of clipping"""
+    holds_grads         in this step the all-reduces start in finish_grad_sync, not during backward:
+                        until then bucket.grad has the gradient of this rank's tokens
+    grads_are_summed    from finish_grad_sync to the next zero_grad
+    grad_factor         by which the gradients are then multiplied: the loss scale; after
+                        adamw_step also the factor of clipping"""
 
     def __init__(self, specs: list[ParamSpec], grid, dtype, master_dtype, device,
                  zero: int = 0, host=None, training: bool = True):
@@ -136,7 +67,7 @@ class FlatParameters(FullTensors):
         self.buckets = make_buckets(specs, grid.replicas, self.num_shards, self.shard_rank)
         self.buckets_to_sync = []       # those that this backward communicates, the next one last
         self.in_flight = []             # [(bucket, Work)] of gradients
-        self.holds_grads = False        # in this step they are summed after backward
+        self.holds_grads = False
         self.grads_are_summed = False
         self.grad_factor = 1.0
         self.shapes = None              # of all stages' parameters, once FullTensors has asked
@@ -163,7 +94,7 @@ class FlatParameters(FullTensors):
         shard["master"] = shard["data"]
         if not self.training:
             return
-        grad_dtype = master_dtype if self.grid.exact is None else torch.float64
+        grad_dtype = self.grad_dtype(master_dtype)
         if self.zero < 2:
             bucket.grad = torch.zeros(bucket.numel, dtype=grad_dtype, device=device)
             shard["grad"] = bucket.grad.chunk(self.num_shards)[self.shard_rank]
@@ -173,6 +104,9 @@ class FlatParameters(FullTensors):
             shard["master"] = torch.zeros(length, dtype=master_dtype, device=host)
         for moment in ("exp_avg", "exp_avg_sq"):
             shard[moment] = torch.zeros(length, dtype=master_dtype, device=host)
+
+    def grad_dtype(self, master_dtype: torch.dtype) -> torch.dtype:
+        return master_dtype
 
     def _attach(self, bucket: Bucket) -> None:
         """Replace the modules' parameters by views into the bucket, and give each its function
@@ -245,20 +179,13 @@ class FlatParameters(FullTensors):
             bucket.unsharding = all_gather(bucket.data, self.grid.groups["replicas"])
 
     def wait_params(self) -> None:
-        """Wait for the all-gathers that `step` or `sync_params` started, where no forward does."""
+        """Wait for the all-gathers that `sync_params` started, where no forward does."""
         if self.zero < 3:
             self.unshard(self.buckets)
 
-    def begin_step(self, loss_scale: float, tokens: int, hold_grads: bool = False) -> None:
-        """Before a step on so many tokens of all replicas. `hold_grads`: the sums over the replicas
-        start in finish_grad_sync; until then bucket.grad has this replica's gradient."""
-        self.holds_grads = hold_grads
+    def zero_grad(self, loss_scale: float = 1.0, tokens: int = 1) -> None:
+        """Zero the gradients, before a step on so many `tokens` of all ranks."""
         self.grad_factor = loss_scale
-        if self.grid.exact is not None:
-            self.grid.exact.begin_step(loss_scale, tokens)
-        self.zero_grad()
-
-    def zero_grad(self) -> None:
         self.grads_are_summed = False
         torch._foreach_zero_([bucket.grad if self.zero < 2 else bucket.shard["grad"]
                               for bucket in self.buckets])
@@ -279,12 +206,7 @@ class FlatParameters(FullTensors):
         backward's thread and CUDA stream: collectives start after the kernels of the gradient."""
         # (None: a Function of tensor.py has added the gradient to main_grad itself.)
         if parameter.grad is not None:
-            exact = self.grid.exact
-            if exact is None:
-                parameter.main_grad().add_(parameter.grad)
-            else:
-                exact.add(parameter.main_grad(), parameter.grad, exact.gradient,
-                          exact.terms(exact.positions))
+            self.add_grad(parameter.main_grad(), parameter.grad)
             parameter.grad = None
         parameter.bucket.pending_grads -= 1
         if self.holds_grads and parameter.bucket.pending_grads == 0:
@@ -292,6 +214,9 @@ class FlatParameters(FullTensors):
         # All ranks must communicate in the same order. A bucket completed out of turn waits.
         while self.buckets_to_sync and self.buckets_to_sync[-1].pending_grads == 0:
             self._start_grad_sync(self.buckets_to_sync.pop())
+
+    def add_grad(self, total: torch.Tensor, grad: torch.Tensor) -> None:
+        total.add_(grad)
 
     def _start_grad_sync(self, bucket: Bucket) -> None:
         """DP4, DP7 to DP9: start the communication of a complete bucket."""
@@ -342,54 +267,42 @@ class FlatParameters(FullTensors):
     def grad_norm_squares(self) -> dict[str, torch.Tensor]:
         """Sums of squares of this rank's gradients, numbers of `sum_dtype`, for a sum over all
         ranks: `squares` for the global norm, each parameter of the model once, and `all_squares`,
-        also every copy of a parameter, only to detect inf or NaN. With --exact a part of the first
-        is in `low_squares`, and `out_of_range` is 0, or inf if a term of a sum was too large."""
+        also every copy of a parameter, only to detect inf or NaN."""
         counted, others = [], []
-        is_replica = self.zero == 0 and self.grid.replica > 0
+        in_first_replica = self.zero > 0 or self.grid.replica == 0
         for bucket in self.buckets:
             for spec, shard_slice, _ in bucket.shard_ranges:
                 pieces = bucket.shard["grad"][shard_slice].split(2 ** 20)
                 is_replicated = spec.partition_dim is None and self.grid.tp_rank > 0
-                if is_replica or is_replicated or spec.is_tied_copy:
+                if not in_first_replica or is_replicated or spec.is_tied_copy:
                     others += pieces
                 else:
                     counted += pieces
         # (One fp32 sum over 10M values can be off in its fourth digit. Pieces fit a CPU's cache.)
-        exact = self.grid.exact
-        if exact is not None:
-            squares = torch.stack([exact.squares(piece) for piece in counted + others])
-            high, low = squares[:len(counted)].sum(0)
-            return dict(squares=high, low_squares=low, all_squares=squares.sum(),
-                        out_of_range=exact.checked(torch.zeros_like(high)))
+        return self.sum_squares(counted, others)
+
+    def sum_squares(self, counted: list[torch.Tensor], others: list[torch.Tensor]) -> dict:
         dtype = sum_dtype(self.buckets[0].data.device)
         squares = torch.stack(torch._foreach_norm(counted + others, 2, dtype=dtype)).square()
         return dict(squares=squares[:len(counted)].sum(), all_squares=squares.sum())
 
-    def global_norm(self, total: dict[str, float]) -> tuple[float, bool]:
+    def global_norm(self, total: dict[str, float]) -> tuple[float, str]:
         """From the sums of `grad_norm_squares` over all ranks: (the gradient norm of the whole
-        model, times the loss scale; whether all sums are exact, True without --exact)."""
-        if self.grid.exact is None:
-            return math.sqrt(total["squares"]), True
-        in_range = self.grid.exact.in_range(total["squares"]) and total["out_of_range"] == 0
-        return math.sqrt(total["squares"] + total["low_squares"]), in_range
+        model, times the loss scale; why the step must be skipped, "" if it need not)."""
+        skipped = "" if math.isfinite(total["all_squares"]) else NOT_FINITE
+        return math.sqrt(total["squares"]), skipped
 
     @torch.no_grad()
-    def step(self, factor: float, step: int, lr: float, beta1: float, beta2: float,
-             weight_decay: float) -> None:
-        """AdamW update number `step` (from 1) of this rank's shards, with the gradients times
-        `factor`. With --offload it goes bucket by bucket: while the CPU updates one, the next
-        one's gradients arrive and the previous one's parameters leave."""
+    def adamw_step(self, factor: float, step: int, lr: float, beta1: float, beta2: float,
+                   weight_decay: float) -> None:
+        """The optimizer's step: AdamW update number `step` (from 1) of this rank's shards, with the
+        gradients times `factor`. With --offload it goes bucket by bucket: while the CPU updates
+        one, the next one's gradients arrive and the previous one's parameters leave."""
         grads = [bucket.shard["grad"] for bucket in self.buckets]
         torch._foreach_mul_(grads, factor)
         self.grad_factor *= factor
-        if self.grid.exact is not None:
-            for bucket, grad in zip(self.buckets, grads):       # one at a time: a copy less
-                rounded = grad.to(bucket.shard["master"].dtype)
-                adamw_step([bucket], [rounded], step, lr, beta1, beta2, weight_decay)
-            self.sync_params()
-            return
         if self.staging is None:
-            adamw_step(self.buckets, grads, step, lr, beta1, beta2, weight_decay)
+            self.update_shards(grads, step, lr, beta1, beta2, weight_decay)
             self.sync_params()
             return
         rows = [self.staging[i % 2, :len(grad)] for i, grad in enumerate(grads)]
@@ -397,7 +310,7 @@ class FlatParameters(FullTensors):
         for i, bucket in enumerate(self.buckets):
             grad, arrived = copies[i]
             arrived.synchronize()       # queued after the parameters that left from the same row
-            adamw_step([bucket], [grad], step, lr, beta1, beta2, weight_decay)
+            adamw_update([bucket], [grad], step, lr, beta1, beta2, weight_decay)
             data = bucket.shard["data"]
             rounded = grad.view(data.dtype)[:len(data)].copy_(bucket.shard["master"])
             data.copy_(rounded, non_blocking=True)
@@ -405,9 +318,12 @@ class FlatParameters(FullTensors):
             if i + 2 < len(grads):
                 copies.append(copy_to_host_async(grads[i + 2], rows[i + 2]))
 
+    def update_shards(self, grads: list[torch.Tensor], *arguments) -> None:
+        adamw_update(self.buckets, grads, *arguments)
+
     def unshard(self, buckets: list[Bucket], prefetch: list[Bucket] = ()) -> None:
-        """Make the buckets' parameters whole: gather them, or wait for the all-gather that `step`
-        started (ZeRO 1 and 2). Begin to gather those of the buckets to `prefetch`."""
+        """Make the buckets' parameters whole: gather them, or wait for the all-gather that
+        `sync_params` started (ZeRO 1 and 2). Begin to gather those of the buckets to `prefetch`."""
         for bucket in (*buckets, *prefetch):
             if bucket.data.untyped_storage().size() == 0:
                 bucket.data.untyped_storage().resize_(bucket.data.nbytes)
@@ -428,8 +344,8 @@ class FlatParameters(FullTensors):
             bucket.data.untyped_storage().resize_(0)
 
 
-def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: float,
-               beta1: float, beta2: float, weight_decay: float) -> None:
+def adamw_update(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: float,
+                 beta1: float, beta2: float, weight_decay: float) -> None:
     """torch's fused AdamW on the parameters in this rank's shards, whose gradients are `grads`."""
     for decays, decay in ((True, weight_decay), (False, 0.0)):
         # (Slices end at a multiple of 32, in the padding: the same instructions for each number,
@@ -446,23 +362,45 @@ def adamw_step(buckets: list[Bucket], grads: list[torch.Tensor], step: int, lr: 
               beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
 
-def state_bytes(numel: int, longest: int, replicas: int, dtypes: tuple, zero: int,
-                offload: bool, exact: bool = False) -> tuple[dict, dict]:
-    """Bytes of one rank's state, as the table of ZeRO stages says: {kind: bytes} on its device and,
-    if `offload` keeps a part there, on the host. `numel` counts this rank's parameters before ZeRO
-    shards them, `longest` those of its longest bucket; `dtypes`: of parameters and masters. `exact`
-    gradients are float64."""
-    dtype, master_dtype = dtypes
-    grad_dtype = torch.float64 if exact else master_dtype
-    shard = numel // replicas
-    weights = dict(
-        parameters=dtype.itemsize * (shard if zero >= 3 else numel),
-        gradients=grad_dtype.itemsize * (shard if zero >= 2 else numel))
-    masters = master_dtype.itemsize * (shard if zero >= 1 else numel)
-    states = dict(masters=masters, moments=2 * masters)
-    if offload:
-        staging = 2 * master_dtype.itemsize * (longest // replicas if zero >= 1 else longest)
-        return weights, states | dict(staging=staging)
-    if dtype == master_dtype:           # a parameter is its own master
-        states["masters"] = 0
-    return weights | states, {}
+def gather_before_use(model: GPT, flat: FlatParameters) -> None:
+    """Wrap the forward of the embedding, each block and the head in unshard and reshard. ZeRO 1 and
+    2 (DP10): the all-gather after AdamW is awaited there, bucket by bucket. ZeRO 3 (DP9):
+
+        forward    unshard block i, prefetch i + 1, run, reshard
+        backward   unshard block i, prefetch i - 1, run; _start_grad_sync reduces and reshards
+
+    The tied matrix stays gathered from the embedding to the end of the head's forward, because the
+    head computes its gradients there. The other parameters of the ends, and the last block, stay
+    gathered until backward."""
+    ends = [bucket for bucket in flat.buckets if bucket.name in ("tied", "ends")]
+    halves = flat.buckets[len(ends):]
+    blocks = list(zip(halves[::2], halves[1::2]))                   # [(attention, MLP)]
+
+    def run_embed(forward, *args):
+        flat.unshard(ends, prefetch=blocks[0])
+        return forward(*args)
+
+    def run_block(forward, current, previous, following, *args):
+        flat.unshard(current, prefetch=following)
+        y = forward(*args)
+        if y.requires_grad:         # the hook runs when y's gradient is there, before the block's
+            y.register_hook(lambda dy: flat.unshard(current, prefetch=previous))
+        if following or not y.requires_grad:
+            flat.reshard(current)
+        return y
+
+    def run_head(forward, *args):
+        flat.unshard(ends)
+        y = forward(*args)
+        flat.reshard(ends[:1])                                      # the tied matrix
+        if not torch.is_grad_enabled():
+            flat.reshard(ends[1:])
+        return y
+
+    if model.embed is not None:
+        model.embed.forward = partial(run_embed, model.embed.forward)
+    if model.head is not None:
+        model.head.forward = partial(run_head, model.head.forward)
+    for block, current, previous, following in zip(model.blocks.values(), blocks, [(), *blocks],
+                                                   [*blocks[1:], ()]):
+        block.forward = partial(run_block, block.forward, current, previous, following)

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -15,11 +15,11 @@ from data import TokenDataset, batch_sizes, steps_of_epochs
 from model import GPTConfig
 from models import PEAK_LR, SIZES, make_config
 from parallel import Grid, build_stage
+from parallelism.buckets import make_buckets, state_bytes
 from parallelism.collectives import out_of_memory
 from parallelism.exact import MOST_BLOCKS
 from parallelism.pipeline import chunk_layers
 from parallelism.tensor import param_specs
-from parallelism.zero import make_buckets, state_bytes
 from runtime.options import Config, merge_config, new_run_advice
 from runtime.processes import warn
 
@@ -297,11 +297,19 @@ def rank_parameters(model_config: GPTConfig, place: Grid) -> tuple[int, int]:
     return of_ends + of_blocks // place.chunks * blocks, longest
 
 
-def note_less_memory(config: Config, grid: Grid, kind, error, trace) -> None:
-    """To an error of too little memory, add the flags that take less and can be given here: for
-    ExitStack.push, which gives the last three."""
-    if not out_of_memory(error):
-        return
+@contextmanager
+def advice_on_memory(config: Config, grid: Grid):
+    """To an error of too little memory in the block, add the flags that take less."""
+    try:
+        yield
+    except BaseException as error:
+        if out_of_memory(error):
+            error.add_note(less_memory(config, grid))
+        raise
+
+
+def less_memory(config: Config, grid: Grid) -> str:
+    """The flags that take less memory and can be given here."""
     changes = []
     if config.micro_batch > 1 and not config.exact:         # with --exact it gives other bits
         prime = next(n for n in range(2, config.micro_batch + 1) if config.micro_batch % n == 0)
@@ -316,7 +324,7 @@ def note_less_memory(config: Config, grid: Grid, kind, error, trace) -> None:
         with suppress(ValueError):
             check_grid(grid.world, dataclasses.replace(config, **change))
             flags.append(text)
-    error.add_note(f"give {', '.join([*flags, '--tp, --pp or --cp on more processes'])}")
+    return f"give {', '.join([*flags, '--tp, --pp or --cp on more processes'])}"
 
 
 def check_memory(model_config: GPTConfig, grid: Grid, config, dtypes: tuple, device: torch.device,

@@ -21,12 +21,12 @@ from amp import PRECISIONS
 from data import Batch, batch_sizes, sequences_after
 from model import PEAK_LR, ceil_div
 from parallel import Grid
+from parallelism.buckets import state_bytes
 from parallelism.collectives import Work, all_gather_object, on_hosts
 from parallelism.kernels import multiplies_in_fp32
-from parallelism.zero import state_bytes
 from runtime import checks
 from runtime.directory import Metrics, Start
-from runtime.evaluation import describe_data, eval_sequences
+from runtime.evaluation import describe_data, eval_sequences, evaluate
 from runtime.flops import flops_per_token, parameter_count, peak_flops
 from runtime.options import RESTORED, Config, step_range
 from runtime.processes import print_rank0
@@ -99,8 +99,8 @@ class RunLog:
         self.unwritten = None
         if "val_loss" in row:
             print_rank0(format_eval(row, run))
-            if run.noise.sequences is not None:
-                print_rank0(format_noise(run.noise.sequences, run.model_config.seq_len, row))
+            if run.watch.noise.sequences is not None:
+                print_rank0(format_noise(run.watch.noise.sequences, run.model_config.seq_len, row))
         # On GPUs, where waits are asynchronous, a process's time does not show slow ranks.
         on_cpus = run.grid.world > 1 and run.device.type == "cpu"
         if row["step"] % COMPARE_RANKS_EVERY == 0 and on_cpus:
@@ -246,7 +246,7 @@ def print_summary(run) -> None:
 
 def print_evaluation(run, begin: Start) -> None:
     """--eval-only: evaluate, and print it."""
-    text = format_eval(run.evaluate(), run)
+    text = format_eval(evaluate(run), run)
     _, _, step = begin.run["origin"]
     sep = "\n" if "\n" in text else " "         # a table has its own lines
     print_rank0(f"{begin.path}, step {step}, on {run.config.data}:{sep}{text}")
@@ -301,7 +301,7 @@ def report_start(run, begin: Start) -> None:
     line = None
     if begin.kind == "init-from":
         line = f"weights  from {run.config.init_from}"
-    run.log.event("start", line, step=0, config=dataclasses.asdict(run.config),
+    run.watch.log.event("start", line, step=0, config=dataclasses.asdict(run.config),
                   data=describe_data(run), environment=environment(run.grid))
 
 
@@ -309,7 +309,7 @@ def report_resume(run, state: dict, begin: Start, given: dict,
                   lr_before: float, lr_now: float) -> None:
     """The events of a resume, and its line: which settings differ from the stored ones, and how the
     next step's learning rate changes (`lr_before` is that of the stored settings)."""
-    config, factor = run.config, run.monitor.lr_factor
+    config, factor = run.config, run.watch.monitor.lr_factor
     changed = {}
     stored = dataclasses.asdict(Config()) | state["config"]     # an older file lacks flags
     for name in [*RESTORED, "dtype", "exact"]:
@@ -328,8 +328,8 @@ def report_resume(run, state: dict, begin: Start, given: dict,
     if factor != 1:
         line += f", learning rate x {factor:.3g}"
     for event in begin.events:
-        run.log.metrics.write(**event, step=done)
-    run.log.event("resume", line, path=str(begin.path), given=given, changed=changed,
+        run.watch.log.metrics.write(**event, step=done)
+    run.watch.log.event("resume", line, path=str(begin.path), given=given, changed=changed,
                   lr_factor=factor, config=dataclasses.asdict(config), data=describe_data(run),
                   environment=environment(run.grid), step=done)
 
@@ -342,12 +342,12 @@ def report_stop(run, done: int) -> None:
     line = f"stopped and saved after step {done}; run {command} to go on"
     if run.saved_step is None:
         line = f"stopped before step 1 was done; run {command} to begin again"
-    run.log.event("stop", line, step=done)
+    run.watch.log.event("stop", line, step=done)
 
 
 def report_end(run) -> None:
     """The event of a run that has made all steps, and a line: how to sample."""
-    run.log.event("end", step=run.config.steps)
+    run.watch.log.event("end", step=run.config.steps)
     if run.train_data.meta["tokenizer"] in ("gpt2", "bytes"):
         file = shlex.quote(f"{run.config.out}/latest.pt")
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")

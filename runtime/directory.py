@@ -1,5 +1,5 @@
 """The directory of a run: one writer, where a run begins, and metrics.jsonl. runtime/startup.py
-calls it; train.py loads checkpoints by it, runtime/recovery.py and runtime/replicas.py go back to
+calls it; train.py loads checkpoints by it, rollback.py and flipped_bits.py go back to
 older ones.
 """
 import errno
@@ -165,9 +165,9 @@ def go_back(run, find: Callable) -> None:
     all_ranks(run.writer.wait)                  # we may load the file being written
     path, events = on_rank0(find)
     run.restore(all_ranks(lambda: load_state(path), status=1))
-    run.log.compute_clock = None                # the rollback was no computing
+    run.watch.log.compute_clock = None                # the rollback was no computing
     for event in events:
-        run.log.metrics.write(**event, step=step)
+        run.watch.log.metrics.write(**event, step=step)
 
 
 def last_lines(out: Path) -> list[dict]:

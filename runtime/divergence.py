@@ -1,4 +1,4 @@
-r"""Divergence: the judgement of each step and of each checkpoint. runtime/recovery.py acts on it.
+r"""Divergence: the judgement of each step and of each checkpoint. rollback.py acts on it.
 
 A step is bad if its loss is high (far above the lowest median so far) or not finite, or if its
 gradient is not finite and no loss scale can cure that. The run has diverged after BAD_STEPS bad
@@ -29,6 +29,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from amp import MIN_SCALE, NOT_FINITE
+
 WINDOW = 64             # losses that make the median
 MIN_WINDOW = 16         # the fewest losses that make one
 SPIKE_MARGIN = 6.0      # deviations between the lowest median and a loss that is high
@@ -37,6 +39,11 @@ MAX_SKIPPED = 20        # the most steps in a row without an update, with --roll
 LEAD_IN = 8             # batches before the first bad step that are skipped too
 LR_CUTS = (0.6, 0.1, 0.05)      # the last one is repeated
 STATISTICS = ("losses", "norms", "starts", "lowest", "bad", "skipped")
+
+
+def scale_may_help(stats) -> bool:
+    """Whether a step was skipped that a smaller loss scale may cure."""
+    return stats.skipped == NOT_FINITE and stats.loss_scale > MIN_SCALE
 
 
 class Divergence(NamedTuple):
@@ -64,7 +71,7 @@ class DivergenceMonitor:
     excluded: list = field(default_factory=list)        # [first, end) of sequences to skip
     applied_skip: str | None = None                     # --skip-steps, once they are excluded
     checkpoints: list = field(default_factory=list)     # [step, file, healthy] of those kept
-    accused: list = field(default_factory=list)         # machines whose replicas differed
+    accused: list = field(default_factory=list)         # machines with a flipped bit
 
     def copy(self) -> "DivergenceMonitor":
         """One whose lists grow apart from this one's."""
@@ -94,9 +101,9 @@ class DivergenceMonitor:
         problem = None
         if not math.isfinite(stats.loss):
             problem = "the loss is not finite"
-        elif stats.skipped and not stats.overflowed:
-            problem = "a number is too large for an exact sum (--exact)"
-        elif stats.overflowed and not stats.scale_can_fall:
+        elif stats.skipped and stats.skipped != NOT_FINITE:
+            problem = f"a number is {stats.skipped}"
+        elif stats.skipped and not scale_may_help(stats):
             problem = "a gradient is not finite"
         elif stats.loss > limit:
             problem = f"the loss is {stats.loss:.4f}, above {limit:.4f}"

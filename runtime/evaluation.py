@@ -1,5 +1,5 @@
-"""What an evaluation reads, and its result in bits per byte. train.py and runtime/console.py call
-it; tools/compare.py reads in metrics.jsonl what `describe_data` has found.
+"""Evaluation: the loss on fixed validation windows, also in bits per byte. train.py and
+runtime/console.py call it; tools/compare.py reads in metrics.jsonl what `describe_data` has found.
 
 A loss in nats per token depends on the tokenizer: a token of GPT-2 stands for about four bytes.
 
@@ -9,13 +9,76 @@ import hashlib
 import math
 
 import numpy as np
+import torch
 
-from data import Source
-from model import GPTConfig
+from data import PADDING, Source
+from model import GPTConfig, ceil_div
+from parallelism.pipeline import run_schedule
+from parallelism.schedules import make_schedule
 from runtime.options import Config
 
 DEFAULT_SEQUENCES = 128         # of each source
+MICROBATCHES = 64               # on each rank, for each all-reduce
 SAMPLED_BLOCKS, BLOCK_TOKENS = 64, 256          # of each shard, for its fingerprint
+
+
+def evaluate(run) -> dict:
+    """Evaluate a train.Run -> the fields of its row of metrics.jsonl: `val_loss`, the weighted mean
+    over the sources, and the same as `bits_per_byte`, None where the text's bytes are unknown; with
+    several sources also both, and the epochs, of each."""
+    data = run.val_data
+    sources = list(data.sources.values())
+    losses = [evaluate_source(run, source) for source in sources]
+    mean = data.average(losses)
+    row = dict(val_loss=mean, bits_per_byte=bits_per_byte(mean, data.meta["bytes_per_token"]))
+    if len(sources) > 1:
+        for source, loss in zip(sources, losses):
+            row[f"val_loss/{source.name}"] = loss
+            row[f"bits_per_byte/{source.name}"] = bits_per_byte(loss,
+                                                                source.meta["bytes_per_token"])
+        epochs = run.train_data.epochs(run.batches.position)
+        row.update({f"epochs/{name}": count for name, count in epochs.items()})
+    return row
+
+
+@torch.no_grad()
+def evaluate_source(run, source: Source) -> float:
+    """Mean loss in nats on fixed validation windows, the same in every layout."""
+    grid, config = run.grid, run.config
+    run.model.eval()
+    count = eval_sequences(config, run.model_config, source)
+    at_once = grid.dp * config.micro_batch              # a microbatch for each dp rank
+    padded = ceil_div(count, at_once) * at_once
+    window_ids = np.full(padded, PADDING)
+    evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
+    window_ids[:count] = source.first + evenly_spaced
+    tokens = count * run.model_config.seq_len
+    if grid.exact is not None:
+        grid.exact.set_units(1.0, tokens)
+    total = 0.0
+    part = MICROBATCHES * at_once           # in parts, so that --timeout applies to each part
+    for first in range(0, padded, part):
+        microbatches = run.load_microbatches(run.val_data, window_ids[first:first + part], step=0)
+        loss_sum = forward(run, microbatches)
+        if grid.tp_rank > 0:                # all tp ranks have the same loss: count it once
+            loss_sum.zero_()
+        if grid.exact is not None:
+            loss_sum = grid.exact.checked(loss_sum)
+        total += run.sum_across_ranks(dict(loss=loss_sum))["loss"]
+    run.model.train()
+    return total / tokens
+
+
+def forward(run, microbatches: list) -> torch.Tensor:
+    """The sum of the losses of this rank's tokens; 0 on every stage but the last."""
+    if run.grid.pp == 1:
+        loss_sum = run.scalar(0.0)
+        for inputs, targets, _ in microbatches:
+            loss_sum += run.model(inputs, targets)
+        return loss_sum
+    schedule = make_schedule("gpipe", run.grid, len(microbatches))
+    forward_only = [(op, m, chunk) for op, m, chunk in schedule if op == "F"]
+    return run_schedule(forward_only, run.model, run.grid, microbatches, run.activation_like)
 
 
 def eval_sequences(config: Config, model_config: GPTConfig, source: Source) -> int:

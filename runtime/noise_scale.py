@@ -1,6 +1,6 @@
 """The gradient noise scale: up to which size a batch is worth its work (McCandlish et al. 2018, "An
-Empirical Model of Large-Batch Training", appendix A.1). train.py measures it every --noise-scale
-steps.
+Empirical Model of Large-Batch Training", appendix A.1). runtime/watch.py measures it every
+--noise-scale steps.
 
 The gradient of a batch of B sequences is the true one, G, plus noise:
 
@@ -31,12 +31,16 @@ class NoiseScale:
         self.squared_norm = 0.0
         self.small_squares = None
 
-    def after_backward(self, run, microbatch: int) -> None:
+    def before_step(self, run) -> None:
+        """On a measured step the all-reduces start after backward."""
+        run.flat.holds_grads = run.is_due(run.config.noise_scale)
+
+    def after_microbatch(self, run, microbatch: int) -> None:
         """With dp 1: measure the first microbatch."""
         if run.flat.holds_grads and run.grid.dp == 1 and microbatch == 0:
             self.small_squares = local_squares(run.flat)
 
-    def before_sum(self, run) -> None:
+    def after_backward(self, run) -> None:
         """Otherwise: measure the rows of each dp rank."""
         if run.flat.holds_grads and run.grid.dp > 1:
             self.small_squares = local_squares(run.flat)

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from parallelism.collectives import PeerError, all_reduce
-from runtime import console, recovery, replicas
+from runtime import console, flipped_bits, rollback
 from runtime.processes import RunError, all_ranks, is_rank0, print_error
 
 
@@ -151,7 +151,7 @@ class StopSignal:
             if not self.settle():
                 return
             self.save(self.finished)
-            run.log.close()
+            run.watch.log.close()
         except Exception as error:
             if self.left:               # and so have the other ranks: the run has ended
                 return
@@ -193,17 +193,17 @@ class StopSignal:
         """Save the state after the last finished step, a train.Progress, and tell it. Raises
         RunError if it cannot be written."""
         run = self.run
-        if run.log.unwritten is not None:       # an evaluation was under way
-            run.log.metrics.write(**run.log.unwritten)
+        if run.watch.log.unwritten is not None:       # an evaluation was under way
+            run.watch.log.metrics.write(**run.watch.log.unwritten)
         group = run.grid.groups.get("save")         # None: one process
         # A write that was under way; rank 0 knows how it ended.
         is_lost = all_ranks(run.writer.wait, group=group) is not None
         if finished.step > (run.saved_step or 0) or self.over_ranks(int(is_lost)):
-            difference = replicas.find_difference(run, by_signal=True)
+            difference = flipped_bits.find_difference(run, by_signal=True)
             if difference is not None:
-                reason, _ = replicas.report(run, difference)
+                reason, _ = flipped_bits.report(run, difference)
                 raise RunError(f"{reason}; earlier checkpoints are untouched")
-            recovery.judge_checkpoint(run.config, finished, is_start=False)
+            rollback.judge_checkpoint(run.config, finished, is_start=False)
             run.submit_checkpoint(finished)
             all_ranks(lambda: run.writer.wait(required=True), group=group)
         console.report_stop(run, finished.step)

@@ -15,7 +15,7 @@ from amp import PRECISIONS
 from data import TokenDataset
 from model import GPTConfig
 from parallel import Grid
-from runtime import checks, console, dashboards, devices
+from runtime import checks, console, dashboards, devices, evaluation
 from runtime.checkpoint_files import list_checkpoints
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
                                lock_output_dir, start_branch)
@@ -117,9 +117,9 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
     step) is train.py's. `stack` ends the dashboards."""
     config = run.config
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
-    run.log = console.RunLog(metrics, Threads(run.device, run.grid.world))
+    run.watch.log = console.RunLog(metrics, Threads(run.device, run.grid.world))
     if config.log is not None and run.grid.rank == 0:
-        run.log.close = stack.enter_context(dashboards.follower(config))
+        run.watch.log.close = stack.enter_context(dashboards.follower(config))
     console.print_summary(run)
     if state is None:
         console.report_start(run, begin)
@@ -130,11 +130,11 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
         run.save(is_start=True)
     console.print_notes(run, given, resumed=state is not None)
-    run.log.threads.compare()
+    run.watch.log.threads.compare()
     row = on_rank0(lambda: find_unevaluated(Path(config.out), state))
     if row is not None:
         console.announce_evaluation(run)
-        run.log.write_row(run, row | run.evaluate())
+        run.watch.log.write_row(run, row | evaluation.evaluate(run))
 
 
 def find_unevaluated(out: Path, state: dict | None) -> dict | None:

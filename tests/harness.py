@@ -74,8 +74,7 @@ from parallelism.context import recompute_attention
 from parallelism.groups import make_groups
 from parallelism.pipeline import recompute_blocks
 from parallelism.tensor import param_specs
-from parallelism.unshard import gather_before_use
-from parallelism.zero import FlatParameters
+from parallelism.zero import FlatParameters, gather_before_use
 from runtime import console, corpora, processes
 from runtime.options import Config
 
@@ -394,7 +393,7 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
                         Memory(cfg, 13, seed=1), state and checkpoint.load(state))
         prepare(run)
         rows = Rows(run, look)
-        run.log = console.RunLog(rows)
+        run.watch.log = console.RunLog(rows)
         run.train(NO_SIGNAL)
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
     return rows.steps, rows.seen, whole
@@ -465,14 +464,14 @@ def poison(run, times=1):
     """After step 40 the parameters are wrong, in the first `times` attempts: the losses of the next
     three steps are high, and the last of them rolls back."""
     def spoil(step):
-        if step == 40 and run.monitor.rollbacks < times:
+        if step == 40 and run.watch.monitor.rollbacks < times:
             for bucket in run.flat.buckets:
                 bucket.shard["data"] *= 30
     after_backward(run, spoil)
 
 
 def monitor_now(run):
-    return asdict(run.monitor), run.batches.position, list(run.events)
+    return asdict(run.watch.monitor), run.batches.position, list(run.events)
 
 
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):

@@ -118,7 +118,7 @@ def test_parts_measure_on_a_cpu(tmp_path):
     for row in chunks:
         bound = 1e-6 if row["dtype"] == "fp32" else torch.finfo(torch.bfloat16).eps
         assert max(row["loss"], row["dx"], row["dW"]) <= bound and row["ms"] > 0
-    update, = found["optimizer"]["flat.step"]
+    update, = found["optimizer"]["flat.adamw_step"]
     assert 0 < update["median, ms"] <= update["longest, ms"]
     profile = found["profile"]
     sides = ["ours", "ours --compile", gpu.PLAIN]

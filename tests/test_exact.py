@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.nn as nn
 
-from amp import ExactSums, plain_exact_sum
 from model import GPTConfig
 from parallelism.exact import ExactLookup
+from parallelism.exact_sums import ExactSums, plain_exact_sum
 from tests.harness import (after_backward, column, differences, relative, run_steps, same_bits,
                            settings, trained, watched, whole_gradient)
 
@@ -65,7 +65,7 @@ def test_squares_of_gradients_are_exact_and_precise():
     gradients = terms_of_many_sizes(5000).double() * (torch.arange(5000) % 7 > 0)
     for scale in (1.0, 2.0 ** 16):
         sums = ExactSums(1, 1, torch.device("cpu"))
-        sums.begin_step(scale, 64)
+        sums.set_units(scale, 64)
         found = set()
         for size in (5000, 4999, 64, 7):
             found.add(tuple(sum(map(sums.squares, (scale * gradients).split(size))).tolist()))
@@ -88,7 +88,7 @@ def test_a_term_above_its_share_of_the_sum_is_noticed(dtype):
                  terms)
         sums.add(torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=dtype), 1.0, 1)
         assert sums.checked(torch.tensor(5.0)) == (5.0 if inside else torch.inf), (value, unit)
-        sums.begin_step(1.0, 1)
+        sums.set_units(1.0, 1)
         assert sums.checked(torch.tensor(5.0)) == 5.0
 
 
@@ -96,7 +96,7 @@ def test_a_looked_up_row_has_the_share_of_one_token():
     """All tokens may be the same one, so the gradient of each may reach 2^52 units / tokens."""
     for share, inside in [(0.9, True), (1.1, False)]:
         sums = ExactSums(1, 1, torch.device("cpu"))
-        sums.begin_step(1.0, 64)
+        sums.set_units(1.0, 64)
         weight = nn.Parameter(torch.zeros(3, 1))
         weight.main_grad = lambda: torch.zeros(3, 1, dtype=torch.float64)
         rows = torch.zeros(1, 1, dtype=torch.int64)
@@ -262,7 +262,7 @@ def test_exact_sums_are_precise(pool, tmp_path, reference):
     assert max(differences(ours, reference(NARROW, **flags))) < 1e-6
     tokens = 2 ** 22
     sums = ExactSums(1, 1, torch.device("cpu"))
-    sums.begin_step(1.0, tokens)
+    sums.set_units(1.0, tokens)
     dy = torch.randn(tokens, 4, generator=torch.Generator().manual_seed(0)) / tokens
     total = torch.zeros(4, dtype=torch.float64)
     sums.add_rows(total, dy, sums.gradient)

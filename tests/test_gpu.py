@@ -35,7 +35,7 @@ from parallelism import collectives, kernels, pipeline
 from parallelism import groups as process_groups
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
-from runtime import console, processes
+from runtime import console, evaluation, processes
 from tests.harness import (CFG, GPUS, NO_SIGNAL, ROOT, TINY, Memory, Rows, assert_same_rows,
                            gather_full_state, gridded, own_processes, read_metrics, run_main,
                            run_steps, settings, torchrun, traffic, without_saves)
@@ -353,13 +353,13 @@ def on_second_device(rank, world, layout, config, cfg, wide):
             **{name: unwrapped(getattr(dist, name)) for name in names}))
         run = train.Run(config, cfg, grid, device, Memory(cfg), Memory(cfg, 13, seed=1), None)
         rows = Rows(run, lambda run: len(SECOND_LOG))
-        run.log = console.RunLog(rows)
+        run.watch.log = console.RunLog(rows)
         run.train(NO_SIGNAL)
         whole = gather_full_state(run.flat, cfg, grid, checkpoint.STATE.values())
         full = collectives.all_gather_object(whole)[0]
         run.flat.initialize(cfg, seed=5)
         checkpoint.restore({key: full[name] for key, name in checkpoint.STATE.items()}, run.flat)
-        restored = run.evaluate()["val_loss"]
+        restored = evaluation.evaluate(run)["val_loss"]
     SECOND_LACKS.clear()
     numel = sum(bucket.shard["master"].numel() for bucket in run.flat.buckets)
     return rows.steps, SECOND_LOG[rows.seen[-3]:rows.seen[-2]], numel, restored
@@ -444,7 +444,7 @@ def new_run(folder, dtype, layers, backend):
 
 
 def make_step(run):
-    run.update(run.compute_gradients(run.batches.next(run.step)), 1e-3)
+    run.update(run.compute_gradients(run.next_batch()), 1e-3)
     run.step += 1
 
 

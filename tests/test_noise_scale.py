@@ -67,7 +67,7 @@ MORE_LAYOUTS = [
 
 
 def averages(run):
-    return run.noise.tr_sigma, run.noise.squared_norm
+    return run.watch.noise.tr_sigma, run.watch.noise.squared_norm
 
 
 @pytest.mark.claim("Every layout of two replicas measures the same gradient noise scale.")

@@ -50,10 +50,10 @@ import train
 from model import GPT, SIZES, GPTConfig
 from parallel import Grid, build_stage
 from parallelism import collectives, kernels
+from parallelism.buckets import make_buckets
 from parallelism.tensor import param_specs
-from parallelism.zero import make_buckets
-from runtime import (checkpoint_files, checks, console, devices, directory, processes, recovery,
-                     signals, startup, threads)
+from runtime import (checkpoint_files, checks, console, devices, directory, evaluation, processes,
+                     rollback, signals, startup, threads)
 from runtime.divergence import DivergenceMonitor
 from runtime.flops import flops_per_token, peak_flops
 from runtime.options import Config, merge_config, parse_flags
@@ -609,7 +609,8 @@ def test_what_is_advised_against_too_little_memory_can_be_given(layout, flags, a
     """Of the microbatch the message has the number, which a default may have chosen: a resume on a
     smaller GPU. What the layout, or --exact, refuses is not advised."""
     error = MemoryError("too little")
-    checks.note_less_memory(Config(**flags), Grid(*layout), None, error, None)
+    with pytest.raises(type(error)), checks.advice_on_memory(Config(**flags), Grid(*layout)):
+        raise error
     assert processes.fatal_message(error) == (
         f"too little; give {advice}--tp, --pp or --cp on more processes")
 
@@ -838,9 +839,11 @@ PHASES = {
     "loading": ("train.Run.__init__ = linger", 0, None),
     "start": ("train.Run.train = linger", 0, None),
     "step": ("train.Run.step_stats = in_step(3, train.Run.step_stats)", 2, None),
-    "evaluation": ("train.Run.evaluate_source = in_step(2, train.Run.evaluate_source)", 2, 2),
-    "last evaluation": ("train.Run.evaluate_source = in_step(4, train.Run.evaluate_source)", 4, 4),
-    "comparison": ("replicas.find_difference = in_step(4, replicas.find_difference)", 4, None),
+    "evaluation": ("evaluation.evaluate_source = in_step(2, evaluation.evaluate_source)", 2, 2),
+    "last evaluation": ("evaluation.evaluate_source = in_step(4, evaluation.evaluate_source)", 4,
+                        4),
+    "comparison": ("flipped_bits.find_difference = in_step(4, flipped_bits.find_difference)", 4,
+                   None),
     "save": ("os.fsync = slow_fsync", None, None)}
 
 
@@ -858,7 +861,7 @@ def test_a_signal_ends_a_run_from_any_phase_within_seconds(shards, things, tmp_p
 import os, pathlib, signal, time
 signal.signal(signal.SIGINT, signal.SIG_DFL)        # as train.py's first lines
 import train
-from runtime import replicas
+from runtime import evaluation, flipped_bits
 def linger(*_):
     pathlib.Path("{tmp_path}/there").touch()
     time.sleep(60)
@@ -1329,7 +1332,7 @@ def test_where_a_run_begins(run_train, shards, tmp_path, monkeypatch, torchrun_j
         job, flags, status, words = line
         given = shlex.split(flags)
         before = contents(tmp_path)
-        killed = mock.patch.object(train.Run, "evaluate_source", side_effect=SystemExit(9))
+        killed = mock.patch.object(evaluation, "evaluate_source", side_effect=SystemExit(9))
         with killed if status == 9 else nullcontext():
             found, out, error = run_train("--data", shards, *TINY, *given, **jobs[job])
         assert found == status, (line, out, error)
@@ -1556,7 +1559,8 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
         return result
 
     def prepare(run):
-        run.evaluate_source = lambda _: takes(1000, 2 * math.log(2))
+        monkeypatch.setattr(evaluation, "evaluate_source",
+                            lambda *_: takes(1000, 2 * math.log(2)))
         run.save = lambda: takes(1000)
         run.val_data.meta["bytes_per_token"] = 4.0
     with mock.patch.object(time, "perf_counter", lambda: takes(40, now[0])):
@@ -1722,7 +1726,7 @@ def test_of_finite_gradients_whose_norm_is_not_no_rank_is_named():
     _, flat = staged(CFG, Grid(1, 1, 1), torch.float64)
     flat.buckets[-1].grad.fill_(1e160)
     assert not flat.grad_norm_squares()["all_squares"].isfinite()
-    assert recovery.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
+    assert rollback.locate_nonfinite(1.0, flat) == dict(what="norm", rank=None, parameter=None)
 
 
 def overflow_in_turn(run):
@@ -1801,7 +1805,7 @@ def late_file(run):
 
 def infinite_gradients(run):
     def spoil(step):
-        if step >= 40 and run.monitor.rollbacks == 0:
+        if step >= 40 and run.watch.monitor.rollbacks == 0:
             run.flat.buckets[0].shard["grad"][0] = math.inf
     after_backward(run, spoil)
 
@@ -1873,7 +1877,7 @@ def report_instead(run, when, **facts):
     run.step_stats = changed
 
 
-NOT_FINITE = dict(loss=math.nan, skipped=True, overflowed=True)
+NOT_FINITE = dict(loss=math.nan, skipped=amp.NOT_FINITE)
 
 
 @pytest.mark.parametrize("bad, facts, keep, back, read, lr_factor", [
@@ -1893,7 +1897,7 @@ def test_bad_batches_are_skipped_and_three_in_a_row_go_back(tmp_path, bad, facts
     seen = watched(settings(tmp_path, steps=50, save_every=4, keep=keep, micro_batch=8), prepare)
     assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == back
     assert [first // 8 for first, _ in seen.batches] == [k for part in read for k in range(*part)]
-    assert seen.run.monitor.lr_factor == lr_factor
+    assert seen.run.watch.monitor.lr_factor == lr_factor
     skipped = [first // 8 for (first, _), row in zip(seen.batches, seen.rows) if row["skipped"]]
     assert skipped == (bad if facts is NOT_FINITE else [])
 
@@ -1923,7 +1927,8 @@ def test_rollbacks_are_bounded_and_cut_more_each_time_the_run_returns(tmp_path):
 def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_with_it(tmp_path):
     """Three losses that are not finite end the first run; the resumed one rolls back."""
     def prepare(run):
-        report_instead(run, lambda: run.monitor.rollbacks == 0 and run.step >= 4, loss=math.nan)
+        report_instead(run, lambda: run.watch.monitor.rollbacks == 0 and run.step >= 4,
+                       loss=math.nan)
     config = settings(tmp_path, steps=6, save_every=2, keep=9, rollback="off")
     assert kinds(watched(config, prepare).events) == ["spike"]
     config = settings(tmp_path / "on", steps=8, max_rollbacks=1)
@@ -1999,8 +2004,9 @@ def judge(losses):
     reasons = {}
     for i, loss in enumerate(losses):
         skipped = isinstance(loss, str)
-        stats = train.StepStats(2.0 if skipped else loss, 1.0, 1.0, skipped, overflowed=skipped,
-                                loss_scale=1.0, scale_can_fall=loss == "overflow", local_loss=None)
+        stats = train.StepStats(2.0 if skipped else loss, 1.0, 1.0,
+                                amp.NOT_FINITE if skipped else "",
+                                loss_scale=2.0 if loss == "overflow" else 1.0, local_loss=None)
         divergence = monitor.observe(i, stats)
         if divergence is not None:
             reasons[i] = divergence.reason
@@ -2091,9 +2097,9 @@ def test_losses_are_compared_under_the_same_flags_only(tmp_path):
     of 20 losses. If the learning rate rises more than threefold they stay, for only the old losses
     show the mistake."""
     def count(run):
-        counts.append(len(run.monitor.losses))
+        counts.append(len(run.watch.monitor.losses))
         run.restore(checkpoint.load(file))          # as a rollback does
-        counts.append(len(run.monitor.losses))
+        counts.append(len(run.watch.monitor.losses))
         raise ZeroDivisionError                     # there is no need to train
     config = settings(tmp_path)
     file = saved_file(tmp_path, 20)
@@ -2117,7 +2123,7 @@ def test_losses_are_forgotten_where_another_mixture_begins_although_its_first_ba
     def prepare(run):
         run.train_data.phases = [[0, {"memory": 1}], [16, {"memory": 1}]]
     _, seen, _ = run_steps(0, 1, (1, 1, 1), settings(tmp_path, steps=4, skip_steps="3:3"),
-                           replace(CFG, n_layer=1), lambda run: len(run.monitor.losses),
+                           replace(CFG, n_layer=1), lambda run: len(run.watch.monitor.losses),
                            prepare=prepare)
     assert seen == [1, 2, 1, 2]
 

@@ -46,6 +46,21 @@ MAY_IMPORT = {
     "sample": ("amp model models* data checkpoint parallelism.collectives "
                "runtime.commandline runtime.devices runtime.other_names runtime.sampling", ""),
     "parallelism.*": ("model models* amp parallelism.*", ""),
+    # Below the book (runtime/__init__.py):
+    "runtime.commandline": ("", ""),
+    "runtime.other_names": ("", ""),
+    "runtime.options": ("models* amp parallelism.schedules runtime.commandline "
+                        "runtime.other_names", ""),
+    "runtime.files": ("", ""),
+    "runtime.inputs": ("", ""),
+    "runtime.corpora": ("runtime.files runtime.inputs", ""),
+    "runtime.processes": ("parallelism.collectives", ""),
+    "runtime.devices": ("parallelism.collectives runtime.options runtime.processes", ""),
+    "runtime.threads": ("runtime.processes", ""),
+    "runtime.flops": ("model", ""),
+    "runtime.sampling": ("runtime.commandline", ""),
+    "runtime.checkpoint_files": ("parallelism.collectives runtime.processes", ""),
+    # Above it:
     "runtime.*": ("*", "train tools* tests* sample test_all"),
     "tools.*": ("*", "tests* test_all"),
 }
@@ -111,9 +126,10 @@ def test_data_py_needs_neither_torch_nor_the_model():
 
 
 FLAGS = """data out log model n_layer n_head n_embd seq_len activation n_kv_head head_dim hidden
-    rope_theta dropout batch_size batch_ramp steps epochs lr min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip
-    seed tp pp cp pp_schedule pp_chunks device compile timeout micro_batch zero recompute sequence_parallel
-    offload dtype exact save_every keep resume init_from check_every eval_every eval_tokens
+    rope_theta dropout batch_size batch_ramp steps epochs lr min_lr_ratio warmup_steps lr_schedule
+    decay_ratio weight_decay beta1 beta2 clip seed tp pp cp pp_schedule pp_chunks device compile
+    timeout micro_batch zero recompute sequence_parallel offload dtype exact save_every keep resume
+    init_from check_every eval_every eval_tokens
     eval_only noise_scale log_every rollback max_rollbacks skip_steps"""
 
 

@@ -538,7 +538,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
     @contextmanager
     def held():
         yield
-        if fate == "signal" and run.finished_step == run.step == at and not run.log.unwritten:
+        if fate == "signal" and run.finished_step == run.step == at and not run.watch.log.unwritten:
             signals.StopSignal(run).save(run.progress().copy())
             raise ZeroDivisionError
 
@@ -556,7 +556,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
             poison(run)
         after_backward(run, hurt)
         with suppress(ZeroDivisionError):
-            run.log = console.RunLog(directory.Metrics(Path(config.out), rank))
+            run.watch.log = console.RunLog(directory.Metrics(Path(config.out), rank))
             run.train(SimpleNamespace(held=held, close=lambda: None))
             assert all(bucket.unsharding is None for bucket in run.flat.buckets)
         run.writer.wait()

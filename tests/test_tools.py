@@ -43,13 +43,13 @@ from parallelism import kernels, pipeline, sequence
 from parallelism.collectives import Work
 from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS
-from runtime import checks, console, corpora, dashboards, directory, divergence
+from runtime import checks, console, corpora, dashboards, directory, divergence, evaluation
 from runtime.flops import parameter_count
 from runtime.options import Config, parse_flags
 from tests import published
-from tests.harness import (CFG, COVER, FORMULA, NASTY, PAGES, README, ROOT, SHARED,
-                           TINY, Alive, Memory, Rows, column, deep_enough_for, expect_mistake,
-                           gridded, launch, names_in, nothing, random_gpt, readme_commands, relative, saved,
+from tests.harness import (CFG, COVER, FORMULA, NASTY, PAGES, README, ROOT, SHARED, TINY, Alive,
+                           Memory, Rows, column, deep_enough_for, expect_mistake, gridded, launch,
+                           names_in, nothing, random_gpt, readme_commands, relative, saved,
                            settings, small_state, staged, tokens_of, traffic)
 from tools import bench, compare, faults, follow, huggingface, policies
 from tools.bench import BIG, CONTEXT, KEPT, LONG, PIPELINES, peak_of
@@ -145,12 +145,13 @@ def a_step_of_a_run(rank, world, config, cfg):
         with Alive() as alive:
             run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg), Memory(cfg), None)
             held = alive.bytes() - run.activation_like.nbytes
-        run.save = run.evaluate_source = lambda *_: 0.0
+        run.save = lambda: None
         run.model.register_forward_pre_hook(lambda *_: forwards.append(-flops.get_total_flops()))
         run.model.register_forward_hook(lambda *_: forwards.append(flops.get_total_flops()))
         with flops, traffic(note), torch.nn.attention.sdpa_kernel(
-                torch.nn.attention.SDPBackend.MATH), mock.patch.object(kernels, "NO_PRODUCTS", []):
-            run.log = console.RunLog(Rows(run, nothing))
+                torch.nn.attention.SDPBackend.MATH), mock.patch.object(kernels, "NO_PRODUCTS", []), \
+                mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
+            run.watch.log = console.RunLog(Rows(run, nothing))
             run.train(stop)
     numel = sum(bucket.numel for bucket in run.flat.buckets)
     return numel, held, sent, sum(forwards), flops.get_total_flops()
@@ -1853,7 +1854,7 @@ def test_the_gyms_operator_goes_back_skips_and_slows_five_times():
         policy.good = (good, 2.0)
         assert policy.go_back_if_diverged(run, None, SimpleNamespace(skipped=False), {})
         assert loaded.pop() == Path(f"step_{file:08d}.pt") and skipped.pop() == 1200
-        assert run.monitor.lr_factor == 0.5 ** (returns + 1)
+        assert run.watch.monitor.lr_factor == 0.5 ** (returns + 1)
     with pytest.raises(policies.Ended):
         policy.go_back_if_diverged(run, None, SimpleNamespace(skipped=False), {})
 

@@ -37,10 +37,10 @@ import parallel
 import sample
 import train
 from model import GPT, SIZES, GPTConfig
+from parallelism.buckets import state_bytes
 from parallelism.groups import make_groups
 from parallelism.kernels import use_kernels
-from parallelism.zero import state_bytes
-from runtime import commandline, console, corpora, divergence
+from runtime import commandline, console, corpora, divergence, evaluation
 from runtime.flops import flops_per_token, parameter_count
 from runtime.options import Config
 from tools import gpu, huggingface
@@ -206,8 +206,7 @@ def monitoring(folder):
                                                 shape=SIZES["nano"])
     x = torch.randn(4, cfg.seq_len, cfg.n_embd)
     monitor = divergence.DivergenceMonitor(losses=list(range(64, 0, -1)), lowest=1.0)
-    stats = train.StepStats(3.0, 1.0, 1.0, skipped=False, overflowed=False, loss_scale=1.0,
-                            scale_can_fall=False, local_loss=None)
+    stats = train.StepStats(3.0, 1.0, 1.0, skipped="", loss_scale=1.0, local_loss=None)
 
     def observe():
         for _ in range(4):              # microbatches
@@ -362,9 +361,9 @@ def peak_memory(config, cfg, store, rank):
                                 for split in data.SPLITS)
         run = train.Run(config, cfg, grid, torch.device("cpu"), train_data, val_data, None)
         run.save = lambda: None
-        run.evaluate_source = lambda source: 0.0
-        run.log = console.RunLog(mock.Mock())
-        run.train(mock.Mock(held=nullcontext))
+        run.watch.log = console.RunLog(mock.Mock())
+        with mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
+            run.train(mock.Mock(held=nullcontext))
     # Libraries allocate at their first use.
     step(GPTConfig(vocab_size=257, seq_len=16, n_layer=config.pp * config.pp_chunks, n_head=8,
                    n_embd=32))

@@ -98,7 +98,7 @@ TECHNIQUES = [              # (technique, paper, its simple forms, the test that
      ["plain_exact_sum"], "test_an_exact_sum_is_the_same_in_every_order"),
     ("Training loop, AdamW", "[Loshchilov and Hutter](https://arxiv.org/abs/1711.05101)",
      ["plain_train"], "test_a_run_is_adamw_with_clipping_on_a_plain_model")]
-FILES_OF_FORMS = ("parallel.py", "amp.py", "train.py")
+FILES_OF_FORMS = ("parallel.py", "amp.py", "parallelism/exact_sums.py", "train.py")
 
 SCHEDULES = [               # (stages, microbatches, schedule, chunks)
     (3, 4, "gpipe", 1), (3, 4, "1f1b", 1), (2, 4, "interleaved", 2), (3, 4, "zb-h1", 1)]

@@ -38,7 +38,7 @@ import torch
 import checkpoint
 from data import TokenDataset, prepare
 from model import GPTConfig
-from runtime import checkpoint_files, commandline
+from runtime import checkpoint_files, commandline, evaluation
 from runtime.options import Config
 from tools.policies import POLICIES, Policy, PolicyRun, Watch
 
@@ -150,7 +150,7 @@ def disturbed(run: PolicyRun, fault: str, policy: Policy) -> Outcome:
     whole = other.reaches()
     if not whole:
         other.load(other.policy.file_left(other))
-        other.note(**other.evaluate())
+        other.note(**evaluation.evaluate(other))
     rise = other.val_loss / run.val_loss - 1
     if math.isnan(rise):
         rise = math.inf

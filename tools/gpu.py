@@ -115,7 +115,7 @@ def new_run(work: Work, folder: Path, cfg: GPTConfig, **flags) -> train.Run:
 
 def make_steps(run: train.Run, count: int) -> None:
     for _ in range(count):
-        run.update(run.compute_gradients(run.batches.next(run.step)), run.config.lr)
+        run.update(run.compute_gradients(run.next_batch()), run.config.lr)
         run.step += 1
 
 
@@ -230,7 +230,7 @@ def loss(work: Work, folder: Path) -> Iterator:
         x = torch.randn(1, work.positions, cfg.n_embd, device=work.device).to(weight.dtype)
         x.requires_grad_()
         targets = torch.randint(work.vocab, (1, work.positions), device=work.device)
-        run.flat.begin_step(1.0, work.positions)
+        run.flat.zero_grad(1.0, work.positions)
         found = head.loss(x, targets, 1.0)
         found.backward()
         x_wide, weight_wide = (y.detach().double().requires_grad_() for y in (x, weight))
@@ -256,13 +256,13 @@ def optimizer(work: Work, folder: Path) -> Iterator:
     make_steps(run, work.warmup)
     seen = []
 
-    def timed(*args, step=run.flat.step):
+    def timed(*args, step=run.flat.adamw_step):
         started = time.perf_counter()
         step(*args)
         seen.append(time.perf_counter() - started)
-    run.flat.step = timed
+    run.flat.adamw_step = timed
     make_steps(run, 10)
-    yield "flat.step", {"median, ms": 1e3 * np.median(seen), "longest, ms": 1e3 * max(seen)}
+    yield "flat.adamw_step", {"median, ms": 1e3 * np.median(seen), "longest, ms": 1e3 * max(seen)}
 
 
 def layouts(work: Work, folder: Path) -> Iterator:

@@ -49,10 +49,10 @@ from typing import NamedTuple
 from amp import PRECISIONS
 from model import SIZES, GPTConfig
 from parallel import Grid, build_stage
+from parallelism.buckets import Bucket, make_buckets, state_bytes
 from parallelism.pipeline import chunk_layers
 from parallelism.schedules import SCHEDULES, make_schedule
 from parallelism.tensor import ParamSpec, chunk_size, param_specs
-from parallelism.zero import Bucket, make_buckets, state_bytes
 from runtime import options
 from runtime.checks import check_config, check_layout
 from runtime.commandline import Parser

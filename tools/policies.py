@@ -18,10 +18,10 @@ from data import SPLITS, TokenDataset
 from model import GPTConfig
 from parallel import Grid
 from parallelism.groups import make_groups
-from runtime import checkpoint_files, console, directory, recovery
+from runtime import checkpoint_files, console, directory, rollback
 from runtime.options import Config
 from runtime.processes import RunError
-from runtime.recovery import go_back_if_diverged
+from runtime.rollback import go_back_if_diverged
 
 MAX_RETURNS = 5         # of a policy to a checkpoint, then the run ends: as --max-rollbacks
 
@@ -48,8 +48,8 @@ class Policy:
         """Before the update: "skip" it, or "stop" or go "back" after it, or None."""
 
     def go_back_if_diverged(self, run, batch, stats, row: dict) -> bool:
-        """In place of recovery.go_back_if_diverged."""
-        row["skipped"] = int(stats.skipped)
+        """In place of rollback.go_back_if_diverged."""
+        row["skipped"] = int(bool(stats.skipped))
         if run.verdict == "stop":
             raise Ended
         if run.verdict == "back":
@@ -135,18 +135,18 @@ class ByHand(Policy):
         before = [file for file in run.files() if int(file.stem.removeprefix("step_")) <= step]
         run.load((before or run.files()[-1:])[0])
         run.batches.skip_to(position)
-        run.monitor.lr_factor = 0.5 ** self.returns
+        run.watch.monitor.lr_factor = 0.5 ** self.returns
 
 
 class Ours(Policy):
-    """runtime/divergence.py and runtime/recovery.py, as train.py runs them."""
+    """runtime/divergence.py and runtime/rollback.py, as train.py runs them."""
 
     def go_back_if_diverged(self, run, batch, stats, row):
         return go_back_if_diverged(run, batch, stats, row)
 
     def file_left(self, run):
         """The healthy one that the run's last words name."""
-        healthy = [file for _, file, healthy in run.monitor.checkpoints if healthy]
+        healthy = [file for _, file, healthy in run.watch.monitor.checkpoints if healthy]
         return Path(run.config.out, healthy[-1]) if healthy else super().file_left(run)
 
 
@@ -182,7 +182,7 @@ class PolicyRun(train.Run):
         self.stop_after = math.inf
         self.noted_step = 0
         self.alarm = False
-        self.log = console.RunLog(SimpleNamespace(write=self.note))
+        self.watch.log = console.RunLog(SimpleNamespace(write=self.note))
 
     def note(self, **row) -> None:
         """In place of metrics.jsonl."""
@@ -196,7 +196,7 @@ class PolicyRun(train.Run):
         self.computed += 1
         self.verdict = self.policy.judge(self.step, stats)
         if self.verdict == "skip" and not stats.skipped:
-            stats = replace(stats, skipped=True)     # the loss scale stays
+            stats = replace(stats, skipped="left out by the policy")  # the loss scale stays
         return stats
 
     def write_checkpoint(self, progress: train.Progress) -> None:
@@ -223,7 +223,7 @@ class PolicyRun(train.Run):
         """Train until after `step`, or the last one. False if the run ended before."""
         self.stop_after = step
         policy = self.policy.go_back_if_diverged
-        with mock.patch.object(recovery, "go_back_if_diverged", policy), \
+        with mock.patch.object(rollback, "go_back_if_diverged", policy), \
                 redirect_stdout(None), redirect_stderr(None):       # prints nothing
             while True:
                 try:

@@ -1,21 +1,24 @@
-"""Recovery from divergence: what a run does about it. train.py calls `skip_excluded` before a step,
-`go_back_if_diverged` after it, `judge_checkpoint` before a save and `restored_monitor` at a resume
-or a rollback; runtime/divergence.py judges the losses.
+"""Rollback: how a run acts on a divergence, which divergence.py judges. It returns to an older
+checkpoint and leaves out the batches that led there.
 
-`run` is train.Run: these functions read its batches, monitor and writer, and `roll_back` restores
-it from an older checkpoint.
+runtime/watch.py calls `skip_excluded` before a step, `go_back_if_diverged` after it and
+`restored_monitor` at a resume or a rollback; train.py and runtime/signals.py call
+`judge_checkpoint` before a save. `run` is train.Run: these functions read its batches, monitor and
+writer, and `roll_back` restores it from an older checkpoint.
 """
 import dataclasses
 import math
 from itertools import pairwise
 from pathlib import Path
 
+from amp import NOT_FINITE
 from data import Batch, TokenDataset, batch_size_at, sequences_after
 from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
-from runtime import directory, replicas
+from runtime import directory, flipped_bits
 from runtime.checkpoint_files import step_file
-from runtime.divergence import BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor
+from runtime.divergence import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor,
+                                scale_may_help)
 from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range
 from runtime.processes import RunError, all_ranks
 
@@ -23,22 +26,22 @@ from runtime.processes import RunError, all_ranks
 def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
     """Judge a step by its train.StepStats; complete its row of metrics.jsonl. Returns True if the
     run has gone back to an older checkpoint: the row is then written."""
-    monitor, config = run.monitor, run.config
+    monitor, config = run.watch.monitor, run.config
     if batch.new_mixture:
         monitor.forget_losses()
     divergence = monitor.observe(batch.position, stats)
     row["skipped"] = monitor.skipped
     report(run, batch, stats, row, divergence)
     off = config.rollback == "off"
-    hopeless = off and monitor.skipped >= MAX_SKIPPED and not stats.scale_can_fall
+    hopeless = off and monitor.skipped >= MAX_SKIPPED and not scale_may_help(stats)
     if not hopeless and (off or divergence is None):
         return False
-    run.log.print_step(run, row)
-    run.log.write_row(run, row)
+    run.watch.log.print_step(run, row)
+    run.watch.log.write_row(run, row)
     # Was a flipped bit the cause, not the data or the learning rate?
-    difference = replicas.find_difference(run)
+    difference = flipped_bits.find_difference(run)
     if difference is not None:
-        replicas.go_back(run, difference)
+        flipped_bits.go_back(run, difference)
         return True
     if hopeless:
         fail(run, f"{MAX_SKIPPED} steps in a row were not finite")
@@ -51,27 +54,25 @@ def report(run, batch: Batch, stats, row: dict, divergence: Divergence | None) -
     batch, or the last batches, from the windows in the event."""
     seen = {name: row[name] for name in ("step", "loss", "grad_norm", "loss_scale")}
     if stats.skipped:
-        if stats.overflowed:
-            reason = "not finite"
+        where = {}
+        if stats.skipped == NOT_FINITE:
             where = locate_nonfinite(stats.local_loss.item(), run.flat)
-        else:
-            reason = "too large for an exact sum (--exact)"
-            where = {}
-        run.log.event("skip", reason=reason, **seen, **where, windows=batch.window_ids.tolist())
+        run.watch.log.event("skip", reason=stats.skipped, **seen, **where,
+                      windows=batch.window_ids.tolist())
     if divergence is not None:
         windows = []
-        starts = run.monitor.starts[-LEAD_IN - BAD_STEPS:]
+        starts = run.watch.monitor.starts[-LEAD_IN - BAD_STEPS:]
         for position, following in pairwise([*starts, run.batches.position]):
             size = min(batch.size, following - position)    # skipped batches leave a gap
             windows += run.train_data.window_ids(run.config.seed, position, size).tolist()
-        run.log.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
-                      limit=run.monitor.limit(), windows=windows, **seen)
+        run.watch.log.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
+                      limit=run.watch.monitor.limit(), windows=windows, **seen)
 
 
 def roll_back(run, divergence: Divergence) -> None:
     """Return to a healthy checkpoint, skip the batches that led to the divergence, and save at
     once, so that a kill does not undo the rollback."""
-    config, monitor = run.config, run.monitor
+    config, monitor = run.config, run.watch.monitor
     diverged_at = run.step
     if monitor.rollbacks >= config.max_rollbacks:
         fail(run, f"{divergence.reason}, and --max-rollbacks {config.max_rollbacks} are used up")
@@ -85,9 +86,9 @@ def roll_back(run, divergence: Divergence) -> None:
     directory.go_back(run, lambda: directory.latest_valid(files))
     excluded[0] = max(excluded[0], run.batches.position)
     # The history of rollbacks outlasts the restored state, which has a monitor of its own.
-    monitor.rolled_back(run.step - 1, excluded, data_to_blame, restored=run.monitor)
-    run.monitor = monitor
-    run.log.event(
+    monitor.rolled_back(run.step - 1, excluded, data_to_blame, restored=run.watch.monitor)
+    run.watch.monitor = monitor
+    run.watch.log.event(
         "rollback", f"rollback {monitor.rollbacks} of at most {config.max_rollbacks}: back to step "
         f"{run.step - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
         reason=divergence.reason, to=run.step - 1, sequences=excluded, lr_factor=monitor.lr_factor,
@@ -99,7 +100,7 @@ def roll_back(run, divergence: Divergence) -> None:
 def skip_excluded(run) -> None:
     """Leave out the excluded sequences that the next batch would contain: those of --skip-steps
     and those of rollbacks."""
-    monitor, config, batches = run.monitor, run.config, run.batches
+    monitor, config, batches = run.watch.monitor, run.config, run.batches
     start = batches.position
     size = batch_size_at(config, batches.sequences_trained)
     if config.skip_steps is not None and monitor.applied_skip != config.skip_steps:
@@ -114,7 +115,7 @@ def skip_excluded(run) -> None:
         if first < position + size and position < end:
             position = end
     if position > start:
-        run.log.event(
+        run.watch.log.event(
             "skip", f"skip     sequences {start:,} to {position - 1:,} are left out",
             step=run.step, reason="left out", sequences=[start, position])
         batches.skip_to(position)
@@ -122,8 +123,8 @@ def skip_excluded(run) -> None:
 
 def fail(run, reason: str) -> None:
     """Stop a run that cannot recover from its divergence."""
-    run.log.event("stop", step=run.step, reason=reason)
-    healthy = [file for _, file, healthy in run.monitor.checkpoints if healthy]
+    run.watch.log.event("stop", step=run.step, reason=reason)
+    healthy = [file for _, file, healthy in run.watch.monitor.checkpoints if healthy]
     begin = "begin again"
     if healthy:
         begin = f"branch from an older checkpoint (--resume {Path(run.config.out, healthy[-1])})"

@@ -1,7 +1,7 @@
 """Replicas that must be equal: flipped bits are found and named, healthy runs are left alone.
 
-    python -m pytest tests/test_replicas.py
-    python -m pytest tests/test_replicas.py -m slow -s      216 flips, 100 healthy runs; a table
+    python -m pytest tests/test_flipped_bits.py
+    python -m pytest tests/test_flipped_bits.py -m slow -s      216 flips, 100 healthy runs; a table
 
 A flip is one bit of one rank's parameter, master, moment or gradient. The final weights of a run
 that has gone back are compared with those of a run without the flip, bit for bit.
@@ -19,7 +19,7 @@ from model import ceil_div
 from parallel import Grid, build_stage
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters
-from runtime import replicas
+from runtime import flipped_bits
 from tests.harness import (CFG, COVER, TINY, assert_same_state, deep_enough_for, dp_for, kinds,
                            launch, names_in, nothing, read_metrics, saved, trained)
 
@@ -80,7 +80,7 @@ def inject(flip, again, run):
         return
     bucket, _, i = number_at(flat, flip)
     method, step, before = {
-        "update": ("step", flip.step, False), "forward": ("begin_step", flip.step + 1, True),
+        "update": ("adamw_step", flip.step, False), "forward": ("zero_grad", flip.step + 1, True),
         "sum": ("finish_grad_sync", flip.step, False),
         "backward": ("_start_grad_sync", flip.step, True)}[flip.moment]
     original = getattr(flat, method)
@@ -121,15 +121,15 @@ def equal_states(one, two):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_each_flipped_bit_changes_the_hash(dtype):
     """And so does each pair of bits, of many."""
-    x = torch.randn(2 * replicas.PIECE, generator=torch.Generator().manual_seed(0)).to(dtype)
-    before = replicas.hash_bits(x)
+    x = torch.randn(2 * flipped_bits.PIECE, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = flipped_bits.hash_bits(x)
     words, rng = x.view(torch.int64), random.Random(0)
     for count in [1] * 200 + [2] * 200:
         picks = {(rng.randrange(len(words)), rng.randrange(64)) for _ in range(count)}
         for is_changed in (True, False):            # there and back
             for i, bit in picks:
                 words[i] ^= (1 << bit) - (1 << 64 if bit == 63 else 0)
-            assert (replicas.hash_bits(x) != before) == is_changed, picks
+            assert (flipped_bits.hash_bits(x) != before) == is_changed, picks
 
 
 @pytest.mark.parametrize("device, sequence_parallel, is_compared", [
@@ -142,7 +142,7 @@ def test_tp_copies_on_a_gpu_are_compared_where_their_gradients_are_summed(device
     grid.groups["tp"] = "two ranks"
     specs = param_specs(build_stage(SMALL, grid), SMALL, grid)
     flat = FlatParameters(specs, grid, torch.float32, torch.float32, device)
-    assert (len(replicas.shared_hashes(flat, in_flight=False)["tp"]) > 0) == is_compared
+    assert (len(flipped_bits.shared_hashes(flat, in_flight=False)["tp"]) > 0) == is_compared
 
 
 @pytest.mark.claim("A flipped bit is found, named and undone.")
@@ -186,7 +186,7 @@ def test_the_second_time_on_the_same_machine_the_run_ends(shards, tmp_path):
     out = tmp_path / "out"
     code = """
 import sys, functools, train
-from tests.test_replicas import Flip, inject
+from tests.test_flipped_bits import Flip, inject
 restore = train.Run.restore
 def restore_and_turn(run, state):
     restore(run, state)

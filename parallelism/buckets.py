@@ -1,0 +1,103 @@
+"""Buckets: where a rank's parameters, gradients, masters and moments lie in memory, and how many
+bytes they take. zero.py fills and communicates them; tools/plan.py counts them.
+
+The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
+for each block. Backward completes them from the right; every rank communicates in that order.
+
+    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |
+"""
+import torch
+
+from model import ceil_div
+from parallelism.tensor import TIED, ParamSpec
+
+
+class Bucket:
+    """DP2: parameters that are communicated together, laid out flat, padded to equal shards for all
+    replicas. `name` is as drawn above: tied, ends, 0.attn ...
+
+    data            (numel,) the parameters are views into it; ZeRO 3 frees and restores its memory
+    grad            (numel,) their gradients; with ZeRO 2 and 3, None from a sync to the next one
+    shard           {name: (numel / num_shards,)} of what this rank updates:
+                    data    a view of `data`; in ZeRO 3 its own memory
+                    grad    a view of `grad`; from ZeRO 2 on its own memory, a sum of backwards
+                    master  the same tensor as data if types and devices are equal
+                    exp_avg, exp_avg_sq     on the master's device
+    shard_ranges    the parts of parameters in the shard: [(spec, shard_slice, param_slice)], where
+                    shard[name][shard_slice] belongs to parameter.flatten()[param_slice]
+    pending_grads   number of gradients that backward (PP7: W) has not computed yet
+    unsharding      the all-gather of `data` under way, or None
+    """
+
+    def __init__(self, name: str, specs: list[ParamSpec], replicas: int, num_shards: int,
+                 shard_rank: int):
+        self.name = name
+        self.specs = specs
+        self.data = None
+        self.grad = None
+        self.shard = {}
+        self.pending_grads = 0
+        self.unsharding = None
+
+        self.offsets = {}
+        end = 0
+        for spec in specs:
+            self.offsets[spec.name] = end
+            end += ceil_div(spec.numel, 32) * 32        # aligned to 64 bytes, in 16 bits too
+        self.numel = ceil_div(end, 32 * replicas) * 32 * replicas
+
+        length = self.numel // num_shards
+        first = shard_rank * length
+        self.shard_ranges = []
+        for spec in specs:
+            offset = self.offsets[spec.name]
+            low = max(offset, first)
+            high = min(offset + spec.numel, first + length)
+            if low < high:
+                shard_slice = slice(low - first, high - first)
+                param_slice = slice(low - offset, high - offset)
+                self.shard_ranges.append((spec, shard_slice, param_slice))
+
+    def view(self, flat: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+        """The part of `data` or `grad` that belongs to a parameter, in the parameter's shape."""
+        offset = self.offsets[spec.name]
+        return flat[offset:offset + spec.numel].view(spec.local_shape)
+
+
+def make_buckets(specs: list[ParamSpec], replicas: int, num_shards: int = 1,
+                 shard_rank: int = 0) -> list[Bucket]:
+    """The buckets drawn above. DP6: the tied gradient is complete only at backward's end."""
+    contents = {"tied": [], "ends": []}
+    for spec in specs:
+        match spec.name.split("."):
+            case ["blocks", number, "norm1" | "attn", *_]:
+                bucket = f"{number}.attn"
+            case ["blocks", number, *_]:
+                bucket = f"{number}.mlp"
+            case _:
+                bucket = "tied" if spec.name in TIED.values() else "ends"
+        contents.setdefault(bucket, []).append(spec)
+    return [Bucket(name, group, replicas, num_shards, shard_rank)
+            for name, group in contents.items() if group]
+
+
+def state_bytes(numel: int, longest: int, replicas: int, dtypes: tuple, zero: int,
+                offload: bool, exact: bool = False) -> tuple[dict, dict]:
+    """Bytes of one rank's state, as the table in zero.py says: {kind: bytes} on its device and,
+    if `offload` keeps a part there, on the host. `numel` counts this rank's parameters before ZeRO
+    shards them, `longest` those of its longest bucket; `dtypes`: of parameters and masters. `exact`
+    gradients are float64."""
+    dtype, master_dtype = dtypes
+    grad_dtype = torch.float64 if exact else master_dtype
+    shard = numel // replicas
+    weights = dict(
+        parameters=dtype.itemsize * (shard if zero >= 3 else numel),
+        gradients=grad_dtype.itemsize * (shard if zero >= 2 else numel))
+    masters = master_dtype.itemsize * (shard if zero >= 1 else numel)
+    states = dict(masters=masters, moments=2 * masters)
+    if offload:
+        staging = 2 * master_dtype.itemsize * (longest // replicas if zero >= 1 else longest)
+        return weights, states | dict(staging=staging)
+    if dtype == master_dtype:           # a parameter is its own master
+        states["masters"] = 0
+    return weights | states, {}

@@ -1,0 +1,78 @@
+"""What watches a run beside its training: divergence, flipped bits, the gradient noise scale, the
+log. train.py calls it:
+
+    before_step         leaves out sequences: --skip-steps, or a rollback's    rollback.py
+    after_microbatch    measure the gradient of a part of the batch            noise_scale.py
+    after_backward
+    after_step          goes back if the loss has diverged                     rollback.py
+    before_save         compares the copies of the state                       flipped_bits.py
+    go_back             if they differ, to the last checkpoint
+"""
+import time
+
+from data import Batch
+from runtime import flipped_bits, rollback
+from runtime.divergence import DivergenceMonitor
+from runtime.noise_scale import NoiseScale
+
+
+class Watch:
+    """What watches `run`, a train.Run.
+
+    monitor     the losses so far, and the rollbacks; every checkpoint holds it
+    noise       the gradient noise scale, with --noise-scale
+    log         console.RunLog; startup sets it before `train`
+    """
+
+    def __init__(self, run):
+        self.run = run
+        self.monitor = DivergenceMonitor()
+        self.noise = NoiseScale()
+        self.log = None
+        self.started = None             # when the step in progress began, in seconds
+
+    @property
+    def lr_factor(self) -> float:
+        """By which the learning rate is multiplied: below 1 after a rollback."""
+        return self.monitor.lr_factor
+
+    def restore(self, state: dict | None) -> None:
+        """Take the monitor of a checkpoint; without one, a new one."""
+        self.monitor = DivergenceMonitor()
+        if state is not None:
+            self.monitor = rollback.restored_monitor(self.run.config, self.run.train_data, state)
+
+    def before_step(self) -> None:
+        """Leave out the sequences that --skip-steps or a rollback excludes."""
+        self.started = time.perf_counter()
+        rollback.skip_excluded(self.run)
+        self.noise.before_step(self.run)
+
+    def after_microbatch(self, number: int) -> None:
+        self.noise.after_microbatch(self.run, number)
+
+    def after_backward(self) -> None:
+        """The gradients are complete, but not yet summed over the replicas if they are measured."""
+        self.noise.after_backward(self.run)
+
+    def after_step(self, batch: Batch, stats, lr: float) -> dict | None:
+        """Judge a step by its train.StepStats. Returns its row of metrics.jsonl; None if the run
+        has diverged and gone back: step, weights and position are those of an older checkpoint."""
+        run, log = self.run, self.log
+        row = log.new_row(run, batch, stats, lr, time.perf_counter() - self.started)
+        self.noise.after_step(run, batch, stats, row)
+        if rollback.go_back_if_diverged(run, batch, stats, row):
+            return None
+        log.print_step(run, row)
+        return row
+
+    def before_save(self, saving: bool) -> dict | None:
+        """Before a save and every --check-every steps, compare the copies of the state. Returns
+        how they differ (flipped_bits.find_difference), or None."""
+        if saving or self.run.is_due(self.run.config.check_every):
+            return flipped_bits.find_difference(self.run)
+        return None
+
+    def go_back(self, difference: dict) -> None:
+        """To the last checkpoint, as the copies differ."""
+        flipped_bits.go_back(self.run, difference)
