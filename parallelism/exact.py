@@ -183,12 +183,13 @@ class Affine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         unit = ctx.exact.gradient
+        rows = 1 if dy.dim() < 4 else dy.shape[1] * ctx.exact.blocks        # (B, H of a block, T, D)
         if ctx.bias is not None:
             ctx.exact.add_rows(ctx.bias.main_grad(), dy, unit)
         if ctx.weight is None:
             return dy, None, None, None
         x, = ctx.saved_tensors
-        ctx.exact.add_rows(ctx.weight.main_grad(), dy * x, unit)
+        ctx.exact.add_rows(ctx.weight.main_grad(), dy * x, unit, rows)
         return dy * ctx.weight, None, None, None
 
 
