@@ -39,7 +39,7 @@ from runtime import console, evaluation, processes
 from tests.harness import (CFG, GPUS, NO_SIGNAL, ROOT, TINY, Memory, Rows, assert_same_rows,
                            gather_full_state, gridded, own_processes, read_metrics, run_main,
                            run_steps, settings, torchrun, traffic, without_saves)
-from tools import peer
+from tools.bench import peer
 
 
 # ---------------------------------------------------------------------------------------------

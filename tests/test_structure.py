@@ -30,7 +30,7 @@ OURS = ("amp", "checkpoint", "data", "model", "models", "parallel", "sample", "t
         "parallelism", "runtime", "tools", "tests")
 PACKAGES = ("models", "parallelism", "runtime", "tools", "tests")
 FILES = sorted(file for pattern in (
-    "*.py", "models/*.py", "parallelism/*.py", "runtime/*.py", "tools/*.py")
+    "*.py", "models/*.py", "parallelism/*.py", "runtime/*.py", "tools/**/*.py")
                for file in ROOT.glob(pattern) if file.name not in ("__init__.py", "test_all.py"))
 
 # A file, or all of a folder: (what of ours it may import, what of that not).
