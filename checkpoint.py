@@ -12,7 +12,8 @@ layout can load what any other layout wrote, and so can sample.py in one process
     step        the last completed step       consumed_samples  position in the data, in sequences
     tokens      number of tokens read         optimizer_steps   number of updates
     config      train.py's flags              model      its GPTConfig or LlamaConfig, as a dict
-    tokenizer   its name                      data       data.TokenDataset's phases
+    tokenizer   its name (tokenizer_file: its content, of one's own)
+                                              data       data.TokenDataset's phases
     scaler      its state_dict()              monitor    DivergenceMonitor as a dict
     run         {"id": the run's random id, "origin": [kind, id, step of the file it began from]}
     parameters, exp_avg, exp_avg_sq           {global name: tensor}
@@ -42,8 +43,8 @@ import torch.distributed as dist
 
 from model import GPT, VOCAB_MATRICES, GPTConfig
 from models import make_config
-from parallel import Grid, build_stage
 from parallelism.buckets import Bucket, make_buckets
+from parallelism.build import Grid, build_stage
 from parallelism.collectives import (PeerError, comm_errors, on_hosts, out_of_memory,
                                      to_host)
 from parallelism.kernels import use_kernels
@@ -75,8 +76,8 @@ def copy_shards(flat: FlatParameters, names, timeout: float) -> deque:
     for name in names:
         for bucket in flat.buckets:
             for spec, shard_slice, _ in bucket.shard_ranges:
-                is_replica = spec.partition_dim is None and flat.grid.tp_rank > 0
-                if not spec.is_tied_copy and not is_replica:
+                is_replicated = spec.partition_dim is None and flat.grid.tp_rank > 0
+                if not spec.is_tied_copy and not is_replicated:
                     # (A copy from CUDA is pinned, which may take twice the memory; its clone not.)
                     copies.append(to_host(bucket.shard[name][shard_slice], timeout).clone())
     return copies
@@ -330,7 +331,7 @@ def load(path: Path) -> dict:
         raise ValueError(f"{path} has format {state['format']}, this code reads format {FORMAT}: "
                          f"use the version of the code that wrote it")
     with reading(path, "is refused"):
-        if set(state) != KEYS:
+        if set(state) - {"tokenizer_file"} != KEYS:
             raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")
         weights_only = not state["exp_avg"] and not state["exp_avg_sq"]
         shapes = parameter_shapes(make_config(**state["model"]))

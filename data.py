@@ -1,90 +1,84 @@
-"""Data: text -> tokens -> shards -> batches.
+"""Data: text -> tokens -> shards -> windows -> batches.
 
-    .txt, .jsonl --pass 1--> hash and size of each document: drop duplicates, choose the split
-    .txt, .jsonl --pass 2--> pieces of text --tiktoken--> tokens --> DIR/train_000000.bin, ...
-                                                                     DIR/val_000000.bin, meta.json
+    files --corpus/--> tokens of documents --> DIR/train_000000.bin, ..., DIR/val_000000.bin, ...
     DIR/*.bin --memmap--> windows of T+1 tokens --permute--> batches (B, T+1), of several DIRs mixed
 
-A document is a .txt file, or the field "text" of a line of .jsonl; lines of <|endoftext|> cut a
-.txt into several. The token <|endoftext|> stands before each document; the same characters
-elsewhere in a text are ordinary text. A shard is llm.c's:
-int32 (256,): magic 20240520, version 1, number of tokens n, zeros; then uint16 (n,): the tokens.
-- Memory is bounded: 24 bytes are kept for each document, and a line of .jsonl is read as a whole.
-- The split is a function of (seed, text of the document): about 5% of the documents validate. If
-  these hold more than a quarter of the text, each gives only its end, together 5% of all. With
-  fewer than 20 documents, each gives its last 5%. Of equal documents the first is kept.
-- Sequence number s of a training run is a function of (seed, s) alone.
+    shard       llm.c's file: int32 (256,): magic 20240520, version 1, number of tokens n, zeros;
+                then uint16 (n,): the tokens. <|endoftext|> stands before each document
+    window      T+1 consecutive tokens of a shard; the last is the first of the next window
+    position    how far a run is in the data, in windows (sequences). The window at a position is a
+                function of (seed, position) alone: it does not depend on the layout
+
+`plain_shards` makes shards in the plainest form, `prepare` the same ones from files of any size:
+corpus/ reads them, drops duplicates, chooses the split by the text of each document, and encodes.
 
     python data.py                           # the standard library's source, bytes, no network
     python data.py --dataset shakespeare     # or tinystories: downloaded once; GPT-2's tokens
     python data.py --dataset fineweb --shards 2         # tokenised by others, 100M tokens a shard
     python data.py --input a.txt b.jsonl --out data/mine
 """
-import argparse
 import hashlib
 import json
 import math
+import mmap
 import os
 import re
-import shlex
 import sys
 from bisect import bisect_right
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime.commandline import Parser      # first: without numpy it ends the program in one line
+# First: without numpy it ends the program in one line.
+from corpus.flags import DEFAULT_OUT, parse_flags, summary
 
 import numpy as np
 
-from runtime.corpora import (BLOCK, DOWNLOADS, EOT, FINEWEB_SHARDS, HUB, NotText, check_problems,
-                             download, last_cause, progress, read_documents, read_url,
-                             standard_library)
-from runtime.files import (change_of, check_writable, explain, is_failure, most_open_files, named,
-                           new_folder, sha256_of, sha256_of_samples, signals_stop, what_it_is)
-from runtime.inputs import find_files
-from runtime.inputs import note as tell
-from runtime.other_names import DATA_ADVICE
+from corpus.disk import (check_writable, most_open_files, new_folder, sha256_of,
+                         sha256_of_samples, signals_stop)
+from corpus.downloads import download_fineweb, download_text
+from corpus.inputs import find_files, standard_library
+from corpus.kinds import what_it_is
+from corpus.messages import NO_SPACE, explain, is_failure, named
+from corpus.messages import note as tell
+from corpus.messages import print_lines, progress
+from corpus.passes import (SPLITS, VAL_ONE_IN, Index, bytes_per_token, index_documents, tokenise,
+                           train_tokenizer)
+from corpus.tokenizers import OWN, get_tokenizer, name_of, read_file, read_own
 
-SPLITS = ("train", "val")
-VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
-DEFAULT_OUT = Path("data/python")
-SEQ_LEN = 128               # train.py's default, for a warning
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+CHECKED_AT_ONCE = 1 << 24   # tokens
 PADDING = -1                # in place of a window's number: a row without tokens
 
 
 # ---- Tokens and shards ----------------------------------------------------------------------
 
-def get_tokenizer(name: str):
-    """A tiktoken.Encoding. "gpt2": GPT-2's BPE, 50257 tokens. "bytes": token i is byte i, and 256
-    is <|endoftext|>. Raises ValueError for another name, ConnectionError without a vocabulary."""
-    import tiktoken.load        # imported here, like requests: train.py runs without them
-    if name == "bytes":         # the pattern bounds the characters processed at once; no merges
-        return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,256}", special_tokens={EOT: 256},
-                                 mergeable_ranks={bytes([i]): i for i in range(256)})
-    if name != "gpt2":
-        raise ValueError(f"there is no tokenizer {name!r} here, only gpt2 and bytes: `python -m "
-                         f"tools.huggingface export FILE.pt DIR` takes its model to where it is")
-    tiktoken.load.read_file = read_url      # tiktoken's own may wait for ever
-    try:
-        return tiktoken.get_encoding("gpt2")        # downloads its vocabulary once
-    except (OSError, ValueError) as error:      # ValueError: the file has the wrong hash
-        raise ConnectionError(f"GPT-2's vocabulary could not be loaded ({last_cause(error)}): add "
-                              f"--tokenizer bytes to data.py's flags, which needs none, or run it "
-                              f"again later, or set TIKTOKEN_CACHE_DIR to a folder that has it"
-                              ) from None
+def plain_shards(texts, tokenizer, directory: Path, seed=0) -> None:
+    """Write one shard for each split. The split of a text is a function of (seed, text). There must
+    be 20 texts or more of similar lengths; `prepare` has rules for others."""
+    tokens = dict(train=[], val=[])
+    salt = seed.to_bytes(16, "little")
+    for text in dict.fromkeys(texts):               # of equal texts the first
+        digest = hashlib.blake2b(text.encode(), digest_size=16, salt=salt).digest()
+        validates = int.from_bytes(digest[:8], "little") < 2**64 // VAL_ONE_IN
+        split = "val" if validates else "train"
+        tokens[split] += [tokenizer.eot_token, *tokenizer.encode_ordinary(text)]
+    for split, ids in tokens.items():
+        header = np.zeros(HEADER_BYTES // 4, "<i4")
+        header[:3] = MAGIC, VERSION, len(ids)
+        shard = header.tobytes() + np.array(ids, "<u2").tobytes()
+        (directory / f"{split}_000000.bin").write_bytes(shard)
 
 
 def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int) -> None:
     """Append uint16 tokens (n,) to the shards of a split, which hold `written` tokens so far."""
     while len(tokens) > 0:
-        number, position = divmod(written, shard_tokens)
-        part = tokens[:shard_tokens - position]
+        number, held = divmod(written, shard_tokens)        # the shard, and its tokens so far
+        part = tokens[:shard_tokens - held]
         path = directory / f"{split}_{number:06d}.bin"
-        with named(path), open(path, "r+b" if position else "wb") as file:
-            file.write(np.array([MAGIC, VERSION, position + len(part)], "<i4"))
-            file.seek(HEADER_BYTES + 2 * position)      # the bytes in between read as zeros
+        with named(path), open(path, "r+b" if held else "wb") as file:
+            file.write(np.array([MAGIC, VERSION, held + len(part)], "<i4"))
+            file.seek(HEADER_BYTES + 2 * held)          # the bytes in between read as zeros
             file.write(part)
         written += len(part)
         tokens = tokens[len(part):]
@@ -137,7 +131,7 @@ def read_meta(directory: Path) -> dict:
         meta = json.loads(path.read_text())
         needed = {key: meta[key]
                   for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
-        return dict(needed, tokens=dict(meta.get("tokens", {})))
+        needed["tokens"] = dict(meta.get("tokens", {}))
     except FileNotFoundError:
         if (directory / "train_000000.bin").exists():       # data.py's own name
             raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "
@@ -150,6 +144,9 @@ def read_meta(directory: Path) -> dict:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
                          f"again") from None
+    if needed["tokenizer"].startswith(OWN):
+        needed["tokenizer_file"] = read_own(directory, needed["tokenizer"])
+    return needed
 
 
 # ---- Windows of tokens, in the order in which a run reads them -------------------------------
@@ -235,21 +232,19 @@ class TokenDataset:
         metas = [source.meta for source in self.sources.values()]
         self.meta = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
                          bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
-        # Each phase is [first sequence, {fingerprint of a source: weight}]; checkpoints store them.
+        if "tokenizer_file" in meta:
+            self.meta["tokenizer_file"] = meta["tokenizer_file"]
+        # Each phase is [first position, {fingerprint of a source: weight}]; checkpoints store them.
         self.phases = [[0, {key: source.weight for key, source in self.sources.items()}]]
 
     def window_ids(self, seed: int, position: int, count: int) -> np.ndarray:
-        """int64 (count,): the windows of sequences position, position + 1, ... of a run with this
-        seed. Each epoch of a source is a permutation of all its windows."""
+        """int64 (count,): the windows at position, position + 1, ... of a run with this seed."""
         ids = np.empty(count, np.int64)
-        for key, read in self.counts(np.arange(position, position + count + 1)).items():
+        for key, given in self.counts(np.arange(position, position + count + 1)).items():
             source = self.sources[key]
-            epochs, places = np.divmod(np.arange(read[0], read[-1]), source.n_windows)
-            for epoch in np.unique(epochs).tolist():
-                in_epoch = epochs == epoch
-                places[in_epoch] = permute(places[in_epoch], source.n_windows, seed, epoch)
-            is_from_source = np.diff(read) > 0
-            ids[is_from_source] = source.first + places
+            windows = epoch_windows(source.n_windows, given[0], given[-1], seed)
+            gives = np.diff(given) > 0          # bool (count,): which of them this source gives
+            ids[gives] = source.first + windows
         return ids
 
     def tokens_of(self, window_ids) -> np.ndarray:
@@ -259,22 +254,41 @@ class TokenDataset:
         for row, window in zip(tokens, window_ids):
             if window == PADDING:
                 continue
-            shard = bisect_right(self.firsts, window) - 1
-            start = int(window - self.firsts[shard]) * self.seq_len
+            shard, start = self.find(window)
             row[:] = self.shards[shard][start:start + len(row)]
         if tokens.max(initial=0) >= self.meta["vocab_size"]:
             raise ValueError(f"token {tokens.max()} is beyond a vocabulary of "
                              f"{self.meta['vocab_size']}: run data.py again")
         return tokens
 
+    def find(self, window: int) -> tuple[int, int]:
+        """The number of the shard that holds a window, and the window's first token there."""
+        shard = bisect_right(self.firsts, window) - 1
+        return shard, int(window - self.firsts[shard]) * self.seq_len
+
+    def will_need(self, window_ids) -> None:
+        """Tell the kernel which windows are read soon, where a system has a call for it. It then
+        reads their pages alone, and in advance: on a page that is missing it would wait, and read
+        as much around it as it reads ahead of sequential reading (megabytes on some disks)."""
+        if not hasattr(mmap, "MADV_WILLNEED"):
+            return
+        for window in window_ids:
+            if window == PADDING:
+                continue
+            shard, start = self.find(window)
+            begin = HEADER_BYTES + 2 * start
+            end = begin + 2 * (self.seq_len + 1)
+            begin -= begin % mmap.PAGESIZE
+            self.shards[shard].base.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
-        """{fingerprint: int64 (B,)}: how many of the first n sequences (B,) each source gives. The
+        """{fingerprint: int64 (B,)}: how many windows each source gives before position n (B,). The
         first source takes its share of all, rounded down, the next its share of what is left, and
-        so on: within a phase, each count is exact to less than one sequence for each source."""
+        so on: within a phase, each count is exact to less than one window for each source."""
         counts = dict.fromkeys(self.sources, np.zeros_like(n))
         ends = [first for first, _ in self.phases[1:]] + [np.iinfo(np.int64).max]
         for (first, weights), end in zip(self.phases, ends):
-            left = np.clip(n, first, end) - first               # sequences of this phase
+            left = np.clip(n, first, end) - first               # windows of this phase
             weight_left = sum(weights.values())
             for key, weight in weights.items():
                 taken = left * weight // max(weight_left, 1)
@@ -290,18 +304,18 @@ class TokenDataset:
                 for first, weights in phases]
 
     def go_on(self, phases: list, position: int) -> None:
-        """Continue a run that has these phases and whose next sequence is number `position`."""
+        """Continue a run that has these phases, from this position on."""
         weights = self.phases[-1][1]
         if weights != phases[-1][1]:
             phases = [phase for phase in phases if phase[0] < position] + [[position, weights]]
         self.phases = phases
 
     def phase_begins(self, first: int, end: int) -> bool:
-        """Whether a phase after the first begins at one of the sequences first ... end - 1."""
+        """Whether a phase after the first begins at one of the positions first ... end - 1."""
         return any(first <= begin < end for begin, _ in self.phases[1:])
 
     def epochs(self, n: int) -> dict[str, float]:
-        """{name of a source: how many times the first n sequences read it}."""
+        """{name of a source: how many times a run has read it at position n}."""
         return {self.sources[key].name: (count / self.sources[key].n_windows).item()
                 for key, count in self.counts(np.array([n])).items()}
 
@@ -315,16 +329,33 @@ class TokenDataset:
 
     def check(self, part: int, parts: int) -> None:
         """Raise ValueError if a token is beyond the vocabulary. Rank number `part` of `parts` reads
-        its share of each shard."""
+        its share of each shard, so all ranks together read the data once. The first tells how far
+        it is, on standard error."""
+        share = 2 * self.n_tokens // parts
+        count_bytes = progress("reading all tokens once, to check them", share, quiet=part > 0)
         for tokens in self.shards:
-            largest = np.array_split(tokens, parts)[part].max(initial=0)
-            if largest >= self.meta["vocab_size"]:
-                raise ValueError(f"{tokens.filename} holds token {largest}, beyond a vocabulary of "
-                                 f"{self.meta['vocab_size']}: run data.py again")
+            own = np.array_split(tokens, parts)[part]
+            for start in range(0, len(own), CHECKED_AT_ONCE):
+                block = own[start:start + CHECKED_AT_ONCE]
+                largest = block.max(initial=0)
+                if largest >= self.meta["vocab_size"]:
+                    raise ValueError(f"{tokens.filename} holds token {largest}, beyond a "
+                                     f"vocabulary of {self.meta['vocab_size']}: run data.py again")
+                count_bytes(block.nbytes)
 
 
-def permute(places: np.ndarray, n: int, *key: int) -> np.ndarray:
-    """int64 (k,) -> int64 (k,): these places after a permutation of 0 ... n - 1 that is a function
+def epoch_windows(n: int, start: int, stop: int, seed: int) -> np.ndarray:
+    """int64 (stop - start,): the windows start ... stop - 1 that a source of n windows gives. Each
+    epoch is a permutation of all n of them."""
+    epochs, windows = np.divmod(np.arange(start, stop), n)
+    for epoch in np.unique(epochs).tolist():
+        in_epoch = epochs == epoch
+        windows[in_epoch] = permute(windows[in_epoch], n, seed, epoch)
+    return windows
+
+
+def permute(numbers: np.ndarray, n: int, *key: int) -> np.ndarray:
+    """int64 (k,) -> int64 (k,): these numbers after a permutation of 0 ... n - 1 that is a function
     of the key. It is computed, so it takes no memory, however large n is.
 
     A Feistel network of six rounds permutes the numbers of 2 h bits (Luby and Rackoff 1988): each
@@ -335,20 +366,20 @@ def permute(places: np.ndarray, n: int, *key: int) -> np.ndarray:
     h = np.uint64(max(1, (bits + 1) // 2))
     mask = (np.uint64(1) << h) - np.uint64(1)
     round_keys = np.random.SeedSequence(key).generate_state(6, np.uint64)
-    places = places.astype(np.uint64)
-    walking = np.ones(len(places), bool)
+    numbers = numbers.astype(np.uint64)
+    walking = np.ones(len(numbers), bool)
     while walking.any():
-        left = places[walking] >> h
-        right = places[walking] & mask
+        left = numbers[walking] >> h
+        right = numbers[walking] & mask
         for round_key in round_keys:
             # Products modulo 2^64 and shifts mix the bits, with MurmurHash3's constants.
             x = (right + round_key) * np.uint64(0xFF51AFD7ED558CCD)
             x = (x ^ x >> np.uint64(33)) * np.uint64(0xC4CEB9FE1A85EC53)
             x = (x ^ x >> np.uint64(33)) & mask
             left, right = right, left ^ x
-        places[walking] = left << h | right
-        walking = places >= n
-    return places.astype(np.int64)
+        numbers[walking] = left << h | right
+        walking = numbers >= n
+    return numbers.astype(np.int64)
 
 
 def parse_mixture(text: str) -> dict[Path, int]:
@@ -390,7 +421,7 @@ def parse_mixture(text: str) -> dict[Path, int]:
 class Batch(NamedTuple):
     """The batch of one step."""
     step: int
-    position: int               # of its first sequence in the run's order
+    position: int               # of its first window
     window_ids: np.ndarray      # (B,) of all ranks
     microbatches: list          # this rank's part of it (train.Run.load_microbatches)
     new_mixture: bool = False   # the weights of the sources have changed since the batch before
@@ -436,7 +467,7 @@ class Batches:
 def split_microbatches(window_ids: np.ndarray, micro_batch: int, dp_rank: int,
                        dp: int) -> np.ndarray:
     """(B,) -> (m, micro_batch): the microbatches of one of dp ranks. They take turns, so the first
-    microbatches of all of them are the first sequences of the batch."""
+    microbatches of all of them are the first windows of the batch."""
     in_turns = window_ids.reshape(-1, dp, micro_batch)              # (m, dp, micro_batch)
     return in_turns[:, dp_rank]
 
@@ -504,279 +535,119 @@ def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
 
 # ---- Making shards: two passes over the documents -------------------------------------------
 
-def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000) -> dict:
+def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, field="text",
+            near_duplicates="ignore", train_tokens: int | None = None) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
-    complete, and return what meta.json says. Raises ValueError if a file is not text, if there is
-    too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
-    run may be training on."""
-    encoding = get_tokenizer(tokenizer)
+    complete, and return what meta.json says. `tokenizer`: gpt2, bytes, the path of a .tiktoken, or
+    the one of `train_tokens` tokens that is trained on this text. What is there already is not made
+    again. Raises ValueError if a file is not text, if there is too little or, before it tokenises,
+    if `out` holds shards of other text or other flags, which a run may be training on."""
+    vocabulary = None           # the content of the file of a tokenizer of one's own
+    if tokenizer.endswith(".tiktoken"):
+        vocabulary = read_file(Path(tokenizer))
+        tokenizer = name_of(vocabulary)
+    if train_tokens is None:
+        encoding = get_tokenizer(tokenizer, vocabulary)
     check_writable(out)
-    before = [change_of(path) for path in files]
-    digest, cuts, size, counts = index_documents(files, seed)
-    source = f"{digest}, {tokenizer}, {shard_tokens}"
+    index = index_documents(files, seed, field, near_duplicates)
+    source = f"{index.digest}, {tokenizer}, {shard_tokens}"
+    meta = find_complete(out, source)
+    if meta is not None:
+        return meta
+    check_held(out, source)
+    if train_tokens is not None:
+        vocabulary = train_tokenizer(index, train_tokens)
+        tokenizer = name_of(vocabulary)
+        encoding = get_tokenizer(tokenizer, vocabulary)
+    out.mkdir(parents=True, exist_ok=True)
+    with new_folder(out) as folder:
+        tokens, text_bytes = write_shards(folder, index, encoding, shard_tokens)
+        # The fingerprint covers the headers, too: windows do not cross the end of a shard.
+        meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
+                    text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
+                    fingerprint=sha256_of(*sorted(folder.iterdir())), source=source,
+                    **index.counts)
+        if vocabulary is not None:
+            (folder / f"{tokenizer}.tiktoken").write_text(vocabulary)
+        if train_tokens is not None:
+            with suppress(ConnectionError):     # without GPT-2's vocabulary nothing is compared
+                meta["compared"] = [bytes_per_token(index, one)
+                                    for one in (encoding, get_tokenizer("gpt2"))]
+        publish(folder, out, meta)
+    return meta
+
+
+def find_complete(out: Path, source: str) -> dict | None:
+    """What meta.json in `out` says, if it is of this source and the shards are those that it
+    describes; None otherwise."""
+    try:
+        meta = json.loads((out / "meta.json").read_text())
+        shards = sorted(out.glob("[!.]*.bin"))
+        if meta["source"] != source or sha256_of(*shards) != meta["fingerprint"]:
+            return None
+        TokenDataset(out, "train", 1)           # its tokenizer is there, too
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    tell(f"{out} holds the shards of this text already: they are left as they are")
+    return meta
+
+
+def write_shards(folder: Path, index: Index, encoding, shard_tokens: int) -> tuple[dict, dict]:
+    """Encode the documents. Returns {split: number of tokens} and {split: bytes of text}."""
+    tokens = dict.fromkeys(SPLITS, 0)
+    text_bytes = dict.fromkeys(SPLITS, 0)
+    note = progress("tokenising", index.size)
+    for split, encoded, size in tokenise(index, encoding):
+        try:
+            append_tokens(folder, split, encoded, tokens[split], shard_tokens)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                made = 2 * (sum(tokens.values()) + len(encoded))
+                needed = made * index.size / (sum(text_bytes.values()) + size)
+                error.strerror += f" (the shards need about {max(needed / 1e6, 1):,.0f} MB)"
+            raise
+        tokens[split] += len(encoded)
+        text_bytes[split] += size
+        note(size)
+    return tokens, text_bytes
+
+
+def check_held(out: Path, source: str) -> None:
+    """Raise ValueError if `out` holds shards of another source, on which a run may be training."""
     meta_path = out / "meta.json"
     held = [*out.glob("[!.]*.bin"), *out.glob("meta.json")]
     if held and not (meta_path.exists() and f'"{source}"' in meta_path.read_text()):
         raise ValueError(f"{held[0]} was made of other text, with other flags or by another "
                          f"program: give another --out, or remove the shards and meta.json")
-    out.mkdir(parents=True, exist_ok=True)
-    with new_folder(out) as folder:
-        tokens = dict.fromkeys(SPLITS, 0)
-        text_bytes = dict.fromkeys(SPLITS, 0)
-        note = progress("tokenising", size)
-        for split, encoded, job_bytes in tokenise(files, cuts, encoding):
-            append_tokens(folder, split, encoded, tokens[split], shard_tokens)
-            tokens[split] += len(encoded)
-            text_bytes[split] += job_bytes
-            note(job_bytes)
-        for path, change in zip(files, before):
-            if change_of(path) != change:
-                raise ValueError(f"{path} changed while it was read: run data.py again")
-        if sum(text_bytes.values()) != size:
-            raise ValueError("the input changed while it was read: run data.py again")
-        # The fingerprint covers the headers, too: windows do not cross the end of a shard.
-        meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
-                    text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
-                    fingerprint=sha256_of(*sorted(folder.iterdir())), source=source, **counts)
-        with named(meta_path):
-            # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
-            meta_path.write_text(json.dumps(dict(source=source)))
-            for path in folder.iterdir():
-                os.replace(path, out / path.name)
-            (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-            os.replace(folder / "meta.json", meta_path)
-    return meta
 
 
-def index_documents(files, seed: int):
-    """Pass 1: hash and measure every document, drop duplicates, choose the split.
-
-    Returns (digest of all, cuts, bytes that are kept, numbers of documents). cuts, int64
-    (documents,): the number of bytes of each that train; the rest validates. A cut of -1 drops a
-    document without text, a duplicate, or one that cannot be read.
-    """
-    note = progress("reading")
-    salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
-    table = bytearray()
-    problems = []
-    marks = 0                               # <|endoftext|> as ordinary text
-    for path in files:
-        for blocks in read_documents(path):
-            digest = hashlib.blake2b(digest_size=16, salt=salt)
-            size = 0
-            has_text = False
-            for text in blocks:
-                if isinstance(text, NotText):
-                    problems.append(text)
-                    check_problems(problems, len(table) // 24 + 1)
-                    has_text = False
-                    break
-                raw = text.encode()
-                digest.update(raw)
-                size += len(raw)
-                has_text = has_text or not text.isspace()
-                if "|" in text:             # is found 40 times faster
-                    marks += text.count(EOT)
-                note(len(raw))
-            table += digest.digest() + (size if has_text else 0).to_bytes(8, "little")
-    table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
-    check_problems(problems, len(table), at_end=True)
-    if marks > 0:
-        tell(f"{EOT} stands {marks:,} times within a line or a field, where it is ordinary text: "
-             f"in a .txt, a line of its own ends a document")
-    has_text = table["size"] > 0
-    _, first = np.unique(table["digest"], return_index=True)
-    kept = first[has_text[first]]
-    sizes = table["size"][kept]
-    train_sizes, is_cut = choose_split(table["digest"][kept], sizes)
-    cuts = np.full(len(table), -1)
-    cuts[kept] = train_sizes
-    skipped = len(table) - int(has_text.sum())
-    counts = dict(documents=len(kept), skipped=skipped - len(problems),
-                  duplicates=len(table) - skipped - len(kept))
-    if problems:
-        counts["unreadable"] = len(problems)
-    digest = hashlib.sha256(table)
-    if is_cut:                  # earlier versions made other shards of this text
-        digest.update(b"cut")
-    return digest.hexdigest(), cuts, int(sizes.sum()), counts
+def publish(folder: Path, out: Path, meta: dict) -> None:
+    """Move the complete files to `out`, meta.json last."""
+    meta_path = out / "meta.json"
+    with named(meta_path):
+        # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
+        meta_path.write_text(json.dumps(dict(source=meta["source"])))
+        for path in folder.iterdir():
+            os.replace(path, out / path.name)
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        os.replace(folder / "meta.json", meta_path)
 
 
-def choose_split(digests, sizes):
-    """(bytes of each document that train, whether a rule against long documents holds)."""
-    if len(sizes) < VAL_ONE_IN:
-        train_sizes = sizes - np.maximum(sizes // VAL_ONE_IN, 1)
-        if train_sizes.max(initial=0) < 4:                  # bytes of the longest character
-            raise ValueError("the input holds no text, or less than 5 bytes: give it more")
-        return train_sizes, False
-    score = digests.view("<u8")[::2]                        # the first 8 of the 16 bytes
-    validates = score < 2**64 // VAL_ONE_IN
-    validates[score.argmin()] = True                        # both splits receive documents
-    validates[score.argmax()] = False
-    most = int(sizes.sum()) // VAL_ONE_IN
-    drawn = int(sizes[validates].sum())
-    if drawn <= 5 * most:
-        return np.where(validates, 0, sizes), False
-    shares = np.maximum(sizes * (most / drawn), 1).astype(np.int64)
-    return np.where(validates, sizes - shares, sizes), True
-
-
-# A text cut here and encoded in parts gives the tokens of the whole: before a space or newline that
-# follows another character. GPT-2's pattern splits text into words, which have white space at most
-# as their first character, and runs of white space. So a word ends here in any case, and no
-# look-ahead crosses this place. The pattern is greedy: match() finds the last such place.
-CUT = re.compile(r"(?s:.*)\S(?=[ \n])")
-
-
-def split_document(blocks, cut: int):
-    """Yield (split, text): a document up to the last whole character before byte `cut` trains, the
-    rest validates. "" begins each, then come pieces of at most BLOCK characters, cut at CUT. A text
-    without such a place, which is not prose, is cut anywhere and may take a few tokens more."""
-    rest = {}
-    for block in blocks:
-        if isinstance(block, NotText):      # pass 1 could read it
-            raise block
-        raw = block.encode()
-        head = raw[:max(cut, 0)].decode(errors="ignore")
-        cut -= len(raw)
-        for split, text in (("train", head), ("val", block[len(head):])):
-            if not text:
-                continue
-            if split not in rest:
-                yield split, ""
-            text = rest.get(split, "") + text
-            start = 0
-            while len(text) - start > BLOCK:
-                match = CUT.match(text, start, start + BLOCK)
-                end = match.end() if match else start + BLOCK
-                yield split, text[start:end]
-                start = end
-            rest[split] = text[start:]
-    yield from rest.items()
-
-
-def tokenise(files, cuts, encoding):
-    """Pass 2: yield (split, tokens as uint16, bytes of text), in order. Threads encode, as tiktoken
-    releases Python's lock. Few jobs wait at a time, which bounds memory."""
-    def work(split, texts):
-        tokens = [encoding.encode_to_numpy(text, disallowed_special=()) if text
-                  else [encoding.eot_token] for text in texts]
-        tokens = np.concatenate(tokens, dtype="<u2", casting="unsafe")
-        return split, tokens, len("".join(texts).encode())
-
-    documents = (blocks for path in files for blocks in read_documents(path))
-    pieces = (piece for blocks, cut in zip(documents, map(int, cuts)) if cut >= 0
-              for piece in split_document(blocks, cut))
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):        # not all of the machine's, as in a container
-        cores = len(os.sched_getaffinity(0))
-    texts = {split: [] for split in SPLITS}
-    jobs = []
-    with ThreadPoolExecutor(cores) as pool:
-        for split, text in pieces:
-            texts[split].append(text)
-            if len(text) > BLOCK // 8 or len(texts[split]) > 100:
-                jobs.append(pool.submit(work, split, texts[split]))
-                texts[split] = []
-            if len(jobs) > 2 * cores:
-                yield jobs.pop(0).result()
-        jobs += [pool.submit(work, split, last) for split, last in texts.items() if last]
-        for job in jobs:
-            yield job.result()
-
-
-# ---- Downloads ------------------------------------------------------------------------------
-
-def fetch_shards(url: str, out: Path, count: int) -> dict:
-    """Download the first `count` training shards of FineWeb and its validation shard, in GPT-2's
-    tokens, as llm.c and modded-nanogpt use them. Returns dict(tokens={split: number})."""
-    if (out / "meta.json").exists():
-        raise ValueError(f"{out} holds other shards, see meta.json: give another --out")
-    for name in ["val_000000"] + [f"train_{i:06d}" for i in range(1, count + 1)]:
-        download(f"{url}fineweb_{name}.bin", out / f"fineweb_{name}.bin")
-    return dict(tokens={split: TokenDataset(out, split, 1).n_tokens for split in SPLITS})
-
-
-# ---- Command line ---------------------------------------------------------------------------
-
-def parse_flags(arguments) -> argparse.Namespace:
-    """The flags, with their defaults. A mistake ends the program with status 2."""
-    parser = Parser("data.py", "python data.py [--dataset NAME | --input FILE ...] [FLAG ...]",
-                    "Turn text into shards of tokens for train.py.", advice=DATA_ADVICE)
-    source = parser.add_argument_group("text").add_mutually_exclusive_group()
-    source.add_argument("--dataset", choices=["python", *DOWNLOADS], default="python",
-                        help="python: the standard library's source, no download (the default)")
-    source.add_argument("--input", nargs="+", type=Path, metavar="FILE",
-                        help="your own: .txt or .jsonl files, or folders of such")
-    add = parser.add_argument_group("shards").add_argument
-    add("--tokenizer", choices=["gpt2", "bytes"], help="(default gpt2; bytes for python)")
-    add("--out", type=Path, metavar="DIR", help="(default data/DATASET; required with --input)")
-    add("--seed", type=int, default=0, metavar="N", help="of the validation split (default 0)")
-    add("--shard-tokens", type=int, default=10**8, metavar="N", help="per shard (default 100M)")
-    add("--shards", type=int, default=1, metavar="N", help="of fineweb, each of 100M (default 1)")
-    parser.add_argument("unnamed", nargs="*", help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
-    if args.unnamed and args.unnamed[0] in ("python", *DOWNLOADS):
-        parser.error(f"give --dataset {args.unnamed[0]}")
-    if args.unnamed:
-        parser.error(f"text is given by --input: give --input {shlex.join(args.unnamed)} --out DIR")
-    if not 0 <= args.seed < 2**63 or not 1024 <= args.shard_tokens < 2**31:
-        parser.error("--seed must be 0 to 2^63 - 1, --shard-tokens 1024 to 2^31 - 1")
-    if args.out is None:
-        if args.input:
-            parser.error("--input requires --out DIR, where the shards go")
-        args.out = Path("data", args.dataset)
-    if args.out.exists() and not args.out.is_dir():
-        parser.error(f"--out {args.out} is not a directory: give another")
-    is_fineweb = args.dataset == "fineweb"
-    if args.shards != 1 and not (is_fineweb and 1 <= args.shards <= FINEWEB_SHARDS):
-        parser.error(f"only --dataset fineweb has --shards, 1 to {FINEWEB_SHARDS}")
-    if is_fineweb and args.tokenizer == "bytes":
-        parser.error("--dataset fineweb has GPT-2's tokens: drop --tokenizer bytes")
-    if args.tokenizer is None:
-        args.tokenizer = "bytes" if args.dataset == "python" and not args.input else "gpt2"
-    return args
-
-
-def print_summary(out: Path, meta: dict) -> None:
-    """Print the numbers of documents and tokens, and the commands that train on them."""
-    flags = ""
-    if out != DEFAULT_OUT:
-        flags = f" --data {shlex.quote(out.as_posix())} --out {shlex.quote(f'out/{out.name}')}"
-    if "documents" in meta:
-        print("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} without "
-              "text skipped".format(**meta), end="")
-        if "unreadable" in meta:
-            print(f", {meta['unreadable']:,} unreadable left out", end="")
-        print(end="; ")
-    tokens = meta["tokens"]
-    print(f"{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on.")
-    share = tokens["val"] / (tokens["train"] + tokens["val"])
-    if "documents" in meta and not 0.01 <= share <= 0.2:
-        print(f"note: {share:.2%} of the tokens validate, not about 5%, because the documents "
-              f"differ much in length: another --seed draws others")
-    if min(tokens.values()) < SEQ_LEN + 1:
-        print(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or use the "
-              f"shorter windows below.")
-        flags += f" --seq-len {min(tokens.values()) - 1}"
-    print("Now train, in one process or in eight:")
-    print(f"python train.py{flags}\ntorchrun --nproc_per_node=8 train.py{flags} --tp 2 --pp 2")
-
+# ---- The program ----------------------------------------------------------------------------
 
 def make(args) -> dict:
-    """Download or find the text and make the shards. Returns what meta.json says."""
-    url, sha256, suffix = DOWNLOADS.get(args.dataset, ("", None, ""))
-    url = url.replace(HUB, os.environ.get("HF_ENDPOINT", HUB))
+    """Find or download the text and make the shards. Returns what meta.json says."""
     if args.input:
-        files = find_files(args.input)
+        files = find_files(args.input, args.text_field)
     elif args.dataset == "python":
         files = standard_library()
     elif args.dataset == "fineweb":
-        return fetch_shards(url, args.out, args.shards)
+        download_fineweb(args.out, args.shards)
+        return dict(tokens={split: TokenDataset(args.out, split, 1).n_tokens for split in SPLITS})
     else:
-        files = [args.out / "raw" / (args.dataset + suffix)]
-        download(url, files[0], sha256)
-    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens)
+        files = [download_text(args.dataset, args.out)]
+    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens,
+                   args.text_field, args.near_duplicates, args.train_tokenizer)
 
 
 def main(argv=None) -> int:
@@ -785,24 +656,19 @@ def main(argv=None) -> int:
         with signals_stop():
             meta = make(args)
     except KeyboardInterrupt:
-        print("data.py: stopped: the same command continues a download, and makes the shards from "
-              "the beginning", file=sys.stderr)
+        then = "makes the shards from the beginning; nothing is left of them"
+        if any(args.out.rglob("*.part")):
+            then = "continues the download"
+        print(f"data.py: stopped: the same command {then}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"data.py: {explain(error)}", file=sys.stderr)
         return 1 if is_failure(error) else 2
-    try:
-        if sys.stdout is not None and sys.stdout.errors == "strict":    # a name in a poor console
-            sys.stdout.reconfigure(errors="backslashreplace")
-        print_summary(args.out, meta)
-        print(end="", flush=True)
-    except OSError as error:
-        # Python flushes once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            print(f"data.py: the shards are in {args.out}, but standard output cannot be written: "
-                  f"{error.strerror}", file=sys.stderr)
-            return 1
+    error = print_lines(summary(args.out, meta))
+    if error is not None:
+        print(f"data.py: the shards are in {args.out}, but standard output cannot be written: "
+              f"{error.strerror}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -122,8 +122,8 @@ class Attention(nn.Module):
     One matrix product computes q, k and v. Its 3C output channels are ordered (3, H, D): all heads
     of q, then of k, then of v. To cut the matrix by heads, cut each third by itself.
 
-    cache (2, B, H, positions, D) holds the keys and values of the positions before `start`; those of
-    x are added. At start 0 a batch of 1 is broadcast to that of the cache.
+    cache (2, B, H, positions, D) holds the keys and values of the positions before `start`; those
+    of x are added. At start 0 a batch of 1 is broadcast to that of the cache.
     """
 
     def __init__(self, cfg: GPTConfig, layer: int):
@@ -135,7 +135,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd)
 
     def forward(self, x, dropout_seed=None, cache=None, start=0):
-        q, k, v = self.heads(self.qkv(x), start)                            # 3 of (B, H, T, D)
+        q, k, v = self.split_heads(self.qkv(x), start)                            # 3 of (B, H, T, D)
         B, _, T, _ = q.shape
         assert start == 0 or T == 1, "a second part of a text would see its own future"
         if cache is not None:
@@ -145,7 +145,7 @@ class Attention(nn.Module):
         y = self.core_attention(q, k, v, start == 0, dropout_seed)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # (B, H, T, D) -> (B, T, H D)
 
-    def heads(self, qkv, start):
+    def split_heads(self, qkv, start):
         """qkv (B, T, 3 H D), of the positions from `start` on, -> q, k and v (B, H, T, D)."""
         B, T, _ = qkv.shape
         split = qkv.view(B, T, 3, -1, self.head_dim).unbind(2)              # 3 of (B, T, H, D)

@@ -144,7 +144,7 @@ def main() -> None:
     try:
         device = pick_device(args.device)
         model, state = load_model(Path(args.ckpt))
-        tokenizer = get_tokenizer(state["tokenizer"])
+        tokenizer = get_tokenizer(state["tokenizer"], state.get("tokenizer_file"))
         prompts = read_prompts(args)
     except (ValueError, OSError) as error:
         parser.error(str(error), getattr(error, "status", 2))

@@ -178,7 +178,7 @@ class Attention(model.Attention):
         self.core_attention = CoreAttention(cfg.dropout, "layer", layer, "attention")
         self.proj = nn.Linear(width, cfg.n_embd, bias=cfg.bias == "all")
 
-    def heads(self, qkv, start):
+    def split_heads(self, qkv, start):
         B, T, _ = qkv.shape
         groups = qkv.view(B, T, -1, self.group + 2, self.head_dim)          # (B, T, K, G + 2, D)
         q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in groups.split([self.group, 1, 1], 3))

@@ -10,7 +10,7 @@ computes in another way.
                                         to 5 times for backward
 
 In fp32 and fp64, on GPUs, and compiled, they are PyTorch's own. model.py calls PyTorch alone:
-`use_kernels` lets its modules compute by these functions. parallel.build_stage calls it for
+`use_kernels` lets its modules compute by these functions. build.build_stage calls it for
 training, checkpoint.load_model for everything else.
 """
 from functools import partial

@@ -20,8 +20,8 @@ import torch
 from amp import PRECISIONS
 from data import Batch, batch_sizes, sequences_after
 from model import PEAK_LR, ceil_div
-from parallel import Grid
 from parallelism.buckets import state_bytes
+from parallelism.build import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
 from parallelism.kernels import multiplies_in_fp32
 from runtime import checks
@@ -348,7 +348,8 @@ def report_stop(run, done: int) -> None:
 def report_end(run) -> None:
     """The event of a run that has made all steps, and a line: how to sample."""
     run.watch.log.event("end", step=run.config.steps)
-    if run.train_data.meta["tokenizer"] in ("gpt2", "bytes"):
+    meta = run.train_data.meta
+    if meta["tokenizer"] in ("gpt2", "bytes") or "tokenizer_file" in meta:
         file = shlex.quote(f"{run.config.out}/latest.pt")
         print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
 

@@ -244,7 +244,7 @@ DATA_ADVICE = {     # for data.py: of nanoGPT, and of Megatron-LM's preprocess_d
     "data text file input-file input-dir train-file data-dir dataset-path":
         "give --input FILE ... --out DIR, or --dataset NAME",
     "tokenizer-type vocab-file": "give --tokenizer gpt2",
-    "json-keys": "leave it out: a line's text is in the field \"text\"",
+    "json-keys json-key text-column text-column-name column": "give --text-field NAME",
     "workers append-eod": "leave it out: it is always so",
     "num-workers num-proc": "leave it out: it takes all cores",
     "val-fraction val-split val-ratio test-size split":

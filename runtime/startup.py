@@ -14,7 +14,7 @@ import torch.distributed as dist
 from amp import PRECISIONS
 from data import TokenDataset
 from model import GPTConfig
-from parallel import Grid
+from parallelism.build import Grid
 from runtime import checks, console, devices, evaluation, follower
 from runtime.checkpoint_files import list_checkpoints
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,

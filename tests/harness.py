@@ -65,17 +65,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import checkpoint
 import data
-import parallel
 import sample
 import train
+from corpus import compressed, downloads, formats, inputs, passes
 from model import GPT, GPTConfig
-from parallel import Grid
+from parallelism.build import Grid, build_stage, make_groups
 from parallelism.context import recompute_attention
-from parallelism.groups import make_groups
 from parallelism.pipeline import recompute_blocks
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters, gather_before_use
-from runtime import console, corpora, processes
+from runtime import console, processes
 from runtime.options import Config
 
 torch.set_num_threads(1)
@@ -140,7 +139,7 @@ TINY = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", 
         "--steps", "4", "--warmup-steps", "2", "--save-every", "2", "--eval-every", "2"]
 NASTY = ["a  b", " \n\n \tx", "don't 've ''s", "\u00e9t\u00e9 \u6f22\u5b57 \u00a0\u2003x \u3000",
          "\r\n\r\n", "    ", "12 345 !?", "\x85\x1c \x1d\n", "\U0001f600 \U0001f469\u200d",
-         corpora.EOT, "\u200b ", "A", "\n", " ", "\t\v", "'"]
+         formats.EOT, "\u200b ", "A", "\n", " ", "\t\v", "'"]
 SHARED = ROOT.parent / "shared"         # what is downloaded elsewhere, where there is a copy
 PAGES = {page.name: page.read_text() for page in
          [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -315,6 +314,9 @@ class Memory(data.TokenDataset):
         permutation = np.random.default_rng(seed).permutation(self.n_windows)
         return permutation[np.arange(first, first + count) % self.n_windows]
 
+    def will_need(self, window_ids):
+        pass
+
 
 class Rows:
     """checkpoint.Metrics for a test: keeps the rows, and what `look(run)` sees after each step."""
@@ -476,7 +478,7 @@ def monitor_now(run):
 
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
     """This rank's stage at step 0 of seed 0 -> (model, its FlatParameters)."""
-    local = parallel.build_stage(cfg, grid)
+    local = build_stage(cfg, grid)
     flat = FlatParameters(param_specs(local, cfg, grid), grid, dtype,
                           torch.promote_types(dtype, torch.float32), "cpu", zero)
     if recompute:
@@ -829,8 +831,8 @@ def texts_of(directory, *splits):
 
 def set_block(monkeypatch, size):
     """The characters read, and encoded, at once."""
-    monkeypatch.setattr(corpora, "BLOCK", size)
-    monkeypatch.setattr(data, "BLOCK", size)
+    for module in (compressed, downloads, formats, passes):
+        monkeypatch.setattr(module, "BLOCK", size)
 
 
 def dataset(directory, files, **changes):
@@ -867,7 +869,7 @@ def two_sources(tmp_path_factory):
 def library(tmp_path_factory):
     """Shards of the standard library's source in bytes, as `python data.py` makes them."""
     folder = tmp_path_factory.mktemp("library") / "python"
-    data.prepare(corpora.standard_library(), folder, "bytes")
+    data.prepare(inputs.standard_library(), folder, "bytes")
     return folder
 
 
@@ -899,3 +901,16 @@ def things(shards, tmp_path_factory):
     shutil.copy(folder / "six.pt", folder / "sixth" / "latest.pt")
     (folder / "torn.pt").write_bytes((folder / "whole.pt").read_bytes()[:-5000])
     return folder
+
+
+@pytest.fixture(scope="session")
+def losses_of_train_py(shards, tmp_path_factory):
+    """losses_of_train_py(steps): those of the quick start's model and flags in one process."""
+    @functools.cache
+    def run(steps):
+        out = tmp_path_factory.mktemp("quick start")
+        done = Command("train.py", "--data", shards, "--out", out, "--steps", steps,
+                       "--eval-every", 0, "--save-every", 0).finish(200)
+        assert done[0] == 0, done
+        return column(read_metrics(out)[0], "loss")
+    return run

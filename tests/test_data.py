@@ -1,4 +1,4 @@
-"""Making a data set, and what is wrong with one: data.py and runtime/corpora.py.
+"""Making a data set, and what is wrong with one: data.py and the files of corpus/.
 
     python -m pytest tests/test_data.py
 
@@ -7,9 +7,12 @@ Corpora                       downloads, input, the vocabulary          a loopba
 Files that people have        kinds, links, encodings, bad lines, disks the bytes of the files
 The files of a data set       whole or not there; damage is refused     the bytes of the files
 A run's data                  --data, --epochs; GPT-2's tokens          literals
+Data larger than memory       what is read of cold shards               /proc/self/io
 """
+import collections
 import errno
 import functools
+import gzip
 import hashlib
 import http.server
 import itertools
@@ -35,10 +38,13 @@ import torch
 
 import checkpoint
 import data
+from corpus import (bpe, compressed, downloads, formats, inputs, messages, near_duplicates,
+                    passes, tokenizers)
 from model import GPTConfig
-from runtime import checks, corpora, files
-from tests.harness import (ROOT, SHARED, TINY, Command, dataset, greedy, names_in, nothing, saved,
-                           set_block, shard, texts_of)
+from runtime import checks
+from tests.harness import (NASTY, PAGES, ROOT, SHARED, TINY, Command, dataset, greedy, names_in,
+                           nothing, saved, set_block, shard, texts_of)
+from tools import huggingface
 
 
 # ---------------------------------------------------------------------------------------------
@@ -49,13 +55,13 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
                                                                         run_data):
     """`python data.py` reads the .py files of Python's library: equal files once, and no link that
     leads nowhere."""
-    assert Path(json.__file__) in corpora.standard_library()
+    assert Path(json.__file__) in inputs.standard_library()
     for folder in ("tests", "test", "idle_test", "site-packages", "dist-packages", "a", "b"):
         (tmp_path / "lib" / folder).mkdir(parents=True)
         (tmp_path / "lib" / folder / "x.txt").write_text("not read")
         (tmp_path / "lib" / folder / "x.py").write_text("some text" if folder in "ab" else folder)
     (tmp_path / "lib" / "link.py").symlink_to("nowhere")
-    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    monkeypatch.setattr(inputs.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     _, out, _ = run_data("--out", tmp_path / "out")
     assert out.startswith("1 documents, 1 duplicates dropped, 0 without text skipped; ")
     assert texts_of(tmp_path / "out", *data.SPLITS) == ["some text"]
@@ -65,7 +71,7 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("none.txt", None, "there is no file or folder none.txt\n"), ("nofolder", None, "is no file"),
     ("empty.txt", b"", "no text"), ("--shard_toks 9", None, "mean --shard-tokens?"),
     ("--shard_tokens 9", None, "--shard-tokens 1024"), ("--nonsense", None, "--nonsense --help"),
-    (".", None, "only .txt .jsonl"), ("data.csv", b"a,b\n", "data.csv .txt .jsonl"),
+    (".", None, "only .txt, .jsonl"), ("data.csv", b"a,b\n", "data.csv .txt, .jsonl"),
     ("tiny.txt", b"a", "no text"), ("blank.jsonl", b'{"text": ""}\n{"text": " \\n"}\n', "no text"),
     ("latin.txt", b"x" * 300_000 + "ä".encode("latin-1") + b"!", "latin.txt byte 300000"),
     ("torn.txt", b"x" * 50 + "漢".encode()[:2], "torn.txt byte 50"),
@@ -85,7 +91,7 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
     ("--dataset fineweb --shards 104", None, "--shards 1 to 103"),
     ("--dataset fineweb --tokenizer bytes", None, "GPT-2's tokens"),
-    ("--output-prefix a --json-keys text", None, 'give --out DIR leave it out: field "text"'),
+    ("--output-prefix a --json-keys text", None, 'give --out DIR give --text-field'),
     # Shards made by others are neither deleted nor mixed in.
     ("a.txt --out .", b"x" * 9, "fineweb_train_000001.bin")])
 def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatch, run_data, flags,
@@ -129,7 +135,7 @@ def test_without_gpt2s_vocabulary_one_line_offers_bytes(tmp_path, monkeypatch, r
     status, out, line = run_data("--out", tmp_path, "--input", tmp_path / "a.txt")
     assert (status, out, line.count("\n")) == (1, "", 1) and "TIKTOKEN_CACHE_DIR" in line
     assert words in line and "--tokenizer bytes" in line
-    assert requests.get.call_args.kwargs["timeout"] == corpora.TIMEOUT      # it never hangs
+    assert requests.get.call_args.kwargs["timeout"] == downloads.TIMEOUT      # it never hangs
 
 
 BODY = np.random.default_rng(0).bytes(1 << 16).hex().encode()
@@ -163,7 +169,7 @@ def server(monkeypatch):
             self.wfile.write(reply)
 
     set_block(monkeypatch, 4096)
-    monkeypatch.setattr(corpora.time, "sleep", nothing)        # between tries
+    monkeypatch.setattr(downloads.time, "sleep", nothing)        # between tries
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
         threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
         server.url = f"http://127.0.0.1:{httpd.server_port}"
@@ -192,7 +198,7 @@ def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, par
     if sha256 is not None:
         (tmp_path / "file").write_bytes(b"damaged")
     (tmp_path / "file.part").write_bytes(part)
-    fetch = functools.partial(corpora.download, f"{server.url}/a", tmp_path / "file", sha256)
+    fetch = functools.partial(downloads.download, f"{server.url}/a", tmp_path / "file", sha256)
     if starts is None:
         with pytest.raises(ConnectionError, match="cannot download"):
             fetch()
@@ -205,10 +211,10 @@ def test_a_download_is_whole_in_the_end_or_refused(tmp_path, server, served, par
 
 
 def test_a_failed_download_tells_the_first_cause(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora.time, "sleep", nothing)
+    monkeypatch.setattr(downloads.time, "sleep", nothing)
     monkeypatch.setattr(requests, "get", without_a_name)
     with pytest.raises(ConnectionError, match=r"download http://a \(no such name\): run it again"):
-        corpora.download("http://a", tmp_path / "a")
+        downloads.download("http://a", tmp_path / "a")
 
 
 def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, run_data):
@@ -216,7 +222,7 @@ def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, ru
     status is 1."""
     server.body = b"Once\nupon\n<|endoftext|>\n\nThe end <|endoftext|> not\n<|endoftext|>\n"
     for sha256, expected in [(SHA256, 1), (hashlib.sha256(server.body).hexdigest(), 0)]:
-        monkeypatch.setitem(corpora.DOWNLOADS, "tinystories",
+        monkeypatch.setitem(downloads.DOWNLOADS, "tinystories",
                             (f"{server.url}/file", sha256, ".eot"))
         status, _, error = run_data("--dataset", "tinystories", "--tokenizer", "bytes",
                                     "--out", tmp_path)
@@ -280,8 +286,8 @@ def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, ru
 def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys, run_data):
     """Mechanism of the lines on standard error: bytes done, of the total where it is known, and
     lines without text move the clock too. Each look at the clock is four seconds later."""
-    monkeypatch.setattr(corpora, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
-    note = corpora.progress("x", 5_000_000, done=1_000_000)
+    monkeypatch.setattr(messages, "time", SimpleNamespace(monotonic=itertools.count(0, 4).__next__))
+    note = messages.progress("x", 5_000_000, done=1_000_000)
     for _ in range(4):
         note(1_000_000)
     assert capsys.readouterr().err == "x: 3.0 of 5.0 MB\nx: 5.0 of 5.0 MB\n"
@@ -302,8 +308,8 @@ sys.exit(data.main())
 """)
     flags = ["--input", tmp_path / "a.txt", "--out", tmp_path / "d", "--tokenizer", "bytes"]
     assert Command(tmp_path / "wrapper.py", *flags).finish() == (
-        1, "", "data.py: stopped: the same command continues a download, and makes the shards from "
-               "the beginning\n")
+        1, "", "data.py: stopped: the same command makes the shards from the beginning; nothing is "
+               "left of them\n")
     assert names_in(tmp_path / "d") == []
     assert Command("data.py", *flags).finish()[0] == 0
     assert data.TokenDataset(tmp_path / "d", "train", 16).n_windows > 0
@@ -315,8 +321,8 @@ sys.exit(data.main())
 
 def read_texts(*names):
     """The documents of these files, as data.py reads them."""
-    return [[part if isinstance(part, corpora.NotText) else str(part) for part in blocks]
-            for path in map(Path, names) for blocks in corpora.read_documents(path)]
+    return [[part if isinstance(part, formats.NotText) else str(part) for part in blocks]
+            for path in map(Path, names) for blocks in formats.read_documents(path)]
 
 
 def test_folders_behind_links_are_read_once_and_what_is_skipped_is_told(tmp_path, monkeypatch,
@@ -332,7 +338,7 @@ def test_folders_behind_links_are_read_once_and_what_is_skipped_is_told(tmp_path
     for name, target in [("far", "../far"), ("far2", "../far"), ("up", ".."), ("gone.txt", "none"),
                          ("0.txt", "sub/a.txt"), ("self.txt", "self.txt")]:
         Path("in", name).symlink_to(target)
-    for name in ("in/b.md", "in/c.md", "in/x.txt.gz", "in/LICENSE", "in/.git/x.txt", "in/._a.txt"):
+    for name in ("in/b.md", "in/c.md", "in/x.csv.gz", "in/LICENSE", "in/.git/x.txt", "in/._a.txt"):
         Path(name).write_text("not read")
     os.mkfifo("in/pipe.txt")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -343,7 +349,7 @@ def test_folders_behind_links_are_read_once_and_what_is_skipped_is_told(tmp_path
     told, again = error.splitlines()
     assert again == "note: in/sub/a.txt is given twice, and read once"
     assert told.startswith("note: in: 61 files are read; skipped: 2 ")
-    for words in ("2 .md (b.md)", "1 .gz (x.txt.gz)", "1 without a suffix (LICENSE)",
+    for words in ("2 .md (b.md)", "1 .csv (x.csv.gz)", "1 without a suffix (LICENSE)",
                   "2 hidden (._a.txt)", "1 named pipe (pipe.txt)", "1 socket (socket.txt)",
                   "2 link to nowhere (gone.txt)"):
         assert words in told, told
@@ -380,7 +386,7 @@ def test_a_byte_order_mark_is_no_text_and_tells_the_encoding(tmp_path, monkeypat
     assert ["".join(parts) for parts in read_texts(tmp_path / "a.txt", tmp_path / "a.jsonl")] == [
         text, text, "b"]
     if encoding == "utf-8-sig":
-        (tmp_path / "a.eot").write_bytes(f"\ufeffa\n{corpora.EOT}\nb".encode())
+        (tmp_path / "a.eot").write_bytes(f"\ufeffa\n{formats.EOT}\nb".encode())
         assert read_texts(tmp_path / "a.eot") == [["a"], ["b"]]
 
 
@@ -421,7 +427,7 @@ def assert_refused_by_name(run_data, file, words):
 def plain_documents(text):
     """What lines of <|endoftext|> make of a .txt."""
     lines = text.split("\n")
-    cuts = [number for number, line in enumerate(lines) if line.strip() == corpora.EOT]
+    cuts = [number for number, line in enumerate(lines) if line.strip() == formats.EOT]
     if not cuts:
         return [text]
     parts = ["\n".join(lines[begin + 1:end])
@@ -434,7 +440,7 @@ def test_lines_of_endoftext_cut_a_txt_wherever_blocks_end(tmp_path, monkeypatch)
     """600 random texts of such lines, with white space, within a line, at both ends, in blocks of 1
     to 40 characters, against the lines of the whole text."""
     rng = random.Random(0)
-    parts = [corpora.EOT, corpora.EOT, "\n", "\n", "\n", " ", "\r\n", "a", "<|endof", "word", "\t"]
+    parts = [formats.EOT, formats.EOT, "\n", "\n", "\n", " ", "\r\n", "a", "<|endof", "word", "\t"]
     documents = 0
     for _ in range(600):
         text = "".join(rng.choices(parts, k=rng.randrange(20)))
@@ -448,12 +454,12 @@ def test_lines_of_endoftext_cut_a_txt_wherever_blocks_end(tmp_path, monkeypatch)
 
 def test_endoftext_within_a_line_stays_text_and_is_counted(tmp_path, run_data):
     file = tmp_path / "a.txt"
-    file.write_text(f"one story\n{corpora.EOT}\ntwo {corpora.EOT} stories{corpora.EOT}\n")
+    file.write_text(f"one story\n{formats.EOT}\ntwo {formats.EOT} stories{formats.EOT}\n")
     status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out", tmp_path / "d")
     assert status == 0 and out.startswith("2 documents, ")
     assert error.startswith("note: <|endoftext|> stands 2 times within a line") and "own" in error
     assert texts_of(tmp_path / "d", *data.SPLITS) == [
-        "one story", f"two {corpora.EOT} stories{corpora.EOT}"]
+        "one story", f"two {formats.EOT} stories{formats.EOT}"]
 
 
 @pytest.mark.parametrize("content, words", [
@@ -501,8 +507,9 @@ def test_one_document_in_a_thousand_may_be_unreadable(tmp_path, run_data):
     ("pipe.txt", "named pipe"), ("/dev/null", "is a device"), ("-", "no file or folder -"),
     ("gone.txt", "gone.txt is a link to nowhere, which is not there"),
     ("a.txt/b.txt", "no file or folder a.txt/b.txt"), ("empty", "empty: only it is empty"),
-    ("a.gz", "gunzip"), ("a.zst", "unzstd"), ("a.parquet", "read_parquet('a.parquet') .jsonl"),
-    ("a.json", "jq -c '.[]' a.json > NEW.jsonl"), ("a.csv", "read_csv"), ("a.md", "copy it .txt"),
+    ("a.gz", "gunzip"), ("a.zst", "unzstd"), ("a.feather", "copy it"),
+    ("a.tar.gz", "unpack it first (tar -xf)"), ("a.csv.gz", "read_csv"),
+    ("a.csv", "read_csv"), ("a.md", "copy it .txt"),
     ("a.pdf", "pdftotext a.pdf"), ("a.ndjson", "rename it to .jsonl"), ("a", "copy it"),
     ("a.bin", "train.py --data"), ("packed", "only 2 .gz (a.gz), 1 .md (c.md): gunzip")])
 def test_what_is_not_read_is_refused_with_what_to_do(tmp_path, monkeypatch, run_data, name, words):
@@ -513,7 +520,7 @@ def test_what_is_not_read_is_refused_with_what_to_do(tmp_path, monkeypatch, run_
         Path(folder).mkdir()
     for file in ("packed/a.gz", "packed/b.gz", "packed/c.md", "a.txt"):
         Path(file).write_text("some text")
-    if re.fullmatch(r"a(\.\w+)?", name):
+    if re.fullmatch(r"a(\.\w+)*", name):
         Path(name).write_text("some text")
     status, out, error = run_data("--tokenizer", "bytes", "--out", "out", f"--input={name}")
     assert (status, out, error.count("\n")) == (2, "", 1) and "Errno" not in error
@@ -528,6 +535,247 @@ def test_what_is_not_read_is_refused_with_what_to_do(tmp_path, monkeypatch, run_
 def test_a_file_without_input_is_told_how_to_give_it(run_data, flags, words):
     status, out, error = run_data(*flags.split())
     assert (status, out, error.count("\n")) == (2, "", 1) and words in error
+
+
+DOCUMENTS = ["one text\n", "\u00e9t\u00e9 \u6f22\u5b57\r\n", "", "x" * 50_000, *(f"text {i} " * 20
+                                                                    for i in range(300))]
+
+
+def write_kind(file, texts, field="text"):
+    """These texts in a file of the kind that its name says, by the packages' own writers."""
+    if file.suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+        parquet.write_table(pyarrow.table({field: texts, "id": range(len(texts))}), file,
+                            row_group_size=100, write_page_checksum=True)
+        return
+    raw = "".join(json.dumps({"id": 5, field: text}) + "\n" for text in texts).encode()
+    if ".txt" in file.name:
+        raw = f"\n{formats.EOT}\n".join(texts).encode()
+    if file.suffix.lower() == ".gz":
+        raw = b"".join(gzip.compress(part) for part in (raw[:9000], raw[9000:]))
+    elif file.suffix == ".zst":
+        zstandard = pytest.importorskip("zstandard")
+        compress = zstandard.ZstdCompressor(write_checksum=True).compress
+        raw = b"".join(compress(part) for part in (raw[:9000], raw[9000:]))
+    file.write_bytes(raw)
+
+
+KINDS = ["a.jsonl", "a.json", "a.jsonl.gz", "a.JSON.GZ", "a.jsonl.zst", "a.json.zst", "a.parquet"]
+
+
+def test_every_kind_of_file_gives_the_same_shards(tmp_path, run_data):
+    """The same documents, with a text of its own in another field."""
+    found = set()
+    for name in KINDS:
+        file = tmp_path / name
+        write_kind(file, DOCUMENTS, "body")
+        out = tmp_path / f"{name}.out"
+        status, told, error = run_data("--input", file, "--text-field", "body", "--tokenizer",
+                                       "bytes", "--out", out)
+        assert (status, error) == (0, "") and told.startswith("303 documents, 0 duplicates dropped")
+        found.add(json.loads((out / "meta.json").read_text())["fingerprint"])
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_txt_is_the_txt(tmp_path, suffix):
+    """Cut by lines of <|endoftext|>, with a byte-order mark, and what is not UTF-8 at its byte."""
+    texts = [text.strip() for text in DOCUMENTS if text]
+    file = tmp_path / f"a.txt{suffix}"
+    write_kind(file, ["\ufeff" + texts[0], *texts[1:]])
+    assert ["".join(parts) for parts in read_texts(file)] == texts
+    write_kind(file, ["x" * 300_000])
+    broken = tmp_path / "b.txt"
+    broken.write_bytes(b"x" * 300_000 + b"\xe4")
+    if suffix == ".gz":
+        (tmp_path / "b.txt.gz").write_bytes(gzip.compress(broken.read_bytes()))
+        *_, problem = read_texts(tmp_path / "b.txt.gz")[0]
+        assert "b.txt.gz is not UTF-8 text, see byte 300000 (0xe4)" in str(problem)
+
+
+@pytest.mark.claim("A compressed file that is cut off or damaged is refused by its name, never "
+                   "read in part.")
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.txt.zst", "a.json.zst", "a.parquet"])
+def test_a_file_that_is_cut_off_or_damaged_is_refused_never_read_in_part(tmp_path, name):
+    """40 of each kind: cut at a random byte, or with a random byte changed. A change that a reader
+    may ignore, as of the time in a header of gzip, gives all of the text."""
+    rng = random.Random(name)
+    file = tmp_path / name
+    write_kind(file, DOCUMENTS)
+    whole, expected = file.read_bytes(), read_texts(file)
+    refused = 0
+    for number in range(40):
+        damaged = bytearray(whole[:rng.randrange(len(whole))])
+        if number % 2:
+            damaged = bytearray(whole)
+            damaged[rng.randrange(len(whole))] ^= rng.randrange(1, 256)
+        file.write_bytes(damaged)
+        try:
+            assert read_texts(file) == expected
+        except ValueError as error:
+            refused += 1
+            assert str(file) in str(error) and "\n" not in str(error)
+            assert re.search("copy or download it again|it is|has no column", str(error))
+    assert refused >= 30
+
+
+def test_records_without_their_text_are_refused_with_what_there_is(tmp_path, run_data):
+    """No such field or column; one of numbers; null, of which one in a thousand is left out."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+    flags = "--tokenizer", "bytes", "--out", tmp_path / "d", "--input"
+    for name in ("a.jsonl", "a.parquet"):
+        write_kind(tmp_path / name, ["a"] * 9, "content")
+        status, _, error = run_data(*flags, tmp_path / name)
+        assert status == 2 and "the one with the text to --text-field" in error
+        assert 'no field "text", but "' in error or 'no column "text", but "content", "id"' in error
+        status, _, error = run_data(*flags, tmp_path / name, "--text-field", "id")
+        assert status == 2 and ("is a number" in error or "holds int64, not strings" in error)
+    for count, expected in ((1999, 0), (900, 2)):
+        texts = [f"text {i}" for i in range(count)]
+        parquet.write_table(pyarrow.table({"text": [*texts, None]}), tmp_path / "a.parquet")
+        status, out, error = run_data(*flags, tmp_path / "a.parquet")
+        assert status == expected and f'row {count + 1}: "text" is null' in error
+        assert ("1 unreadable left out" in out) == (status == 0)
+
+
+def test_a_json_file_in_a_folder_is_read_if_it_is_by_lines(tmp_path, run_data):
+    """C4's files are; settings of programs are not: they are skipped, with a note. One that is cut
+    off is refused."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_kind(folder / "c4.json.gz", DOCUMENTS)
+    (folder / "config.json").write_text(json.dumps(dict(text="no", size=5), indent=2))
+    (folder / "list.json").write_text('[{"text": "a"}]')
+    (folder / "one.json").write_text('{"name": "a"}')
+    flags = "--input", folder, "--tokenizer", "bytes", "--out", tmp_path / "d"
+    status, out, error = run_data(*flags)
+    assert status == 0 and out.startswith("303 documents, ")
+    assert "1 files are read; skipped: 3 .json without lines of " in error
+    assert '{"text": ...} (config.json)' in error
+    (folder / "b.json.gz").write_bytes((folder / "c4.json.gz").read_bytes()[:500])
+    status, out, error = run_data(*flags)
+    assert status == 2 and "b.json.gz cannot be read to its end" in error
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("a.jsonl.zst", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS git lfs pull"),
+    ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS git lfs pull"),
+    ("a.txt.gz", b"<!DOCTYPE html><html>", "web page download it again"),
+    ("a.txt.gz", b"", "empty copy"), ("a.txt.zst", b"", "cut off"), ("a.parquet", b"", "cut off"),
+    ("a.txt", gzip.compress(b"some text " * 50), "gzip name it .txt.gz"),
+    ("a.jsonl.gz", b"PAR1" * 20, "Parquet give it a name that ends in .parquet")])
+def test_a_file_of_another_kind_than_its_name_says_is_called_by_its_kind(tmp_path, run_data, name,
+                                                                         content, words):
+    (tmp_path / name).write_bytes(content)
+    assert_refused_by_name(run_data, tmp_path / name, words)
+
+
+@pytest.mark.parametrize("name, package", [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
+def test_a_package_that_is_missing_is_named_before_anything_is_read(tmp_path, monkeypatch, run_data,
+                                                                    name, package):
+    (tmp_path / "in").mkdir()
+    for file in ("0.txt", name):
+        (tmp_path / "in" / file).write_text("some text")
+    monkeypatch.setattr(compressed.importlib.util, "find_spec", nothing)
+    monkeypatch.setattr(data, "index_documents", None)
+    for given in (tmp_path / "in", tmp_path / "in" / name):
+        status, _, error = run_data("--input", given, "--tokenizer", "bytes", "--out",
+                                    tmp_path / "d")
+        assert status == 2 and f"{name}: the package {package} reads" in error
+        assert f"pip install {package}" in error and error.count("\n") == 1
+
+
+def test_the_recipe_splits_the_pile_by_its_sources(tmp_path):
+    """The program in docs/data.md, as it stands there, on lines of three sources."""
+    program = re.search(r"zstdcat train/\*.jsonl.zst \| python -c '\n(.*?)\n'\n",
+                        PAGES["data.md"], re.S)[1]
+    lines = [json.dumps(dict(text=f"text {i}", meta=dict(pile_set_name=name))) + "\n"
+             for i, name in enumerate(["Pile-CC", "PubMed Abstracts", "Wikipedia (en)"] * 4)]
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, input="".join(lines), text=True,
+                   check=True)
+    assert names_in(tmp_path / "pile") == ["Pile-CC", "PubMed-Abstracts", "Wikipedia-en"]
+    assert read_texts(tmp_path / "pile/Wikipedia-en/all.jsonl") == [
+        [f"text {i}"] for i in (2, 5, 8, 11)]
+
+
+# ---- Near-duplicates
+
+def random_words(rng, count):
+    return [f"w{rng.randrange(100_000)}" for _ in range(count)]
+
+
+def jaccard(one, other):
+    """The share of their shingles of five words that two lists of words have in common."""
+    one, other = ({tuple(words[i:i + 5]) for i in range(len(words) - 4)} for words in (one, other))
+    return len(one & other) / len(one | other)
+
+
+@pytest.mark.claim("Near-duplicates are found as often as the formula of MinHash says.")
+def test_documents_agree_in_a_key_as_often_as_the_formula_says():
+    """1,200 pairs, of which one has up to 20 words of 300 replaced: how many agree, beside the sum
+    of 1 - (1 - s^8)^14 over their exact shares s; few below 0.4, nearly all above 0.9."""
+    rng = random.Random(0)
+    min_hash = near_duplicates.MinHash()
+    pairs = []
+    for _ in range(1200):
+        words = random_words(rng, 300)
+        changed = list(words)
+        for at in rng.sample(range(300), rng.randint(1, 40)):
+            changed[at] = "other"
+        keys = [min_hash.keys(" ".join(each)) for each in (words, changed)]
+        pairs.append((jaccard(words, changed), bool((keys[0] == keys[1]).any())))
+    for low, high in ((0.0, 0.5), (0.5, 0.6), (0.6, 0.7), (0.7, 0.8), (0.8, 0.9), (0.9, 1.0)):
+        found = [(s, agree) for s, agree in pairs if low <= s < high]
+        expected = [1 - (1 - s ** 8) ** 14 for s, _ in found]
+        deviation = sum(p * (1 - p) for p in expected) ** 0.5
+        assert len(found) > 50
+        assert abs(sum(agree for _, agree in found) - sum(expected)) < 4 * deviation + 1
+    assert not any((min_hash.keys(f"one {i}") == min_hash.keys(f"two {i}")).any() for i in range(9))
+
+
+def test_the_shingles_of_a_text_are_those_of_its_words():
+    """White space and case do not count; a text of fewer than five words has one shingle; a word
+    longer than what is compared has one, too."""
+    shingles = near_duplicates.MinHash().shingles
+    assert len(shingles("a b c d e f g")) == 3
+    assert np.array_equal(shingles("A\tb c\n\nD e f g "), shingles("a b c d e f g"))
+    assert len(np.intersect1d(shingles("a b c d e"), shingles("x x a b c d e x"))) == 1
+    assert [len(shingles(text)) for text in ("", "a", "a b c d", "x" * 300_000)] == [1] * 4
+    assert not np.array_equal(shingles("a b"), shingles("a c"))
+
+
+def test_planted_near_duplicates_are_counted_or_dropped(tmp_path, run_data):
+    """A hundred of 400 documents are others with one word changed: those are dropped that come
+    later. Kept, the ones that validate and have their like in training are told."""
+    rng = random.Random(1)
+    documents = [random_words(rng, 200) for _ in range(300)]
+    for number in range(100):
+        documents.append([*documents[number][:100], "changed", *documents[number][101:]])
+    texts = [" ".join(words) for words in documents]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in texts))
+    flags = "--input", tmp_path / "a.jsonl", "--tokenizer", "bytes", "--near-duplicates"
+    status, out, error = run_data(*flags, "drop", "--out", tmp_path / "drop")
+    assert (status, error) == (0, "") and out.startswith("300 documents, 0 duplicates dropped, ")
+    assert ", 100 near-duplicates dropped; " in out
+    kept = [text for split in data.SPLITS for text in texts_of(tmp_path / "drop", split)]
+    assert sorted(kept) == sorted(texts[:300])
+    status, out, error = run_data(*flags, "keep", "--out", tmp_path / "keep")
+    assert status == 0 and out.startswith("400 documents, ")
+    train, val = (texts_of(tmp_path / "keep", split) for split in data.SPLITS)
+    pairs = list(zip(texts[:100], texts[300:]))
+    seen = sum((one in val) != (other in val) for one, other in pairs)
+    assert seen > 0 and error == (
+        f"note: {seen} of {len(val)} validation documents have a near-duplicate in training, so "
+        f"the validation loss is too good: --near-duplicates drop keeps the first of those that "
+        f"are alike (100 less)\n")
+    assert json.loads((tmp_path / "keep/meta.json").read_text())["near_duplicates"] == 100
+    status, out, error = run_data(*flags, "ignore", "--out", tmp_path / "ignore")
+    assert (status, error) == (0, "")
+    for split in data.SPLITS:
+        name = f"{split}_000000.bin"
+        assert (tmp_path / "keep" / name).read_bytes() == (tmp_path / "ignore" / name).read_bytes()
 
 
 def book_that_validates(short, seed=0):
@@ -609,6 +857,31 @@ sys.exit(data.main())
     assert process.finish()[0] == 1 and not list((tmp_path / "d").glob(".new-*"))
 
 
+def test_an_identical_job_leaves_what_is_there(tmp_path, run_data):
+    """The text is read once, to know it; also for a tokenizer that is trained. A shard that is
+    missing is made again."""
+    (tmp_path / "a.txt").write_text("some words and others\n" * 500)
+    flags = "--input", tmp_path / "a.txt", "--train-tokenizer", 270, "--out", tmp_path / "d"
+    first = run_data(*flags)
+    made = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "d").iterdir()}
+    with mock.patch.object(data, "train_tokenizer", None):
+        status, out, error = run_data(*flags)
+    assert (status, out) == first[:2]
+    assert error == (f"note: {tmp_path}/d holds the shards of this text already: they are left as "
+                     f"they are\n")
+    assert made == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "d").iterdir()}
+    (tmp_path / "d/val_000000.bin").unlink()
+    assert run_data(*flags)[:2] == first[:2] and "val_000000.bin" in names_in(tmp_path / "d")
+
+
+def test_a_stopped_download_says_that_it_continues(tmp_path, server, monkeypatch, run_data):
+    monkeypatch.setitem(downloads.DOWNLOADS, "tinystories", (f"{server.url}/file", None, ".eot"))
+    monkeypatch.setattr(downloads, "progress", mock.Mock(side_effect=KeyboardInterrupt))
+    status, out, error = run_data("--dataset", "tinystories", "--out", tmp_path / "d")
+    assert (status, out) == (1, "")
+    assert error == "data.py: stopped: the same command continues the download\n"
+
+
 class Full:
     """A file whose disk has no space left."""
     def __init__(self, number):
@@ -633,15 +906,16 @@ def test_an_error_of_the_disk_has_its_path_and_what_to_do(tmp_path, monkeypatch,
     done = run_data("--input", tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "d")
     assert (*done[:2], done[2].count("\n")) == (status, "", 1) and "Errno" not in done[2]
     assert re.fullmatch(rf"data.py: {tmp_path}/d/.new-\w+/(train|val)_000000.bin: "
-                        rf"{os.strerror(number)}: \w.*\n", done[2]), done[2]
+                        rf"{os.strerror(number)}(?P<needed>.*?): \w.*\n", done[2]), done[2]
+    assert ("(the shards need about 1 MB)" in done[2]) == (number in messages.NO_SPACE)
     assert names_in(tmp_path / "d") == []
 
 
 def test_a_download_to_a_full_disk_names_its_file(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(corpora, "open", Full(errno.ENOSPC), raising=False)
+    monkeypatch.setattr(downloads, "open", Full(errno.ENOSPC), raising=False)
     with pytest.raises(OSError) as error:
-        corpora.download(f"{server.url}/a", tmp_path / "file")
-    assert files.explain(error.value) == (
+        downloads.download(f"{server.url}/a", tmp_path / "file")
+    assert messages.explain(error.value) == (
         f"{tmp_path}/file.part: No space left on device: free some space there, or give another "
         f"--out")
 
@@ -690,6 +964,7 @@ def test_names_that_a_console_cannot_show_end_in_no_traceback(tmp_path):
             file.write(f"{number} some words\n" * 100)
     for environment in (dict(PYTHONIOENCODING="ascii"), dict(LC_ALL="C"), dict(PYTHONUTF8="1")):
         for file in (b"\xc3\xa9", b"\xe9"):
+            shutil.rmtree(os.path.join(os.fsencode(tmp_path), b"d" + file), ignore_errors=True)
             done = subprocess.run(
                 [sys.executable, ROOT / "data.py", "--tokenizer", "bytes", "--input",
                  file + b".txt", "--out", b"d" + file], cwd=tmp_path, env=os.environ | environment,
@@ -723,8 +998,12 @@ def test_a_data_set_stays_until_the_new_one_is_whole(tmp_path):
     before = {path: path.read_bytes() for path in out.iterdir()}
     assert fingerprint == hashlib.sha256(before[out / "train_000000.bin"]
                                          + before[out / "val_000000.bin"]).hexdigest()
+    with mock.patch.object(data, "tokenise", side_effect=OSError):
+        assert prepare()["fingerprint"] == fingerprint          # it is not made again
+    (out / "train_000000.bin").write_bytes(b"damaged")
     with mock.patch.object(data, "tokenise", side_effect=OSError), pytest.raises(OSError):
         prepare()
+    (out / "train_000000.bin").write_bytes(before[out / "train_000000.bin"])
     for other, flags in [(letters, dict(shard_tokens=1024)), (letters, dict(seed=1)),
                          (letters, dict(shard_tokens=10 ** 6)),      # the beginning of 10 ** 8
                          (letters[:-1] + "J", {})]:
@@ -743,12 +1022,12 @@ def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, run_da
     """Of two lines the second goes, or becomes blank: exit 2 and "changed while"."""
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "some text"}\n{"text": "more"}\n')
-    read = corpora.read_documents
+    read = formats.read_documents
 
-    def then_changes(path):
-        yield from read(path)
+    def then_changes(path, field):
+        yield from read(path, field)
         file.write_text('{"text": "some text"}\n' + second)
-    with mock.patch.object(data, "read_documents", then_changes):
+    with mock.patch.object(passes, "read_documents", then_changes):
         status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out",
                                       tmp_path / "out")
     assert (status, out, error.count("\n")) == (2, "", 1) and "changed while" in error, error
@@ -906,6 +1185,146 @@ def test_what_the_message_of_a_lost_or_damaged_meta_json_advises_works(tmp_path,
 
 
 # ---------------------------------------------------------------------------------------------
+# A tokenizer of one's own
+# ---------------------------------------------------------------------------------------------
+
+def plain_bpe(text, n_tokens):
+    """Byte-pair encoding that counts all pairs again for each token."""
+    words = collections.Counter()
+    for word, count in bpe.count_words([text]).items():
+        words[tuple(bytes([byte]) for byte in word.encode())] += count
+    number = {bytes([byte]): byte for byte in range(256)}
+    while len(number) < n_tokens:
+        pairs = collections.Counter()
+        for word, count in words.items():
+            for pair in itertools.pairwise(word):
+                pairs[pair] += count
+        if not pairs:
+            break
+        best = max(pairs, key=lambda pair: (pairs[pair], -number[pair[0]], -number[pair[1]]))
+        number.setdefault(best[0] + best[1], len(number))
+        merged = collections.Counter()
+        for word, count in words.items():
+            parts = list(word)
+            at = 0
+            while at < len(parts) - 1:
+                if (parts[at], parts[at + 1]) == best:
+                    parts[at:at + 2] = [best[0] + best[1]]
+                at += 1
+            merged[tuple(parts)] += count
+        words = merged
+    return list(number)
+
+
+@pytest.mark.claim("`--train-tokenizer` makes the tokens of plain byte-pair encoding.")
+@pytest.mark.parametrize("text, n_tokens", [
+    ((ROOT / "train.py").read_text(), 500), ("banana bananana aaaaa aaa abababab " * 9, 400),
+    ("".join(NASTY) * 3, 330), ("a", 300), ("", 300)])
+def test_trained_tokens_are_those_of_plain_byte_pair_encoding(text, n_tokens):
+    """Also where pairs overlap, and where a text has fewer. Each token above the bytes is merged
+    from two earlier ones."""
+    tokens = bpe.train_bpe([text], n_tokens)
+    assert tokens == plain_bpe(text, n_tokens)
+    ranks = tokenizers.read_ranks(tokenizers.write_tokens(tokens))
+    merges = bpe.find_merges(ranks)
+    assert [left + right for left, right in merges] == tokens[256:]
+    assert all(max(ranks[left], ranks[right]) < number
+               for number, (left, right) in enumerate(merges, 256))
+
+
+def test_a_token_that_two_pairs_make_stands_once():
+    """As "aba" of "ab", "a" and of "a", "ba": random texts of three letters."""
+    rng = random.Random(0)
+    for _ in range(100):
+        text = "".join(rng.choices("ab c", k=rng.randrange(1, 200)))
+        n_tokens = 257 + rng.randrange(60)
+        tokens = bpe.train_bpe([text], n_tokens)
+        assert tokens == plain_bpe(text, n_tokens) and len(set(tokens)) == len(tokens)
+        bpe.find_merges(tokenizers.read_ranks(tokenizers.write_tokens(tokens)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tokenizer_of_ones_own_goes_from_text_to_samples_and_transformers(
+        run_data, run_train, run_sample, tmp_path, monkeypatch, capsys):
+    """It is trained on what trains, lies beside the shards and in the checkpoint, and its name is
+    of its content: the same text elsewhere gives the same. Another data set takes its file."""
+    if (SHARED / "tiktoken_cache").is_dir():
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+    text = ((ROOT / "train.py").read_text() + (ROOT / "data.py").read_text()).replace("|", "")
+    (tmp_path / "a.txt").write_text(text)
+    names = set()
+    for out in ("two", "one"):
+        status, told, error = run_data("--input", tmp_path / "a.txt", "--train-tokenizer", 600,
+                                       "--out", tmp_path / out)
+        assert (status, error) == (0, "")
+        file, = (tmp_path / out).glob("*.tiktoken")
+        names.add(file.name)
+    assert len(names) == 1
+    meta = json.loads((tmp_path / "one/meta.json").read_text())
+    assert file.name == f"{meta['tokenizer']}.tiktoken" and meta["vocab_size"] == 600
+    if "compared" in meta:
+        assert "bytes a token of validation text, where GPT-2's has" in told
+    own = data.get_tokenizer(meta["tokenizer"], file.read_text())
+    tokens = np.concatenate([data.open_shard(tmp_path / f"one/{split}_000000.bin")
+                             for split in data.SPLITS]).tolist()
+    assert own.decode([token for token in tokens if token != own.eot_token]) == text
+    file = file.rename(tmp_path / "renamed.tiktoken")
+    shutil.copy(tmp_path / f"two/{meta['tokenizer']}.tiktoken", tmp_path / "one")
+    (tmp_path / "b.txt").write_text(text[:5000])
+    assert run_data("--input", tmp_path / "b.txt", "--tokenizer", file, "--out",
+                    tmp_path / "b")[0] == 0
+    mixture = data.TokenDataset(f"{tmp_path}/one=1,{tmp_path}/b=1", "train", 16)
+    assert mixture.meta["tokenizer"] == meta["tokenizer"]
+    assert run_train("--data", tmp_path / "one", "--out", tmp_path / "o", *TINY)[0] == 0
+    (tmp_path / "o/latest.pt").rename(tmp_path / "alone.pt")
+    shutil.rmtree(tmp_path / "one")
+    status, sampled, _ = run_sample("--ckpt", tmp_path / "alone.pt", "--prompt", "def ",
+                                    "--max-tokens", 5)
+    assert status == 0 and sampled.startswith("def ")
+    transformers = pytest.importorskip("transformers")
+    huggingface.export_model(tmp_path / "alone.pt", tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for sample in [*NASTY, " ".join(NASTY), text[:3000]]:
+        assert theirs(sample)["input_ids"] == own.encode(sample, allowed_special="all")
+    assert theirs.eos_token_id == own.eot_token == 599
+    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "back.pt", "")
+    again = checkpoint.load(tmp_path / "back.pt")
+    assert again["tokenizer_file"] == file.read_text()
+    assert data.get_tokenizer(again["tokenizer"], again["tokenizer_file"]).n_vocab == 600
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--train-tokenizer 256", "257 to 65,536"), ("--train-tokenizer 65537", "257 to 65,536"),
+    ("--train-tokenizer 300 --tokenizer gpt2", "not allowed with"),
+    ("--tokenizer cl100k", "cl100k: give gpt2, bytes or a FILE.tiktoken"),
+    ("--tokenizer none.tiktoken", "none.tiktoken"),
+    ("--tokenizer bad.tiktoken", "bad.tiktoken a file that --train-tokenizer has made"),
+    ("--tokenizer few.tiktoken", "few.tiktoken a file that --train-tokenizer has made")])
+def test_a_tokenizer_that_is_none_is_refused(tmp_path, monkeypatch, run_data, flags, words):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("some words\n" * 100)
+    Path("bad.tiktoken").write_text("<!DOCTYPE html>")
+    Path("few.tiktoken").write_text("YQ== 0\n")
+    status, out, error = run_data("--input", "a.txt", "--out", "d", *flags.split())
+    assert (status, out, error.count("\n")) == (2, "", 1), error
+    assert all(word in error for word in words.split()), error
+
+
+def test_shards_without_the_file_of_their_tokenizer_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("some words and others\n" * 100)
+    data.prepare([tmp_path / "a.txt"], tmp_path / "d", "bpe", train_tokens=260)
+    file, = (tmp_path / "d").glob("*.tiktoken")
+    assert data.TokenDataset(tmp_path / "d", "train", 4).meta["vocab_size"] == 260
+    whole = file.read_text()
+    file.write_text(whole.replace("YQ==", "YR=="))
+    with pytest.raises(ValueError, match=f"{file.name}.* copy it again"):
+        data.TokenDataset(tmp_path / "d", "train", 4)
+    file.unlink()
+    with pytest.raises(ValueError, match=f"{file.name}.* copy it, too"):
+        data.TokenDataset(tmp_path / "d", "train", 4)
+
+
+# ---------------------------------------------------------------------------------------------
 # A run's data
 # ---------------------------------------------------------------------------------------------
 
@@ -971,3 +1390,83 @@ def test_a_sidecar_of_a_mac_is_no_shard(tmp_path):
     dataset(tmp_path, dict(train_0=range(50), val_0=range(50)))
     (tmp_path / "._train_0.bin").write_bytes(b"no shard")
     assert data.TokenDataset(tmp_path, "train", 4).n_tokens == 50
+
+
+# ---------------------------------------------------------------------------------------------
+# Data larger than memory
+# ---------------------------------------------------------------------------------------------
+
+def bytes_read_from_disk():
+    return int(re.search(r"^read_bytes: (\d+)$", Path("/proc/self/io").read_text(), re.M)[1])
+
+
+def drop_from_memory(path):
+    """So that the disk is read again, where the file system has a disk."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.claim("Training on data larger than memory reads the windows of a batch alone from "
+                   "the disk.")
+def test_windows_are_read_from_the_disk_alone_and_in_advance(tmp_path):
+    """32 windows of 2 kB of a cold shard of 48 MB: at most three pages each, and none when they
+    are used. Without the advice the kernel reads around each of them, several times as much."""
+    dataset(tmp_path, dict(train_0=np.random.default_rng(0).integers(257, size=24_000_000)))
+    file = tmp_path / "train_0.bin"
+    with open(file, "rb") as shard_file:
+        os.fsync(shard_file.fileno())
+    texts, read = {}, {}
+    for advised in (False, True):
+        made = data.TokenDataset(tmp_path, "train", 1024)
+        windows = made.window_ids(1, 0, 32)
+        drop_from_memory(file)
+        before = bytes_read_from_disk()
+        if advised:
+            made.will_need([*windows, data.PADDING])
+            read["in advance"] = bytes_read_from_disk() - before
+        texts[advised] = made.tokens_of(windows)
+        read[advised] = bytes_read_from_disk() - before
+    assert np.array_equal(texts[False], texts[True])
+    if read[False] > 0:         # in a file system in memory nothing is read
+        assert 0 < read[True] == read["in advance"] <= 32 * 3 * 4096 < read[False] / 2, read
+
+
+def test_a_run_tells_the_kernel_each_window_one_batch_ahead(run_train, shards, tmp_path,
+                                                            monkeypatch):
+    """Six batches of four: while each is computed, the next has been told and is not yet read."""
+    told, read = [], []
+    will_need, tokens_of = data.TokenDataset.will_need, data.TokenDataset.tokens_of
+
+    def look(self, ids):
+        told.append((len(read), list(ids)))
+        will_need(self, ids)
+
+    def read_tokens(self, ids):
+        read.extend(ids)
+        return tokens_of(self, ids)
+    monkeypatch.setattr(data.TokenDataset, "will_need", look)
+    monkeypatch.setattr(data.TokenDataset, "tokens_of", read_tokens)
+    status, _, _ = run_train("--data", shards, "--out", tmp_path / "out", *TINY, "--steps", 6,
+                             "--eval-every", 0)
+    assert status == 0 and len(read) >= 24             # then it evaluates
+    for step in range(1, 6):
+        assert (4 * step, read[4 * step:4 * step + 4]) in told
+
+
+def test_a_check_of_all_tokens_is_told_and_read_once_by_all_ranks(tmp_path, monkeypatch, capsys):
+    """Three ranks read a third of each shard each; the first tells how far it is."""
+    made = dataset(tmp_path, {f"train_{number}": range(200) for number in range(6)})
+    monkeypatch.setattr(data, "CHECKED_AT_ONCE", 30)
+    monkeypatch.setattr(messages, "time", SimpleNamespace(monotonic=itertools.count(0, 6).__next__))
+    read = []
+    tell = data.progress
+
+    def progress(*arguments, **options):
+        note = tell(*arguments, **options)
+        return lambda count: (read.append(count), note(count))
+    monkeypatch.setattr(data, "progress", progress)
+    for part, lines in ((0, 18), (1, 0), (2, 0)):
+        made.check(part, 3)
+        told = capsys.readouterr().err
+        assert told.count("\n") == lines and told.count("reading all tokens once") == lines
+    assert sum(read) == 2 * made.n_tokens

@@ -30,9 +30,8 @@ import checkpoint
 import sample
 import train
 from model import GPT
-from parallel import Grid
-from parallelism import collectives, kernels, pipeline
-from parallelism import groups as process_groups
+from parallelism import build, collectives, kernels, pipeline
+from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
 from runtime import console, evaluation, processes
@@ -49,7 +48,7 @@ from tools.bench import peer
 def grid_of_eight(rank, world):
     """({group: its ranks}, {(group, function, peer)} of the communication of make_groups) on a
     device that is not the CPU; gloo stands in for NCCL."""
-    new_group, connect = dist.new_group, process_groups.connect
+    new_group, connect = dist.new_group, build.connect
     started = []
     groups = []
 
@@ -66,10 +65,10 @@ def grid_of_eight(rank, world):
             group = next(v for v in (*args, *kwargs.values()) if isinstance(v, dist.ProcessGroup))
             started.append((group, function, kwargs.get("group_dst", kwargs.get("group_src"))))
     with mock.patch.object(dist, "new_group", on_gloo), traffic(note), mock.patch.object(
-            process_groups, "connect", lambda grid, device: connect(grid, torch.device("cpu"))), \
+            build, "connect", lambda grid, device: connect(grid, torch.device("cpu"))), \
             mock.patch.object(torch.cpu, "synchronize", lambda: started.append("synchronize")):
         grid = Grid(dp=1, pp=4, tp=2, rank=rank)
-        process_groups.make_groups(grid, torch.device("meta"), timedelta(seconds=30))
+        build.make_groups(grid, torch.device("meta"), timedelta(seconds=30))
     assert started.pop() == "synchronize" and "synchronize" not in started
     assert len(groups) == len(grid.groups) - list(grid.groups.values()).count(None)
     names = {group: name for name, group in grid.groups.items() if group is not None}

@@ -20,8 +20,8 @@ import torch
 import checkpoint
 import data
 import sample
+from corpus import downloads, formats
 from model import GPTConfig
-from runtime import corpora
 from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, random_gpt,
                            readme_commands, relative, saved, small_state, tokens_of)
 from tools import huggingface
@@ -112,7 +112,7 @@ def test_an_exported_bytes_models_tokenizer_gives_and_takes_our_tokens(tmp_path,
     for fast in (True, False):
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", use_fast=fast)
         assert len(theirs) == 257 and theirs.eos_token_id == theirs.bos_token_id == 256
-        assert theirs.convert_tokens_to_ids(corpora.EOT) == 256
+        assert theirs.convert_tokens_to_ids(formats.EOT) == 256
         for text in texts:
             tokens = theirs(text)["input_ids"]
             assert tokens == ours.encode(text, allowed_special="all"), text
@@ -288,7 +288,7 @@ class MakesAFolder:
 def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, monkeypatch):
     pytest.importorskip("safetensors")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(corpora.time, "sleep", lambda _: None)     # between tries
+    monkeypatch.setattr(downloads.time, "sleep", lambda _: None)     # between tries
     monkeypatch.chdir(tmp_path)
     weights_only(Path("a.pt"), CFG)
     for folder in ("hf", "evil", "gap", "torn", "code"):

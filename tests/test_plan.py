@@ -28,8 +28,8 @@ import tools.schedule
 import train
 from model import SIZES, GPT, GPTConfig
 from models.llama import LlamaConfig
-from parallel import Grid
 from parallelism import kernels, pipeline, sequence
+from parallelism.build import Grid
 from parallelism.collectives import Work
 from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS
@@ -87,8 +87,8 @@ def a_step_of_a_run(rank, world, config, cfg):
         run.save = lambda: None
         run.model.register_forward_pre_hook(lambda *_: forwards.append(-flops.get_total_flops()))
         run.model.register_forward_hook(lambda *_: forwards.append(flops.get_total_flops()))
-        with flops, traffic(note), torch.nn.attention.sdpa_kernel(
-                torch.nn.attention.SDPBackend.MATH), mock.patch.object(kernels, "NO_PRODUCTS", []), \
+        plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+        with flops, traffic(note), plain, mock.patch.object(kernels, "NO_PRODUCTS", []), \
                 mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
             run.watch.log = console.RunLog(Rows(run, nothing))
             run.train(stop)

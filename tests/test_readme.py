@@ -74,7 +74,8 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
     names = [*asdict(Config()), *(field.name for field in fields(PlanConfig))]
     known = {f"--{name.replace('_', '-')}" for name in names}
     tool_files = [str(file.relative_to(ROOT)) for file in ROOT.glob("tools/**/*.py")]
-    for file in ["data.py", "sample.py", "parallel.py", "checkpoint.py", *tool_files]:
+    for file in ["corpus/flags.py", "runtime/sampling.py", "parallel.py", "checkpoint.py",
+                 *tool_files]:
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((
         "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",
@@ -143,7 +144,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         config, cfg = checks.validate(given, None, world, "cuda")
         if "n_layer" not in given:
             assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 16
+    assert len(commands) == 18
 
 
 @pytest.mark.slow
@@ -173,7 +174,8 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     made = [data.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [
-        "data/python", "data/python", "data/mine", "data/fineweb", "data/tinystories",
+        "data/python", "data/python", "data/mine", "data/fineweb", "data/tinystories", "data/own",
+        "data/more", "data/fineweb-10bt", "data/c4", "data/$source", "data/part-00", "data/part-01",
         "data/mine-bytes", "data/shakespeare"]
     drawings = readme_commands("tools.schedule")
     assert len(drawings) == 4

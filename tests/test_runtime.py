@@ -48,9 +48,9 @@ import model
 import sample
 import train
 from model import GPT, SIZES, GPTConfig
-from parallel import Grid, build_stage
 from parallelism import collectives, kernels
 from parallelism.buckets import make_buckets
+from parallelism.build import Grid, build_stage
 from parallelism.tensor import param_specs
 from runtime import (checkpoint_files, checks, console, devices, directory, evaluation, processes,
                      rollback, signals, startup, threads)

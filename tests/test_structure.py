@@ -4,6 +4,7 @@
 
     the book        model.py, data.py, amp.py, parallel.py, checkpoint.py, train.py, sample.py
     models/         decoders since GPT-3
+    corpus/         from the files that people have to documents and tokens
     parallelism/    each technique as a run uses it
     runtime/        what a run on real machines needs beside the training
     tools/          programs that only use the rest
@@ -21,39 +22,37 @@ from dataclasses import fields
 
 import pytest
 
+import data
 import model
 from model import GPTConfig
 from runtime.options import Config
 from tests.harness import ROOT, tokens_of
 
-OURS = ("amp", "checkpoint", "data", "model", "models", "parallel", "sample", "train", "test_all",
-        "parallelism", "runtime", "tools", "tests")
-PACKAGES = ("models", "parallelism", "runtime", "tools", "tests")
-FILES = sorted(file for pattern in (
-    "*.py", "models/*.py", "parallelism/*.py", "runtime/*.py", "tools/**/*.py")
-               for file in ROOT.glob(pattern) if file.name not in ("__init__.py", "test_all.py"))
+OURS = ("amp", "checkpoint", "data", "model", "parallel", "sample", "train", "test_all",
+        "models", "corpus", "parallelism", "runtime", "tools", "tests")
+PACKAGES = ("models", "corpus", "parallelism", "runtime", "tools", "tests")
+WITHOUT_TOOLS = ("*.py", "models/*.py", "corpus/*.py", "parallelism/*.py", "runtime/*.py")
+FILES = sorted(file for pattern in (*WITHOUT_TOOLS, "tools/**/*.py") for file in ROOT.glob(pattern)
+               if file.name not in ("__init__.py", "test_all.py"))
 
 # A file, or all of a folder: (what of ours it may import, what of that not).
 MAY_IMPORT = {
     "model": ("", ""),
     "models.*": ("model models.*", ""),
     "amp": ("", ""),
-    "data": ("runtime.commandline runtime.corpora runtime.files runtime.inputs "
-             "runtime.other_names", ""),
-    "parallel": ("model parallelism.* data", ""),               # data: in `main` alone
-    "checkpoint": ("model models* parallel parallelism.* runtime.processes runtime.checkpoint_files", ""),
+    "data": ("corpus.* runtime.commandline runtime.other_names", ""),
+    "corpus.*": ("corpus.* runtime.commandline runtime.other_names", ""),
+    "parallel": ("model data", ""),               # data: in `main` alone
+    "checkpoint": ("model models* parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
     "sample": ("amp model models* data checkpoint parallelism.collectives "
                "runtime.commandline runtime.devices runtime.other_names runtime.sampling", ""),
-    "parallelism.*": ("model models* amp parallelism.*", ""),
+    "parallelism.*": ("model models* amp parallel parallelism.*", ""),
     # Below the book (runtime/__init__.py):
     "runtime.commandline": ("", ""),
     "runtime.other_names": ("", ""),
     "runtime.options": ("models* amp parallelism.schedules runtime.commandline "
                         "runtime.other_names", ""),
-    "runtime.files": ("", ""),
-    "runtime.inputs": ("", ""),
-    "runtime.corpora": ("runtime.files runtime.inputs", ""),
     "runtime.processes": ("parallelism.collectives", ""),
     "runtime.devices": ("parallelism.collectives runtime.options runtime.processes", ""),
     "runtime.threads": ("runtime.processes", ""),
@@ -129,13 +128,21 @@ FLAGS = """data out log model n_layer n_head n_embd seq_len activation n_kv_head
     rope_theta dropout batch_size batch_ramp steps epochs lr min_lr_ratio warmup_steps lr_schedule
     decay_ratio weight_decay beta1 beta2 clip seed tp pp cp pp_schedule pp_chunks device compile
     timeout micro_batch zero recompute sequence_parallel offload dtype exact save_every keep resume
-    init_from check_every eval_every eval_tokens
-    eval_only noise_scale log_every rollback max_rollbacks skip_steps"""
+    init_from check_every eval_every eval_tokens eval_only noise_scale log_every rollback
+    max_rollbacks skip_steps"""
 
 
 def test_train_py_has_these_flags_and_no_others():
     """A new flag is a decision, not an accident: whoever adds one writes it down here too."""
     assert {field.name for field in fields(Config)} == set(FLAGS.split())
+
+
+DATA_FLAGS = """dataset input text_field near_duplicates tokenizer train_tokenizer out seed
+    shard_tokens shards"""
+
+
+def test_data_py_has_these_flags_and_no_others():
+    assert set(vars(data.parse_flags([]))) - {"unnamed"} == set(DATA_FLAGS.split())
 
 
 def test_the_example_in_model_py_runs():
@@ -146,9 +153,9 @@ def test_the_example_in_model_py_runs():
 
 
 def test_the_books_commands_work_without_tools_and_tests(tmp_path):
-    """In a folder that has the seven programs, parallelism/ and runtime/ alone. (.ci/run does it by
-    torchrun too.)"""
-    for pattern in ("*.py", "models/*.py", "parallelism/*.py", "runtime/*.py"):
+    """In a folder that has the seven programs, models/, corpus/, parallelism/ and runtime/ alone.
+    (.ci/run does it by torchrun too.)"""
+    for pattern in WITHOUT_TOOLS:
         for file in ROOT.glob(pattern):
             copy = tmp_path / file.relative_to(ROOT)
             copy.parent.mkdir(exist_ok=True)

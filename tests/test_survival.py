@@ -39,8 +39,8 @@ from torch.utils._pytree import tree_map_only
 import checkpoint
 import data
 import train
-from parallel import Grid
 from parallelism import collectives, pipeline
+from parallelism.build import Grid
 from runtime import checkpoint_files, checks, console, directory, processes, signals
 from runtime.flops import parameter_count
 from runtime.options import Config

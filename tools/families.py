@@ -261,11 +261,11 @@ def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
     return LlamaConfig(**(family.fields | shape | dict(activation=LLAMA_ACTIVATIONS[activation])))
 
 
-def config_json(cfg: GPTConfig, tokenizer: str) -> dict:
-    """The inverse of `model_config`. `tokenizer` is our own key. Raises ValueError for what no
-    architecture has."""
+def config_json(cfg: GPTConfig, tokenizer: str, end: int | None = None) -> dict:
+    """The inverse of `model_config`. `tokenizer` is our own key; `end` its token of
+    <|endoftext|>, where it is one of one's own. Raises ValueError for what no architecture has."""
     theirs = llama_json(cfg) if isinstance(cfg, LlamaConfig) else gpt_json(cfg)
-    end = END_OF_TEXT.get(tokenizer)
+    end = END_OF_TEXT.get(tokenizer, end)
     if end is not None and end >= cfg.vocab_size:
         raise ValueError(f"the tokenizer {tokenizer} has {end + 1} tokens, but the model's "
                          f"vocabulary {cfg.vocab_size}")

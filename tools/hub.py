@@ -14,8 +14,8 @@ from typing import Callable
 import torch
 
 from checkpoint import verify
+from corpus.downloads import download
 from runtime.checkpoint_files import reading
-from runtime.corpora import download
 from tools.families import PREFIXES
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",

@@ -24,12 +24,14 @@ from pathlib import Path
 import torch
 
 from checkpoint import FORMAT, KEYS, load, parameter_shapes, verify, write_file
+from corpus.bpe import find_merges
+from corpus.formats import EOT
+from corpus.tokenizers import read_own, read_ranks
 from data import get_tokenizer
 from model import GPTConfig
 from models import make_config
 from runtime.checkpoint_files import reading
 from runtime.commandline import Parser
-from runtime.corpora import EOT
 from runtime.directory import new_run
 from runtime.flops import parameter_count
 from tools.families import (END_OF_TEXT, FAMILIES, Family, config_json, model_config, their_names,
@@ -95,10 +97,13 @@ def import_model(source: str, file: Path, hub: str) -> None:
     state = {key: {} for key in KEYS} | dict(
         format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
         run=new_run("import"), model=asdict(cfg), tokenizer=tokenizer, parameters=parameters)
+    own = folder / f"{tokenizer}.tiktoken"          # our exports have it
+    if own.exists():
+        state["tokenizer_file"] = read_own(folder, tokenizer)
     write_file(state, file.with_name(file.name + ".tmp"), file)
     print(f"{file}: {parameter_count(cfg):,} parameters. Train on with\n"
           f"python train.py --init-from {file} --data DIR --out out/{file.stem}")
-    if tokenizer not in ("gpt2", "bytes"):
+    if tokenizer not in ("gpt2", "bytes") and not own.exists():
         print(f"Its tokenizer is not ours: sample.py cannot read or write its tokens, and --data "
               f"must have been made with it (tokenizer {tokenizer!r} in meta.json)")
 
@@ -166,13 +171,22 @@ def characters_of_bytes() -> list[str]:
     return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
 
 
-def write_tokenizer(name: str, cfg: GPTConfig, folder: Path) -> None:
-    """Write our tokenizer as one of GPT-2's kind: its vocabulary from tiktoken's cache, or the
-    bytes and no merges."""
+def write_tokenizer(name: str, cfg: GPTConfig, folder: Path, own: str | None) -> None:
+    """Write our tokenizer as one of GPT-2's kind: its vocabulary from tiktoken's cache, the bytes
+    and no merges, or the tokens of `own`, the content of its file."""
     if name == "gpt2":
         from tiktoken.load import read_file_cached
         for file, (theirs, sha256) in GPT2_FILES.items():
             (folder / theirs).write_bytes(read_file_cached(GPT2_URL + file, sha256))
+    elif own is not None:
+        ranks = read_ranks(own)
+        characters = characters_of_bytes()
+        written = {token: "".join(characters[byte] for byte in token) for token in ranks}
+        vocab = {written[token]: number for token, number in ranks.items()} | {EOT: len(ranks)}
+        (folder / "vocab.json").write_text(json.dumps(vocab))
+        (folder / "merges.txt").write_text("".join(
+            f"{written[left]} {written[right]}\n" for left, right in find_merges(ranks)))
+        (folder / f"{name}.tiktoken").write_text(own)
     else:
         token_of = {character: byte for byte, character in enumerate(characters_of_bytes())}
         (folder / "vocab.json").write_text(json.dumps(token_of | {EOT: END_OF_TEXT["bytes"]}))
@@ -190,10 +204,12 @@ def export_model(file: Path, folder: Path) -> None:
     state = load(file)
     cfg = make_config(**state["model"])
     tokenizer = state["tokenizer"]
-    has_tokenizer = tokenizer in ("gpt2", "bytes")
-    if has_tokenizer:
-        get_tokenizer(tokenizer)            # downloads it, or fails, before the weights are written
-    config = config_json(cfg, tokenizer)
+    own = state.get("tokenizer_file")
+    has_tokenizer = tokenizer in ("gpt2", "bytes") or own is not None
+    end = None
+    if has_tokenizer:           # downloads it, or fails, before the weights are written
+        end = get_tokenizer(tokenizer, own).eot_token
+    config = config_json(cfg, tokenizer, end)
     family = FAMILIES[config["model_type"]]
     for name in state["parameters"]:
         their_names(name, family)
@@ -205,7 +221,7 @@ def export_model(file: Path, folder: Path) -> None:
         (aside / "config.json").write_text(json.dumps(config, indent=1))
         write_tensors(state["parameters"], family, cfg, aside)
         if has_tokenizer:
-            write_tokenizer(tokenizer, cfg, aside)
+            write_tokenizer(tokenizer, cfg, aside, own)
         os.rename(aside, folder)
     text = f"with its tokenizer, {tokenizer}"
     if not has_tokenizer:

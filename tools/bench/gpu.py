@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import train
 from data import SPLITS, TokenDataset
 from model import SIZES, GPTConfig
-from parallel import Grid
+from parallelism.build import Grid
 from runtime import commandline
 from runtime.flops import flops_per_token, peak_flops
 from runtime.options import Config, parse_flags

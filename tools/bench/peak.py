@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 import data
-import parallel
 import train
 from model import GPTConfig
-from parallelism.groups import make_groups
+from parallelism.build import Grid, make_groups
 from runtime import console, evaluation
 from tools.bench.programs import random_data
 from tools.plan.flags import PlanConfig
@@ -47,8 +46,8 @@ def peak_memory(config, cfg, store, rank):
     state, buffers, activations) of this rank of four."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    grid = parallel.Grid(4 // (config.tp * config.pp * config.cp), config.pp, config.tp, rank,
-                         chunks=config.pp_chunks, cp=config.cp)
+    grid = Grid(4 // (config.tp * config.pp * config.cp), config.pp, config.tp, rank,
+                chunks=config.pp_chunks, cp=config.cp)
     make_groups(grid)
 
     def step(cfg):

@@ -16,10 +16,10 @@ import checkpoint
 import data
 import model
 import sample
+from corpus import inputs
 from model import GPT, GPTConfig
 from parallelism.buckets import state_bytes
 from parallelism.kernels import use_kernels
-from runtime import corpora
 from runtime.flops import parameter_count
 from tools import huggingface
 from tools.bench.peak import BIG, CONTEXT, CONTEXTS, LONG, PIPELINES, peak_of
@@ -128,7 +128,7 @@ def sampling(folder):
 
 def tokenizing(folder):
     gpt2 = data.get_tokenizer("gpt2")
-    files = corpora.standard_library()
+    files = inputs.standard_library()
     texts = [file.read_text() for file in files]
     size = sum(file.stat().st_size for file in files) / 1e6
     cores = os.cpu_count()

@@ -16,8 +16,7 @@ import torch
 import train
 from data import SPLITS, TokenDataset
 from model import GPTConfig
-from parallel import Grid
-from parallelism.groups import make_groups
+from parallelism.build import Grid, make_groups
 from runtime import checkpoint_files, console, directory, rollback
 from runtime.options import Config
 from runtime.processes import RunError

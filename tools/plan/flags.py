@@ -11,8 +11,8 @@ from tools.plan.gpus import GPUS, GPUSpec, gpu_name, spec_of
 class PlanConfig(options.Config):
     """train.py's flags, of which RUN_FLAGS count here, and the plan's own."""
     world: int = flag(None, "GPUs (required)", low=1, group="plan")
-    gpu: gpu_name = flag(None, "kind of GPU (required): " + ", ".join(GPUS) + ", or TFLOP/s:GB:GB/s "
-                        "of another", form="NAME")
+    gpu: gpu_name = flag(None, "kind of GPU (required): " + ", ".join(GPUS) + ", or TFLOP/s:GB:"
+                        "GB/s of another", form="NAME")
     gpus_per_node: int = flag(8, "GPUs of a machine", low=1)
     network: float = flag(None, "GB per second of each GPU to other machines (default: its usual "
                           "machine's)", low=0)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from model import GPTConfig
-from parallel import Grid, build_stage
 from parallelism.buckets import Bucket, make_buckets
+from parallelism.build import Grid, build_stage
 from parallelism.pipeline import chunk_layers
 from parallelism.tensor import ParamSpec, param_specs
 from tools.plan.flags import PlanConfig

@@ -1,5 +1,5 @@
-"""Files: what one is, whether two are the same, the path in an error, and what a process that is
-stopped leaves. data.py calls it."""
+"""Files on the disk: whether two are the same, and what a process that is stopped leaves. data.py
+calls it."""
 import errno
 import hashlib
 import os
@@ -8,6 +8,8 @@ import signal
 import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from corpus.messages import named
 
 SAMPLES, SAMPLE_BYTES = 8, 8192         # of each file, at equal distances
 
@@ -48,79 +50,6 @@ def most_open_files() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
-
-
-# ---- What a file is, by its first bytes ------------------------------------------------------
-
-FIRST_BYTES = {
-    b"\xa1\xd94\x01": "it holds llm.c's Llama 3 tokens of 32 bits (version 7), which are not "
-                         "read here yet",
-    b"\x93NUMPY": "it is an array of NumPy",
-    b"version https://git-lfs": "it is a pointer of Git LFS in place of the file: run `git lfs "
-                                "pull` in the repository that it is from",
-    b"<!DOCTYPE": "it is a web page in place of the file: download it again",
-    b"<html": "it is a web page in place of the file: download it again",
-    b"\x1f\x8b": "it is compressed by gzip: gunzip it first",
-    b"\x28\xb5\x2f\xfd": "it is compressed by zstd: unzstd it first",
-    b"PK\x03\x04": "it is a zip archive: unzip it first",
-    b"PAR1": "it is Parquet",
-    b"%PDF": "it is a PDF"}
-
-
-def what_it_is(path: Path) -> str | None:
-    """What the first bytes of a file say that it is, as a clause; None if they say nothing."""
-    with open(path, "rb") as file:
-        start = file.read(64)
-    for first_bytes, clause in FIRST_BYTES.items():
-        if start.startswith(first_bytes):
-            return clause
-    if path.suffix == ".bin" and path.with_suffix(".idx").exists():
-        return "it holds Megatron-LM's tokens, as the .idx beside it says"
-    return None
-
-
-# ---- Errors of the system --------------------------------------------------------------------
-
-@contextmanager
-def named(path):
-    """An OSError in this block has the path, which one of reading or writing lacks."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-SYSTEM_ADVICE = {
-    errno.ENOSPC: "free some space there, or give another --out",
-    errno.EDQUOT: "free some of your quota there, or give another --out",
-    errno.EFBIG: "raise the limit of a file's size (ulimit -f), or give another --out",
-    errno.EROFS: "give another --out",
-    errno.EACCES: "give another path, or change who may use it",
-    errno.EPERM: "give another path, or change who may use it",
-    errno.EIO: "the disk fails: copy the file elsewhere and read it there",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENOENT: "give another path",
-    errno.ELOOP: "these links lead to each other: give another path",
-    errno.ENAMETOOLONG: "give a shorter name",
-    errno.ENOTDIR: "a part of this path is a file: give another",
-    errno.EEXIST: "it is a file: give another path"}
-
-
-def explain(error: Exception) -> str:
-    """One line of an error: of an OSError of the system its path, its reason and what to do."""
-    if not isinstance(error, OSError) or error.filename is None:
-        return str(error)
-    path = error.filename2 if error.filename2 is not None else error.filename
-    advice = SYSTEM_ADVICE.get(error.errno)
-    return f"{path}: {error.strerror}" + (f": {advice}" if advice else "")
-
-
-def is_failure(error: Exception) -> bool:
-    """Whether it is no mistake of the user: exit status 1, not 2."""
-    return isinstance(error, ConnectionError) or getattr(error, "errno", None) in FAILURES
 
 
 # ---- Writing, and stopping -------------------------------------------------------------------

@@ -1,55 +1,36 @@
-"""Which files data.py --input reads: .txt and .jsonl, also in folders and behind links."""
+"""Which files data.py reads: those of --input whose kind it knows, also in folders and behind
+links, or the standard library's own source."""
 import os
 import shlex
 import stat
-import sys
+import sysconfig
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
-SUFFIXES = (".txt", ".jsonl")
+from corpus.compressed import check_package
+from corpus.kinds import READ, READ_KINDS, advice_for, kind_of
+from corpus.messages import note
+from corpus.records import begins_with_record
 
 
-def note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
-
-
-PANDAS = ("python -c \"import pandas; pandas.read_{}('FILE').to_json('NEW.jsonl', "
-          "orient='records', lines=True)\" makes a .jsonl of it, whose column text is read")
-ADVICE = {
-    ".gz": "gunzip it first", ".zst": "unzstd it first", ".xz": "unxz it first",
-    ".bz2": "bunzip2 it first", ".zip": "unzip it first", ".tar": "unpack it first (tar -xf)",
-    ".tgz": "unpack it first (tar -xf)", ".7z": "unpack it first",
-    ".parquet": PANDAS.format("parquet"), ".csv": PANDAS.format("csv"),
-    ".tsv": PANDAS.format("table"), ".arrow": PANDAS.format("feather"),
-    ".json": "jq -c '.[]' FILE > NEW.jsonl makes a .jsonl of an array",
-    ".ndjson": "rename it to .jsonl", ".jsonlines": "rename it to .jsonl",
-    ".pdf": "pdftotext FILE NEW.txt makes a .txt of it",
-    ".html": "save its text as .txt", ".htm": "save its text as .txt",
-    ".docx": "save its text as .txt", ".doc": "save its text as .txt",
-    ".epub": "save its text as .txt", ".rtf": "save its text as .txt",
-    ".bin": "tokens need no data.py: give their folder to train.py --data",
-    ".npy": "give the text from which it was made"}
-
-
-def advice_for(kind: str) -> str:
-    return ADVICE.get(kind, "if it is text, copy it to a name that ends in .txt")
-
-
-def find_files(paths) -> list[Path]:
-    """These .txt and .jsonl files and those in these folders, also behind links, each once. A note
-    tells what is skipped. Raises ValueError or OSError."""
+def find_files(paths, field="text") -> list[Path]:
+    """These files and those in these folders, also behind links, each once. A note tells what is
+    skipped. Raises ValueError or OSError."""
     files = {}              # {path without links: path}
     again = []
     for path in paths:
         check_path(path)
         found = {os.path.realpath(path): path}
         if path.is_dir():
-            found = walk(path)
+            found = walk(path, field)
         again += [path for real, path in found.items() if real in files]
         files |= {real: path for real, path in found.items() if real not in files}
     if again:
         note(f"{again[0]} is given twice, and read once" if len(again) == 1 else
              f"{len(again):,} files are given twice, such as {again[0]}: each is read once")
+    for path in files.values():
+        check_package(path)
     return list(files.values())
 
 
@@ -68,10 +49,9 @@ def check_path(path: Path) -> None:
     if kind is not None:
         raise ValueError(f"{path} is a {kind}: the text is read twice, so write it to a file and "
                          f"give that")
-    suffix = path.suffix.lower()
-    if not stat.S_ISDIR(mode) and suffix not in SUFFIXES:
-        advice = advice_for(suffix).replace("FILE", shlex.quote(str(path)))
-        raise ValueError(f"{path}: only .txt and .jsonl are read: {advice}")
+    if not stat.S_ISDIR(mode) and kind_of(path.name) not in READ:
+        advice = advice_for(path.name).replace("FILE", shlex.quote(str(path)))
+        raise ValueError(f"{path}: only {READ_KINDS} are read: {advice}")
     if not os.access(path, os.R_OK):
         raise ValueError(f"{path} cannot be read: permission denied: change who may read it")
 
@@ -85,7 +65,7 @@ def special_kind(mode: int) -> str | None:
     return "socket" if stat.S_ISSOCK(mode) else "device"
 
 
-def kind_of(entry: os.DirEntry) -> str | None:
+def why_skipped(entry: os.DirEntry, field: str) -> str | None:
     """Why an entry of a folder is skipped; None if it is read, "folder" if it is one."""
     if entry.name.startswith("."):
         return "hidden"
@@ -95,13 +75,17 @@ def kind_of(entry: os.DirEntry) -> str | None:
         return "link to nowhere" if entry.is_symlink() else "unreadable"
     if stat.S_ISDIR(mode):
         return "folder"
-    suffix = Path(entry.name).suffix.lower()
-    if special_kind(mode) is not None or suffix not in SUFFIXES:
-        return special_kind(mode) or suffix or "without a suffix"
-    return None if os.access(entry.path, os.R_OK) else "unreadable"
+    kind = kind_of(entry.name)
+    if special_kind(mode) is not None or kind not in READ:
+        return special_kind(mode) or kind or "without a suffix"
+    if not os.access(entry.path, os.R_OK):
+        return "unreadable"
+    if kind == ".json" and not begins_with_record(Path(entry.path), field):
+        return f'.json without lines of {{"{field}": ...}}'
+    return None
 
 
-def walk(top: Path) -> dict[str, Path]:
+def walk(top: Path, field: str) -> dict[str, Path]:
     """{path without links: path} of the text files in a folder, in the order of their names. A file
     or folder that several links lead to is read once. Raises ValueError if there is none."""
     found = {}
@@ -124,7 +108,7 @@ def walk(top: Path) -> dict[str, Path]:
             first.setdefault("unreadable", folder)
             continue
         for entry in entries:
-            kind = kind_of(entry)
+            kind = why_skipped(entry, field)
             if kind == "folder":
                 (linked_folders if entry.is_symlink() else folders).append(entry.path)
             elif kind is not None:
@@ -142,8 +126,21 @@ def walk(top: Path) -> dict[str, Path]:
         holds = "it is empty"
         if kinds:
             (most, _), = skipped.most_common(1)
-            holds = f"it holds {', '.join(kinds)}: {advice_for(most)}"
-        raise ValueError(f"{top}: only .txt and .jsonl are read: {holds}")
+            holds = f"it holds {', '.join(kinds)}: {advice_for(first[most])}"
+        raise ValueError(f"{top}: only {READ_KINDS} are read: {holds}")
     if kinds:
         note(f"{top}: {len(found):,} files are read; skipped: {', '.join(kinds)}")
     return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def standard_library() -> list[Path]:
+    """The interpreter's own .py files, without tests and without files that cannot be read."""
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        if not excluded & set(path.relative_to(root).parts):
+            with suppress(OSError, ValueError):
+                path.read_text(encoding="utf-8")
+                files.append(path)
+    return files

@@ -1,0 +1,115 @@
+"""The flags of data.py, and the lines that it prints at its end."""
+import argparse
+import shlex
+from pathlib import Path
+
+from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS
+from corpus.formats import EOT
+from corpus.kinds import READ_KINDS
+from corpus.tokenizers import MOST_TOKENS
+from runtime.commandline import Parser
+from runtime.other_names import DATA_ADVICE
+
+DEFAULT_OUT = Path("data/python")
+SEQ_LEN = 128               # train.py's default, for a warning
+
+
+def parse_flags(arguments) -> argparse.Namespace:
+    """The flags, with their defaults. A mistake ends the program with status 2."""
+    parser = Parser("data.py", "python data.py [--dataset NAME | --input FILE ...] [FLAG ...]",
+                    "Turn text into shards of tokens for train.py.", advice=DATA_ADVICE)
+    text = parser.add_argument_group("text")
+    source = text.add_mutually_exclusive_group()
+    source.add_argument("--dataset", choices=["python", *DOWNLOADS], default="python",
+                        help="python: the standard library's source, no download (the default)")
+    source.add_argument("--input", nargs="+", type=Path, metavar="FILE",
+                        help=f"your own: {READ_KINDS} files, or folders of such")
+    text.add_argument("--text-field", metavar="NAME",
+                      help="of JSON and Parquet, that has the text (default text)")
+    text.add_argument("--near-duplicates", choices=["keep", "drop", "ignore"], default="keep",
+                      help="documents with most words in common: count them, keep the first, or do "
+                           "not look for them, which is faster (default keep)")
+    shards = parser.add_argument_group("shards")
+    tokenizer = shards.add_mutually_exclusive_group()
+    tokenizer.add_argument("--tokenizer", metavar="gpt2|bytes|FILE",
+                           help="FILE: a .tiktoken (default gpt2; bytes for python)")
+    tokenizer.add_argument("--train-tokenizer", type=int, metavar="N",
+                           help="train a byte-pair encoding of N tokens on the text first")
+    add = shards.add_argument
+    add("--out", type=Path, metavar="DIR", help="(default data/DATASET; required with --input)")
+    add("--seed", type=int, default=0, metavar="N", help="of the validation split (default 0)")
+    add("--shard-tokens", type=int, default=10**8, metavar="N", help="per shard (default 100M)")
+    add("--shards", type=int, default=1, metavar="N", help="of fineweb, each of 100M (default 1)")
+    parser.add_argument("unnamed", nargs="*", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.unnamed and args.unnamed[0] in ("python", *DOWNLOADS):
+        parser.error(f"give --dataset {args.unnamed[0]}")
+    if args.unnamed:
+        parser.error(f"text is given by --input: give --input {shlex.join(args.unnamed)} --out DIR")
+    if not 0 <= args.seed < 2**63 or not 1024 <= args.shard_tokens < 2**31:
+        parser.error("--seed must be 0 to 2^63 - 1, --shard-tokens 1024 to 2^31 - 1")
+    if args.out is None:
+        if args.input:
+            parser.error("--input requires --out DIR, where the shards go")
+        args.out = Path("data", args.dataset)
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out {args.out} is not a directory: give another")
+    if args.text_field is not None and not args.input:
+        parser.error("--text-field is for the files of --input: leave it out")
+    if args.text_field is None:
+        args.text_field = "text"
+    is_fineweb = args.dataset == "fineweb"
+    if args.shards != 1 and not (is_fineweb and 1 <= args.shards <= FINEWEB_SHARDS):
+        parser.error(f"only --dataset fineweb has --shards, 1 to {FINEWEB_SHARDS}")
+    if is_fineweb and (args.tokenizer, args.train_tokenizer) != (None, None):
+        parser.error("--dataset fineweb has GPT-2's tokens: drop --tokenizer bytes")
+    check_tokenizer(parser, args)
+    if args.tokenizer is None:
+        args.tokenizer = "bytes" if args.dataset == "python" and not args.input else "gpt2"
+    return args
+
+
+def check_tokenizer(parser: Parser, args) -> None:
+    """End the program if there is no such tokenizer."""
+    n_tokens = args.train_tokenizer
+    if n_tokens is not None:
+        if not 257 <= n_tokens <= MOST_TOKENS:
+            parser.error(f"--train-tokenizer must be 257 to {MOST_TOKENS:,}: the 256 bytes, "
+                         f"{EOT} and what is trained; a shard has 16 bits a token")
+        args.tokenizer = f"bpe of {n_tokens}"
+    elif args.tokenizer not in (None, "gpt2", "bytes") and not args.tokenizer.endswith(".tiktoken"):
+        parser.error(f"--tokenizer {args.tokenizer}: give gpt2, bytes or a FILE.tiktoken, which "
+                     f"--train-tokenizer makes")
+
+
+def summary(out: Path, meta: dict) -> list[str]:
+    """Lines with the numbers of documents and tokens, and the commands that train on them."""
+    tokens = meta["tokens"]
+    flags = ""
+    if out != DEFAULT_OUT:
+        flags = f" --data {shlex.quote(out.as_posix())} --out {shlex.quote(f'out/{out.name}')}"
+    documents = ""
+    if "documents" in meta:
+        documents = ("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} "
+                     "without text skipped".format(**meta))
+        if meta.get("near_duplicates") and "val_near_duplicates" not in meta:
+            documents += f", {meta['near_duplicates']:,} near-duplicates dropped"
+        if "unreadable" in meta:
+            documents += f", {meta['unreadable']:,} unreadable left out"
+        documents += "; "
+    lines = [f"{documents}{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate "
+             f"on."]
+    if "compared" in meta:
+        own, gpt2 = meta["compared"]
+        lines.append(f"The tokenizer {meta['tokenizer']} has {meta['vocab_size']:,} tokens: "
+                     f"{own:.2f} bytes a token of validation text, where GPT-2's has {gpt2:.2f}.")
+    share = tokens["val"] / (tokens["train"] + tokens["val"])
+    if "documents" in meta and not 0.01 <= share <= 0.2:
+        lines.append(f"note: {share:.2%} of the tokens validate, not about 5%, because the "
+                     f"documents differ much in length: another --seed draws others")
+    if min(tokens.values()) < SEQ_LEN + 1:
+        lines.append(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or "
+                     f"use the shorter windows below.")
+        flags += f" --seq-len {min(tokens.values()) - 1}"
+    return [*lines, "Now train, in one process or in eight:", f"python train.py{flags}",
+            f"torchrun --nproc_per_node=8 train.py{flags} --tp 2 --pp 2"]

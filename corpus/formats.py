@@ -1,0 +1,132 @@
+"""The documents of a file. The two passes (passes.py) read them.
+
+    .txt      a document; several, if lines that are exactly <|endoftext|> stand between them
+    .jsonl    a document on each line, in the field "text" of an object; so does .json
+    .parquet  a document in each row, in the column "text"
+    .eot      TinyStories as it is downloaded: as .txt, without white space around each document
+
+All but .parquet may also end in .gz or .zst. UTF-8, or UTF-16 and UTF-32 with their byte-order
+marks, which are not part of the text. A NotText stands for a document that cannot be read, so that
+one in a thousand can be left out.
+"""
+import codecs
+import io
+import re
+from itertools import chain, groupby
+from pathlib import Path
+
+from corpus.compressed import BLOCK, open_bytes
+from corpus.kinds import kind_of, what_it_is
+from corpus.messages import named
+from corpus.problems import LFS_POINTER, NotText, guess
+from corpus.records import read_lines, read_rows
+
+EOT = "<|endoftext|>"
+MOST_HELD = 1 << 16         # white space that is held back until more text comes
+MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le",    # before UTF-16's, which
+         codecs.BOM_UTF32_BE: "utf-32-be", codecs.BOM_UTF16_LE: "utf-16-le",    # begins as this
+         codecs.BOM_UTF16_BE: "utf-16-be"}
+# A line of <|endoftext|>. The line end before it belongs to it, the one behind it does not.
+EOT_LINE = re.compile(r"\n[^\S\n]*<\|endoftext\|>[^\S\n]*(?=\n)")
+
+
+def open_text(path: Path):
+    """(the file behind its byte-order mark, its encoding)."""
+    file = open_bytes(path)
+    start = file.peek(4)
+    for mark, encoding in MARKS.items():
+        if start.startswith(mark):
+            file.read(len(mark))
+            return file, encoding
+    return file, "utf-8"
+
+
+def read_documents(path: Path, field="text"):
+    """Yield every document of a file, as an iterable of strings: joined, they are its text. A
+    NotText among them says why the rest cannot be read. Raises ValueError if no document can."""
+    kind = kind_of(path.name)
+    with named(path):
+        if kind == ".parquet":
+            yield from read_rows(path, field)
+            return
+        file, encoding = open_text(path)
+        with file:
+            if kind == ".eot":
+                yield from read_stories(path, file)
+            elif kind in (".jsonl", ".json"):
+                yield from read_lines(path, file, encoding, field)
+            else:
+                numbered = cut_at_eot(read_blocks(path, file, encoding))
+                for _, pieces in groupby(numbered, key=lambda piece: piece[0]):
+                    yield (text for _, text in pieces)
+
+
+def read_blocks(path: Path, file, encoding: str):
+    """Yield the text of a file by blocks, with its line ends."""
+    with io.TextIOWrapper(file, encoding, newline="") as wrapped:
+        try:
+            while block := wrapped.read(BLOCK):
+                is_binary = "\0" in block and block.count("\0") > len(block) // 50
+                if is_binary or block.startswith(LFS_POINTER):
+                    kind = what_it_is(path) or guess(path, block.encode())
+                    yield NotText(f"{path} is not {encoding.upper()} text: {kind}")
+                    return
+                yield block
+        except UnicodeDecodeError as error:     # error.object are the bytes that were read last
+            offset = file.tell() - len(error.object) + error.start
+            kind = what_it_is(path) or guess(path, error.object)
+            yield NotText(f"{path} is not {encoding.upper()} text, see byte {offset} "
+                          f"(0x{error.object[error.start]:02x}): {kind}")
+
+
+def cut_at_eot(blocks):
+    """Yield (number of the document, text) for a file in blocks. Lines of <|endoftext|> cut it, and
+    the white space around these lines is dropped. Without such a line the text is unchanged."""
+    number = 0
+    held = "\n"             # what may belong to such a line; a line end stands before each document
+    starts = True           # `held` is the start of a document
+    for block in chain(blocks, ["\n"]):
+        if isinstance(block, NotText):
+            yield number, block
+            return
+        text = held + block
+        if "|" in text and EOT in text:     # one character is found 40 times faster
+            *whole, text = EOT_LINE.split(text)
+            for part in whole:
+                part = part.removeprefix("\n") if starts else part
+                part = part.lstrip() if starts and number > 0 else part
+                if part.strip():
+                    yield number, part.rstrip()
+                number += 1
+                starts = True
+        if starts and number > 0:
+            text = "\n" + text.lstrip()
+        end = end_of_text(text)
+        if len(text) - end > MOST_HELD:
+            end = len(text)
+        if end > 0:
+            yield number, text[int(starts):end]
+            starts = False
+        held = text[end:]
+    if number == 0:
+        yield number, held[int(starts):-1]
+
+
+def end_of_text(text: str) -> int:
+    """Where the white space begins that ends a text, or ends it before the beginning of a line that
+    may become <|endoftext|>."""
+    end = len(text)
+    line = text.rfind("\n")
+    if line >= 0 and EOT.startswith(text[line:].strip()):
+        end = line
+    return len(text[:end].rstrip())
+
+
+def read_stories(path: Path, file):
+    """Yield the documents between lines of <|endoftext|>, without white space around them."""
+    for is_end, lines in groupby(file, lambda line: line.strip() == EOT.encode()):
+        if not is_end:
+            try:
+                yield [b"".join(lines).decode().strip()]
+            except UnicodeDecodeError as error:
+                yield [NotText(f"{path} is not UTF-8 text ({error}): download it again")]

@@ -1,0 +1,260 @@
+"""Two passes over the documents: choose the split, then encode. data.py calls them.
+
+    pass 1: index_documents   hash and size of each document: drop duplicates, choose the split
+    pass 2: tokenise          pieces of text -> tokens of both splits, in the order of the documents
+
+- Memory is bounded: 24 bytes are kept for each document, 112 more to find near-duplicates. A line
+  of .jsonl is read as a whole.
+- The split is a function of (seed, text of the document): about 5% of the documents validate. If
+  these hold more than a quarter of the text, each gives only its end, together 5% of all. With
+  fewer than 20 documents, each gives its last 5%. Of equal documents the first is kept.
+- The token <|endoftext|> stands before each document; the same characters in a text are text.
+"""
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from corpus.bpe import train_bpe
+from corpus.compressed import BLOCK
+from corpus.disk import change_of
+from corpus.formats import EOT, read_documents
+from corpus.messages import note, progress
+from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
+from corpus.problems import NotText, check_problems
+from corpus.tokenizers import CUT, write_tokens
+
+SPLITS = ("train", "val")
+TOKENIZER_BYTES = 10**8     # of text, which a tokenizer of one's own is trained on
+VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
+
+
+class Index(NamedTuple):
+    """What pass 1 finds in files."""
+    files: list[Path]
+    field: str                  # of a record, that has the text
+    changes: list               # of each file: when it was changed last
+    digest: str                 # of all documents
+    cuts: np.ndarray            # int64 (documents,): the number of bytes of each that train; the
+                                # rest validates. -1: a document that is dropped, as a duplicate,
+                                # without text, or not readable
+    size: int                   # bytes that are kept
+    counts: dict[str, int]      # documents that are kept, duplicates, ...
+
+
+def index_documents(files, seed: int, field="text", near_duplicates="ignore") -> Index:
+    """Pass 1: hash and measure every document, drop duplicates, choose the split. near_duplicates:
+    "drop", "keep" (they are counted) or "ignore"."""
+    changes = [change_of(path) for path in files]
+    keys = None if near_duplicates == "ignore" else KeyTable(usable_cores())
+    table, problems = measure_documents(files, seed, field, keys)
+    has_text = table["size"] > 0
+    _, first = np.unique(table["digest"], return_index=True)
+    kept = np.sort(first[has_text[first]])
+    skipped = len(table) - int(has_text.sum())
+    counts = dict(documents=0, skipped=skipped - len(problems),
+                  duplicates=len(table) - skipped - len(kept))
+    if problems:
+        counts["unreadable"] = len(problems)
+    if keys is not None:
+        keys = keys.finish()
+        repeated = is_repeated(keys[kept])
+        counts["near_duplicates"] = int(repeated.sum())
+        if near_duplicates == "drop":
+            kept = kept[~repeated]
+    counts["documents"] = len(kept)
+    sizes = table["size"][kept]
+    train_sizes, is_cut = choose_split(table["digest"][kept], sizes)
+    if near_duplicates == "keep":
+        note_near_duplicates(keys[kept], train_sizes, counts)
+    cuts = np.full(len(table), -1)
+    cuts[kept] = train_sizes
+    digest = hashlib.sha256(table)
+    if is_cut:                  # earlier versions made other shards of this text
+        digest.update(b"cut")
+    if near_duplicates == "drop":
+        digest.update(b"without near-duplicates")
+    return Index(files, field, changes, digest.hexdigest(), cuts, int(sizes.sum()), counts)
+
+
+def measure_documents(files, seed: int, field: str, keys: KeyTable | None):
+    """(digest and size in bytes of each document, those that cannot be read). The size is 0 without
+    text. `keys` receives the beginning of each."""
+    count_bytes = progress("reading")
+    salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
+    table = bytearray()
+    problems = []
+    marks = 0                               # <|endoftext|> as ordinary text
+    for blocks in (blocks for path in files for blocks in read_documents(path, field)):
+        digest = hashlib.blake2b(digest_size=16, salt=salt)
+        size = 0
+        has_text = False
+        beginning = []
+        for text in blocks:
+            if isinstance(text, NotText):
+                problems.append(text)
+                check_problems(problems, len(table) // 24 + 1)
+                has_text = False
+                break
+            raw = text.encode()
+            digest.update(raw)
+            if keys is not None and size < MOST_BYTES:
+                beginning.append(text)
+            size += len(raw)
+            has_text = has_text or not text.isspace()
+            if "|" in text:             # is found 40 times faster
+                marks += text.count(EOT)
+            count_bytes(len(raw))
+        table += digest.digest() + (size if has_text else 0).to_bytes(8, "little")
+        if keys is not None:
+            keys.add("".join(beginning))
+    table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
+    check_problems(problems, len(table), at_end=True)
+    if marks > 0:
+        note(f"{EOT} stands {marks:,} times within a line or a field, where it is ordinary text: "
+             f"in a .txt, a line of its own ends a document")
+    return table, problems
+
+
+def note_near_duplicates(keys, train_sizes, counts: dict) -> None:
+    """Tell how many documents validate that have a near-duplicate in training. Where all documents
+    train and validate, each in part, there are none."""
+    validates = train_sizes == 0
+    seen = int(occurs_in(keys[validates], keys[~validates]).sum())
+    counts["val_near_duplicates"] = seen
+    if seen > 0:
+        note(f"{seen:,} of {validates.sum():,} validation documents have a near-duplicate in "
+             f"training, so the validation loss is too good: --near-duplicates drop keeps the "
+             f"first of those that are alike ({counts['near_duplicates']:,} less)")
+
+
+def choose_split(digests, sizes):
+    """(bytes of each document that train, whether a rule against long documents holds)."""
+    if len(sizes) < VAL_ONE_IN:
+        train_sizes = sizes - np.maximum(sizes // VAL_ONE_IN, 1)
+        if train_sizes.max(initial=0) < 4:                  # bytes of the longest character
+            raise ValueError("the input holds no text, or less than 5 bytes: give it more")
+        return train_sizes, False
+    score = digests.view("<u8")[::2]                        # the first 8 of the 16 bytes
+    validates = score < 2**64 // VAL_ONE_IN
+    validates[score.argmin()] = True                        # both splits receive documents
+    validates[score.argmax()] = False
+    most = int(sizes.sum()) // VAL_ONE_IN
+    drawn = int(sizes[validates].sum())
+    if drawn <= 5 * most:
+        return np.where(validates, 0, sizes), False
+    shares = np.maximum(sizes * (most / drawn), 1).astype(np.int64)
+    return np.where(validates, sizes - shares, sizes), True
+
+
+def split_document(blocks, cut: int):
+    """Yield (split, text): a document up to the last whole character before byte `cut` trains, the
+    rest validates. "" begins each, then come pieces of at most BLOCK characters, cut at CUT. A text
+    without such a place, which is not prose, is cut anywhere and may take a few tokens more."""
+    rest = {}
+    for block in blocks:
+        if isinstance(block, NotText):      # pass 1 could read it
+            raise block
+        raw = block.encode()
+        head = raw[:max(cut, 0)].decode(errors="ignore")
+        cut -= len(raw)
+        for split, text in (("train", head), ("val", block[len(head):])):
+            if not text:
+                continue
+            if split not in rest:
+                yield split, ""
+            text = rest.get(split, "") + text
+            start = 0
+            while len(text) - start > BLOCK:
+                match = CUT.match(text, start, start + BLOCK)
+                end = match.end() if match else start + BLOCK
+                yield split, text[start:end]
+                start = end
+            rest[split] = text[start:]
+    yield from rest.items()
+
+
+def tokenise(index: Index, encoding):
+    """Pass 2: yield (split, tokens as uint16, bytes of text), in order. Raises ValueError at the
+    end if the files have changed since pass 1."""
+    done = 0
+    for split, tokens, size in encode_pieces(pieces_of(index), encoding):
+        done += size
+        yield split, tokens, size
+    for path, change in zip(index.files, index.changes):
+        if change_of(path) != change:
+            raise ValueError(f"{path} changed while it was read: run data.py again")
+    if done != index.size:
+        raise ValueError("the input changed while it was read: run data.py again")
+
+
+def pieces_of(index: Index):
+    """Yield (split, text) of the documents that are kept, as `split_document` does."""
+    documents = (blocks for path in index.files for blocks in read_documents(path, index.field))
+    for blocks, cut in zip(documents, index.cuts.tolist()):
+        if cut >= 0:
+            yield from split_document(blocks, cut)
+
+
+def train_tokenizer(index: Index, n_tokens: int) -> str:
+    """A byte-pair encoding of the documents that train, or of each n-th where they are more than is
+    needed. Returns the content of its file."""
+    is_read = np.zeros(len(index.cuts), bool)
+    is_read[np.flatnonzero(index.cuts > 0)[::1 + index.size // TOKENIZER_BYTES]] = True
+    chosen = index._replace(cuts=np.where(is_read, index.cuts, -1))
+    count_bytes = progress("training the tokenizer")
+
+    def texts():
+        for split, text in pieces_of(chosen):
+            if split == "train":
+                count_bytes(len(text.encode()))
+                yield text
+    return write_tokens(train_bpe(texts(), n_tokens - 1))       # the last is <|endoftext|>
+
+
+def bytes_per_token(index: Index, encoding) -> float:
+    """Of the text that validates, or of its beginning."""
+    size = 0
+    n_tokens = 0
+    for split, text in pieces_of(index):
+        if split == "val" and text:
+            size += len(text.encode())
+            n_tokens += len(encoding.encode_ordinary(text))
+        if size > TOKENIZER_BYTES // 10:
+            break
+    return size / n_tokens
+
+
+def usable_cores() -> int:
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):        # not all of the machine's, as in a container
+        cores = len(os.sched_getaffinity(0))
+    return cores
+
+
+def encode_pieces(pieces, encoding):
+    """Yield (split, tokens as uint16, bytes of text), in order. Threads encode, as tiktoken
+    releases Python's lock. Few jobs wait at a time, which bounds memory."""
+    def work(split, texts):
+        tokens = [encoding.encode_to_numpy(text, disallowed_special=()) if text
+                  else [encoding.eot_token] for text in texts]
+        tokens = np.concatenate(tokens, dtype="<u2", casting="unsafe")
+        return split, tokens, len("".join(texts).encode())
+
+    cores = usable_cores()
+    texts = {split: [] for split in SPLITS}
+    jobs = []
+    with ThreadPoolExecutor(cores) as pool:
+        for split, text in pieces:
+            texts[split].append(text)
+            if len(text) > BLOCK // 8 or len(texts[split]) > 100:
+                jobs.append(pool.submit(work, split, texts[split]))
+                texts[split] = []
+            if len(jobs) > 2 * cores:
+                yield jobs.pop(0).result()
+        jobs += [pool.submit(work, split, last) for split, last in texts.items() if last]
+        for job in jobs:
+            yield job.result()

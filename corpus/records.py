@@ -1,0 +1,130 @@
+"""The documents that are fields of records: lines of JSON, rows of Parquet."""
+import io
+import json
+import shlex
+from pathlib import Path
+
+from corpus.compressed import not_whole, open_bytes
+from corpus.kinds import what_it_is
+from corpus.problems import LFS_POINTER, NotText, guess
+
+ROWS_AT_ONCE = 256
+STRINGS = ("string", "large_string", "dictionary<values=string")        # Arrow's names
+
+
+def read_lines(path: Path, file, encoding: str, field: str):
+    """Yield the documents of a file of JSON by lines."""
+    lines = file if encoding == "utf-8" else recode(file, encoding)
+    try:
+        is_first = True
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            if is_first:
+                check_first_line(path, line.strip())
+                is_first = False
+            try:
+                text = json.loads(line)[field].removeprefix("\ufeff")
+                text.encode()       # refuses half a surrogate pair
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                text = NotText(f"{path} line {number}{why_no_text(line, field)}")
+            yield [text]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not {encoding.upper()} text ({error.reason}): it may be cut "
+                         f"off: copy it again") from None
+
+
+def recode(file, encoding: str):
+    """Yield the lines of a file in UTF-8."""
+    with io.TextIOWrapper(file, encoding, newline="\n") as wrapped:
+        for line in wrapped:
+            yield line.encode()
+
+
+def begins_with_record(path: Path, field: str) -> bool:
+    """Whether the first line of a file is a JSON object that has this field."""
+    with open_bytes(path) as file:
+        line = file.readline()
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and field in value
+
+
+def check_first_line(path: Path, line: bytes) -> None:
+    """Raise ValueError if a .jsonl file is something else."""
+    name = shlex.quote(str(path))
+    if line.count(0) > len(line) // 50 or line.startswith(LFS_POINTER.encode()):
+        kind = what_it_is(path) or guess(path, line)
+        raise ValueError(f"{path} is not UTF-8 text: {kind}")
+    if line.startswith(b"["):
+        raise ValueError(f"{path} is a JSON array, not an object on each line: jq -c '.[]' {name} "
+                         f"> NEW.jsonl makes a .jsonl of it")
+    try:
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        if line.startswith(b"{") and error.pos >= len(line.decode(errors="replace")):
+            raise ValueError(f"{path} line 1 ends within a JSON object, and each line must hold a "
+                             f"whole one: jq -c . {name} > NEW.jsonl makes a .jsonl of it, unless "
+                             f"it is cut off") from None
+    except (ValueError, RecursionError):
+        pass                    # why_no_text says it
+
+
+JSON_NAMES = {type(None): "null", bool: "true or false", int: "a number", float: "a number",
+              list: "an array", dict: "an object", str: "a string"}
+
+
+def why_no_text(line: bytes, field: str) -> str:
+    """What is wrong with a line of JSON, after its place."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f' is not JSON with a string "{field}": {error}'
+    if not isinstance(value, dict):
+        return f' is {JSON_NAMES[type(value)]}, not an object with a string "{field}"'
+    if field not in value:
+        return f" has no field {other_fields(field, value)}"
+    if not isinstance(value[field], str):
+        return f': "{field}" is {JSON_NAMES[type(value[field])]}, not a string'
+    return f': "{field}" has half a surrogate pair, which is no character: correct the line'
+
+
+def other_fields(field: str, names) -> str:
+    """"text", but what there is instead, and what to do."""
+    found = ", ".join(f'"{name}"' for name in list(names)[:5]) or "no field"
+    return f'"{field}", but {found}: give the name of the one with the text to --text-field'
+
+
+def read_rows(path: Path, field: str):
+    """Yield the documents of a Parquet file."""
+    import pyarrow
+    from pyarrow import parquet
+    try:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            kinds = dict(zip(file.schema_arrow.names, map(str, file.schema_arrow.types)))
+            if field not in kinds:
+                raise ValueError(f"{path} has no column {other_fields(field, kinds)}")
+            if not kinds[field].startswith(STRINGS):
+                raise ValueError(f"{path}: the column \"{field}\" holds {kinds[field]}, not "
+                                 f"strings: give another to --text-field")
+            number = 0
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=[field], use_threads=False):
+                for row in batch.column(0):
+                    number += 1
+                    yield [text_of_row(row, path, number, field)]
+    except (pyarrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:       # of the system
+            raise
+        raise not_whole(path, error) from None
+
+
+def text_of_row(row, path: Path, number: int, field: str) -> str | NotText:
+    try:
+        text = row.as_py()
+    except UnicodeDecodeError as error:
+        return NotText(f'{path} row {number}: "{field}" is not UTF-8 ({error.reason})')
+    if text is None:
+        return NotText(f'{path} row {number}: "{field}" is null, not a string')
+    return text.removeprefix("\ufeff")

@@ -1,0 +1,104 @@
+"""The tokenizers: text to tokens and back, and where a text may be cut before it is encoded.
+
+    gpt2        GPT-2's byte-pair encoding, 50,257 tokens; its vocabulary is downloaded once
+    bytes       token i is byte i, and 256 is <|endoftext|>
+    bpe-HASH    one of your own (--train-tokenizer), by the sha256 of its file: it is named by what
+                it does, not by where it is. The file lies beside the shards, and in checkpoints
+"""
+import base64
+import hashlib
+import re
+from pathlib import Path
+
+from corpus.downloads import last_cause, read_url
+from corpus.formats import EOT
+
+MOST_TOKENS = 1 << 16       # of a vocabulary: a shard holds uint16
+OWN = "bpe-"                # how the name of one of your own begins
+
+
+def get_tokenizer(name: str, file: str | None = None):
+    """A tiktoken.Encoding. `file` is the content of the file of one of your own. Raises ValueError
+    for another name, ConnectionError without a vocabulary."""
+    import tiktoken.load        # imported here, like requests: train.py runs without them
+    if name == "bytes":         # the pattern bounds the characters processed at once; no merges
+        return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,256}", special_tokens={EOT: 256},
+                                 mergeable_ranks={bytes([i]): i for i in range(256)})
+    if file is not None and name == name_of(file):
+        return own_tokenizer(file)
+    if name != "gpt2":
+        raise ValueError(f"there is no tokenizer {name!r} here, only gpt2 and bytes: `python -m "
+                         f"tools.huggingface export FILE.pt DIR` takes its model to where it is")
+    tiktoken.load.read_file = read_url      # tiktoken's own may wait for ever
+    try:
+        return tiktoken.get_encoding("gpt2")        # downloads its vocabulary once
+    except (OSError, ValueError) as error:      # ValueError: the file has the wrong hash
+        raise ConnectionError(f"GPT-2's vocabulary could not be loaded ({last_cause(error)}): add "
+                              f"--tokenizer bytes to data.py's flags, which needs none, or run it "
+                              f"again later, or set TIKTOKEN_CACHE_DIR to a folder that has it"
+                              ) from None
+
+
+# ---- One of your own ------------------------------------------------------------------------
+
+def name_of(file: str) -> str:
+    return OWN + hashlib.sha256(file.encode()).hexdigest()[:12]
+
+
+def write_tokens(tokens: list[bytes]) -> str:
+    """The content of tiktoken's kind of file: a token in base64 and its id on each line."""
+    return "".join(f"{base64.b64encode(token).decode()} {number}\n"
+                   for number, token in enumerate(tokens))
+
+
+def read_file(path: Path) -> str:
+    """The content of a .tiktoken. Raises ValueError, with the path, if it is none."""
+    try:
+        file = path.read_text()
+        read_ranks(file)
+    except ValueError as error:         # a UnicodeDecodeError and a binascii.Error too
+        raise ValueError(f"{path}: {error}: give a file that --train-tokenizer has made, or "
+                         f"another of tiktoken's kind") from None
+    return file
+
+
+def read_own(folder: Path, name: str) -> str:
+    """The content of the file of this tokenizer. Raises ValueError if it is lost or damaged."""
+    path = folder / f"{name}.tiktoken"
+    try:
+        file = path.read_text()
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing, the tokenizer of the shards beside it: copy it, too"
+                         ) from None
+    if name_of(file) != name:
+        raise ValueError(f"{path} is damaged: copy it again")
+    return file
+
+
+def read_ranks(file: str) -> dict[bytes, int]:
+    """{token: id}, of such a file. Raises ValueError if it is damaged or has too many tokens."""
+    ranks = {}
+    for line in file.splitlines():
+        token, _, number = line.partition(" ")
+        ranks[base64.b64decode(token, validate=True)] = int(number)
+    if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
+        raise ValueError("it is no vocabulary of tiktoken's kind: a token and its number a line")
+    if len(ranks) >= MOST_TOKENS:
+        raise ValueError(f"it has {len(ranks):,} tokens, and a shard holds {MOST_TOKENS:,} at most")
+    return ranks
+
+
+def own_tokenizer(file: str):
+    """The tiktoken.Encoding of such a file, with GPT-2's pattern; <|endoftext|> is the last."""
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+    ranks = read_ranks(file)
+    return tiktoken.Encoding(name_of(file), pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                             special_tokens={EOT: len(ranks)})
+
+
+# A text cut here and encoded in parts gives the tokens of the whole: before a space or newline that
+# follows another character. GPT-2's pattern splits text into words, which have white space at most
+# as their first character, and runs of white space. So a word ends here in any case, and no
+# look-ahead crosses this place. The pattern is greedy: match() finds the last such place.
+CUT = re.compile(r"(?s:.*)\S(?=[ \n])")
