@@ -11,7 +11,7 @@ layout can load what any other layout wrote, and so can sample.py in one process
     format      7: the version of these keys and of the order of the data
     step        the last completed step       consumed_samples  position in the data, in sequences
     tokens      number of tokens read         optimizer_steps   number of updates
-    config      train.py's flags              model      GPTConfig as a dict
+    config      train.py's flags              model      its GPTConfig or LlamaConfig, as a dict
     tokenizer   its name (tokenizer_file: its content, of one's own)
                                               data       data.TokenDataset's phases
     scaler      its state_dict()              monitor    DivergenceMonitor as a dict
@@ -41,7 +41,8 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 
-from model import GPT, GPTConfig
+from model import GPT, VOCAB_MATRICES, GPTConfig
+from models import make_config
 from parallelism.buckets import Bucket, make_buckets
 from parallelism.build import Grid, build_stage
 from parallelism.collectives import (PeerError, comm_errors, on_hosts, out_of_memory,
@@ -333,7 +334,7 @@ def load(path: Path) -> dict:
         if set(state) - {"tokenizer_file"} != KEYS:
             raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")
         weights_only = not state["exp_avg"] and not state["exp_avg_sq"]
-        shapes = parameter_shapes(GPTConfig(**state["model"]))
+        shapes = parameter_shapes(make_config(**state["model"]))
         for key in STATE:
             found = {name: tuple(tensor.shape) for name, tensor in state[key].items()}
             if found != shapes and (key == "parameters" or not weights_only):
@@ -344,15 +345,17 @@ def load(path: Path) -> dict:
 def parameter_shapes(model_config: GPTConfig) -> dict[str, tuple]:
     """{global name: shape} of the full parameters, without the padding of the vocabulary."""
     with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in GPT(model_config).named_parameters()}
-    return {**shapes, "embed.token.weight": (model_config.vocab_size, model_config.n_embd)}
+        model = model_config.build()
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    of_vocabulary = (model_config.vocab_size, model_config.n_embd)
+    return shapes | {name: of_vocabulary for name in VOCAB_MATRICES if name in shapes}
 
 
 def load_model(path: Path) -> tuple[GPT, dict]:
     """Load the full model into one process on the CPU. Returns it and the file's state."""
     verify(path)
     state = load(path)
-    model = GPT(GPTConfig(**state["model"]))
+    model = make_config(**state["model"]).build()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             full = state["parameters"][name]

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 
 VOCAB_MULTIPLE = 128    # the token matrix is padded to a multiple of this many rows
 IGNORE_INDEX = -1       # a target that adds nothing to the loss
+VOCAB_MATRICES = ("embed.token.weight", "head.weight")      # in a GPT they are one
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,16 @@ class GPTConfig:
     def padded_vocab(self) -> int:
         """Rows of the token matrix in memory; those past vocab_size are never seen outside."""
         return ceil_div(self.vocab_size, VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    # The models of models/ choose these; a GPT has no choice.
+    n_kv_head = property(lambda self: self.n_head)
+    head_dim = property(lambda self: self.n_embd // self.n_head)
+    hidden = property(lambda self: 4 * self.n_embd)
+    gated = False
+    tied = True
+
+    def build(self) -> "GPT":
+        return GPT(self)
 
 
 class Dropout(nn.Module):
@@ -93,7 +104,7 @@ class Embed(nn.Module):
 
 class CoreAttention(Dropout):
     """softmax(q k^T / sqrt(D)) v of q (B, H, T, D), k and v (B, H, positions, D), with dropout on
-    the softmax; causal, or each q attends to all positions."""
+    the softmax; causal, or each q attends to all positions. (k and v may have fewer heads.)"""
     attend = staticmethod(F.scaled_dot_product_attention)
     part = 0        # which part of the heads this is: each draws dropout masks of its own
 
@@ -101,7 +112,8 @@ class CoreAttention(Dropout):
         p = self.p if self.training else 0.0
         if p > 0:
             seed_dropout(q.device, dropout_seed, *self.name, self.part)
-        return self.attend(q, k, v, is_causal=causal, dropout_p=p)
+        return self.attend(q, k, v, is_causal=causal, dropout_p=p,
+                           enable_gqa=q.shape[1] > k.shape[1])
 
 
 class Attention(nn.Module):
@@ -110,22 +122,21 @@ class Attention(nn.Module):
     One matrix product computes q, k and v. Its 3C output channels are ordered (3, H, D): all heads
     of q, then of k, then of v. To cut the matrix by heads, cut each third by itself.
 
-    cache (2, B, H, seq_len, D) holds the keys and values of the positions before `start`; those of
-    x are added. At start 0 a batch of 1 is broadcast to that of the cache.
+    cache (2, B, H, positions, D) holds the keys and values of the positions before `start`; those
+    of x are added. At start 0 a batch of 1 is broadcast to that of the cache.
     """
 
     def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
         self.head_dim = cfg.n_embd // cfg.n_head
         self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd)
+        self.qkv.stacked = 3        # matrices: each is cut by heads on its own
         self.core_attention = CoreAttention(cfg.dropout, "layer", layer, "attention")
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd)
 
     def forward(self, x, dropout_seed=None, cache=None, start=0):
-        qkv = self.qkv(x)                                                   # (B, T, 3 H D)
-        B, T, _ = qkv.shape
-        split = qkv.view(B, T, 3, -1, self.head_dim).unbind(2)              # 3 of (B, T, H, D)
-        q, k, v = (x.transpose(1, 2) for x in split)                        # 3 of (B, H, T, D)
+        q, k, v = self.split_heads(self.qkv(x), start)                            # 3 of (B, H, T, D)
+        B, _, T, _ = q.shape
         assert start == 0 or T == 1, "a second part of a text would see its own future"
         if cache is not None:
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
@@ -133,6 +144,12 @@ class Attention(nn.Module):
             k, v = cache[:, :, :, :start + T]                   # 2 of (B, H, start + T, D)
         y = self.core_attention(q, k, v, start == 0, dropout_seed)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # (B, H, T, D) -> (B, T, H D)
+
+    def split_heads(self, qkv, start):
+        """qkv (B, T, 3 H D), of the positions from `start` on, -> q, k and v (B, H, T, D)."""
+        B, T, _ = qkv.shape
+        split = qkv.view(B, T, 3, -1, self.head_dim).unbind(2)              # 3 of (B, T, H, D)
+        return [x.transpose(1, 2) for x in split]
 
 
 class MLP(nn.Module):
@@ -175,6 +192,7 @@ class Head(nn.Module):
     cross-entropy in nats, in fp32 or wider. It is a sum because the sums of microbatches of any
     size can be added; targets of IGNORE_INDEX add nothing.
     """
+    project = staticmethod(F.linear)
 
     def __init__(self, cfg: GPTConfig, weight: nn.Parameter):
         super().__init__()
@@ -183,7 +201,7 @@ class Head(nn.Module):
         self.vocab_size = cfg.vocab_size
 
     def forward(self, x, targets=None):
-        logits = F.linear(self.norm(x), self.weight)[..., :self.vocab_size]
+        logits = self.project(self.norm(x), self.weight)[..., :self.vocab_size]
         if targets is None:
             return logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -220,18 +238,18 @@ class GPT(nn.Module):
             return x
         return self.head(x, targets)
 
-    def new_kv_cache(self, batch: int) -> dict:
-        """An empty cache for `batch` sequences: block -> keys and values (2, B, H, seq_len, D)."""
-        H = self.cfg.n_head
-        D = self.cfg.n_embd // H
-        return {name: self.head.weight.new_empty(2, batch, H, self.cfg.seq_len, D)
-                for name in self.blocks}
+    def new_kv_cache(self, batch: int, positions: int | None = None) -> dict:
+        """An empty cache for `batch` sequences of at most `positions` (None: seq_len) tokens: block
+        -> keys and values (2, B, H, positions, D)."""
+        cfg = self.cfg
+        shape = (2, batch, cfg.n_kv_head, positions or cfg.seq_len, cfg.head_dim)
+        return {name: self.head.weight.new_empty(shape) for name in self.blocks}
 
     @torch.no_grad()
     def initialize(self, seed: int) -> "GPT":
         """Fill every parameter by its name; returns the model."""
         for name, parameter in self.named_parameters():
-            rows = self.cfg.vocab_size if name == "embed.token.weight" else parameter.shape[0]
+            rows = self.cfg.vocab_size if name in VOCAB_MATRICES else parameter.shape[0]
             shape = (rows, *parameter.shape[1:])
             parameter.zero_()[:rows] = initial_value(self.cfg, name, shape, seed)
         return self

@@ -80,7 +80,7 @@ def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: f
     count = len(generators)
     ended = set()
     seen = 0                                                    # positions in the cache
-    cache = model.new_kv_cache(count)
+    cache = model.new_kv_cache(count, min(seq_len, len(tokens) + max_tokens))
     window = torch.tensor([tokens[-seq_len:]], device=device)   # (1, T): the samples share a prompt
     for _ in range(max_tokens):
         if window.shape[1] > seq_len:

@@ -4,12 +4,13 @@ bytes they take. zero.py fills and communicates them; tools/plan/ counts them.
 The buckets of a rank are the tied matrix, the other parameters of the ends of the model, and two
 for each block. Backward completes them from the right; every rank communicates in that order.
 
-    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |
+    | tied | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp |                 a tied matrix
+    | embed | ends | 0.attn | 0.mlp | ... | n.attn | n.mlp | head |         a head of its own
 """
 import torch
 
 from model import ceil_div
-from parallelism.tensor import TIED, ParamSpec
+from parallelism.tensor import ParamSpec
 
 
 class Bucket:
@@ -67,15 +68,19 @@ class Bucket:
 def make_buckets(specs: list[ParamSpec], replicas: int, num_shards: int = 1,
                  shard_rank: int = 0) -> list[Bucket]:
     """The buckets drawn above. DP6: the tied gradient is complete only at backward's end."""
-    contents = {"tied": [], "ends": []}
+    contents = {"tied": [], "embed": [], "ends": []}
     for spec in specs:
         match spec.name.split("."):
             case ["blocks", number, "norm1" | "attn", *_]:
                 bucket = f"{number}.attn"
             case ["blocks", number, *_]:
                 bucket = f"{number}.mlp"
+            case ["embed", "token", _]:
+                bucket = "tied" if spec.is_tied else "embed"
+            case ["head", "weight"]:
+                bucket = "head"             # the last of all: its gradient is the first one
             case _:
-                bucket = "tied" if spec.name in TIED.values() else "ends"
+                bucket = "ends"
         contents.setdefault(bucket, []).append(spec)
     return [Bucket(name, group, replicas, num_shards, shard_rank)
             for name, group in contents.items() if group]

@@ -112,7 +112,7 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
     modules of parallelism/tensor.py, whose parameters are still whole: the caller replaces them by
     what this rank has of them (`param_specs`)."""
     with torch.device("meta"):
-        model = GPT(model_config)
+        model = model_config.build()
     use_kernels(model)
     keep_stage(model, grid, set().union(*chunk_layers(model_config.n_layer, grid)))
     plan = dict(TP_PLAN)

@@ -25,10 +25,12 @@ Shapes: B sequences, T positions, C channels, H heads, D channels of a head.
 from functools import partial
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from model import GPT, CoreAttention, seed_dropout
+from models.llama import Rotary
 from parallel import own_positions
 from parallelism.collectives import all_gather, reduce_scatter
 from parallelism.kernels import upcast_for_matmul
@@ -61,7 +63,8 @@ def attend_to_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_
     """CP1: causal attention of q (B, H, n, D), the last n of the positions of k and v
     (B, H, end, D)."""
     n, end = q.shape[2], k.shape[2]
-    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p)
+    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p,
+                     enable_gqa=q.shape[1] > k.shape[1])
     if q.device.type == "cpu":
         return upcast_for_matmul(partial(attend, attn_mask=reversed_mask(n, end, q.dtype)),
                                  q.flip(2), k, v).flip(2)
@@ -109,6 +112,19 @@ class ContextParallelPositions(PositionEmbedding):
         return F.embedding(own[positions], self.weight)
 
 
+class ContextParallelRotary(Rotary):
+    """Local positions, 0 to T / cp - 1, become those of the whole sequence."""
+
+    def __init__(self, plain: Rotary, grid):
+        nn.Module.__init__(self)
+        self.channels, self.theta, self.scaling = plain.channels, plain.theta, plain.scaling
+        self.grid = grid
+
+    def positions(self, T, start, device):
+        whole = torch.arange(T * self.grid.cp, device=device)
+        return own_positions(whole, self.grid.cp_rank, self.grid.cp)
+
+
 def recompute_attention(model: GPT) -> None:
     """CP3: autograd keeps q, k and v of this rank's positions alone."""
     for block in model.blocks.values():
@@ -121,4 +137,5 @@ def recompute_attention(model: GPT) -> None:
 CP_PLAN = {         # which module of model.py becomes what (build_stage)
     "attn.core_attention": ContextParallelAttention,
     "embed.position": ContextParallelPositions,
+    "attn.rotary": ContextParallelRotary,
 }

@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, IGNORE_INDEX, Block, GPTConfig
+from model import GPT, IGNORE_INDEX, GPTConfig
 from parallelism.collectives import all_reduce
 from parallelism.exact_sums import ExactSums
 from parallelism.kernels import linear, use_kernels
@@ -134,8 +134,9 @@ def cut_in_blocks(layer: TensorParallel, count: int) -> list[tuple]:
     then joins their gradients. Of single slices it would pad each with zeros, and add.)"""
     blocks = {"bias": [None] * count}
     for name, dim in layer.partition_dim.items():
-        stacked = getattr(layer, name).unflatten(dim, (layer.stride, count, -1))
-        blocks[name] = stacked.unbind(dim + 1)
+        if getattr(layer, name) is not None:
+            stacked = getattr(layer, name).unflatten(dim, (layer.stride, count, -1))
+            blocks[name] = stacked.unbind(dim + 1)
     return list(zip(blocks["weight"], blocks["bias"]))
 
 
@@ -162,13 +163,13 @@ class InBlocks:
                 self.narrow.core_attention.part = self.grid.tp_rank * count + number
             ys.append(self.narrow(x_of_block, *args))
         y = SumOfBlocks.apply(self.grid, *ys)
-        row_parallel = layers[self.names[1]]
-        return Affine.apply(y, None, row_parallel.bias, self.grid.exact)
+        bias = layers[self.names[1]].bias
+        return y if bias is None else Affine.apply(y, None, bias, self.grid.exact)
 
 
 class Affine(torch.autograd.Function):
-    """x * weight + bias, (..., C) with (C,), or without a weight x + bias. The gradients of weight
-    and bias are added to main_grad."""
+    """x * weight + bias, (..., C) with (C,); either may be None. The gradients of weight and bias
+    are added to main_grad."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, exact):
@@ -176,24 +177,30 @@ class Affine(torch.autograd.Function):
         if weight is None:
             return x + bias
         ctx.save_for_backward(x)
-        return (x * weight).add_(bias)
+        y = x * weight
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx, dy):
         unit = ctx.exact.gradient
-        ctx.exact.add_rows(ctx.bias.main_grad(), dy, unit)
+        rows = 1 if dy.dim() < 4 else dy.shape[1] * ctx.exact.blocks        # (B, H of a block, T, D)
+        if ctx.bias is not None:
+            ctx.exact.add_rows(ctx.bias.main_grad(), dy, unit)
         if ctx.weight is None:
             return dy, None, None, None
         x, = ctx.saved_tensors
-        ctx.exact.add_rows(ctx.weight.main_grad(), dy * x, unit)
+        ctx.exact.add_rows(ctx.weight.main_grad(), dy * x, unit, rows)
         return dy * ctx.weight, None, None, None
 
 
-def exact_norm(norm: nn.LayerNorm, exact: ExactSums, x: torch.Tensor) -> torch.Tensor:
-    """LayerNorm of x (..., C), computed in fp32 or wider."""
+def exact_norm(norm: nn.Module, exact: ExactSums, x: torch.Tensor) -> torch.Tensor:
+    """LayerNorm or RMSNorm of x (..., C), computed in fp32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normal = F.layer_norm(wide, x.shape[-1:], eps=norm.eps)
-    return Affine.apply(normal, norm.weight, norm.bias, exact).to(x.dtype)
+    function = F.rms_norm if isinstance(norm, nn.RMSNorm) else F.layer_norm
+    normal = function(wide, x.shape[-1:], eps=norm.eps)
+    if norm.weight is None:
+        return normal.to(x.dtype)
+    return Affine.apply(normal, norm.weight, getattr(norm, "bias", None), exact).to(x.dtype)
 
 
 # ---- Embedding, head and loss ---------------------------------------------------------------
@@ -227,8 +234,9 @@ def add_positions(embed: nn.Module, grid, x: torch.Tensor, dropout_seed, start: 
     B, T, _ = x.shape
     if grid.sequence_parallel:
         start = grid.tp_rank * T
-    positions = torch.arange(start, start + T, device=x.device).expand(B, T)
-    x = x + ExactLookup.apply(positions, embed.position.weight, grid.exact)
+    if hasattr(embed, "position"):
+        positions = torch.arange(start, start + T, device=x.device).expand(B, T)
+        x = x + ExactLookup.apply(positions, embed.position.weight, grid.exact)
     return embed.dropout(x, dropout_seed)
 
 
@@ -363,19 +371,23 @@ def new_sums(model_config: GPTConfig, config, device: torch.device) -> ExactSums
     if device.type == "cpu":
         torch.set_num_threads(1)
     positions = config.micro_batch * model_config.seq_len
-    return ExactSums(math.gcd(MOST_BLOCKS, model_config.n_head), positions, device)
+    blocks = math.gcd(MOST_BLOCKS, model_config.n_kv_head, model_config.hidden)
+    return ExactSums(blocks, positions, device)
 
 
 def make_exact(model: GPT, model_config: GPTConfig, grid) -> None:
     """Let a stage compute as this file says."""
     for name, block in model.blocks.items():
         with torch.device("meta"):
-            narrow = Block(model_config, int(name))
+            narrow = type(block)(model_config, int(name))
         use_kernels(narrow)
+        for norm in ("q_norm", "k_norm"):           # all blocks share it
+            if hasattr(block.attn, norm):
+                setattr(narrow.attn, norm, getattr(block.attn, norm))
         block.attn.forward = InBlocks(block.attn, narrow.attn, ("qkv", "proj"), grid)
         block.mlp.forward = InBlocks(block.mlp, narrow.mlp, ("up", "down"), grid)
     for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             module.forward = partial(exact_norm, module, grid.exact)
     if model.embed is not None:
         model.embed.add_positions = partial(add_positions, model.embed, grid)

@@ -90,9 +90,10 @@ class ExactSums:
         """total += x, both of one shape."""
         total.add_(self.in_units(x, unit, terms), alpha=unit)
 
-    def add_rows(self, total: torch.Tensor, x: torch.Tensor, unit: float) -> None:
-        """total (C,) += the sum of x (..., C), which has a row for each position."""
-        units = self.in_units(x.flatten(0, -2), unit, self.terms(1))
+    def add_rows(self, total: torch.Tensor, x: torch.Tensor, unit: float, rows: int = 1) -> None:
+        """total (C,) += the sum of x (..., C), which has so many rows for each position, those of
+        other blocks and ranks included."""
+        units = self.in_units(x.flatten(0, -2), unit, rows * self.terms(1))
         total.add_(units.sum(0, dtype=total.dtype), alpha=unit)
 
     def terms(self, positions: int) -> float:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, IGNORE_INDEX, GPTConfig, ceil_div
+from model import GPT, IGNORE_INDEX, VOCAB_MATRICES, GPTConfig, ceil_div
 from parallelism.collectives import all_reduce
 from parallelism.kernels import linear, lookup, multiplies_in_fp32, upcast_for_matmul
 from parallelism.sequence import by_ranks, by_sequences, gather_positions, sum_over_ranks
@@ -41,6 +41,7 @@ class ParamSpec:
     tp: int
     owners: list                # (module, attribute): two if embedding and head are on one stage
     is_tied_copy: bool          # the last stage's copy of a weight tied across stages
+    is_tied: bool = False       # embedding and head share it
 
     @property
     def local_shape(self) -> list[int]:
@@ -52,6 +53,11 @@ class ParamSpec:
     @property
     def numel(self) -> int:
         return math.prod(self.local_shape)
+
+    @property
+    def is_of_heads(self) -> bool:
+        """Every rank has all of it, but its gradient is of this rank's heads alone."""
+        return self.name.endswith(("attn.q_norm.weight", "attn.k_norm.weight"))
 
     @property
     def decays(self) -> bool:
@@ -127,13 +133,13 @@ class TensorParallel(nn.Module):
     """Takes over a plain module's parameters. `partition_dim` says in which dimension they are cut
     (those it does not name are whole), `stride` how many matrices are stacked there."""
     partition_dim = {}
-    stride = 1
     put_off = None      # the pipeline schedule ZB-H1 (PP7 in pipeline.py) keeps `multiply`'s here
 
     def __init__(self, plain: nn.Module, grid):
         super().__init__()
         self.weight = plain.weight
         self.bias = getattr(plain, "bias", None)
+        self.stride = getattr(plain, "stacked", 1)
         self.grid = grid
 
     def multiply(self, function: Callable, x: torch.Tensor, *args) -> torch.Tensor:
@@ -161,7 +167,8 @@ class ColumnParallelLinear(TensorParallel):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    stride = 3          # the matrices of q, k and v, stacked: each is cut by heads on its own
+    """Its columns are cut by heads: those of q, k and v each on its own (a GPT: stride 3), or in
+    groups (models/llama.py)."""
 
     def forward(self, x):
         return by_sequences(super().forward(x), self.grid)
@@ -176,7 +183,8 @@ class RowParallelLinear(TensorParallel):
     def forward(self, x):
         if self.grid.tp == 1:
             return self.multiply(linear, x, self.bias)
-        return self.reduce(self.multiply(linear, x)) + self.bias
+        y = self.reduce(self.multiply(linear, x))
+        return y if self.bias is None else y + self.bias
 
     def reduce(self, y):
         return _Reduce.apply(y, self.grid)
@@ -211,7 +219,9 @@ class VocabParallelEmbedding(TensorParallel):
         rows = by_ranks(tokens, self.grid) - self.grid.tp_rank * len(self.weight)
         is_local = (rows >= 0) & (rows < len(self.weight))
         x = self.lookup(rows.where(is_local, 0))                        # (B, T, C)
-        return _Reduce.apply(x * is_local.unsqueeze(-1), self.grid)
+        x = _Reduce.apply(x * is_local.unsqueeze(-1), self.grid)
+        # (With TP2 it is a slice; a Llama adds nothing to it, and would keep all positions.)
+        return x.clone() if self.grid.sequence_parallel else x
 
     def lookup(self, rows):
         if hasattr(self.weight, "main_grad"):
@@ -418,17 +428,19 @@ def param_specs(model: GPT, model_config: GPTConfig, grid) -> list[ParamSpec]:
     """The parameters of a stage (build.build_stage). They depend on the stage alone, so any rank
     can compute the layout of another one (`checkpoint.file_order`)."""
     specs = {}
+    tied = TIED if model_config.tied else {}
     for module_name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
             local_name = f"{module_name}.{attribute}"
-            name = TIED.get(local_name, local_name)
+            name = tied.get(local_name, local_name)
             if name in specs:
                 specs[name].owners.append((module, attribute))
                 continue
-            rows = model_config.vocab_size if name == "embed.token.weight" else parameter.shape[0]
+            rows = model_config.vocab_size if name in VOCAB_MATRICES else parameter.shape[0]
             specs[name] = ParamSpec(
                 name, (rows, *parameter.shape[1:]), padded_rows=parameter.shape[0],
                 partition_dim=getattr(module, "partition_dim", {}).get(attribute),
                 stride=getattr(module, "stride", 1), tp=grid.tp, owners=[(module, attribute)],
-                is_tied_copy=local_name in TIED and not grid.is_first)
+                is_tied_copy=local_name in tied and not grid.is_first,
+                is_tied=name in tied.values())
     return list(specs.values())

@@ -130,7 +130,7 @@ class FlatParameters(FullTensors):
         """Where a parameter's gradient adds up. From ZeRO 2 on this memory is created by the first
         gradient and freed by the sync. The head adds in forward, so under GPipe the first backward
         syncs all microbatches' head gradients and the later ones find none."""
-        is_awaited = bucket.pending_grads > 0 or bucket.name == "tied"
+        is_awaited = bucket.pending_grads > 0 or bucket.name in ("tied", "head")
         if self.grads_are_summed or (bucket.grad is None and not is_awaited):
             raise RuntimeError(f"main_grad of {spec.name} is this rank's part of a sum, while "
                                f"backward runs: call full_gradient({spec.name!r}) after "
@@ -247,8 +247,9 @@ class FlatParameters(FullTensors):
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
         """DP5: wait for all buckets. Then sum two kinds of gradients of which other ranks have a
-        part: the tied matrix's on the two ends of a pipeline, and, with sequence parallelism,
-        those of parameters that tensor parallelism replicates (TP2)."""
+        part: the tied matrix's on the two ends of a pipeline, and those of parameters that tensor
+        parallelism replicates: with sequence parallelism (TP2) all, without it those of norms that
+        see this rank's heads alone."""
         assert not self.buckets_to_sync, "a parameter got no gradient"
         if self.holds_grads:
             for bucket in reversed(self.buckets):
@@ -256,10 +257,11 @@ class FlatParameters(FullTensors):
         self._wait_grad_sync()
         if self.buckets[0].name == "tied":
             all_reduce(self.buckets[0].shard["grad"], self.grid.groups["embedding"]).wait()
-        if self.grid.sequence_parallel:
+        if self.grid.tp > 1:
             replicated = [bucket.shard["grad"][shard_slice] for bucket in self.buckets
                           for spec, shard_slice, _ in bucket.shard_ranges
-                          if spec.partition_dim is None]
+                          if spec.partition_dim is None
+                          and (self.grid.sequence_parallel or spec.is_of_heads)]
             if replicated:
                 sums = all_reduce(torch.cat(replicated), self.grid.groups["tp"]).wait()
                 torch._foreach_copy_(replicated, sums.split([len(x) for x in replicated]))
@@ -372,14 +374,19 @@ def gather_before_use(model: GPT, flat: FlatParameters) -> None:
 
     The tied matrix stays gathered from the embedding to the end of the head's forward, because the
     head computes its gradients there. The other parameters of the ends, and the last block, stay
-    gathered until backward."""
-    ends = [bucket for bucket in flat.buckets if bucket.name in ("tied", "ends")]
-    halves = flat.buckets[len(ends):]
+    gathered until backward. Two matrices that are not tied are gathered one after the other."""
+    def named(*names):
+        return [bucket for bucket in flat.buckets if bucket.name in names]
+
+    tied, embed, ends, head = named("tied"), named("embed"), named("ends"), named("head")
+    halves = [bucket for bucket in flat.buckets if bucket.name[0].isdigit()]
     blocks = list(zip(halves[::2], halves[1::2]))                   # [(attention, MLP)]
 
     def run_embed(forward, *args):
-        flat.unshard(ends, prefetch=blocks[0])
-        return forward(*args)
+        flat.unshard(tied + embed + ends, prefetch=blocks[0])
+        y = forward(*args)
+        flat.reshard(embed)
+        return y
 
     def run_block(forward, current, previous, following, *args):
         flat.unshard(current, prefetch=following)
@@ -391,11 +398,11 @@ def gather_before_use(model: GPT, flat: FlatParameters) -> None:
         return y
 
     def run_head(forward, *args):
-        flat.unshard(ends)
+        flat.unshard(tied + head + ends)
         y = forward(*args)
-        flat.reshard(ends[:1])                                      # the tied matrix
+        flat.reshard(tied + head)
         if not torch.is_grad_enabled():
-            flat.reshard(ends[1:])
+            flat.reshard(ends)
         return y
 
     if model.embed is not None:

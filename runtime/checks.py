@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 import torch
 
 from data import TokenDataset, batch_sizes, steps_of_epochs
-from model import PEAK_LR, SIZES, GPTConfig
+from model import GPTConfig
+from models import PEAK_LR, SIZES, make_config
 from parallelism.buckets import make_buckets, state_bytes
 from parallelism.build import Grid, build_stage
 from parallelism.collectives import out_of_memory
@@ -87,7 +88,7 @@ def nearest_heads(channels: int, heads: int, tp: int) -> list[str]:
 def check_heads(shape: dict, tp: int) -> None:
     """Raise a ValueError that proposes near values if the channels cannot be cut into heads."""
     channels, heads = shape["n_embd"], shape["n_head"]
-    if channels % heads:
+    if channels % heads and not shape.get("head_dim"):
         near = nearest_heads(channels, heads, tp)
         if heads % tp == 0:
             below = channels // heads * heads
@@ -103,17 +104,23 @@ def check_layout(model_config: GPTConfig, world: int, batch: int, config) -> Non
     micro_batch, seq_len = config.micro_batch, model_config.seq_len
     dp = world // (tp * pp * cp)
     problems = []
-    if model_config.n_head % tp:
-        heads = model_config.n_head
+    if model_config.n_kv_head % tp:
+        heads = model_config.n_kv_head
+        name = "n_head" if heads == model_config.n_head else "n_kv_head"
         fitting = [n for n in range(1, heads + 1)
                    if heads % n == 0 and world % (n * pp * cp) == 0]
         possible = [str(n) for n in fitting if batch % (world // (n * pp * cp)) == 0]
-        near = nearest_heads(model_config.n_embd, heads, tp)
+        near = []
+        if name == "n_head":
+            near = nearest_heads(model_config.n_embd, heads, tp)
         if possible:
             near.insert(0, f"a --tp that divides it and the {world} processes: "
                            f"{', '.join(possible)}")
-        problems.append(f"n_head {heads} is not divisible by tp {tp}: give "
+        problems.append(f"{name} {heads} is not divisible by tp {tp}: give "
                         f"{'; or '.join(near) or 'another number of processes'}")
+    elif model_config.hidden % tp:
+        problems.append(f"the MLP's {model_config.hidden} hidden channels are not divisible by tp "
+                        f"{tp}: give a --tp or a --hidden that fits")
     if cp > 1 and seq_len % (2 * cp):
         problems.append(f"context parallelism cuts a sequence into 2 x cp {cp} = {2 * cp} pieces, "
                         f"which do not divide seq_len {seq_len}: change one")
@@ -169,8 +176,10 @@ def default_micro_batch(sizes: range, dp: float, pp: int, device_type: str) -> i
 def default_lr(model: str, shape: dict) -> float:
     """Published peak learning rate of the size with this depth and width (`model` first, but the
     weights of --init-from may have another shape); without one, that of `model`."""
+    def of(shape):
+        return shape["n_layer"], shape["n_embd"], "n_kv_head" in shape      # a Llama, or a GPT
     for name in (model, *SIZES):
-        if (SIZES[name]["n_layer"], SIZES[name]["n_embd"]) == (shape["n_layer"], shape["n_embd"]):
+        if of(SIZES[name]) == of(shape):
             return PEAK_LR[name]
     return PEAK_LR[model]
 
@@ -180,7 +189,7 @@ def check_config(config: Config, shape: dict, vocab_size: int, world: int,
     """The config with a microbatch and a learning rate, and the model. Raises ValueError if they
     cannot run."""
     check_heads(shape, config.tp)
-    model_config = GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape)
+    model_config = make_config(vocab_size=vocab_size, dropout=config.dropout, **shape)
     dp = world / (config.tp * config.pp * config.cp)
     sizes, _ = batch_sizes(config)
     if config.batch_size not in sizes and not config.eval_only:
@@ -224,7 +233,8 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
     found = config.data
     if "data" not in given:
         found += " (the default: --data was left out)"
-    if (tokenizer, vocab_size) != (meta["tokenizer"], meta["vocab_size"]):
+    # (A model may have more rows than its tokenizer has tokens, as Qwen's.)
+    if tokenizer != meta["tokenizer"] or vocab_size < meta["vocab_size"]:
         advice = "make --data with that tokenizer, or use another --out or checkpoint"
         if stored is not None and not fine_tunes:
             advice = f"give --data {stored}, or {advice}"
@@ -259,7 +269,8 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     if "decay_ratio" in given and config.lr_schedule != "wsd":
         raise ValueError(f"--decay-ratio is for --lr-schedule wsd, not {config.lr_schedule}, which "
                          f"decays until the last step: give --lr-schedule wsd, or drop the flag")
-    config, model_config = check_config(config, shape, data.meta["vocab_size"], world, device_type)
+    vocab_size = data.meta["vocab_size"] if state is None else state["model"]["vocab_size"]
+    config, model_config = check_config(config, shape, vocab_size, world, device_type)
     resumed = None if weights_only else state
     if state is not None:
         check_data(given, state, file, data, config, weights_only)

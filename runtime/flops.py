@@ -6,30 +6,56 @@
 computes times with it.
 """
 import re
+from dataclasses import replace
+from functools import cache
 
-from model import GPTConfig
+import torch
+
+from model import VOCAB_MATRICES, GPTConfig
 
 
+def parameters(cfg: GPTConfig) -> dict[str, int]:
+    """{name: numbers} of the full parameters of a model, without padding."""
+    with torch.device("meta"):
+        model = cfg.build()
+    padding = (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd
+    return {name: p.numel() - (padding if name in VOCAB_MATRICES else 0)
+            for name, p in model.named_parameters()}
+
+
+@cache
 def parameter_count(cfg: GPTConfig) -> int:
-    """Parameters without padding: (V + T) C in the embeddings, 12 C^2 + 13 C in a block, 2 C in
-    the last LayerNorm."""
-    C = cfg.n_embd
-    return (cfg.vocab_size + cfg.seq_len) * C + cfg.n_layer * (12 * C * C + 13 * C) + 2 * C
+    """Parameters without padding. A GPT has (V + T) C in the embeddings, 12 C^2 + 13 C in a block,
+    and 2 C in the last LayerNorm."""
+    one, two = (sum(parameters(replace(cfg, n_layer=n)).values()) for n in (1, 2))
+    return one + (cfg.n_layer - 1) * (two - one)        # all blocks have as many
 
 
 def flops_per_token(cfg: GPTConfig, recompute: bool = False) -> int:
-    """Floating-point operations to train on one token: 6 N + 12 L C T (PaLM, appendix B).
+    """Floating-point operations to train on one token: 6 N + 12 L H D T (PaLM, appendix B).
 
     A parameter takes two operations (multiply, add) forward and four backward. N leaves out the
-    position embeddings and counts the tied matrix once, for the head. Attention's two products take
-    4 C T forward in each layer and twice that backward, although half of it is masked.
-    Recomputation repeats a block's forward but for its last product (8 C^2).
+    matrices that are looked up, of positions and of tokens; a tied one counts once, for the head.
+    Attention's two products take 4 H D T forward in each layer and twice that backward, although
+    half of it is masked. Recomputation repeats a block's forward but for its last product: for a
+    GPT, where H D is C, that is 16 C^2 + 4 C T.
     """
-    C = cfg.n_embd
-    T = cfg.seq_len
-    N = parameter_count(cfg) - T * C
-    again = cfg.n_layer * (16 * C * C + 4 * C * T) if recompute else 0
-    return 6 * N + 12 * cfg.n_layer * C * T + again
+    width = cfg.n_head * cfg.head_dim
+    attention = 4 * width * cfg.seq_len
+    N = parameter_count(cfg) - looked_up(cfg)
+    again = 0
+    if recompute:
+        inputs = 2 * width + 2 * cfg.n_kv_head * cfg.head_dim       # q, k, v, and proj's
+        up = 2 * cfg.hidden if cfg.gated else cfg.hidden
+        again = cfg.n_layer * (2 * cfg.n_embd * (inputs + up) + attention)
+    return 6 * N + 3 * cfg.n_layer * attention + again
+
+
+def looked_up(cfg: GPTConfig) -> int:
+    """The parameters of the embeddings, without those that the head multiplies with."""
+    sizes = parameters(replace(cfg, n_layer=1))
+    tokens = 0 if cfg.tied else sizes["embed.token.weight"]
+    return tokens + sizes.get("embed.position.weight", 0)
 
 
 # Dense 16-bit TFLOP/s of matrix products that sum in fp32, from the makers' data sheets and, for

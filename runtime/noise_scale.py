@@ -78,7 +78,7 @@ class NoiseScale:
 def local_squares(flat) -> torch.Tensor:
     """The squares of the gradient of this dp rank's rows, before the sum over dp, summed on this
     rank so that the sum over its ranks has each parameter once."""
-    grid, counted, replicated = flat.grid, [], []
+    grid, counted, replicated, of_heads = flat.grid, [], [], []
     for bucket in flat.buckets:
         grad = bucket.grad
         if grid.cp > 1:                     # each context-parallel rank has a part
@@ -88,9 +88,13 @@ def local_squares(flat) -> torch.Tensor:
         for spec in bucket.specs:
             if not spec.is_tied_copy:
                 kind = replicated if spec.partition_dim is None else counted
+                if spec.is_of_heads and not grid.sequence_parallel:
+                    kind = of_heads
                 kind.append(bucket.view(grad, spec).flatten())
-    if grid.sequence_parallel:              # each tensor-parallel rank has a part
-        replicated = [all_reduce(torch.cat(replicated), grid.groups["tp"]).wait()]
+    in_parts = replicated if grid.sequence_parallel else of_heads
+    if in_parts:                            # each tensor-parallel rank has a part
+        total = all_reduce(torch.cat(in_parts), grid.groups["tp"]).wait()
+        replicated = [total] if grid.sequence_parallel else [*replicated, total]
     if grid.tp_rank == 0:
         counted += replicated
     pieces = [piece for x in counted for piece in x.split(2 ** 20)]

@@ -8,7 +8,7 @@ import math
 import re
 
 from amp import PRECISIONS
-from model import SIZES
+from models import SIZES
 from parallelism.schedules import SCHEDULES
 from runtime.commandline import Parser
 from runtime.other_names import ADVICE, OTHER_NAMES
@@ -33,11 +33,16 @@ class Config:
                     choices=["tensorboard", "wandb", "tensorboard,wandb", "wandb,tensorboard"])
     model: str = flag("nano", "named size: " + ", ".join(SIZES), choices=list(SIZES), group="model",
                       form="NAME")
-    n_layer: int = flag(None, "blocks (this and the next four override --model)", low=1)
+    n_layer: int = flag(None, "blocks (this and the next eight override --model)", low=1)
     n_head: int = flag(None, "attention heads", low=1)
     n_embd: int = flag(None, "channels", low=1)
     seq_len: int = flag(None, "context length, in tokens", low=1)
-    activation: str = flag(None, "activation of the MLP", choices=["gelu", "relu"])
+    activation: str = flag(None, "activation of the MLP; a GPT has gelu or relu",
+                           choices=["gelu", "relu", "silu", "gelu_erf"])
+    n_kv_head: int = flag(None, "not of a GPT, as the next three: heads of keys and values", low=1)
+    head_dim: int = flag(None, "channels of a head", low=1)
+    hidden: int = flag(None, "channels in the MLP", low=1)
+    rope_theta: float = flag(None, "base of the rotary positions", low=1)
     dropout: float = flag(0.0, "probability on embeddings, attention, residuals", low=0, below=1)
     batch_size: int = flag(16, "global batch size: sequences per step", low=1, group="optimization")
     batch_ramp: str = flag(None, "ramp the batch from START to --batch-size in INCREMENTs over "
@@ -103,7 +108,8 @@ class Config:
                            form="A:B")
 
 
-SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation")
+OF_LLAMA = ("n_kv_head", "head_dim", "hidden", "rope_theta")
+SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "activation", *OF_LLAMA)
 # These flags apply to one launch and are not restored from a checkpoint; all others are. (--epochs
 # is stored as the resulting --steps.)
 LOCAL = {"data", "out", "log", "resume", "init_from", "eval_only", "log_every", "tp", "pp", "cp",
@@ -215,18 +221,26 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
                  file="the checkpoint") -> tuple[Config, dict]:
     """Command line, then checkpoint, then defaults -> the config and the model's shape (without
     vocabulary and dropout). With `weights_only` the checkpoint gives the shape alone, and seq_len
-    may be shorter. Raises ValueError, which names the `file`, if the command line asks for another
-    model."""
+    may be shorter, with rotary positions also longer. Raises ValueError, which names the `file`, if
+    the command line asks for another model."""
     config = Config(**given)
     shape = model_shape(given)
+    base = SIZES[config.model] if state is None else state["model"]
+    of_llama = [name for name in OF_LLAMA if name in given and "n_kv_head" not in base]
+    if of_llama:
+        source = f"--model {config.model}" if state is None else file
+        flags = ", ".join("--" + name.replace("_", "-") for name in of_llama)
+        raise ValueError(f"{source} is a GPT, which has no {flags}: drop it, or give --model "
+                         f"llama-nano or another of the models after it")
     if state is None:
-        return config, SIZES[config.model] | shape
+        return config, base | shape
     problems = []
     drop = []
     for name, value in shape.items():
-        stored = state["model"][name]
+        stored = base.get(name)             # None: a GPT does not have it
         may_be_shorter = name == "seq_len" and weights_only
-        if value != stored and not (may_be_shorter and value < stored):
+        is_allowed = may_be_shorter and (value < stored or "rope_theta" in base)
+        if value != stored and not is_allowed:
             allowed = f"{stored} or less" if may_be_shorter else stored
             problems.append(f"{name} {allowed}, not {value}")
             drop.append("--" + (name if name in given else "model").replace("_", "-"))
@@ -238,7 +252,8 @@ def merge_config(given: dict, state: dict | None, weights_only=False,
             advice = (f"{new_run_advice(given)}; to go on {advice} and give --data "
                       f"{state['config']['data']}")
         raise ValueError(f"{file} has {'; '.join(problems)}: {advice}")
-    shape = {name: state["model"][name] for name in SHAPE} | shape
+    stored = {name: value for name, value in base.items() if name not in ("vocab_size", "dropout")}
+    shape = stored | shape
     if not weights_only:
         config = Config(**(restored_flags(state) | given))
         if config.exact and config.micro_batch is None:     # other microbatches give other bits

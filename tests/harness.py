@@ -276,7 +276,7 @@ def random_gpt(cfg):
     """A GPT in fp64 with every parameter random, biases and padding included, so that a test sees
     when one is left out."""
     generator = torch.Generator().manual_seed(0)
-    plain = GPT(cfg).double().eval()
+    plain = cfg.build().double().eval()
     for parameter in plain.parameters():
         nn.init.normal_(parameter, 0, 0.3, generator)
     return plain

@@ -3,6 +3,7 @@
     python -m pytest tests/test_structure.py
 
     the book        model.py, data.py, amp.py, parallel.py, checkpoint.py, train.py, sample.py
+    models/         decoders since GPT-3
     corpus/         from the files that people have to documents and tokens
     parallelism/    each technique as a run uses it
     runtime/        what a run on real machines needs beside the training
@@ -28,29 +29,30 @@ from runtime.options import Config
 from tests.harness import ROOT, tokens_of
 
 OURS = ("amp", "checkpoint", "data", "model", "parallel", "sample", "train", "test_all",
-        "corpus", "parallelism", "runtime", "tools", "tests")
-PACKAGES = ("corpus", "parallelism", "runtime", "tools", "tests")
-WITHOUT_TOOLS = ("*.py", "corpus/*.py", "parallelism/*.py", "runtime/*.py")
+        "models", "corpus", "parallelism", "runtime", "tools", "tests")
+PACKAGES = ("models", "corpus", "parallelism", "runtime", "tools", "tests")
+WITHOUT_TOOLS = ("*.py", "models/*.py", "corpus/*.py", "parallelism/*.py", "runtime/*.py")
 FILES = sorted(file for pattern in (*WITHOUT_TOOLS, "tools/**/*.py") for file in ROOT.glob(pattern)
                if file.name not in ("__init__.py", "test_all.py"))
 
 # A file, or all of a folder: (what of ours it may import, what of that not).
 MAY_IMPORT = {
     "model": ("", ""),
+    "models.*": ("model models.*", ""),
     "amp": ("", ""),
     "data": ("corpus.* runtime.commandline runtime.other_names", ""),
     "corpus.*": ("corpus.* runtime.commandline runtime.other_names", ""),
     "parallel": ("model data", ""),               # data: in `main` alone
-    "checkpoint": ("model parallelism.* runtime.processes runtime.checkpoint_files", ""),
+    "checkpoint": ("model models* parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
-    "sample": ("amp model data checkpoint parallelism.collectives "
+    "sample": ("amp model models* data checkpoint parallelism.collectives "
                "runtime.commandline runtime.devices runtime.other_names runtime.sampling", ""),
-    "parallelism.*": ("model amp parallel parallelism.*", ""),
+    "parallelism.*": ("model models* amp parallel parallelism.*", ""),
     # Below the book (runtime/__init__.py):
     "runtime.commandline": ("", ""),
     "runtime.other_names": ("", ""),
-    "runtime.options": ("model amp parallelism.schedules runtime.commandline runtime.other_names",
-                        ""),
+    "runtime.options": ("models* amp parallelism.schedules runtime.commandline "
+                        "runtime.other_names", ""),
     "runtime.processes": ("parallelism.collectives", ""),
     "runtime.devices": ("parallelism.collectives runtime.options runtime.processes", ""),
     "runtime.threads": ("runtime.processes", ""),
@@ -125,11 +127,12 @@ def test_data_py_needs_neither_torch_nor_the_model():
     assert done.stdout == "[]\n"
 
 
-FLAGS = """data out log model n_layer n_head n_embd seq_len activation dropout batch_size batch_ramp
-    steps epochs lr min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip
-    seed tp pp cp pp_schedule pp_chunks device compile timeout micro_batch zero recompute
-    sequence_parallel offload dtype exact save_every keep resume init_from check_every
-    eval_every eval_tokens eval_only noise_scale log_every rollback max_rollbacks skip_steps"""
+FLAGS = """data out log model n_layer n_head n_embd seq_len activation n_kv_head head_dim hidden
+    rope_theta dropout batch_size batch_ramp steps epochs lr min_lr_ratio warmup_steps lr_schedule
+    decay_ratio weight_decay beta1 beta2 clip seed tp pp cp pp_schedule pp_chunks device compile
+    timeout micro_batch zero recompute sequence_parallel offload dtype exact save_every keep resume
+    init_from check_every eval_every eval_tokens eval_only noise_scale log_every rollback
+    max_rollbacks skip_steps"""
 
 
 def test_train_py_has_these_flags_and_no_others():
@@ -153,8 +156,8 @@ def test_the_example_in_model_py_runs():
 
 
 def test_the_books_commands_work_without_tools_and_tests(tmp_path):
-    """In a folder that has the seven programs, corpus/, parallelism/ and runtime/ alone. (.ci/run
-    does it by torchrun too.)"""
+    """In a folder that has the seven programs, models/, corpus/, parallelism/ and runtime/ alone.
+    (.ci/run does it by torchrun too.)"""
     for pattern in WITHOUT_TOOLS:
         for file in ROOT.glob(pattern):
             copy = tmp_path / file.relative_to(ROOT)

@@ -16,6 +16,7 @@ import torch
 from checkpoint import verify
 from corpus.downloads import download
 from runtime.checkpoint_files import reading
+from tools.families import PREFIXES
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json")
@@ -125,5 +126,4 @@ def tensor_readers(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
         with reading(file, "is refused"):
             tensors = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
             readers = {name: partial(tensors.get, name) for name in tensors}
-    return {re.sub(r"^(transformer|(model\.)?decoder)\.", "", name): reader
-            for name, reader in readers.items()}
+    return {PREFIXES.sub("", name): reader for name, reader in readers.items()}

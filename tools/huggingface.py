@@ -1,4 +1,5 @@
-"""Convert weights from and to Hugging Face's formats: GPT-2 (with GELU) and OPT (with ReLU).
+"""Convert weights from and to Hugging Face's formats: GPT-2, OPT, Llama, Mistral, Qwen2, Qwen3,
+GPT-NeoX and OLMo.
 
     python -m tools.huggingface import gpt2 gpt2.pt         # a name on the hub, or a folder
     python -m tools.huggingface export out/latest.pt folder
@@ -7,28 +8,20 @@ tools/hub.py says what a folder contains. A model of GPT-2's tokens or of bytes 
 too, in vocab.json and merges.txt: <|endoftext|> within a text is one token there, where data.py and
 sample.py see 13 characters.
 
-GPT-2 (Radford et al. 2019) and OPT (Zhang et al. 2022) compute what model.py computes. They differ
-in the names of their tensors and in three details of the layout, which `to_ours` and `to_theirs`
-convert:
-- GPT-2 stores the matrices of its blocks transposed, as (in, out).
-- OPT stores query, key and value as three tensors; we and GPT-2 stack them in one.
-- OPT's table of positions begins with two rows that are never looked up.
+tools/families.py says how each architecture differs in its names and in the layout of its tensors.
 """
 import tools        # first: python tools/huggingface.py ends in its line
 
 import itertools
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from checkpoint import FORMAT, KEYS, load, parameter_shapes, verify, write_file
 from corpus.bpe import find_merges
@@ -36,10 +29,13 @@ from corpus.formats import EOT
 from corpus.tokenizers import read_own, read_ranks
 from data import get_tokenizer
 from model import GPTConfig
+from models import make_config
 from runtime.checkpoint_files import reading
 from runtime.commandline import Parser
 from runtime.directory import new_run
 from runtime.flops import parameter_count
+from tools.families import (END_OF_TEXT, FAMILIES, Family, config_json, model_config, their_names,
+                            to_ours, to_theirs)
 from tools.hub import IS_ADAPTER, check_source, fetch, tensor_readers, weight_files
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -49,134 +45,11 @@ GPT2_FILES = {      # tiktoken's name: transformers' name, sha256
     "encoder.json": ("vocab.json",
                      "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")}
 SHARD_BYTES = 2_000_000_000         # of tensors in one exported file: what is in memory at a time
-MODEL_TYPES = {"gelu": "gpt2", "relu": "opt"}      # our activation: the architecture that has it
-END_OF_TEXT = {"gpt2": 50256, "bytes": 256, "opt-50272": 2}     # token of a tokenizer
-ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}     # theirs: ours
-
-# What model.py has only one form of: the key in config.json, and its value where it is missing.
-FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True,
-         "scale_attn_by_inverse_layer_idx": False, "do_layer_norm_before": True,
-         "_remove_final_layer_norm": False, "enable_bias": True,
-         "layer_norm_elementwise_affine": True}
-
-
-class Family(NamedTuple):
-    """How one of the two architectures is written down."""
-    architecture: str                   # the class in transformers
-    activation: str                     # activation_function in config.json
-    dropout: list[str]                  # keys of its probabilities there
-    shape: dict[str, str]               # field of GPTConfig: key in config.json
-    prefix: str                         # of each tensor's name
-    ends: dict[str, str]                # our module outside of the blocks: theirs
-    blocks: str                         # their list of blocks
-    block: dict[str, list[str]]         # our module in a block: theirs, stacked in this order
-    transposed: bool                    # matrices in blocks are (in, out)
-    unused_positions: int               # rows before the first position
-
-
-FAMILIES = {
-    "gpt2": Family(
-        architecture="GPT2LMHeadModel",
-        activation="gelu_new",
-        dropout=["embd_pdrop", "attn_pdrop", "resid_pdrop"],
-        shape={"vocab_size": "vocab_size", "seq_len": "n_positions", "n_layer": "n_layer",
-               "n_head": "n_head", "n_embd": "n_embd"},
-        prefix="transformer.",
-        ends={"embed.token": "wte", "embed.position": "wpe", "head.norm": "ln_f"},
-        blocks="h",
-        block={"norm1": ["ln_1"], "attn.qkv": ["attn.c_attn"], "attn.proj": ["attn.c_proj"],
-               "norm2": ["ln_2"], "mlp.up": ["mlp.c_fc"], "mlp.down": ["mlp.c_proj"]},
-        transposed=True,
-        unused_positions=0),
-    "opt": Family(
-        architecture="OPTForCausalLM",
-        activation="relu",
-        dropout=["attention_dropout", "dropout"],
-        shape={"vocab_size": "vocab_size", "seq_len": "max_position_embeddings",
-               "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-               "n_embd": "hidden_size"},
-        prefix="model.decoder.",
-        ends={"embed.token": "embed_tokens", "embed.position": "embed_positions",
-              "head.norm": "final_layer_norm"},
-        blocks="layers",
-        block={"norm1": ["self_attn_layer_norm"],
-               "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-               "attn.proj": ["self_attn.out_proj"], "norm2": ["final_layer_norm"],
-               "mlp.up": ["fc1"], "mlp.down": ["fc2"]},
-        transposed=False,
-        unused_positions=2),
-}
-
-
-# ---------------------------------------------------------------------------------------------
-# One parameter
-# ---------------------------------------------------------------------------------------------
-
-
-def their_names(name: str, family: Family) -> list[str]:
-    """Names, without the family's prefix, of the tensors that hold our parameter `name`. Raises
-    ValueError if it has none."""
-    module, kind = name.rsplit(".", 1)                      # kind: weight or bias
-    with_layer = re.fullmatch(r"blocks\.(\d+)\.(.*)", module)
-    if module in family.ends:
-        return [f"{family.ends[module]}.{kind}"]
-    if with_layer is None or with_layer[2] not in family.block:
-        raise ValueError(f"{family.architecture} has no parameter for {name}")
-    layer, module = with_layer.groups()
-    return [f"{family.blocks}.{layer}.{theirs}.{kind}" for theirs in family.block[module]]
-
-
-def is_transposed(name: str, tensor: torch.Tensor, family: Family) -> bool:
-    return family.transposed and name.startswith("blocks.") and tensor.dim() == 2
-
-
-def to_ours(name: str, tensors: list[torch.Tensor], family: Family) -> torch.Tensor:
-    """Our parameter `name` in fp32, from the family's tensors in the order of `their_names`."""
-    tensors = [t.T if is_transposed(name, t, family) else t for t in tensors]
-    full = torch.cat([t.float() for t in tensors])
-    if name == "embed.position.weight":
-        full = full[family.unused_positions:]
-    return full.contiguous()
-
-
-def to_theirs(name: str, full: torch.Tensor, family: Family) -> dict[str, torch.Tensor]:
-    """The inverse of `to_ours`: {full name: tensor in fp32}."""
-    full = full.float()
-    if name == "embed.position.weight":
-        full = F.pad(full, (0, 0, family.unused_positions, 0))
-    names = their_names(name, family)
-    tensors = [t.T if is_transposed(name, t, family) else t for t in full.chunk(len(names))]
-    return {family.prefix + theirs: t.contiguous() for theirs, t in zip(names, tensors)}
 
 
 # ---------------------------------------------------------------------------------------------
 # Import
 # ---------------------------------------------------------------------------------------------
-
-
-def model_config(config: dict) -> GPTConfig:
-    """config.json -> GPTConfig; raises ValueError for an architecture that model.py does not have.
-    """
-    config = {key: value for key, value in config.items() if value is not None}     # null: default
-    model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"its model_type {model_type!r} is neither gpt2 nor opt")
-    family = FAMILIES[model_type]
-    for theirs in family.shape.values():
-        if theirs not in config:
-            raise ValueError(f"it lacks {theirs}")
-    shape = {ours: config[theirs] for ours, theirs in family.shape.items()}
-
-    activation = config.get("activation_function", family.activation)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"its activation_function is {activation!r}, model.py has only "
-                         f"{', '.join(ACTIVATIONS)}")
-    width = shape["n_embd"]
-    supported = {**FIXED, "n_inner": 4 * width, "ffn_dim": 4 * width, "word_embed_proj_dim": width}
-    for key, value in supported.items():
-        if config.get(key, value) != value:
-            raise ValueError(f"its {key} is {config[key]!r}, model.py has only {value!r}")
-    return GPTConfig(activation=ACTIVATIONS[activation], **shape)
 
 
 def read_config(folder: Path) -> tuple[dict, GPTConfig]:
@@ -216,7 +89,7 @@ def import_model(source: str, file: Path, hub: str) -> None:
         for one in theirs:
             if one not in readers:
                 raise ValueError(f"{folder} has no tensor {one}")
-        full = to_ours(name, [readers[one]() for one in theirs], family)
+        full = to_ours(name, [readers[one]() for one in theirs], family, cfg).float()
         if tuple(full.shape) != shape:
             raise ValueError(f"{folder}: {theirs[0]} has shape {tuple(full.shape)}, not {shape}")
         parameters[name] = full
@@ -250,37 +123,6 @@ def tokenizer_name(config: dict) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
-def config_json(cfg: GPTConfig, tokenizer: str, end: int | None = None) -> dict:
-    """The inverse of `model_config`. `tokenizer` is our own key; `end` its token of
-    <|endoftext|>, where it is one of one's own. Raises ValueError for what neither architecture
-    has."""
-    if cfg.activation not in MODEL_TYPES:
-        raise ValueError(f"activation {cfg.activation!r} is neither GPT-2's (gelu) nor OPT's "
-                         f"(relu): opened as one of them it would be another model")
-    family = FAMILIES[MODEL_TYPES[cfg.activation]]
-    for field in fields(cfg):
-        value = getattr(cfg, field.name)
-        if field.name not in ("activation", "dropout", *family.shape) and value != field.default:
-            raise ValueError(f"{family.architecture} has no {field.name} {value}: opened there it "
-                             f"would be another model")
-    end = END_OF_TEXT.get(tokenizer, end)
-    if end is not None and end >= cfg.vocab_size:
-        raise ValueError(f"the tokenizer {tokenizer} has {end + 1} tokens, but the model's "
-                         f"vocabulary {cfg.vocab_size}")
-    # Where a key is missing, transformers takes its own default: dropout 0.1, OPT's tokens.
-    config = dict(model_type=MODEL_TYPES[cfg.activation], architectures=[family.architecture],
-                  tokenizer=tokenizer, activation_function=family.activation, dtype="float32",
-                  tie_word_embeddings=True, bos_token_id=end, eos_token_id=end)
-    # transformers' OPT learns nothing of the token of pad_token_id, GPT-2's tokenizer has none.
-    config["pad_token_id"] = None
-    config |= dict.fromkeys(family.dropout, cfg.dropout)
-    for ours, theirs in family.shape.items():
-        config[theirs] = getattr(cfg, ours)
-    if family.activation == "relu":
-        config |= dict(ffn_dim=4 * cfg.n_embd, word_embed_proj_dim=cfg.n_embd)
-    return config
-
-
 def split_into_shards(parameters: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Consecutive parameters whose fp32 tensors take up to SHARD_BYTES; a larger one is alone."""
     shards, size = [{}], 0
@@ -294,7 +136,8 @@ def split_into_shards(parameters: dict[str, torch.Tensor]) -> list[dict[str, tor
     return shards
 
 
-def write_tensors(parameters: dict[str, torch.Tensor], family: Family, folder: Path) -> None:
+def write_tensors(parameters: dict[str, torch.Tensor], family: Family, cfg: GPTConfig,
+                  folder: Path) -> None:
     """model.safetensors or, if one shard does not hold the model, several files and their index.
     One shard at a time is in memory: `parameters` are mapped from a checkpoint."""
     from safetensors import SafetensorError
@@ -307,7 +150,7 @@ def write_tensors(parameters: dict[str, torch.Tensor], family: Family, folder: P
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {}
         for name, full in shard.items():
-            tensors |= to_theirs(name, full, family)
+            tensors |= to_theirs(name, full, family, cfg)
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
@@ -359,7 +202,7 @@ def export_model(file: Path, folder: Path) -> None:
         raise ValueError(f"{folder} exists: give a new folder")
     verify(file)
     state = load(file)
-    cfg = GPTConfig(**state["model"])
+    cfg = make_config(**state["model"])
     tokenizer = state["tokenizer"]
     own = state.get("tokenizer_file")
     has_tokenizer = tokenizer in ("gpt2", "bytes") or own is not None
@@ -376,7 +219,7 @@ def export_model(file: Path, folder: Path) -> None:
         aside = Path(temporary, "folder")           # its mode is the usual one, temporary's is 700
         aside.mkdir()
         (aside / "config.json").write_text(json.dumps(config, indent=1))
-        write_tensors(state["parameters"], family, aside)
+        write_tensors(state["parameters"], family, cfg, aside)
         if has_tokenizer:
             write_tokenizer(tokenizer, cfg, aside, own)
         os.rename(aside, folder)
@@ -400,10 +243,10 @@ def main() -> None:
                                   help="write a checkpoint of weights alone, "
                                   "for train.py --init-from and sample.py")
     command.add_argument("source", metavar="NAME_OR_DIR",
-                         help="a GPT-2 or OPT model: its name on the hub, or a folder")
+                         help="a model: its name on the hub, or a folder")
     command.add_argument("file", type=Path, metavar="FILE.pt", help="the checkpoint to write")
     command = commands.add_parser("export", prog=name, usage=f"{usage} export FILE.pt DIR",
-                                  help="write a folder that transformers opens: a model with GELU "
+                                  help="write a folder that transformers opens: a GPT with GELU "
                                   "as GPT-2, with ReLU as OPT")
     command.add_argument("file", type=Path, metavar="FILE.pt", help="a checkpoint of this project")
     command.add_argument("folder", type=Path, metavar="DIR", help="the folder to write")

@@ -10,7 +10,7 @@ import json
 import math
 from dataclasses import replace
 
-from model import GPTConfig
+from models import make_config
 from runtime import options
 from runtime.checks import check_config
 from runtime.commandline import Parser
@@ -63,7 +63,7 @@ def answer(arguments: list[str]) -> str:
     if config.tokens is not None:
         steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
         config = replace(config, steps=steps)
-    cfg = GPTConfig(config.vocab_size, **shape)
+    cfg = make_config(vocab_size=config.vocab_size, **shape)
     if not chooses_model and config.search:
         plans = search_layouts(cfg, config, given)
     elif not chooses_model:

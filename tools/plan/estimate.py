@@ -65,7 +65,9 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
 
 def hardware_flops_per_token(cfg: GPTConfig, config: PlanConfig) -> int:
     """`flops_per_token`, with what is recomputed."""
-    again = 4 * cfg.n_layer * cfg.n_embd * cfg.seq_len if config.recomputes_attention else 0
+    again = 0
+    if config.recomputes_attention:
+        again = 4 * cfg.n_layer * cfg.n_head * cfg.head_dim * cfg.seq_len
     return flops_per_token(cfg, config.recompute) + again
 
 

@@ -63,17 +63,31 @@ def logits_bytes(stage: Stage, on_gpu: bool = True) -> int:
 
 
 def kept_by_mlp(stage: Stage) -> int:
-    """How many numbers a block keeps of the LayerNorm before its MLP, and of the MLP."""
-    wide = 8 if stage.cfg.activation == "gelu" else 4
-    return 2 * stage.own_x + wide * stage.x // stage.grid.tp
+    """How many numbers a block keeps of the norm before its MLP, and of the MLP: the F channels
+    before and after the activation, which are one tensor with ReLU; if it is gated, gate and value,
+    the activated gate, and what `down` takes."""
+    cfg = stage.cfg
+    wide = 2 * cfg.hidden
+    if cfg.gated:
+        wide = 4 * cfg.hidden
+    elif cfg.activation == "relu":
+        wide = cfg.hidden
+    return 2 * stage.own_x + wide * stage.positions // stage.grid.tp
+
+
+def kept_by_attention(stage: Stage) -> int:
+    """How many numbers a block keeps of q, k, v and attention's output. (Of q and k that are turned
+    or normed it keeps those that attention takes: to turn back needs the angles alone.)"""
+    channels = (2 * stage.cfg.n_head + 2 * stage.cfg.n_kv_head) * stage.cfg.head_dim
+    return channels * stage.positions // stage.grid.tp
 
 
 def activation_bytes(stage: Stage) -> int:
     """The most that this rank keeps between forward and backward, in units of B T C / cp numbers
     (Korthikanti et al. 2022, section 4, for what we save; without dropout):
 
-        block    inputs and outputs of 2 LayerNorms     / tp with sequence parallelism
-                 q, k, v, attention's output and the MLP's 4C (before and after GELU)     / tp
+        block    inputs and outputs of 2 norms     / tp with sequence parallelism
+                 q, k, v, attention's output and the MLP's F (before and after GELU)     / tp
         stage    what it sends on; or the head's input and its gradient, computed in forward
 
     Of chunks (interleaved 1F1B) each is such a stage, with its part of the blocks. Under ZB-H1 a
@@ -81,7 +95,7 @@ def activation_bytes(stage: Stage) -> int:
     outputs: with GELU and no sequence parallelism as many numbers, otherwise more."""
     config, grid = stage.config, stage.grid
     thin, unit = config.size * stage.own_x, config.size * stage.x
-    block = config.size * kept_by_mlp(stage) + 2 * thin + 4 * unit // grid.tp
+    block = config.size * (kept_by_mlp(stage) + kept_by_attention(stage)) + 2 * thin
     end = 2 * thin if grid.is_last else thin
     schedule = make_schedule(config.pp_schedule, grid, stage.microbatches)
     if config.recompute:        # a block's input; and once, in backward, all of a block
@@ -90,6 +104,11 @@ def activation_bytes(stage: Stage) -> int:
     whole = stage.layers * block // grid.chunks + end
     for_weights = 0
     if config.pp_schedule == "zb-h1":
-        for_weights = stage.layers * (2 * thin + 2 * unit + 12 * unit // grid.tp)
+        # Inputs: thin for qkv and up, q's channels for proj, F for down. Outputs: qkv and up are
+        # cut, the other two are whole.
+        up = 2 * stage.cfg.hidden if stage.cfg.gated else stage.cfg.hidden
+        cut = config.size * (kept_by_attention(stage) + (
+            stage.cfg.hidden + up) * stage.positions // grid.tp)
+        for_weights = stage.layers * (2 * thin + 2 * unit + cut)
     change = dict(F=whole, B=for_weights - whole, W=-for_weights)
     return max(accumulate(change[op] for op, _, _ in schedule))

@@ -45,8 +45,9 @@ class Stage:
 
     @cached_property
     def keys_and_values(self) -> int:
-        """How many numbers a block's K and V of all positions have, (B, T, C / tp)."""
-        return 2 * self.x * self.grid.cp // self.grid.tp
+        """How many numbers a block's K and V of all positions have, (B, T, K D / tp)."""
+        cfg, grid = self.cfg, self.grid
+        return 2 * self.positions * grid.cp * cfg.n_kv_head * cfg.head_dim // grid.tp
 
     @cached_property
     def buckets(self) -> list[tuple[Bucket, int]]:
@@ -58,8 +59,9 @@ class Stage:
             buckets = make_buckets(specs, grid.replicas, grid.replicas, grid.replica)
         else:
             buckets = make_buckets(specs, grid.replicas)
-        ends = [(bucket, 1) for bucket in buckets[:-2]]
-        return ends + [(bucket, self.layers) for bucket in buckets[-2:]]
+        of_block = [bucket for bucket in buckets if bucket.name[0].isdigit()]
+        ends = [(bucket, 1) for bucket in buckets if bucket not in of_block]
+        return ends + [(bucket, self.layers) for bucket in of_block]
 
     @cached_property
     def numel(self) -> int:

@@ -66,9 +66,11 @@ class BlockTimes(NamedTuple):
 def block_seconds(stage: Stage) -> BlockTimes:
     config = stage.config
     gpu = config.spec
-    C = stage.cfg.n_embd
-    own = C / config.tp                                                 # channels
-    layers = [(3 * own, C), (C, own), (4 * own, C), (C, 4 * own)]       # (outputs, inputs)
+    cfg, C = stage.cfg, stage.cfg.n_embd
+    own, keys, hidden = (channels / config.tp for channels in (
+        cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim, cfg.hidden))
+    up = 2 * hidden if cfg.gated else hidden
+    layers = [(own + 2 * keys, C), (C, own), (up, C), (C, hidden)]      # (outputs, inputs)
     forward, inputs, weights = zip(*(linear_seconds(stage, *layer) for layer in layers))
     scores = 4 * stage.positions * stage.cfg.seq_len * own / (
         gpu.attention * gpu.peak(config.size))

@@ -23,7 +23,7 @@ def traffic_bytes(stage: Stage) -> dict:
     """Bytes that this rank sends in a step, by kind:
 
         tp          see `tensor_parallel_bytes`
-        cp          K and V of a block, (B, T, C / tp), forward and again in backward; the sum of
+        cp          K and V of a block, (B, T, K D / tp), forward and again in backward; the sum of
                     their gradients
         pp          1 / tp of x (B, T / cp, C) forward, of its gradient backward, of each chunk
         gradients   `gradient_rings`
@@ -34,11 +34,11 @@ def traffic_bytes(stage: Stage) -> dict:
     """
     config, grid = stage.config, stage.grid
     m = stage.microbatches
-    tied = stage.buckets[0][0].numel            # on the stages at the ends
+    of_head = sum(bucket.numel for bucket, _ in stage.buckets if bucket.name in ("tied", "head"))
 
     gradients = gradient_rings(stage) * stage.numel
     if config.zero == 2 and grid.is_last and grid.pp > 1 and config.pp_schedule == "gpipe":
-        gradients -= (m - 1) * tied             # GPipe's forwards add up all of the head's
+        gradients -= (m - 1) * of_head          # GPipe's forwards add up all of the head's
     parameters = 0
     if config.zero in (1, 2):
         parameters = stage.numel
@@ -51,8 +51,8 @@ def traffic_bytes(stage: Stage) -> dict:
     if not grid.sequence_parallel:
         tp += m * messages * ring(grid.tp, message)         # the receivers gather it
     embedding = 0
-    if grid.pp > 1 and (grid.is_first or grid.is_last):
-        embedding = config.master_size * tied
+    if grid.pp > 1 and stage.buckets[0][0].name == "tied":
+        embedding = config.master_size * stage.buckets[0][0].numel
         if config.zero > 0:
             embedding /= grid.replicas
     rings = CONTEXT_RINGS * stage.layers
@@ -67,7 +67,7 @@ def tensor_parallel_bytes(stage: Stage) -> float:
     """4 all-reduces of x (B, T / cp, C) a block, 1 of the embedding, 1 of the head; 3 numbers a
     position for the loss. Recomputation: 1 more a block. Sequence parallelism: the input of 2
     matrices is gathered again (of 3 with recomputation), and the gradients of what is replicated
-    are summed."""
+    are summed; without it, of norms of heads alone."""
     config, grid = stage.config, stage.grid
     per_block = 8                               # rings: an all-reduce is two
     if config.recompute:
@@ -79,11 +79,9 @@ def tensor_parallel_bytes(stage: Stage) -> float:
     if grid.is_last:
         per_microbatch += 2 * ring(grid.tp, 3 * config.master_size * stage.positions)
     total = stage.microbatches * per_microbatch
-    if grid.sequence_parallel:
-        replicated = 0
-        for bucket, count in stage.buckets:
-            for spec, shard_slice, _ in bucket.shard_ranges:
-                if spec.partition_dim is None:
-                    replicated += count * (shard_slice.stop - shard_slice.start)
-        total += 2 * ring(grid.tp, config.master_size * replicated)
-    return total
+    replicated = 0
+    for bucket, count in stage.buckets:
+        for spec, shard_slice, _ in bucket.shard_ranges:
+            if spec.partition_dim is None and (grid.sequence_parallel or spec.is_of_heads):
+                replicated += count * (shard_slice.stop - shard_slice.start)
+    return total + 2 * ring(grid.tp, config.master_size * replicated)

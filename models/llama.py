@@ -1,0 +1,309 @@
+"""Llama and its relatives: what most decoders since GPT-3 have changed. Read model.py first.
+
+                     GPT-3 (model.py)               Llama                             here
+    norm             LayerNorm                      RMSNorm: no mean, no bias         make_norm
+    positions        learned, added to the tokens   q and k are turned by an angle    Rotary
+    attention        each q has its own k and v     G heads of q share a k and a v    Attention
+    MLP              gelu(x A) B                    (silu(x A) * x A') B              MLP
+    biases           everywhere                     nowhere                           bias
+    head             the token matrix               a matrix of its own               Llama
+
+The relatives differ from Llama in some rows; FAMILIES lists them. Each class here changes one of
+model.py and keeps the names of its modules and its four habits, so whatever runs a GPT also runs a
+Llama.
+
+    model = LlamaConfig(vocab_size=257).build().initialize(seed=0)
+    loss = model(tokens, targets) / targets.numel()
+
+Shapes, besides those of model.py:
+    K heads of k and v, G = H / K heads of q for each, F hidden channels of the MLP; H D may differ
+    from C
+
+Papers: Llama (Touvron et al. 2023), RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al.
+2021), gated MLPs (Shazeer 2020), grouped queries (Ainslie et al. 2023), GPT-NeoX-20B (Black et al.
+2022), PaLM (Chowdhery et al. 2022), OLMo (Groeneveld et al. 2024), Qwen2.5 and Qwen3 (Yang et al.
+2024 and 2025).
+"""
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import model
+from model import GPT, CoreAttention, Dropout, GPTConfig, ceil_div
+
+ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": partial(F.gelu, approximate="tanh"),
+               "gelu_erf": F.gelu}
+NORMS = ("rms", "layer", "plain")               # plain: LayerNorm without parameters
+BIASES = ("none", "qkv", "all")
+RESIDUALS = ("serial", "parallel", "one norm")
+
+
+@dataclass(frozen=True)
+class LlamaConfig(GPTConfig):
+    """The shape of a model; the defaults are a Llama of the size `nano`."""
+    activation: str = "silu"
+    n_kv_head: int = 0              # K; 0: n_head
+    head_dim: int = 0               # D; 0: C / H
+    hidden: int = 0                 # F; 0: 8/3 C, rounded up to a multiple of 64
+    gated: bool = True              # the MLP has two matrices in, A and A'
+    norm: str = "rms"
+    norm_eps: float = 1e-5
+    qk_norm: bool = False           # RMSNorm of each head of q and k
+    rotary: float = 1.0             # the share of a head's channels that is turned
+    rope_theta: float = 10000.0
+    rope_scaling: tuple = ()        # Llama 3.1: (factor, low, high, original seq_len)
+    bias: str = "none"
+    residual: str = "serial"        # parallel: x + attention(norm1(x)) + mlp(norm2(x));
+                                    # one norm: norm1 = norm2
+    tied: bool = False
+
+    def __post_init__(self):
+        def set_default(name, value):
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+        set_default("n_kv_head", self.n_head)
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} is not divisible by n_kv_head "
+                             f"{self.n_kv_head}")
+        if not self.head_dim and self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
+        set_default("head_dim", self.n_embd // self.n_head)
+        set_default("hidden", ceil_div(8 * self.n_embd, 3 * 64) * 64)
+        object.__setattr__(self, "rope_scaling", tuple(self.rope_scaling))
+        for name, values in dict(activation=ACTIVATIONS, norm=NORMS, bias=BIASES,
+                                 residual=RESIDUALS).items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(values)}")
+        if self.turned % 2:
+            raise ValueError(f"rotary positions turn pairs of channels, but {self.rotary:g} of "
+                             f"head_dim {self.head_dim} is {self.turned}")
+
+    @property
+    def turned(self) -> int:
+        """The channels of a head that Rotary turns."""
+        return int(self.rotary * self.head_dim)
+
+    def build(self) -> "Llama":
+        return Llama(self)
+
+
+def make_norm(cfg: LlamaConfig) -> nn.Module:
+    """RMSNorm, x / sqrt(mean(x^2)) * weight, or LayerNorm, of x (..., C)."""
+    if cfg.norm == "rms":
+        return nn.RMSNorm(cfg.n_embd, cfg.norm_eps)
+    return nn.LayerNorm(cfg.n_embd, cfg.norm_eps, elementwise_affine=cfg.norm == "layer",
+                        bias=cfg.bias == "all")
+
+
+class Embed(model.Embed):
+    """tokens (B, T) -> x (B, T, C): the token's row. (Attention knows the positions.)"""
+
+    def __init__(self, cfg: LlamaConfig):
+        nn.Module.__init__(self)
+        self.token = nn.Embedding.from_pretrained(
+            torch.empty(cfg.padded_vocab, cfg.n_embd), freeze=False)
+        self.dropout = Dropout(cfg.dropout, "embed")
+
+    def add_positions(self, x, dropout_seed, start):
+        return self.dropout(x, dropout_seed)
+
+
+class Rotary(nn.Module):
+    """Turns q (B, H, T, D) and k (B, K, T, D) by their positions.
+
+    Of the first n channels of a head, i and i + n/2 are the coordinates of a point in a plane. From
+    one position to the next it turns by theta^(-2i/n) radians. So the product q k depends on the
+    distance of their positions, not on the positions.
+    """
+
+    def __init__(self, cfg: LlamaConfig):
+        super().__init__()
+        self.channels = cfg.turned                                          # n
+        self.theta, self.scaling = cfg.rope_theta, cfg.rope_scaling
+
+    def forward(self, q, k, start):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        positions = self.positions(q.shape[2], start, q.device).to(wide)
+        angles = torch.outer(positions, self.speeds(q.device).to(wide))     # (T, n / 2)
+        cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+        return self.turn(q, cos, sin), self.turn(k, cos, sin)
+
+    def positions(self, T, start, device):
+        return torch.arange(start, start + T, device=device)
+
+    def speeds(self, device):
+        """Radians per position, (n / 2,), in fp32. Llama 3.1, which was trained on sequences of
+        `original` positions and then on longer ones, slows down those points that turn less than
+        `low` times in the original length, by a factor, and leaves those that turn more than
+        `high` times (and between the two, some of each)."""
+        i = torch.arange(0, self.channels, 2, device=device).float()
+        speeds = 1 / self.theta ** (i / self.channels)
+        if self.scaling:
+            factor, low, high, original = self.scaling
+            turns = original * speeds / (2 * torch.pi)
+            kept = ((turns - low) / (high - low)).clamp(0, 1)
+            speeds = (1 - kept) * speeds / factor + kept * speeds
+        return speeds
+
+    def turn(self, x, cos, sin):
+        a, b = x[..., :self.channels].chunk(2, dim=-1)                      # 2 of (B, H, T, n / 2)
+        parts = [a * cos - b * sin, b * cos + a * sin]
+        if self.channels < x.shape[-1]:
+            parts.append(x[..., self.channels:])
+        return torch.cat(parts, dim=-1)
+
+
+class Attention(model.Attention):
+    """Causal attention with rotary positions, x (B, T, C) -> (B, T, C). G heads of q share a head
+    of k and v: with K = H it is multi-head attention, with K = 1 multi-query attention.
+
+    The output channels of qkv are ordered (K, G + 2, D): for each head of k its G heads of q, then
+    k, then v. So a part of its rows is a model with fewer heads.
+    """
+
+    def __init__(self, cfg: LlamaConfig, layer: int):
+        nn.Module.__init__(self)
+        self.head_dim = cfg.head_dim
+        self.group = cfg.n_head // cfg.n_kv_head                            # G
+        width = cfg.n_head * cfg.head_dim
+        self.qkv = nn.Linear(cfg.n_embd, width + 2 * cfg.n_kv_head * cfg.head_dim,
+                             bias=cfg.bias != "none")
+        if cfg.qk_norm:
+            self.q_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps)
+            self.k_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps)
+        self.rotary = Rotary(cfg)
+        self.core_attention = CoreAttention(cfg.dropout, "layer", layer, "attention")
+        self.proj = nn.Linear(width, cfg.n_embd, bias=cfg.bias == "all")
+
+    def split_heads(self, qkv, start):
+        B, T, _ = qkv.shape
+        groups = qkv.view(B, T, -1, self.group + 2, self.head_dim)          # (B, T, K, G + 2, D)
+        q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in groups.split([self.group, 1, 1], 3))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary(q, k, start)
+        return q, k, v.clone()          # (B, H or K, T, D); a view would keep all of qkv
+
+
+class MLP(model.MLP):
+    """x (B, T, C) -> (B, T, C) through F hidden channels. A gated MLP has two matrices in `up`, A
+    above A': each channel of x A', the value, is multiplied by one of silu(x A), its gate."""
+
+    def __init__(self, cfg: LlamaConfig):
+        nn.Module.__init__(self)
+        matrices = 2 if cfg.gated else 1
+        self.up = nn.Linear(cfg.n_embd, matrices * cfg.hidden, bias=cfg.bias == "all")
+        self.up.stacked = matrices
+        self.down = nn.Linear(cfg.hidden, cfg.n_embd, bias=cfg.bias == "all")
+        self.gated, self.activation = cfg.gated, ACTIVATIONS[cfg.activation]
+
+    def forward(self, x):
+        h = self.up(x)
+        if not self.gated:
+            return self.down(self.activation(h))
+        gate, value = h.chunk(2, dim=-1)                                    # 2 of (B, T, F)
+        return self.down(self.activation(gate) * value)
+
+
+class Block(model.Block):
+    """One block, (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, cfg: LlamaConfig, layer: int):
+        nn.Module.__init__(self)
+        self.norm1 = make_norm(cfg)
+        self.attn = Attention(cfg, layer)
+        self.dropout1 = Dropout(cfg.dropout, "layer", layer, "attn")
+        if cfg.residual != "one norm":
+            self.norm2 = make_norm(cfg)
+        self.mlp = MLP(cfg)
+        self.dropout2 = Dropout(cfg.dropout, "layer", layer, "mlp")
+        self.residual = cfg.residual
+
+    def forward(self, x, dropout_seed=None, cache=None, start=0):
+        if self.residual == "serial":
+            return super().forward(x, dropout_seed, cache, start)
+        normal = self.norm1(x)
+        y = self.dropout1(self.attn(normal, dropout_seed, cache, start), dropout_seed)
+        if self.residual == "parallel":
+            normal = self.norm2(x)
+        return x + y + self.dropout2(self.mlp(normal), dropout_seed)
+
+
+class Llama(GPT):
+    """The whole model. As in a GPT, its ends may be None and blocks deleted."""
+
+    def __init__(self, cfg: LlamaConfig):
+        nn.Module.__init__(self)
+        self.cfg = cfg
+        self.embed = Embed(cfg)
+        self.blocks = nn.ModuleDict({str(i): Block(cfg, i) for i in range(cfg.n_layer)})
+        weight = self.embed.token.weight
+        if not cfg.tied:
+            weight = nn.Parameter(torch.empty_like(weight))
+        self.head = model.Head(cfg, weight)
+        self.head.norm = make_norm(cfg)
+
+
+# ---------------------------------------------------------------------------------------------
+# Families and sizes
+# ---------------------------------------------------------------------------------------------
+
+QWEN = dict(norm_eps=1e-6, rope_theta=1e6)
+FAMILIES = {
+    "llama": {},                                        # Mistral is one of them
+    "qwen2": QWEN | dict(bias="qkv"),
+    "qwen3": QWEN | dict(qk_norm=True),
+    "olmo": dict(norm="plain"),
+    "neox": dict(norm="layer", activation="gelu", gated=False, bias="all", rotary=0.25,
+                 residual="parallel"),                  # Pythia, too
+    "palm": dict(norm="layer", residual="one norm", tied=True),
+}
+
+# {name: (family, n_layer, n_head, n_kv_head, n_embd, hidden, seq_len, peak learning rate, others)}.
+# The rates of Mistral, Qwen and PaLM are those of Llamas of about the same size: Mistral's and
+# Qwen's are unpublished, and PaLM's is for another optimizer. Mistral-7B is version 0.3, which has
+# no sliding window.
+_TABLE = {
+    "llama-nano": ("llama", 2, 4, 2, 192, 512, 128, 4e-3, {}),
+    "llama-7b": ("llama", 32, 32, 32, 4096, 11008, 2048, 3e-4, dict(norm_eps=1e-6)),
+    "llama-13b": ("llama", 40, 40, 40, 5120, 13824, 2048, 3e-4, dict(norm_eps=1e-6)),
+    "llama-33b": ("llama", 60, 52, 52, 6656, 17920, 2048, 1.5e-4, dict(norm_eps=1e-6)),
+    "llama-65b": ("llama", 80, 64, 64, 8192, 22016, 2048, 1.5e-4, dict(norm_eps=1e-6)),
+    "llama2-7b": ("llama", 32, 32, 32, 4096, 11008, 4096, 3e-4, {}),
+    "llama2-13b": ("llama", 40, 40, 40, 5120, 13824, 4096, 3e-4, {}),
+    "llama2-70b": ("llama", 80, 64, 8, 8192, 28672, 4096, 1.5e-4, {}),
+    "llama3-8b": ("llama", 32, 32, 8, 4096, 14336, 8192, 3e-4, dict(rope_theta=5e5)),
+    "llama3-70b": ("llama", 80, 64, 8, 8192, 28672, 8192, 1.5e-4, dict(rope_theta=5e5)),
+    "mistral-7b": ("llama", 32, 32, 8, 4096, 14336, 32768, 3e-4, dict(rope_theta=1e6)),
+    "tinyllama-1.1b": ("llama", 22, 32, 4, 2048, 5632, 2048, 4e-4, {}),
+    "smollm2-135m": ("llama", 30, 9, 3, 576, 1536, 8192, 3e-3, dict(tied=True, rope_theta=1e5)),
+    "smollm2-360m": ("llama", 32, 15, 5, 960, 2560, 8192, 3e-3, dict(tied=True, rope_theta=1e5)),
+    "smollm2-1.7b": ("llama", 24, 32, 32, 2048, 8192, 8192, 5e-4,
+                     dict(tied=True, rope_theta=1.3e5)),
+    "qwen2.5-0.5b": ("qwen2", 24, 14, 2, 896, 4864, 32768, 3e-4, dict(tied=True)),
+    "qwen2.5-1.5b": ("qwen2", 28, 12, 2, 1536, 8960, 32768, 3e-4, dict(tied=True)),
+    "qwen2.5-3b": ("qwen2", 36, 16, 2, 2048, 11008, 32768, 3e-4, dict(tied=True)),
+    "qwen2.5-7b": ("qwen2", 28, 28, 4, 3584, 18944, 32768, 3e-4, {}),
+    "qwen3-0.6b": ("qwen3", 28, 16, 8, 1024, 3072, 32768, 3e-4, dict(tied=True, head_dim=128)),
+    "qwen3-1.7b": ("qwen3", 28, 16, 8, 2048, 6144, 32768, 3e-4, dict(tied=True, head_dim=128)),
+    "qwen3-4b": ("qwen3", 36, 32, 8, 2560, 9728, 32768, 3e-4, dict(tied=True, head_dim=128)),
+    "qwen3-8b": ("qwen3", 36, 32, 8, 4096, 12288, 32768, 3e-4, dict(head_dim=128)),
+    "olmo-1b": ("olmo", 16, 16, 16, 2048, 8192, 2048, 4e-4, dict(tied=True)),
+    "neox-20b": ("neox", 44, 64, 64, 6144, 24576, 2048, 0.97e-4, {}),
+    "pythia-70m": ("neox", 6, 8, 8, 512, 2048, 2048, 1e-3, dict(activation="gelu_erf")),
+    "pythia-160m": ("neox", 12, 12, 12, 768, 3072, 2048, 6e-4, dict(activation="gelu_erf")),
+    "pythia-410m": ("neox", 24, 16, 16, 1024, 4096, 2048, 3e-4, dict(activation="gelu_erf")),
+    "pythia-1b": ("neox", 16, 8, 8, 2048, 8192, 2048, 3e-4, dict(activation="gelu_erf")),
+    "pythia-1.4b": ("neox", 24, 16, 16, 2048, 8192, 2048, 2e-4, dict(activation="gelu_erf")),
+    "pythia-2.8b": ("neox", 32, 32, 32, 2560, 10240, 2048, 1.6e-4, dict(activation="gelu_erf")),
+    "pythia-6.9b": ("neox", 32, 32, 32, 4096, 16384, 2048, 1.2e-4, dict(activation="gelu_erf")),
+    "pythia-12b": ("neox", 36, 40, 40, 5120, 20480, 2048, 1.2e-4, dict(activation="gelu_erf")),
+    "palm-8b": ("palm", 32, 16, 1, 4096, 16384, 2048, 3e-4, dict(head_dim=256)),
+}
+_FIELDS = ("n_layer", "n_head", "n_kv_head", "n_embd", "hidden", "seq_len")
+SIZES = {name: FAMILIES[family] | dict(zip(_FIELDS, shape)) | others
+         for name, (family, *shape, _, others) in _TABLE.items()}
+PEAK_LR = {name: row[7] for name, row in _TABLE.items()}

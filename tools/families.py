@@ -1,0 +1,323 @@
+"""How each architecture is written down in Hugging Face's formats: config.json, and the names and
+the layout of its tensors. tools/huggingface.py reads and writes the files.
+
+    model_type      ours                            differences in the tensors
+    gpt2            GPTConfig with gelu             matrices of blocks are (in, out)
+    opt             GPTConfig with relu             q, k and v are three tensors; the table of
+                                                    positions begins with two unused rows
+    llama, mistral, qwen2, qwen3, olmo              q, k and v are three tensors, and so are gate
+                    LlamaConfig of that family      and value; our qkv is ordered by heads of k
+    gpt_neox        LlamaConfig of the family neox  none: qkv is ordered by heads, as ours
+
+What a model of ours cannot be is refused by its key in config.json.
+"""
+import re
+from dataclasses import asdict, fields, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from model import GPTConfig
+from models import llama
+from models.llama import LlamaConfig
+
+MODEL_TYPES = {"gelu": "gpt2", "relu": "opt"}      # a GPT's activation: the architecture that has it
+END_OF_TEXT = {"gpt2": 50256, "bytes": 256, "opt-50272": 2}     # token of a tokenizer
+ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}     # theirs: ours
+LLAMA_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_erf", "gelu_fast": "gelu"} | ACTIVATIONS
+LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+# What model.py has only one form of: the key in config.json, and its value where it is missing.
+FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True,
+         "scale_attn_by_inverse_layer_idx": False, "do_layer_norm_before": True,
+         "_remove_final_layer_norm": False, "enable_bias": True,
+         "layer_norm_elementwise_affine": True}
+
+
+class Family(NamedTuple):
+    """How one architecture is written down."""
+    architecture: str                   # the class in transformers
+    activation: str                     # in config.json, where it is missing there
+    dropout: list[str]                  # keys of its probabilities there
+    shape: dict[str, str]               # field of our config: key in config.json
+    prefix: str                         # of each tensor's name, but the head's
+    ends: dict[str, str]                # our module outside of the blocks: theirs
+    blocks: str                         # their list of blocks
+    block: dict[str, list[str]]         # our module in a block: theirs, stacked in this order
+    transposed: bool = False            # matrices in blocks are (in, out)
+    unused_positions: int = 0           # rows before the first position
+    fields: dict | None = None          # of every LlamaConfig of the family; None: a GPTConfig
+    optional: dict = {}                 # field: (key in config.json, its value where it is missing)
+    only: dict = {}                     # key: (the one value that we have, that where it is missing)
+
+
+GPT2 = Family(
+    architecture="GPT2LMHeadModel",
+    activation="gelu_new",
+    dropout=["embd_pdrop", "attn_pdrop", "resid_pdrop"],
+    shape={"vocab_size": "vocab_size", "seq_len": "n_positions", "n_layer": "n_layer",
+           "n_head": "n_head", "n_embd": "n_embd"},
+    prefix="transformer.",
+    ends={"embed.token": "wte", "embed.position": "wpe", "head.norm": "ln_f"},
+    blocks="h",
+    block={"norm1": ["ln_1"], "attn.qkv": ["attn.c_attn"], "attn.proj": ["attn.c_proj"],
+           "norm2": ["ln_2"], "mlp.up": ["mlp.c_fc"], "mlp.down": ["mlp.c_proj"]},
+    transposed=True)
+
+OPT = Family(
+    architecture="OPTForCausalLM",
+    activation="relu",
+    dropout=["attention_dropout", "dropout"],
+    shape={"vocab_size": "vocab_size", "seq_len": "max_position_embeddings",
+           "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+           "n_embd": "hidden_size"},
+    prefix="model.decoder.",
+    ends={"embed.token": "embed_tokens", "embed.position": "embed_positions",
+          "head.norm": "final_layer_norm"},
+    blocks="layers",
+    block={"norm1": ["self_attn_layer_norm"],
+           "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+           "attn.proj": ["self_attn.out_proj"], "norm2": ["final_layer_norm"],
+           "mlp.up": ["fc1"], "mlp.down": ["fc2"]},
+    unused_positions=2)
+
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    activation="silu",
+    dropout=["attention_dropout"],
+    shape=OPT.shape | {"hidden": "intermediate_size"},
+    prefix="model.",
+    ends={"embed.token": "embed_tokens", "head.norm": "norm", "head": "lm_head"},
+    blocks="layers",
+    block={"norm1": ["input_layernorm"], "norm2": ["post_attention_layernorm"],
+           "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+           "attn.q_norm": ["self_attn.q_norm"], "attn.k_norm": ["self_attn.k_norm"],
+           "attn.proj": ["self_attn.o_proj"],
+           "mlp.up": ["mlp.gate_proj", "mlp.up_proj"], "mlp.down": ["mlp.down_proj"]},
+    fields=llama.FAMILIES["llama"],
+    optional={"n_kv_head": ("num_key_value_heads", 0), "head_dim": ("head_dim", 0),
+              "norm_eps": ("rms_norm_eps", 1e-6), "tied": ("tie_word_embeddings", False)},
+    only={"attention_bias": (False, False), "mlp_bias": (False, False)})
+
+NEOX = Family(
+    architecture="GPTNeoXForCausalLM",
+    activation="gelu",
+    dropout=["attention_dropout", "hidden_dropout"],
+    shape=LLAMA.shape,
+    prefix="gpt_neox.",
+    ends={"embed.token": "embed_in", "head.norm": "final_layer_norm", "head": "embed_out"},
+    blocks="layers",
+    block={"norm1": ["input_layernorm"], "norm2": ["post_attention_layernorm"],
+           "attn.qkv": ["attention.query_key_value"], "attn.proj": ["attention.dense"],
+           "mlp.up": ["mlp.dense_h_to_4h"], "mlp.down": ["mlp.dense_4h_to_h"]},
+    fields=llama.FAMILIES["neox"],
+    optional={"norm_eps": ("layer_norm_eps", 1e-5), "tied": ("tie_word_embeddings", False),
+              "rotary": ("rotary_pct", 0.25)},
+    only={"attention_bias": (True, True)})
+
+NO_WINDOW = {"use_sliding_window": (False, False)}
+FAMILIES = {
+    "gpt2": GPT2,
+    "opt": OPT,
+    "llama": LLAMA,
+    "mistral": LLAMA._replace(architecture="MistralForCausalLM",
+                              only={"sliding_window": (None, 4096)}),
+    "qwen2": LLAMA._replace(architecture="Qwen2ForCausalLM", fields=llama.FAMILIES["qwen2"],
+                            only=NO_WINDOW),
+    "qwen3": LLAMA._replace(architecture="Qwen3ForCausalLM", fields=llama.FAMILIES["qwen3"],
+                            optional=LLAMA.optional | {"head_dim": ("head_dim", 128)},
+                            only=NO_WINDOW | {"attention_bias": (False, False)}),
+    "olmo": LLAMA._replace(architecture="OlmoForCausalLM", fields=llama.FAMILIES["olmo"],
+                           optional={name: LLAMA.optional[name] for name in ("n_kv_head", "tied")},
+                           only={"attention_bias": (False, False), "clip_qkv": (None, None)}),
+    "gpt_neox": NEOX,
+}
+PREFIXES = re.compile(r"^(transformer|gpt_neox|(model\.)?decoder|model)\.")     # some files lack it
+
+
+# ---------------------------------------------------------------------------------------------
+# One parameter
+# ---------------------------------------------------------------------------------------------
+
+
+def their_names(name: str, family: Family) -> list[str]:
+    """Names, without the family's prefix, of the tensors that hold our parameter `name`. Raises
+    ValueError if it has none."""
+    module, kind = name.rsplit(".", 1)                      # kind: weight or bias
+    with_layer = re.fullmatch(r"blocks\.(\d+)\.(.*)", module)
+    if module in family.ends:
+        return [f"{family.ends[module]}.{kind}"]
+    if with_layer is None or with_layer[2] not in family.block:
+        raise ValueError(f"{family.architecture} has no parameter for {name}")
+    layer, module = with_layer.groups()
+    return [f"{family.blocks}.{layer}.{theirs}.{kind}" for theirs in family.block[module]]
+
+
+def is_transposed(name: str, tensor: torch.Tensor, family: Family) -> bool:
+    return family.transposed and name.startswith("blocks.") and tensor.dim() == 2
+
+
+def is_grouped(name: str, family: Family) -> bool:
+    """Whether our parameter is ordered by heads of k, and theirs is three tensors."""
+    return family.fields is not None and ".attn.qkv." in name and len(
+        their_names(name, family)) == 3
+
+
+def to_ours(name: str, tensors: list[torch.Tensor], family: Family,
+            cfg: GPTConfig) -> torch.Tensor:
+    """Our parameter `name` from the family's tensors, in the order of `their_names`."""
+    tensors = [t.T if is_transposed(name, t, family) else t for t in tensors]
+    if is_grouped(name, family):
+        groups = [t.unflatten(0, (cfg.n_kv_head, -1)) for t in tensors]     # (K, G D or D, C)
+        return torch.cat(groups, 1).flatten(0, 1)                           # (K (G + 2) D, C)
+    full = torch.cat(tensors)
+    if name == "embed.position.weight":
+        full = full[family.unused_positions:]
+    return full.contiguous()
+
+
+def to_theirs(name: str, full: torch.Tensor, family: Family,
+              cfg: GPTConfig) -> dict[str, torch.Tensor]:
+    """The inverse of `to_ours`: {full name: tensor in fp32}."""
+    full = full.float()
+    if name == "embed.position.weight":
+        full = F.pad(full, (0, 0, family.unused_positions, 0))
+    names = their_names(name, family)
+    if is_grouped(name, family):
+        D = cfg.head_dim
+        groups = full.unflatten(0, (cfg.n_kv_head, -1))                     # (K, (G + 2) D, C)
+        parts = [part.flatten(0, 1) for part in groups.split([groups.shape[1] - 2 * D, D, D], 1)]
+    else:
+        parts = full.chunk(len(names))
+    tensors = [t.T if is_transposed(name, t, family) else t for t in parts]
+    prefix = "" if name == "head.weight" else family.prefix
+    return {prefix + theirs: t.contiguous() for theirs, t in zip(names, tensors)}
+
+
+# ---------------------------------------------------------------------------------------------
+# config.json
+# ---------------------------------------------------------------------------------------------
+
+
+def model_config(config: dict) -> GPTConfig:
+    """config.json -> our config. Raises ValueError for an architecture that we do not have."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"its model_type {model_type!r} is none of {', '.join(FAMILIES)}")
+    family = FAMILIES[model_type]
+    for key, (value, default) in family.only.items():
+        if config.get(key, default) != value:
+            raise ValueError(f"its {key} is {config.get(key, default)!r}, models/llama.py has "
+                             f"only {value!r}")
+    config = {key: value for key, value in config.items() if value is not None}     # null: default
+    for theirs in family.shape.values():
+        if theirs not in config:
+            raise ValueError(f"it lacks {theirs}")
+    shape = {ours: config[theirs] for ours, theirs in family.shape.items()}
+    if family.fields is not None:
+        return llama_config(config, shape, family)
+
+    activation = config.get("activation_function", family.activation)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"its activation_function is {activation!r}, model.py has only "
+                         f"{', '.join(ACTIVATIONS)}")
+    width = shape["n_embd"]
+    supported = {**FIXED, "n_inner": 4 * width, "ffn_dim": 4 * width, "word_embed_proj_dim": width}
+    for key, value in supported.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"its {key} is {config[key]!r}, model.py has only {value!r}")
+    return GPTConfig(activation=ACTIVATIONS[activation], **shape)
+
+
+def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
+    """`model_config` of a Llama or a relative; `shape` is what it has of `family.shape`."""
+    activation = config.get("hidden_act", family.activation)
+    if activation not in LLAMA_ACTIVATIONS:
+        raise ValueError(f"its hidden_act is {activation!r}, models/llama.py has only "
+                         f"{', '.join(LLAMA_ACTIVATIONS)}")
+    kinds = set(config.get("layer_types", [])) - {"full_attention"}
+    if kinds:
+        raise ValueError(f"its layer_types have {', '.join(sorted(kinds))}, models/llama.py has "
+                         f"only full_attention")
+    shape |= {ours: config.get(theirs, default)
+              for ours, (theirs, default) in family.optional.items()}
+    if not config.get("use_parallel_residual", True):
+        shape["residual"] = "serial"
+    rope = config.get("rope_scaling", {}) | config.get("rope_parameters", {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "llama3":
+        shape["rope_scaling"] = tuple(float(rope[key]) for key in LLAMA3_ROPE)
+    elif kind != "default":
+        raise ValueError(f"its rope_type is {kind!r}, models/llama.py has only default and llama3")
+    # (Before transformers 5 they stood by themselves; NeoX calls the first rotary_emb_base.)
+    theta = config.get("rope_theta", config.get("rotary_emb_base", 10000.0))
+    shape["rope_theta"] = float(rope.get("rope_theta", theta))
+    if "rotary" in shape:
+        shape["rotary"] = rope.get("partial_rotary_factor", shape["rotary"])
+    elif rope.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"its partial_rotary_factor is {rope['partial_rotary_factor']}, which "
+                         f"{family.architecture} does not have here")
+    return LlamaConfig(**(family.fields | shape | dict(activation=LLAMA_ACTIVATIONS[activation])))
+
+
+def config_json(cfg: GPTConfig, tokenizer: str, end: int | None = None) -> dict:
+    """The inverse of `model_config`. `tokenizer` is our own key; `end` its token of
+    <|endoftext|>, where it is one of one's own. Raises ValueError for what no architecture has."""
+    theirs = llama_json(cfg) if isinstance(cfg, LlamaConfig) else gpt_json(cfg)
+    end = END_OF_TEXT.get(tokenizer, end)
+    if end is not None and end >= cfg.vocab_size:
+        raise ValueError(f"the tokenizer {tokenizer} has {end + 1} tokens, but the model's "
+                         f"vocabulary {cfg.vocab_size}")
+    # Where a key is missing, transformers takes its own default: dropout 0.1, OPT's tokens. Its
+    # OPT learns nothing of the token of pad_token_id, and GPT-2's tokenizer has none.
+    return theirs | dict(tokenizer=tokenizer, dtype="float32", tie_word_embeddings=cfg.tied,
+                         bos_token_id=end, eos_token_id=end, pad_token_id=None)
+
+
+def gpt_json(cfg: GPTConfig) -> dict:
+    """The keys of `config_json` that depend on the model."""
+    if cfg.activation not in MODEL_TYPES:
+        raise ValueError(f"activation {cfg.activation!r} is neither GPT-2's (gelu) nor OPT's "
+                         f"(relu): opened as one of them it would be another model")
+    family = FAMILIES[MODEL_TYPES[cfg.activation]]
+    for field in fields(cfg):
+        value = getattr(cfg, field.name)
+        if field.name not in ("activation", "dropout", *family.shape) and value != field.default:
+            raise ValueError(f"{family.architecture} has no {field.name} {value}: opened there it "
+                             f"would be another model")
+    config = keys_of(family, MODEL_TYPES[cfg.activation], cfg)
+    config["activation_function"] = family.activation
+    if family.activation == "relu":
+        config |= dict(ffn_dim=4 * cfg.n_embd, word_embed_proj_dim=cfg.n_embd)
+    return config
+
+
+def keys_of(family: Family, model_type: str, cfg: GPTConfig) -> dict:
+    """The keys of config.json that every architecture has, by its own names."""
+    names = dict(model_type=model_type, architectures=[family.architecture])
+    shape = {theirs: getattr(cfg, ours) for ours, theirs in family.shape.items()}
+    return names | dict.fromkeys(family.dropout, cfg.dropout) | shape
+
+
+def llama_json(cfg: LlamaConfig) -> dict:
+    """The same for the first family that has this very model."""
+    theirs = {ours: name for name, ours in reversed(LLAMA_ACTIVATIONS.items())}
+    rope = dict(rope_type="default", rope_theta=cfg.rope_theta)
+    if cfg.rope_scaling:
+        rope |= dict(rope_type="llama3") | dict(zip(LLAMA3_ROPE, cfg.rope_scaling))
+    for model_type, family in FAMILIES.items():
+        if family.fields is None:
+            continue
+        config = keys_of(family, model_type, cfg) | dict(hidden_act=theirs[cfg.activation])
+        config |= {key: value for key, (value, _) in family.only.items()}
+        config |= {key: getattr(cfg, ours) for ours, (key, _) in family.optional.items()}
+        config |= dict(rope_theta=cfg.rope_theta, rope_parameters=dict(rope))
+        if model_type == "gpt_neox":
+            config |= dict(use_parallel_residual=cfg.residual == "parallel",
+                           rotary_emb_base=cfg.rope_theta)
+            config["rope_parameters"]["partial_rotary_factor"] = cfg.rotary
+        if model_config(config) == replace(cfg, dropout=0.0):
+            return config
+    raise ValueError(f"no architecture of transformers that is known here has this model: "
+                     f"{asdict(cfg)}")
