@@ -5,5 +5,5 @@
     formats     the documents of a file        flags       of data.py, and its summary
     downloads   files from the network         near_duplicates
     compressed, records, problems              bpe         trains a tokenizer
-    messages, disk
+    split       which documents validate       messages, disk
 """
