@@ -27,20 +27,14 @@ sends them to rank 0 and a thread there writes the file (`Writer`), while the ne
 rank needs memory for its shards once more, and rank 0 also for two full tensors (the parts of one,
 and their union), whatever the size of the model.
 """
-import errno
-import math
 import os
-import pickle
-import re
 import shutil
-import stat
-import time
 import zipfile
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Callable
 
@@ -48,28 +42,21 @@ import torch
 import torch.distributed as dist
 
 from model import GPT, GPTConfig
-from parallel import Grid, build_stage
 from parallelism.buckets import Bucket, make_buckets
-from parallelism.collectives import (PeerError, comm_errors, first_line, on_hosts, out_of_memory,
+from parallelism.build import Grid, build_stage
+from parallelism.collectives import (PeerError, comm_errors, on_hosts, out_of_memory,
                                      to_host)
+from parallelism.kernels import use_kernels
 from parallelism.tensor import ParamSpec, param_specs
 from parallelism.zero import FlatParameters
+from runtime.checkpoint_files import (first_cause, name_for_torch, reading, remove_old,
+                                      retry_transient, step_file)
 from runtime.processes import RunError, warn
 
 FORMAT = 7
 STATE = {"parameters": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 KEYS = {"format", "step", "consumed_samples", "tokens", "optimizer_steps", "config", "model",
         "tokenizer", "data", "scaler", "monitor", "run", *STATE}
-STEP_FILE = re.compile(r"step_(\d{8})\.pt")
-RETRY_SECONDS = (0, 0.2, 1, 3)      # waits before each attempt to read
-
-
-class CorruptCheckpoint(ValueError):
-    """The file is not a whole checkpoint."""
-
-
-class ReadFailed(RunError, OSError):
-    """The file system failed repeatedly; the file itself may be whole."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -88,8 +75,8 @@ def copy_shards(flat: FlatParameters, names, timeout: float) -> deque:
     for name in names:
         for bucket in flat.buckets:
             for spec, shard_slice, _ in bucket.shard_ranges:
-                is_replica = spec.partition_dim is None and flat.grid.tp_rank > 0
-                if not spec.is_tied_copy and not is_replica:
+                is_replicated = spec.partition_dim is None and flat.grid.tp_rank > 0
+                if not spec.is_tied_copy and not is_replicated:
                     # (A copy from CUDA is pinned, which may take twice the memory; its clone not.)
                     copies.append(to_host(bucket.shard[name][shard_slice], timeout).clone())
     return copies
@@ -146,26 +133,36 @@ def receive_parameter(spec: ParamSpec, bucket: Bucket, ranks: list, dtype: torch
     return spec.join(shards)
 
 
+class LateStorage(torch.UntypedStorage):
+    """Bytes that exist only while torch.save writes them. It is a storage of the device `meta`,
+    which has no memory; torch.save calls `cpu` for the bytes of a storage that is not on the CPU,
+    and drops them when they are in the file."""
+
+    def cpu(self):
+        return self.read().untyped_storage()
+
+
 class Streamed:
     """Stands in a state for a tensor that exists only while torch.save writes it: `read()` returns
-    the tensor, contiguous from the start of its storage. The file is the same, byte for byte.
-
-    torch.save pickles all objects first and writes their storages afterwards, one by one. It calls
-    `cpu()` on a storage of another device: on these, on `meta`, `cpu` reads the tensor."""
+    the tensor, contiguous from the start of its storage. torch.save pickles all objects first, then
+    writes their storages, one by one. The file is the same, byte for byte."""
 
     def __init__(self, shape: tuple, dtype: torch.dtype, read: Callable):
         self.like = torch.empty(shape, dtype=dtype, device="meta")
         self.read = read
 
     def __reduce__(self):
-        """Reduce as a tensor on the CPU does."""
-        storage = torch.UntypedStorage(self.like.nbytes, device="meta")
-        storage.cpu = lambda: self.read().untyped_storage()
+        """What torch.Tensor.__reduce_ex__ returns for a tensor on the CPU: how to build it again
+        (a function), and from what (its arguments), of which pickle then asks the storage."""
+        storage = LateStorage(self.like.nbytes, device="meta")
+        storage.read = self.read
         typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=self.like.dtype,
                                            _internal=True)
-        typed._fake_device = "cpu"
-        shape, stride = tuple(self.like.shape), self.like.stride()
-        return torch._utils._rebuild_tensor_v2, (typed, 0, shape, stride, False, OrderedDict())
+        typed._fake_device = "cpu"          # what the file says of its device
+        offset, shape, stride = 0, tuple(self.like.shape), self.like.stride()
+        requires_grad, hooks = False, OrderedDict()
+        return (torch._utils._rebuild_tensor_v2,
+                (typed, offset, shape, stride, requires_grad, hooks))
 
 
 def restore(state: dict, flat: FlatParameters) -> None:
@@ -181,18 +178,6 @@ def restore(state: dict, flat: FlatParameters) -> None:
 # ---------------------------------------------------------------------------------------------
 # Writing
 # ---------------------------------------------------------------------------------------------
-
-
-def step_file(out: Path, step: int) -> Path:
-    return out / f"step_{step:08d}.pt"
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The system's error, or that of a lost peer, which zipfile and torch's zip writer hide behind
-    their own."""
-    while error.__context__ is not None and not isinstance(error, PeerError):
-        error = error.__context__
-    return error
 
 
 def write_file(content: dict | Path, aside: Path, path: Path) -> None:
@@ -244,13 +229,7 @@ def save(state: dict, out: Path, keep: int) -> Path:
 
     # The monitor names the files that a rollback may go back to, among them the run's first.
     named = {file for _, file, _ in state["monitor"].get("checkpoints", [])}
-    try:
-        files = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
-        for file in files[keep:]:
-            if file.name not in named:
-                file.unlink(missing_ok=True)
-    except OSError as error:                    # (this checkpoint is written)
-        warn(f"old checkpoints in {out} could not be removed: {error}")
+    remove_old(out, keep, named)
     return path
 
 
@@ -323,77 +302,6 @@ class Writer:
 # ---------------------------------------------------------------------------------------------
 
 
-def retry_transient(read):
-    """Decorator of functions that read a path: try again after an error of the file system, which
-    a network may cause for a while. Raises ReadFailed if the error persists: the file must not be
-    passed over as damaged."""
-    @wraps(read)
-    def read_with_retries(path: Path):
-        for seconds in RETRY_SECONDS:
-            time.sleep(seconds)
-            try:
-                return read(path)
-            except (FileNotFoundError, PermissionError):
-                raise
-            except OSError as error:
-                if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):        # a mistake in the path
-                    raise
-                reason = error.strerror
-        raise ReadFailed(f"{path} could not be read ({reason}): start again when the file system "
-                         f"works")
-    return read_with_retries
-
-
-@contextmanager
-def reading(path: Path, problem: str):
-    """Turn an exception of the block that reads `path` into a CorruptCheckpoint that names the
-    problem: damaged bytes make zipfile and torch.load raise exceptions of many types. Errors of the
-    file system are raised as they are."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise FileNotFoundError
-        yield
-    except (FileNotFoundError, NotADirectoryError):
-        others = [file.name for file in list_checkpoints(path.parent)]
-        inside = sorted(map(str, path.glob("*.pt")))        # latest.pt is the first
-        if inside:
-            advice = f"it is a directory: give a file in it: {', '.join(inside)}"
-        elif path.suffix == ".pt" and others:           # --keep has removed it
-            advice = f"{path.parent} has {', '.join(others)}"
-        elif path.suffix == ".pt":
-            advice = (f"run train.py first, or `python -m tools.huggingface import NAME {path}`, "
-                      f"or give another file")
-        else:
-            advice = (f"give a file of train.py, such as out/latest.pt; `python -m "
-                      f"tools.huggingface import {path} {path.resolve().name}.pt` makes one of "
-                      f"weights, for --init-from and sample.py")
-            if path.is_dir():
-                advice = f"it is a directory without any: {advice}"
-        raise FileNotFoundError(f"there is no checkpoint {path}: {advice}") from None
-    except (PermissionError, MemoryError):
-        raise
-    except Exception as error:
-        cause = first_cause(error)
-        # EINVAL or no number: damaged bytes led to an invalid request, such as a seek before 0.
-        if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
-            raise cause
-        reason = first_line(error)
-        if isinstance(error, pickle.UnpicklingError):
-            reason = "it holds more than tensors and plain types"
-        raise CorruptCheckpoint(f"{path} {problem}: {reason}") from error
-
-
-@contextmanager
-def name_for_torch(path: Path):
-    """A name of the file for torch.load, which takes no name that is not UTF-8."""
-    try:
-        str(path).encode()
-        yield path
-    except UnicodeEncodeError:
-        with open(path, "rb") as file:
-            yield f"/proc/self/fd/{file.fileno()}"
-
-
 @retry_transient
 def verify(path: Path) -> None:
     """Read the file once and compare its bytes with the zip's CRCs. Raises CorruptCheckpoint."""
@@ -449,44 +357,5 @@ def load_model(path: Path) -> tuple[GPT, dict]:
         for name, parameter in model.named_parameters():
             full = state["parameters"][name]
             parameter.zero_()[:full.shape[0]] = full            # zero: the vocabulary padding
+    use_kernels(model)
     return model.eval(), state
-
-
-@retry_transient
-def list_checkpoints(out: Path) -> list[Path]:
-    """The checkpoints in `out`, newest first. A file written after more rollbacks is newer: a
-    rollback makes the files of later steps void. Otherwise that of the later step is. (The time
-    of a file is that of its last copy.) A file with two names, as latest.pt is a hard link, is
-    listed once, under its step's name."""
-    try:
-        names = os.listdir(out)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    files = {}                                      # {inode: path}
-    for name in sorted(names):                      # latest.pt comes first
-        if STEP_FILE.fullmatch(name) or name == "latest.pt":
-            with suppress(FileNotFoundError):       # another process has just removed it
-                files[os.stat(out / name).st_ino] = out / name
-    orders = {path: read_order(path) for path in files.values()}
-    most_rollbacks = max((order[0] for order in orders.values() if order is not None), default=0)
-
-    def order_of(path: Path) -> tuple:
-        if orders[path] is not None:
-            return orders[path]
-        name = STEP_FILE.fullmatch(path.name)       # damaged: see what its name says
-        return most_rollbacks, math.inf if name is None else int(name[1])
-    return sorted(files.values(), key=order_of, reverse=True)
-
-
-def read_order(path: Path) -> tuple[int, int] | None:
-    """(rollbacks of the run so far, step) of a checkpoint; None if it cannot be read."""
-    try:
-        with name_for_torch(path) as name:
-            state = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
-        return state["monitor"].get("rollbacks", 0), state["step"]
-    except Exception as error:
-        cause = first_cause(error)
-        if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL, errno.EACCES,
-                                                              errno.ENOENT):
-            raise cause                             # not damage: list_checkpoints tries again
-        return None                                 # `verify` tells of it

@@ -11,28 +11,24 @@ The shape legend of the whole project:
 
 Papers: GPT-2 (Radford et al. 2019, section 2.3) for the architecture and its initialization,
 GPT-3 (Brown et al. 2020, table 2.1) and OPT (Zhang et al. 2022, table 1) for the sizes and their
-learning rates, PaLM (Chowdhery et al. 2022, appendix B) for the count of FLOPs.
+learning rates.
 
-This file knows nothing of parallelism and can be used alone:
+This file needs PyTorch alone and can be used alone:
 
     model = GPT(GPTConfig(vocab_size=257)).initialize(seed=0)
     loss = model(tokens, targets) / targets.numel()
 
-Four habits let parallel.py cut it into pieces: the number of heads is inferred from the width of
-the projection, and T from its length; the ends of the model may be absent; the head owns the
-projection and the loss; blocks keep their global number as their name.
+There is no parallelism here. Four habits let other files cut the model into pieces: the number of
+heads is inferred from the width of the projection, and T from its length; the ends of the model may
+be absent; the head owns the projection and the loss; blocks keep their global number as their name.
 """
 import hashlib
 import math
-import re
 from dataclasses import dataclass
-from functools import partial
-from typing import Callable
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 VOCAB_MULTIPLE = 128    # the token matrix is padded to a multiple of this many rows
 IGNORE_INDEX = -1       # a target that adds nothing to the loss
@@ -75,34 +71,13 @@ class Dropout(nn.Module):
         return F.dropout(x, self.p)
 
 
-class Linear(nn.Linear):
-    """nn.Linear whose product goes through `linear`."""
-
-    def forward(self, x):
-        return linear(x, self.weight, self.bias)
-
-
-class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm through `layer_norm`."""
-
-    def forward(self, x):
-        return layer_norm(x, self.weight, self.bias, self.eps)
-
-
-class Embedding(nn.Embedding):
-    """nn.Embedding through `lookup`."""
-
-    def forward(self, rows):
-        return lookup(rows, self.weight)
-
-
 class Embed(nn.Module):
     """tokens (B, T) -> x (B, T, C): the token's row plus the position's row."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
         # Empty until `initialize`: torch's own N(0, 1) would be thrown away.
-        self.token = Embedding.from_pretrained(
+        self.token = nn.Embedding.from_pretrained(
             torch.empty(cfg.padded_vocab, cfg.n_embd), freeze=False)
         self.position = nn.Embedding.from_pretrained(
             torch.empty(cfg.seq_len, cfg.n_embd), freeze=False)
@@ -119,14 +94,14 @@ class Embed(nn.Module):
 class CoreAttention(Dropout):
     """softmax(q k^T / sqrt(D)) v of q (B, H, T, D), k and v (B, H, positions, D), with dropout on
     the softmax; causal, or each q attends to all positions."""
-    rng_offset = 0      # parallel.py sets it: ranks with different heads draw different masks
+    attend = staticmethod(F.scaled_dot_product_attention)
+    heads = 0       # the number of this part of the heads: each part draws masks of its own
 
     def forward(self, q, k, v, causal, dropout_seed=None):
         p = self.p if self.training else 0.0
         if p > 0:
-            seed_dropout(q.device, dropout_seed, *self.name, self.rng_offset)
-        attend = partial(F.scaled_dot_product_attention, is_causal=causal, dropout_p=p)
-        return upcast_for_matmul(attend, q, k, v)
+            seed_dropout(q.device, dropout_seed, *self.name, self.heads)
+        return self.attend(q, k, v, is_causal=causal, dropout_p=p)
 
 
 class Attention(nn.Module):
@@ -142,9 +117,9 @@ class Attention(nn.Module):
     def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
         self.head_dim = cfg.n_embd // cfg.n_head
-        self.qkv = Linear(cfg.n_embd, 3 * cfg.n_embd)
+        self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd)
         self.core_attention = CoreAttention(cfg.dropout, "layer", layer, "attention")
-        self.proj = Linear(cfg.n_embd, cfg.n_embd)
+        self.proj = nn.Linear(cfg.n_embd, cfg.n_embd)
 
     def forward(self, x, dropout_seed=None, cache=None, start=0):
         qkv = self.qkv(x)                                                   # (B, T, 3 H D)
@@ -165,8 +140,8 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.up = Linear(cfg.n_embd, 4 * cfg.n_embd)
-        self.down = Linear(4 * cfg.n_embd, cfg.n_embd)
+        self.up = nn.Linear(cfg.n_embd, 4 * cfg.n_embd)
+        self.down = nn.Linear(4 * cfg.n_embd, cfg.n_embd)
         self.activation = cfg.activation
 
     def forward(self, x):
@@ -180,10 +155,10 @@ class Block(nn.Module):
 
     def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
-        self.norm1 = LayerNorm(cfg.n_embd)
+        self.norm1 = nn.LayerNorm(cfg.n_embd)
         self.attn = Attention(cfg, layer)
         self.dropout1 = Dropout(cfg.dropout, "layer", layer, "attn")
-        self.norm2 = LayerNorm(cfg.n_embd)
+        self.norm2 = nn.LayerNorm(cfg.n_embd)
         self.mlp = MLP(cfg)
         self.dropout2 = Dropout(cfg.dropout, "layer", layer, "mlp")
 
@@ -203,12 +178,12 @@ class Head(nn.Module):
 
     def __init__(self, cfg: GPTConfig, weight: nn.Parameter):
         super().__init__()
-        self.norm = LayerNorm(cfg.n_embd)
+        self.norm = nn.LayerNorm(cfg.n_embd)
         self.weight = weight                                                # (padded V, C)
         self.vocab_size = cfg.vocab_size
 
     def forward(self, x, targets=None):
-        logits = linear(self.norm(x), self.weight)[..., :self.vocab_size]
+        logits = F.linear(self.norm(x), self.weight)[..., :self.vocab_size]
         if targets is None:
             return logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -281,7 +256,7 @@ def initial_value(cfg: GPTConfig, name: str, shape, seed: int) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------
-# Seeds, products and sums in 16 bits on CPUs, sizes and counts
+# Seeds and sizes
 # ---------------------------------------------------------------------------------------------
 
 
@@ -304,94 +279,6 @@ def seed_dropout(device: torch.device, dropout_seed: int | None, *name) -> None:
     else:
         generator = torch.get_device_module(device).default_generators[device.index]
     generator.manual_seed(derive_seed(dropout_seed, *name))
-
-
-# The 16-bit types in which this CPU has no instructions for matrix products: there PyTorch takes 4
-# to 27 times as long as in fp32.
-NO_PRODUCTS = [dtype for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
-               if not (torch.backends.mkldnn.is_available()
-                       and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())]
-
-
-def multiplies_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `upcast_for_matmul` multiplies factors of this type on this device in fp32."""
-    return device.type == "cpu" and dtype in NO_PRODUCTS
-
-
-def upcast_for_matmul(product: Callable, *factors: torch.Tensor | None, out=None) -> torch.Tensor:
-    """product(*factors), which every matrix product of the project goes through: computed in fp32
-    where this CPU needs it, and rounded to the type of the factors. `out` takes the result; it
-    cannot be combined with autograd."""
-    dtype = factors[0].dtype
-    if not multiplies_in_fp32(dtype, factors[0].device):
-        return product(*factors) if out is None else product(*factors, out=out)
-
-    def in_fp32(*factors):
-        wide = [x if x is None else x.float() for x in factors]
-        return product(*wide).to(dtype)
-
-    if not torch.is_grad_enabled():
-        result = in_fp32(*factors)
-        return result if out is None else out.copy_(result)
-    # Autograd would keep the factors in fp32; the checkpoint keeps them in 16 bits and converts
-    # them again in backward. (Attention is repeated there, a linear product is not.)
-    return checkpoint(in_fp32, *factors, use_reentrant=False)
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
-    """F.linear by `upcast_for_matmul`: x (..., in), weight (out, in) -> (..., out)."""
-    return upcast_for_matmul(F.linear, x, weight, bias)
-
-
-# Two kernels of PyTorch for CPUs add up a gradient in its own type, so in 16 bits the error grows
-# with the number of terms: relative to fp64, with 192 channels in bf16,
-#
-#     rows of x, or places of one token           128        4,096      16,384
-#     layer_norm: gradient of weight, of bias     1.4, 1.1   6.8, 6.2   13, 42 %
-#     embedding: gradient of the token's row      1.3        5.9        41 %
-#
-# Everything else adds up in fp32 there (biases, products, softmax, broadcasts), and is off by one
-# rounding, 0.17%, however many terms there are. The two functions below reach that too. In fp32,
-# fp64, on GPUs, and compiled, they are PyTorch's own.
-
-
-def sums_in_16_bits(weight: torch.Tensor) -> bool:
-    """Whether PyTorch would add up a gradient of this weight in 16 bits."""
-    return (weight.device.type == "cpu" and weight.dtype.itemsize == 2
-            and torch.is_grad_enabled() and not torch.compiler.is_compiling())
-
-
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float):
-    """F.layer_norm of x (..., C) over the channels, with gradients that add up in fp32."""
-    if sums_in_16_bits(weight):
-        return _LayerNormSumsInFp32.apply(x, weight, bias, eps)
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-
-class _LayerNormSumsInFp32(torch.autograd.Function):
-    """Keeps x in 16 bits, as PyTorch does; backward converts it."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps):
-        weight, bias = weight.float(), bias.float()
-        y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)      # all but x in fp32
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, bias, mean, rstd = ctx.saved_tensors
-        gradients = torch.ops.aten.native_layer_norm_backward(
-            dy.float(), x.float(), weight.shape, mean, rstd, weight, bias,
-            output_mask=[True, True, True])
-        return *(gradient.to(x.dtype) for gradient in gradients), None
-
-
-def lookup(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """F.embedding: the rows (...) of weight (n, C), with a gradient that adds up in fp32."""
-    if sums_in_16_bits(weight):
-        return F.embedding(rows, weight.float()).to(weight.dtype)
-    return F.embedding(rows, weight)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -429,47 +316,3 @@ _TABLE = {
 SIZES = {name: dict(zip(("n_layer", "n_head", "n_embd", "seq_len", "activation"), shape))
          for name, (*shape, _) in _TABLE.items()}
 PEAK_LR = {name: lr for name, (*_, lr) in _TABLE.items()}
-
-
-def parameter_count(cfg: GPTConfig) -> int:
-    """Parameters without padding: (V + T) C in the embeddings, 12 C^2 + 13 C in a block, 2 C in
-    the last LayerNorm."""
-    C = cfg.n_embd
-    return (cfg.vocab_size + cfg.seq_len) * C + cfg.n_layer * (12 * C * C + 13 * C) + 2 * C
-
-
-def flops_per_token(cfg: GPTConfig, recompute: bool = False) -> int:
-    """Floating-point operations to train on one token: 6 N + 12 L C T (PaLM, appendix B).
-
-    A parameter takes two operations (multiply, add) forward and four backward. N leaves out the
-    position embeddings and counts the tied matrix once, for the head. Attention's two products take
-    4 C T forward in each layer and twice that backward, although half of it is masked.
-    Recomputation repeats a block's forward but for its last product (8 C^2).
-    """
-    C = cfg.n_embd
-    T = cfg.seq_len
-    N = parameter_count(cfg) - T * C
-    again = cfg.n_layer * (16 * C * C + 4 * C * T) if recompute else 0
-    return 6 * N + 12 * cfg.n_layer * C * T + again
-
-
-# Dense 16-bit TFLOP/s of matrix products that sum in fp32, from the makers' data sheets and, for
-# GeForce, NVIDIA's papers on GA102, Ada and Blackwell; of an MI250X the half that is one device.
-_TFLOPS = {
-    "V100": 125, "V100 DGXS": 125, "V100 PCIe": 112, "V100S PCIe": 130, "T4": 65,
-    "A100": 312, "A100 PCIe": 312, "A800": 312, "A800 PCIe": 312, "A10": 125, "A10G": 70,
-    "A30": 165, "A40": 149.7, "RTX A6000": 154.8, "L4": 121, "L40": 181, "L40S": 362,
-    "RTX 6000 Ada Generation": 364.2, "H100": 989, "H100 PCIe": 756, "H100 NVL": 835, "H20": 148,
-    "H200": 989, "H200 NVL": 835.5, "GH200": 989, "H800": 989, "H800 PCIe": 756, "B200": 2250,
-    "GB200": 2500, "B300": 2250, "GB300": 2500, "MI250X": 191.5, "MI300X": 1307.4,
-    "RTX 3080": 59.5, "RTX 3090": 71, "RTX 3090 Ti": 80, "RTX 4080": 97.5, "RTX 4090": 165.2,
-    "RTX 4090 D": 147.1, "RTX 5080": 112.6, "RTX 5090": 209.5}
-PEAK_FLOPS = {name: 1e12 * tflops for name, tflops in _TFLOPS.items()}
-
-
-def peak_flops(device_name: str) -> float:
-    """FLOP/s of a device by its name, without maker, memory and socket ("NVIDIA A100-SXM4-80GB" is
-    an A100, "NVIDIA H200 NVL" no H200); 0.0 if unknown."""
-    name = re.sub(r"\b(NVIDIA|Tesla|GeForce|AMD|Instinct|SXM\d?|AC|\d+GB?|HBM\w+|3e)\b", " ",
-                  device_name.replace("PCIE", "PCIe"))
-    return PEAK_FLOPS.get(" ".join(name.replace("-", " ").split()), 0.0)

@@ -1,31 +1,32 @@
-"""3D parallelism whole, in its plainest form: data, pipeline and tensor parallelism of the GPT.
+"""All of 3D parallelism, as simply as possible: data, pipeline and tensor parallelism of the GPT,
+with sequence and context parallelism and ZeRO. It runs on CPUs.
 
-    python data.py; python parallel.py                          # in one process
-    torchrun --nproc_per_node=8 parallel.py --tp 2 --pp 2       # dp = 8 / (tp pp) = 2
+    python data.py; python parallel.py                                  # in one process
+    torchrun --nproc_per_node=8 parallel.py --tp 2 --pp 2 --zero 1      # dp = 8 / (tp pp) = 2
 
 trains the quick start's model on its data for 20 steps. train.py, run the same way, has the same
 losses to 1e-5, in any layout: the same seed and the same global batch give the same loss and
-gradients, up to the order of additions. There are no options here and nothing is done for speed:
-read it, run it, change it.
+gradients, up to the order of additions. The sections below are the program; flags choose what runs.
+Little is done for speed: buckets show how communication overlaps backward. Read it, run it, change
+it.
 
-    1. Ranks                    their grid and its process groups
-    2. Tensor parallelism       each matrix is cut; every rank computes with its part
-    3. Pipeline parallelism     the layers are cut into stages; microbatches pass through them
-    4. Data parallelism, ZeRO   the batch is cut; replicas sum their gradients
-    5. Context parallelism      the sequence is cut; ranks exchange keys and values
+    1. Ranks                    their grid, their groups, their collectives
+    2. Tensor parallelism       each matrix is cut             --tp, --sequence-parallel
+    3. Pipeline parallelism     the layers are cut             --pp, --pp-schedule
+    4. Data parallelism         the batch is cut               --zero; dp is what remains
+    5. Context parallelism      the sequence is cut            --cp
     6. All together             one step, and the program
-    7. As train.py runs it      the same techniques made fast and small, by parallelism/
 
-In parallelism/ tensor.py, pipeline.py, zero.py and context.py begin with a table of what they add
-to the plain form here, and why.
+parallelism/ has the same techniques as train.py runs them, faster and with less memory: tensor.py,
+pipeline.py, zero.py and context.py there begin with a table of what they add to the plain form.
 
-Shapes: B sequences, T positions, C channels, H heads, V vocabulary.
+Shapes: B sequences, T positions, C channels, H heads, D channels of a head, V vocabulary.
 """
 import argparse
 import os
-import re
 import sys
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,96 +34,135 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, GPTConfig
-from parallelism.compiling import compile_model
-from parallelism.context import CP_PLAN, own_positions, recompute_attention
-from parallelism.exact import EXACT_PLAN, ExactParameters, make_exact, new_sums
-from parallelism.pipeline import chunk_layers, recompute_blocks, stage_layers
-from parallelism.tensor import TP_PLAN, param_specs
-from parallelism.zero import FlatParameters, gather_before_use
+from model import GPT, GPTConfig, ceil_div
 
 # ---------------------------------------------------------------------------------------------
 # 1. Ranks
 #
-# A rank is one process. The ranks form an array (dp, pp, cp, tp) whose last dimension is the
-# fastest. (cp is 1 except in section 7.) For dp 2, pp 2, tp 2:
+# A rank is one process. The ranks form an array (dp, pp, cp, tp) in row-major order: neighbours in
+# tp have consecutive ranks. For dp 2, pp 2, cp 1, tp 2:
 #
 #                     stage 0     stage 1
 #       replica 0     0   1       2   3          tensor parallel    (0 1) (2 3) (4 5) (6 7)
 #       replica 1     4   5       6   7          pipelines          (0 2) (1 3) (4 6) (5 7)
-#                                                replicas           (0 4) (1 5) (2 6) (3 7)
+#                                                same weights       (0 4) (1 5) (2 6) (3 7)
 #
 # Tensor parallelism communicates most (four all-reduces per block and microbatch: two forward, two
 # backward), so its ranks are adjacent and share a machine. Those of context parallelism, which
-# exchange keys and values in each block, come next. Data parallelism reduces gradients once a step
-# (ZeRO 2 and 3: once per microbatch) and may cross the network (Narayanan et al. 2021, section 3).
-#
-# Ranks a and b have two slices each. An all-reduce is a reduce-scatter, then an all-gather:
-#
-#                before      reduce-scatter      then all-gather     or all-reduce, from "before"
-#       rank a   a0 a1       a0+b0  -            a0+b0  a1+b1        a0+b0  a1+b1
-#       rank b   b0 b1       -      a1+b1        a0+b0  a1+b1        a0+b0  a1+b1
+# exchange keys and values in each block, come next. Pipelines send only activations between
+# neighbours. Data parallelism reduces gradients once a step (ZeRO 2: once per microbatch; ZeRO 3
+# gathers parameters, too) and may cross the network (Narayanan et al. 2021, section 3).
 # ---------------------------------------------------------------------------------------------
 
 
+GROUPS = ("tp", "cp", "replicas", "pp", "world", "embedding")
+
+
 class Grid:
-    """The layout, this rank's place in it, and its process groups (None where it is alone). With
-    `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers; with
-    `chunks`, that many parts of the model, which it runs in turn (interleaved 1F1B).
+    """The layout, this rank's place in it, and its process groups (None for a group of one). With
+    `sequence_parallel`, a rank holds T / tp positions outside the tensor-parallel layers.
 
     A replica is a full copy of the model, on pp x tp ranks. There are dp x cp: dp cuts the rows of
     the batch, cp their positions. Their gradients are summed, and ZeRO shards over them."""
 
     def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, sequence_parallel: bool = False,
-                 chunks: int = 1, cp: int = 1):
+                 cp: int = 1):
         self.dp, self.pp, self.cp, self.tp = dp, pp, cp, tp
-        self.rank, self.chunks = rank, chunks
+        self.rank = rank
         self.world = dp * pp * cp * tp
         self.ranks = torch.arange(self.world).view(dp, pp, cp, tp)
-        self.dp_rank, rank_in_rows = divmod(rank, pp * cp * tp)
-        self.stage, rank_in_stage = divmod(rank_in_rows, cp * tp)
-        self.cp_rank, self.tp_rank = divmod(rank_in_stage, tp)
+        place = (self.ranks == rank).nonzero()[0].tolist()
+        self.dp_rank, self.stage, self.cp_rank, self.tp_rank = place
         self.replicas = dp * cp
         self.replica = self.dp_rank * cp + self.cp_rank
         self.is_first = self.stage == 0
         self.is_last = self.stage == pp - 1
         self.sequence_parallel = sequence_parallel
-        self.hosts = ["this machine"] * self.world      # each rank's; parallelism/groups.py asks
-        self.groups = dict.fromkeys(("tp", "cp", "replicas", "pp", "world", "embedding"))
-        self.exact = None           # exact_sums.ExactSums, with --exact
+        self.groups = dict.fromkeys(GROUPS)
 
-    def members(self) -> dict[str, list]:
-        """{kind of group: the ranks of each group of that kind}."""
-        pipelines = self.ranks.permute(0, 2, 3, 1).reshape(-1, self.pp)
-        replicas = self.ranks.permute(1, 3, 0, 2).reshape(-1, self.replicas)
-        kinds = {
-            "tp": self.ranks.reshape(-1, self.tp),                          # share each matrix
-            "cp": self.ranks.mT.reshape(-1, self.cp),                       # share each sequence
-            "replicas": replicas,                                           # hold the same weights
-            "pp": pipelines,                                                # share the layers
-            "world": self.ranks.reshape(1, -1),
-            "embedding": pipelines[:, [0, -1]],                             # hold the tied matrix
-        }
-        return {kind: rows.tolist() for kind, rows in kinds.items()}
+    def members(self, kind: str) -> list[int]:
+        """The ranks of this rank's group of a kind."""
+        d, p, c, t = self.dp_rank, self.stage, self.cp_rank, self.tp_rank
+        members = dict(
+            tp=self.ranks[d, p, c, :],                  # share each matrix
+            cp=self.ranks[d, p, :, t],                  # share each sequence
+            replicas=self.ranks[:, p, :, t],            # hold the same weights: one of each replica
+            pp=self.ranks[d, :, c, t],                  # share the layers
+            world=self.ranks,
+            embedding=self.ranks[d, [0, -1], c, t])     # hold the tied matrix: first and last stage
+        return members[kind].flatten().tolist()
 
 
-def make_grid(world: int, tp: int, pp: int, rank: int) -> Grid:
-    """The grid of `world` ranks, with its process groups."""
-    grid = Grid(world // (tp * pp), pp, tp, rank)
-    for kind, rows in grid.members().items():
-        for ranks in rows:
-            if len(set(ranks)) > 1:
-                group = dist.new_group(ranks)       # every rank must call it, for every group
-                if rank in ranks:
-                    grid.groups[kind] = group
-    return grid
+def make_groups(grid: Grid) -> None:
+    """Create this rank's process groups. (PyTorch names a group after the number of groups that a
+    rank has, so "embedding" comes last: a rank in the middle of a pipeline is in none.)"""
+    for kind in GROUPS:
+        ranks = grid.members(kind)
+        if grid.rank in ranks and len(set(ranks)) > 1:
+            grid.groups[kind] = dist.new_group(ranks, use_local_synchronization=True)
 
 
-def sum_over(x: torch.Tensor, group) -> torch.Tensor:
-    """Sum x over the ranks of a group, in place. There is nothing to do for one rank (None)."""
+# The ranks of a group use three collectives. For ranks a and b, which have two slices each:
+#
+#                before      reduce-scatter      then all-gather     or all-reduce, from "before"
+#       rank a   a0 a1       a0+b0  -            a0+b0  a1+b1        a0+b0  a1+b1
+#       rank b   b0 b1       -      a1+b1        a0+b0  a1+b1        a0+b0  a1+b1
+#
+# So an all-reduce costs as much as the other two together. A group of one rank is None: nothing
+# happens.
+
+
+def all_reduce(x: torch.Tensor, group) -> torch.Tensor:
+    """Sum x over the ranks of a group, in place."""
     if group is not None:
         dist.all_reduce(x, group=group)
     return x
+
+
+def reduce_scatter(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
+    """This rank's slice, along `dim`, of the sum of x over the ranks."""
+    if group is None:
+        return x
+    slices = [part.contiguous() for part in x.chunk(group.size(), dim)]
+    own = torch.empty_like(slices[0])
+    dist.reduce_scatter(own, slices, group=group)
+    return own
+
+
+def all_gather(x: torch.Tensor, group, dim: int = 0) -> torch.Tensor:
+    """The x of all ranks, joined along `dim`."""
+    if group is None:
+        return x
+    x = x.contiguous()
+    slices = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(slices, x, group=group)
+    return torch.cat(slices, dim)
+
+
+# The backward of an all-gather is a reduce-scatter: every rank has used this slice, so its gradient
+# is the sum of theirs. The backward of a reduce-scatter is an all-gather.
+
+
+class AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, dim):
+        ctx.group, ctx.dim = group, dim
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return reduce_scatter(dy, ctx.group, ctx.dim), None, None
+
+
+class ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, dim):
+        ctx.group, ctx.dim = group, dim
+        return reduce_scatter(x, group, dim)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return all_gather(dy, ctx.group, ctx.dim), None, None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -153,7 +193,7 @@ class CopyToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return sum_over(dy.clone(), ctx.group), None
+        return all_reduce(dy.clone(), ctx.group), None
 
 
 class ReduceFromRanks(torch.autograd.Function):
@@ -161,11 +201,42 @@ class ReduceFromRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        return sum_over(x.clone(), group)
+        return all_reduce(x.clone(), group)
 
     @staticmethod
     def backward(ctx, dy):
         return dy, None
+
+
+# Sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Between g and the next f (bias,
+# residual addition, LayerNorm) all tp ranks do the same work on the same activations. Instead, let
+# each hold some positions there. For two ranks and positions 0 to 3:
+#
+#                 norm               f     qkv, attention, proj     g      norm
+#       rank a    0 1     ->   0 1 2 3     with half of the heads   ->     0 1
+#       rank b    2 3     ->   0 1 2 3     with the other half      ->     2 3
+#
+#   f: all-gather forward,     reduce-scatter backward
+#   g: reduce-scatter forward, all-gather backward
+#
+# f and g together send as much as one all-reduce, and the activations from g to f take 1 / tp of
+# the memory. A LayerNorm, a bias after g and the position embedding see this rank's positions
+# alone, so their gradients are summed over the tp ranks (in `plain_3d_step`). In use:
+# parallelism/sequence.py.
+
+
+def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The input of a matrix that is cut by columns: all positions; backward sums their gradient."""
+    if grid.sequence_parallel:
+        return AllGather.apply(x, grid.groups["tp"], 1)             # (B, T / tp, C) -> (B, T, C)
+    return CopyToRanks.apply(x, grid.groups["tp"])
+
+
+def g(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The output of a matrix that is cut by rows: the sum of the ranks' terms."""
+    if grid.sequence_parallel:
+        return ReduceScatter.apply(x, grid.groups["tp"], 1)         # (B, T, C) -> (B, T / tp, C)
+    return ReduceFromRanks.apply(x, grid.groups["tp"])
 
 
 def cut(parameter: nn.Parameter, dim: int, grid: Grid, stacked: int = 1) -> nn.Parameter:
@@ -173,34 +244,34 @@ def cut(parameter: nn.Parameter, dim: int, grid: Grid, stacked: int = 1) -> nn.P
     and v are, each is cut by itself: (3C, C) -> (3C / tp, C)."""
     parts = [matrix.chunk(grid.tp, dim)[grid.tp_rank] for matrix in parameter.chunk(stacked, dim)]
     own = nn.Parameter(torch.cat(parts, dim).detach())
-    own.is_cut = True           # no other rank of the tp group has it: see `plain_grad_norm`
+    own.is_cut = True           # no other rank of the tp group has it: see `plain_norm_squared`
     return own
 
 
 class PlainColumnLinear(nn.Module):
-    """x (B, T, in), equal on all ranks -> (B, T, out / tp), this rank's columns."""
+    """x (B, T, in) -> (B, T, out / tp), this rank's columns."""
 
-    def __init__(self, plain: nn.Linear, grid: Grid, stacked: int = 1):
+    def __init__(self, whole: nn.Linear, grid: Grid, stacked: int = 1):
         super().__init__()
-        self.group = grid.groups["tp"]
-        self.weight = cut(plain.weight, 0, grid, stacked)
-        self.bias = cut(plain.bias, 0, grid, stacked)
+        self.grid = grid
+        self.weight = cut(whole.weight, 0, grid, stacked)
+        self.bias = cut(whole.bias, 0, grid, stacked)
 
     def forward(self, x):
-        return F.linear(CopyToRanks.apply(x, self.group), self.weight, self.bias)
+        return F.linear(f(x, self.grid), self.weight, self.bias)
 
 
 class PlainRowLinear(nn.Module):
-    """x (B, T, in / tp), this rank's columns -> (B, T, out), equal on all ranks."""
+    """x (B, T, in / tp), this rank's columns -> (B, T, out), the sum over the ranks."""
 
-    def __init__(self, plain: nn.Linear, grid: Grid):
+    def __init__(self, whole: nn.Linear, grid: Grid):
         super().__init__()
-        self.group = grid.groups["tp"]
-        self.weight = cut(plain.weight, 1, grid)
-        self.bias = plain.bias      # whole: added after the sum; inside, it would count tp times
+        self.grid = grid
+        self.weight = cut(whole.weight, 1, grid)
+        self.bias = whole.bias      # whole: added after the sum; inside, it would count tp times
 
     def forward(self, x):
-        return ReduceFromRanks.apply(F.linear(x, self.weight), self.group) + self.bias
+        return g(F.linear(x, self.weight), self.grid) + self.bias
 
 
 # The token matrix, which embedding and head share, is cut by rows: a rank has V / tp tokens. (V is
@@ -208,8 +279,8 @@ class PlainRowLinear(nn.Module):
 
 
 def find_local(tokens: torch.Tensor, weight: torch.Tensor, grid: Grid) -> tuple:
-    """(each token's row in this rank's part of the matrix, 0 if it is elsewhere; whether it is in
-    this part)."""
+    """(the row of each token in this rank's part of the matrix, 0 if absent; a mask of those
+    present)."""
     rows = tokens - grid.tp_rank * len(weight)
     is_local = (rows >= 0) & (rows < len(weight))
     return rows.where(is_local, 0), is_local
@@ -226,25 +297,41 @@ class PlainVocabEmbedding(nn.Module):
     def forward(self, tokens):
         rows, is_local = find_local(tokens, self.weight, self.grid)
         x = F.embedding(rows, self.weight) * is_local.unsqueeze(-1)
-        return ReduceFromRanks.apply(x, self.grid.groups["tp"])
+        return g(x, self.grid)
+
+
+class PlainPositionEmbedding(nn.Module):
+    """Position i of this rank -> row own[i] of the whole matrix, where own has their numbers in the
+    sequence. The sequence has as many positions as the matrix has rows."""
+
+    def __init__(self, whole: nn.Embedding, grid: Grid):
+        super().__init__()
+        self.weight = whole.weight                                              # (T, C)
+        own = own_positions(torch.arange(len(self.weight)), grid.cp_rank, grid.cp)      # section 5
+        if grid.sequence_parallel:
+            own = own.chunk(grid.tp)[grid.tp_rank]
+        self.own = own
+
+    def forward(self, positions):
+        return F.embedding(self.own[positions], self.weight)
 
 
 class PlainVocabHead(nn.Module):
-    """x (B, T, C), targets (B, T) -> the summed loss of model.Head, though no rank has all V logits
-    z of a position:
+    """x (B, T, C), targets (B, T), none ignored -> the summed loss of model.Head, though no rank
+    has all V logits z of a position:
 
         loss = log sum_v exp(z_v) - z_target = m + log sum_v exp(z_v - m) - z_target
 
     With m the largest logit, exp cannot overflow; m cancels, so it needs no gradient."""
 
-    def __init__(self, plain: nn.Module, weight: nn.Parameter, grid: Grid):
+    def __init__(self, whole: nn.Module, weight: nn.Parameter, grid: Grid):
         super().__init__()
-        self.norm, self.vocab_size, self.grid = plain.norm, plain.vocab_size, grid
+        self.norm, self.vocab_size, self.grid = whole.norm, whole.vocab_size, grid
         self.weight = weight                                            # (V / tp, C)
 
     def forward(self, x, targets):
         group = self.grid.groups["tp"]
-        z = F.linear(CopyToRanks.apply(self.norm(x), group), self.weight)       # (B, T, V / tp)
+        z = F.linear(f(self.norm(x), self.grid), self.weight)           # (B, T, V / tp)
         tokens = torch.arange(len(self.weight)) + self.grid.tp_rank * len(self.weight)
         z = z.masked_fill(tokens >= self.vocab_size, -torch.inf)        # padding: probability 0
         m = z.detach().amax(-1)                                         # (B, T), as all below
@@ -258,7 +345,7 @@ class PlainVocabHead(nn.Module):
 
 
 def plain_tensor_parallel(model: GPT, grid: Grid) -> None:
-    """Replace every module that has a matrix to cut."""
+    """Replace every module that has a matrix to cut, or that has to know its positions."""
     for block in model.blocks.values():
         block.attn.qkv = PlainColumnLinear(block.attn.qkv, grid, stacked=3)
         block.attn.proj = PlainRowLinear(block.attn.proj, grid)
@@ -266,28 +353,40 @@ def plain_tensor_parallel(model: GPT, grid: Grid) -> None:
         block.mlp.down = PlainRowLinear(block.mlp.down, grid)
     token_matrix = cut(model.embed.token.weight, 0, grid)
     model.embed.token = PlainVocabEmbedding(token_matrix, grid)
+    model.embed.position = PlainPositionEmbedding(model.embed.position, grid)
     model.head = PlainVocabHead(model.head, token_matrix, grid)
 
 
 # ---------------------------------------------------------------------------------------------
-# 3. Pipeline parallelism (GPipe, Huang et al. 2019)
+# 3. Pipeline parallelism (GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2021, section 2.2)
 #
 # The layers are cut into p stages, one for each rank of a pipeline, and the batch into m
 # microbatches, which pass through the stages one after another: forward (F), then backward (B).
 # For three stages and five microbatches, a backward taking twice as long as a forward:
 #
-#     stage 0    F0 F1 F2 F3 F4 .  .  .  .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0
-#     stage 1    .  F0 F1 F2 F3 F4 .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .
-#     stage 2    .  .  F0 F1 F2 F3 F4 B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .  .  .
+#     GPipe      F0 F1 F2 F3 F4 .  .  .  .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0
+#                .  F0 F1 F2 F3 F4 .  .  .  B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .
+#                .  .  F0 F1 F2 F3 F4 B4 B4 B3 B3 B2 B2 B1 B1 B0 B0 .  .  .  .
 #
-# A stage idles for (p - 1) / (m + p - 1) of the time, the bubble, and keeps the activations of all
-# m microbatches. In use: parallelism/pipeline.py; better orders: parallelism/schedules.py.
+#     1F1B       F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 .  B3 B3 .  B4 B4
+#                .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .
+#                .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .
+#
+# In both a stage idles for (p - 1) / (m + p - 1) of the time, the bubble. With GPipe it keeps the
+# activations of m microbatches, with 1F1B of p at most: each B frees those of its microbatch.
+# In use: parallelism/pipeline.py; more orders: parallelism/schedules.py.
 # ---------------------------------------------------------------------------------------------
+
+
+def stage_layers(n_layer: int, pp: int, stage: int) -> range:
+    """The numbers of a stage's blocks. Stages differ by one block at most. The last stage, which
+    also has the head, never has more blocks than another."""
+    return range(ceil_div(stage * n_layer, pp), ceil_div((stage + 1) * n_layer, pp))
 
 
 def keep_stage(model: GPT, grid: Grid, layers) -> None:
     """Keep these layers. The first stage also keeps the embedding, the last one the head; model.GPT
-    runs what is left. (stage_layers divides the layers evenly.)"""
+    runs what is left."""
     for name in list(model.blocks):
         if int(name) not in layers:
             del model.blocks[name]
@@ -297,37 +396,67 @@ def keep_stage(model: GPT, grid: Grid, layers) -> None:
         model.head = None
 
 
-def plain_pipeline(stage: nn.Module, batch: list, n_embd: int, total: int, grid: Grid) -> float:
-    """Add the gradients of the mean loss over `total` tokens; return the sum of the losses (0 on
-    all stages but the last). `batch` is a list of microbatches (tokens (B, T), targets (B, T)). A
-    stage maps tokens, or activations (B, T, C), to activations; the last one maps them and the
-    targets to the sum of the losses. C is `n_embd`."""
-    previous, following = grid.rank - grid.tp, grid.rank + grid.tp
-    stage_dtype = next(stage.parameters()).dtype
-    loss_sum = 0.0
-    kept = []
-    for tokens, targets in batch:                       # all forwards
-        x = tokens
-        if not grid.is_first:
-            x = torch.empty(*tokens.shape, n_embd, dtype=stage_dtype)
-            dist.recv(x, src=previous)
-            x.requires_grad_()
-        y = stage(x, targets)
-        if grid.is_last:
-            loss_sum += y.item()
-        else:
-            dist.send(y.detach(), dst=following)
-        kept.append((x, y))
+def plain_gpipe(stage: int, stages: int, m: int) -> list[tuple]:
+    """What a stage does, in order: all forwards, then all backwards, the last one first."""
+    return [("F", i) for i in range(m)] + [("B", i) for i in reversed(range(m))]
 
-    for x, y in reversed(kept):                         # then all backwards, in reverse
-        if grid.is_last:
-            (y / total).backward()
+
+def plain_1f1b(stage: int, stages: int, m: int) -> list[tuple]:
+    """One forward for each later stage, because no gradient arrives before those have run; then a
+    forward and a backward in turn; then the backwards that are left."""
+    ahead = min(stages - 1 - stage, m)
+    order = [("F", i) for i in range(ahead)]
+    for i in range(m - ahead):
+        order += [("F", ahead + i), ("B", i)]
+    return order + [("B", i) for i in range(m - ahead, m)]
+
+
+SCHEDULES = {"gpipe": plain_gpipe, "1f1b": plain_1f1b}
+
+
+def plain_pipeline(stage: GPT, batch: list, order: list, total: int, grid: Grid) -> float:
+    """Add the gradients of the mean loss over `total` tokens; return the sum of the losses (0 on
+    all stages but the last).
+
+    stage   maps tokens, or activations (B, T, C), to activations; the last one maps them and the
+            targets to the sum of the losses
+    batch   microbatches, (tokens (B, T), targets (B, T))
+    order   what the stage does: ("F" or "B", number of the microbatch)
+
+    A receive waits for its message. A send does not wait for its receiver: with 1F1B two neighbors
+    send to each other, and would both wait forever. (NCCL needs more: PP3 in pipeline.py.)"""
+    previous = grid.rank - grid.cp * grid.tp
+    following = grid.rank + grid.cp * grid.tp
+    parts = grid.tp if grid.sequence_parallel else 1
+    loss_sum = 0.0
+    kept = {}           # microbatch: (x, y), the stage's input and output, from F to B
+    sends = []
+    for kind, i in order:
+        if kind == "F":
+            x, targets = batch[i]
+            if not grid.is_first:
+                x = torch.empty(len(x), x.shape[1] // parts, stage.cfg.n_embd,
+                                dtype=next(stage.parameters()).dtype)
+                dist.recv(x, src=previous)
+                x.requires_grad_()
+            y = stage(x, targets)
+            if grid.is_last:
+                loss_sum += y.item()
+            else:
+                sends.append(dist.isend(y.detach(), dst=following))
+            kept[i] = x, y
         else:
-            dy = torch.empty_like(y)
-            dist.recv(dy, src=following)
-            y.backward(dy)
-        if not grid.is_first:
-            dist.send(x.grad, dst=previous)
+            x, y = kept.pop(i)
+            if grid.is_last:
+                (y / total).backward()
+            else:
+                dy = torch.empty_like(y)
+                dist.recv(dy, src=following)
+                y.backward(dy)
+            if not grid.is_first:
+                sends.append(dist.isend(x.grad, dst=previous))
+    for send in sends:
+        send.wait()
     return loss_sum
 
 
@@ -335,8 +464,8 @@ def plain_pipeline(stage: nn.Module, batch: list, n_embd: int, total: int, grid:
 # 4. Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020)
 #
 # Every replica trains on its share of the batch. The gradients are summed over the replicas. The
-# replicas start equal (from the same seed), make the same update, and so stay equal. In the forms
-# of this section each rank of the default group is a replica. In use: parallelism/zero.py.
+# replicas start equal (from the same seed), make the same update, and so stay equal. In use:
+# parallelism/zero.py. The whole idea, if each rank of the default group is a replica:
 # ---------------------------------------------------------------------------------------------
 
 
@@ -351,87 +480,148 @@ def plain_step(model, optimizer, tokens, targets):
     optimizer.step()                                                # on every rank the same
 
 
-def plain_overlap(model, loss):
-    """loss.backward(), then the sums of `plain_step`. Each sum starts when its gradient is there,
-    and travels while backward computes the next ones."""
-    sums = []
+class Bucket:
+    """Gradients that are sent in one message. Autograd calls the hook of a parameter when it has
+    added to its .grad. The last hook starts the all-reduce, which runs while backward computes the
+    gradients of the next bucket. All replicas complete them in the same order, that of backward:
 
-    def start_sum(parameter):
-        sums.append(dist.all_reduce(parameter.grad, async_op=True))
+        backward      head     block 1          block 0          embedding
+        all-reduce             head ------->    block 1 ------>  block 0 ------>  embedding ------>
+    """
 
-    hooks = [parameter.register_post_accumulate_grad_hook(start_sum)
-             for parameter in model.parameters()]
-    loss.backward()
-    for work in sums:
-        work.wait()
-    for hook in hooks:
-        hook.remove()
+    def __init__(self, parameters: list, group):
+        self.parameters, self.group = parameters, group
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self.grad_ready)
 
+    def begin_step(self, num_microbatches: int) -> None:
+        """Every microbatch's backward adds to the gradients; the last one completes them."""
+        self.missing = num_microbatches * len(self.parameters)
 
-# ZeRO does not repeat on every replica what one of them can do: replica r updates shard r of the
-# parameters, laid out flat. AdamW is elementwise, so a shard may begin and end inside a matrix. Its
-# moments are 8 of 16 bytes per parameter (parameters, gradients, two moments, in fp32).
+    def grad_ready(self, parameter: nn.Parameter) -> None:
+        self.missing -= 1
+        if self.missing == 0:
+            self.message = torch.cat([p.grad.flatten() for p in self.parameters])
+            self.work = dist.all_reduce(self.message, group=self.group, async_op=True)
 
-
-def plain_shard(module: nn.Module) -> nn.Parameter:
-    """This rank's part of the module's parameters, which are padded to a multiple of dp."""
-    rank, dp = dist.get_rank(), dist.get_world_size()
-    flat = nn.utils.parameters_to_vector(module.parameters()).detach()
-    flat = F.pad(flat, (0, -len(flat) % dp))
-    return nn.Parameter(flat.chunk(dp)[rank].clone())
-
-
-def plain_zero_step(model, shard, optimizer, tokens, targets):
-    """ZeRO 1: `plain_step`, but `optimizer` updates `plain_shard(model)` alone."""
-    rank, dp = dist.get_rank(), dist.get_world_size()
-    model.zero_grad()
-    loss = model(tokens.chunk(dp)[rank], targets.chunk(dp)[rank])
-    (loss / targets.numel()).backward()
-    grad = nn.utils.parameters_to_vector([parameter.grad for parameter in model.parameters()])
-    grad = F.pad(grad, (0, len(shard) * dp - len(grad)))
-    shard.grad = torch.empty_like(shard)
-    dist.reduce_scatter_single(shard.grad, grad)
-    optimizer.step()
-    full = torch.empty_like(grad)
-    dist.all_gather_single(full, shard.detach())
-    nn.utils.vector_to_parameters(full, model.parameters())     # (it ignores the padding)
+    def finish(self) -> None:
+        """Wait for the sums, and make them the gradients."""
+        self.work.wait()
+        sums = self.message.split([p.numel() for p in self.parameters])
+        for parameter, total in zip(self.parameters, sums):
+            parameter.grad = total.view(parameter.shape)
 
 
-# ZeRO 2 reduce-scatters a block's gradients as soon as backward has computed them, as in
-# `plain_overlap`, adds the sum to that block's shard, and frees them: the gradients of the whole
-# model never exist at once. ZeRO 3 keeps no `full` either (FSDP, Zhao et al. 2023):
+def make_buckets(model: GPT, grid: Grid) -> list[Bucket]:
+    """One for each block, the token matrix, the position matrix and the last LayerNorm. The tied
+    matrix has its own: its gradient, to
+    which head and embedding add, is complete last."""
+    contents = {}
+    for name, parameter in model.named_parameters():            # the tied matrix: once
+        module = ".".join(name.split(".")[:2])                  # blocks.0, embed.token, head.norm
+        contents.setdefault(module, []).append(parameter)
+    return [Bucket(parameters, grid.groups["replicas"]) for parameters in contents.values()]
 
 
-class GatherParameters(torch.autograd.Function):
-    """shard (n / dp,) -> all n parameters of a block. Backward: this rank's gradients of all n ->
-    the sum over ranks of those of the shard."""
-
-    @staticmethod
-    def forward(ctx, shard):
-        full = shard.new_empty(len(shard) * dist.get_world_size())
-        dist.all_gather_single(full, shard)
-        return full
-
-    @staticmethod
-    def backward(ctx, dfull):
-        dshard = dfull.new_empty(len(dfull) // dist.get_world_size())
-        dist.reduce_scatter_single(dshard, dfull)
-        return dshard
+# With plain data parallelism every replica makes the same update. ZeRO divides it: replica i of r
+# updates shard i of each parameter, laid out flat. AdamW is elementwise, so a shard may
+# begin and end anywhere. Of n parameters a replica keeps:
+#
+#            parameters  gradients  moments    sent: gradients                    parameters
+#   ZeRO 0   n           n          2n         all-reduce, once a step            -
+#   ZeRO 1   n           n          2n / r     reduce-scatter, once a step        all-gather, once
+#   ZeRO 2   n           n / r      2n / r     reduce-scatter, in each backward   all-gather, once
+#   ZeRO 3   n / r       n / r      2n / r     reduce-scatter, in each backward   all-gather, in use
+#
+# where a moment is one of AdamW's two averages of the gradients. (With 1 and 2 the shards here are
+# copies: 2n / r more with 1, n / r with 2. In zero.py they are views. With 3 a microbatch gathers
+# each parameter twice, for forward and for backward.)
 
 
-def plain_zero3_block(block: nn.Module, shard: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
-    """ZeRO 3: block(x) with the parameters of which each rank keeps a `plain_shard`. `block` gives
-    only their names and shapes; it may be on the meta device, without memory."""
-    def gather_and_run(shard, x):
-        full = GatherParameters.apply(shard)
-        sizes = [parameter.numel() for parameter in block.parameters()]
-        pieces = full[:sum(sizes)].split(sizes)
-        parameters = {name: piece.view(parameter.shape)
-                      for piece, (name, parameter) in zip(pieces, block.named_parameters())}
-        return torch.func.functional_call(block, parameters, x)
-    # Autograd would keep the gathered parameters for backward. The checkpoint drops them, and in
-    # backward it gathers them again.
-    return checkpoint(gather_and_run, shard, x, use_reentrant=False)
+def flatten(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """x in one dimension, padded to a multiple of the replicas."""
+    return F.pad(x.flatten(), (0, -x.numel() % grid.replicas))
+
+
+def plain_shards(model: GPT, grid: Grid) -> dict[str, nn.Parameter]:
+    """{name: this replica's shard of the parameter}: what its AdamW updates."""
+    shards = {}
+    for name, parameter in model.named_parameters():
+        parts = flatten(parameter.detach(), grid).chunk(grid.replicas)
+        shards[name] = nn.Parameter(parts[grid.replica].clone())
+        if hasattr(parameter, "is_cut"):
+            shards[name].is_cut = True
+    return shards
+
+
+def reduce_scatter_gradients(model: GPT, shards: dict, grid: Grid) -> None:
+    """ZeRO 1, after the last backward of a step: each replica gets its part of the sums."""
+    for name, parameter in model.named_parameters():
+        grad = flatten(parameter.grad, grid)
+        shards[name].grad = reduce_scatter(grad, grid.groups["replicas"])
+
+
+@torch.no_grad()
+def all_gather_parameters(model: GPT, shards: dict, grid: Grid) -> None:
+    """ZeRO 1 and 2, after AdamW: copy the updated shards of all replicas into the model."""
+    for name, parameter in model.named_parameters():
+        flat = all_gather(shards[name], grid.groups["replicas"])
+        parameter.copy_(flat[:parameter.numel()].view(parameter.shape))         # no padding
+
+
+def reduce_scatter_in_backward(model: GPT, shards: dict, grid: Grid) -> None:
+    """ZeRO 2: a hook sums each gradient of a microbatch as soon as it is there, adds the sum to
+    that of the shard, and frees the gradient. So the
+    gradients of the whole model never exist at once."""
+    def grad_ready(shard, parameter):
+        grad = reduce_scatter(flatten(parameter.grad, grid), grid.groups["replicas"])
+        shard.grad = grad if shard.grad is None else shard.grad + grad
+        parameter.grad = None
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(partial(grad_ready, shards[name]))
+
+
+class PlainGathered(nn.Module):
+    """ZeRO 3 (FSDP, Zhao et al. 2023): a module that has its parameters only while it runs.
+    `module`, on the meta device without memory, gives their names and shapes.
+
+        forward     gather, run, free         backward    gather, run again, backward, free
+    """
+
+    def __init__(self, module: nn.Module, shards: list, group):
+        super().__init__()
+        self.module = module.to("meta")
+        self.shards, self.group = shards, group
+
+    def gather_and_run(self, *inputs):
+        parameters = {}
+        for shard, (name, empty) in zip(self.shards, self.module.named_parameters()):
+            flat = AllGather.apply(shard, self.group, 0)
+            parameters[name] = flat[:empty.numel()].view(empty.shape)
+        return torch.func.functional_call(self.module, parameters, inputs)
+
+    def forward(self, *inputs):
+        # Autograd would keep the gathered parameters for backward. The checkpoint drops them: in
+        # backward it gathers them, and runs forward, again. (FSDP and zero.py gather alone.)
+        return checkpoint(self.gather_and_run, *inputs, use_reentrant=False)
+
+
+def gather_in_use(model: GPT, shards: dict, grid: Grid) -> None:
+    """ZeRO 3: embedding, blocks and head keep nothing but their shards. (Embedding and head gather
+    the same shard of the tied matrix, and add to its gradient.)"""
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+
+    def gathered(module):
+        own = [shards[name_of[parameter]] for parameter in module.parameters()]
+        return PlainGathered(module, own, grid.groups["replicas"])
+
+    for layer, block in list(model.blocks.items()):
+        model.blocks[layer] = gathered(block)
+    if model.embed is not None:
+        model.embed = gathered(model.embed)
+    if model.head is not None:
+        model.head = gathered(model.head)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -439,45 +629,53 @@ def plain_zero3_block(block: nn.Module, shard: nn.Parameter, x: torch.Tensor) ->
 #
 # The activations of a long sequence do not fit on one rank. So the sequence is cut, too: a rank
 # runs the whole model on some of its positions. It embeds them with their global positions and
-# computes the loss at them; the gradients of parameters are summed over the ranks, as in data
+# computes their losses; the gradients of parameters are summed over the ranks, as in data
 # parallelism. Only attention reads other positions: the keys and values of those before. A later
 # position attends to more keys, so for equal work each rank has an early and a late piece of the
-# sequence (`own_positions`: pieces r and 2 cp - 1 - r of 2 cp). For two ranks and 12 positions:
+# sequence. For two ranks and 12 positions:
 #
 #     position            0 1 2    3 4 5    6 7 8    9 10 11
 #     rank                0        1        1        0
 #     number of keys      1 2 3    4 5 6    7 8 9    10 11 12        39 on either rank
 #
-# In this section all ranks of the default group share one sequence. In use: parallelism/context.py.
+# (The plain form computes the masked scores, too, so it does not gain from this; CP1 in context.py
+# does.) In use: parallelism/context.py.
 # ---------------------------------------------------------------------------------------------
 
 
-class GatherPositions(torch.autograd.Function):
+def own_positions(x: torch.Tensor, rank: int, cp: int, dim: int = -1) -> torch.Tensor:
+    """A copy of the positions of x, T along `dim`, that a rank of cp holds: pieces `rank` and
+    2 cp - 1 - `rank` of 2 cp. T must be a multiple of 2 cp (any T, if cp is 1)."""
+    pieces = x.tensor_split(2 * cp, dim)
+    return torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]], dim)
+
+
+def gather_in_order(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """x (B, H, T / cp, D) at this rank's positions -> x (B, H, T, D) at all positions, in order."""
-
-    @staticmethod
-    def forward(ctx, x):
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x.contiguous())
-        pieces = [part.chunk(2, dim=2) for part in parts]
-        early = [first for first, _ in pieces]
-        late = [second for _, second in pieces]
-        return torch.cat([*early, *reversed(late)], dim=2)
-
-    @staticmethod
-    def backward(ctx, dx):
-        dx = dx.clone(memory_format=torch.contiguous_format)        # the sum is in place
-        dist.all_reduce(dx)             # the queries of every rank have used x
-        return own_positions(dx, dist.get_rank(), dist.get_world_size(), dim=2)
+    pieces = AllGather.apply(x, grid.groups["cp"], 2).chunk(2 * grid.cp, dim=2)
+    early, late = pieces[0::2], pieces[1::2]        # each rank's first and second piece
+    return torch.cat([*early, *reversed(late)], dim=2)
 
 
-def plain_context_attention(q, k, v):
+class PlainContextAttention(nn.Module):
     """Causal attention of q, k and v (B, H, T / cp, D), those of this rank's positions."""
-    k, v = GatherPositions.apply(k), GatherPositions.apply(v)           # (B, H, T, D)
-    positions = torch.arange(k.shape[2])
-    own = own_positions(positions, dist.get_rank(), dist.get_world_size())
-    mask = own.unsqueeze(1) >= positions        # (T / cp, T): a row for a query, columns for keys
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def __init__(self, grid: Grid):
+        super().__init__()
+        self.grid = grid
+
+    def forward(self, q, k, v, causal=True, dropout_seed=None):     # as model.CoreAttention's
+        k, v = gather_in_order(k, self.grid), gather_in_order(v, self.grid)     # (B, H, T, D)
+        positions = torch.arange(k.shape[2])
+        own = own_positions(positions, self.grid.cp_rank, self.grid.cp)
+        mask = own.unsqueeze(1) >= positions    # (T / cp, T): a row for a query, columns for keys
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def plain_context_parallel(model: GPT, grid: Grid) -> None:
+    """Let every attention read the keys and values of all positions."""
+    for block in model.blocks.values():
+        block.attn.core_attention = PlainContextAttention(grid)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -485,13 +683,22 @@ def plain_context_attention(q, k, v):
 # ---------------------------------------------------------------------------------------------
 
 
-def plain_norm_squared(model: GPT, grid: Grid) -> torch.Tensor:
+def load_microbatches(tokens: torch.Tensor, grid: Grid) -> list:
+    """tokens (B, T + 1), the whole batch -> this rank's part, its rows and positions, in four
+    microbatches (fewer, if it has fewer rows): [(inputs, targets)]."""
+    rows = tokens.chunk(grid.dp)[grid.dp_rank]
+    inputs = own_positions(rows[:, :-1], grid.cp_rank, grid.cp)         # (B / dp, T / cp)
+    targets = own_positions(rows[:, 1:], grid.cp_rank, grid.cp)
+    return list(zip(inputs.chunk(4), targets.chunk(4)))
+
+
+def plain_norm_squared(owned: dict, grid: Grid, zero: int) -> torch.Tensor:
     """This rank's share of the squared gradient norm: summed over all ranks, the shares count each
     parameter of the whole model once."""
     squares = torch.zeros((), dtype=torch.float64)
-    if grid.replica > 0:
+    if grid.replica > 0 and zero == 0:
         return squares                          # replicas have the same gradients
-    for name, parameter in model.named_parameters():
+    for name, parameter in owned.items():
         is_counted = grid.tp_rank == 0 or hasattr(parameter, "is_cut")
         if name == "head.weight":       # the tied matrix of a last stage: the first one counts it
             is_counted = False
@@ -500,58 +707,88 @@ def plain_norm_squared(model: GPT, grid: Grid) -> torch.Tensor:
     return squares
 
 
-def plain_3d_step(model: GPT, optimizer, tokens: torch.Tensor, grid: Grid) -> float:
+def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: torch.Tensor,
+                  grid: Grid, zero: int = 0, schedule=plain_gpipe) -> float:
     """One step on the batch `tokens` (B, T + 1), which is the same on all ranks. Returns the mean
-    loss over its tokens, in nats, before the update."""
-    # Batch: this replica's rows, in four microbatches (fewer, if it has fewer rows).
+    loss over its tokens, in nats, before the update. `owned` is {name: what `optimizer` updates},
+    the parameters, or with ZeRO their shards; `buckets` are those of ZeRO 0."""
+    # Forward and backward. The gradients of the microbatches add up.
     total = tokens[:, 1:].numel()
-    rows = tokens.chunk(grid.dp)[grid.dp_rank]
-    batch = [(part[:, :-1], part[:, 1:]) for part in rows.chunk(4)]
-
-    # Forward and backward.
+    batch = load_microbatches(tokens, grid)
+    order = schedule(grid.stage, grid.pp, len(batch))
+    model.zero_grad()
     optimizer.zero_grad()
-    loss_sum = plain_pipeline(model, batch, model.cfg.n_embd, total, grid)
+    for bucket in buckets:
+        bucket.begin_step(len(batch))
+    loss_sum = plain_pipeline(model, batch, order, total, grid)
 
-    # Sum over ranks: the gradients of the replicas; of the tied matrix also those of its two ends,
-    # the embedding on the first stage and the head on the last; then the loss and the norm. (Where
-    # one stage has both ends, autograd has added them: named_parameters has the matrix once. All
-    # ranks of a tp group have the same loss: count it once.)
-    for name, parameter in model.named_parameters():
-        sum_over(parameter.grad, grid.groups["replicas"])
+    # Sum the gradients over the replicas. (With ZeRO 2 and 3 backward has done it.)
+    for bucket in buckets:
+        bucket.finish()
+    if zero == 1:
+        reduce_scatter_gradients(model, owned, grid)
+    for name, parameter in owned.items():
+        # The tied matrix: over its two ends, the embedding on the first stage and the head on the
+        # last. (Where one stage has both, autograd has added them.)
         if name in ("embed.token.weight", "head.weight"):
-            sum_over(parameter.grad, grid.groups["embedding"])
+            all_reduce(parameter.grad, grid.groups["embedding"])
+        # What has seen this rank's positions alone: over the tp ranks.
+        if grid.sequence_parallel and not hasattr(parameter, "is_cut"):
+            all_reduce(parameter.grad, grid.groups["tp"])
+
+    # Sum the loss and the norm. (All ranks of a tp group have the same loss: count it once.)
     if grid.tp_rank > 0:
         loss_sum = 0.0
     loss_sum = torch.tensor(loss_sum, dtype=torch.float64)
-    sums = torch.stack([loss_sum, plain_norm_squared(model, grid)])
-    loss_sum, squares = sum_over(sums, grid.groups["world"]).tolist()
+    sums = torch.stack([loss_sum, plain_norm_squared(owned, grid, zero)])
+    loss_sum, squares = all_reduce(sums, grid.groups["world"]).tolist()
 
-    # Clip the global norm to 1, and AdamW: every rank updates the parameters that it has.
+    # Clip the global norm to 1, and AdamW: every rank updates what it owns.
     factor = min(1.0, 1.0 / (squares ** 0.5 + 1e-6))
-    for parameter in model.parameters():
+    for parameter in owned.values():
         parameter.grad *= factor
     optimizer.step()
+    if zero in (1, 2):
+        all_gather_parameters(model, owned, grid)
     return loss_sum / total
 
 
-def train_plainly(dataset, steps: int, grid: Grid) -> None:
+def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain_gpipe) -> None:
     """Train `nano` on this rank's part of a data.TokenDataset with train.py's defaults: its batch
-    size, seed, optimizer, and learning rate, which rises for 50 steps. (Its decay comes later.)"""
+    size, seed, optimizer, and learning rate, which rises for 50 steps. (train.py's decay starts
+    after step 50.)"""
     batch_size, seed, peak_lr, warmup_steps = 16, 1337, 4e-3, 50
     config = GPTConfig(vocab_size=dataset.meta["vocab_size"])
     model = GPT(config).initialize(seed)        # all of it; train.py makes a rank's part alone
+
+    # This rank's part: of the matrices, of the positions, of the layers, then what it owns.
     plain_tensor_parallel(model, grid)
+    if grid.cp > 1:
+        plain_context_parallel(model, grid)
     keep_stage(model, grid, stage_layers(config.n_layer, grid.pp, grid.stage))
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]           # biases, LayerNorm
-    optimizer = torch.optim.AdamW([dict(params=matrices, weight_decay=0.1),
-                                   dict(params=vectors, weight_decay=0.0)], betas=(0.9, 0.95))
+    matrices = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    owned = dict(model.named_parameters())
+    buckets = []
+    if zero == 0 and grid.replicas > 1:
+        buckets = make_buckets(model, grid)
+    if zero > 0:
+        owned = plain_shards(model, grid)
+    if zero == 2:
+        reduce_scatter_in_backward(model, owned, grid)
+    if zero == 3:
+        gather_in_use(model, owned, grid)
+
+    # AdamW, with weight decay for matrices, not for vectors: biases, LayerNorm.
+    decayed = [parameter for name, parameter in owned.items() if name in matrices]
+    others = [parameter for name, parameter in owned.items() if name not in matrices]
+    optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=0.1),
+                                   dict(params=others, weight_decay=0.0)], betas=(0.9, 0.95))
     for step in range(1, steps + 1):
         window_ids = dataset.window_ids(seed, (step - 1) * batch_size, batch_size)
         tokens = torch.from_numpy(dataset.tokens_of(window_ids))        # (B, T + 1)
         for group in optimizer.param_groups:
             group["lr"] = peak_lr * min(1.0, step / warmup_steps)
-        loss = plain_3d_step(model, optimizer, tokens, grid)
+        loss = plain_3d_step(model, owned, buckets, optimizer, tokens, grid, zero, schedule)
         if grid.rank == 0:
             print(f"step {step} loss {loss:.6f}", flush=True)
 
@@ -568,93 +805,51 @@ def main() -> None:
             print(f"parallel.py: {message}", file=sys.stderr, flush=True)
         sys.exit(2)
 
-    parser = argparse.ArgumentParser("parallel.py", description="3D parallelism in plain forms.")
+    parser = argparse.ArgumentParser(
+        "parallel.py", description="3D parallelism in plain forms, on CPUs.")
     parser.error = fail
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each matrix")
+    parser.add_argument("--sequence-parallel", action="store_true",
+                        help="cut positions over the tp ranks between these matrices")
     parser.add_argument("--pp", type=int, default=1, help="stages of the pipeline")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--pp-schedule", choices=SCHEDULES, default="gpipe")
+    parser.add_argument("--zero", type=int, choices=range(4), default=0,
+                        help="what to shard. 1: AdamW's moments; 2: also gradients; "
+                             "3: also parameters")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that share each sequence")
+    parser.add_argument("--steps", type=int, default=20,
+                        help="train.py has the same learning rate up to step 50")
     args = parser.parse_args()
-    tp, pp = args.tp, args.pp
+    tp, pp, cp = (max(1, count) for count in (args.tp, args.pp, args.cp))
+    size = tp * pp * cp             # ranks that share each row of the batch
     config = GPTConfig()
     if world > 1 and "MASTER_ADDR" not in os.environ:
         fail(f"WORLD_SIZE is {world}, but the other variables of torchrun are not set: start by "
              f"torchrun --nproc_per_node={world} parallel.py, or unset it")
-    if tp < 1 or pp < 1 or world % (tp * pp) or 16 % (world // (tp * pp)):
-        tp, pp = max(1, tp), max(1, pp)
-        fail(f"--tp {args.tp} --pp {args.pp} need tp x pp processes, or times a dp that divides "
-             f"the batch of 16, not {world}: start them by torchrun --nproc_per_node={tp * pp} "
-             f"parallel.py --tp {tp} --pp {pp}")
-    if config.n_head % tp or pp > config.n_layer:
+    if min(args.tp, args.pp, args.cp) < 1 or world % size or 16 % (world // size):
+        given = f"--tp {args.tp} --pp {args.pp}"
+        needed = f"--tp {tp} --pp {pp}"
+        product = "tp x pp"
+        if args.cp != 1:
+            given += f" --cp {args.cp}"
+            needed += f" --cp {cp}"
+            product += " x cp"
+        fail(f"{given} need {product} processes, or times a dp that divides the batch of 16, not "
+             f"{world}: start them by torchrun --nproc_per_node={size} parallel.py {needed}")
+    if config.n_head % tp or pp > config.n_layer or config.seq_len % (2 * cp * tp):
         fail(f"the model has {config.n_head} heads for --tp {tp}, {config.n_layer} layers for "
-             f"--pp {pp}")
+             f"--pp {pp}, {config.seq_len} positions for --cp {cp}")
     try:
         dataset = TokenDataset(DEFAULT_OUT, "train", config.seq_len)
     except (ValueError, OSError) as error:
         fail(error)
     if world > 1:
         dist.init_process_group("gloo")
-    train_plainly(dataset, args.steps, make_grid(world, tp, pp, rank))
+    grid = Grid(world // size, pp, tp, rank, args.sequence_parallel, cp)
+    make_groups(grid)
+    train_plainly(dataset, args.steps, grid, args.zero, SCHEDULES[args.pp_schedule])
     if world > 1:
         dist.destroy_process_group()
-
-
-# ---------------------------------------------------------------------------------------------
-# 7. As train.py runs it
-# ---------------------------------------------------------------------------------------------
-
-
-def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
-    """This rank's part of the GPT, on the meta device, without memory: its stage's blocks with the
-    modules of parallelism/tensor.py, whose parameters are still whole: the caller replaces them by
-    what this rank has of them (`param_specs`)."""
-    with torch.device("meta"):
-        model = GPT(model_config)
-    keep_stage(model, grid, set().union(*chunk_layers(model_config.n_layer, grid)))
-    plan = dict(TP_PLAN)
-    if grid.exact is not None:
-        plan |= EXACT_PLAN
-    if grid.cp > 1:
-        plan |= CP_PLAN
-    for name, module in list(model.named_modules()):
-        name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
-        if name_in_plan in plan:
-            model.set_submodule(name, plan[name_in_plan](module, grid))
-    for block in model.blocks.values():     # different heads need different dropout masks
-        block.attn.core_attention.rng_offset = grid.tp_rank
-    return model
-
-
-def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
-               device: torch.device) -> tuple[GPT, FlatParameters]:
-    """This rank's part of the model, and the flat buffers that hold its parameters. `config` has
-    train.py's flags, `dtypes` are those of parameters and of masters. Each step needs the one
-    before:
-
-    1. Pipeline and tensor parallelism decide which parameters this rank has, and their shapes.
-    2. Data parallelism and ZeRO move these parameters into flat buffers.
-    3. With context parallelism backward computes attention again, unless 5 does.
-    4. A block is compiled without anything of 5 and 6, which must run as written.
-    5. Recomputation runs the compiled block again in backward.
-    6. ZeRO gathers a block's parameters before its forward, or its recomputation, begins.
-    """
-    host = "cpu" if config.offload else device
-    if config.exact:
-        grid.exact = new_sums(model_config, config, device)
-    model = build_stage(model_config, grid)
-    if config.exact:
-        make_exact(model, model_config, grid)
-    flat_type = ExactParameters if config.exact else FlatParameters
-    flat = flat_type(param_specs(model, model_config, grid), grid, *dtypes, device, config.zero,
-                     host, training=not config.eval_only)
-    if grid.cp > 1 and not config.recompute:
-        recompute_attention(model)
-    if config.compile:
-        compile_model(model)
-    if config.recompute:
-        recompute_blocks(model)
-    if config.zero > 0:
-        gather_before_use(model, flat)
-    return model, flat
 
 
 if __name__ == "__main__":

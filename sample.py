@@ -10,12 +10,10 @@ Temperature 0 takes the most probable token. Top-p is nucleus sampling (Holtzman
 Only text goes to standard output. A sample ends at <|endoftext|>, before the --stop text, or at
 --max-tokens. A line of dashes separates samples.
 """
-import argparse
 import codecs
 import os
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":      # Ctrl-C at any time, also while torch is imported
@@ -24,19 +22,17 @@ if __name__ == "__main__":      # Ctrl-C at any time, also while torch is import
 from runtime.commandline import Parser      # first: without torch it ends the program in one line
 
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 
+from amp import PRECISIONS
 from checkpoint import load_model
 from data import get_tokenizer
 from parallelism.collectives import first_line, out_of_memory
 from runtime.devices import pick_device
 from runtime.other_names import SAMPLE_ADVICE, SAMPLE_NAMES
+from runtime.sampling import parse_flags, read_prompts
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AT_ONCE = 16                   # samples in a batch, which bounds the memory of the cache
 DASHES = "-" * 40 + "\n"       # the line between samples
-LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
 ROUNDING = 1e-6                # relative error of a sum of probabilities in fp32
 
 
@@ -107,28 +103,6 @@ def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: f
         window = torch.cat([window.expand(count, -1), new], dim=1)
 
 
-def linear_in_halves(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """F.linear in fp32 on the CPU. It multiplies a single row with both halves of the matrix as a
-    batch: MKL takes 2 to 3 times as long for the product of one matrix and one vector."""
-    if x.numel() > x.shape[-1]:
-        return F.linear(x, linear.weight, linear.bias)
-    halves = linear.weight.view(2, -1, x.shape[-1])                         # (2, out / 2, in)
-    # The stride of a transposed row is fast; that of a column takes bmm's slow path.
-    column = x.reshape(1, 1, -1).expand(2, 1, -1).mT                        # (2, in, 1)
-    y = torch.bmm(halves, column)                                           # (2, out / 2, 1)
-    return y.view(*x.shape[:-1], -1) + linear.bias
-
-
-def use_fast_rows(model) -> None:
-    """Let the Linear modules of a model in fp32 on the CPU compute by `linear_in_halves`."""
-    weight = model.head.weight
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
-        return
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.out_features % 2 == 0:
-            module.forward = partial(linear_in_halves, module)
-
-
 def print_samples(model, tokenizer, prompt: str, seeds: range, args) -> None:
     """Print a sample of a prompt for each seed, the first one as it is generated."""
     tokens = tokenizer.encode_ordinary(prompt)
@@ -163,62 +137,6 @@ def print_samples(model, tokenizer, prompt: str, seeds: range, args) -> None:
         sys.stdout.write(DASHES + prompt + text.decode(errors="replace") + "\n")
 
 
-def parse_flags(parser: Parser):
-    """The flags, with their defaults. A mistake ends the program with status 2."""
-    add = parser.add_argument_group("checkpoint and text").add_argument
-    add("--ckpt", default="out/latest.pt", metavar="FILE", help="checkpoint (default %(default)s)")
-    add("--prompt", default="", metavar="TEXT",
-        help="text to continue; -: standard input (default: begin a document)")
-    add("--num-samples", type=int, metavar="N", help="samples per prompt, with --seed, --seed + 1, "
-        "...; if it is given, each line of --prompt - is a prompt (default: one sample)")
-    add("--max-tokens", type=int, default=500, metavar="N", help="tokens per sample; whenever the "
-        "model's window is full, it forgets the older half (default %(default)s)")
-    add("--stop", default="", metavar="TEXT", help=r"end before this text (a line break is $'\n')")
-    add = parser.add_argument_group("choice of the next token").add_argument
-    add("--temperature", type=float, default=0.8, metavar="X",
-        help="divides the logits; 0: the most probable token (default %(default)s)")
-    add("--top-k", type=int, default=0, metavar="N", help="the N most probable; 0: all (default 0)")
-    add("--top-p", type=float, default=1.0, metavar="X", help="the smallest set of tokens whose "
-        "probability reaches X (default %(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="random seed (default %(default)s)")
-    add = parser.add_argument_group("device and precision").add_argument
-    add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"],
-        help="auto: cuda or mps where available (default %(default)s)")
-    add("--dtype", default="fp32", choices=list(DTYPES), help="type of weights and activations; "
-        "bf16 is faster where the device multiplies 16-bit numbers (default %(default)s)")
-    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)     # none is expected
-    args = parser.parse_args()
-    if args.words:
-        text = " ".join(args.words)
-        is_file = text.endswith(".pt") or Path(text).exists()
-        parser.error(f"unknown argument {text}: give --ckpt FILE" if is_file else
-                     f"unknown argument {text!r}: give --prompt TEXT")
-    if args.num_samples is not None and args.num_samples < 1:
-        parser.error("--num-samples must be at least 1")
-    if args.max_tokens < 0 or args.top_k < 0:
-        parser.error("--max-tokens and --top-k must be at least 0")
-    if not 0 <= args.seed < 2 ** 63:
-        parser.error("--seed must be 0 to 2^63 - 1")
-    if args.temperature != 0 and not LOWEST <= args.temperature < float("inf"):
-        parser.error(f"--temperature must be 0 (greedy) or at least {LOWEST:g}, and finite")
-    if not LOWEST <= args.top_p <= 1:
-        parser.error(f"--top-p must be at least {LOWEST:g} and at most 1 (or give --top-k 1)")
-    return args
-
-
-def read_prompts(args) -> list[str]:
-    """The prompts. Raises ValueError for text that is not UTF-8."""
-    prompts = [args.prompt]
-    if args.prompt == "-":
-        if sys.stdin is None:
-            raise ValueError("--prompt - reads standard input, which is closed")
-        prompts = [sys.stdin.read()]
-        if args.num_samples is not None:
-            prompts = prompts[0].removesuffix("\n").split("\n")
-    (args.stop + "".join(prompts)).encode()
-    return prompts
-
-
 def main() -> None:
     parser = Parser("sample.py", "python sample.py [FLAG ...]", "Sample text from a checkpoint.",
                     SAMPLE_NAMES, SAMPLE_ADVICE)
@@ -230,8 +148,7 @@ def main() -> None:
         prompts = read_prompts(args)
     except (ValueError, OSError) as error:
         parser.error(str(error), getattr(error, "status", 2))
-    model.to(device, DTYPES[args.dtype])
-    use_fast_rows(model)
+    model.to(device, PRECISIONS[args.dtype][0])
     if sys.stdout is None:
         parser.error("standard output, where the text goes, is closed: give a file or a pipe")
     sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character

@@ -3,36 +3,36 @@
     python train.py                                             # one process
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (pp * cp * tp) = 2
 
-Each rank is one process. The work is divided in four ways. For each: what is cut, what the ranks
-send, and the file in parallelism/.
+Each rank is one process. The work can be divided in four ways. The table says what each divides,
+what the ranks exchange, and which file in parallelism/ does it:
 
-    dp    the rows of the batch     the gradients                                      zero.py
-    cp    the positions of a row    keys, values and, like dp, the gradients           context.py
-    pp    the layers, in stages     activations, and their gradients                   pipeline.py
-    tp    each matrix               two all-reduces per block forward, two backward    tensor.py
+    dp    the rows of the batch     gradients                                      zero.py
+    cp    the positions of a row    keys and values; gradients, as in dp           context.py
+    pp    the layers, in stages     activations, and their gradients               pipeline.py
+    tp    each matrix               activations: two all-reduces per block in      tensor.py
+                                    forward, two in backward
 
-A replica is a full copy of the model, on pp x tp ranks; there are dp x cp replicas. With ZeRO
-(--zero 1 to 3) the ranks that hold the same parameters, one of each replica, update one shard of
-them each, and then send it to the others. A window is T + 1 consecutive tokens: the first T are the
-inputs, the last T their targets.
+The pp x tp ranks that hold one copy of the model together are a replica; there are dp x cp
+replicas. The ranks that hold the same parameters, one of each replica, each update all of these
+parameters (--zero 0), or one shard of them, which they then send to the others (1 to 3). A window
+is T + 1 consecutive tokens: the first T are the inputs, the last T their targets.
 
-`plain_train` is the whole algorithm on one CPU. `Run` computes the same on any number of ranks, in
-any precision; a test compares their numbers:
+`plain_train` is the whole algorithm on one CPU. `Run` does the same computation on any number of
+ranks, in any precision; a test checks that the results agree:
 
     plain_train             Run, on each rank                               where
-    rows of the batch       this rank's part of it, in microbatches         next_batch
+    rows of the batch       this rank's rows, in microbatches               next_batch
     zero_grad               the same                                        flat.zero_grad
     forward and backward    for each microbatch; with a pipeline in the     compute_gradients
                             order of its schedule
                             all-reduce of the gradients over the replicas   flat.finish_grad_sync
-    norm and clipping       loss and norm are summed over all ranks: each   step_stats, clip_factor
-                            clips by the same factor, or skips the step
+    norm and clipping       loss and squared norm are summed: all ranks     step_stats, clip_factor
+                            clip by the same factor, or all skip the step
     learning rate           the same function                               learning_rate
-    AdamW                   AdamW on this rank's shard                      flat.adamw_step
+    AdamW                   AdamW on all or a shard of its parameters       flat.adamw_step
 
-runtime/ has what a long run needs beside these: flags, signals, and what watches it (watch.py): the
-console, metrics.jsonl, and the rollback of a diverged run, whose loss stays too high, to an older
-checkpoint.
+runtime/ is the rest of a long run: flags, signals and watch.py, which prints, writes metrics.jsonl
+and takes a diverged run, whose loss stays too high, back to an older checkpoint.
 """
 import signal
 
@@ -57,10 +57,9 @@ import checkpoint
 from amp import NOT_FINITE, PRECISIONS, LossScaler, clip_factor, make_scaler
 from data import PADDING, Batch, Batches, TokenDataset, split_microbatches
 from model import GPT, IGNORE_INDEX, GPTConfig, derive_seed
-from parallel import Grid, build_rank
+from parallelism.build import Grid, build_rank, make_groups
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.context import own_positions
-from parallelism.groups import make_groups
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
 from runtime import (checks, console, devices, directory, evaluation, processes, rollback,
@@ -74,7 +73,8 @@ from runtime.watch import Watch
 
 def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, float]]:
     """Train on the CPU with PyTorch's own AdamW. Returns (loss, gradient norm) of each step. Needs
-    `config.clip` > 0; ignores --batch-ramp and --skip-steps. Its dropout masks are not Run's."""
+    `config.clip` > 0; ignores --batch-ramp and --skip-steps. With dropout its numbers
+    differ from Run's."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]           # biases, LayerNorm
     optimizer = torch.optim.AdamW(
@@ -100,8 +100,9 @@ def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, flo
 
 def learning_rate(config, step: int) -> float:
     """Linear warm-up to `lr` in warmup_steps, then decay to lr * min_lr_ratio at the last step. The
-    decay of "wsd" (warm-up, stable, decay: Hu et al. 2024, section 4) takes the last decay_ratio of
-    the steps, so that a run can be prolonged from a checkpoint before it."""
+    decay of "cosine" and "linear" begins after the warm-up. That of "wsd" (warm-up, stable, decay:
+    Hu et al. 2024, section 4) takes the last decay_ratio of the steps, so that a run can be
+    extended from a checkpoint taken before the decay."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     start = config.warmup_steps
@@ -121,13 +122,13 @@ class StepStats:
     loss: float                 # mean over the tokens of the global batch, in nats
     activation_norm: float      # mean over the tokens of the norm of the final hidden state
     grad_norm: float            # of the whole model, unscaled, before clipping
-    skipped: str                # why no rank makes the update, such as NOT_FINITE; "": all do
+    skipped: str                # why all ranks skip the update, such as NOT_FINITE; "" if none
     loss_scale: float           # the loss scale used in this step
     local_loss: torch.Tensor    # this rank's summed loss; shows where an inf or NaN first appeared
 
 
 class Progress(NamedTuple):
-    """How far a run has come: what a checkpoint holds beside tensors and settings."""
+    """A run's state besides tensors and settings: a checkpoint holds all three."""
     step: int                   # the last finished one
     position: int               # in the data, in sequences
     sequences_trained: int      # without those that were left out
@@ -144,7 +145,7 @@ class Run:
 
     step                the step in progress, from 1
     finished_step       the last one whose update is done
-    saved_step          that of the last checkpoint written or restored; None: there is none
+    saved_step          that of the last checkpoint written or restored, or None
     optimizer_steps     updates so far, without skipped steps
     batches             data.Batches: the position in the data
     model               this rank's part of the model
@@ -153,7 +154,7 @@ class Run:
     scaler              the loss scale
     writer              checkpoint.Writer
     watch               watch.Watch: the detector of divergence, the noise scale, the log
-    stop                signals.StopSignal, where it is in force
+    stop                signals.StopSignal while it trains, otherwise None
 
     all_ranks(f) returns f(); an error on one rank, such as a full disk, is raised on every rank.
     """
@@ -180,12 +181,12 @@ class Run:
     # ---- The loop ---------------------------------------------------------------------------
 
     def train(self, stop: StopSignal) -> None:
-        """Train up to --steps. A signal ends the process at any time but in a block of `stop.held`
-        (runtime/signals.py): what a checkpoint holds changes in these blocks alone."""
+        """Train up to --steps. A signal ends the process at once, except in a block of `stop.held`
+        (runtime/signals.py). It saves what these blocks leave: the state after a finished step."""
         config, watch = self.config, self.watch
         self.model.train()
         while self.step <= config.steps:
-            watch.before_step()         # leaves out sequences: --skip-steps, or a rollback's
+            watch.before_step()     # leaves out sequences that --skip-steps or a rollback excludes
             batch = self.next_batch()
             lr = learning_rate(config, self.step) * watch.lr_factor     # < 1 after a rollback
             stats = self.compute_gradients(batch)
@@ -193,7 +194,7 @@ class Run:
                 self.update(stats, lr)
                 row = watch.after_step(batch, stats, lr)
             if row is None:
-                continue                # diverged: the state is that of an older checkpoint
+                continue            # diverged: after_step has restored an older checkpoint
             last = self.step == config.steps
             if last or self.is_due(config.eval_every):
                 console.announce_evaluation(self)
@@ -206,7 +207,7 @@ class Run:
                     watch.go_back(difference)
                 elif saving:
                     self.save()
-            self.step = self.finished_step + 1
+            self.step = self.finished_step + 1      # of go_back, that of an older checkpoint
         with stop.held():
             self.flat.wait_params()     # other ranks may still be receiving this rank's shard
             all_ranks(lambda: self.writer.wait(required=True))  # the last checkpoint is complete
@@ -220,8 +221,8 @@ class Run:
     # ---- One batch --------------------------------------------------------------------------
 
     def next_batch(self) -> Batch:
-        """The batch of this step. It was perhaps loaded during the last one; if it contains any
-        excluded sequences, it is discarded: the position is another one now."""
+        """The batch of this step. It is usually loaded during the step before, and loaded again if
+        sequences have been excluded since."""
         batch = self.prefetched
         if batch is None or (batch.step, batch.position) != (self.step, self.batches.position):
             batch = self.load_batch(self.step)
@@ -282,14 +283,15 @@ class Run:
     # ---- One step ---------------------------------------------------------------------------
 
     def compute_gradients(self, batch: Batch) -> StepStats:
-        """Forward and backward, and the sums over the ranks. It changes only gradients."""
+        """Forward and backward, and the sums over the ranks. Of what a checkpoint holds it changes
+        nothing."""
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
         tokens_in_batch = batch.size * self.model_config.seq_len        # of all ranks
 
         # 1. Forward and backward. The model returns the sum of the losses of the microbatch's
-        #    tokens. loss * scale is its share of the batch's mean loss, times the loss scale, and
-        #    backward adds its gradients to those in `flat`.
+        #    tokens. loss * scale is the microbatch's share of the mean loss of the batch, times the
+        #    loss scale; backward adds to the gradients in `flat`.
         scale = self.scaler.scale / tokens_in_batch
         flat.zero_grad(self.scaler.scale, tokens_in_batch)
         if grid.is_last:    # the head computes its gradients in forward, so it needs the factor now
@@ -297,8 +299,8 @@ class Run:
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
             for m, (inputs, targets, dropout_seed) in enumerate(microbatches):
-                # The all-reduces start during the last backward; with ZeRO 2 and 3 during every
-                # backward.
+                # Hooks start the all-reduces of the gradients: during the last backward, with ZeRO
+                # 2 and 3 during every backward.
                 flat.prepare_grad_sync(model, last=m == len(microbatches) - 1)
                 loss = model(inputs, targets, dropout_seed)
                 (loss * scale).backward()
@@ -310,19 +312,21 @@ class Run:
         if self.step < config.steps:    # while a GPU computes: step_stats waits for its end
             self.prefetched = self.load_batch(self.step + 1)
 
-        # 2. All-reduce the gradients over the replicas. (With ZeRO a reduce-scatter: this rank gets
-        #    the sum of its shard.)
+        # 2. Wait for the all-reduces of the gradients over the replicas. (With ZeRO they are
+        #    reduce-scatters: this rank gets the sum of its shard.)
         self.watch.after_backward()
         flat.finish_grad_sync()
 
-        # 3. Sum the loss and the squared norm over all ranks, which then decide alike.
+        # 3. Sum the loss and the squared norm over all ranks, so that all make the same decision.
         return self.step_stats(loss_sum, tokens_in_batch)
 
     def update(self, stats: StepStats, lr: float) -> None:
-        """Update the weights; every rank skips it if the loss or a gradient is inf or NaN."""
+        """Update the weights. Every rank skips it if the loss or a gradient is inf or NaN (or, with
+        --exact, too large for an exact sum)."""
         config = self.config
-        # 4. Clip, and AdamW. One factor both clips the gradients and undoes the loss scale. This
-        #    rank updates its shard, and the other replicas receive it during the next forward.
+        # 4. Clip, and AdamW. One factor both clips the gradients and undoes the loss scale. With
+        #    ZeRO this rank updates its shard, and the other replicas receive it during the next
+        #    forward.
         if not stats.skipped:
             self.optimizer_steps += 1
             factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
@@ -354,7 +358,8 @@ class Run:
 
     def sum_across_ranks(self, local: dict) -> dict:
         """{name: scalar tensor} -> {name: its sum over all ranks, a number}. Blocks until the sums
-        arrive; with several ranks, at most --timeout. It also tells all of a signal to one."""
+        arrive; with several ranks, at most --timeout. It also tells every rank if
+        one has received a signal."""
         has_signal = self.stop is not None and self.stop.since is not None
         numbers = [*local.values(), self.scalar(float(has_signal))]
         sums = all_reduce(torch.stack(numbers), self.grid.groups["world"]).wait()
@@ -365,7 +370,7 @@ class Run:
         return dict(zip(local, sums))
 
     def scalar(self, value: float) -> torch.Tensor:
-        """A tensor of shape () on the device, of the type for sums."""
+        """A tensor of shape () on the device, in the dtype used for sums."""
         return torch.full((), value, dtype=sum_dtype(self.device), device=self.device)
 
     # ---- Checkpoints ------------------------------------------------------------------------

@@ -5,7 +5,9 @@
     all_gather(x, group)        every rank has all slices
 
 Each starts at once and returns a `Work`; `wait` returns the result. A group of one rank is None: a
-collective over it does nothing. What differs from torch.distributed's own:
+collective over it does nothing. (What PyTorch 2.13 calls reduce_scatter_single and
+all_gather_single was reduce_scatter_tensor and all_gather_into_tensor before.) What differs from
+torch.distributed's own:
 
     two CPU ranks swap small tensors             half the time of gloo's all-reduce    all_reduce
     on the CPU slices travel as messages         gloo's own work on a copy of all      _exchange

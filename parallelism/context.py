@@ -8,13 +8,12 @@ keys, so for equal work each rank has an early and a late piece (Brandon et al. 
     rank that holds it              0   1   2   3   3   2   1   0
     pieces that its q attends to    1   2   3   4   5   6   7   8       9 on every rank
 
-It computes what the plain form in parallel.py does. The differences:
+It computes what `PlainContextAttention` in parallel.py does. The differences:
 
          difference                             gain                       where
     CP1  a piece of q attends to the keys       about half the products;   attend_to_prefix
          before its end, not to all, masked     flash attention
-    CP2  K and V are gathered in one message;   half the messages; half    _GatherKeysAndValues
-         backward reduce-scatters               the bytes of backward
+    CP2  K and V are gathered in one message    half the messages          _GatherKeysAndValues
     CP3  backward gathers and attends again     K and V of T / cp          recompute_attention
          (Korthikanti et al. 2022, section 5)   positions are kept, not T
 
@@ -29,16 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, CoreAttention, seed_dropout, upcast_for_matmul
+from model import GPT, CoreAttention, seed_dropout
+from parallel import own_positions
 from parallelism.collectives import all_gather, reduce_scatter
+from parallelism.kernels import upcast_for_matmul
 from parallelism.tensor import PositionEmbedding
-
-
-def own_positions(x: torch.Tensor, rank: int, cp: int, dim: int = -1) -> torch.Tensor:
-    """A copy of the positions of x, T along `dim`, that a rank of cp holds: pieces `rank` and
-    2 cp - 1 - `rank` of 2 cp. T must be a multiple of 2 cp (any T, if cp is 1)."""
-    pieces = x.tensor_split(2 * cp, dim)
-    return torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]], dim)
 
 
 class _GatherKeysAndValues(torch.autograd.Function):
@@ -96,7 +90,7 @@ class ContextParallelAttention(CoreAttention):
         """`causal` is always True in training. With dropout each rank has a seed of its own."""
         p = self.p if self.training else 0.0
         if p > 0:
-            seed_dropout(q.device, dropout_seed, *self.name, self.rng_offset)
+            seed_dropout(q.device, dropout_seed, *self.name, self.heads)
         kv = _GatherKeysAndValues.apply(k, v, self.grid)            # (2, B, H, T, D)
         outputs = []
         rank, cp = self.grid.cp_rank, self.grid.cp

@@ -1,4 +1,4 @@
-"""--exact: the same bits in every layout. parallel.build_rank calls `new_sums`, `make_exact` and
+"""--exact: the same bits in every layout. build.build_rank calls `new_sums`, `make_exact` and
 `ExactParameters`.
 
 The claim: with one seed, batch size and --micro-batch, on one kind of machine, layouts compute the
@@ -39,9 +39,10 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, IGNORE_INDEX, Block, GPTConfig, linear
+from model import GPT, IGNORE_INDEX, Block, GPTConfig
 from parallelism.collectives import all_reduce
 from parallelism.exact_sums import ExactSums
+from parallelism.kernels import linear, use_kernels
 from parallelism.sequence import by_ranks, by_sequences, gather_positions, sum_over_ranks
 from parallelism.tensor import (TensorParallel, VocabParallelCrossEntropy, VocabParallelEmbedding,
                                 VocabParallelHead, chunk_size, matmul)
@@ -155,10 +156,10 @@ class InBlocks:
         ys = []
         for number, x_of_block in enumerate(CopyToBlocks.apply(x, count, self.grid)):
             for name in self.names:
-                linear = getattr(self.narrow, name)
-                linear.weight, linear.bias = blocks[name][number]
+                narrow = getattr(self.narrow, name)
+                narrow.weight, narrow.bias = blocks[name][number]
             if hasattr(self.narrow, "core_attention"):      # each block has a dropout mask
-                self.narrow.core_attention.rng_offset = self.grid.tp_rank * count + number
+                self.narrow.core_attention.heads = self.grid.tp_rank * count + number
             ys.append(self.narrow(x_of_block, *args))
         y = SumOfBlocks.apply(self.grid, *ys)
         row_parallel = layers[self.names[1]]
@@ -370,6 +371,7 @@ def make_exact(model: GPT, model_config: GPTConfig, grid) -> None:
     for name, block in model.blocks.items():
         with torch.device("meta"):
             narrow = Block(model_config, int(name))
+        use_kernels(narrow)
         block.attn.forward = InBlocks(block.attn, narrow.attn, ("qkv", "proj"), grid)
         block.mlp.forward = InBlocks(block.mlp, narrow.mlp, ("up", "down"), grid)
     for module in model.modules():

@@ -1,9 +1,9 @@
 """Pipeline parallelism (GPipe, Huang et al. 2019), as a run uses it: one executor for any schedule.
 
-It computes what the plain form in parallel.py does. The differences:
+It computes what `plain_pipeline` in parallel.py does, which has PP2 too. The differences:
 
          difference                          gain                                  where
-    PP1  a stage's ops are a list            one executor runs any schedule        run_schedule
+    PP1  an input arrives during an op       communication is hidden               run_turns
     PP2  1F1B: backwards start early         activations of p microbatches, not m  schedules.py
     PP3  crossing messages start together    NCCL cannot hang                      start_messages
     PP4  a rank never builds other stages    memory / p                            build_stage
@@ -21,18 +21,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, ceil_div
+from model import GPT
+from parallel import stage_layers
 from parallelism.collectives import (PeerError, Work, all_gather, comm_errors, on_hosts,
                                      sum_dtype)
 from parallelism.schedules import split_in_turns
 from parallelism.sequence import gather_positions
 from parallelism.tensor import matmul
-
-
-def stage_layers(n_layer: int, pp: int, stage: int) -> range:
-    """The numbers of a stage's blocks. Stages differ by one block at most. The last stage, which
-    also has the head, never has more blocks than another."""
-    return range(ceil_div(stage * n_layer, pp), ceil_div((stage + 1) * n_layer, pp))
 
 
 def chunk_layers(n_layer: int, grid) -> list[range]:
@@ -77,7 +72,7 @@ def like_activations(config, model_config, grid, dtype, device) -> torch.Tensor:
 
 def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch.Tensor,
                  flat=None) -> torch.Tensor:
-    """PP1: run this stage's list of ops, which schedules.py makes. Returns the sum of the losses,
+    """Run this stage's list of ops, which schedules.py makes (PP1). Returns the sum of the losses,
     not scaled, in `sum_dtype`; 0 on all stages but the last. Raises PeerError if another rank is
     gone or hangs.
 
@@ -139,62 +134,79 @@ class Message:
 
 
 def run_turns(turns: list, grid, functions: dict, activation_like: torch.Tensor) -> None:
-    """Run the ops by functions[kind](microbatch, chunk, input) -> result; exchange their messages.
-    """
+    """Run the ops by functions[kind](microbatch, chunk, input) -> result. Before a turn its inputs
+    arrive; after it its results leave, while the next turn runs."""
     def inputs_of(turn):
         return [Message(False, op, activation_like) for op in turn]
 
-    sends = dict.fromkeys("FBW", Work(None))        # the last ones
+    leaving = dict.fromkeys("FBW", Work(None))          # the last result of each kind
     arriving = start_messages(grid, inputs_of(turns[0]))
     for turn, next_turn in zip(turns, [*turns[1:], []]):
         inputs = arriving
-        following = inputs_of(next_turn)
-        # F, then F: the next input comes from the other neighbor, so receive it during this op
-        # (GPipe is 3 to 10% faster on CPUs). F, then B: both messages are with one neighbor and
-        # cross, so start them together after the op. So too in a ring of chunks, where all stages
-        # would wait.
-        same_kind = len(next_turn) > 0 and next_turn[-1][0] == turn[-1][0]
-        if same_kind and grid.chunks == 1:
-            arriving = start_messages(grid, following)
-            following = []
+        receive_early = may_receive_early(turn, next_turn, grid)
+        if receive_early:
+            arriving = start_messages(grid, inputs_of(next_turn))
         results = []
-        for op, arrival in zip(turn, inputs):
-            kind, m, chunk = op
-            x = arrival.wait()
-            try:
-                y = functions[kind](m, chunk, x)
-            except PeerError as error:
-                raise PeerError(f"{OP_NAMES[kind]} of microbatch {m}: {error}") from error
-            sends[kind].wait()          # the one before, which has traveled during this op
+        for op, x in zip(turn, inputs):
+            y = run_op(functions, op, x.wait())
+            leaving[op[0]].wait()           # the result before, which has traveled during this op
             results.append(Message(True, op, y))
-        works = start_messages(grid, results + following)
-        for (kind, _, _), work in zip(turn, works):
-            sends[kind] = work
-        if following:
-            arriving = works[len(turn):]
-    for work in sends.values():
+        if receive_early:
+            started = start_messages(grid, results)
+        else:                               # PP3: together
+            started = start_messages(grid, results + inputs_of(next_turn))
+            arriving = started[len(turn):]
+        for op, work in zip(turn, started):
+            leaving[op[0]] = work
+    for work in leaving.values():
         work.wait()
 
 
+def may_receive_early(turn: list, next_turn: list, grid) -> bool:
+    """Whether the next turn's inputs may be received during this turn, not only after it.
+
+    F, then F: they come from the other neighbor than the one that the result goes to, so yes (GPipe
+    is 3 to 10% faster on CPUs). F, then B: both messages are with one neighbor and cross, so they
+    have to start together. So too in a ring of chunks, where all stages would wait."""
+    return len(next_turn) > 0 and next_turn[-1][0] == turn[-1][0] and grid.chunks == 1
+
+
+def run_op(functions: dict, op: tuple, x: torch.Tensor | None) -> torch.Tensor | None:
+    kind, m, chunk = op
+    try:
+        return functions[kind](m, chunk, x)
+    except PeerError as error:
+        raise PeerError(f"{OP_NAMES[kind]} of microbatch {m}: {error}") from error
+
+
+def route(grid, message: Message) -> tuple[int, int] | None:
+    """(the stage at the other end of a message, its tag); None at the ends of the model, where
+    there is no other stage, and for W, which sends nothing."""
+    kind, m, chunk = message.op
+    places = grid.pp * grid.chunks          # chunk c of stage s is number c p + s in the model
+    here = chunk * grid.pp + grid.stage
+    step = 1 if kind == "F" else -1         # activations go to the next place, gradients back
+    there = here + step if message.sending else here - step
+    receiver = there if message.sending else here
+    if kind == "W" or not 0 <= there < places:
+        return None
+    tag = 2 * (m * places + receiver) + "FB".index(kind)        # the op that needs the message
+    return there % grid.pp, tag
+
+
 def start_messages(grid, messages: list[Message]) -> list[Work]:
-    """Start all messages together: on NCCL as one operation, on gloo singly, where the tag, the op
-    that needs it, tells them apart. Returns a Work for each, whose result is None where there is no
-    neighbor, and for W. PP3: when two neighbors send to each other, each starts its send and its
-    receive as one operation; otherwise NCCL could have both send first and wait forever."""
-    works, operations = [], []
-    for message in messages:
-        kind, m, chunk = message.op
-        place = chunk * grid.pp + grid.stage
-        step = 1 if kind == "F" else -1     # activations go to the next place, gradients back
-        other = place + step if message.sending else place - step
-        if kind == "W" or not 0 <= other < grid.pp * grid.chunks:
-            works.append(Work(None))
+    """Start all messages together, and return a Work for each; its result is None if the message
+    has no `route`. PP3: on NCCL they are one operation. If two neighbors send to each other, and
+    each started its send before its receive, NCCL could have both wait forever. gloo starts them
+    one by one; the tag tells them apart."""
+    works = [Work(None) for _ in messages]
+    started, operations = [], []
+    for work, message in zip(works, messages):
+        end = route(grid, message)
+        if end is None:
             continue
-        receiver = other if message.sending else place
-        tag = 2 * (m * grid.pp * grid.chunks + receiver) + "FB".index(kind)
-        stage = other % grid.pp
+        stage, tag = end
         peer = grid.rank + (stage - grid.stage) * grid.cp * grid.tp
-        work = Work(None)
         if message.sending:
             start, verb = dist.isend, "send to"
             work.result = message.tensor.detach().contiguous()
@@ -202,14 +214,14 @@ def start_messages(grid, messages: list[Message]) -> list[Work]:
             start, verb = dist.irecv, "receive from"
             work.result = torch.empty_like(message.tensor)
             work.finish = partial(gather_message, grid=grid)
+        kind, m, _ = message.op
         work.operation = (f"{OP_NAMES[kind]} of microbatch {m}: {verb} rank {peer}"
                           f"{on_hosts([peer], grid.hosts)} (stage {stage})")
-        works.append(work)
         own = work.result
         if not grid.sequence_parallel:
             own = own.view(-1).chunk(grid.tp)[grid.tp_rank]                 # PP8
+        started.append(work)
         operations.append(dist.P2POp(start, own, peer, grid.groups["pp"], tag))
-    started = [work for work in works if work.result is not None]
     if started:
         with comm_errors(", ".join(work.operation for work in started)):
             handles = dist.batch_isend_irecv(operations)

@@ -1,4 +1,5 @@
-"""Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): TP2 of tensor.py.
+"""Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): TP2 of tensor.py. It adds to `f`
+and `g` of parallel.py that f's backward gathers x again, and that activations stay by ranks.
 
 Between g and the next f all tensor-parallel ranks hold the same activations. Instead, let each hold
 T / tp positions of every sequence. Then f and g, and their reverses in backward, are

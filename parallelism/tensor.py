@@ -1,10 +1,11 @@
 """Tensor parallelism (Megatron-LM, Shoeybi et al. 2019, section 3), as a run uses it.
 
-It computes what the plain form in parallel.py does. The differences:
+It computes what the plain forms in parallel.py do, which have TP2 too. The differences:
 
          difference                             gain                      where
     TP1  a rank never builds a whole parameter  memory / tp               ParamSpec.cut
-    TP2  sequence parallelism from g to f       activations / tp there    sequence.py
+    TP2  sequence parallelism, with fewer       activations / tp from g   sequence.py
+         copies than its plain form             to f
     TP3  f is fused with the next product       sum of dx runs during dW  _ColumnParallel
     TP4  the loss works in chunks of positions  logits of one chunk       VocabParallelCrossEntropy
     TP5  its forward computes its gradients     logits computed once      VocabParallelCrossEntropy
@@ -23,9 +24,9 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import (GPT, IGNORE_INDEX, GPTConfig, ceil_div, linear, lookup, multiplies_in_fp32,
-                   upcast_for_matmul)
+from model import GPT, IGNORE_INDEX, GPTConfig, ceil_div
 from parallelism.collectives import all_reduce
+from parallelism.kernels import linear, lookup, multiplies_in_fp32, upcast_for_matmul
 from parallelism.sequence import by_ranks, by_sequences, gather_positions, sum_over_ranks
 
 
@@ -108,7 +109,7 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        # (With PP7 the weight is detached: its gradient comes later.)
+        # (With ZB-H1 the weight is detached: see `TensorParallel.multiply`.)
         gathering = gather_positions(x, ctx.grid) if ctx.needs_input_grad[1] else None
         dx = sum_over_ranks(matmul(dy, weight), ctx.grid)       # overlaps with the all-gather of x
         dy = dy.flatten(0, 1)                                   # (B T, out / tp)
@@ -127,7 +128,7 @@ class TensorParallel(nn.Module):
     (those it does not name are whole), `stride` how many matrices are stacked there."""
     partition_dim = {}
     stride = 1
-    put_off = None      # PP7: a list of (module, dy, x) for each backward whose W has not run
+    put_off = None      # the pipeline schedule ZB-H1 (PP7 in pipeline.py) keeps `multiply`'s here
 
     def __init__(self, plain: nn.Module, grid):
         super().__init__()
@@ -136,7 +137,8 @@ class TensorParallel(nn.Module):
         self.grid = grid
 
     def multiply(self, function: Callable, x: torch.Tensor, *args) -> torch.Tensor:
-        """function(x, weight, *args). PP7: backward stores the factors of the weight's gradient."""
+        """function(x, weight, *args). With ZB-H1 backward does not compute the weight's gradient:
+        it stores the factors (module, dy, x) in `put_off[-1]`, and the op W multiplies them."""
         if self.put_off is None:
             return function(x, self.weight, *args)
         y = function(x, self.weight.detach(), *args)
@@ -413,7 +415,7 @@ TIED = {"head.weight": "embed.token.weight"}    # one matrix: its name in the he
 
 
 def param_specs(model: GPT, model_config: GPTConfig, grid) -> list[ParamSpec]:
-    """The parameters of a stage (parallel.build_stage). They depend on the stage alone, so any rank
+    """The parameters of a stage (build.build_stage). They depend on the stage alone, so any rank
     can compute the layout of another one (`checkpoint.file_order`)."""
     specs = {}
     for module_name, module in model.named_modules():

@@ -1,7 +1,8 @@
 """Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020), as a run uses them.
 
-It computes what the plain forms in parallel.py do. The differences (numbers of GPT-2 124M in 16
-bits):
+DP1 and DP4 to DP9 have plain forms in parallel.py: `Bucket`, `plain_shards`, `PlainGathered`. DP2,
+DP3, DP10 and two buckets a block are added here. The differences from `plain_step` there (numbers
+of GPT-2 124M in 16 bits):
 
          difference                              gain                          where
     DP1  microbatches add up, one sync a step    1/m of the traffic            prepare_grad_sync

@@ -13,8 +13,8 @@ import torch
 
 from data import TokenDataset, batch_sizes, steps_of_epochs
 from model import PEAK_LR, SIZES, GPTConfig
-from parallel import Grid, build_stage
 from parallelism.buckets import make_buckets, state_bytes
+from parallelism.build import Grid, build_stage
 from parallelism.collectives import out_of_memory
 from parallelism.exact import MOST_BLOCKS
 from parallelism.pipeline import chunk_layers

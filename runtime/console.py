@@ -19,14 +19,15 @@ import torch
 
 from amp import PRECISIONS
 from data import Batch, batch_sizes, sequences_after
-from model import (PEAK_LR, ceil_div, flops_per_token, multiplies_in_fp32, parameter_count,
-                   peak_flops)
-from parallel import Grid
+from model import PEAK_LR, ceil_div
 from parallelism.buckets import state_bytes
+from parallelism.build import Grid
 from parallelism.collectives import Work, all_gather_object, on_hosts
+from parallelism.kernels import multiplies_in_fp32
 from runtime import checks
 from runtime.directory import Metrics, Start
 from runtime.evaluation import describe_data, eval_sequences, evaluate
+from runtime.flops import flops_per_token, parameter_count, peak_flops
 from runtime.options import RESTORED, Config, step_range
 from runtime.processes import print_rank0
 from runtime.threads import Threads
@@ -45,7 +46,7 @@ class RunLog:
         self.unwritten = None           # the row of a step that is finished, until `write_row`
         self.recent_seconds = deque(maxlen=20)      # of the last steps
         self.compute_clock = None       # this rank's, when ranks were last compared, in seconds
-        self.close = lambda: None       # end the dashboards
+        self.close = lambda: None       # end the follower
         self.printed_at = None          # when a step's line was last printed, in seconds
         self.shown_at = -math.inf       # when that or the line of a terminal was
         self.on_terminal = sys.stdout is not None and sys.stdout.isatty()

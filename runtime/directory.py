@@ -13,7 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-from checkpoint import CorruptCheckpoint, list_checkpoints, load, verify
+from checkpoint import load, verify
+from runtime.checkpoint_files import CorruptCheckpoint, list_checkpoints
 from runtime.processes import RunError, all_ranks, on_rank0, warn
 
 

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import list_checkpoints
 from model import ceil_div
 from parallelism.collectives import all_gather, all_gather_object, to_host
 from parallelism.zero import FlatParameters
 from runtime import directory
+from runtime.checkpoint_files import list_checkpoints
 from runtime.directory import latest_valid
 from runtime.processes import RunError
 
@@ -99,7 +99,7 @@ def find_difference(run, by_signal: bool = False) -> dict | None:
         digests = all_gather(to_host(digests, timeout), group).wait()
     else:
         digests = to_host(all_gather(digests, grid.groups["world"]).wait(), timeout)
-    unequal = [(kind, ranks) for i, kind in enumerate(KINDS) for ranks in grid.members()[kind]
+    unequal = [(kind, ranks) for i, kind in enumerate(KINDS) for ranks in grid.all_groups(kind)
                if len(digests[ranks, i].unique()) > 1]
     if not unequal:
         return None

@@ -1,6 +1,6 @@
 """Flags of other trainers, and what to give here instead: of nanoGPT, llm.c, picotron, Megatron-LM,
 torchtitan, litgpt, DeepSpeed and transformers' Trainer. The parsers of train.py, data.py, sample.py
-and tools/plan.py say it (commandline.Parser).
+and tools.plan say it (commandline.Parser).
 """
 OTHER_NAMES = {     # of our flags, in nanoGPT, picotron and Megatron-LM
     "steps": "max-iters train-iters", "lr": "learning-rate",
@@ -272,7 +272,7 @@ SAMPLE_ADVICE = {   # for sample.py
     "device=cuda:* device=gpu device=[0-9]*":
         "give cuda; CUDA_VISIBLE_DEVICES chooses the GPU"}
 
-PLAN_ADVICE = {     # for tools/plan.py: values with a unit
+PLAN_ADVICE = {     # for tools.plan: values with a unit
     "gpus num-gpus n-gpus devices nproc-per-node world-size": "give --world, the number of GPUs",
     "network=*": "give GB per second without the unit, as 50",
     "tokens=*": "give a number without a unit, as 1e12",

@@ -12,11 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from amp import NOT_FINITE
-from checkpoint import step_file
 from data import Batch, TokenDataset, batch_size_at, sequences_after
 from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
 from runtime import directory, flipped_bits
+from runtime.checkpoint_files import step_file
 from runtime.divergence import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor,
                                 scale_may_help)
 from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from amp import PRECISIONS
-from checkpoint import list_checkpoints
 from data import TokenDataset
 from model import GPTConfig
-from parallel import Grid
-from runtime import checks, console, dashboards, devices, evaluation
+from parallelism.build import Grid
+from runtime import checks, console, devices, evaluation, follower
+from runtime.checkpoint_files import list_checkpoints
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
                                lock_output_dir, start_branch)
 from runtime.options import Config, parse_flags, restored_flags
@@ -60,7 +60,7 @@ def resolve(given: dict, job: Job, device: torch.device,
     restarted = store.check(["begun"])          # a refused start leaves no key
     config = Config(**given)
     if config.log is not None:
-        dashboards.check_follower(config.log)
+        follower.check(config.log)
     out = Path(config.out)
     begin = find_start(out, config.resume, config.init_from, config.eval_only, restarted)
     if begin.kind == "init-from":
@@ -114,12 +114,12 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
                    stack: ExitStack) -> None:
     """Open the log of a train.Run, report how it begins and, if it begins from a file, save its
     starting state. `state` is that of `load_start`, without the tensors; learning_rate(config,
-    step) is train.py's. `stack` ends the dashboards."""
+    step) is train.py's. `stack` ends the follower."""
     config = run.config
     metrics = all_ranks(lambda: Metrics(Path(config.out), run.grid.rank))
     run.watch.log = console.RunLog(metrics, Threads(run.device, run.grid.world))
     if config.log is not None and run.grid.rank == 0:
-        run.watch.log.close = stack.enter_context(dashboards.follower(config))
+        run.watch.log.close = stack.enter_context(follower.started(config))
     console.print_summary(run)
     if state is None:
         console.report_start(run, begin)

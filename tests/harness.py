@@ -65,14 +65,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import checkpoint
 import data
-import parallel
 import sample
 import train
 from corpus import compressed, downloads, formats, inputs, passes
 from model import GPT, GPTConfig
-from parallel import Grid
+from parallelism.build import Grid, build_stage, make_groups
 from parallelism.context import recompute_attention
-from parallelism.groups import make_groups
 from parallelism.pipeline import recompute_blocks
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters, gather_before_use
@@ -480,7 +478,7 @@ def monitor_now(run):
 
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):
     """This rank's stage at step 0 of seed 0 -> (model, its FlatParameters)."""
-    local = parallel.build_stage(cfg, grid)
+    local = build_stage(cfg, grid)
     flat = FlatParameters(param_specs(local, cfg, grid), grid, dtype,
                           torch.promote_types(dtype, torch.float32), "cpu", zero)
     if recompute:
@@ -903,3 +901,16 @@ def things(shards, tmp_path_factory):
     shutil.copy(folder / "six.pt", folder / "sixth" / "latest.pt")
     (folder / "torn.pt").write_bytes((folder / "whole.pt").read_bytes()[:-5000])
     return folder
+
+
+@pytest.fixture(scope="session")
+def losses_of_train_py(shards, tmp_path_factory):
+    """losses_of_train_py(steps): those of the quick start's model and flags in one process."""
+    @functools.cache
+    def run(steps):
+        out = tmp_path_factory.mktemp("quick start")
+        done = Command("train.py", "--data", shards, "--out", out, "--steps", steps,
+                       "--eval-every", 0, "--save-every", 0).finish(200)
+        assert done[0] == 0, done
+        return column(read_metrics(out)[0], "loss")
+    return run

@@ -1,4 +1,4 @@
-"""tools/bench.py: its tables; its command for a GPU, on a CPU: parts, page, what befalls a part.
+"""tools/bench: its tables; its command for a GPU, on a CPU: parts, page, what befalls a part.
 
     python -m pytest tests/test_bench.py
 
@@ -20,17 +20,15 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from tests.harness import own_processes, small_state
-from tools import bench, gpu, peer, report, runs, shared_gpu, trace
+from tests.harness import own_processes, readme_commands, small_state
+from tools.bench import __main__ as bench
+from tools.bench import gpu, page, peak, peer, programs, shared_gpu, tables, trace
 
 
 # What these tables print, if train.py has 300 tokens a second and the peer 200.
 ROWS = {
     "parallel_stack": "| pp 2, gpipe | 300 | 200 | 1.50 |\n",
-    "three_dimensions": "| 8 processes / 1 on all cores | 300 | 300 | 1.00 |\n",
-    "scaling_of_work": "| n_layer 12 | 300 | 43 | 21.38 |\n",
     "scaling_of_layouts": "| 10.8M | 300 | 1.00 | 1.00 | 1.00 |\n",
-    "scaling_of_processes": "| 4 processes --pp 4 | 300 |\n",
     "memory": "| zero 3 | 4 | 10 MB | 20 MB | 30 MB | 60 MB | 63 MB | 1.05 | 1.00 |\n",
     "checkpoints": "| save / torch.save, fsync | 7 | 7 | 1.00 |\n",
     "sampling": "| 8 at a time, torch.bfloat16 | 7 | 7 | 1.00 |\n"}
@@ -40,18 +38,17 @@ ROWS = {
     name if name != "sampling" else pytest.param(name, marks=pytest.mark.slow) for name in ROWS])
 def test_a_table_has_its_rows(monkeypatch, capsys, tmp_path, name):
     """Each with as many cells as its heading. Programs are not started, and nothing is timed."""
-    monkeypatch.setattr(bench, "speed_of_train_py", lambda *_, **__: 300.0)
-    monkeypatch.setattr(bench, "speed_of_peer", lambda *_, **__: 200.0)
-    monkeypatch.setattr(bench, "rate_of_products", lambda: 2e9)
-    monkeypatch.setattr(bench, "peak_of", lambda *_, **__: [(63e6, (10e6, 20e6, 30e6))])
+    monkeypatch.setattr(tables, "speed_of_train_py", lambda *_, **__: 300.0)
+    monkeypatch.setattr(tables, "speed_of_peer", lambda *_, **__: 200.0)
+    monkeypatch.setattr(tables, "peak_of", lambda *_, **__: [(63e6, (10e6, 20e6, 30e6))])
     if name == "sampling":
         pytest.importorskip("transformers")
-        monkeypatch.setattr(bench, "SHAPE", dict(n_layer=1, n_head=1, n_embd=8, seq_len=16))
-    monkeypatch.setattr(bench, "per_second", lambda work, amount: lambda: 7.0)
-    monkeypatch.setattr(bench, "finished", lambda *_: checkpoint.save(small_state(1),
-                                                                      tmp_path / "out", 1))
+        monkeypatch.setattr(tables, "SHAPE", dict(n_layer=1, n_head=1, n_embd=8, seq_len=16))
+    monkeypatch.setattr(tables, "per_second", lambda work, amount: lambda: 7.0)
+    monkeypatch.setattr(tables, "finished", lambda *_: checkpoint.save(small_state(1),
+                                                                       tmp_path / "out", 1))
     (tmp_path / "out").mkdir()
-    bench.TABLES[name](tmp_path)
+    tables.TABLES[name](tmp_path)
     printed = capsys.readouterr().out
     assert ROWS[name] in printed
     for table in re.findall("(?m)(?:^\\|.*\n)+", printed):
@@ -61,18 +58,18 @@ def test_a_table_has_its_rows(monkeypatch, capsys, tmp_path, name):
 
 
 def test_a_program_that_fails_is_an_error_and_one_that_ends_returns_what_it_printed():
-    assert runs.finished(1, "-c", "print('rows')") == "rows\n"
+    assert programs.finished(1, "-c", "print('rows')") == "rows\n"
     for code, words in [("raise SystemExit('why')", "why"), ("raise SystemExit(3)", "status 3")]:
         with pytest.raises(RuntimeError, match=words):
-            runs.finished(1, "-c", code)
+            programs.finished(1, "-c", code)
     with pytest.raises(RuntimeError, match="stopped after 0 s"):
-        runs.finished(1, "-c", "import time; time.sleep(60)", seconds=0.1)
+        programs.finished(1, "-c", "import time; time.sleep(60)", seconds=0.1)
 
 
 def test_memory_is_read_in_bytes():
     """Of this process, which holds PyTorch: more than 50 MB, and at most what it held at its
     peak."""
-    assert 50e6 < bench.resident("VmRSS") <= bench.resident("VmHWM") < 50e9
+    assert 50e6 < peak.resident("VmRSS") <= peak.resident("VmHWM") < 50e9
 
 
 def test_ceilings_are_operations_and_bytes_a_second(monkeypatch, tmp_path):
@@ -216,8 +213,8 @@ def test_a_part_that_fails_or_hangs_leaves_its_rows_and_the_next_one_runs(monkey
 
 def test_the_page_has_the_first_error_of_a_job():
     text = "W1 warning\n[rank1]: Traceback\ntrain.py: rank 1: it fails\nChildFailedError:\n=====\n"
-    assert report.cause(text) == "train.py: rank 1: it fails"
-    assert report.cause("words\nand others") == "and others"
+    assert page.cause(text) == "train.py: rank 1: it fails"
+    assert page.cause("words\nand others") == "and others"
 
 
 def test_the_command_ends_within_twenty_minutes_and_names_what_it_lacks(monkeypatch, capsys):
@@ -273,3 +270,9 @@ def test_layouts_are_compared_with_one_process(tmp_path):
                                           (2, "--zero 3", {shared_gpu.POISON: "1"})))
     rows = [row for _, row in gpu.layouts(work, tmp_path)]
     assert [row["right"] for row in rows] == [True, True] and rows[1]["environment"], rows
+
+
+def test_the_readmes_benchmarks_exist():
+    for _, names in readme_commands("tools.bench"):
+        assert names[0] in tables.TABLES or names == ["gpu"]
+    assert [names for _, names in readme_commands("tools.faults")] == [[]]

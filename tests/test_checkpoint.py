@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 import checkpoint
-from runtime import directory
+from runtime import checkpoint_files, directory
 from tests.harness import (after_backward, assert_same_state, names_in, saved, saved_file, settings,
                            small_state, watched)
 
@@ -24,7 +24,7 @@ def test_the_docstring_tells_the_version_of_the_format():
 
 
 def steps_listed(out):
-    return [checkpoint.load(path)["step"] for path in checkpoint.list_checkpoints(out)]
+    return [checkpoint.load(path)["step"] for path in checkpoint_files.list_checkpoints(out)]
 
 
 @pytest.mark.parametrize("latest", [True, False])
@@ -38,7 +38,8 @@ def test_the_newest_file_is_that_of_the_last_step_whatever_the_times(tmp_path, l
         (tmp_path / "latest.pt").unlink()
     assert steps_listed(tmp_path) == [3, 2, 4]
     os.truncate(saved_file(tmp_path, 3), 1000)      # its name tells
-    assert checkpoint.list_checkpoints(tmp_path) == [saved_file(tmp_path, k) for k in (3, 2, 4)]
+    assert checkpoint_files.list_checkpoints(tmp_path) == [
+        saved_file(tmp_path, k) for k in (3, 2, 4)]
     checkpoint.save(small_state(5) | dict(monitor=dict(rollbacks=1)), tmp_path, keep=2)
     assert names_in(tmp_path) == ["latest.pt", "step_00000003.pt", "step_00000005.pt"]
 
@@ -47,7 +48,7 @@ def test_the_newest_whole_file_is_taken(tmp_path, capsys):
     """A damaged file is passed over with a line and an event; one that may not be read is not."""
     for step in (1, 2, 3):
         checkpoint.save(small_state(step), tmp_path, keep=3)
-    files = checkpoint.list_checkpoints(tmp_path)
+    files = checkpoint_files.list_checkpoints(tmp_path)
     assert steps_listed(tmp_path) == [3, 2, 1]
     os.truncate(files[0], 1000)
     path, (event,) = directory.latest_valid(files)

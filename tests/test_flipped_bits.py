@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from model import ceil_div
-from parallel import Grid, build_stage
+from parallelism.build import Grid, build_stage
 from parallelism.tensor import param_specs
 from parallelism.zero import FlatParameters
 from runtime import flipped_bits

@@ -27,20 +27,18 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend as setup_privateuseone_for_python_backend)
 
 import checkpoint
-import model
 import sample
 import train
 from model import GPT
-from parallel import Grid
-from parallelism import collectives, pipeline
-from parallelism import groups as process_groups
+from parallelism import build, collectives, kernels, pipeline
+from parallelism.build import Grid
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import SCHEDULES
 from runtime import console, evaluation, processes
 from tests.harness import (CFG, GPUS, NO_SIGNAL, ROOT, TINY, Memory, Rows, assert_same_rows,
                            gather_full_state, gridded, own_processes, read_metrics, run_main,
                            run_steps, settings, torchrun, traffic, without_saves)
-from tools import peer
+from tools.bench import peer
 
 
 # ---------------------------------------------------------------------------------------------
@@ -50,7 +48,7 @@ from tools import peer
 def grid_of_eight(rank, world):
     """({group: its ranks}, {(group, function, peer)} of the communication of make_groups) on a
     device that is not the CPU; gloo stands in for NCCL."""
-    new_group, connect = dist.new_group, process_groups.connect
+    new_group, connect = dist.new_group, build.connect
     started = []
     groups = []
 
@@ -67,10 +65,10 @@ def grid_of_eight(rank, world):
             group = next(v for v in (*args, *kwargs.values()) if isinstance(v, dist.ProcessGroup))
             started.append((group, function, kwargs.get("group_dst", kwargs.get("group_src"))))
     with mock.patch.object(dist, "new_group", on_gloo), traffic(note), mock.patch.object(
-            process_groups, "connect", lambda grid, device: connect(grid, torch.device("cpu"))), \
+            build, "connect", lambda grid, device: connect(grid, torch.device("cpu"))), \
             mock.patch.object(torch.cpu, "synchronize", lambda: started.append("synchronize")):
         grid = Grid(dp=1, pp=4, tp=2, rank=rank)
-        process_groups.make_groups(grid, torch.device("meta"), timedelta(seconds=30))
+        build.make_groups(grid, torch.device("meta"), timedelta(seconds=30))
     assert started.pop() == "synchronize" and "synchronize" not in started
     assert len(groups) == len(grid.groups) - list(grid.groups.values()).count(None)
     names = {group: name for name, group in grid.groups.items() if group is not None}
@@ -479,7 +477,7 @@ def test_one_process_has_a_graph_for_all_blocks_and_no_hook_but_the_sum_of_gradi
 def kernels_of_ours(rank, world, folder, dtype):
     """Kernels that inductor generates for (a block, the rest of a step)."""
     count_before = metrics.generated_kernel_count
-    with mock.patch.object(model, "NO_PRODUCTS", []):               # as on a GPU
+    with mock.patch.object(kernels, "NO_PRODUCTS", []):               # as on a GPU
         run = new_run(folder, dtype, 2, "inductor")
         x = torch.randn_like(run.activation_like).requires_grad_()
         torch.autograd.grad(run.model.blocks["0"](x, 0).sum(), x)

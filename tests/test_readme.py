@@ -27,7 +27,7 @@ from runtime.options import Config, parse_flags
 from runtime.other_names import OTHER_NAMES
 from tests.harness import (PAGES, README, ROOT, TINY, Command, kinds, launch, read_metrics,
                            readme_commands, saved, wait_for_step)
-from tools.plan import PlanConfig
+from tools.plan.flags import PlanConfig
 
 
 # ---------------------------------------------------------------------------------------------
@@ -73,8 +73,9 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
     flags = set(re.findall(r"--[a-z][a-z0-9-]*", README.replace(elsewhere, own)))
     names = [*asdict(Config()), *(field.name for field in fields(PlanConfig))]
     known = {f"--{name.replace('_', '-')}" for name in names}
-    tool_files = [f"tools/{file.name}" for file in ROOT.glob("tools/*.py")]
-    for file in ["corpus/flags.py", "sample.py", "parallel.py", "checkpoint.py", *tool_files]:
+    tool_files = [str(file.relative_to(ROOT)) for file in ROOT.glob("tools/**/*.py")]
+    for file in ["corpus/flags.py", "runtime/sampling.py", "parallel.py", "checkpoint.py",
+                 *tool_files]:
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((
         "--help", "--nproc", "--nnodes", "--node", "--rdzv", "--master", "--ntasks", "--gpus",
@@ -169,7 +170,7 @@ def test_the_readmes_training_commands_make_a_step_with_a_tiny_model(shards, tmp
 
 def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsys):
     """data.py takes the flags of its commands, and tools.schedule draws what the pages show.
-    (Other tools: tests/test_tools.py.)"""
+    (Other tools: a file of tests for each.)"""
     monkeypatch.chdir(tmp_path)
     made = [data.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [

@@ -48,13 +48,15 @@ import model
 import sample
 import train
 from model import GPT, SIZES, GPTConfig
-from parallel import Grid, build_stage
-from parallelism import collectives
+from parallelism import collectives, kernels
 from parallelism.buckets import make_buckets
+from parallelism.build import Grid, build_stage
 from parallelism.tensor import param_specs
-from runtime import (checks, console, devices, directory, evaluation, processes, rollback,
+from runtime import (checkpoint_files, checks, console, devices, directory, evaluation, processes,
+                     rollback,
                      signals, startup, threads)
 from runtime.divergence import DivergenceMonitor
+from runtime.flops import flops_per_token, peak_flops
 from runtime.options import Config, merge_config, parse_flags
 from runtime.processes import Job, RunError
 from tests.harness import (CFG, README, ROOT, TINY, Command, Memory, after_backward,
@@ -701,7 +703,7 @@ def test_a_run_says_what_it_chose_and_what_makes_it_slow(
     for a ramp that does not rise, a microbatch that its default does not divide, a learning rate
     for fine-tuning, and one of 0."""
     monkeypatch.chdir(things)
-    with mock.patch.object(model, "NO_PRODUCTS", missing):
+    with mock.patch.object(kernels, "NO_PRODUCTS", missing):
         text = run_train("--data", shards, "--out", tmp_path, *TINY, *flags.split())[1]
     told = re.findall("^note .*|^layout .*multiplies.*", text, re.M)
     assert len(told) == len(notes) and all(words in line for words, line in zip(notes, told))
@@ -1576,7 +1578,7 @@ def test_the_console_tells_what_is_left_the_loss_in_three_units_and_mfu(tmp_path
     row = dict(rows[0], loss=5.28014, lr=8e-5, grad_norm=7.9496, activation_norm=0.9251,
                tokens_per_second=7133.0)
     assert console.format_step(run, row, 229 / 799) in README.splitlines()
-    used = f"MFU {1e9 * model.flops_per_token(CFG) / (2 * 756e12):.1%}"
+    used = f"MFU {1e9 * flops_per_token(CFG) / (2 * 756e12):.1%}"
     for name, dtype, seconds, told in [("NVIDIA H100 PCIe", "bf16", 2.3, f"{used}  left 0:30:38"),
                                        ("NVIDIA H100 PCIe", "fp32", 12, "tok/s  left 2:39:48"),
                                        ("GeForce GTX 1080", "fp16", 1, "scale 8  left 0:13:19")]:
@@ -1633,7 +1635,7 @@ PEAKS = {       # TFLOP/s of what torch.cuda.get_device_name() reports; 0: unkno
 def test_a_devices_peak_is_that_of_its_full_name(name):
     """The dense 16-bit TFLOP/s of the maker's data sheet, which the MFU divides by. Parts of a
     device, slower editions and unknown devices have no peak rather than another's."""
-    assert model.peak_flops(name) == PEAKS[name] * 1e12
+    assert peak_flops(name) == PEAKS[name] * 1e12
 
 
 def test_a_branch_has_the_whole_state_but_a_new_history(run_train, shards, tmp_path):
@@ -1783,7 +1785,7 @@ def high_losses(run):
 def torn_file(run):
     """The losses are high, and the file of step 32, the first choice, is torn."""
     poison(run)
-    file = checkpoint.step_file(Path(run.config.out), 32)
+    file = checkpoint_files.step_file(Path(run.config.out), 32)
     at_step(run, 40, lambda: file.write_bytes(b"torn"))
 
 
@@ -1849,7 +1851,8 @@ def test_after_a_divergence_a_run_goes_back_skips_and_slows(tmp_path, fault, fla
         moments = [*saved(tmp_path, 0)["exp_avg"].values(),
                    *saved(tmp_path, 0)["exp_avg_sq"].values()]
         assert not any(moment.any() for moment in moments)
-    watched(replace(config, out=str(tmp_path / "o")), fault, checkpoint.step_file(tmp_path, to))
+    watched(replace(config, out=str(tmp_path / "o")), fault,
+            checkpoint_files.step_file(tmp_path, to))
     assert_same_state(saved(tmp_path / "o", 50), end)
 
 
@@ -1929,7 +1932,7 @@ def test_a_run_saved_in_a_divergence_without_rollback_rolls_back_at_a_resume_wit
     config = settings(tmp_path, steps=6, save_every=2, keep=9, rollback="off")
     assert kinds(watched(config, prepare).events) == ["spike"]
     config = settings(tmp_path / "on", steps=8, max_rollbacks=1)
-    seen = watched(config, prepare, checkpoint.step_file(tmp_path, 6))
+    seen = watched(config, prepare, checkpoint_files.step_file(tmp_path, 6))
     assert "rollback" in kinds(seen.events)
 
 
@@ -1958,7 +1961,7 @@ def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, z
 @pytest.mark.parametrize("call", ["open", "read"])
 def test_a_rollback_waits_for_the_file_system_and_takes_no_older_file(tmp_path, monkeypatch, call):
     """A file that cannot be read for a while is not damaged: the run ends with exit status 1."""
-    monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0, 0, 0, 0))
+    monkeypatch.setattr(checkpoint_files, "RETRY_SECONDS", (0, 0, 0, 0))
     with failing(".pt", call, 99 * [errno.EIO]), pytest.raises(RunError) as stop:
         watched(settings(tmp_path, steps=44, save_every=4, keep=9, micro_batch=8), poison)
     assert stop.value.status == 1 and re.match(rf"{tmp_path}/step_.* could not be", str(stop.value))
@@ -1980,7 +1983,7 @@ def test_skip_steps_leaves_out_the_batches_of_these_steps_once(tmp_path):
     batches = batches_from(config, 0, 15)
     for step, skip, first in [(2, "3:5", 5), (3, "3:5", 6), (4, "2:5", 8), (4, "2:4", 7)]:
         resumed = watched(replace(config, skip_steps=skip, out=str(tmp_path / "resumed")),
-                          state=checkpoint.step_file(tmp_path, step))
+                          state=checkpoint_files.step_file(tmp_path, step))
         assert resumed.batches == batches[first:first + 6 - step], (step, skip)
     config = settings(tmp_path / "rollback", steps=44, skip_steps="41:43", save_every=4, keep=9,
                       micro_batch=8)

@@ -31,7 +31,7 @@ OURS = ("amp", "checkpoint", "data", "model", "parallel", "sample", "train", "te
         "corpus", "parallelism", "runtime", "tools", "tests")
 PACKAGES = ("corpus", "parallelism", "runtime", "tools", "tests")
 WITHOUT_TOOLS = ("*.py", "corpus/*.py", "parallelism/*.py", "runtime/*.py")
-FILES = sorted(file for pattern in (*WITHOUT_TOOLS, "tools/*.py") for file in ROOT.glob(pattern)
+FILES = sorted(file for pattern in (*WITHOUT_TOOLS, "tools/**/*.py") for file in ROOT.glob(pattern)
                if file.name not in ("__init__.py", "test_all.py"))
 
 # A file, or all of a folder: (what of ours it may import, what of that not).
@@ -40,12 +40,12 @@ MAY_IMPORT = {
     "amp": ("", ""),
     "data": ("corpus.* runtime.commandline runtime.other_names", ""),
     "corpus.*": ("corpus.* runtime.commandline runtime.other_names", ""),
-    "parallel": ("model parallelism.* data", ""),               # data: in `main` alone
-    "checkpoint": ("model parallel parallelism.* runtime.processes", ""),
+    "parallel": ("model data", ""),               # data: in `main` alone
+    "checkpoint": ("model parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
-    "sample": ("model data checkpoint parallelism.collectives runtime.commandline runtime.devices "
-               "runtime.other_names", ""),
-    "parallelism.*": ("model amp parallelism.*", ""),
+    "sample": ("amp model data checkpoint parallelism.collectives "
+               "runtime.commandline runtime.devices runtime.other_names runtime.sampling", ""),
+    "parallelism.*": ("model amp parallel parallelism.*", ""),
     # Below the book (runtime/__init__.py):
     "runtime.commandline": ("", ""),
     "runtime.other_names": ("", ""),
@@ -122,8 +122,8 @@ def test_data_py_needs_neither_torch_nor_the_model():
 FLAGS = """data out log model n_layer n_head n_embd seq_len activation dropout batch_size batch_ramp
     steps epochs lr min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip
     seed tp pp cp pp_schedule pp_chunks device compile timeout micro_batch zero recompute
-    sequence_parallel offload dtype exact save_every keep resume init_from check_every eval_every eval_tokens
-    eval_only noise_scale log_every rollback max_rollbacks skip_steps"""
+    sequence_parallel offload dtype exact save_every keep resume init_from check_every
+    eval_every eval_tokens eval_only noise_scale log_every rollback max_rollbacks skip_steps"""
 
 
 def test_train_py_has_these_flags_and_no_others():
@@ -131,7 +131,8 @@ def test_train_py_has_these_flags_and_no_others():
     assert {field.name for field in fields(Config)} == set(FLAGS.split())
 
 
-DATA_FLAGS = "dataset input text_field near_duplicates tokenizer train_tokenizer out seed shard_tokens shards"
+DATA_FLAGS = """dataset input text_field near_duplicates tokenizer train_tokenizer out seed
+    shard_tokens shards"""
 
 
 def test_data_py_has_these_flags_and_no_others():

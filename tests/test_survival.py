@@ -38,11 +38,11 @@ from torch.utils._pytree import tree_map_only
 
 import checkpoint
 import data
-import model
 import train
-from parallel import Grid
 from parallelism import collectives, pipeline
-from runtime import checks, console, directory, processes, signals
+from parallelism.build import Grid
+from runtime import checkpoint_files, checks, console, directory, processes, signals
+from runtime.flops import parameter_count
 from runtime.options import Config
 from runtime.processes import RunError
 from tests.harness import (CFG, INTERLEAVED, LAYOUTS, README, ROOT, TINY, Command, Memory,
@@ -116,7 +116,7 @@ def test_a_kill_at_any_moment_of_a_save_costs_nothing_but_the_save(rank, world=1
                         checkpoint.save({**state, "step": step}, tmp_path, keep=1)
                 os._exit(0)
             killed.append(os.WIFSIGNALED(os.waitpid(child, 0)[1]))
-            for file in {*checkpoint.list_checkpoints(tmp_path), tmp_path / "latest.pt"}:
+            for file in {*checkpoint_files.list_checkpoints(tmp_path), tmp_path / "latest.pt"}:
                 checkpoint.verify(file)
                 assert checkpoint.load(file)["step"] in (step - 1, step), (call, most)
             checkpoint.save({**state, "step": step + 1}, tmp_path, keep=1)
@@ -164,7 +164,7 @@ def test_an_error_of_the_file_system_is_not_damage(run_train, run_sample, shards
                                                    monkeypatch, call, failures):
     """Two errors are waited out. If they go on, or --out cannot be listed, the program ends with
     exit status 1 and the path, and takes no older file."""
-    monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0, 0, 0, 0))
+    monkeypatch.setattr(checkpoint_files, "RETRY_SECONDS", (0, 0, 0, 0))
     flags = ["--data", shards, "--out", tmp_path / "o", *TINY]
     run_train(*flags)
     file, new = tmp_path / "o" / "step_00000004.pt", tmp_path / "new"
@@ -197,7 +197,8 @@ def test_a_save_tells_too_little_memory_and_old_files_that_stay_from_a_full_disk
         checkpoint.save(small_state(2) | dict(exp_avg=dict(
             x=checkpoint.Streamed((2,), torch.float32, no_memory))), tmp_path, keep=2)
     assert names_in(tmp_path) == []
-    with mock.patch.object(checkpoint, "list_checkpoints", side_effect=OSError("stale handle")):
+    with mock.patch.object(checkpoint_files, "list_checkpoints",
+                           side_effect=OSError("stale handle")):
         path = checkpoint.save(small_state(2), tmp_path, keep=2)
     assert "could not be removed: stale handle" in capsys.readouterr().err
     assert checkpoint.load(path)["step"] == 2
@@ -245,14 +246,14 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=8,
             run.writer.wait(required=True)
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, limits)
-        file = processes.on_rank0(lambda: checkpoint.list_checkpoints(Path(config.out))[0])
+        file = processes.on_rank0(lambda: checkpoint_files.list_checkpoints(Path(config.out))[0])
         state = checkpoint.load(file)
         checkpoint.restore(dict(state), run.flat)       # `state` keeps the file mapped
         of_stage = 12 * sum(math.prod(spec.shape) for b in run.flat.buckets for spec in b.specs)
     maps = Path("/proc/self/smaps").read_text()     # with the pages of the file that were read
     read = 1024 * sum(map(int, re.findall(rf"{file.name}\nSize:.*\n.*\n.*\nRss:\s+(\d+)", maps)))
     assert own < read < 0.75 * of_stage, (own, read, of_stage)
-    whole = 12 * (model.parameter_count(cfg) + (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd)
+    whole = 12 * (parameter_count(cfg) + (cfg.padded_vocab - cfg.vocab_size) * cfg.n_embd)
     assert sum(collectives.all_gather_object(own)) == whole
     grown = max(seen) - seen[0]
     assert 0.9 * allowed - 1e7 < grown < 1.1 * allowed + 1e7 < 0.7 * whole, (allowed, grown)
@@ -296,7 +297,7 @@ train.main()
             rank.process.kill()
             rank.process.join()
     for out in (tmp_path / "0", tmp_path / "1"):
-        assert checkpoint.list_checkpoints(out) == [saved_file(out, 5)]
+        assert checkpoint_files.list_checkpoints(out) == [saved_file(out, 5)]
         checkpoint.verify(out / "latest.pt")
         again = launch(2, *flags, "--out", out, "--steps", 6)
         assert [rank.finish()[0] for rank in again] == [0, 0] and saved(out, 6)["step"] == 6
@@ -359,7 +360,7 @@ def test_an_entry_marked_as_a_directory_is_damage(tmp_path):
     entry = content.index(b"PK\x01\x02")                 # in the zip's directory
     content[entry + 38] |= 0x10
     path.write_bytes(content)
-    with pytest.raises(checkpoint.CorruptCheckpoint, match="attributes of archive/data.pkl"):
+    with pytest.raises(checkpoint_files.CorruptCheckpoint, match="attributes of archive/data.pkl"):
         checkpoint.verify(path)
 
 
@@ -432,7 +433,7 @@ def test_a_second_run_in_the_same_out_is_refused_until_the_first_is_dead(run_tra
     assert "nats" in run_train(*flags, "--eval-only")[1]
     first.send_signal(signal.SIGKILL)
     first.finish()
-    path, _ = directory.latest_valid(checkpoint.list_checkpoints(tmp_path))
+    path, _ = directory.latest_valid(checkpoint_files.list_checkpoints(tmp_path))
     last = checkpoint.load(path)["step"] + 2
     assert run_train(*flags, "--steps", last)[0] == 0 and saved(tmp_path, last)["step"] == last
 
@@ -616,7 +617,7 @@ def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
         assert len(chain) < 60, chain
         pool.run(world, train_until, replace(config, out=str(chained)), cfg, file, diverges, at,
                  fate)
-        files = checkpoint.list_checkpoints(chained)
+        files = checkpoint_files.list_checkpoints(chained)
         if fate == "damage" and len(files) > 3:
             for path in files[:rng.randint(1, 3)]:
                 path.write_bytes(path.read_bytes()[:rng.randrange(path.stat().st_size)])

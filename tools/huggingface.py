@@ -3,10 +3,9 @@
     python -m tools.huggingface import gpt2 gpt2.pt         # a name on the hub, or a folder
     python -m tools.huggingface export out/latest.pt folder
 
-A folder contains config.json and the tensors: in model.safetensors, in pytorch_model.bin, or in the
-files listed by one of the two with .index.json. A model of GPT-2's tokens or of bytes has its
-tokenizer too, in vocab.json and merges.txt: <|endoftext|> within a text is one token there, where
-data.py and sample.py see 13 characters.
+tools/hub.py says what a folder contains. A model of GPT-2's tokens or of bytes has its tokenizer
+too, in vocab.json and merges.txt: <|endoftext|> within a text is one token there, where data.py and
+sample.py see 13 characters.
 
 GPT-2 (Radford et al. 2019) and OPT (Zhang et al. 2022) compute what model.py computes. They differ
 in the names of their tensors and in three details of the layout, which `to_ours` and `to_theirs`
@@ -24,24 +23,24 @@ import re
 import shutil
 import sys
 import tempfile
-import zipfile
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from checkpoint import FORMAT, KEYS, load, parameter_shapes, reading, verify, write_file
+from checkpoint import FORMAT, KEYS, load, parameter_shapes, verify, write_file
 from corpus.bpe import find_merges
-from corpus.downloads import download
 from corpus.formats import EOT
 from corpus.tokenizers import read_own, read_ranks
 from data import get_tokenizer
-from model import GPTConfig, parameter_count
+from model import GPTConfig
+from runtime.checkpoint_files import reading
 from runtime.commandline import Parser
 from runtime.directory import new_run
+from runtime.flops import parameter_count
+from tools.hub import IS_ADAPTER, check_source, fetch, tensor_readers, weight_files
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_FILES = {      # tiktoken's name: transformers' name, sha256
@@ -50,15 +49,9 @@ GPT2_FILES = {      # tiktoken's name: transformers' name, sha256
     "encoder.json": ("vocab.json",
                      "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")}
 SHARD_BYTES = 2_000_000_000         # of tensors in one exported file: what is in memory at a time
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-           "pytorch_model.bin.index.json")
 MODEL_TYPES = {"gelu": "gpt2", "relu": "opt"}      # our activation: the architecture that has it
 END_OF_TEXT = {"gpt2": 50256, "bytes": 256, "opt-50272": 2}     # token of a tokenizer
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}     # theirs: ours
-
-FILE_KINDS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".gguf", ".json")
-IS_ADAPTER = ("holds an adapter (LoRA), not a model: merge it into its base model, as PEFT's "
-              "merge_and_unload does, and import that")
 
 # What model.py has only one form of: the key in config.json, and its value where it is missing.
 FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True,
@@ -201,110 +194,6 @@ def read_config(folder: Path) -> tuple[dict, GPTConfig]:
         return config, model_config(config)
 
 
-def files_of_index(index: Path) -> list[Path]:
-    """The files that an index lists, which stand beside it."""
-    with reading(index, "is refused"):
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        for name in names:
-            if Path(name).name != name:
-                raise ValueError(f"{name} is not a file beside it")
-    return [index.with_name(name) for name in names]
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder's tensors; if it has several formats, those of the first in WEIGHTS."""
-    for name in WEIGHTS:
-        path = folder / name
-        if path.exists():
-            return files_of_index(path) if path.suffix == ".json" else [path]
-    raise ValueError(f"{folder} has none of {', '.join(WEIGHTS)}")
-
-
-def tensor_readers(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
-    """{name without the family's prefix: function that reads the tensor}, so that a model is never
-    in memory twice. Raises ValueError."""
-    if not file.exists():
-        raise ValueError(f"{file.parent} lacks {file.name}")
-    if file.suffix == ".safetensors":
-        from safetensors import safe_open
-        with reading(file, "is refused"):
-            tensors = safe_open(file, framework="pt")
-            readers = {name: partial(tensors.get_tensor, name) for name in tensors.keys()}
-    else:
-        is_zip = zipfile.is_zipfile(file)           # since PyTorch 1.6
-        if is_zip:
-            verify(file)
-        with reading(file, "is refused"):
-            tensors = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
-            readers = {name: partial(tensors.get, name) for name in tensors}
-    return {re.sub(r"^(transformer|(model\.)?decoder)\.", "", name): reader
-            for name, reader in readers.items()}
-
-
-def check_source(source: str, file: Path) -> None:
-    """Raise a ValueError that says what `source` is if it is neither a folder nor a name such as
-    gpt2 or facebook/opt-125m."""
-    path = Path(source)
-    if path.is_dir():
-        return
-    is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source)
-    on_the_hub = re.match(r"https?://[^/]+/(.+?)/?(/(tree|blob|resolve)/.*)?$", source)
-    if on_the_hub:
-        raise ValueError(f"give the model's name alone: import {on_the_hub[1]} {file}")
-    if path.suffix in FILE_KINDS and not path.exists():
-        raise ValueError(f"there is no file {source}, and a folder or a name on the hub is needed")
-    if path.suffix == ".gguf":
-        raise ValueError(f"{source} is a file of llama.cpp, with its own rounding: give the model "
-                         f"that it was made of, by its name on the hub or its folder")
-    if path.suffix in (".pt", ".pth", ".ckpt") and path.exists():
-        raise ValueError(f"{source} is a file: a checkpoint of this project needs no import, "
-                         f"train.py --init-from {source} and sample.py --ckpt {source} read it "
-                         f"(`export {source} DIR` is the other way); another program's: let that "
-                         f"program write a folder of Hugging Face")
-    if path.exists():
-        raise ValueError(f"{source} is a file: give the folder that holds it, config.json and any "
-                         f"other files of the model: import {path.parent} {file}")
-    if not is_name:
-        raise ValueError(f"there is no folder {source}, and a model's name on the hub is like gpt2 "
-                         f"or facebook/opt-125m")
-
-
-def fetch(source: str, folder: Path, hub: str) -> None:
-    """Download a model from the hub, config.json first. Raises ValueError if the hub does not have
-    it, ConnectionError if the hub cannot be reached."""
-    import requests
-    address = f"{hub}/{source}/resolve/main/"
-
-    def is_there(name):
-        reply = requests.head(address + name, allow_redirects=True, timeout=30)
-        if reply.status_code in (401, 403):
-            raise ValueError(f"there is no folder {source}, and the model on {hub} needs an "
-                             f"account there (it is private or gated) or does not exist: `hf "
-                             f"download {source} --local-dir DIR` where you are logged in, then "
-                             f"give DIR")
-        if not reply.ok and reply.status_code != 404:
-            raise ConnectionError(f"{address}{name}: {reply.status_code} {reply.reason}")
-        return reply.ok
-
-    try:
-        if not is_there("config.json"):
-            if is_there("adapter_config.json"):
-                raise ValueError(f"{source} on {hub} {IS_ADAPTER}")
-            raise ValueError(f"{source} is neither a folder nor a public model on {hub}, which "
-                             f"has a config.json")
-        weights = next(filter(is_there, WEIGHTS), None)
-    except requests.RequestException as error:
-        raise ConnectionError(f"there is no folder {source}, and {hub} cannot be reached: "
-                              f"{error}") from error
-    if weights is None:
-        raise ValueError(f"{address} has none of {', '.join(WEIGHTS)}")
-    download(address + "config.json", folder / "config.json")
-    read_config(folder)                     # refuses a wrong architecture before gigabytes come
-    download(address + weights, folder / weights)
-    for file in weight_files(folder):
-        download(address + file.name, file)
-
-
 def import_model(source: str, file: Path, hub: str) -> None:
     """Write a checkpoint of weights alone. `source` is a folder or, if there is none of that name,
     a model on the hub, which is downloaded to a folder beside `file`."""
@@ -315,7 +204,7 @@ def import_model(source: str, file: Path, hub: str) -> None:
     folder = Path(source)
     if not folder.is_dir():
         folder = file.with_name(source.replace("/", "--") + ".hf")
-        fetch(source, folder, hub)
+        fetch(source, folder, hub, check=read_config)   # before gigabytes come
     config, cfg = read_config(folder)
     family = FAMILIES[config["model_type"]]
     readers = {}

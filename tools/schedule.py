@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from model import GPTConfig
-from parallel import Grid
+from parallelism.build import Grid
 from parallelism.schedules import SCHEDULES, make_schedule
 from runtime.checks import check_layout
 from runtime.commandline import Parser

@@ -1,10 +1,8 @@
-"""train.py as several processes on one GPU, against the CPU. tools/gpu.py calls it.
+"""train.py as several processes on one GPU, against the CPU. gpu.py calls it.
 
-`python -m tools.shared_gpu` is train.py, except that its processes may share a GPU (NCCL allows it
-with a setting), and that an older PyTorch will do.
+`python -m tools.bench.shared_gpu` is train.py, except that its processes may share a GPU (NCCL
+allows it with a setting), and that an older PyTorch will do.
 """
-import tools        # first: python tools/shared_gpu.py ends in its line
-
 import json
 import math
 import os
@@ -21,7 +19,7 @@ import torch.distributed as dist
 import train
 from parallelism.zero import FlatParameters
 from runtime import devices
-from tools.runs import ROOT, finished, random_data, rows_of
+from tools.bench.programs import ROOT, finished, random_data, rows_of
 
 POISON = "POISON_FREED_PARAMETERS"              # in the environment: they become NaN (`main`)
 NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"     # PyTorch's: freed memory is unmapped at once
@@ -43,7 +41,7 @@ SHAPE = ("--n-layer", 4, "--n-head", 4, "--n-embd", 64, "--seq-len", 32, "--batc
 
 def run_train_py(processes: int, out: str, *flags, seconds: float = 900, **environment) -> dict:
     """Run train.py by `main` below, without saves -> its use of memory."""
-    finished(processes, "-m", "tools.shared_gpu", "--out", out, "--save-every", 0,
+    finished(processes, "-m", "tools.bench.shared_gpu", "--out", out, "--save-every", 0,
              "--eval-every", 0, *flags, seconds=seconds, PYTHONPATH=str(ROOT),
              NCCL_MULTI_RANK_GPU_ENABLE="1", MEMORY_FILE=str(Path(out) / "memory.json"),
              **environment)

@@ -1,4 +1,4 @@
-"""What a trace of torch.profiler says of a device: its kernels, and when it is idle. tools/gpu.py
+"""What a trace of torch.profiler says of a device: its kernels, and when it is idle. gpu.py
 prints it. On a CPU, which has no kernels, its outermost operations take their place.
 """
 import json

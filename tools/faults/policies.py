@@ -1,5 +1,5 @@
 """Six policies on a run that goes wrong, each written from its public description, and `PolicyRun`,
-the train.Run that obeys one. tools/faults.py compares them.
+the train.Run that obeys one. __main__.py compares them.
 """
 import errno
 import math
@@ -13,13 +13,11 @@ from unittest import mock
 import numpy as np
 import torch
 
-import checkpoint
 import train
 from data import SPLITS, TokenDataset
 from model import GPTConfig
-from parallel import Grid
-from parallelism.groups import make_groups
-from runtime import console, directory, rollback
+from parallelism.build import Grid, make_groups
+from runtime import checkpoint_files, console, directory, rollback
 from runtime.options import Config
 from runtime.processes import RunError
 from runtime.rollback import go_back_if_diverged
@@ -87,8 +85,11 @@ class SkipSixDeviations(Policy):
         verdict = None
         for name, values in self.seen.items():
             value = getattr(stats, name)
-            if len(values) >= 63 and not value <= np.mean(values) + 6 * np.std(values, ddof=1):
-                verdict = "skip"
+            if len(values) >= 63:
+                with np.errstate(invalid="ignore"):         # the deviation of inf is NaN
+                    limit = np.mean(values) + 6 * np.std(values, ddof=1)
+                if not value <= limit:
+                    verdict = "skip"
             self.seen[name] = [*values, value][-128:]
         return verdict
 
@@ -215,7 +216,7 @@ class PolicyRun(train.Run):
 
     def files(self) -> list[Path]:
         """The checkpoints, the newest first."""
-        return checkpoint.list_checkpoints(Path(self.config.out))
+        return checkpoint_files.list_checkpoints(Path(self.config.out))
 
     def load(self, file: Path) -> None:
         directory.go_back(self, lambda: (file, []))

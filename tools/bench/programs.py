@@ -1,5 +1,5 @@
-"""Programs that are measured, and the random tokens that they train on. tools/bench.py and
-tools/gpu.py run them.
+"""Programs that are measured, and the random tokens that they train on. tables.py and
+gpu.py run them.
 """
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PEER = Path(__file__).with_name("peer.py")
 
 
@@ -28,21 +28,17 @@ def random_data(folder: Path, vocab: int, val_tokens: int = 2049) -> Path:
     return path
 
 
-def started(processes: int, *command, **environment) -> subprocess.Popen:
-    """A Python script, in one process on all cores, or by torchrun."""
+def finished(processes: int, *command, seconds: float = 900, **environment) -> str:
+    """Standard output of a Python script, in one process on all cores, or by torchrun. Raises
+    RuntimeError if it fails or takes longer."""
     torchrun = []
     if processes > 1:
         torchrun = ["-m", "torch.distributed.run", "--rdzv-backend=c10d",
                     "--rdzv-endpoint=localhost:0", f"--nproc_per_node={processes}"]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
-    return subprocess.Popen([sys.executable, *torchrun, *map(str, command)],
-                            env=inherited | environment, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)
-
-
-def finished(processes: int, *command, seconds: float = 900, **environment) -> str:
-    """Standard output of a Python script. Raises RuntimeError if it fails or takes longer."""
-    process = started(processes, *command, **environment)
+    process = subprocess.Popen([sys.executable, *torchrun, *map(str, command)],
+                               env=inherited | environment, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
     try:
         text, error = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

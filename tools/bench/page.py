@@ -1,4 +1,4 @@
-"""Measurements in processes of their own, and their page. tools/gpu.py calls it.
+"""Measurements in processes of their own, and their page. gpu.py calls it.
 
 A part is a program that prints each row of its tables as a line [title, {column: value}], as soon
 as it has found it: what an error, or the end of its time, has left is kept.
@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 
-from tools.runs import ROOT
+from tools.bench.programs import ROOT
 
 
 def collect(command: list[str], seconds: float) -> dict:

@@ -10,10 +10,10 @@ import argparse
 import re
 from dataclasses import dataclass
 
-from model import PEAK_FLOPS
+from runtime.flops import PEAK_FLOPS
 
 # Fractions of the peak that matrix products and FlashAttention (1) reach, fitted on published steps
-# (tests/published.py); attention counts its whole square, of which it computes half.
+# (tests/published_steps.py); attention counts its whole square, of which it computes half.
 AMPERE = (0.75, 0.5)
 HOPPER = (0.625, 0.3)
 
@@ -53,28 +53,28 @@ def key_of(name: str) -> str:
     return re.sub(r"nvidia|geforce|rtx|tesla|sxm\d?|hbm\d\w?|(?<=\d)gb?|[\s_-]", "", name.lower())
 
 
-class KnownGPUs(dict):
-    """{name: GPUSpec}. Another GPU is TFLOP/s:GB:GB/s, as 165:24:1008 (in 16 bits; its memory), and
+def spec_of(name: str) -> GPUSpec:
+    """A GPU of GPUS, or another: TFLOP/s:GB:GB/s, as 165:24:1008 (in 16 bits; its memory), and
     optionally :GB/s of its link to the machine's other GPUs, without which it is on PCIe. It has
     half the FLOP/s in TF32. Raises argparse.ArgumentTypeError."""
-
-    def __missing__(self, name: str) -> GPUSpec:
-        if not re.fullmatch(r"[1-9]\d*(\.\d+)?(:[1-9]\d*(\.\d+)?){2,3}", name):
-            raise argparse.ArgumentTypeError(
-                f"{name} is none of {', '.join(self)}: give one of these, or another GPU's "
-                f"TFLOP/s:GB:GB/s (products in 16 bits; its memory), as --gpu 165:24:1008; with "
-                f"NVLink also :GB/s, in one direction, as 989:80:3350:450")
-        flops, memory, bandwidth, *links = map(float, name.split(":"))
-        link = links[0] if links else 32.0
-        return GPUSpec(f"{flops}e12", flops * 5e11, memory * 1e9, bandwidth * 1e9, link * 1e9, 25e9,
-                       32e9, 108, *AMPERE)
+    if name in GPUS:
+        return GPUS[name]
+    if not re.fullmatch(r"[1-9]\d*(\.\d+)?(:[1-9]\d*(\.\d+)?){2,3}", name):
+        raise argparse.ArgumentTypeError(
+            f"{name} is none of {', '.join(GPUS)}: give one of these, or another GPU's "
+            f"TFLOP/s:GB:GB/s (products in 16 bits; its memory), as --gpu 165:24:1008; with "
+            f"NVLink also :GB/s, in one direction, as 989:80:3350:450")
+    flops, memory, bandwidth, *links = map(float, name.split(":"))
+    link = links[0] if links else 32.0
+    return GPUSpec(f"{flops}e12", flops * 5e11, memory * 1e9, bandwidth * 1e9, link * 1e9, 25e9,
+                   32e9, 108, *AMPERE)
 
 
 # The SXM modules (where 80 GB are 79.1 GiB), with network and host of DGX-1, A100, H100, H200 and
 # B200. The rates of V100 and B200 are those of their neighbors, and so are those of the cards. The
 # servers' cards have 100 Gbit/s of network for each, the others 10 Gbit/s for a machine of eight.
 SHARE_OF_10_GBIT = 1.25e9 / 8
-GPUS = KnownGPUs({
+GPUS = {
     "v100-16g": GPUSpec("V100", 15.7e12, 17e9, 900e9, 150e9, 6.25e9, 16e9, 80, *AMPERE),
     "v100-32g": GPUSpec("V100", 15.7e12, 34e9, 900e9, 150e9, 6.25e9, 16e9, 80, *AMPERE),
     "a100-40g": GPUSpec("A100", 156e12, 42e9, 1555e9, 300e9, 25e9, 32e9, 108, *AMPERE),
@@ -92,19 +92,17 @@ GPUS = KnownGPUs({
     "4090": pcie_card("RTX 4090", 25.4e9, 1008e9, 128, SHARE_OF_10_GBIT),
     "5080": pcie_card("RTX 5080", 16.6e9, 960e9, 84, SHARE_OF_10_GBIT, 64e9),
     "5090": pcie_card("RTX 5090", 33.7e9, 1792e9, 170, SHARE_OF_10_GBIT, 64e9),
-})
+}
 SPELLINGS = {key_of(name): name for name in GPUS}
 SPELLINGS |= {"h10080": "h100", "h200141": "h200", "b200180": "b200", "b200192": "b200"}
 
 
-class GPUName(str):
-    """The value of --gpu as GPUS spells it, checked as it is parsed. Raises
+def gpu_name(name: str) -> str:
+    """The value of --gpu as GPUS spells it, or another's numbers. Raises
     argparse.ArgumentTypeError."""
-
-    def __new__(cls, name: str):
-        name = SPELLINGS.get(key_of(name), name.lower())
-        variants = [known for known in GPUS if known.startswith(key_of(name) + "-")]
-        if variants:
-            raise argparse.ArgumentTypeError(f"{name} is {' or '.join(variants)}: give one")
-        GPUS[name]          # raises for an unknown one
-        return super().__new__(cls, name)
+    name = SPELLINGS.get(key_of(name), name.lower())
+    variants = [known for known in GPUS if known.startswith(key_of(name) + "-")]
+    if variants:
+        raise argparse.ArgumentTypeError(f"{name} is {' or '.join(variants)}: give one")
+    spec_of(name)
+    return name

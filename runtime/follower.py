@@ -1,4 +1,5 @@
-"""Dashboards: tools/follow.py sends metrics.jsonl to them, in a process that train.py starts.
+"""--log: start tools/follow.py, which sends metrics.jsonl to TensorBoard or Weights & Biases, as a
+process, and end it. runtime/startup.py calls it.
 """
 import importlib.util
 import os
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent         # of the repository
 FOLLOWER = ROOT / "tools" / "follow.py"
 
 
-def check_follower(log: str) -> None:
+def check(log: str) -> None:
     """Raise a ValueError if something that --log needs is missing."""
     if not FOLLOWER.exists():
         raise ValueError(f"--log {log} needs {FOLLOWER}, which is missing: drop the flag")
@@ -27,7 +28,7 @@ def check_follower(log: str) -> None:
 
 
 @contextmanager
-def follower(config: Config):
+def started(config: Config):
     """Run tools.follow during the block, in a process whose failure does not end the run; yields a
     function that ends it before. Its own session lets it send the last lines after Ctrl-C or
     torchrun's SIGTERM."""

@@ -1,16 +1,15 @@
-"""Train the same model with PyTorch's own parallel stack: the other side of bench.py's races.
+"""Train the same model with PyTorch's own parallel stack: the other side of the races.
 
-    python -m tools.peer '{"mode": "single"}'
-    torchrun --nproc_per_node=2 tools/peer.py '{"mode": "ddp"}'     # or zero1, fsdp, tp, pp, 3d
+    python tools/bench/peer.py '{"mode": "single"}'
+    torchrun --nproc_per_node=2 tools/bench/peer.py '{"mode": "ddp"}'
 
-The argument is a JSON object of arguments of `train_plain`. Prints tokens per second of the whole
-job, the median over the steps after the warm-up.
+The argument is a JSON object of arguments of `train_plain`; the modes are single, ddp, fsdp, tp, pp
+and 3d. Prints tokens per second of the whole job, the median over the steps after the warm-up.
 """
-import argparse
 import functools
-import inspect
 import json
 import os
+import sys
 import time
 import warnings
 from contextlib import nullcontext
@@ -23,7 +22,6 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 SHAPE = dict(n_layer=6, n_head=6, n_embd=384, seq_len=256)
-MODES = ("single", "ddp", "zero1", "fsdp", "tp", "pp", "3d")
 
 
 class PlainBlock(nn.Module):
@@ -89,7 +87,7 @@ def tensor_parallel(plain, mesh):
 def data_parallel(mode, plain):
     """The model as DDP or FSDP2 trains it."""
     from torch.distributed.fsdp import fully_shard
-    if mode in ("ddp", "zero1"):
+    if mode == "ddp":
         return DistributedDataParallel(plain)
     if mode == "fsdp":
         for module in [*plain.blocks, plain]:
@@ -103,14 +101,6 @@ def by_kind(module):
     plain = [p for p in module.parameters() if not isinstance(p, DTensor)]
     sharded = [p for p in module.parameters() if isinstance(p, DTensor)]
     return [kind for kind in (plain, sharded) if kind]
-
-
-def make_optimizer(mode, kinds):
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    options = dict(lr=1e-3, fused=True)
-    if mode == "zero1":
-        return ZeroRedundancyOptimizer(kinds[0], torch.optim.AdamW, **options)
-    return torch.optim.AdamW([dict(params=kind) for kind in kinds], **options)
 
 
 def average_over_replicas(parameters, group):
@@ -141,9 +131,10 @@ def gradients_of(net, loss_of, cast, micro_batch, compile):
     return gradients
 
 
-def gradients_of_pipeline(stage, loss_of, schedule, microbatches):
-    """The same by a schedule of torch's pipelining."""
+def gradients_of_pipeline(net, stage, stages, group, loss_of, schedule, microbatches):
+    """The same by a schedule of torch's pipelining, of a stage's `net`."""
     from torch.distributed import pipelining
+    stage = pipelining.PipelineStage(net, stage, stages, torch.device("cpu"), group=group)
     schedule = getattr(pipelining, schedule)(stage, microbatches, loss_fn=loss_of)
 
     def gradients(x, y):
@@ -165,7 +156,6 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
     warnings.simplefilter("ignore")
     SHAPE.update(shape or {})
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor.parallel import loss_parallel
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     torch.set_num_threads(os.cpu_count() if world == 1 else 1)
@@ -182,7 +172,7 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
         tensor_parallel(plain, mesh["tp"])
     net = data_parallel(mode, plain)
     kinds = by_kind(plain)
-    optimizer = make_optimizer(mode, kinds)
+    optimizer = torch.optim.AdamW([dict(params=kind) for kind in kinds], lr=1e-3, fused=True)
 
     def loss_of(logits, y):
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
@@ -191,9 +181,7 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
         cast = functools.partial(torch.autocast, device, torch.bfloat16)
     loss_context = loss_parallel if tp > 1 else nullcontext
     if pp > 1:
-        pipeline_stage = PipelineStage(net, stage, pp, torch.device("cpu"),
-                                       group=mesh["pp"].get_group())
-        gradients = gradients_of_pipeline(pipeline_stage, loss_of, schedule,
+        gradients = gradients_of_pipeline(net, stage, pp, mesh["pp"].get_group(), loss_of, schedule,
                                           batch_size // dp // micro_batch)
     else:
         gradients = gradients_of(net, loss_of, cast, micro_batch, compile)
@@ -244,22 +232,5 @@ def print_result(tokens_per_second, device):
     print(json.dumps(dict(tokens_per_second=tokens_per_second, peak_memory=peak)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.peer", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"peer.py: {message}\n")
-    parser.add_argument("work", metavar="JSON", help="arguments of train_plain, by name: "
-                        + ", ".join(inspect.signature(train_plain).parameters))
-    text = parser.parse_args().work
-    try:
-        work = json.loads(text)
-        inspect.signature(train_plain).bind(**work)
-        if work["mode"] not in MODES:
-            raise ValueError(f"mode is not one of {', '.join(MODES)}")
-    except (TypeError, ValueError) as error:
-        parser.error(f"{text}: {error}")
-    train_plain(**work)
-
-
 if __name__ == "__main__":
-    main()
+    train_plain(**json.loads(sys.argv[1]))

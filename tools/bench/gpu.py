@@ -8,8 +8,6 @@ It makes its own data, needs nothing but PyTorch, and writes gpu.json and gpu.md
 process of its own: an error, or the end of its time, costs the rest of that part alone. Nothing is
 asserted.
 """
-import tools        # first: python tools/gpu.py ends in its line
-
 import itertools
 import json
 import math
@@ -27,16 +25,19 @@ import torch.nn.functional as F
 
 import train
 from data import SPLITS, TokenDataset
-from model import SIZES, GPTConfig, flops_per_token, peak_flops
-from parallel import Grid
+from model import SIZES, GPTConfig
+from parallelism.build import Grid
 from runtime import commandline
+from runtime.flops import flops_per_token, peak_flops
 from runtime.options import Config, parse_flags
-from tools.peer import SHAPE
-from tools.plan import memory_bytes
-from tools.report import collect, format_page
-from tools.runs import PEER, finished, random_data, rows_of
-from tools.shared_gpu import LAYOUTS, accept_older_pytorch, compare_layout, run_train_py
-from tools.trace import tables_of
+from tools.bench.page import collect, format_page
+from tools.bench.peer import SHAPE
+from tools.bench.programs import PEER, finished, random_data, rows_of
+from tools.bench.shared_gpu import LAYOUTS, accept_older_pytorch, compare_layout, run_train_py
+from tools.bench.trace import tables_of
+from tools.plan.flags import PlanConfig
+from tools.plan.memory import memory_bytes
+from tools.plan.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def run_model(work: Work, folder: Path, micro_batch: int, steps: int, *flags) ->
 
 
 def plain_loop(work: Work, micro_batch: int, **more) -> dict:
-    """What tools/peer.py prints, with model and loss compiled as a whole."""
+    """What peer.py prints, with model and loss compiled as a whole."""
     cfg = work.model_config
     shape = {name: getattr(cfg, name) for name in SHAPE}
     arguments = dict(mode="single", batch_size=work.batch, micro_batch=micro_batch,
@@ -278,7 +279,8 @@ def memory(work: Work, folder: Path) -> Iterator:
     runs = [(micro_batch, "") for micro_batch in work.microbatches]
     for micro_batch, flags in runs + [(first, flags) for flags in work.memories]:
         given = parse_flags(flags.split()) | dict(batch_size=work.batch, micro_batch=micro_batch)
-        sizes = memory_bytes(work.model_config, Grid(1, 1, 1), Config(**dict(dtype="bf16") | given))
+        config = PlanConfig(**dict(dtype="bf16") | given)
+        sizes = memory_bytes(Stage(work.model_config, config, Grid(1, 1, 1)))
         plan = sum(size for kind, size in sizes.items() if not kind.startswith("host_")) / 1e9
         row = {"microbatch": micro_batch, "flags": flags, "plan, GB": plan}
         try:
@@ -315,7 +317,7 @@ def run_part(name: str, device: str, model: str) -> None:
 
 
 def part_command(name: str, work: Work) -> list[str]:
-    return [sys.executable, "-m", "tools.gpu", name, work.device, work.model]
+    return [sys.executable, "-m", "tools.bench.gpu", name, work.device, work.model]
 
 
 def main(arguments: list[str]) -> None:

@@ -4,8 +4,9 @@ The plan's constants are fitted on 209 rows of public tables (least absolute err
 of a step's time, beyond 3%). 132 rows were held out by a rule that was set before any error was
 seen: MosaicML's of 4,096 tokens and more, BigScience's from February 25 on with 64 heads, and those
 of Korthikanti et al. 2022. (They are no blind test any more: their errors were looked at three
-times while the plan was corrected, and tools.plan's SPREAD comes from them. Korthikanti's figures
-and DeepSpeed's order of ranks are quoted from memory.) Below is a part of each.
+times while the plan was corrected, and the SPREAD of tools/plan/report.py comes from them.
+Korthikanti's figures and DeepSpeed's order of ranks are quoted from memory.) Below is a part of
+each.
 
     rows            fitted  error, mean     held out  error, mean  at most     was
     MosaicML           125         3.2%           84         5.6%    22.9%   15.8%
@@ -34,14 +35,14 @@ Without a constant, all others fitted anew:
     SCORES               3.8%      9.2%    88%
     WAITS                4.2%      6.2%    84%
 """
-from contextlib import ExitStack
 from dataclasses import dataclass
 from unittest import mock
 
-import tools.plan
-from amp import PRECISIONS
-from model import GPTConfig, flops_per_token
-from tools.plan import BlockTimes, PlanConfig, make_plan
+from model import GPTConfig
+from runtime.flops import flops_per_token
+from tools.plan import estimate, time
+from tools.plan.flags import PlanConfig
+from tools.plan.time import BlockTimes
 
 # Fitted with the plan's constants. They are of others' programs, so no plan has them:
 SCORES = 18             # times that a (heads, T, T) matrix crosses memory without FlashAttention
@@ -72,37 +73,33 @@ class Published:
 
 def predicted_seconds(row: Published) -> float:
     """The plan's step, with what was theirs."""
-    block, traffic, links = (getattr(tools.plan, name) for name in (
-        "block_seconds", "traffic_bytes", "link_speeds"))
+    block, traffic, links = time.block_seconds, estimate.traffic_bytes, time.link_speeds
 
     def their_links(config):
-        gpu = tools.plan.gpu_of(config)
+        gpu = config.spec
         adapters = config.gpus_per_node // config.tp
-        data = tools.plan.LINK * min(gpu.link, adapters * gpu.network)
-        return links(config)._replace(data=data)
+        data = time.LINK * min(gpu.link, adapters * gpu.network)
+        return links(config) | dict(dp=data)
 
-    changes = dict(
-        block_seconds=lambda cfg, config: their_block(row, block(cfg, config)),
-        traffic_bytes=lambda cfg, grid, config: their_traffic(row, traffic(cfg, grid, config)))
+    changes = dict(block_seconds=lambda stage: their_block(row, block(stage)))
     if "overlapped" in row.theirs:
         changes |= dict(HOP=0.0)
     if "deepspeed" in row.theirs:
         changes |= dict(exposed=lambda seconds, hidden: seconds, link_speeds=their_links)
-    with ExitStack() as stack:
-        for name, value in changes.items():
-            stack.enter_context(mock.patch.object(tools.plan, name, value))
-        return make_plan(row.cfg, row.config)["step_seconds"]
+    with mock.patch.multiple(time, **changes), mock.patch.object(
+            estimate, "traffic_bytes", lambda stage: their_traffic(row, traffic(stage))):
+        return estimate.make_plan(row.cfg, row.config)["step_seconds"]
 
 
 def their_block(row: Published, block: BlockTimes) -> BlockTimes:
-    cfg, config, gpu = row.cfg, row.config, tools.plan.gpu_of(row.config)
+    cfg, config, gpu = row.cfg, row.config, row.config.spec
     forward, backward, recomputed = (dict(part) for part in block[:3])
     if "whole" in row.theirs:
         recomputed["matrices"] = forward["matrices"]
     for part, times in ((forward, 1), (backward, 2), (recomputed, 1)):
         if "unfused" in row.theirs:
             numel = config.micro_batch * cfg.n_head * cfg.seq_len ** 2 / config.tp
-            crossing = SCORES * numel * PRECISIONS[config.dtype][0].itemsize / gpu.bandwidth
+            crossing = SCORES * numel * config.size / gpu.bandwidth
             part["attention"] *= gpu.attention / gpu.products
             part["attention"] += times / 3 * crossing
         if "deepspeed" in row.theirs:

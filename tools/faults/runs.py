@@ -1,31 +1,9 @@
-"""A gym for recovery: the same faults under six policies, beside the undisturbed run.
-
-    python -m tools.faults                              # everything: twenty minutes on one core
-    python -m tools.faults "lr x 300" "other data"      # some faults, by name
-
-A healthy run is stopped half way. From its checkpoints each fault is trained to the end under each
-policy, by train.Run: model, data, updates and saves are the same for all policies.
-
-    healthy     step 1 ---------------> 150 ---------------> 300        validation loss
-    disturbed                            +-- fault, policy --> 300      the same, and steps lost
-
-A step is lost if it was computed, or left to do, and is not in the final model. A run that ends
-early has the loss of the checkpoint that it leaves. A false alarm is a healthy run in which a
-policy would have acted. Under every policy an update that is not finite is skipped, as by any loss
-scaler.
-"""
-import tools        # first: python tools/faults.py ends in its line
-
+"""The faults, and runs: healthy ones, and those that a fault disturbs under a policy."""
 import copy
 import importlib
 import inspect
-import itertools
 import math
 import shutil
-import statistics
-import sys
-import tempfile
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,24 +11,22 @@ from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 import checkpoint
 from data import TokenDataset, prepare
 from model import GPTConfig
-from runtime import commandline, evaluation
+from runtime import checkpoint_files, evaluation
 from runtime.options import Config
-from tools.policies import POLICIES, Policy, PolicyRun, Watch
+from tools.faults.policies import Policy, PolicyRun, Watch
 
-# Neither the models nor the seeds are those by which divergence.py's constants were chosen.
+# Neither the models nor the seeds (__main__.py) are those by which divergence.py's constants were
+# chosen.
 SETTINGS = Config(steps=300, batch_size=8, micro_batch=8, lr=4e-3, warmup_steps=20, save_every=30,
                   eval_every=0, device="cpu", log_every=10 ** 9)
 MODELS = {              # (text, shape)
     "code": ("code", GPTConfig(n_layer=2, n_head=2, n_embd=48, seq_len=32)),
     "deep": ("code", GPTConfig(n_layer=4, n_head=2, n_embd=32, seq_len=32, activation="relu")),
     "prose": ("prose", GPTConfig(n_layer=1, n_head=4, n_embd=96, seq_len=64))}
-SEEDS = (7, 8)
-HEALTHY_RUNS = 100      # from seed 100 on
 
 
 # ---- Faults ---------------------------------------------------------------------------------
@@ -143,7 +119,7 @@ def disturbed(run: PolicyRun, fault: str, policy: Policy) -> Outcome:
     half, out = (Path(run.config.out).with_name(name) for name in ("half", "disturbed"))
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(half, out)
-    state = checkpoint.load(checkpoint.list_checkpoints(out)[0])
+    state = checkpoint.load(checkpoint_files.list_checkpoints(out)[0])
     config = replace(run.config, out=str(out), rollback="on")
     other = PolicyRun(copy.deepcopy(policy), config, run.model_config, state)
     FAULTS[fault](other)
@@ -169,81 +145,3 @@ def make_texts(folder: Path) -> None:
         file = folder / f"{name}.txt"
         file.write_text(text, encoding="utf-8")
         prepare([file], folder / name, "bytes")
-
-
-# ---- Tables ---------------------------------------------------------------------------------
-
-def outcomes(folder: Path, faults) -> dict[tuple, list[Outcome]]:
-    """{(fault, policy): one outcome for each model and seed}. `folder` has the texts."""
-    found = {(fault, policy): [] for fault in faults for policy in POLICIES}
-    dtypes = sorted({DTYPES[fault] for fault in faults})
-    for model, seed, dtype in itertools.product(MODELS, SEEDS, dtypes):
-        print(f"{model}, seed {seed}, {dtype}", file=sys.stderr)
-        run, half_way = healthy(folder, model, seed, dtype)
-        for fault, policy in found:
-            if DTYPES[fault] == dtype:
-                found[fault, policy].append(disturbed(run, fault, half_way[policy]))
-    return found
-
-
-def false_alarms(folder: Path) -> Counter:
-    """{policy: in how many of HEALTHY_RUNS it would have acted}, each with its own seed."""
-    found = Counter()
-    for number, model in zip(range(HEALTHY_RUNS), itertools.cycle(MODELS)):
-        run, _ = healthy(folder, model, 100 + number)
-        found.update(run.policy.alarms)
-        found["ours"] += run.alarm
-    return found
-
-
-def print_row(*cells) -> None:
-    print("| " + " | ".join(map(str, cells)) + " |")
-
-
-def print_faults(found: dict) -> None:
-    """A row for each fault: the medians of the rise and of the steps lost; runs that ended."""
-    print_row("rise of the loss; steps lost", *POLICIES)
-    print("|---" * (1 + len(POLICIES)) + "|")
-    for fault in dict.fromkeys(fault for fault, _ in found):
-        cells = []
-        for policy in POLICIES:
-            rises, lost, ended = zip(*found[fault, policy])
-            cells.append(f"{statistics.median(rises):+,.1%}; {statistics.median(lost):g}")
-            if any(ended):
-                cells[-1] += f"; {sum(ended)} of {len(ended)} ended"
-        print_row(fault, *cells)
-
-
-def print_policies(found: dict, alarms: Counter) -> None:
-    """A row for each policy, over all faults."""
-    print_row("policy", "rise of at most 5%", "largest rise", "steps lost, mean", "ended early",
-              f"false alarms in {HEALTHY_RUNS} runs")
-    print("|---" * 6 + "|")
-    for policy in POLICIES:
-        groups = [group for (_, name), group in found.items() if name == policy]
-        rises, lost, ended = zip(*itertools.chain(*groups))
-        near = sum(rise <= 0.05 for rise in rises)
-        print_row(policy, f"{near} of {len(rises)}", f"{max(rises):+,.1%}",
-                  f"{statistics.mean(lost):.0f}", sum(ended), alarms[policy])
-
-
-def main() -> None:
-    parser = commandline.Parser("faults.py", "python -m tools.faults [FAULT ...]", __doc__)
-    parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS)
-                        + " (default: all of them, and the false alarms)")
-    faults = parser.parse_args().faults
-    for name in faults:
-        if name not in FAULTS:
-            parser.error(f"there is no fault {name!r}: there are {', '.join(FAULTS)}")
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        make_texts(Path(folder))
-        found = outcomes(Path(folder), faults or FAULTS)
-        print_faults(found)
-        if not faults:
-            print()
-            print_policies(found, false_alarms(Path(folder)))
-
-
-if __name__ == "__main__":
-    main()

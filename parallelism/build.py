@@ -1,0 +1,192 @@
+"""How a rank of train.py is put together: its grid and process groups, and its part of the model.
+
+`build_rank` makes this rank's model and the flat buffers that hold its parameters. Each step needs
+the one before:
+
+    1. Pipeline and tensor parallelism decide which parameters this rank has, and their shapes.
+    2. Data parallelism and ZeRO move these parameters into flat buffers.
+    3. With context parallelism backward computes attention again, unless 5 does.
+    4. A block is compiled without anything of 5 and 6, which must run as written.
+    5. Recomputation runs the compiled block again in backward.
+    6. ZeRO gathers a block's parameters before its forward, or its recomputation, begins.
+"""
+import re
+import socket
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import parallel
+from model import GPT, Dropout, GPTConfig
+from parallel import GROUPS, keep_stage
+from parallelism.collectives import all_gather_object, all_reduce, on_hosts
+from parallelism.context import CP_PLAN, ContextParallelAttention, recompute_attention
+from parallelism.exact import EXACT_PLAN, ExactParameters, make_exact, new_sums
+from parallelism.kernels import use_kernels
+from parallelism.pipeline import Message, chunk_layers, recompute_blocks, start_messages
+from parallelism.tensor import TP_PLAN, TensorParallel, param_specs, softmax_over_ranks
+from parallelism.zero import FlatParameters, gather_before_use
+
+# ---------------------------------------------------------------------------------------------
+# The grid of ranks and its process groups
+# ---------------------------------------------------------------------------------------------
+
+
+class Grid(parallel.Grid):
+    """The plain grid, and what a run adds:
+
+    chunks      parts of the model that this rank runs in turn (interleaved 1F1B)
+    hosts       the machine of each rank, which `make_groups` asks for
+    exact       exact_sums.ExactSums, with --exact
+    """
+
+    def __init__(self, dp: int, pp: int, tp: int, rank: int = 0, sequence_parallel: bool = False,
+                 chunks: int = 1, cp: int = 1):
+        super().__init__(dp, pp, tp, rank, sequence_parallel, cp)
+        self.chunks = chunks
+        self.hosts = ["this machine"] * self.world
+        self.exact = None
+
+    def all_groups(self, kind: str) -> list[list[int]]:
+        """The ranks of each group of a kind, also of those without this rank."""
+        places = [parallel.Grid(self.dp, self.pp, self.tp, rank, cp=self.cp)
+                  for rank in range(self.world)]
+        groups = [tuple(place.members(kind)) for place in places]
+        return [list(ranks) for ranks in dict.fromkeys(groups)]
+
+
+def make_groups(grid: Grid, device=torch.device("cpu"), timeout: timedelta | None = None) -> None:
+    """Create the groups of a grid, on gloo or NCCL: those of parallel.make_groups, with a timeout
+    and a name for errors. An operation waits `timeout` for another rank (None: 30 minutes). On GPUs
+    all connections are made before the first step."""
+    grid.hosts = all_gather_object(socket.gethostname())
+    backend = "gloo"
+    group_timeout = timeout
+    if device.type != "cpu":
+        backend = "nccl"
+        if timeout is not None:
+            # NCCL's clock starts with the operation; that of collectives.to_host, which should
+            # report first, starts later, when the host reads the result.
+            group_timeout = 2 * timeout
+    for kind in GROUPS:
+        ranks = grid.members(kind)
+        if grid.rank in ranks and len(set(ranks)) > 1:
+            grid.groups[kind] = dist.new_group(
+                ranks, timeout=group_timeout, backend=backend, use_local_synchronization=True,
+                group_desc=f"ranks {ranks}{on_hosts(ranks, grid.hosts)}")
+    if device.type != "cpu":
+        connect(grid, device)
+    # For checkpoints, which a thread sends while training goes on. All ranks make it, so its name
+    # does not depend on how many groups a rank has. After `connect`: gloo cannot sum GPU tensors.
+    if grid.world > 1:
+        grid.groups["save"] = dist.new_group(timeout=timeout, backend="gloo",
+                                             group_desc="all ranks")
+
+
+def connect(grid: Grid, device: torch.device) -> None:
+    """NCCL connects two ranks at their first message, and connecting waits for all work queued on
+    the device. If that work is a receive whose sender is itself waiting to connect, both hang (seen
+    with GPipe on two H100s). So connect everything first (see also `processes.run_process`)."""
+    x = torch.zeros(grid.tp, device=device)         # tp ranks send a part of a message each
+    for group in grid.groups.values():
+        all_reduce(x, group).wait()
+    messages = [Message(sending, (kind, 0, chunk), x) for sending in (True, False)
+                for kind in "FB" for chunk in range(grid.chunks)]
+    for work in start_messages(grid, messages):
+        work.wait()
+    torch.get_device_module(device).synchronize()
+
+
+# ---------------------------------------------------------------------------------------------
+# This rank's part of the model
+# ---------------------------------------------------------------------------------------------
+
+
+def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
+    """This rank's part of the GPT, on the meta device, without memory: its stage's blocks with the
+    modules of parallelism/tensor.py, whose parameters are still whole: the caller replaces them by
+    what this rank has of them (`param_specs`)."""
+    with torch.device("meta"):
+        model = GPT(model_config)
+    use_kernels(model)
+    keep_stage(model, grid, set().union(*chunk_layers(model_config.n_layer, grid)))
+    plan = dict(TP_PLAN)
+    if grid.exact is not None:
+        plan |= EXACT_PLAN
+    if grid.cp > 1:
+        plan |= CP_PLAN
+    for name, module in list(model.named_modules()):
+        name_in_plan = re.sub(r"^blocks\.\d+\.", "", name)             # of any block
+        if name_in_plan in plan:
+            model.set_submodule(name, plan[name_in_plan](module, grid))
+    for block in model.blocks.values():     # different heads need different dropout masks
+        block.attn.core_attention.heads = grid.tp_rank
+    return model
+
+
+def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
+               device: torch.device) -> tuple[GPT, FlatParameters]:
+    """This rank's part of the model, and the flat buffers that hold its parameters: the six steps
+    above. `config` has train.py's flags, `dtypes` are those of parameters and of masters."""
+    host = "cpu" if config.offload else device
+    if config.exact:
+        grid.exact = new_sums(model_config, config, device)
+    model = build_stage(model_config, grid)
+    if config.exact:
+        make_exact(model, model_config, grid)
+    flat_type = ExactParameters if config.exact else FlatParameters
+    flat = flat_type(param_specs(model, model_config, grid), grid, *dtypes, device, config.zero,
+                     host, training=not config.eval_only)
+    if grid.cp > 1 and not config.recompute:
+        recompute_attention(model)
+    if config.compile:
+        compile_model(model)
+    if config.recompute:
+        recompute_blocks(model)
+    if config.zero > 0:
+        gather_before_use(model, flat)
+    return model, flat
+
+
+# ---------------------------------------------------------------------------------------------
+# --compile: what torch.compile may turn into fewer kernels
+#
+# Communication and dropout stay eager: they break a block's graph, or the compiler would take a
+# mask's seed for a constant. The rest of a block is one graph without them, compiled once for all
+# blocks.
+# ---------------------------------------------------------------------------------------------
+
+
+def runs_eagerly(module: nn.Module) -> bool:
+    if isinstance(module, TensorParallel):      # it communicates if it cuts a parameter
+        return module.grid.tp > 1 and len(module.partition_dim) > 0
+    if isinstance(module, ContextParallelAttention):
+        return True
+    return isinstance(module, Dropout) and module.p > 0
+
+
+def compile_method(module: nn.Module, name: str) -> None:
+    """Compile a method of a module, except for the submodules in it that run eagerly."""
+    eager = [part for part in module.modules() if part is not module and runs_eagerly(part)]
+    for part in eager:
+        part.forward = torch.compiler.disable(part.forward)
+    setattr(module, name, torch.compile(getattr(module, name), fullgraph=not eager))
+
+
+def compile_model(model: GPT) -> None:
+    """Compile each block's forward; of embedding and head everything but the lookup and the
+    products with the token matrix."""
+    if model.embed is not None:
+        compile_method(model.embed, "add_positions")
+    if model.head is not None:
+        head = model.head
+        compile_method(head, "normalize")
+        if head.grid.tp > 1:            # two parts, before and after the all-reduces
+            eager = torch.compiler.disable(softmax_over_ranks)
+            head.chunk_loss = partial(head.chunk_loss, over_ranks=eager)
+        head.chunk_loss = torch.compile(head.chunk_loss, fullgraph=head.grid.tp == 1, dynamic=False)
+    for block in model.blocks.values():
+        compile_method(block, "forward")

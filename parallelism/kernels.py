@@ -1,0 +1,149 @@
+"""What PyTorch's own kernels compute slowly or roughly on a CPU, and this project therefore
+computes in another way.
+
+    where                               PyTorch's kernel                   here
+    products in 16 bits, on a CPU       4 to 27 times the time of fp32     upcast_for_matmul
+    without instructions for them
+    gradients in 16 bits of LayerNorm   added up in 16 bits:               layer_norm, lookup
+    and of an embedding                 up to 42% off
+
+In fp32 and fp64, on GPUs, and compiled, they are PyTorch's own. model.py calls PyTorch alone:
+`use_kernels` lets its modules compute by these functions. build.build_stage calls it for
+training, checkpoint.load_model for everything else.
+"""
+from functools import partial
+from typing import Callable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from model import CoreAttention
+
+# ---- Products -------------------------------------------------------------------------------
+
+# The 16-bit types in which this CPU has no instructions for matrix products: there PyTorch takes 4
+# to 27 times as long as in fp32.
+NO_PRODUCTS = [dtype for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
+               if not (torch.backends.mkldnn.is_available()
+                       and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())]
+
+
+def multiplies_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `upcast_for_matmul` multiplies factors of this type on this device in fp32."""
+    return device.type == "cpu" and dtype in NO_PRODUCTS
+
+
+def upcast_for_matmul(product: Callable, *factors: torch.Tensor | None, out=None) -> torch.Tensor:
+    """product(*factors), which every matrix product of the project goes through: computed in fp32
+    where this CPU needs it, and rounded to the type of the factors. `out` takes the result; it
+    cannot be combined with autograd."""
+    dtype = factors[0].dtype
+    if not multiplies_in_fp32(dtype, factors[0].device):
+        return product(*factors) if out is None else product(*factors, out=out)
+
+    def in_fp32(*factors):
+        wide = [x if x is None else x.float() for x in factors]
+        return product(*wide).to(dtype)
+
+    if not torch.is_grad_enabled():
+        result = in_fp32(*factors)
+        return result if out is None else out.copy_(result)
+    # Autograd would keep the factors in fp32; the checkpoint keeps them in 16 bits and converts
+    # them again in backward. (Attention is repeated there, a linear product is not.)
+    return checkpoint(in_fp32, *factors, use_reentrant=False)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None):
+    """F.linear by `upcast_for_matmul`: x (..., in), weight (out, in) -> (..., out)."""
+    return upcast_for_matmul(F.linear, x, weight, bias)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> torch.Tensor:
+    """F.scaled_dot_product_attention by `upcast_for_matmul`, with its keyword arguments."""
+    return upcast_for_matmul(partial(F.scaled_dot_product_attention, **options), q, k, v)
+
+
+# ---- Gradients' sums ------------------------------------------------------------------------
+
+# Two kernels of PyTorch for CPUs add up a gradient in its own type, so in 16 bits the error grows
+# with the number of terms: relative to fp64, with 192 channels in bf16,
+#
+#     rows of x, or places of one token           128        4,096      16,384
+#     layer_norm: gradient of weight, of bias     1.4, 1.1   6.8, 6.2   13, 42 %
+#     embedding: gradient of the token's row      1.3        5.9        41 %
+#
+# Everything else adds up in fp32 there (biases, products, softmax, broadcasts), and is off by one
+# rounding, 0.17%, however many terms there are. The two functions below reach that too.
+
+
+def sums_in_16_bits(weight: torch.Tensor) -> bool:
+    """Whether PyTorch would add up a gradient of this weight in 16 bits."""
+    return (weight.device.type == "cpu" and weight.dtype.itemsize == 2
+            and torch.is_grad_enabled() and not torch.compiler.is_compiling())
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float):
+    """F.layer_norm of x (..., C) over the channels, with gradients that add up in fp32."""
+    if sums_in_16_bits(weight):
+        return _LayerNormSumsInFp32.apply(x, weight, bias, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+class _LayerNormSumsInFp32(torch.autograd.Function):
+    """Keeps x in 16 bits, as PyTorch does; backward converts it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        weight, bias = weight.float(), bias.float()
+        y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)      # all but x in fp32
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        gradients = torch.ops.aten.native_layer_norm_backward(
+            dy.float(), x.float(), weight.shape, mean, rstd, weight, bias,
+            output_mask=[True, True, True])
+        return *(gradient.to(x.dtype) for gradient in gradients), None
+
+
+def lookup(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """F.embedding: the rows (...) of weight (n, C), with a gradient that adds up in fp32."""
+    if sums_in_16_bits(weight):
+        return F.embedding(rows, weight.float()).to(weight.dtype)
+    return F.embedding(rows, weight)
+
+
+# ---- The modules of a model -----------------------------------------------------------------
+
+class Linear(nn.Linear):
+    def forward(self, x):
+        return linear(x, self.weight, self.bias)
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x):
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class Embedding(nn.Embedding):
+    def forward(self, rows):
+        return lookup(rows, self.weight)
+
+
+class Attention(CoreAttention):
+    attend = staticmethod(attention)
+
+
+KERNELS = {nn.Linear: Linear, nn.LayerNorm: LayerNorm, nn.Embedding: Embedding,
+           CoreAttention: Attention}
+
+
+def use_kernels(model: nn.Module) -> None:
+    """Let the modules of a plain model compute by the functions of this file. Each keeps its
+    parameters and becomes an instance of the class above that has its name."""
+    for module in model.modules():
+        module.__class__ = KERNELS.get(type(module), type(module))

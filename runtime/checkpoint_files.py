@@ -1,0 +1,182 @@
+"""The files of checkpoints: which a directory has, which is the newest, which are removed, and how
+a file is read from a disk that may fail. checkpoint.py calls it, and whoever looks for a file;
+there it says what a file holds.
+
+Reading fails in three ways, which differ in what to do:
+
+    FileNotFoundError       there is no such file: the message says which to give
+    ReadFailed              the disk, or the network to it, failed in each attempt
+    CorruptCheckpoint       the file is damaged: a run passes over it to an older one
+"""
+import errno
+import math
+import os
+import pickle
+import re
+import stat
+import time
+from contextlib import contextmanager, suppress
+from functools import wraps
+from pathlib import Path
+
+import torch
+
+from parallelism.collectives import PeerError, first_line
+from runtime.processes import RunError, warn
+
+STEP_FILE = re.compile(r"step_(\d{8})\.pt")
+RETRY_SECONDS = (0, 0.2, 1, 3)      # waits before each attempt to read
+
+
+class CorruptCheckpoint(ValueError):
+    """The file is not a whole checkpoint."""
+
+
+class ReadFailed(RunError, OSError):
+    """The file system failed repeatedly; the file itself may be whole."""
+
+
+def step_file(out: Path, step: int) -> Path:
+    return out / f"step_{step:08d}.pt"
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading a file
+# ---------------------------------------------------------------------------------------------
+
+
+def retry_transient(read):
+    """Decorator of functions that read a path: try again after an error of the file system, which
+    a network may cause for a while. Raises ReadFailed if the error persists: the file must not be
+    passed over as damaged."""
+    @wraps(read)
+    def read_with_retries(path: Path):
+        for seconds in RETRY_SECONDS:
+            time.sleep(seconds)
+            try:
+                return read(path)
+            except (FileNotFoundError, PermissionError):
+                raise
+            except OSError as error:
+                if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):        # a mistake in the path
+                    raise
+                reason = error.strerror
+        raise ReadFailed(f"{path} could not be read ({reason}): start again when the file system "
+                         f"works")
+    return read_with_retries
+
+
+@contextmanager
+def reading(path: Path, problem: str):
+    """Turn an exception of the block that reads `path` into a CorruptCheckpoint that names the
+    problem: damaged bytes make zipfile and torch.load raise exceptions of many types. Errors of the
+    file system are raised as they are."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise FileNotFoundError
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"there is no checkpoint {path}: {advice(path)}") from None
+    except (PermissionError, MemoryError):
+        raise
+    except Exception as error:
+        cause = first_cause(error)
+        # EINVAL or no number: damaged bytes led to an invalid request, such as a seek before 0.
+        if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
+            raise cause
+        reason = first_line(error)
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it holds more than tensors and plain types"
+        raise CorruptCheckpoint(f"{path} {problem}: {reason}") from error
+
+
+def advice(path: Path) -> str:
+    """What to give instead of `path`, which is no file."""
+    inside = sorted(map(str, path.glob("*.pt")))        # latest.pt is the first
+    if inside:
+        return f"it is a directory: give a file in it: {', '.join(inside)}"
+    if path.suffix == ".pt":
+        others = [file.name for file in list_checkpoints(path.parent)]
+        if others:                                      # --keep has removed it
+            return f"{path.parent} has {', '.join(others)}"
+        return (f"run train.py first, or `python -m tools.huggingface import NAME {path}`, or give "
+                f"another file")
+    give = (f"give a file of train.py, such as out/latest.pt; `python -m tools.huggingface import "
+            f"{path} {path.resolve().name}.pt` makes one of weights, for --init-from and sample.py")
+    return f"it is a directory without any: {give}" if path.is_dir() else give
+
+
+@contextmanager
+def name_for_torch(path: Path):
+    """A name of the file for torch.load, which takes no name that is not UTF-8."""
+    try:
+        str(path).encode()
+        yield path
+    except UnicodeEncodeError:
+        with open(path, "rb") as file:
+            yield f"/proc/self/fd/{file.fileno()}"
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The system's error, or that of a lost peer, which zipfile and torch's zip writer hide behind
+    their own."""
+    while error.__context__ is not None and not isinstance(error, PeerError):
+        error = error.__context__
+    return error
+
+
+# ---------------------------------------------------------------------------------------------
+# The files of a directory
+# ---------------------------------------------------------------------------------------------
+
+
+@retry_transient
+def list_checkpoints(out: Path) -> list[Path]:
+    """The checkpoints in `out`, newest first. A file written after more rollbacks is newer: a
+    rollback makes the files of later steps void. Otherwise that of the later step is. (The time
+    of a file is that of its last copy.) A file with two names, as latest.pt is a hard link, is
+    listed once, under its step's name."""
+    try:
+        names = os.listdir(out)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    files = {}                                      # {inode: path}
+    for name in sorted(names):                      # latest.pt comes first
+        if STEP_FILE.fullmatch(name) or name == "latest.pt":
+            with suppress(FileNotFoundError):       # another process has just removed it
+                files[os.stat(out / name).st_ino] = out / name
+    orders = {path: read_order(path) for path in files.values()}
+    most_rollbacks = max((order[0] for order in orders.values() if order is not None), default=0)
+
+    def order_of(path: Path) -> tuple:
+        if orders[path] is not None:
+            return orders[path]
+        name = STEP_FILE.fullmatch(path.name)       # damaged: see what its name says
+        return most_rollbacks, math.inf if name is None else int(name[1])
+    return sorted(files.values(), key=order_of, reverse=True)
+
+
+def read_order(path: Path) -> tuple[int, int] | None:
+    """(rollbacks of the run so far, step) of a checkpoint; None if it cannot be read."""
+    try:
+        with name_for_torch(path) as name:
+            state = torch.load(name, map_location="cpu", mmap=True, weights_only=True)
+        return state["monitor"].get("rollbacks", 0), state["step"]
+    except Exception as error:
+        cause = first_cause(error)
+        if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL, errno.EACCES,
+                                                              errno.ENOENT):
+            raise cause                             # not damage: list_checkpoints tries again
+        return None                                 # `verify` tells of it
+
+
+def remove_old(out: Path, keep: int, named: set[str]) -> None:
+    """Remove the checkpoints in `out`, except the newest `keep` and those whose name is in `named`.
+    A failure costs a warning: the newest is written."""
+    try:
+        files = [file for file in list_checkpoints(out) if STEP_FILE.fullmatch(file.name)]
+        for file in files[keep:]:
+            if file.name not in named:
+                file.unlink(missing_ok=True)
+    except OSError as error:
+        warn(f"old checkpoints in {out} could not be removed: {error}")

@@ -1,0 +1,66 @@
+"""The flags and prompts of sample.py, and what is refused of them.
+"""
+import argparse
+import sys
+from pathlib import Path
+
+from runtime.commandline import Parser
+
+DTYPES = ("fp32", "bf16")
+LOWEST = 1e-6                  # temperature and top-p below it would be 0 in fp32, or nearly
+
+
+def parse_flags(parser: Parser):
+    """The flags, with their defaults. A mistake ends the program with status 2."""
+    add = parser.add_argument_group("checkpoint and text").add_argument
+    add("--ckpt", default="out/latest.pt", metavar="FILE", help="checkpoint (default %(default)s)")
+    add("--prompt", default="", metavar="TEXT",
+        help="text to continue; -: standard input (default: begin a document)")
+    add("--num-samples", type=int, metavar="N", help="samples per prompt, with --seed, --seed + 1, "
+        "...; if it is given, each line of --prompt - is a prompt (default: one sample)")
+    add("--max-tokens", type=int, default=500, metavar="N", help="tokens per sample; whenever the "
+        "model's window is full, it forgets the older half (default %(default)s)")
+    add("--stop", default="", metavar="TEXT", help=r"end before this text (a line break is $'\n')")
+    add = parser.add_argument_group("choice of the next token").add_argument
+    add("--temperature", type=float, default=0.8, metavar="X",
+        help="divides the logits; 0: the most probable token (default %(default)s)")
+    add("--top-k", type=int, default=0, metavar="N", help="the N most probable; 0: all (default 0)")
+    add("--top-p", type=float, default=1.0, metavar="X", help="the smallest set of tokens whose "
+        "probability reaches X (default %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed (default %(default)s)")
+    add = parser.add_argument_group("device and precision").add_argument
+    add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"],
+        help="auto: cuda or mps where available (default %(default)s)")
+    add("--dtype", default="fp32", choices=DTYPES, help="type of weights and activations; "
+        "bf16 is faster where the device multiplies 16-bit numbers (default %(default)s)")
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)     # none is expected
+    args = parser.parse_args()
+    if args.words:
+        text = " ".join(args.words)
+        is_file = text.endswith(".pt") or Path(text).exists()
+        parser.error(f"unknown argument {text}: give --ckpt FILE" if is_file else
+                     f"unknown argument {text!r}: give --prompt TEXT")
+    if args.num_samples is not None and args.num_samples < 1:
+        parser.error("--num-samples must be at least 1")
+    if args.max_tokens < 0 or args.top_k < 0:
+        parser.error("--max-tokens and --top-k must be at least 0")
+    if not 0 <= args.seed < 2 ** 63:
+        parser.error("--seed must be 0 to 2^63 - 1")
+    if args.temperature != 0 and not LOWEST <= args.temperature < float("inf"):
+        parser.error(f"--temperature must be 0 (greedy) or at least {LOWEST:g}, and finite")
+    if not LOWEST <= args.top_p <= 1:
+        parser.error(f"--top-p must be at least {LOWEST:g} and at most 1 (or give --top-k 1)")
+    return args
+
+
+def read_prompts(args) -> list[str]:
+    """The prompts. Raises ValueError for text that is not UTF-8."""
+    prompts = [args.prompt]
+    if args.prompt == "-":
+        if sys.stdin is None:
+            raise ValueError("--prompt - reads standard input, which is closed")
+        prompts = [sys.stdin.read()]
+        if args.num_samples is not None:
+            prompts = prompts[0].removesuffix("\n").split("\n")
+    (args.stop + "".join(prompts)).encode()
+    return prompts

@@ -1,0 +1,232 @@
+"""tools/compare.py: the table and the chart of runs.
+
+    python -m pytest tests/test_compare.py
+"""
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.harness import README, readme_commands, run_main
+from tools import compare
+
+
+@pytest.fixture
+def run_compare(capsys, monkeypatch):
+    """run_compare(*arguments, columns=80) -> (exit status, standard output, standard error)"""
+    def run(*arguments, columns=80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return run_main(capsys, compare, *arguments)
+    return run
+
+
+def write_lines(out, lines):
+    """A metrics.jsonl of (hour, step, fields)."""
+    out.mkdir()
+    text = [json.dumps(dict(more, time=3600 * hour, step=step, tokens=100 * step,
+                            lr=0.1 - 0.01 * step, tokens_per_second=7e3)) + "\n"
+            for hour, step, more in lines]
+    (out / "metrics.jsonl").write_text("".join(text))
+
+
+def test_compare_plots_and_tabulates_runs_without_their_void_rows(run_compare, tmp_path,
+                                                                  monkeypatch):
+    """A run that was rolled back and resumed, one without a validation loss, and a directory
+    without a step. Each line of the first has an hour and a step; its last is being written."""
+    monkeypatch.chdir(tmp_path)
+    flags = dict(out="a", lr=4e-3, seed=1, skip_steps=None)
+    write_lines(Path("a"), [
+        (0, 0, dict(event="start", config=flags)), (0.1, 1, dict(loss=8, val_loss=1)),
+        (0.2, 2, dict(loss=1)), (0.3, 3, dict(loss=1e6)), (0.3, 3, dict(event="rollback", to=1)),
+        (0.4, 2, dict(loss=4, val_loss=2.5)), (0.5, 3, dict(loss=2)), (0.5, 4, dict(loss=None)),
+        (25, 2, dict(event="damaged")), (25, 2, dict(event="resume", config=flags)),
+        (25.1, 3, dict(loss=2, val_loss=1.25)), (25.2, 4, dict(loss=1)), (25.2, 4, dict(
+            event="end"))])
+    write_lines(Path("b"), [
+        (0, 0, dict(event="start", config=dict(flags, out="b", lr=1e-3, skip_steps="2:3"))),
+        (1, 1, dict(loss=8)), (2, 2, dict(loss=80))])
+    write_lines(Path("none"), [])
+    with open("a/metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "lo')
+    runs = [(name, compare.read_metrics(Path(name))) for name in "ab"]
+    assert compare.chart(runs, width=9, height=4) == [
+        "   8.0000 |  a b    ",
+        "   4.0000 |    a    ",
+        "   2.0000 |    A a  ",
+        "   1.0000 |  A   A a",
+        "          +---------",
+        "        a |    < >  ",
+        "   tokens  0     400", ""]
+    status, text, error = run_compare("b", "none", "a", "nowhere", columns=52)
+    assert status == 0 and error.count("\n") == 2 and "none/metrics.jsonl has no step" in error
+    assert "nowhere is not the --out of a run" in error
+    assert 50 < max(map(len, text.splitlines()[:20])) <= 52
+    assert [line.split() for line in text.splitlines()[-2:]] == [
+        "a 1.0000 1 1.2500 3 4 400 0h42m 7,000 9.00e-02 a, lr 0.004, 1 rollback, 1 damaged, "
+        "1 resume".split(),
+        "b - - - - 2 200 2h00m 7,000 9.00e-02 b, lr 0.001, skip-steps 2:3".split()]
+    status, text, error = run_compare("none")
+    assert (status, text) == (2, "") and error.splitlines()[-1].startswith(
+        "compare.py: nothing to compare")
+    status, _, error = run_compare()
+    assert status == 2 and error.count("\n") == 1 and "OUT" in error
+    many = [f"c{i}" for i in range(30)]             # more runs than letters
+    for name in many:
+        write_lines(Path(name), [(0, 1, dict(loss=8))])
+    status, text, error = run_compare(*many)
+    assert (status, error) == (0, "") and len(text.splitlines()) == 20 + 30
+
+
+def described(tokenizer="bytes", vocab=257, size=1.0, seq_len=16, **sources):
+    """What an event says on data: each source is (validation text, its tokens, sequences read)."""
+    found = {}
+    for name, (text, tokens, sequences) in sources.items():
+        found[name] = dict(weight=1, bytes_per_token=size, fingerprint=text, val_tokens=tokens,
+                           val_fingerprint=f"{text} {tokens}", sequences=sequences,
+                           all_sequences=(tokens - 1) // seq_len)
+    return dict(tokenizer=tokenizer, vocab_size=vocab, bytes_per_token=size, seq_len=seq_len,
+                sources=found)
+
+
+def write_run(name, *losses, data="unknown", kind="start"):
+    """A run on this data with these validation losses, one for each step."""
+    start = dict(event=kind, config=dict(out=name))
+    if data != "unknown":
+        start["data"] = data
+    lines = [(0, 0, start)]
+    for step, loss in enumerate(losses, 1):
+        row = dict(loss=5.0, val_loss=loss)
+        if data != "unknown" and loss is not None and data["bytes_per_token"]:
+            row["bits_per_byte"] = loss / math.log(2) / data["bytes_per_token"]
+        lines.append((step, step, row))
+    write_lines(Path(name), lines)
+
+
+BYTES = described(d=("text", 4001, 128))
+GPT2 = described("gpt2", 50257, 4.0, d=("text", 1000.25, 62))
+SHORT = described(d=("text", 4001, 8))
+OTHER = described(d=("novel", 7001, 128))
+WEB = described("gpt2", 50257, None, web=("web", 900, 20))
+MIXED = described(d=("text", 4001, 128), e=("novel", 7001, 128))
+
+
+@pytest.mark.parametrize("runs, order, words", [
+    ([("a", 3.0, BYTES), ("b", 2.0, BYTES)], "b a", []),
+    ([("a", 3.4, BYTES), ("b", 6.4, GPT2)], "b a",
+     ["note     different tokenizers: bytes with 257 tokens, 1.00 bytes a token (a); gpt2 with "
+      "50,257 tokens, 4.00 bytes a token (b)",
+      "note     different samples of the validation text: 2,048 of 4,001 tokens, 16 at a time (a)",
+      "note     so the order is by bits a byte, not by nats a token",
+      "note     the chart's unit is bits a byte"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, OTHER), ("c", 1.0, OTHER)], "c b a",
+     ["note     different validation text: 100% d (c, b); 100% d (a)"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, SHORT)], "b a",
+     ["note     different samples of the validation text: 128 of 4,001 tokens, 16 at a time (b); "
+      "2,048 of 4,001 tokens, 16 at a time (a)"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, MIXED)], "b a",
+     ["note     different validation text: 50% d + 50% e (b); 100% d (a)"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, WEB), ("c", 1.0, WEB)], "a c b",
+     ["apart, by nats a token: no bits a byte (the shards have no meta.json)",
+      "note     the chart's unit is nats a token, in which different tokenizers cannot be"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, "unknown"), ("c", None, BYTES)], "a b c",
+     ["note     what the evaluations of b read is not known (an older version did not write it)",
+      "apart, by nats a token: no bits a byte", "without an evaluation"]),
+    ([("a", 3.0, "unknown"), ("b", 2.0, "unknown")], "b a",
+     ["note     what the evaluations of b, a read is not known (an older version did not write"]),
+    ([("b", 2.0, WEB), ("a", 1.0, WEB)], "a b", [])])
+def test_compare_orders_by_nats_only_what_is_the_same_test(tmp_path, monkeypatch, runs, order,
+                                                           words):
+    """Of one text the run on bytes with 3.4 nats a token is worse than that on GPT-2's tokens with
+    6.4. Lines say what differs, or why a run stands apart."""
+    monkeypatch.chdir(tmp_path)
+    for name, loss, data in runs:
+        write_run(name, loss, data=data)
+    text = compare.compare(compare.read_runs([name for name, *_ in runs]))
+    table = [line.split() for line in text.splitlines() if "h00m" in line]
+    assert "".join(line[0] for line in table) == "abc"[:len(runs)]
+    assert " ".join(line[-1] for line in table) == order
+    for line in words:
+        assert f"\n{line}" in text, text
+    assert ("note" in text or "apart" in text) == bool(words), text
+
+
+def test_compare_reads_what_is_not_finite_or_not_a_step(tmp_path, monkeypatch):
+    """A first loss of null, NaN as another program writes it, rows without their fields: what is
+    left is drawn and ordered. A run of one step is a line, too."""
+    monkeypatch.chdir(tmp_path)
+    nan, inf = math.nan, math.inf
+    write_lines(Path("a"), [(0, 1, dict(loss=None, val_loss=None)), (1, 2, dict(loss=nan)),
+                            (2, 3, dict(loss=4, val_loss=inf)), (3, 4, dict(loss=3, val_loss=2)),
+                            (4, 5, dict(loss=inf, val_loss=nan, bits_per_byte=nan))])
+    with open("a/metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "time": 14400}\n[]\nnull\n{"step": 7, "time": 14400, "loss": 1}\n')
+    write_lines(Path("b"), [(0, 1, dict(loss=9, val_loss=nan))])
+    write_lines(Path("c"), [(0, 1, dict(loss=nan)), (1, 2, dict(loss=None))])
+    one, two = compare.compare(compare.read_runs(["b", "c", "a"])).splitlines()[-2:]
+    assert one.split()[:6] == "a 2.0000 4 2.0000 4 5".split() and one.split()[7] == "4h00m"
+    assert two.split()[:5] == "b - - - -".split()
+    assert compare.compare(compare.read_runs(["b"])).splitlines()[0].split() == ["9.0000", "|", "a"]
+    with pytest.raises(ValueError, match="a has too few steps for a chart"):
+        compare.compare(compare.read_runs(["a"]), as_mermaid=True)
+
+
+def test_compare_draws_bits_per_byte_where_tokenizers_differ(tmp_path, monkeypatch):
+    """Five nats in a token of one byte, or of four, are 7.21 bits a byte, or 1.80."""
+    monkeypatch.chdir(tmp_path)
+    for name, data in (("a", BYTES), ("b", GPT2)):
+        write_run(name, *[5.0] * 64, data=data)
+    chart = compare.compare(compare.read_runs(["a", "b"])).splitlines()
+    assert [chart[row].split()[0] for row in (0, 15)] == ["7.2135", "1.8034"]
+    mermaid = compare.compare(compare.read_runs(["a", "b"]), as_mermaid=True)
+    assert 'y-axis "loss, bits a byte" 1.803 --> 7.213' in mermaid
+
+
+def test_a_runs_best_is_of_one_test_and_a_clock_set_back_is_no_time(run_compare, tmp_path,
+                                                                    monkeypatch):
+    """A resume with other --eval-tokens: what was evaluated before does not count, and a line says
+    so; nor what an older version wrote. The clock is set back by two hours."""
+    monkeypatch.chdir(tmp_path)
+    def lines(before):
+        start = dict(event="start", config={})
+        if before is not None:
+            start["data"] = before
+        return [(5, 0, start), (6, 1, dict(loss=4, val_loss=1.0)), (4, 2, dict(loss=3)),
+                (4, 2, dict(event="resume", config={}, data=BYTES)),
+                (4.5, 3, dict(loss=2, val_loss=2.5)), (4.5, 4, dict(loss=2, val_loss=2.25)),
+                (4.5, 5, dict(loss=2, val_loss=math.nan))]
+    for name, before, words in [("a", SHORT, "read other text or tokens (--data, --eval-tokens)"),
+                                ("b", None, "do not say what they read (an older version wrote")]:
+        write_lines(Path(name), lines(before))
+        text = compare.compare(compare.read_runs([name, f"{name}/", f"./{name}"]))
+        assert f"note     {name}: evaluations up to step 1 {words}" in text
+        assert text.splitlines()[-1].split()[:7] == "a 2.2500 4 2.2500 4 5 500".split()
+        assert text.splitlines()[-1].split()[7] == "1h30m" and text.count("h30m") == 1
+    status, _, error = run_compare("a/metrics.jsonl")
+    assert status == 2 and "a/metrics.jsonl is a file: give the --out of a run" in error
+
+
+def test_compare_draws_a_chart_for_a_readme(run_compare, tmp_path, monkeypatch):
+    """32 means over the tokens that both runs have read, here of two steps each: as the
+    chart of docs/exact.md, which has as many points."""
+    monkeypatch.chdir(tmp_path)
+    commands = [command for _, command in readme_commands("tools.compare")]
+    command = ["--mermaid", "out", "out/one"]
+    assert command in commands
+    for name, steps, loss in [("out", 64, 1), ("out/one", 90, 1000)]:
+        write_lines(Path(name), [(s / 100, s, dict(loss=loss + s)) for s in range(1, steps + 1)])
+    status, text, error = run_compare(*command)
+    chart, table = text.split("\n```\n")
+    assert (status, error) == (0, "") and table.splitlines()[0].split()[0] == "best"
+    lines = [[float(x) for x in line.split("[")[1].strip("]").split(",")]
+             for line in chart.splitlines()[5:]]
+    assert lines == [[loss + 1.5 + 2 * k for k in range(32)] for loss in (1, 1000)]
+    assert chart.splitlines()[:5] == [
+        "```mermaid", "xychart-beta", '    title "out, out/one"',
+        '    x-axis "tokens" 100 --> 6300',
+        '    y-axis "loss, nats a token" 2.5 --> 1063.5']
+    [ours] = [block for block in README.split("```")[1::2] if block.startswith("mermaid")]
+    assert [len(line.split(",")) for line in ours.splitlines() if "line [" in line] == [32, 32]
+    write_lines(Path("c"), [(0.1, 1, dict(loss=1)), (0.2, 2, dict(loss=1))])
+    assert run_compare("--mermaid", "c") == (
+        2, "", "compare.py: c has too few steps for a chart of 32 points\n")

@@ -1,0 +1,388 @@
+"""tools/huggingface.py: models and tokenizers to transformers and back.
+
+    python -m pytest tests/test_huggingface.py
+"""
+import functools
+import http.server
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import checkpoint
+import data
+import sample
+from corpus import downloads, formats
+from model import GPTConfig
+from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, random_gpt,
+                           readme_commands, relative, saved, small_state, tokens_of)
+from tools import huggingface
+
+
+def weights_only(path, cfg, tokenizer="bytes"):
+    """A checkpoint of a random model without the optimizer's state -> the model."""
+    plain, shapes = random_gpt(cfg).float(), checkpoint.parameter_shapes(cfg)
+    parameters = {n: p.detach()[:shapes[n][0]].clone() for n, p in plain.named_parameters()}
+    torch.save(small_state(0) | dict(model=asdict(cfg), tokenizer=tokenizer, parameters=parameters,
+                                     exp_avg={}, exp_avg_sq={}), path)
+    return plain
+
+
+def convert(capsys, *arguments):
+    """python -m tools.huggingface with these arguments -> (exit status, stdout, stderr)."""
+    status = 0
+    with mock.patch.object(sys, "argv", ["tools.huggingface", *map(str, arguments)]):
+        try:
+            huggingface.main()
+        except SystemExit as end:
+            status = end.code
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.claim("GPT-2 and OPT models go to `transformers` and come back.")
+@pytest.mark.filterwarnings("ignore")           # what transformers warns of is not ours
+@pytest.mark.parametrize("activation, saved_as", [
+    ("gelu", "one file"), ("gelu", "many files"), ("relu", "one file"), ("relu", "a pickle")])
+@torch.no_grad()
+def test_a_model_goes_to_transformers_and_comes_back(tmp_path, capsys, activation, saved_as):
+    """Saved by our command, opened and saved again by transformers, read by our command."""
+    transformers = pytest.importorskip("transformers")
+    cfg, others, tokenizer = replace(CFG, activation=activation), tmp_path / "theirs", "bytes"
+    plain, tokens = weights_only(tmp_path / "a.pt", cfg), tokens_of(CFG, 3)
+    status, text, _ = convert(capsys, "export", tmp_path / "a.pt", tmp_path / "ours")
+    assert status == 0 and "with its tokenizer" in text
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(theirs).__name__[:3] == {"gelu": "GPT", "relu": "OPT"}[activation]
+    difference = relative(plain.double()(tokens), theirs.double().eval()(tokens).logits)
+    assert difference < 1e-12
+    theirs.float().save_pretrained(
+        others, max_shard_size="20KB" if saved_as == "many files" else "1GB")
+    if saved_as == "a pickle":
+        (others / "model.safetensors").unlink()
+        torch.save(theirs.state_dict(), others / "pytorch_model.bin")
+        config = (others / "config.json").read_text()       # others say nothing of the tokenizer
+        (others / "config.json").write_text(config.replace('"tokenizer"', '"nothing"'))
+        tokenizer = "opt-257"
+    status, text, _ = convert(capsys, "import", others, tmp_path / "b.pt")
+    assert status == 0 and ("tokenizer is not ours: sample.py cannot" in text) == (
+        saved_as == "a pickle")
+    one, two = (checkpoint.load(tmp_path / name) for name in ("a.pt", "b.pt"))
+    assert all(full.equal(two["parameters"][name]) for name, full in one["parameters"].items())
+    assert (one["model"], tokenizer) == (two["model"], two["tokenizer"])
+    if saved_as == "a pickle":
+        with pytest.raises(ValueError, match="tools.huggingface export"):       # in sample.py
+            data.get_tokenizer(tokenizer)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    if (SHARED / "tiktoken_cache").is_dir():
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+    elif not Path(tempfile.gettempdir(), "data-gym-cache").is_dir():        # tiktoken's own
+        pytest.skip("needs GPT-2's vocabulary in ../shared/tiktoken_cache or tiktoken's cache")
+    weights_only(tmp_path / "a.pt", replace(CFG, vocab_size=50257, n_layer=1), "gpt2")
+    assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")[0] == 0
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), (
+        data.get_tokenizer("gpt2"))
+    text = " ".join(NASTY)
+    assert theirs(text)["input_ids"] == ours.encode(text, allowed_special="all")
+    assert theirs.eos_token_id == ours.eot_token
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_an_exported_bytes_models_tokenizer_gives_and_takes_our_tokens(tmp_path, capsys,
+                                                                       activation):
+    """Any text, as both kinds of transformers' tokenizer; <|endoftext|> in a text ends it there."""
+    transformers = pytest.importorskip("transformers")
+    weights_only(tmp_path / "a.pt", replace(CFG, activation=activation))
+    assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")[0] == 0
+    assert (tmp_path / "hf/merges.txt").read_text() == ""
+    ours = data.get_tokenizer("bytes")
+    texts = [*NASTY, " ".join(NASTY), "a , b .  'll", "".join(map(chr, range(0x250))), "\ue000"]
+    for fast in (True, False):
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", use_fast=fast)
+        assert len(theirs) == 257 and theirs.eos_token_id == theirs.bos_token_id == 256
+        assert theirs.convert_tokens_to_ids(formats.EOT) == 256
+        for text in texts:
+            tokens = theirs(text)["input_ids"]
+            assert tokens == ours.encode(text, allowed_special="all"), text
+            assert theirs.decode(tokens) == text
+        assert theirs.decode(range(256)).encode("utf-8") == bytes(range(256)).decode(
+            errors="replace").encode()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("activation, tokenizer", [
+    ("gelu", "bytes"), ("relu", "bytes"), ("relu", "opt-257"), ("gelu", "gpt2-257")])
+def test_fine_tuning_an_export_trains_every_token_and_drops_nothing_unasked(
+        tmp_path, capsys, activation, tokenizer):
+    """Each row of the embedding gets a gradient, no token is padding, and the dropout is that of
+    the training, where transformers' default would be 0.1."""
+    transformers = pytest.importorskip("transformers")
+    for dropout in (0.0, 0.25):
+        folder = tmp_path / f"hf{dropout}"
+        cfg = replace(CFG, activation=activation, dropout=dropout)
+        weights_only(tmp_path / "a.pt", cfg, tokenizer)
+        assert convert(capsys, "export", tmp_path / "a.pt", folder)[0] == 0
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+        table = theirs.get_input_embeddings()
+        table.weight = torch.nn.Parameter(table.weight.detach().clone())    # not the head's
+        tokens = torch.arange(cfg.vocab_size - 1).view(-1, cfg.seq_len)     # CFG: 16 x 16
+        last = torch.arange(cfg.vocab_size - 16, cfg.vocab_size)[None]
+        theirs(input_ids=torch.cat([tokens, last])).logits.square().sum().backward()
+        assert table.padding_idx is None and table.weight.grad.abs().sum(1).min() > 0
+        found = [m.p for m in theirs.modules() if isinstance(m, torch.nn.Dropout)]
+        config = theirs.config.to_dict()
+        found += [config[name] for name in ("dropout", "attention_dropout", "resid_pdrop",
+                                            "embd_pdrop", "attn_pdrop") if name in config]
+        assert len(found) >= 2 and set(found) == {dropout}
+        end = 256 if tokenizer == "bytes" else None
+        ids = theirs.config.bos_token_id, theirs.config.eos_token_id, theirs.config.pad_token_id
+        assert ids == (end, end, None) and theirs.config.tie_word_embeddings
+
+
+def test_an_imported_opt_keeps_its_end_of_text_and_trains_its_padding(tmp_path, capsys):
+    """OPT's own tokens: 2 begins and ends a text. 1 pads it, where nothing is learnt anyway."""
+    pytest.importorskip("safetensors")
+    config = huggingface.config_json(GPTConfig(50272, activation="relu"), "opt-50272")
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [2, 2, None]
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(activation="relu2"), "activation 'relu2'"),
+    (dict(n_kv_head=2), "n_kv_head 2"), (dict(vocab_size=300), "has 50257 tokens")])
+def test_an_export_refuses_what_has_no_name_there(change, message):
+    """As where a student has added it to model.py."""
+    @dataclass(frozen=True)
+    class Wider(GPTConfig):
+        n_kv_head: int = None
+
+        def __post_init__(self):
+            pass
+    huggingface.config_json(Wider(), "bytes")
+    with pytest.raises(ValueError, match=message):
+        huggingface.config_json(Wider(**change), "gpt2")
+
+
+def test_an_export_refuses_a_parameter_that_has_no_name_there(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("safetensors")
+    weights_only(tmp_path / "a.pt", CFG)
+    load = huggingface.load
+    monkeypatch.setattr(huggingface, "load", lambda path: load(path) | dict(
+        parameters={"blocks.0.gate.weight": torch.zeros(2, 2)}))
+    result = convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")
+    assert result[0] == 2 and "blocks.0.gate.weight" in result[2] and result[2].count("\n") == 1
+    assert names_in(tmp_path) == ["a.pt"]
+
+
+def test_the_readmes_conversions_run_as_printed(tmp_path, capsys, monkeypatch):
+    """Out to a folder, and in from a folder of the name that docs/training.md gives to the hub."""
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    Path("out", "gpt2").mkdir(parents=True)
+    weights_only(Path("out/gpt2/latest.pt"), CFG)
+    (_, back), (_, out) = readme_commands("tools.huggingface")
+    assert convert(capsys, *out)[0] == 0
+    Path(out[-1]).rename(back[1])
+    assert convert(capsys, *back)[0] == 0 and Path(back[-1]).exists()
+
+
+def test_an_export_is_one_file_or_shards_of_limited_size(tmp_path, capsys):
+    """Each file holds tensors of at most SHARD_BYTES, or a single larger one, and has the mode of
+    any new file; the index lists every tensor once."""
+    safetensors = pytest.importorskip("safetensors")
+    weights_only(tmp_path / "a.pt", CFG)
+    (tmp_path / "new").touch()
+    assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "one")[0] == 0
+    assert names_in(tmp_path / "one") == ["config.json", "merges.txt", "model.safetensors",
+                                          "tokenizer_config.json", "vocab.json"]
+    with mock.patch.object(huggingface, "SHARD_BYTES", 20_000):
+        assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "many")[0] == 0
+    sizes, listed = [], {}
+    for file in sorted((tmp_path / "many").glob("*.safetensors")):
+        with safetensors.safe_open(file, "pt") as tensors:
+            nbytes = [tensors.get_tensor(name).nbytes for name in tensors.keys()]
+            listed |= dict.fromkeys(tensors.keys(), file.name)
+        assert sum(nbytes) <= 20_000 or len(nbytes) == 1
+        sizes.append(sum(nbytes))
+    # The table of tokens is larger than the limit; no two neighbours fit one file.
+    assert max(sizes) == 257 * 32 * 4 and all(a + b > 20_000 for a, b in zip(sizes, sizes[1:]))
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    assert index["weight_map"] == listed and len(set(listed.values())) == len(sizes)
+    for file in [*(tmp_path / "one").iterdir(), *(tmp_path / "many").iterdir()]:
+        assert file.stat().st_mode == (tmp_path / "new").stat().st_mode
+
+
+def test_weights_from_the_hub_are_trained_on_evaluated_and_sampled(run_train, shards, tmp_path,
+                                                                   capsys, monkeypatch):
+    """Several files and their index are downloaded from a server on this machine."""
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    weights_only(Path("a.pt"), CFG)
+    with mock.patch.object(huggingface, "SHARD_BYTES", 100_000):
+        assert convert(capsys, "export", "a.pt", "hub/me/tiny/resolve/main")[0] == 0
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory="hub")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{httpd.server_port}")
+        status, text, _ = convert(capsys, "import", "me/tiny", "b.pt")
+        assert "neither a folder nor" in convert(capsys, "import", "me/none", "c.pt")[2]
+        httpd.shutdown()
+    assert status == 0 and "python train.py --init-from b.pt" in text
+    flags = ["--data", shards, "--out", "o", "--batch-size", 4]
+    status, text, _ = run_train(*flags, "--resume", "b.pt", "--eval-only")
+    assert status == 0 and text.startswith("b.pt, step 0, on ")
+    assert run_train(*flags, "--init-from", "b.pt", "--steps", 2)[0] == 0
+    assert saved(Path("o"), 2)["model"]["n_embd"] == CFG.n_embd
+    expect_mistake(run_train("--data", shards, "--out", "p", "--resume", "b.pt"),
+                   "b.pt holds weights alone: begin a run with --init-from b.pt instead of --re")
+    Path("q").mkdir()
+    shutil.copy("b.pt", "q/latest.pt")
+    expect_mistake(run_train("--data", shards, "--out", "q"),
+                   "alone: begin a run with --init-from q/latest.pt and another --out")
+    assert run_train(*flags[:2], "--init-from", "q/latest.pt", "--out", "p", "--steps", 1)[0] == 0
+    with mock.patch.object(sys, "argv", ["sample.py", "--ckpt", "b.pt", "--max-tokens", "5"]):
+        sample.main()
+
+
+@pytest.mark.parametrize("flag", ["--init-from", "--resume"])
+@pytest.mark.parametrize("name", ["gpt2", "facebook/opt-1.3b"])
+def test_train_py_names_the_import_for_a_model_of_the_hub(run_train, shards, tmp_path, monkeypatch,
+                                                          flag, name):
+    monkeypatch.chdir(tmp_path)
+    expect_mistake(run_train("--data", shards, flag, name),
+                   f"no checkpoint {name}: give a file of train.py, such as out/latest.pt; "
+                   f"`python -m tools.huggingface import {name} {Path(name).name}.pt` makes one of "
+                   f"weights, for --init-from and sample.py")
+
+
+BROKEN = [      # changes of config.json and of the tensors (None: it is missing), and the answer
+    (dict(model_type="llama"), {}, "its model_type 'llama' is neither gpt2 nor opt"),
+    (dict(model_type="opt", hidden_size=32, max_position_embeddings=16, num_hidden_layers=5,
+          num_attention_heads=8, do_layer_norm_before=False), {}, "its do_layer_norm_before is F"),
+    (dict(activation_function="gelu"), {}, "its activation_function is 'gelu'"),
+    (dict(n_inner=99), {}, "its n_inner is 99, model.py has only 128"),
+    (dict(n_layer=None), {}, "config.json is refused: it lacks n_layer"),
+    (dict(model_type=None), {}, "config.json is refused: its model_type None"),
+    ({}, {"transformer.h.2.ln_1.bias": None}, "has no tensor h.2.ln_1.bias"),
+    ({}, {"transformer.wpe.weight": torch.zeros(3, 32)}, "has shape (3, 32), not (16, 32)")]
+
+
+class MakesAFolder:
+    """When it is loaded from a pickle, unless its code is refused."""
+
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def test_conversions_refuse_in_one_line_and_overwrite_nothing(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("safetensors")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(downloads.time, "sleep", lambda _: None)     # between tries
+    monkeypatch.chdir(tmp_path)
+    weights_only(Path("a.pt"), CFG)
+    for folder in ("hf", "evil", "gap", "torn", "code"):
+        assert convert(capsys, "export", "a.pt", folder)[0] == 0
+    for folder in ("evil", "gap", "torn", "code"):
+        Path(folder, "model.safetensors").unlink()
+    Path("evil/model.safetensors.index.json").write_text('{"weight_map": {"wte": "../a.pt"}}')
+    Path("gap/model.safetensors.index.json").write_text('{"weight_map": {"wte": "one"}}')
+    damaged = bytearray(Path("a.pt").read_bytes())
+    Path("half.pt").write_bytes(damaged[:-99])
+    damaged[len(damaged) // 2] ^= 1
+    Path("torn/pytorch_model.bin").write_bytes(damaged)
+    torch.save(MakesAFolder(), "code/pytorch_model.bin")
+    whole = json.loads(Path("hf/config.json").read_text()), {}
+    for name, full in checkpoint.load(Path("a.pt"))["parameters"].items():
+        whole[1].update(huggingface.to_theirs(name, full, huggingface.FAMILIES["gpt2"]))
+    for number, (*changes, _) in enumerate(BROKEN):
+        config, tensors = ({name: x for name, x in (one | change).items() if x is not None}
+                           for one, change in zip(whole, changes))
+        Path(f"{number}").mkdir()
+        Path(f"{number}/config.json").write_text(json.dumps(config))
+        torch.save(tensors, f"{number}/pytorch_model.bin")
+    before = names_in(tmp_path)
+    for arguments, status, message in [
+            *((["import", f"{number}", "b.pt"], 2, broken[2])
+              for number, broken in enumerate(BROKEN)),
+            (["export", "a.pt", "."], 2, " exists: give a new folder"),
+            (["export", "half.pt", "new"], 2, "half.pt is damaged"),
+            (["import", ".", "a.pt"], 2, "a.pt exists: give a new file"),
+            (["import", ".", "b.pt"], 2, ". has no config.json"),
+            (["import", "evil", "b.pt"], 2, "../a.pt is not a file beside it"),
+            (["import", "gap", "b.pt"], 2, "gap lacks one"),
+            ([], 2, "required: import|export"), (["import", "hf"], 2, "required: FILE.pt"),
+            (["convert", "a.pt", "b"], 2, "invalid choice: 'convert'"),
+            (["import", "torn", "b.pt"], 2, "pytorch_model.bin is damaged"),
+            (["import", "code", "b.pt"], 2, "pytorch_model.bin is refused"),
+            (["import", "no/such", "b.pt"], 1, "no folder no/such, and http://127.0.0.1:9 cannot")]:
+        result = convert(capsys, *arguments)
+        assert result[0] == status and message in result[2], result
+        assert result[2].startswith("huggingface.py: ") and result[2].count("\n") == 1, result
+    with mock.patch.object(huggingface, "verify", side_effect=KeyboardInterrupt):
+        assert convert(capsys, "export", "a.pt", "new") == (1, "", "")
+    with mock.patch.dict(sys.modules, {"safetensors": None, "safetensors.torch": None}):
+        for arguments in (["export", "a.pt", "new"], ["import", "hf", "b.pt"]):
+            assert "pip install safetensors" in convert(capsys, *arguments)[2]
+    assert names_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("source, message", [
+    ("a.pt", "a.pt is a file: a checkpoint of this project needs no import, train.py --init-from "
+     "a.pt and sample.py --ckpt a.pt read it (`export a.pt DIR` is the other way)"),
+    ("w.safetensors", "w.safetensors is a file: give the folder that holds it, config.json and "
+     "any other files of the model: import . b.pt"),
+    ("w.gguf", "w.gguf is a file of llama.cpp"), ("config.json", "config.json is a file: give the"),
+    ("none.pt", "there is no file none.pt"), ("none.safetensors", "there is no file none.saf"),
+    ("./none", "there is no folder ./none"), ("/none/at/all", "there is no folder /none/at/all"),
+    ("a/b/c", "there is no folder a/b/c"), ("~/none", "there is no folder ~/none"),
+    ("https://huggingface.co/me/model", "give the model's name alone: import me/model b.pt"),
+    ("https://huggingface.co/gpt2/tree/main", "give the model's name alone: import gpt2 b.pt"),
+    ("adapter", "adapter holds an adapter (LoRA), not a model: merge it into its base model"),
+    ("run", "run has no config.json: it holds checkpoints of this project, which need no import"),
+    ("empty", "empty has no config.json")])
+def test_an_import_says_what_it_was_given(tmp_path, capsys, monkeypatch, source, message):
+    """In one line, without asking the hub."""
+    monkeypatch.setattr(huggingface, "fetch", None)
+    monkeypatch.chdir(tmp_path)
+    for folder in ("adapter", "run", "empty"):
+        Path(folder).mkdir()
+    for file in ("a.pt", "w.safetensors", "w.gguf", "config.json", "adapter/adapter_config.json",
+                 "run/latest.pt"):
+        Path(file).touch()
+    status, out, error = convert(capsys, "import", source, "b.pt")
+    assert (status, out) == (2, "") and error.count("\n") == 1
+    assert error.startswith(f"huggingface.py: {message}")
+
+
+@pytest.mark.parametrize("status, names, message", [
+    (401, [], "needs an account there (it is private or gated) or does not exist: `hf download "
+     "me/it --local-dir DIR` where you are logged in, then give DIR"),
+    (403, [], "needs an account there"), (404, [], "me/it is neither a folder nor a public model"),
+    (404, ["adapter_config.json"], "me/it on http://127.0.0.1:"),
+    (404, ["config.json"], "has none of model.safetensors,")])
+def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, capsys, monkeypatch, status, names,
+                                                     message):
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(200 if Path(self.path).name in names else status)
+            self.end_headers()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as httpd:
+        threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{httpd.server_port}")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(Hub, "log_message", lambda *_: None)
+        result = convert(capsys, "import", "me/it", "b.pt")
+        httpd.shutdown()
+    assert result[0] == 2 and message in result[2] and result[2].count("\n") == 1, result
+    assert ("merge it" in result[2]) == (names == ["adapter_config.json"])

@@ -1,0 +1,195 @@
+"""parallel.py's forms of sequence parallelism, 1F1B, buckets and ZeRO, each beside the whole model,
+and its program in many layouts beside train.py.
+
+    python -m pytest tests/test_parallel.py
+"""
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import parallel
+from parallelism.schedules import gpipe, one_f_one_b
+from test_all import CUTS, losses_of_plain_program, outputs_and_dx, random_tensor
+from tests.harness import CFG, Command, assert_close, gridded, on_ranks, random_gpt, tokens_of
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks
+def test_plain_sequence_parallel_layers_equal_the_whole_layers(rank, world):
+    """Each rank has its slice of the output of embedding and block and of dx, the loss of all
+    positions, and, of what is not cut, terms whose sum over the ranks is the gradient: to 1e-12 in
+    fp64 under random upstream gradients."""
+    whole, local = (random_gpt(replace(CFG, n_layer=1)) for _ in range(2))
+    tokens, targets = tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)
+    x, dy = random_tensor(2, 16, 32, seed=1), random_tensor(2, 16, 32, seed=2)
+    theirs = outputs_and_dx(whole, tokens, targets, x, dy)
+
+    def part(x):
+        return x.chunk(world, 1)[rank] if x.dim() > 0 else x
+    with gridded(rank, world, tp=world, pp=1, sequence_parallel=True) as grid:
+        parallel.plain_tensor_parallel(local, grid)
+        ours = outputs_and_dx(local, tokens, targets, part(x), part(dy))
+        pairs = {name: (ours[name], part(theirs[name])) for name in theirs}
+        for name, parameter in whole.named_parameters():
+            gradient, mine = parameter.grad, local.get_parameter(name).grad
+            if name in CUTS:
+                dim, stacked = CUTS[name]
+                parts = [matrix.chunk(world, dim)[rank] for matrix in gradient.chunk(stacked, dim)]
+                gradient = torch.cat(parts, dim)
+            else:
+                parallel.all_reduce(mine, grid.groups["tp"])
+            pairs[name] = mine, gradient
+    assert_close(pairs, 1e-12)
+
+
+def test_plain_orders_are_those_of_the_schedules():
+    """1F1B keeps the activations of at most one microbatch for each stage from its own on."""
+    for stages in (1, 2, 3, 5):
+        for stage in range(stages):
+            for m in (1, 2, 5, 8):
+                for plain, ours in ((parallel.plain_1f1b, one_f_one_b),
+                                    (parallel.plain_gpipe, gpipe)):
+                    order = plain(stage, stages, m)
+                    assert order == [op[:2] for op in ours(stage, stages, m)]
+                order = parallel.plain_1f1b(stage, stages, m)
+                kept = [sum(1 if kind == "F" else -1 for kind, _ in order[:n])
+                        for n in range(2 * m + 1)]
+                assert max(kept) == min(m, stages - stage) and kept[-1] == 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 8])
+@on_ranks
+def test_plain_orders_give_the_gradients_of_the_whole_model(rank, world=3, *, schedule,
+                                                            num_microbatches):
+    """With fewer microbatches than stages and with more: to 1e-12 in fp64."""
+    cfg = replace(CFG, n_layer=world)
+    tokens, targets = tokens_of(cfg, 8), tokens_of(cfg, 8, seed=1)
+    whole, stage = random_gpt(cfg), random_gpt(cfg)
+    (whole(tokens, targets) / targets.numel()).backward()
+    batch = list(zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches)))
+    with gridded(rank, world, tp=1, pp=world) as grid:
+        parallel.keep_stage(stage, grid, [rank])
+        order = parallel.SCHEDULES[schedule](rank, world, num_microbatches)
+        parallel.plain_pipeline(stage, batch, order, targets.numel(), grid)
+        for name, parameter in stage.named_parameters():
+            if name in ("embed.token.weight", "head.weight"):
+                parallel.all_reduce(parameter.grad, grid.groups["embedding"])
+    theirs = dict(whole.named_parameters())
+    theirs["head.weight"] = theirs["embed.token.weight"]
+    assert_close({name: (p.grad, theirs[name].grad) for name, p in stage.named_parameters()}, 1e-12)
+
+
+def owned_with(zero, model, grid):
+    """(what AdamW updates, the buckets), as train_plainly makes them."""
+    if zero == 0:
+        buckets = parallel.make_buckets(model, grid) if grid.replicas > 1 else []
+        return dict(model.named_parameters()), buckets
+    shards = parallel.plain_shards(model, grid)
+    if zero == 2:
+        parallel.reduce_scatter_in_backward(model, shards, grid)
+    if zero == 3:
+        parallel.gather_in_use(model, shards, grid)
+    return shards, []
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@on_ranks
+def test_replicas_sum_the_gradients_of_several_backwards(rank, world=2, *, zero):
+    """Three microbatches on each of two ranks: buckets and shards have the whole batch's gradients,
+    to 1e-12 in fp64. From ZeRO 2 on no whole gradient is left after a backward; a bucket is sent in
+    the last backward, before its end."""
+    tokens, targets = tokens_of(CFG, 6), tokens_of(CFG, 6, seed=1)
+    whole, local = random_gpt(CFG), random_gpt(CFG)
+    whole(tokens, targets).backward()
+    batch = list(zip(tokens.chunk(6), targets.chunk(6)))[3 * rank:][:3]
+    with gridded(rank, world, tp=1, pp=1) as grid:
+        owned, buckets = owned_with(zero, local, grid)
+        for bucket in buckets:
+            bucket.begin_step(len(batch))
+        for tokens, targets in batch:
+            assert not any(hasattr(bucket, "work") for bucket in buckets)
+            local(tokens, targets).backward()
+            assert {p.grad is not None for p in local.parameters()} == {zero < 2}
+        assert all(hasattr(bucket, "work") for bucket in buckets)
+        for bucket in buckets:
+            bucket.finish()
+        if zero == 1:
+            parallel.reduce_scatter_gradients(local, owned, grid)
+        pairs = {}
+        for name, parameter in whole.named_parameters():
+            gradient = parameter.grad
+            if zero > 0:
+                gradient = parallel.flatten(gradient, grid).chunk(world)[rank]
+            pairs[name] = owned[name].grad, gradient
+    assert_close(pairs, 1e-12)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("world, tp, pp, cp, sequence_parallel", [
+    (4, 1, 2, 1, False), (4, 2, 1, 1, True), (4, 1, 2, 2, False)])
+@on_ranks
+def test_plain_3d_steps_clip_by_the_norm_of_the_whole_model(rank, world, *, tp, pp, cp,
+                                                            sequence_parallel, zero):
+    """Three steps of SGD, which unlike AdamW shows the norm, have the losses of one process, to
+    1e-10 in fp64; the norm is above 1, to which it is clipped."""
+    one, local = (random_gpt(CFG) for _ in range(2))
+    with torch.no_grad():
+        for gpt in (one, local):
+            gpt.head.weight *= 8                            # so that the norm is above 1
+    tokens = torch.cat([tokens_of(CFG, 8), tokens_of(CFG, 8, seed=1)[:, :1]], 1)
+    expected, found = [], []
+    of_one = torch.optim.SGD(one.parameters(), lr=0.5)
+    for _ in range(3):
+        of_one.zero_grad()
+        loss = one(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
+        loss.backward()
+        assert torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0) > 1.1
+        of_one.step()
+        expected.append(loss.item())
+    with gridded(rank, world, tp, pp, sequence_parallel, cp=cp) as grid:
+        parallel.plain_tensor_parallel(local, grid)
+        if cp > 1:
+            parallel.plain_context_parallel(local, grid)
+        parallel.keep_stage(local, grid, parallel.stage_layers(CFG.n_layer, pp, grid.stage))
+        owned, buckets = owned_with(zero, local, grid)
+        of_local = torch.optim.SGD(owned.values(), lr=0.5)
+        for _ in range(3):
+            found.append(parallel.plain_3d_step(local, owned, buckets, of_local, tokens, grid, zero,
+                                                parallel.plain_1f1b))
+    assert found == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("world, tp, pp, cp, options", [
+    (2, 1, 1, 1, dict(zero=1)), (2, 1, 1, 1, dict(zero=2)), (2, 1, 1, 1, dict(zero=3)),
+    (2, 2, 1, 1, dict(sequence_parallel=True)), (2, 1, 1, 2, {}), (2, 1, 1, 2, dict(zero=1)),
+    (2, 1, 2, 1, dict(schedule=parallel.plain_1f1b)),
+    (8, 2, 2, 1, dict(sequence_parallel=True, schedule=parallel.plain_1f1b)),
+    (8, 2, 2, 1, dict(zero=1)),
+    (8, 2, 2, 1, dict(zero=2, schedule=parallel.plain_1f1b)),
+    (8, 2, 2, 2, dict(zero=3, sequence_parallel=True, schedule=parallel.plain_1f1b)),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
+        (8, 2, 2, 1, dict(zero=2, sequence_parallel=True)),
+        (8, 2, 2, 1, dict(zero=3)),
+        (8, 2, 2, 2, {}),
+        (8, 1, 2, 2, dict(schedule=parallel.plain_1f1b)),
+        (8, 2, 1, 2, dict(zero=1, sequence_parallel=True)),
+        (8, 4, 1, 2, dict(zero=2, sequence_parallel=True)),
+        (4, 1, 1, 1, dict(zero=2)), (4, 1, 1, 4, dict(zero=3))])])
+def test_plain_program_has_the_losses_of_train_py_with_each_technique(
+        pool, shards, losses_of_train_py, world, tp, pp, cp, options):
+    """Five steps in these layouts have the losses of train.py in one process, to 1e-5."""
+    found = pool.run(world, functools.partial(losses_of_plain_program, cp=cp, **options), tp, pp,
+                     shards, 5)[0]
+    assert len(found) == 5 and found == pytest.approx(losses_of_train_py(5), rel=1e-5)
+
+
+def test_plain_program_refuses_what_its_flags_cannot_be(tmp_path):
+    """In one line that names the numbers, with status 2."""
+    for flags, words in [(["--cp", 2], "--nproc_per_node=2 parallel.py --tp 1 --pp 1 --cp 2"),
+                         (["--cp", 0], "--cp 0"), (["--zero", 4], "--zero"),
+                         (["--pp-schedule", "zb-h1"], "--pp-schedule")]:
+        status, text, error = Command("parallel.py", *flags, cwd=tmp_path).finish()
+        assert (status, text) == (2, "") and words in error and error.count("\n") == 1, error

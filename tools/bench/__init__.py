@@ -1,0 +1,9 @@
+"""Measure speed and memory: the tables of docs/measurements.md. Nothing is asserted.
+
+    python -m tools.bench                       # all tables: an hour on a quiet machine
+    python -m tools.bench parallel_stack        # one or more, by name
+    python -m tools.bench gpu                   # on one GPU: gpu.py
+
+Where PyTorch's own parallel stack (peer.py) or another library does the same work, both sides take
+turns, and their medians and the ratio are printed.
+"""

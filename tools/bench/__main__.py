@@ -1,0 +1,42 @@
+"""The command line of python -m tools.bench."""
+import sys
+
+if not __package__:
+    sys.path.insert(0, f"{sys.path[0]}/..")
+import tools        # first: python tools/bench ends in its line
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+import tools.bench
+from runtime import commandline
+from tools.bench import gpu
+from tools.bench.programs import ROOT
+from tools.bench.tables import TABLES
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["gpu"]:
+        gpu.main(sys.argv[2:])
+        return
+    parser = commandline.Parser("bench.py", "python -m tools.bench [NAME ...]",
+                                tools.bench.__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME",
+                        help=", ".join(TABLES) + " (default: all); or gpu, with flags of its own")
+    names = parser.parse_args().names or list(TABLES)
+    os.environ["PYTHONPATH"] = str(ROOT)                    # for the programs that it starts
+    for name in names:
+        if name not in TABLES:
+            parser.error(f"there is no table {name!r}: there are {', '.join(TABLES)}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""                 # these tables are of CPUs
+    torch.set_num_threads(1)
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            TABLES[name](Path(folder))
+
+
+if __name__ == "__main__":
+    main()

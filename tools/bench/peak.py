@@ -1,0 +1,84 @@
+"""The memory of four processes at the peak of a step, beside the plan's estimate."""
+import functools
+import gc
+import multiprocessing
+import os
+import re
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import data
+import train
+from model import GPTConfig
+from parallelism.build import Grid, make_groups
+from runtime import console, evaluation
+from tools.bench.programs import random_data
+from tools.plan.flags import PlanConfig
+from tools.plan.memory import memory_bytes
+from tools.plan.stages import Stage
+
+# What a process holds at its peak: 101M parameters on four replicas; a pipeline of four stages with
+# eight layers of width 512, 16 microbatches of two sequences; and long sequences on four ranks.
+
+BIG = GPTConfig(vocab_size=257, seq_len=32, n_layer=8, n_head=8, n_embd=1024)
+LONG = GPTConfig(vocab_size=257, seq_len=512, n_layer=8, n_head=8, n_embd=512)
+PIPELINES = {"gpipe": {}, "1f1b": dict(pp_schedule="1f1b"), "recompute": dict(recompute=True),
+             "interleaved": dict(pp_schedule="interleaved", pp_chunks=2),
+             "zb-h1": dict(pp_schedule="zb-h1")}
+CONTEXT = GPTConfig(vocab_size=257, seq_len=8192, n_layer=4, n_head=4, n_embd=256)
+CONTEXTS = {"8,192 positions": (8192, 1), "8,192 positions, cp 4": (8192, 4),
+            "24,576 positions, cp 4": (24_576, 4)}
+KEPT = ("parameters", "gradients", "masters", "moments")        # from the start to the end
+
+
+def resident(what):
+    """Bytes of this process, now (VmRSS) or at most since the last reset (VmHWM)."""
+    return 1024 * int(re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def peak_memory(config, cfg, store, rank):
+    """(bytes at the peak of a step, less what was there before the model was made; the plan's:
+    state, buffers, activations) of this rank of four."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+    grid = Grid(4 // (config.tp * config.pp * config.cp), config.pp, config.tp, rank,
+                chunks=config.pp_chunks, cp=config.cp)
+    make_groups(grid)
+
+    def step(cfg):
+        train_data, val_data = (data.TokenDataset(config.data, split, cfg.seq_len)
+                                for split in data.SPLITS)
+        run = train.Run(config, cfg, grid, torch.device("cpu"), train_data, val_data, None)
+        run.save = lambda: None
+        run.watch.log = console.RunLog(mock.Mock())
+        with mock.patch.object(evaluation, "evaluate_source", lambda *_: 0.0):
+            run.train(mock.Mock(held=nullcontext))
+    # Libraries allocate at their first use.
+    step(GPTConfig(vocab_size=257, seq_len=16, n_layer=config.pp * config.pp_chunks, n_head=8,
+                   n_embd=32))
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")           # VmHWM starts over
+    before = resident("VmRSS")
+    step(cfg)
+    peak = resident("VmHWM") - before
+    sizes = memory_bytes(Stage(cfg, config, grid), on_gpu=False)
+    dist.barrier()
+    return peak, (sum(sizes[kind] for kind in KEPT), sizes["buffers"], sizes["activations"])
+
+
+def peak_of(cfg, folder, **flags):
+    """`peak_memory` of each of four ranks, in fresh processes, whose freed memory goes back to the
+    system at once."""
+    config = PlanConfig(**dict(
+        data=str(random_data(folder, cfg.vocab_size, cfg.seq_len + 1)), out=str(folder), steps=1,
+        batch_size=8, micro_batch=2, lr=1e-3, eval_every=0, save_every=0, device="cpu") | flags)
+    spawn = multiprocessing.get_context("spawn")            # malloc reads its environment first
+    with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1"), \
+            tempfile.TemporaryDirectory() as store, spawn.Pool(4) as processes:
+        measure = functools.partial(peak_memory, config, cfg, f"{store}/store")
+        return processes.map_async(measure, range(4), chunksize=1).get(500)

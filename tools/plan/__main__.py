@@ -1,0 +1,97 @@
+"""The command line of python -m tools.plan."""
+import sys
+
+if not __package__:
+    sys.path.insert(0, f"{sys.path[0]}/..")
+import tools        # first: python tools/plan ends in its line
+
+import argparse
+import json
+import math
+from dataclasses import replace
+
+from model import GPTConfig
+from runtime import options
+from runtime.checks import check_config
+from runtime.commandline import Parser
+from runtime.other_names import OTHER_NAMES, PLAN_ADVICE
+from runtime.processes import print_rank0
+from tools.plan.estimate import make_plan
+from tools.plan.flags import OWN_FLAGS, RUN_FLAGS, PlanConfig
+from tools.plan.gpus import GPUS
+from tools.plan.report import format_command, format_days, format_plan, format_search, notes_of
+from tools.plan.search import largest_model, plan_of_days, search_layouts, with_layout
+
+HELP = """Plan a run of train.py on GPUs: memory, traffic, time and failures.
+
+Of what it prints, in a step: passes are the reads and writes of activations beside matrix products
+and attention; fill is what the pipeline waits for its first and last microbatches, bubble the idle
+fraction of its stages; dp is the traffic of gradients and parameters that computation does not
+hide; update is AdamW. Days, also those of --days, are of training alone: saves and failures come
+on top, as goodput says. Command is what starts the run."""
+
+
+def read_flags(arguments: list[str]) -> tuple[PlanConfig, dict]:
+    """The config, and what of it was given. Raises ValueError on a usage error."""
+    parser = Parser("plan.py", "python -m tools.plan --world N --gpu NAME [FLAG ...]", HELP,
+                    OTHER_NAMES, PLAN_ADVICE, argument_default=argparse.SUPPRESS)
+    options.add_flags(parser, OWN_FLAGS + RUN_FLAGS, PlanConfig)
+    given = options.parse_given(parser, arguments, PlanConfig)
+    if "world" not in given or "gpu" not in given:
+        raise ValueError(f"--world, the number of GPUs, and --gpu, one of {', '.join(GPUS)} or "
+                         f"TFLOP/s:GB:GB/s of another, are required")
+    ends = ["--" + name for name in ("steps", "tokens", "days") if name in given]
+    if len(ends) > 1:
+        raise ValueError(f"{ends[0]} and {ends[1]} both say when the run ends: drop one")
+    config = PlanConfig(**given)
+    if config.dtype == "bf16" and config.spec.name == "V100":
+        raise ValueError("a V100 has no matrix products in bf16: give --dtype fp16")
+    if config.world % (config.tp * config.pp * config.cp):
+        raise ValueError(f"--world {config.world} is not divisible by tp {config.tp} x pp "
+                         f"{config.pp} x cp {config.cp}: give a multiple")
+    return config, given
+
+
+def answer(arguments: list[str]) -> str:
+    """What the command prints. Raises ValueError on a usage error, or if --search finds nothing."""
+    config, given = read_flags(arguments)
+    chooses_model = config.days is not None and not given.keys() & {"model", *options.SHAPE}
+    if chooses_model:
+        config, plans = largest_model(config, given)
+        given = given | dict(model=config.model, batch_size=config.batch_size)
+    shape = options.model_shape(vars(config))
+    if config.tokens is not None:
+        steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
+        config = replace(config, steps=steps)
+    cfg = GPTConfig(config.vocab_size, **shape)
+    if not chooses_model and config.search:
+        plans = search_layouts(cfg, config, given)
+    elif not chooses_model:
+        config, cfg = check_config(config, shape, config.vocab_size, config.world, "cuda")
+        plans = [make_plan(cfg, config)]
+    if config.days is not None:
+        plans = [plan_of_days(cfg, config, plan, chooses_model) for plan in plans]
+
+    if config.json:
+        return json.dumps(plans if "search" in given else plans[0])
+    lines = []
+    if config.days is not None:
+        lines.append(format_days(config, plans[0], chooses_model))
+    first = with_layout(config, plans[0])
+    if "search" in given:
+        return "\n".join([*lines, *format_search(plans), format_command(first, given)])
+    lines += format_plan(cfg, first, plans[0])
+    lines.append(f"command  {format_command(first, given)}")
+    return "\n".join(lines + notes_of(config, plans[0]))
+
+
+def main() -> None:
+    try:
+        print_rank0(answer(sys.argv[1:]))
+    except ValueError as error:
+        print(f"plan.py: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The whole plan of one layout, as numbers: memory, traffic and time of its stages, what failures
+cost, and what scaling laws say.
+"""
+import math
+
+from model import GPTConfig
+from runtime.flops import flops_per_token, parameter_count
+from tools.plan.flags import LAYOUT, PlanConfig
+from tools.plan.memory import memory_bytes
+from tools.plan.stages import kinds_of_stages
+from tools.plan.time import LINK, step_seconds
+from tools.plan.traffic import traffic_bytes
+
+HEADROOM = 0.06         # fraction of memory for temporaries, NCCL and fragmentation
+DISK = 2e9              # bytes per second of one writer
+RESTART = 300.0         # seconds from a failure until a checkpoint is read
+DAY = 86400
+PF_DAY = 1e15 * DAY     # FLOPs
+
+
+def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
+    """Estimate a run of `config.steps` steps on `config.world` GPUs, as one flat dict in bytes and
+    seconds, unless a name has another unit. Memory is that of the fullest rank; bytes_... are what
+    the rank that sends most sends in a step."""
+    stages, kinds = kinds_of_stages(cfg, config)
+    gpu = config.spec
+    plan = {name: getattr(config, name) for name in ("gpu", "world", *LAYOUT)}
+    plan |= dict(dp=stages[0].grid.dp, layers_per_stage=math.ceil(cfg.n_layer / config.pp))
+    plan |= compute_of(cfg, config)
+
+    memory = [memory_bytes(stage) for stage in stages]
+    on_gpu = [sum(size for kind, size in sizes.items() if not kind.startswith("host_"))
+              for sizes in memory]
+    fullest = on_gpu.index(max(on_gpu))
+    plan |= {f"memory_{kind}": size for kind, size in memory[fullest].items()}
+    plan |= dict(memory_bytes=on_gpu[fullest], fullest_rank=stages[fullest].grid.rank,
+                 fits=on_gpu[fullest] <= (1 - HEADROOM) * gpu.memory)
+
+    sent = [traffic_bytes(stage) for stage in stages]
+    busiest = max(sent, key=lambda sizes: sum(sizes.values()))
+    plan |= {f"bytes_{kind}": size for kind, size in busiest.items()}
+
+    seconds, bubble = step_seconds(stages, kinds, sent)
+    step = sum(seconds.values())
+    days = config.steps * step / DAY
+    rate = plan["tokens_per_step"] / step / config.world        # tokens per second and GPU
+    plan |= {f"seconds_{kind}": x for kind, x in seconds.items()}
+    plan |= dict(
+        step_seconds=step, bubble=bubble, tokens_per_second=rate * config.world,
+        model_tflops_per_gpu=rate * plan["flops_per_token"] / 1e12,
+        hardware_tflops_per_gpu=rate * hardware_flops_per_token(cfg, config) / 1e12,
+        mfu=rate * plan["flops_per_token"] / gpu.peak(config.size),
+        days=days, gpu_hours=days * 24 * config.world)
+
+    # A checkpoint holds masters and moments. Each rank copies its own to the host; rank 0 receives
+    # and writes a parameter at a time. Rank 0 reads the whole file once more than the others: CRCs.
+    checkpoint = 3 * config.master_size * plan["parameters"]
+    moments = max(sizes.get("moments", 0) + sizes.get("host_moments", 0) for sizes in memory)
+    speed = LINK * (gpu.network if config.world > config.gpus_per_node else gpu.host)
+    nodes = max(1, config.world / config.gpus_per_node)
+    return plan | dict(checkpoint_bytes=checkpoint) | goodput(
+        1.5 * moments / gpu.host, checkpoint / speed + checkpoint / DISK, 2 * checkpoint / DISK,
+        nodes, config.mtbf_hours)
+
+
+def hardware_flops_per_token(cfg: GPTConfig, config: PlanConfig) -> int:
+    """`flops_per_token`, with what is recomputed."""
+    again = 4 * cfg.n_layer * cfg.n_embd * cfg.seq_len if config.recomputes_attention else 0
+    return flops_per_token(cfg, config.recompute) + again
+
+
+def compute_of(cfg: GPTConfig, config: PlanConfig) -> dict:
+    """Parameters, tokens and FLOPs of the run, and what scaling laws say about them."""
+    N = parameter_count(cfg)
+    tokens_per_step = config.batch_size * cfg.seq_len
+    tokens = config.steps * tokens_per_step
+    flops = flops_per_token(cfg)
+    optimal = compute_optimal(6 * N * tokens)
+    return dict(
+        parameters=N, tokens_per_step=tokens_per_step, tokens=tokens, flops_per_token=flops,
+        flops_6nd=6 * N * tokens, flops_with_attention=flops * tokens,
+        flops_with_recomputation=hardware_flops_per_token(cfg, config) * tokens,
+        pf_days=flops * tokens / PF_DAY, compute_optimal_tokens=20 * N,
+        **{f"compute_optimal_parameters_{name}": x for name, x in optimal.items()},
+        predicted_loss=chinchilla_loss(N, tokens))
+
+
+def goodput(pause: float, write: float, read: float, nodes: float, mtbf_hours: float) -> dict:
+    """The fraction of time that makes progress, where each node fails every `mtbf_hours`, with the
+    best interval between checkpoints (Daly 2006, equations 20 and 37; Young's of 1974,
+    sqrt(2 M pause), is its first term).
+
+    Training pauses for `pause` seconds; then threads write for `write` seconds, one checkpoint at a
+    time. A failure costs the restart, the `read` seconds, and the progress since the last whole
+    checkpoint, which is a write's time older than the last.
+    """
+    M = mtbf_hours * 3600 / nodes           # seconds between two failures of the job
+    root = min(1.0, math.sqrt(pause / (2 * M)))
+    interval = max(write, 2 * M * root * (1 + root / 3 + root ** 2 / 9) - pause)
+    lost = RESTART + read + write
+    progress = (interval / M * math.exp(-(lost + interval + pause) / M)
+                / -math.expm1(-(interval + pause) / M))
+    return dict(failure_hours=M / 3600, pause_seconds=pause, write_seconds=write,
+                read_seconds=read, interval_seconds=interval, goodput=progress)
+
+
+def chinchilla_loss(parameters: float, tokens: float) -> float:
+    """Loss in nats per token that a good run of this size reaches on text of the web: the law that
+    Hoffmann et al. 2022 fitted, equation 10 (their tokenizer, 32000 tokens)."""
+    return 1.69 + 406.4 / parameters ** 0.34 + 410.7 / tokens ** 0.28
+
+
+def compute_optimal(flops: float) -> dict[str, float]:
+    """Parameters N of the model with the lowest loss that 6 N D = `flops` can buy, by three laws:
+
+    chinchilla      20 tokens per parameter (Hoffmann et al. 2022, table 3, and Chinchilla itself)
+    chinchilla_law  the minimum of `chinchilla_loss` (equation 4 there, with rounded constants)
+    kaplan          1.3e9 PF-days^0.73 (Kaplan et al. 2020, table 6), without embeddings: too large
+    """
+    return dict(
+        chinchilla=math.sqrt(flops / 6 / 20), kaplan=1.3e9 * (flops / PF_DAY) ** 0.73,
+        chinchilla_law=(0.34 * 406.4 / (0.28 * 410.7) * (flops / 6) ** 0.28) ** (1 / 0.62))

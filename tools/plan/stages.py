@@ -1,0 +1,89 @@
+"""A stage of a planned pipeline: its place in the run, and what of the model it holds. All blocks
+are alike, so one block and a count stand for them, and no tensor is made.
+"""
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from model import GPTConfig
+from parallelism.buckets import Bucket, make_buckets
+from parallelism.build import Grid, build_stage
+from parallelism.pipeline import chunk_layers
+from parallelism.tensor import ParamSpec, param_specs
+from tools.plan.flags import PlanConfig
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A rank of a stage. Numbers are those of one microbatch."""
+    cfg: GPTConfig
+    config: PlanConfig
+    grid: Grid
+
+    @cached_property
+    def layers(self) -> int:
+        return sum(map(len, chunk_layers(self.cfg.n_layer, self.grid)))
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Of a step, on each replica."""
+        return self.config.batch_size // (self.grid.dp * self.config.micro_batch)
+
+    @cached_property
+    def positions(self) -> int:
+        """That this rank computes, of all sequences."""
+        return self.config.micro_batch * self.cfg.seq_len // self.grid.cp
+
+    @cached_property
+    def x(self) -> int:
+        """How many numbers pass from block to block, (B, T / cp, C)."""
+        return self.positions * self.cfg.n_embd
+
+    @cached_property
+    def own_x(self) -> int:
+        """How many of them this rank keeps."""
+        return self.x // self.grid.tp if self.grid.sequence_parallel else self.x
+
+    @cached_property
+    def keys_and_values(self) -> int:
+        """How many numbers a block's K and V of all positions have, (B, T, C / tp)."""
+        return 2 * self.x * self.grid.cp // self.grid.tp
+
+    @cached_property
+    def buckets(self) -> list[tuple[Bucket, int]]:
+        """The buckets of this rank's FlatParameters: [(bucket, how many like it)]. The last two are
+        a block's attention and MLP."""
+        grid = self.grid
+        specs = stage_specs(self.cfg, grid.tp, grid.is_first, grid.is_last)
+        if self.config.zero > 0:
+            buckets = make_buckets(specs, grid.replicas, grid.replicas, grid.replica)
+        else:
+            buckets = make_buckets(specs, grid.replicas)
+        ends = [(bucket, 1) for bucket in buckets[:-2]]
+        return ends + [(bucket, self.layers) for bucket in buckets[-2:]]
+
+    @cached_property
+    def numel(self) -> int:
+        """Numbers in these buckets."""
+        return sum(bucket.numel * count for bucket, count in self.buckets)
+
+
+@lru_cache
+def stage_specs(cfg: GPTConfig, tp: int, is_first: bool, is_last: bool) -> list[ParamSpec]:
+    """The parameters of such a stage if it has one block."""
+    pp = 1 + (not is_first) + (not is_last)         # a stage before it, and one behind it
+    grid = Grid(1, pp, tp, rank=0 if is_first else tp)
+    cfg = replace(cfg, n_layer=pp)
+    return param_specs(build_stage(cfg, grid), cfg, grid)
+
+
+def kinds_of_stages(cfg: GPTConfig, config: PlanConfig) -> tuple[list[Stage], list[int]]:
+    """(the first stage of each kind, at its first rank; which kind each stage is)"""
+    in_stage = config.cp * config.tp
+    dp = config.world // (config.pp * in_stage)
+    stages = [Stage(cfg, config, Grid(dp, config.pp, config.tp, stage * in_stage,
+                                      config.sequence_parallel, config.pp_chunks, config.cp))
+              for stage in range(config.pp)]
+    kind_of = [(stage.layers, stage.grid.is_first, stage.grid.is_last) for stage in stages]
+    kinds = list(dict.fromkeys(kind_of))
+    firsts = [stages[kind_of.index(kind)] for kind in kinds]
+    return firsts, [kinds.index(kind) for kind in kind_of]

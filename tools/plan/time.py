@@ -1,0 +1,201 @@
+"""Seconds of a step."""
+from typing import NamedTuple
+
+from parallelism.schedules import SCHEDULES
+from tools.plan.flags import PlanConfig
+from tools.plan.stages import Stage
+from tools.plan.traffic import CONTEXT_RINGS, gradient_rings
+from tools.schedule import clock
+
+# Fitted on 209 published steps (tests/published_steps.py says which, and the error without each):
+PASSES = 93             # times that (B, T, C / tp) numbers cross memory in the rest of a block
+LINK = 0.55             # fraction of a link's speed that collectives and messages reach
+SHARE = 0.32            # fraction of hidden traffic's time that it takes from what hides it
+# Counted, or from the makers' descriptions:
+WHOLE_PASSES = 20       # the same of (B, T, C): norms and residual sums, / tp if sequence-parallel
+TILE = 128 * 256        # outputs of a matrix product that a multiprocessor computes at a time
+HOP = 5e-6              # seconds that each rank of a ring adds (NCCL's tuning: 3 to 14 us)
+# Measured: GPT-2 124M on an H100 is 1.09 times as fast with --compile.
+COMPILED = 0.6          # fraction of PASSES and WHOLE_PASSES that --compile leaves
+
+
+def link_speeds(config: PlanConfig) -> dict[str, float]:
+    """Bytes per second between the ranks of a group of tp, cp, pp, and of replicas (dp): NVLink
+    where they share a machine. What leaves a machine uses an adapter for each of them in it."""
+    gpu = config.spec
+    per_node, tp, pp, cp = config.gpus_per_node, config.tp, config.pp, config.cp
+
+    def speed(ranks, stride, adapters):
+        one_machine = per_node % (ranks * stride) == 0 or config.world <= per_node
+        return LINK * (gpu.link if one_machine else min(gpu.link, adapters * gpu.network))
+
+    replicas = config.world // (tp * pp)
+    beside = max(1, per_node // tp)         # ranks of a machine with the same part of each matrix
+    links = dict(tp=speed(tp, 1, per_node), cp=speed(cp, tp, beside), pp=speed(pp, cp * tp, 1))
+    links["dp"] = links["cp"]
+    if replicas > cp:
+        links["dp"] = speed(replicas, tp * pp, max(beside // pp, min(beside, cp)))
+    return links
+
+
+def product_seconds(config: PlanConfig, rows: float, columns: float, inner: float) -> float:
+    """A matrix product (rows, inner) x (inner, columns). Each multiprocessor computes a tile of the
+    result at a time, so that in the last wave of tiles half of them are idle, on average: narrow
+    and short products are slow."""
+    gpu = config.spec
+    idle = 0.5 * gpu.processors * TILE
+    return 2 * (rows * columns + idle) * inner / (gpu.products * gpu.peak(config.size))
+
+
+def linear_seconds(stage: Stage, outputs: float, inputs: float) -> tuple[float, float, float]:
+    """A linear layer's forward, the gradient of its input, and that of its weight."""
+    config, positions = stage.config, stage.positions
+    return (product_seconds(config, positions, outputs, inputs),
+            product_seconds(config, positions, inputs, outputs),
+            product_seconds(config, outputs, inputs, positions))
+
+
+class BlockTimes(NamedTuple):
+    """Seconds of a block by what they go to, for one microbatch, without communication."""
+    forward: dict
+    backward: dict
+    recomputed: dict    # once more in backward, with --recompute
+    weights: float      # of backward: the products that are gradients of matrices
+
+
+def block_seconds(stage: Stage) -> BlockTimes:
+    config = stage.config
+    gpu = config.spec
+    C = stage.cfg.n_embd
+    own = C / config.tp                                                 # channels
+    layers = [(3 * own, C), (C, own), (4 * own, C), (C, 4 * own)]       # (outputs, inputs)
+    forward, inputs, weights = zip(*(linear_seconds(stage, *layer) for layer in layers))
+    scores = 4 * stage.positions * stage.cfg.seq_len * own / (
+        gpu.attention * gpu.peak(config.size))
+    whole = own if config.sequence_parallel else C
+    passes = stage.positions * config.size * (PASSES * own + WHOLE_PASSES * whole) / gpu.bandwidth
+    if config.compile:
+        passes *= COMPILED
+    backward = 3 * scores if config.recomputes_attention else 2 * scores
+    return BlockTimes(
+        dict(matrices=sum(forward), attention=scores, passes=passes / 3),
+        dict(matrices=sum(inputs + weights), attention=backward, passes=passes * 2 / 3),
+        dict(matrices=sum(forward[:-1]), attention=scores, passes=passes / 3), sum(weights))
+
+
+class StageTimes(NamedTuple):
+    """Seconds of a microbatch on a stage, forward and backward: by what they go to; of its forward
+    alone; of the products that are gradients of the blocks' matrices."""
+    by_kind: dict
+    forward: float
+    weights: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_kind.values())
+
+    @property
+    def backward(self) -> float:
+        return self.total - self.forward
+
+
+def stage_seconds(stage: Stage, sent: dict) -> StageTimes:
+    """`sent`: the stage's `traffic_bytes`."""
+    config, layers, m = stage.config, stage.layers, stage.microbatches
+    links = link_speeds(config)
+    block = block_seconds(stage)
+    seconds = {kind: layers * (block.forward[kind] + block.backward[kind])
+               for kind in block.forward}
+    rings, recomputed_rings = 8, 0              # an all-reduce is two
+    if config.recompute:
+        recomputed_rings = 2
+        seconds = {kind: x + layers * block.recomputed[kind] for kind, x in seconds.items()}
+    hops = dict(tp=HOP * (config.tp - 1) * layers * (rings + recomputed_rings),
+                cp=HOP * (config.cp - 1) * layers * CONTEXT_RINGS, pp=0)
+    seconds |= {kind: sent[kind] / m / links[kind] + hops[kind] for kind in hops}
+    forward = (layers * sum(block.forward.values()) + seconds["pp"] / 2
+               + seconds["cp"] / CONTEXT_RINGS
+               + seconds["tp"] * rings / 2 / (rings + recomputed_rings))
+    if stage.grid.is_last:      # the head's gradients come in forward; 8 passes through its logits
+        vocab = stage.cfg.vocab_size / config.tp
+        head = sum(linear_seconds(stage, vocab, stage.cfg.n_embd))
+        passes = 8 * config.size * stage.positions * vocab / config.spec.bandwidth
+        seconds["matrices"] += head
+        seconds["passes"] += passes
+        forward += head + passes
+    return StageTimes(seconds, forward, layers * block.weights)
+
+
+def pipeline_seconds(config: PlanConfig, stages: list[StageTimes], m: int) -> float:
+    """The time of m microbatches through all stages. GPipe: the slowest stage works, the others add
+    their time once, forward and backward. 1F1B: a stage starts when the first microbatch reaches
+    it, and waits for its first and last backward, from all stages behind it, if the forwards (or
+    backwards) that it has to do meanwhile are shorter. Interleaved, with chunks that take equally
+    long, and ZB-H1, whose W takes `weights` of backward: simulated."""
+    p = len(stages)
+    if config.pp_schedule in ("interleaved", "zb-h1"):
+        chunks = config.pp_chunks
+        units = [dict(F=s.forward / chunks, B=s.backward / chunks) for s in stages]
+        if config.pp_schedule == "zb-h1":
+            units = [dict(F=s.forward, B=s.backward - s.weights, W=s.weights) for s in stages]
+        schedule = SCHEDULES[config.pp_schedule]
+        times = clock([schedule(s, p, m, chunks) for s in range(p)], units)
+        return max(end for row in times for _, end in row.values())
+    forward, backward = [s.forward for s in stages], [s.backward for s in stages]
+    if config.pp_schedule == "gpipe":
+        return sum(sum(times) + (m - 1) * max(times) for times in (forward, backward))
+    both = [f + b for f, b in zip(forward, backward)]
+    ends = []
+    for s in range(max(0, p - m), p):
+        behind = sum(both[s + 1:])
+        waits = sum(max(0.0, behind - (p - 1 - s) * times[s]) for times in (forward, backward))
+        ends.append(sum(both[:s]) + m * both[s] + waits)
+    return max(ends)
+
+
+def exposed(traffic: float, hidden: float) -> float:
+    """What traffic adds to a step if computation hides so many seconds of it. What is hidden takes
+    memory and multiprocessors from the computation."""
+    return max(SHARE * traffic, traffic - hidden)
+
+
+def exposed_seconds(stage: Stage, sent: dict, slowest: StageTimes) -> float:
+    """What data parallelism adds to a step, behind the slowest stage. ZeRO 0 and 1 send gradients
+    during the last backward (ZB-H1: its W), 2 during all, 3 during forward and backward. ZeRO 1 and
+    2 gather parameters during the first forward."""
+    links = link_speeds(stage.config)
+    m, zero = stage.microbatches, stage.config.zero
+    hops = HOP * (stage.grid.replicas - 1) * (2 * stage.layers + 2)     # once around, all buckets
+    gradients = sent["gradients"] / links["dp"] + hops * gradient_rings(stage)
+    embedding = sent["embedding"] / links["pp"]
+    gathers = sent["parameters"] / links["dp"]
+    if zero == 3:
+        gathers += hops * 2 * m
+        return embedding + exposed(gradients + gathers, m * slowest.total)
+    if zero > 0:
+        gathers = exposed(gathers + hops, slowest.forward)
+    hidden = slowest.weights if stage.config.pp_schedule == "zb-h1" else slowest.backward
+    if zero == 2:
+        hidden *= m
+    return embedding + gathers + exposed(gradients, hidden)
+
+
+def step_seconds(stages: list[Stage], kinds: list, sent: list) -> tuple[dict, float]:
+    """Seconds of a step by what they go to, which add up, and the bubble: the idle fraction of the
+    stages until the last backward. `kinds_of_stages`, and the `traffic_bytes` of each kind."""
+    config, m = stages[0].config, stages[0].microbatches
+    times = [stage_seconds(stage, out) for stage, out in zip(stages, sent)]
+    slowest = max(times, key=lambda stage: stage.total)
+    span = m * slowest.total            # of one stage, exactly
+    if config.pp > 1:
+        span = pipeline_seconds(config, [times[k] for k in kinds], m)
+    dp = max(exposed_seconds(stage, out, slowest) for stage, out in zip(stages, sent))
+    # AdamW reads or writes about twelve numbers for each parameter.
+    numel = stages[0].numel
+    if config.zero > 0:
+        numel /= stages[0].grid.replicas
+    memory_speed = config.spec.host if config.offload else config.spec.bandwidth
+    update = 12 * config.master_size * numel / memory_speed
+    seconds = {kind: m * x for kind, x in slowest.by_kind.items()}
+    seconds |= dict(fill=span - m * slowest.total, dp=dp, update=update)
+    return seconds, 1 - m * sum(times[k].total for k in kinds) / (config.pp * span)

@@ -1,0 +1,89 @@
+"""Bytes that a rank sends in a step, by kind. (The tests compare them with those of real runs.)"""
+from tools.plan.stages import Stage
+
+CONTEXT_RINGS = 3       # K and V go around in forward and in backward, their gradients once
+
+
+def ring(ranks: int, nbytes: float) -> float:
+    """Bytes that each rank sends in a reduce-scatter or all-gather; an all-reduce sends twice as
+    many."""
+    return (ranks - 1) * nbytes / ranks
+
+
+def gradient_rings(stage: Stage) -> int:
+    """How often a step's gradients go around the ring of replicas."""
+    if stage.config.zero == 0:
+        return 2                        # all-reduce
+    if stage.config.zero == 1:
+        return 1                        # reduce-scatter
+    return stage.microbatches           # reduce-scatter of every microbatch
+
+
+def traffic_bytes(stage: Stage) -> dict:
+    """Bytes that this rank sends in a step, by kind:
+
+        tp          see `tensor_parallel_bytes`
+        cp          K and V of a block, (B, T, C / tp), forward and again in backward; the sum of
+                    their gradients
+        pp          1 / tp of x (B, T / cp, C) forward, of its gradient backward, of each chunk
+        gradients   `gradient_rings`
+        parameters  ZeRO 1, 2: an all-gather; 3: for each microbatch one forward and another
+                    backward, where the ends and the last block are still there
+        embedding   the tied matrix's gradient, between the first stage and the last
+        world       five numbers in float64 that all ranks agree on
+    """
+    config, grid = stage.config, stage.grid
+    m = stage.microbatches
+    tied = stage.buckets[0][0].numel            # on the stages at the ends
+
+    gradients = gradient_rings(stage) * stage.numel
+    if config.zero == 2 and grid.is_last and grid.pp > 1 and config.pp_schedule == "gpipe":
+        gradients -= (m - 1) * tied             # GPipe's forwards add up all of the head's
+    parameters = 0
+    if config.zero in (1, 2):
+        parameters = stage.numel
+    if config.zero == 3:
+        parameters = m * (2 * stage.numel - sum(bucket.numel for bucket, _ in stage.buckets))
+
+    messages = 2 * grid.chunks - grid.is_first - grid.is_last
+    message = stage.x * config.size
+    tp = tensor_parallel_bytes(stage)
+    if not grid.sequence_parallel:
+        tp += m * messages * ring(grid.tp, message)         # the receivers gather it
+    embedding = 0
+    if grid.pp > 1 and (grid.is_first or grid.is_last):
+        embedding = config.master_size * tied
+        if config.zero > 0:
+            embedding /= grid.replicas
+    rings = CONTEXT_RINGS * stage.layers
+    return dict(tp=tp, cp=m * rings * ring(grid.cp, config.size * stage.keys_and_values),
+                pp=m * messages * message / grid.tp,
+                gradients=ring(grid.replicas, config.master_size * gradients),
+                parameters=ring(grid.replicas, config.size * parameters), embedding=embedding,
+                world=2 * ring(grid.world, 5 * 8))
+
+
+def tensor_parallel_bytes(stage: Stage) -> float:
+    """4 all-reduces of x (B, T / cp, C) a block, 1 of the embedding, 1 of the head; 3 numbers a
+    position for the loss. Recomputation: 1 more a block. Sequence parallelism: the input of 2
+    matrices is gathered again (of 3 with recomputation), and the gradients of what is replicated
+    are summed."""
+    config, grid = stage.config, stage.grid
+    per_block = 8                               # rings: an all-reduce is two
+    if config.recompute:
+        per_block += 2
+    if grid.sequence_parallel:
+        per_block += 3 if config.recompute else 2
+    rings = per_block * stage.layers + 2 * grid.is_first + 2 * grid.is_last
+    per_microbatch = rings * ring(grid.tp, stage.x * config.size)
+    if grid.is_last:
+        per_microbatch += 2 * ring(grid.tp, 3 * config.master_size * stage.positions)
+    total = stage.microbatches * per_microbatch
+    if grid.sequence_parallel:
+        replicated = 0
+        for bucket, count in stage.buckets:
+            for spec, shard_slice, _ in bucket.shard_ranges:
+                if spec.partition_dim is None:
+                    replicated += count * (shard_slice.stop - shard_slice.start)
+        total += 2 * ring(grid.tp, config.master_size * replicated)
+    return total
