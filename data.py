@@ -43,8 +43,9 @@ from corpus.kinds import what_it_is
 from corpus.messages import NO_SPACE, explain, is_failure, named
 from corpus.messages import note as tell
 from corpus.messages import print_lines, progress
-from corpus.passes import (SPLITS, VAL_ONE_IN, Index, bytes_per_token, index_documents, tokenise,
+from corpus.passes import (SPLITS, Index, bytes_per_token, index_documents, tokenise,
                            train_tokenizer)
+from corpus.split import VAL_ONE_IN
 from corpus.tokenizers import OWN, get_tokenizer, name_of, read_file, read_own
 
 HEADER_BYTES = 1024

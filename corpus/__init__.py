@@ -3,8 +3,9 @@
     inputs      which files are read           passes      the two passes over the documents
     kinds       what a file is                 tokenizers  text to tokens and back
     formats     the documents of a file        flags       of data.py, and its summary
-    downloads   files from the network         near_duplicates     MinHash of the documents
-    compressed  .gz and .zst                   bpe         trains a tokenizer
-    records     lines and tables of documents  messages    notes, progress, errors in a line
-    problems    what is skipped or refused     disk        files that appear when they are whole
+    split       which documents validate       near_duplicates     MinHash of the documents
+    downloads   files from the network         bpe         trains a tokenizer
+    compressed  .gz and .zst                   messages    notes, progress, errors in a line
+    records     lines and tables of documents  disk        files that appear when they are whole
+    problems    what is skipped or refused
 """

@@ -5,9 +5,7 @@
 
 - Memory is bounded: 24 bytes are kept for each document, 112 more to find near-duplicates. A line
   of .jsonl is read as a whole.
-- The split is a function of (seed, text of the document): about 5% of the documents validate. If
-  these hold more than a quarter of the text, each gives only its end, together 5% of all. With
-  fewer than 20 documents, each gives its last 5%. Of equal documents the first is kept.
+- Of equal documents the first is kept. split.py chooses which validate.
 - The token <|endoftext|> stands before each document; the same characters in a text are text.
 """
 import hashlib
@@ -25,11 +23,11 @@ from corpus.formats import EOT, read_documents
 from corpus.messages import note, progress
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
 from corpus.problems import NotText, check_problems
+from corpus.split import choose_split
 from corpus.tokenizers import CUT, MOST_TOKENS, cut_of, write_tokens
 
 SPLITS = ("train", "val")
 TOKENIZER_BYTES = 10**8     # of text, which a tokenizer of one's own is trained on
-VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer
 
 
 class Index(NamedTuple):
@@ -129,25 +127,6 @@ def note_near_duplicates(keys, train_sizes, counts: dict) -> None:
         note(f"{seen:,} of {validates.sum():,} validation documents have a near-duplicate in "
              f"training, so the validation loss is too good: --near-duplicates drop keeps the "
              f"first of those that are alike ({counts['near_duplicates']:,} less)")
-
-
-def choose_split(digests, sizes):
-    """(bytes of each document that train, whether a rule against long documents holds)."""
-    if len(sizes) < VAL_ONE_IN:
-        train_sizes = sizes - np.maximum(sizes // VAL_ONE_IN, 1)
-        if train_sizes.max(initial=0) < 4:                  # bytes of the longest character
-            raise ValueError("the input holds no text, or less than 5 bytes: give it more")
-        return train_sizes, False
-    score = digests.view("<u8")[::2]                        # the first 8 of the 16 bytes
-    validates = score < 2**64 // VAL_ONE_IN
-    validates[score.argmin()] = True                        # both splits receive documents
-    validates[score.argmax()] = False
-    most = int(sizes.sum()) // VAL_ONE_IN
-    drawn = int(sizes[validates].sum())
-    if drawn <= 5 * most:
-        return np.where(validates, 0, sizes), False
-    shares = np.maximum(sizes * (most / drawn), 1).astype(np.int64)
-    return np.where(validates, sizes - shares, sizes), True
 
 
 def split_document(blocks, cut: int, place=CUT):
