@@ -135,7 +135,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd)
 
     def forward(self, x, dropout_seed=None, cache=None, start=0):
-        q, k, v = self.split_heads(self.qkv(x), start)                            # 3 of (B, H, T, D)
+        q, k, v = self.split_heads(self.qkv(x), start)                      # 3 of (B, H, T, D)
         B, _, T, _ = q.shape
         assert start == 0 or T == 1, "a second part of a text would see its own future"
         if cache is not None:

@@ -183,7 +183,9 @@ class Affine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         unit = ctx.exact.gradient
-        rows = 1 if dy.dim() < 4 else dy.shape[1] * ctx.exact.blocks        # (B, H of a block, T, D)
+        rows = 1                            # for each position
+        if dy.dim() == 4:                   # a norm of heads: (B, heads of a block, T, D)
+            rows = dy.shape[1] * ctx.exact.blocks
         if ctx.bias is not None:
             ctx.exact.add_rows(ctx.bias.main_grad(), dy, unit)
         if ctx.weight is None:

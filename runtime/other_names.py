@@ -105,12 +105,17 @@ ADVICE = {          # what to do where a value is not ours, or nothing is needed
         "give --model NAME, or --n-layer, --n-head and --n-embd",
     "lora* use-lora use-peft peft* load-in-*bit quantize":
         "there are no adapters and no quantized weights: --init-from trains all weights",
-    "bias ffn-hidden-size kv-channels disable-bias-linear normalization norm-epsilon swiglu "
-    "position-embedding-type rotary-percent rotary-base group-query-attention num-query-groups "
+    "num-key-value-heads num-query-groups group-query-attention":
+        "give --n-kv-head with --model llama-nano or another of the models after it",
+    "ffn-hidden-size intermediate-size": "give --hidden with --model llama-nano or one after it",
+    "kv-channels": "give --head-dim with --model llama-nano or another of the models after it",
+    "rotary-base": "give --rope-theta with --model llama-nano or another of the models after it",
+    "bias disable-bias-linear normalization norm-epsilon swiglu "
+    "position-embedding-type rotary-percent "
     "tie-word-embeddings untie-embeddings-and-output-weights init-method-std num-experts "
     "make-vocab-size-divisible-by expert-model-parallel-size":
-        "leave it out: the model is GPT-2's, with biases, LayerNorm, learned positions, a tied "
-        "head",
+        "leave it out: --model chooses a family: a GPT has biases, LayerNorm, learned positions "
+        "and a tied head, a Llama RMSNorm and rotary positions",
     "max-lr peak-lr": "give --lr",
     "min-lr": "give --min-lr-ratio, min-lr / lr, such as 0.1",
     "warmup num-warmup-steps": "give --warmup-steps, a number of steps",

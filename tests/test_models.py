@@ -170,7 +170,8 @@ def test_a_round_trip_changes_no_bit(theirs_and_ours, tmp_path, name):
     ("llama", dict(model_type="mixtral"), "its model_type 'mixtral' is none of gpt2, opt, llama"),
     ("olmo", dict(clip_qkv=8.0), "its clip_qkv is 8.0"),
     ("gpt_neox", dict(attention_bias=False), "its attention_bias is False"),
-    ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "its layer_types have sl")])
+    ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]),
+     "its layer_types have sliding_attention")])
 def test_what_the_model_cannot_be_is_refused_by_its_key(theirs_and_ours, name, changes, words):
     """A ValueError names the key of config.json and its value."""
     folder, *_ = theirs_and_ours(name)

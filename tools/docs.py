@@ -47,8 +47,9 @@ NOTES = {                   # of flags whose meaning takes more than a cell
                   "the run that is resumed.",
     "steps": "The default suits `nano`. `--epochs` is an alternative, and is stored as the number "
              "of steps that it amounts to.",
-    "lr": "The default is the rate of `--model` in its paper, and 4e-3 for `nano` and `llama-nano`. "
-          "Where none is published, it is the rate of a Llama of about the same size. With `--init-from` it is the rate of the weights' shape. A shape in "
+    "lr": "The default is the rate of `--model` in its paper, and 4e-3 for `nano` and "
+          "`llama-nano`. Where none is published, it is the rate of a Llama of about the same "
+          "size. With `--init-from` it is the rate of the weights' shape. A shape in "
           "none of the tables takes the rate of `--model`: set `--lr` yourself.",
     "pp-schedule": "`1f1b` holds fewer activations than `gpipe`. `interleaved` idles less. It "
                    "needs `--pp-chunks` of 2 or more, a number of microbatches divisible by "

@@ -22,7 +22,7 @@ from model import GPTConfig
 from models import llama
 from models.llama import LlamaConfig
 
-MODEL_TYPES = {"gelu": "gpt2", "relu": "opt"}      # a GPT's activation: the architecture that has it
+MODEL_TYPES = {"gelu": "gpt2", "relu": "opt"}      # a GPT's activation: who has it
 END_OF_TEXT = {"gpt2": 50256, "bytes": 256, "opt-50272": 2}     # token of a tokenizer
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}     # theirs: ours
 LLAMA_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_erf", "gelu_fast": "gelu"} | ACTIVATIONS
@@ -49,7 +49,7 @@ class Family(NamedTuple):
     unused_positions: int = 0           # rows before the first position
     fields: dict | None = None          # of every LlamaConfig of the family; None: a GPTConfig
     optional: dict = {}                 # field: (key in config.json, its value where it is missing)
-    only: dict = {}                     # key: (the one value that we have, that where it is missing)
+    only: dict = {}                     # key: (the one value we have, that where it is missing)
 
 
 GPT2 = Family(

@@ -5,8 +5,8 @@ from dataclasses import replace
 from itertools import product
 
 from model import SIZES, GPTConfig
-from runtime.flops import flops_per_token, parameter_count
 from runtime.checks import check_layout
+from runtime.flops import flops_per_token, parameter_count
 from tools.plan.estimate import DAY, HEADROOM, make_plan
 from tools.plan.flags import LAYOUT, PlanConfig
 
