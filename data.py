@@ -46,7 +46,8 @@ from corpus.messages import print_lines, progress
 from corpus.passes import (SPLITS, Index, bytes_per_token, index_documents, tokenise,
                            train_tokenizer)
 from corpus.split import VAL_ONE_IN
-from corpus.tokenizers import OWN, get_tokenizer, name_of, read_file, read_own
+from corpus.tokenizers import (OWN, file_name, get_tokenizer, is_of_file, name_of, read_file,
+                               read_own)
 
 HEADER_BYTES = 1024
 FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}          # type of a token: magic, version
@@ -157,7 +158,7 @@ def read_meta(directory: Path) -> dict:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
                          f"again") from None
-    if needed["tokenizer"].startswith(OWN):
+    if is_of_file(needed["tokenizer"]):
         needed["tokenizer_file"] = read_own(directory, needed["tokenizer"])
     return needed
 
@@ -553,12 +554,13 @@ def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, field="text",
             near_duplicates="ignore", train_tokens: int | None = None) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
-    complete, and return what meta.json says. `tokenizer`: gpt2, bytes, the path of a .tiktoken, or
-    the one of `train_tokens` tokens that is trained on this text. What is there already is not made
-    again. Raises ValueError if a file is not text, if there is too little or, before it tokenises,
-    if `out` holds shards of other text or other flags, which a run may be training on."""
+    complete, and return what meta.json says. `tokenizer`: the name of one in corpus/tokenizers.py,
+    the path of a file of one, or the one of `train_tokens` tokens that is trained on this text.
+    What is there already is not made again. Raises ValueError if a file is not text, if there is
+    too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
+    run may be training on."""
     vocabulary = None           # the content of the file of a tokenizer of one's own
-    if tokenizer.endswith(".tiktoken"):
+    if tokenizer.endswith(tuple(OWN.values())):
         vocabulary = read_file(Path(tokenizer))
         tokenizer = name_of(vocabulary)
     if train_tokens is None:
@@ -583,7 +585,7 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
                     fingerprint=sha256_of(*sorted(folder.iterdir())), source=source,
                     **index.counts)
         if vocabulary is not None:
-            (folder / f"{tokenizer}.tiktoken").write_text(vocabulary)
+            (folder / file_name(tokenizer)).write_text(vocabulary, encoding="utf-8")
         if train_tokens is not None:
             with suppress(ConnectionError):     # without GPT-2's vocabulary nothing is compared
                 meta["compared"] = [bytes_per_token(index, one)

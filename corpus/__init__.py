@@ -2,7 +2,8 @@
 
     inputs      which files are read           passes      the two passes over the documents
     kinds       what a file is                 tokenizers  text to tokens and back
-    formats     the documents of a file        flags       of data.py, and its summary
+    formats     the documents of a file        json_tokenizers     a tokenizer.json
+    flags       of data.py, and its summary
     split       which documents validate       near_duplicates     MinHash of the documents
     downloads   files from the network         bpe         trains a tokenizer
     compressed  .gz and .zst                   messages    notes, progress, errors in a line

@@ -6,7 +6,7 @@ from pathlib import Path
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS
 from corpus.formats import EOT
 from corpus.kinds import READ_KINDS
-from corpus.tokenizers import DOWNLOADED, MOST_TOKENS
+from corpus.tokenizers import DOWNLOADED, MOST_TOKENS, OWN
 from runtime.commandline import Parser
 from runtime.other_names import DATA_ADVICE
 
@@ -32,8 +32,8 @@ def parse_flags(arguments) -> argparse.Namespace:
     shards = parser.add_argument_group("shards")
     tokenizer = shards.add_mutually_exclusive_group()
     tokenizer.add_argument("--tokenizer", metavar="NAME|FILE",
-                           help="gpt2, bytes, cl100k_base, o200k_base or a .tiktoken (default "
-                                "gpt2; bytes for python)")
+                           help="gpt2, bytes, cl100k_base, o200k_base, a .tiktoken or a "
+                                "tokenizer.json (default gpt2; bytes for python)")
     tokenizer.add_argument("--train-tokenizer", type=int, metavar="N",
                            help="train a byte-pair encoding of N tokens on the text first")
     add = shards.add_argument
@@ -79,9 +79,9 @@ def check_tokenizer(parser: Parser, args) -> None:
                          f"{EOT} and what is trained; a shard has 16 bits a token")
         args.tokenizer = f"bpe of {n_tokens}"
     elif (args.tokenizer not in (None, "bytes", *DOWNLOADED)
-          and not args.tokenizer.endswith(".tiktoken")):
-        parser.error(f"--tokenizer {args.tokenizer}: give {', '.join(DOWNLOADED)}, bytes or a "
-                     f"FILE.tiktoken, which --train-tokenizer makes")
+          and not args.tokenizer.endswith(tuple(OWN.values()))):
+        parser.error(f"--tokenizer {args.tokenizer}: give {', '.join(DOWNLOADED)}, bytes, a "
+                     f"FILE.tiktoken, which --train-tokenizer makes, or a tokenizer.json")
 
 
 def summary(out: Path, meta: dict) -> list[str]:

@@ -3,8 +3,11 @@
     gpt2        GPT-2's byte-pair encoding, 50,257 tokens; its vocabulary is downloaded once
     bytes       token i is byte i, and 256 is <|endoftext|>
     cl100k_base, o200k_base             GPT-4's and GPT-4o's; downloaded once; tokens of 32 bits
-    bpe-HASH    one of your own (--train-tokenizer), by the sha256 of its file: it is named by what
-                it does, not by where it is. The file lies beside the shards, and in checkpoints
+    bpe-HASH    one of your own (--train-tokenizer), or another file of tiktoken's kind
+    json-HASH   a tokenizer.json of Hugging Face (json_tokenizers.py)
+
+HASH is of the file's content: the name says what the tokenizer does, not where it is. The file lies
+beside the shards, and in checkpoints.
 """
 import base64
 import hashlib
@@ -13,21 +16,23 @@ from pathlib import Path
 
 from corpus.downloads import last_cause, read_url
 from corpus.formats import EOT
+from corpus.json_tokenizers import JsonTokenizer
 
 MOST_TOKENS = 1 << 16       # of a vocabulary whose tokens are uint16
 DOWNLOADED = {"gpt2": "GPT-2's", "cl100k_base": "cl100k_base's", "o200k_base": "o200k_base's"}
-OWN = "bpe-"                # how the name of one of your own begins
+OWN = {"bpe-": ".tiktoken", "json-": ".json"}       # how the name of a file's begins: its suffix
 
 
 def get_tokenizer(name: str, file: str | None = None):
-    """A tiktoken.Encoding. `file` is the content of the file of one of your own. Raises ValueError
-    for another name, ConnectionError without a vocabulary."""
+    """A tiktoken.Encoding or a JsonTokenizer. `file` is the content of the tokenizer's file, for a
+    name that begins as in OWN. Raises ValueError for another name, ConnectionError without a
+    vocabulary."""
     import tiktoken.load        # imported here, like requests: train.py runs without them
     if name == "bytes":         # the pattern bounds the characters processed at once; no merges
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,256}", special_tokens={EOT: 256},
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     if file is not None and name == name_of(file):
-        return own_tokenizer(file)
+        return JsonTokenizer(file, name) if name.startswith("json-") else own_tokenizer(file)
     if name not in DOWNLOADED:
         raise ValueError(f"there is no tokenizer {name!r} here, only gpt2 and bytes: `python -m "
                          f"tools.huggingface export FILE.pt DIR` takes its model to where it is")
@@ -41,10 +46,22 @@ def get_tokenizer(name: str, file: str | None = None):
                               f"TIKTOKEN_CACHE_DIR to a folder that has it") from None
 
 
-# ---- One of your own ------------------------------------------------------------------------
+# ---- The tokenizer of a file ----------------------------------------------------------------
 
 def name_of(file: str) -> str:
-    return OWN + hashlib.sha256(file.encode()).hexdigest()[:12]
+    """Of the tokenizer with this content of its file."""
+    kind = "json-" if file.lstrip().startswith("{") else "bpe-"
+    return kind + hashlib.sha256(file.encode()).hexdigest()[:12]
+
+
+def is_of_file(name: str) -> bool:
+    return name.startswith(tuple(OWN))
+
+
+def file_name(name: str) -> str:
+    """Of the file of this tokenizer, beside its shards."""
+    kind, _ = name.split("-")
+    return name + OWN[f"{kind}-"]
 
 
 def write_tokens(tokens: list[bytes]) -> str:
@@ -54,21 +71,23 @@ def write_tokens(tokens: list[bytes]) -> str:
 
 
 def read_file(path: Path) -> str:
-    """The content of a .tiktoken. Raises ValueError, with the path, if it is none."""
+    """The content of a .tiktoken or a tokenizer.json. Raises ValueError, with the path, if it is
+    none."""
     try:
-        file = path.read_text()
-        read_ranks(file)
+        file = path.read_text(encoding="utf-8")
+        get_tokenizer(name_of(file), file)
     except ValueError as error:         # a UnicodeDecodeError and a binascii.Error too
-        raise ValueError(f"{path}: {error}: give a file that --train-tokenizer has made, or "
-                         f"another of tiktoken's kind") from None
+        raise ValueError(f"{path}: {error}: give a file that --train-tokenizer has made, another "
+                         f"of tiktoken's kind, or a tokenizer.json whose tokens are bytes"
+                         ) from None
     return file
 
 
 def read_own(folder: Path, name: str) -> str:
     """The content of the file of this tokenizer. Raises ValueError if it is lost or damaged."""
-    path = folder / f"{name}.tiktoken"
+    path = folder / file_name(name)
     try:
-        file = path.read_text()
+        file = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ValueError(f"{path} is missing, the tokenizer of the shards beside it: copy it, too"
                          ) from None
@@ -111,4 +130,5 @@ CUT_AT_SPACE = re.compile(r"(?s:.*)\S(?= )")
 
 def cut_of(name: str) -> re.Pattern:
     """Where a text may be cut before this tokenizer encodes it."""
-    return CUT_AT_SPACE if name in ("cl100k_base", "o200k_base") else CUT
+    is_later = name in ("cl100k_base", "o200k_base") or name.startswith("json-")
+    return CUT_AT_SPACE if is_later else CUT

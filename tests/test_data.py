@@ -1295,7 +1295,7 @@ def test_a_tokenizer_of_ones_own_goes_from_text_to_samples_and_transformers(
 @pytest.mark.parametrize("flags, words", [
     ("--train-tokenizer 256", "257 to 65,536"), ("--train-tokenizer 65537", "257 to 65,536"),
     ("--train-tokenizer 300 --tokenizer gpt2", "not allowed with"),
-    ("--tokenizer cl100k", "cl100k: give gpt2, cl100k_base, o200k_base, bytes or a FILE.tiktoken"),
+    ("--tokenizer cl100k", "cl100k: give gpt2, cl100k_base, o200k_base, bytes, a FILE.tiktoken"),
     ("--tokenizer none.tiktoken", "none.tiktoken"),
     ("--tokenizer bad.tiktoken", "bad.tiktoken a file that --train-tokenizer has made"),
     ("--tokenizer few.tiktoken", "few.tiktoken a file that --train-tokenizer has made")])

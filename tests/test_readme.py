@@ -144,7 +144,7 @@ def test_the_readmes_layouts_are_not_refused(shards):
         config, cfg = checks.validate(given, None, world, "cuda")
         if "n_layer" not in given:
             assert cfg.n_layer == SIZES[config.model]["n_layer"]
-    assert len(commands) == 18
+    assert len(commands) == 19
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
     assert [str(args.out) for args in made] == [
         "data/python", "data/python", "data/mine", "data/fineweb", "data/tinystories", "data/own",
         "data/more", "data/fineweb-10bt", "data/c4", "data/$source", "data/part-00", "data/part-01",
-        "data/mine-bytes", "data/shakespeare"]
+        "data/mine-bytes", "data/shakespeare", "data/smollm2"]
     drawings = readme_commands("tools.schedule")
     assert len(drawings) == 4
     for _, flags in drawings:

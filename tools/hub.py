@@ -88,6 +88,8 @@ def fetch(source: str, folder: Path, hub: str, check: Callable[[Path], object]) 
     download(address + weights, folder / weights)
     for file in weight_files(folder):
         download(address + file.name, file)
+    if is_there("tokenizer.json"):
+        download(address + "tokenizer.json", folder / "tokenizer.json")
 
 
 def files_of_index(index: Path) -> list[Path]:

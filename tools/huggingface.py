@@ -12,9 +12,9 @@ tools/families.py says how each architecture differs in its names and in the lay
 """
 import tools        # first: python tools/huggingface.py ends in its line
 
-import itertools
 import json
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -26,7 +26,8 @@ import torch
 from checkpoint import FORMAT, KEYS, load, parameter_shapes, verify, write_file
 from corpus.bpe import find_merges
 from corpus.formats import EOT
-from corpus.tokenizers import read_own, read_ranks
+from corpus.json_tokenizers import JsonTokenizer, characters_of_bytes
+from corpus.tokenizers import file_name, name_of, read_file, read_own, read_ranks
 from data import get_tokenizer
 from model import GPTConfig
 from models import make_config
@@ -93,19 +94,40 @@ def import_model(source: str, file: Path, hub: str) -> None:
         if tuple(full.shape) != shape:
             raise ValueError(f"{folder}: {theirs[0]} has shape {tuple(full.shape)}, not {shape}")
         parameters[name] = full
-    tokenizer = tokenizer_name(config)
+    tokenizer, path = find_tokenizer(folder, config)
     state = {key: {} for key in KEYS} | dict(
         format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
         run=new_run("import"), model=asdict(cfg), tokenizer=tokenizer, parameters=parameters)
-    own = folder / f"{tokenizer}.tiktoken"          # our exports have it
-    if own.exists():
-        state["tokenizer_file"] = read_own(folder, tokenizer)
+    if path is not None:
+        state["tokenizer_file"] = read_file(path)
     write_file(state, file.with_name(file.name + ".tmp"), file)
     print(f"{file}: {parameter_count(cfg):,} parameters. Train on with\n"
           f"python train.py --init-from {file} --data DIR --out out/{file.stem}")
-    if tokenizer not in ("gpt2", "bytes") and not own.exists():
+    if path is not None:
+        print(f"Make --data with its tokenizer:\n"
+              f"python data.py --input FILE --tokenizer {shlex.quote(str(path))} --out DIR")
+    elif tokenizer not in ("gpt2", "bytes"):
         print(f"Its tokenizer is not ours: sample.py cannot read or write its tokens, and --data "
               f"must have been made with it (tokenizer {tokenizer!r} in meta.json)")
+
+
+def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
+    """The name of a model's tokenizer, and its file if that is one of ours. (GPT-2's is tiktoken's,
+    whatever files are there; OPT's have ids of their own before the tokens.)"""
+    name = tokenizer_name(config)
+    if name.startswith("bpe-") and (folder / file_name(name)).exists():     # our exports have it
+        read_own(folder, name)
+        return name, folder / file_name(name)
+    path = folder / "tokenizer.json"
+    if config["model_type"] in ("gpt2", "opt") and not name.startswith("json-"):
+        return name, None
+    if not path.exists():
+        return name, None
+    try:
+        return name_of(read_file(path)), path
+    except ValueError as error:
+        print(f"huggingface.py: note: {error}", file=sys.stderr)
+        return name, None
 
 
 def tokenizer_name(config: dict) -> str:
@@ -162,22 +184,20 @@ def write_tensors(parameters: dict[str, torch.Tensor], family: Family, cfg: GPTC
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def characters_of_bytes() -> list[str]:
-    """The character that stands for each byte in GPT-2's vocabulary: itself if it is printed, the
-    others in order from 256 on (Radford et al. 2019, bytes_to_unicode in their code)."""
-    printed = {*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1),
-               *range(ord("\u00ae"), ord("\u00ff") + 1)}
-    others = itertools.count(256)
-    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
-
-
 def write_tokenizer(name: str, cfg: GPTConfig, folder: Path, own: str | None) -> None:
     """Write our tokenizer as one of GPT-2's kind: its vocabulary from tiktoken's cache, the bytes
-    and no merges, or the tokens of `own`, the content of its file."""
+    and no merges, or the tokens of `own`, the content of its file; a tokenizer.json as it is."""
     if name == "gpt2":
         from tiktoken.load import read_file_cached
         for file, (theirs, sha256) in GPT2_FILES.items():
             (folder / theirs).write_bytes(read_file_cached(GPT2_URL + file, sha256))
+    elif own is not None and name.startswith("json-"):
+        end = JsonTokenizer(own, name).end_of_text
+        (folder / "tokenizer.json").write_text(own, encoding="utf-8")
+        config = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=cfg.seq_len,
+                      eos_token=end)
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        return
     elif own is not None:
         ranks = read_ranks(own)
         characters = characters_of_bytes()
