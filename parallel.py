@@ -793,18 +793,8 @@ def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain
             print(f"step {step} loss {loss:.6f}", flush=True)
 
 
-def main() -> None:
-    from data import DEFAULT_OUT, TokenDataset
-
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-    def fail(message) -> None:          # one line from one rank
-        if rank > 0:
-            time.sleep(5)       # torchrun ends all ranks when one exits: rank 0 prints first
-        else:
-            print(f"parallel.py: {message}", file=sys.stderr, flush=True)
-        sys.exit(2)
-
+def read_flags(world: int, fail) -> argparse.Namespace:
+    """The flags. fail(message) ends the program where `world` processes cannot run by them."""
     parser = argparse.ArgumentParser(
         "parallel.py", description="3D parallelism in plain forms, on CPUs.")
     parser.error = fail
@@ -843,13 +833,30 @@ def main() -> None:
         if cp > 1:
             problem += f", {config.seq_len} positions for 2 x --cp {cp} x --tp {tp}"
         fail(problem)
+    return args
+
+
+def main() -> None:
+    from data import DEFAULT_OUT, TokenDataset
+
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+    def fail(message) -> None:          # one line from one rank
+        if rank > 0:
+            time.sleep(5)       # torchrun ends all ranks when one exits: rank 0 prints first
+        else:
+            print(f"parallel.py: {message}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+    args = read_flags(world, fail)
     try:
-        dataset = TokenDataset(DEFAULT_OUT, "train", config.seq_len)
+        dataset = TokenDataset(DEFAULT_OUT, "train", GPTConfig().seq_len)
     except (ValueError, OSError) as error:
         fail(error)
     if world > 1:
         dist.init_process_group("gloo")
-    grid = Grid(world // size, pp, tp, rank, args.sequence_parallel, cp)
+    dp = world // (args.tp * args.pp * args.cp)
+    grid = Grid(dp, args.pp, args.tp, rank, args.sequence_parallel, args.cp)
     make_groups(grid)
     train_plainly(dataset, args.steps, grid, args.zero, SCHEDULES[args.pp_schedule])
     if world > 1:
