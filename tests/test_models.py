@@ -295,12 +295,13 @@ LAYOUTS = {
                                                                                 recompute=True)),
     "zero 3, tp": ((2, 2, 1), dict(zero=3)), "cp": ((1, 1, 1), dict(cp=2)),
     "all": ((2, 2, 2), dict(zero=2, pp_schedule="1f1b", sequence_parallel=True))}
+DEFAULT = ("tp, sequence", "1f1b, zero 2")      # of the relatives; the others are slow tests
 
 
 @pytest.mark.claim("A Llama and its relatives train in every layout as in one process.")
 @pytest.mark.parametrize("name, layout", [
-    (name, layout) for name in CFGS for layout in LAYOUTS
-    if CFGS[name].n_kv_head % LAYOUTS[layout][0][1] == 0])
+    pytest.param(name, layout, marks=() if name == "llama" or layout in DEFAULT else pytest.mark.slow)
+    for name in CFGS for layout in LAYOUTS if CFGS[name].n_kv_head % LAYOUTS[layout][0][1] == 0])
 def test_every_layout_trains_as_one_process(pool, tmp_path, reference, name, layout):
     """Loss, gradient and norm of five steps in fp64, relative difference below 1e-10. PaLM's single
     head of keys excludes tensor parallelism."""
@@ -310,7 +311,8 @@ def test_every_layout_trains_as_one_process(pool, tmp_path, reference, name, lay
     assert max(differences(ours, reference(CFGS[name], dtype="fp64", steps=5))) < BOUNDS["fp64"]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "neox", "olmo"])
+@pytest.mark.parametrize("name", [
+    "llama", "qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("neox", "olmo"))])
 def test_exact_layouts_have_the_bits_of_one_process(pool, tmp_path, name):
     """Two replicas of two stages with two tensor-parallel ranks, and two ranks alone."""
     def run(layout, **flags):
