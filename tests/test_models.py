@@ -300,7 +300,8 @@ DEFAULT = ("tp, sequence", "1f1b, zero 2")      # of the relatives; the others a
 
 @pytest.mark.claim("A Llama and its relatives train in every layout as in one process.")
 @pytest.mark.parametrize("name, layout", [
-    pytest.param(name, layout, marks=() if name == "llama" or layout in DEFAULT else pytest.mark.slow)
+    pytest.param(name, layout,
+                 marks=() if name == "llama" or layout in DEFAULT else pytest.mark.slow)
     for name in CFGS for layout in LAYOUTS if CFGS[name].n_kv_head % LAYOUTS[layout][0][1] == 0])
 def test_every_layout_trains_as_one_process(pool, tmp_path, reference, name, layout):
     """Loss, gradient and norm of five steps in fp64, relative difference below 1e-10. PaLM's single
