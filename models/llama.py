@@ -3,21 +3,21 @@
                      GPT-3 (model.py)               Llama                             here
     norm             LayerNorm                      RMSNorm: no mean, no bias         make_norm
     positions        learned, added to the tokens   q and k are turned by an angle    Rotary
-    attention        each q has its own k and v     G heads of q share a k and a v    Attention
-    MLP              gelu(x A) B                    (silu(x A) * x A') B              MLP
+    attention        a k and v for each head of q   G heads of q share a k and a v    Attention
+    MLP              gelu(x A) B                    (silu(x A) * (x A')) B            MLP
     biases           everywhere                     nowhere                           bias
     head             the token matrix               a matrix of its own               Llama
 
-The relatives differ from Llama in some rows; FAMILIES lists them. Each class here changes one of
-model.py and keeps the names of its modules and its four habits, so whatever runs a GPT also runs a
-Llama.
+The relatives differ from Llama in some of these, in a norm of q and k, or in the residual: FAMILIES
+lists them. Each class but Rotary replaces the class of that name in model.py. It keeps the names of
+its modules and the four habits that model.py's header lists, so whatever runs a GPT runs a Llama.
 
     model = LlamaConfig(vocab_size=257).build().initialize(seed=0)
     loss = model(tokens, targets) / targets.numel()
 
 Shapes, besides those of model.py:
-    K heads of k and v, G = H / K heads of q for each, F hidden channels of the MLP; H D may differ
-    from C
+    K heads of k and v, each of which serves G = H / K heads of q, so that the cache of a sampled
+    text is H / K times smaller; F hidden channels of the MLP; H D may differ from C
 
 Papers: Llama (Touvron et al. 2023), RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al.
 2021), gated MLPs (Shazeer 2020), grouped queries (Ainslie et al. 2023), GPT-NeoX-20B (Black et al.
@@ -48,11 +48,11 @@ class LlamaConfig(GPTConfig):
     n_kv_head: int = 0              # K; 0: n_head
     head_dim: int = 0               # D; 0: C / H
     hidden: int = 0                 # F; 0: 8/3 C, rounded up to a multiple of 64
-    gated: bool = True              # the MLP has two matrices in, A and A'
+    gated: bool = True              # the MLP has two input matrices, A and A'
     norm: str = "rms"
     norm_eps: float = 1e-5
     qk_norm: bool = False           # RMSNorm of each head of q and k
-    rotary: float = 1.0             # the share of a head's channels that is turned
+    rotary: float = 1.0             # the fraction of a head's channels that is rotated
     rope_theta: float = 10000.0
     rope_scaling: tuple = ()        # Llama 3.1: (factor, low, high, original seq_len)
     bias: str = "none"
@@ -91,7 +91,7 @@ class LlamaConfig(GPTConfig):
 
 
 def make_norm(cfg: LlamaConfig) -> nn.Module:
-    """RMSNorm, x / sqrt(mean(x^2)) * weight, or LayerNorm, of x (..., C)."""
+    """RMSNorm, x / sqrt(mean(x^2) + eps) * weight, or LayerNorm, of x (..., C)."""
     if cfg.norm == "rms":
         return nn.RMSNorm(cfg.n_embd, cfg.norm_eps)
     return nn.LayerNorm(cfg.n_embd, cfg.norm_eps, elementwise_affine=cfg.norm == "layer",
@@ -99,10 +99,10 @@ def make_norm(cfg: LlamaConfig) -> nn.Module:
 
 
 class Embed(model.Embed):
-    """tokens (B, T) -> x (B, T, C): the token's row. (Attention knows the positions.)"""
+    """tokens (B, T) -> x (B, T, C): the token's row. (Positions enter in Attention, by Rotary.)"""
 
     def __init__(self, cfg: LlamaConfig):
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)        # not super(): it would make the modules that are replaced
         self.token = nn.Embedding.from_pretrained(
             torch.empty(cfg.padded_vocab, cfg.n_embd), freeze=False)
         self.dropout = Dropout(cfg.dropout, "embed")
@@ -112,11 +112,12 @@ class Embed(model.Embed):
 
 
 class Rotary(nn.Module):
-    """Turns q (B, H, T, D) and k (B, K, T, D) by their positions.
+    """Rotates q (B, H, T, D) and k (B, K, T, D) by their positions.
 
-    Of the first n channels of a head, i and i + n/2 are the coordinates of a point in a plane. From
-    one position to the next it turns by theta^(-2i/n) radians. So the product q k depends on the
-    distance of their positions, not on the positions.
+    Channels i and i + n/2 (i < n/2) of the first n of a head form a point in a plane. At position p
+    it is rotated by p theta^(-2i/n) radians. The dot product of a rotated q and k therefore depends
+    on their positions only through the difference. (Su et al. and Meta's code pair the channels 2i
+    and 2i + 1, which is the same model with permuted channels.)
     """
 
     def __init__(self, cfg: LlamaConfig):
@@ -135,12 +136,12 @@ class Rotary(nn.Module):
         return torch.arange(start, start + T, device=device)
 
     def speeds(self, device):
-        """Radians per position, (n / 2,), in fp32. Llama 3.1, which was trained on sequences of
-        `original` positions and then on longer ones, slows down those points that turn less than
-        `low` times in the original length, by a factor, and leaves those that turn more than
-        `high` times (and between the two, some of each)."""
-        i = torch.arange(0, self.channels, 2, device=device).float()
-        speeds = 1 / self.theta ** (i / self.channels)
+        """Radians per position, (n / 2,), in fp32. Llama 3.1 extends a model that was trained on
+        `original` positions: points that turn less than `low` times in that length are slowed down
+        by `factor`. Those that turn more than `high` times are kept. Between the two, the speed is
+        interpolated."""
+        twice_i = torch.arange(0, self.channels, 2, device=device).float()
+        speeds = 1 / self.theta ** (twice_i / self.channels)
         if self.scaling:
             factor, low, high, original = self.scaling
             turns = original * speeds / (2 * torch.pi)
@@ -161,7 +162,7 @@ class Attention(model.Attention):
     of k and v: with K = H it is multi-head attention, with K = 1 multi-query attention.
 
     The output channels of qkv are ordered (K, G + 2, D): for each head of k its G heads of q, then
-    k, then v. So a part of its rows is a model with fewer heads.
+    k, then v. So a slice of whole groups is an attention with fewer heads.
     """
 
     def __init__(self, cfg: LlamaConfig, layer: int):
@@ -185,12 +186,12 @@ class Attention(model.Attention):
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rotary(q, k, start)
-        return q, k, v.clone()          # (B, H or K, T, D); a view would keep all of qkv
+        return q, k, v.clone()  # (B, H or K, T, D); a view would keep all of qkv for backward
 
 
 class MLP(model.MLP):
     """x (B, T, C) -> (B, T, C) through F hidden channels. A gated MLP has two matrices in `up`, A
-    above A': each channel of x A', the value, is multiplied by one of silu(x A), its gate."""
+    stacked on A': each channel of x A', the value, is multiplied by one of silu(x A), its gate."""
 
     def __init__(self, cfg: LlamaConfig):
         nn.Module.__init__(self)
@@ -225,11 +226,11 @@ class Block(model.Block):
     def forward(self, x, dropout_seed=None, cache=None, start=0):
         if self.residual == "serial":
             return super().forward(x, dropout_seed, cache, start)
-        normal = self.norm1(x)
-        y = self.dropout1(self.attn(normal, dropout_seed, cache, start), dropout_seed)
+        normed = self.norm1(x)
+        y = self.dropout1(self.attn(normed, dropout_seed, cache, start), dropout_seed)
         if self.residual == "parallel":
-            normal = self.norm2(x)
-        return x + y + self.dropout2(self.mlp(normal), dropout_seed)
+            normed = self.norm2(x)
+        return x + y + self.dropout2(self.mlp(normed), dropout_seed)
 
 
 class Llama(GPT):
@@ -253,7 +254,7 @@ class Llama(GPT):
 
 QWEN = dict(norm_eps=1e-6, rope_theta=1e6)
 FAMILIES = {
-    "llama": {},                                        # Mistral is one of them
+    "llama": {},                                        # Mistral, TinyLlama and SmolLM2, too
     "qwen2": QWEN | dict(bias="qkv"),
     "qwen3": QWEN | dict(qk_norm=True),
     "olmo": dict(norm="plain"),
@@ -263,15 +264,16 @@ FAMILIES = {
 }
 
 # {name: (family, n_layer, n_head, n_kv_head, n_embd, hidden, seq_len, peak learning rate, others)}.
-# The rates of Mistral, Qwen and PaLM are those of Llamas of about the same size: Mistral's and
-# Qwen's are unpublished, and PaLM's is for another optimizer. Mistral-7B is version 0.3, which has
+# The rates of Mistral, Qwen and PaLM are Llama-7B's, whatever the size: Mistral's and Qwen's are
+# unpublished, and PaLM's is for another optimizer. seq_len is that of the last pre-training or of
+# the release. PaLM's scaling of the logits is not here. Mistral-7B is version 0.3, which has
 # no sliding window.
 _TABLE = {
     "llama-nano": ("llama", 2, 4, 2, 192, 512, 128, 4e-3, {}),
     "llama-7b": ("llama", 32, 32, 32, 4096, 11008, 2048, 3e-4, dict(norm_eps=1e-6)),
     "llama-13b": ("llama", 40, 40, 40, 5120, 13824, 2048, 3e-4, dict(norm_eps=1e-6)),
     "llama-33b": ("llama", 60, 52, 52, 6656, 17920, 2048, 1.5e-4, dict(norm_eps=1e-6)),
-    "llama-65b": ("llama", 80, 64, 64, 8192, 22016, 2048, 1.5e-4, dict(norm_eps=1e-6)),
+    "llama-65b": ("llama", 80, 64, 64, 8192, 22016, 2048, 1.5e-4, {}),
     "llama2-7b": ("llama", 32, 32, 32, 4096, 11008, 4096, 3e-4, {}),
     "llama2-13b": ("llama", 40, 40, 40, 5120, 13824, 4096, 3e-4, {}),
     "llama2-70b": ("llama", 80, 64, 8, 8192, 28672, 4096, 1.5e-4, {}),
