@@ -376,7 +376,7 @@ ADVICE = [      # flags that are refused, what the message advises, and flags th
     ("--lr-warmup-fraction 0.5", "give --warmup-steps, a number of steps", "--warmup-steps 2"),
     ("--train-samples 16", "give --steps, a number of steps", "--steps 4"),
     ("--vocab-file x --split 9,1", "`python data.py` has split and encoded the text", ""),
-    ("--init-method-std 1", "leave it out: the model is GPT-2's", ""),
+    ("--init-method-std 1", "leave it out: --model chooses a family", ""),
     ("--loss-scale 1024", "--dtype fp16 finds its loss scale by itself", "--dtype fp16"),
     ("--batch-size 6 --micro-batch 4", "in multiples of 4", "--batch-size 8 --micro-batch 4"),
     ("--batch-size 6 --micro-batch 4", "or drop --micro-batch", "--batch-size 6"),
