@@ -160,8 +160,10 @@ class Streamed:
         typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=self.like.dtype,
                                            _internal=True)
         typed._fake_device = "cpu"          # what the file says of its device
-        offset, shape, stride = 0, tuple(self.like.shape), self.like.stride()
-        requires_grad, hooks = False, OrderedDict()
+        offset = 0
+        shape, stride = tuple(self.like.shape), self.like.stride()
+        requires_grad = False
+        hooks = OrderedDict()
         return (torch._utils._rebuild_tensor_v2,
                 (typed, offset, shape, stride, requires_grad, hooks))
 
