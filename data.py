@@ -30,14 +30,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-# First: without numpy it ends the program in one line.
-from corpus.flags import DEFAULT_OUT, parse_flags, summary
+import runtime      # first: without numpy or tiktoken it ends the program in one line
 
 import numpy as np
 
 from corpus.disk import (check_writable, most_open_files, new_folder, sha256_of,
                          sha256_of_samples, signals_stop)
 from corpus.downloads import download_fineweb, download_text
+from corpus.flags import DEFAULT_OUT, parse_flags, summary
 from corpus.inputs import find_files, standard_library
 from corpus.kinds import what_it_is
 from corpus.messages import NO_SPACE, explain, is_failure, named

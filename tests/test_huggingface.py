@@ -22,6 +22,7 @@ import data
 import sample
 from corpus import downloads, formats
 from model import GPTConfig
+from models.llama import LlamaConfig
 from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, random_gpt,
                            readme_commands, relative, saved, small_state, tokens_of)
 from tools import huggingface
@@ -185,14 +186,19 @@ def test_an_export_refuses_a_parameter_that_has_no_name_there(tmp_path, capsys, 
     assert names_in(tmp_path) == ["a.pt"]
 
 
-def test_the_readmes_conversions_run_as_printed(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("name, cfg", [
+    ("gpt2", CFG), ("smollm2", LlamaConfig(vocab_size=257, seq_len=16, n_layer=2, n_head=4,
+                                           n_embd=32, tied=True))])
+def test_the_chapters_conversions_run_as_printed(tmp_path, capsys, monkeypatch, name, cfg):
     """Out to a folder, and in from a folder of the name that docs/training.md gives to the hub."""
     pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
-    Path("out", "gpt2").mkdir(parents=True)
-    weights_only(Path("out/gpt2/latest.pt"), CFG)
-    (_, back), (_, out) = readme_commands("tools.huggingface")
+    Path("out", name).mkdir(parents=True)
+    weights_only(Path("out", name, "latest.pt"), cfg)
+    back, out = [flags for _, flags in readme_commands("tools.huggingface")
+                 if f"{name}.pt" in flags or f"out/{name}/latest.pt" in flags]
     assert convert(capsys, *out)[0] == 0
+    Path(back[1]).parent.mkdir(exist_ok=True)
     Path(out[-1]).rename(back[1])
     assert convert(capsys, *back)[0] == 0 and Path(back[-1]).exists()
 

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "model": ("", ""),
     "models.*": ("model models.*", ""),
     "amp": ("", ""),
-    "data": ("corpus.* runtime.commandline runtime.other_names", ""),
+    "data": ("corpus.* runtime runtime.commandline runtime.other_names", ""),
     "corpus.*": ("corpus.* runtime.commandline runtime.other_names", ""),
     "parallel": ("model data", ""),               # data: in `main` alone
     "checkpoint": ("model models* parallelism.* runtime.processes runtime.checkpoint_files", ""),
