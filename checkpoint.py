@@ -13,6 +13,7 @@ layout can load what any other layout wrote, and so can sample.py in one process
     tokens      number of tokens read         optimizer_steps   number of updates
     config      train.py's flags              model      its GPTConfig or LlamaConfig, as a dict
     tokenizer   its name (tokenizer_file: its content, of one's own)
+    template    of conversations, if it was trained on some
                                               data       data.TokenDataset's phases
     scaler      its state_dict()              monitor    DivergenceMonitor as a dict
     run         {"id": the run's random id, "origin": [kind, id, step of the file it began from]}
@@ -333,7 +334,7 @@ def load(path: Path) -> dict:
         raise ValueError(f"{path} has format {state['format']}, this code reads format {FORMAT}: "
                          f"use the version of the code that wrote it")
     with reading(path, "is refused"):
-        if set(state) - {"tokenizer_file"} != KEYS:
+        if set(state) - {"tokenizer_file", "template"} != KEYS:
             raise ValueError(f"its keys differ: {sorted(set(state) ^ KEYS)}")
         weights_only = not state["exp_avg"] and not state["exp_avg_sq"]
         shapes = parameter_shapes(make_config(**state["model"]))

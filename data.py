@@ -6,7 +6,8 @@
     shard       llm.c's file: int32 (256,): magic 20240520, version 1, number of tokens n, zeros;
                 then uint16 (n,): the tokens. <|endoftext|> stands before each document. With more
                 than 65,536 tokens in the vocabulary: magic 20240801, version 7, uint32
-    window      T+1 consecutive tokens of a shard; the last is the first of the next window
+    window      T+1 consecutive tokens of a shard; the last is the first of the next window. Of
+                conversations: some whole ones (corpus/packing.py)
     position    how far a run is in the data, in windows (sequences). The window at a position is a
                 function of (seed, position) alone: it does not depend on the layout
 
@@ -17,6 +18,7 @@ corpus/ reads them, drops duplicates, chooses the split by the text of each docu
     python data.py --dataset shakespeare     # or tinystories: downloaded once; GPT-2's tokens
     python data.py --dataset fineweb --shards 2         # tokenised by others, 100M tokens a shard
     python data.py --input a.txt b.jsonl --out data/mine
+    python data.py --input chat.jsonl --out data/chat   # conversations: the answers are learnt
 """
 import hashlib
 import json
@@ -34,15 +36,17 @@ import runtime      # first: without numpy or tiktoken it ends the program in on
 
 import numpy as np
 
+from corpus.conversations import default_template
 from corpus.disk import (check_writable, most_open_files, new_folder, sha256_of,
                          sha256_of_samples, signals_stop)
 from corpus.downloads import download_fineweb, download_text
 from corpus.flags import DEFAULT_OUT, parse_flags, summary
-from corpus.inputs import find_files, standard_library
+from corpus.inputs import find_files, hold_conversations, standard_library
 from corpus.kinds import what_it_is
 from corpus.messages import NO_SPACE, explain, is_failure, named
 from corpus.messages import note as tell
 from corpus.messages import print_lines, progress
+from corpus.packing import LEARNT, TWIN, PackedWindows, open_twin
 from corpus.passes import (SPLITS, Index, bytes_per_token, index_documents, tokenise,
                            train_tokenizer)
 from corpus.split import VAL_ONE_IN
@@ -53,6 +57,7 @@ HEADER_BYTES = 1024
 FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}          # type of a token: magic, version
 CHECKED_AT_ONCE = 1 << 24   # tokens
 PADDING = -1                # in place of a window's number: a row without tokens
+NOT_LEARNT = -1             # in place of a target: model.IGNORE_INDEX
 
 
 # ---- Tokens and shards ----------------------------------------------------------------------
@@ -74,9 +79,10 @@ def plain_shards(texts, tokenizer, directory: Path, seed=0) -> None:
         (directory / f"{split}_000000.bin").write_bytes(shard)
 
 
-def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int) -> None:
+def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int,
+                  flags=None) -> None:
     """Append tokens (n,), uint16 or uint32, to the shards of a split, which hold `written` tokens
-    so far."""
+    so far, and the flags (n,) of conversations to their twins."""
     itemsize = tokens.dtype.itemsize
     while len(tokens) > 0:
         number, held = divmod(written, shard_tokens)        # the shard, and its tokens so far
@@ -86,6 +92,11 @@ def append_tokens(directory: Path, split: str, tokens, written: int, shard_token
             file.write(np.array([*FORMATS[f"<u{itemsize}"], held + len(part)], "<i4"))
             file.seek(HEADER_BYTES + itemsize * held)   # the bytes in between read as zeros
             file.write(part)
+        if flags is not None:
+            twin = path.with_suffix(TWIN)
+            with named(twin), open(twin, "ab") as file:
+                file.write(flags[:len(part)])
+            flags = flags[len(part):]
         written += len(part)
         tokens = tokens[len(part):]
 
@@ -142,6 +153,7 @@ def read_meta(directory: Path) -> dict:
         needed = {key: meta[key]
                   for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
         needed["tokens"] = dict(meta.get("tokens", {}))
+        needed["template"] = meta.get("template")           # of conversations
     except FileNotFoundError:
         if (directory / "train_000000.bin").exists():       # data.py's own name
             raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "
@@ -153,7 +165,7 @@ def read_meta(directory: Path) -> dict:
                              ) from None
         names = [(file.name, file.stat().st_size) for file in files]
         return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None, tokens={},
-                    fingerprint=sha256_of_samples(files),
+                    template=None, fingerprint=sha256_of_samples(files),
                     former=hashlib.sha256(repr(names).encode()).hexdigest())
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
@@ -199,6 +211,7 @@ class Shards:
 
 class TokenDataset:
     """The windows of one split: T+1 tokens each, T = seq_len; the last is the first of the next.
+    Those of conversations are packed, and their targets are learnt in part.
 
     `data` is a directory, or a mixture "A=0.7,B=0.3" of sources with one tokenizer. A source gives
     its share of the sequences, in less than an epoch or in several, as in The Pile (Gao et al.
@@ -206,22 +219,31 @@ class TokenDataset:
     where it stopped. Raises FileNotFoundError or ValueError for missing, damaged or short shards.
     """
 
-    def __init__(self, data, split: str, seq_len: int):
+    def __init__(self, data, split: str, seq_len: int, pack=True):
+        """`pack`: False puts each conversation into a window of its own."""
         self.seq_len = seq_len
+        self.pack = pack
         self.n_windows = 0
         self.n_tokens = 0
         self.shards = Shards()
         self.firsts = []                # the first window of each
+        self.packed = {}                # PackedWindows of a source, by the number of its last shard
         self.sources = {}               # by fingerprint
         mixture = parse_mixture(str(data))
         for directory, weight in mixture.items():
             first = self.n_windows
             n_tokens = 0
+            twins = []
             for path in find_shards(directory, split):
                 length = self.shards.append(path)
                 self.firsts.append(self.n_windows)
-                self.n_windows += (length - 1) // seq_len
                 n_tokens += length
+                if path.with_suffix(TWIN).exists() or twins:
+                    twins.append(open_twin(path, length))
+                else:
+                    self.n_windows += (length - 1) // seq_len
+            if twins:
+                self.n_windows += self.add_packed(twins)
             if self.n_windows == first:
                 advice = "give more text"
                 if length > 1:
@@ -233,6 +255,8 @@ class TokenDataset:
                 raise ValueError(f"{directory} has {n_tokens:,} {split} tokens, but its meta.json "
                                  f"says {meta['tokens'][split]:,}: a shard is missing or of other "
                                  f"data: copy all files again")
+            if meta["template"] is not None and not twins:
+                open_twin(path, length)         # raises ValueError: it is missing
             self.n_tokens += n_tokens
             for folder, other in zip(mixture, self.sources.values()):
                 pair = f"--data {data}: {folder} and {directory}"
@@ -241,6 +265,9 @@ class TokenDataset:
                 if any(meta[key] != other.meta[key] for key in ("tokenizer", "vocab_size")):
                     raise ValueError(f"{pair} have different tokenizers, {other.meta['tokenizer']} "
                                      f"and {meta['tokenizer']}: make both with one --tokenizer")
+                if len({meta["template"], other.meta["template"], None}) > 2:
+                    raise ValueError(f"{pair} have different templates, {other.meta['template']} "
+                                     f"and {meta['template']}: make both with one --template")
             self.sources[meta["fingerprint"]] = Source(
                 directory.absolute().name, weight, first, self.n_windows - first, meta)
         metas = [source.meta for source in self.sources.values()]
@@ -248,6 +275,9 @@ class TokenDataset:
                          bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
         if "tokenizer_file" in meta:
             self.meta["tokenizer_file"] = meta["tokenizer_file"]
+        for meta in metas:
+            if meta["template"] is not None:
+                self.meta["template"] = meta["template"]
         # Each phase is [first position, {fingerprint of a source: weight}]; checkpoints store them.
         self.phases = [[0, {key: source.weight for key, source in self.sources.items()}]]
 
@@ -261,12 +291,62 @@ class TokenDataset:
             ids[gives] = source.first + windows
         return ids
 
+    def add_packed(self, twins: list) -> int:
+        """Pack the conversations of the last shards, of which these are the twins. Returns the
+        number of windows."""
+        last = len(self.shards.paths) - 1
+        first = last - len(twins) + 1
+        packed = PackedWindows(lambda number: self.shards[first + number], twins, self.seq_len,
+                               self.pack)
+        if packed.count == 0:
+            raise ValueError(f"{self.shards.paths[first]}: no conversation has an answer in its "
+                             f"first {self.seq_len} + 1 tokens: give a larger --seq-len")
+        self.packed[last] = packed
+        return packed.count
+
+    def rows(self, window_ids) -> tuple:
+        """The inputs of these windows, the first T tokens of each; the targets, the last T, of
+        which those that are not learnt, as all of PADDING, are NOT_LEARNT; and the positions of the
+        inputs, which begin at 0 with each conversation, or None if all windows are text. int64
+        (B, T) each."""
+        tokens = self.tokens_of(window_ids)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:].copy()
+        targets[np.equal(window_ids, PADDING)] = NOT_LEARNT
+        if not self.packed:
+            return inputs, targets, None
+        positions = np.zeros_like(tokens)
+        for i, window in enumerate(window_ids):
+            packed, number = self.find_packed(window)
+            if packed is None:
+                positions[i] = np.arange(self.seq_len + 1)
+                continue
+            learnt = np.zeros(self.seq_len + 1, bool)
+            packed.fill(number, positions=positions[i], learnt=learnt)
+            targets[i][~learnt[1:]] = NOT_LEARNT
+        return inputs, targets, positions[:, :-1]
+
+    def count_learnt(self, window_ids) -> int:
+        """How many targets of these windows are learnt: of text T each. Every rank counts those of
+        the whole batch, without reading them."""
+        count = 0
+        for window in window_ids:
+            packed, number = self.find_packed(window)
+            if packed is not None:
+                count += int(packed.learnt[number])
+            elif window != PADDING:
+                count += self.seq_len
+        return count
+
     def tokens_of(self, window_ids) -> np.ndarray:
         """int64 (B, T+1): the tokens of these windows; zeros for PADDING. Raises ValueError for a
         token beyond the vocabulary."""
         tokens = np.zeros((len(window_ids), self.seq_len + 1), np.int64)
         for row, window in zip(tokens, window_ids):
             if window == PADDING:
+                continue
+            packed, number = self.find_packed(window)
+            if packed is not None:
+                packed.fill(number, row)
                 continue
             shard, start = self.find(window)
             row[:] = self.shards[shard][start:start + len(row)]
@@ -280,14 +360,22 @@ class TokenDataset:
         shard = bisect_right(self.firsts, window) - 1
         return shard, int(window - self.firsts[shard]) * self.seq_len
 
+    def find_packed(self, window: int) -> tuple[PackedWindows | None, int]:
+        """(the packed windows that have this one, its number there); (None, 0) for text."""
+        shard = bisect_right(self.firsts, window) - 1
+        if window == PADDING or shard not in self.packed:
+            return None, 0
+        return self.packed[shard], int(window - self.firsts[shard])
+
     def will_need(self, window_ids) -> None:
         """Tell the kernel which windows are read soon, where a system has a call for it. It then
         reads their pages alone, and in advance: on a page that is missing it would wait, and read
-        as much around it as it reads ahead of sequential reading (megabytes on some disks)."""
+        as much around it as it reads ahead of sequential reading (megabytes on some disks). Files
+        of conversations are small."""
         if not hasattr(mmap, "MADV_WILLNEED"):
             return
         for window in window_ids:
-            if window == PADDING:
+            if window == PADDING or self.find_packed(window)[0] is not None:
                 continue
             shard, start = self.find(window)
             itemsize = self.shards[shard].itemsize
@@ -551,11 +639,13 @@ def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
 
 # ---- Making shards: two passes over the documents -------------------------------------------
 
-def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, field="text",
-            near_duplicates="ignore", train_tokens: int | None = None) -> dict:
+def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
+            field: str | None = "text", near_duplicates="ignore", train_tokens: int | None = None,
+            template: str | None = None) -> dict:
     """Tokenise the documents of these files into shards in `out`, which appear when all are
     complete, and return what meta.json says. `tokenizer`: the name of one in corpus/tokenizers.py,
     the path of a file of one, or the one of `train_tokens` tokens that is trained on this text.
+    Without a `field` the files hold conversations; `template`: None, the one for the tokenizer.
     What is there already is not made again. Raises ValueError if a file is not text, if there is
     too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
     run may be training on."""
@@ -568,6 +658,10 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
     check_writable(out)
     index = index_documents(files, seed, field, near_duplicates)
     source = f"{index.digest}, {tokenizer}, {shard_tokens}"
+    if field is None:
+        if template is None:
+            template = "plain" if train_tokens is not None else default_template(encoding)
+        source += f", {template}"
     meta = find_complete(out, source)
     if meta is not None:
         return meta
@@ -578,12 +672,14 @@ def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000, 
         encoding = get_tokenizer(tokenizer, vocabulary)
     out.mkdir(parents=True, exist_ok=True)
     with new_folder(out) as folder:
-        tokens, text_bytes = write_shards(folder, index, encoding, shard_tokens)
+        tokens, text_bytes, learnt = write_shards(folder, index, encoding, shard_tokens, template)
         # The fingerprint covers the headers, too: windows do not cross the end of a shard.
         meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
                     text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
                     fingerprint=sha256_of(*sorted(folder.iterdir())), source=source,
                     **index.counts)
+        if template is not None:
+            meta |= dict(template=template, learnt=learnt, bytes_per_token=None)
         if vocabulary is not None:
             (folder / file_name(tokenizer)).write_text(vocabulary, encoding="utf-8")
         if train_tokens is not None:
@@ -599,24 +695,27 @@ def find_complete(out: Path, source: str) -> dict | None:
     describes; None otherwise."""
     try:
         meta = json.loads((out / "meta.json").read_text())
-        shards = sorted(out.glob("[!.]*.bin"))
+        shards = sorted(path for path in out.glob("[!.]*") if path.suffix in (".bin", TWIN))
         if meta["source"] != source or sha256_of(*shards) != meta["fingerprint"]:
             return None
-        TokenDataset(out, "train", 1)           # its tokenizer is there, too
+        read_meta(out)                          # its tokenizer is there, too
     except (OSError, ValueError, KeyError, TypeError):
         return None
     tell(f"{out} holds the shards of this text already: they are left as they are")
     return meta
 
 
-def write_shards(folder: Path, index: Index, encoding, shard_tokens: int) -> tuple[dict, dict]:
-    """Encode the documents. Returns {split: number of tokens} and {split: bytes of text}."""
+def write_shards(folder: Path, index: Index, encoding, shard_tokens: int,
+                 template: str | None) -> tuple[dict, dict, dict]:
+    """Encode the documents. Returns {split: number of tokens}, {split: bytes of text} and {split:
+    number of tokens of answers}."""
     tokens = dict.fromkeys(SPLITS, 0)
     text_bytes = dict.fromkeys(SPLITS, 0)
+    learnt = dict.fromkeys(SPLITS, 0)
     note = progress("tokenising", index.size)
-    for split, encoded, size in tokenise(index, encoding):
+    for split, encoded, size, flags in tokenise(index, encoding, template):
         try:
-            append_tokens(folder, split, encoded, tokens[split], shard_tokens)
+            append_tokens(folder, split, encoded, tokens[split], shard_tokens, flags)
         except OSError as error:
             if error.errno in NO_SPACE:
                 made = sum(tokens.values()) + len(encoded)
@@ -625,8 +724,10 @@ def write_shards(folder: Path, index: Index, encoding, shard_tokens: int) -> tup
             raise
         tokens[split] += len(encoded)
         text_bytes[split] += size
+        if flags is not None:
+            learnt[split] += int((flags & LEARNT).sum())
         note(size)
-    return tokens, text_bytes
+    return tokens, text_bytes, learnt
 
 
 def check_held(out: Path, source: str) -> None:
@@ -654,8 +755,11 @@ def publish(folder: Path, out: Path, meta: dict) -> None:
 
 def make(args) -> dict:
     """Find or download the text and make the shards. Returns what meta.json says."""
+    field = args.text_field or "text"
     if args.input:
-        files = find_files(args.input, args.text_field)
+        files = find_files(args.input, field)
+        if args.template is not None or (args.text_field is None and hold_conversations(files)):
+            field = None
     elif args.dataset == "python":
         files = standard_library()
     elif args.dataset == "fineweb":
@@ -663,8 +767,8 @@ def make(args) -> dict:
         return dict(tokens={split: TokenDataset(args.out, split, 1).n_tokens for split in SPLITS})
     else:
         files = [download_text(args.dataset, args.out)]
-    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens,
-                   args.text_field, args.near_duplicates, args.train_tokenizer)
+    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens, field,
+                   args.near_duplicates, args.train_tokenizer, args.template)
 
 
 def main(argv=None) -> int:

@@ -94,26 +94,37 @@ class Embed(nn.Module):
             torch.empty(cfg.seq_len, cfg.n_embd), freeze=False)
         self.dropout = Dropout(cfg.dropout, "embed")
 
-    def forward(self, tokens, dropout_seed=None, start=0):
-        return self.add_positions(self.token(tokens), dropout_seed, start)
+    def forward(self, tokens, dropout_seed=None, start=0, positions=None):
+        return self.add_positions(self.token(tokens), dropout_seed, start, positions)
 
-    def add_positions(self, x, dropout_seed, start):
-        positions = torch.arange(start, start + x.shape[1], device=x.device)
+    def add_positions(self, x, dropout_seed, start, positions=None):
+        if positions is None:
+            positions = torch.arange(start, start + x.shape[1], device=x.device)
         return self.dropout(x + self.position(positions), dropout_seed)    # (B, T, C) + (T, C)
 
 
 class CoreAttention(Dropout):
     """softmax(q k^T / sqrt(D)) v of q (B, H, T, D), k and v (B, H, positions, D), with dropout on
-    the softmax; causal, or each q attends to all positions. (k and v may have fewer heads.)"""
+    the softmax; causal, or each q attends to all positions, but with the `positions` (B, T) of
+    packed texts to those of its own text alone. (k and v may have fewer heads.)"""
     attend = staticmethod(F.scaled_dot_product_attention)
     part = 0        # which part of the heads this is: each draws dropout masks of its own
 
-    def forward(self, q, k, v, causal, dropout_seed=None):
+    def forward(self, q, k, v, causal, dropout_seed=None, positions=None):
         p = self.p if self.training else 0.0
         if p > 0:
             seed_dropout(q.device, dropout_seed, *self.name, self.part)
-        return self.attend(q, k, v, is_causal=causal, dropout_p=p,
+        mask = None if positions is None else mask_of_packed(positions)
+        return self.attend(q, k, v, attn_mask=mask, is_causal=causal and mask is None, dropout_p=p,
                            enable_gqa=q.shape[1] > k.shape[1])
+
+
+def mask_of_packed(positions: torch.Tensor) -> torch.Tensor:
+    """positions (B, T) of texts, one behind the other, each of which begins at 0 -> whether a token
+    (row) attends to another (column): bool (B, 1, T, T)."""
+    text = (positions == 0).cumsum(1)                                       # its number, from 1
+    in_same_text = text.unsqueeze(2) == text.unsqueeze(1)
+    return in_same_text.tril().unsqueeze(1)
 
 
 class Attention(nn.Module):
@@ -134,7 +145,7 @@ class Attention(nn.Module):
         self.core_attention = CoreAttention(cfg.dropout, "layer", layer, "attention")
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd)
 
-    def forward(self, x, dropout_seed=None, cache=None, start=0):
+    def forward(self, x, dropout_seed=None, cache=None, start=0, positions=None):
         q, k, v = self.split_heads(self.qkv(x), start)                      # 3 of (B, H, T, D)
         B, _, T, _ = q.shape
         assert start == 0 or T == 1, "a second part of a text would see its own future"
@@ -142,7 +153,7 @@ class Attention(nn.Module):
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
         if start > 0:
             k, v = cache[:, :, :, :start + T]                   # 2 of (B, H, start + T, D)
-        y = self.core_attention(q, k, v, start == 0, dropout_seed)
+        y = self.core_attention(q, k, v, start == 0, dropout_seed, positions)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # (B, H, T, D) -> (B, T, H D)
 
     def split_heads(self, qkv, start):
@@ -179,8 +190,8 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
         self.dropout2 = Dropout(cfg.dropout, "layer", layer, "mlp")
 
-    def forward(self, x, dropout_seed=None, cache=None, start=0):
-        y = self.attn(self.norm1(x), dropout_seed, cache, start)
+    def forward(self, x, dropout_seed=None, cache=None, start=0, positions=None):
+        y = self.attn(self.norm1(x), dropout_seed, cache, start, positions)
         x = x + self.dropout1(y, dropout_seed)
         return x + self.dropout2(self.mlp(self.norm2(x)), dropout_seed)
 
@@ -220,18 +231,19 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(cfg, i) for i in range(cfg.n_layer)})
         self.head = Head(cfg, self.embed.token.weight)
 
-    def forward(self, x, targets=None, dropout_seed=None, cache=None, start=0):
+    def forward(self, x, targets=None, dropout_seed=None, cache=None, start=0, positions=None):
         """tokens (B, T) -> logits (B, T, V), or the summed loss in nats given targets (B, T).
 
         In training mode all dropout masks are a function of `dropout_seed`, an int, if it is given.
         With a cache (`new_kv_cache`) the tokens have the positions start, start + 1, ...: the whole
         prompt at start 0, then one token at a time. The logits (B, 1, V) are of the last position.
+        If a row holds several packed texts, `positions` (B, T) begins again at 0 with each of them.
         """
         if self.embed is not None:
-            x = self.embed(x, dropout_seed, start)
+            x = self.embed(x, dropout_seed, start, positions)
         for name, block in self.blocks.items():
             block_cache = None if cache is None else cache[name]
-            x = block(x, dropout_seed, block_cache, start)
+            x = block(x, dropout_seed, block_cache, start, positions)
         if cache is not None:
             x = x[:, -1:]
         if self.head is None:

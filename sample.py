@@ -2,6 +2,7 @@
 
     python sample.py --ckpt out/latest.pt --prompt "def "
     echo "Once upon a time" | python sample.py --ckpt out/latest.pt --prompt -
+    python sample.py --ckpt out/chat/latest.pt --chat       # if it was trained on conversations
 
     prompt -> tokens -> model -> logits of the last position (V,) -> / temperature -> the k largest
     -> the smallest set whose probability reaches p -> one token -> appended, and again
@@ -25,11 +26,12 @@ import torch
 
 from amp import PRECISIONS
 from checkpoint import load_model
+from corpus.conversations import ASSISTANT, Message, end_of_answer, prompt_of
 from data import get_tokenizer
 from parallelism.collectives import first_line, out_of_memory
 from runtime.devices import pick_device
 from runtime.other_names import SAMPLE_ADVICE, SAMPLE_NAMES
-from runtime.sampling import parse_flags, read_prompts
+from runtime.sampling import parse_flags, read_lines, read_prompts
 
 AT_ONCE = 16                   # samples in a batch, which bounds the memory of the cache
 DASHES = "-" * 40 + "\n"       # the line between samples
@@ -103,6 +105,15 @@ def generate(model, tokens: list[int], max_tokens: int, end: int, temperature: f
         window = torch.cat([window.expand(count, -1), new], dim=1)
 
 
+def show(text: bytes, shown: int, is_whole=False) -> int:
+    """Write what comes after the first `shown` characters of a text, of which more may come unless
+    it `is_whole`. Returns how many are shown now."""
+    characters, _ = codecs.utf_8_decode(text, "replace", is_whole)      # whole characters only
+    sys.stdout.write(characters[shown:])
+    sys.stdout.flush()
+    return max(shown, len(characters))
+
+
 def print_samples(model, tokenizer, prompt: str, seeds: range, args) -> None:
     """Print a sample of a prompt for each seed, the first one as it is generated."""
     tokens = tokenizer.encode_ordinary(prompt)
@@ -126,15 +137,46 @@ def print_samples(model, tokenizer, prompt: str, seeds: range, args) -> None:
         certain = texts[0]
         if stop and 0 not in ended:         # its last bytes may be the beginning of `stop`
             certain = certain[:max(0, len(certain) - len(stop) + 1)]
-        text, _ = codecs.utf_8_decode(certain, "replace", False)    # False: whole characters only
-        sys.stdout.write(text[shown:])
-        sys.stdout.flush()
-        shown = max(shown, len(text))
+        shown = show(certain, shown)
         if ended >= drawn.keys():
             break
-    sys.stdout.write(texts[0].decode(errors="replace")[shown:] + "\n")
+    show(texts[0], shown, is_whole=True)
+    print()
     for text in texts[1:]:
         sys.stdout.write(DASHES + prompt + text.decode(errors="replace") + "\n")
+
+
+def chat(model, tokenizer, template: str, lines, args) -> None:
+    """Answer each line, which a user has written, with all of the conversation before it in the
+    window. Where that is too long, its oldest question and answer are forgotten."""
+    generator = torch.Generator().manual_seed(args.seed)
+    seq_len = model.cfg.seq_len
+    messages = []
+    for line in lines:
+        if not line:
+            messages = []
+            continue
+        messages.append(Message("user", line))
+        prompt = prompt_of(messages, template, tokenizer)
+        while len(prompt) >= seq_len and len(messages) > 1:
+            messages = messages[2:]
+            prompt = prompt_of(messages, template, tokenizer)
+        if len(prompt) >= seq_len:
+            print(f"sample.py: warning: this has {len(prompt)} tokens, the model sees {seq_len}: "
+                  f"it is left out", file=sys.stderr)
+            messages = []
+            continue
+        answer = b""
+        shown = 0                       # characters on standard output
+        for drawn in generate(model, prompt, min(args.max_tokens, seq_len - len(prompt)),
+                              end_of_answer(template, tokenizer), args.temperature, args.top_k,
+                              args.top_p, [generator]):
+            for token in drawn.values():        # none at the end
+                answer += tokenizer.decode_single_token_bytes(token)
+            shown = show(answer, shown)
+        show(answer, shown, is_whole=True)
+        print(flush=True)
+        messages.append(Message(ASSISTANT, answer.decode(errors="replace")))
 
 
 def main() -> None:
@@ -145,13 +187,18 @@ def main() -> None:
         device = pick_device(args.device)
         model, state = load_model(Path(args.ckpt))
         tokenizer = get_tokenizer(state["tokenizer"], state.get("tokenizer_file"))
-        prompts = read_prompts(args)
+        if args.chat and "template" not in state:
+            raise ValueError(f"{args.ckpt} was not trained on conversations: drop --chat, or train "
+                             f"it on some (docs/instructions.md)")
+        prompts = [] if args.chat else read_prompts(args)
     except (ValueError, OSError) as error:
         parser.error(str(error), getattr(error, "status", 2))
     model.to(device, PRECISIONS[args.dtype][0])
     if sys.stdout is None:
         parser.error("standard output, where the text goes, is closed: give a file or a pipe")
     sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character
+    if args.chat:
+        chat(model, tokenizer, state["template"], read_lines(), args)
     seeds = range(args.seed, args.seed + (args.num_samples or 1))
     for number, prompt in enumerate(prompts):
         for first in seeds[::AT_ONCE]:

@@ -56,8 +56,8 @@ import torch
 
 import checkpoint
 from amp import NOT_FINITE, PRECISIONS, LossScaler, clip_factor, make_scaler
-from data import PADDING, Batch, Batches, TokenDataset, split_microbatches
-from model import GPT, IGNORE_INDEX, GPTConfig, derive_seed
+from data import Batch, Batches, TokenDataset, split_microbatches
+from model import GPT, GPTConfig, derive_seed
 from parallelism.build import Grid, build_rank, make_groups
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.context import own_positions
@@ -85,11 +85,10 @@ def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, flo
     for step in range(1, config.steps + 1):
         position = (step - 1) * config.batch_size                       # in the data
         window_ids = data.window_ids(config.seed, position, config.batch_size)
-        tokens = torch.from_numpy(data.tokens_of(window_ids))           # (B, T + 1)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]                 # (B, T) each
+        inputs, targets, positions = as_tensors(data.rows(window_ids))  # (B, T) each
 
         optimizer.zero_grad()
-        loss = model(inputs, targets) / targets.numel()     # the model returns the sum over tokens
+        loss = model(inputs, targets, positions=positions) / data.count_learnt(window_ids)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         for group in optimizer.param_groups:
@@ -97,6 +96,11 @@ def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, flo
         optimizer.step()
         history.append((loss.item(), norm.item()))
     return history
+
+
+def as_tensors(rows: tuple) -> list:
+    """Of data.TokenDataset.rows."""
+    return [None if x is None else torch.from_numpy(x) for x in rows]
 
 
 def learning_rate(config, step: int) -> float:
@@ -120,7 +124,7 @@ def learning_rate(config, step: int) -> float:
 @dataclass
 class StepStats:
     """The statistics of a step. All but local_loss are equal on every rank."""
-    loss: float                 # mean over the tokens of the global batch, in nats
+    loss: float                 # mean over the learnt tokens of the global batch, in nats
     activation_norm: float      # mean over the tokens of the norm of the final hidden state
     grad_norm: float            # of the whole model, unscaled, before clipping
     skipped: str                # why all ranks skip the update, such as NOT_FINITE; "" if none
@@ -249,24 +253,21 @@ class Run:
 
     def load_microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
         """This rank's rows of the batch `window_ids` (B,), as a list of microbatches: (inputs
-        (b, T), targets (b, T), dropout seed). With --cp they have this rank's T / cp positions. The
-        stages in the middle of a pipeline get None for inputs and targets. The targets of PADDING
-        are IGNORE_INDEX."""
+        (b, T), targets (b, T), dropout seed, positions (b, T) of conversations or None). With --cp
+        inputs and targets have this rank's T / cp positions. The stages in the middle of a pipeline
+        need neither."""
         grid = self.grid
         microbatches = []
         self.will_need(dataset, window_ids)
         for m, ids in enumerate(self.own_windows(window_ids)):                  # ids (b,)
-            inputs, targets = None, None
-            if grid.is_first or grid.is_last:
-                tokens = torch.from_numpy(dataset.tokens_of(ids))               # (b, T + 1)
-                # Both are copies, so that padding the targets does not change the inputs.
-                inputs = own_positions(tokens[:, :-1], grid.cp_rank, grid.cp)
-                targets = own_positions(tokens[:, 1:], grid.cp_rank, grid.cp)
-                is_padding = torch.from_numpy(ids == PADDING)                   # (b,)
-                targets[is_padding] = IGNORE_INDEX
-                inputs = devices.to_device(inputs, self.device)
-                targets = devices.to_device(targets, self.device)
-            microbatches.append((inputs, targets, self.dropout_seed(step, m)))
+            inputs, targets, positions = None, None, None
+            if grid.is_first or grid.is_last or dataset.packed:
+                inputs, targets, positions = as_tensors(dataset.rows(ids))
+                inputs = own_positions(inputs, grid.cp_rank, grid.cp)
+                targets = own_positions(targets, grid.cp_rank, grid.cp)
+                inputs, targets, positions = (devices.to_device(x, self.device)
+                                              for x in (inputs, targets, positions))
+            microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))
         return microbatches
 
     def dropout_seed(self, step: int, microbatch: int) -> int:
@@ -289,21 +290,22 @@ class Run:
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
         tokens_in_batch = batch.size * self.model_config.seq_len        # of all ranks
+        learnt = self.train_data.count_learnt(batch.window_ids)         # all of them, but of answers
 
         # 1. Forward and backward. The model returns the sum of the losses of the microbatch's
         #    tokens. loss * scale is the microbatch's share of the mean loss of the batch, times the
         #    loss scale; backward adds to the gradients in `flat`.
-        scale = self.scaler.scale / tokens_in_batch
-        flat.zero_grad(self.scaler.scale, tokens_in_batch)
+        scale = self.scaler.scale / learnt
+        flat.zero_grad(self.scaler.scale, tokens_in_batch, learnt)
         if grid.is_last:    # the head computes its gradients in forward, so it needs the factor now
             model.head.set_scale(scale)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
-            for m, (inputs, targets, dropout_seed) in enumerate(microbatches):
+            for m, (inputs, targets, dropout_seed, positions) in enumerate(microbatches):
                 # Hooks start the all-reduces of the gradients: during the last backward, with ZeRO
                 # 2 and 3 during every backward.
                 flat.prepare_grad_sync(model, last=m == len(microbatches) - 1)
-                loss = model(inputs, targets, dropout_seed)
+                loss = model(inputs, targets, dropout_seed, positions=positions)
                 (loss * scale).backward()
                 loss_sum += loss.detach()
                 self.watch.after_microbatch(m)
@@ -319,7 +321,7 @@ class Run:
         flat.finish_grad_sync()
 
         # 3. Sum the loss and the squared norm over all ranks, so that all make the same decision.
-        return self.step_stats(loss_sum, tokens_in_batch)
+        return self.step_stats(loss_sum, tokens_in_batch, learnt)
 
     def update(self, stats: StepStats, lr: float) -> None:
         """Update the weights. Every rank skips it if the loss or a gradient is inf or NaN (or, with
@@ -336,7 +338,7 @@ class Run:
         self.scaler.update(stats.skipped == NOT_FINITE)
         self.finished_step = self.step
 
-    def step_stats(self, loss_sum: torch.Tensor, tokens_in_batch: int) -> StepStats:
+    def step_stats(self, loss_sum: torch.Tensor, tokens_in_batch: int, learnt: int) -> StepStats:
         """Compute the step's statistics with one all-reduce."""
         grid, scaler = self.grid, self.scaler
         loss, activation_norm = self.scalar(0.0), self.scalar(0.0)
@@ -352,7 +354,7 @@ class Run:
         if not math.isfinite(total["loss"]):
             skipped = NOT_FINITE
         return StepStats(
-            loss=total["loss"] / tokens_in_batch,
+            loss=total["loss"] / learnt,
             activation_norm=total["activation_norm"] / tokens_in_batch,
             grad_norm=norm / scaler.scale, skipped=skipped, loss_scale=scaler.scale,
             local_loss=loss_sum)
@@ -432,7 +434,8 @@ class Run:
             model=dataclasses.asdict(self.model_config),
             data=self.train_data.phases, scaler=progress.scaler.state_dict(),
             monitor=dataclasses.asdict(progress.monitor),
-            **{key: value for key, value in self.train_data.meta.items() if "tokenizer" in key}))
+            **{key: value for key, value in self.train_data.meta.items()
+               if "tokenizer" in key or key == "template"}))
 
 
 # ---- Start ----------------------------------------------------------------------------------

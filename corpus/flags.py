@@ -3,6 +3,7 @@ import argparse
 import shlex
 from pathlib import Path
 
+from corpus.conversations import TEMPLATES
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS
 from corpus.formats import EOT
 from corpus.kinds import READ_KINDS
@@ -29,6 +30,9 @@ def parse_flags(arguments) -> argparse.Namespace:
     text.add_argument("--near-duplicates", choices=["keep", "drop", "ignore"], default="keep",
                       help="documents with most words in common: count them, keep the first, or do "
                            "not look for them, which is faster (default keep)")
+    text.add_argument("--template", choices=list(TEMPLATES),
+                      help="how conversations are written (default chatml if the tokenizer has its "
+                           "tokens, otherwise plain)")
     shards = parser.add_argument_group("shards")
     tokenizer = shards.add_mutually_exclusive_group()
     tokenizer.add_argument("--tokenizer", metavar="NAME|FILE",
@@ -57,8 +61,9 @@ def parse_flags(arguments) -> argparse.Namespace:
         parser.error(f"--out {args.out} is not a directory: give another")
     if args.text_field is not None and not args.input:
         parser.error("--text-field is for the files of --input: leave it out")
-    if args.text_field is None:
-        args.text_field = "text"
+    if args.template is not None and (not args.input or args.text_field is not None):
+        parser.error("--template is for the conversations of --input, which have no --text-field: "
+                     "leave one out")
     is_fineweb = args.dataset == "fineweb"
     if args.shards != 1 and not (is_fineweb and 1 <= args.shards <= FINEWEB_SHARDS):
         parser.error(f"only --dataset fineweb has --shards, 1 to {FINEWEB_SHARDS}")
@@ -92,8 +97,9 @@ def summary(out: Path, meta: dict) -> list[str]:
         flags = f" --data {shlex.quote(out.as_posix())} --out {shlex.quote(f'out/{out.name}')}"
     documents = ""
     if "documents" in meta:
-        documents = ("{documents:,} documents, {duplicates:,} duplicates dropped, {skipped:,} "
-                     "without text skipped".format(**meta))
+        kind = "documents" if "template" not in meta else "conversations"
+        documents = (f"{meta['documents']:,} {kind}, {meta['duplicates']:,} duplicates dropped, "
+                     f"{meta['skipped']:,} without text skipped")
         if meta.get("near_duplicates") and "val_near_duplicates" not in meta:
             documents += f", {meta['near_duplicates']:,} near-duplicates dropped"
         if "unreadable" in meta:
@@ -101,6 +107,9 @@ def summary(out: Path, meta: dict) -> list[str]:
         documents += "; "
     lines = [f"{documents}{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate "
              f"on."]
+    if "template" in meta:
+        lines.append(f"Learnt are the answers, {meta['learnt']['train']:,} of the tokens; the "
+                     f"template is {meta['template']}.")
     if "compared" in meta:
         own, gpt2 = meta["compared"]
         lines.append(f"The tokenizer {meta['tokenizer']} has {meta['vocab_size']:,} tokens: "
@@ -109,7 +118,7 @@ def summary(out: Path, meta: dict) -> list[str]:
     if "documents" in meta and not 0.01 <= share <= 0.2:
         lines.append(f"note: {share:.2%} of the tokens validate, not about 5%, because the "
                      f"documents differ much in length: another --seed draws others")
-    if min(tokens.values()) < SEQ_LEN + 1:
+    if min(tokens.values()) < SEQ_LEN + 1 and "template" not in meta:
         lines.append(f"This is too little text for windows of {SEQ_LEN} + 1 tokens: add text, or "
                      f"use the shorter windows below.")
         flags += f" --seq-len {min(tokens.values()) - 1}"

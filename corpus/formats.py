@@ -5,21 +5,23 @@
     .parquet  a document in each row, in the column "text"
     .eot      TinyStories as it is downloaded: as .txt, without white space around each document
 
-All but .parquet may also end in .gz or .zst. UTF-8, or UTF-16 and UTF-32 with their byte-order
-marks, which are not part of the text. A NotText stands for a document that cannot be read, so that
-one in a thousand can be left out.
+Lines and rows may also hold conversations (conversations.py). All but .parquet may also end in .gz
+or .zst. UTF-8, or UTF-16 and UTF-32 with their byte-order marks, which are not part of the text. A
+NotText stands for a document that cannot be read, so that one in a thousand can be left out.
 """
 import codecs
 import io
 import re
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 
 from corpus.compressed import BLOCK, open_bytes
+from corpus.conversations import messages_of_line, read_table
 from corpus.kinds import kind_of, what_it_is
 from corpus.messages import named
 from corpus.problems import LFS_POINTER, NotText, guess
-from corpus.records import read_lines, read_rows
+from corpus.records import read_lines, read_texts, text_of_line
 
 EOT = "<|endoftext|>"
 MOST_HELD = 1 << 16         # white space that is held back until more text comes
@@ -41,20 +43,25 @@ def open_text(path: Path):
     return file, "utf-8"
 
 
-def read_documents(path: Path, field="text"):
+def read_documents(path: Path, field: str | None = "text"):
     """Yield every document of a file, as an iterable of strings: joined, they are its text. A
-    NotText among them says why the rest cannot be read. Raises ValueError if no document can."""
+    NotText among them says why the rest cannot be read. Raises ValueError if no document can.
+    Without a field: every conversation, as a list of conversations.Message."""
     kind = kind_of(path.name)
     with named(path):
+        if field is None and kind == ".txt":
+            raise ValueError(f"{path}: conversations are lines of JSON or rows of Parquet: prepare "
+                             f"text by itself, in another --out")
         if kind == ".parquet":
-            yield from read_rows(path, field)
+            yield from read_table(path) if field is None else read_texts(path, field)
             return
         file, encoding = open_text(path)
         with file:
             if kind == ".eot":
                 yield from read_stories(path, file)
             elif kind in (".jsonl", ".json"):
-                yield from read_lines(path, file, encoding, field)
+                parse = messages_of_line if field is None else partial(text_of_line, field=field)
+                yield from read_lines(path, file, encoding, parse)
             else:
                 numbered = cut_at_eot(read_blocks(path, file, encoding))
                 for _, pieces in groupby(numbered, key=lambda piece: piece[0]):

@@ -11,7 +11,7 @@ from pathlib import Path
 from corpus.compressed import check_package
 from corpus.kinds import READ, READ_KINDS, advice_for, kind_of
 from corpus.messages import note
-from corpus.records import begins_with_record
+from corpus.records import first_fields, is_conversation
 
 
 def find_files(paths, field="text") -> list[Path]:
@@ -80,8 +80,10 @@ def why_skipped(entry: os.DirEntry, field: str) -> str | None:
         return special_kind(mode) or kind or "without a suffix"
     if not os.access(entry.path, os.R_OK):
         return "unreadable"
-    if kind == ".json" and not begins_with_record(Path(entry.path), field):
-        return f'.json without lines of {{"{field}": ...}}'
+    if kind == ".json":
+        names = first_fields(Path(entry.path))
+        if field not in names and not is_conversation(names):
+            return f'.json without lines of {{"{field}": ...}}'
     return None
 
 
@@ -131,6 +133,17 @@ def walk(top: Path, field: str) -> dict[str, Path]:
     if kinds:
         note(f"{top}: {len(found):,} files are read; skipped: {', '.join(kinds)}")
     return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def hold_conversations(files: list[Path]) -> bool:
+    """Whether these files hold conversations: the first one decides, and the others must be alike.
+    """
+    if kind_of(files[0].name) == ".txt":
+        return False
+    try:
+        return is_conversation(first_fields(files[0]))
+    except (ValueError, OSError):       # whoever reads the file says what is wrong with it
+        return False
 
 
 def standard_library() -> list[Path]:

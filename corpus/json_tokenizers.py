@@ -54,10 +54,14 @@ class JsonTokenizer:
             raise ValueError(f"it has no token {', '.join(END_OF_TEXT)}")
         self.end_of_text = ends[0]
         self.eot_token = ids[self.end_of_text]
+        self.special_tokens_set = {token["content"] for token in content["added_tokens"]}
         self.byte_of = {character: byte for byte, character in enumerate(characters_of_bytes())}
 
     def encode_ordinary(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_single_token(self, text: str) -> int:
+        return self.tokenizer.token_to_id(text)
 
     def encode_to_numpy(self, text: str, disallowed_special=()) -> np.ndarray:
         return np.array(self.encode_ordinary(text), "<u4")

@@ -7,9 +7,11 @@
   of .jsonl is read as a whole.
 - Of equal documents the first is kept. split.py chooses which validate.
 - The token <|endoftext|> stands before each document; the same characters in a text are text.
+- Conversations (conversations.py) are documents whose tokens a template decides.
 """
 import hashlib
 import os
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -18,10 +20,12 @@ import numpy as np
 
 from corpus.bpe import train_bpe
 from corpus.compressed import BLOCK
+from corpus.conversations import Answer, check_contents, render, texts_of
 from corpus.disk import change_of
 from corpus.formats import EOT, read_documents
 from corpus.messages import note, progress
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
+from corpus.packing import BEGINS, LEARNT
 from corpus.problems import NotText, check_problems
 from corpus.split import choose_split
 from corpus.tokenizers import CUT, MOST_TOKENS, cut_of, write_tokens
@@ -33,7 +37,7 @@ TOKENIZER_BYTES = 10**8     # of text, which a tokenizer of one's own is trained
 class Index(NamedTuple):
     """What pass 1 finds in files."""
     files: list[Path]
-    field: str                  # of a record, that has the text
+    field: str | None           # of a record, that has the text; None: conversations
     changes: list               # of each file: when it was changed last
     digest: str                 # of all documents
     cuts: np.ndarray            # int64 (documents,): the number of bytes of each that train; the
@@ -43,7 +47,8 @@ class Index(NamedTuple):
     counts: dict[str, int]      # documents that are kept, duplicates, ...
 
 
-def index_documents(files, seed: int, field="text", near_duplicates="ignore") -> Index:
+def index_documents(files, seed: int, field: str | None = "text",
+                    near_duplicates="ignore") -> Index:
     """Pass 1: hash and measure every document, drop duplicates, choose the split. near_duplicates:
     "drop", "keep" (they are counted) or "ignore"."""
     changes = [change_of(path) for path in files]
@@ -65,7 +70,7 @@ def index_documents(files, seed: int, field="text", near_duplicates="ignore") ->
             kept = kept[~repeated]
     counts["documents"] = len(kept)
     sizes = table["size"][kept]
-    train_sizes, is_cut = choose_split(table["digest"][kept], sizes)
+    train_sizes, is_cut = choose_split(table["digest"][kept], sizes, may_cut=field is not None)
     if near_duplicates == "keep":
         note_near_duplicates(keys[kept], train_sizes, counts)
     cuts = np.full(len(table), -1)
@@ -78,16 +83,18 @@ def index_documents(files, seed: int, field="text", near_duplicates="ignore") ->
     return Index(files, field, changes, digest.hexdigest(), cuts, int(sizes.sum()), counts)
 
 
-def measure_documents(files, seed: int, field: str, keys: KeyTable | None):
+def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None):
     """(digest and size in bytes of each document, those that cannot be read). The size is 0 without
-    text. `keys` receives the beginning of each."""
+    text. `keys` receives the beginning of each. The digest of a conversation begins with the one of
+    its text before the first answer, by which the split is chosen."""
     count_bytes = progress("reading")
     salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
     table = bytearray()
     problems = []
     marks = 0                               # <|endoftext|> as ordinary text
-    for blocks in (blocks for path in files for blocks in read_documents(path, field)):
+    for blocks in read_texts(files, field):
         digest = hashlib.blake2b(digest_size=16, salt=salt)
+        before_answer = b""
         size = 0
         has_text = False
         beginning = []
@@ -97,6 +104,8 @@ def measure_documents(files, seed: int, field: str, keys: KeyTable | None):
                 check_problems(problems, len(table) // 24 + 1)
                 has_text = False
                 break
+            if isinstance(text, Answer) and not before_answer:
+                before_answer = digest.digest()[:8]
             raw = text.encode()
             digest.update(raw)
             if keys is not None and size < MOST_BYTES:
@@ -106,7 +115,7 @@ def measure_documents(files, seed: int, field: str, keys: KeyTable | None):
             if "|" in text:             # is found 40 times faster
                 marks += text.count(EOT)
             count_bytes(len(raw))
-        table += digest.digest() + (size if has_text else 0).to_bytes(8, "little")
+        table += (before_answer + digest.digest())[:16] + (size if has_text else 0).to_bytes(8, "little")
         if keys is not None:
             keys.add("".join(beginning))
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
@@ -115,6 +124,13 @@ def measure_documents(files, seed: int, field: str, keys: KeyTable | None):
         note(f"{EOT} stands {marks:,} times within a line or a field, where it is ordinary text: "
              f"in a .txt, a line of its own ends a document")
     return table, problems
+
+
+def read_texts(files, field: str | None):
+    """Yield every document, as an iterable of strings."""
+    for path in files:
+        for document in read_documents(path, field):
+            yield document if field is not None else texts_of(document)
 
 
 def note_near_duplicates(keys, train_sizes, counts: dict) -> None:
@@ -157,13 +173,25 @@ def split_document(blocks, cut: int, place=CUT):
     yield from rest.items()
 
 
-def tokenise(index: Index, encoding):
-    """Pass 2: yield (split, tokens, bytes of text), in order; the tokens are uint16, or uint32 for
-    more than 65,536. Raises ValueError at the end if the files have changed since pass 1."""
+class Encoded(NamedTuple):
+    """Tokens of some documents of one split."""
+    split: str
+    tokens: np.ndarray          # (n,), uint16, or uint32 for more than 65,536
+    size: int                   # bytes of text
+    flags: np.ndarray | None = None     # of conversations: packing.LEARNT + BEGINS, uint8 (n,)
+
+
+def tokenise(index: Index, encoding, template: str | None = None):
+    """Pass 2: yield an Encoded of some documents, or conversations, at a time, in order. Raises
+    ValueError at the end if the files have changed since pass 1."""
+    if template is None:
+        parts = encode_pieces(pieces_of(index, cut_of(encoding.name)), encoding)
+    else:
+        parts = encode_conversations(index, encoding, template)
     done = 0
-    for split, tokens, size in encode_pieces(pieces_of(index, cut_of(encoding.name)), encoding):
-        done += size
-        yield split, tokens, size
+    for part in parts:
+        done += part.size
+        yield part
     for path, change in zip(index.files, index.changes):
         if change_of(path) != change:
             raise ValueError(f"{path} changed while it was read: run data.py again")
@@ -173,8 +201,7 @@ def tokenise(index: Index, encoding):
 
 def pieces_of(index: Index, place=CUT):
     """Yield (split, text) of the documents that are kept, as `split_document` does."""
-    documents = (blocks for path in index.files for blocks in read_documents(path, index.field))
-    for blocks, cut in zip(documents, index.cuts.tolist()):
+    for blocks, cut in zip(read_texts(index.files, index.field), index.cuts.tolist()):
         if cut >= 0:
             yield from split_document(blocks, cut, place)
 
@@ -216,27 +243,59 @@ def usable_cores() -> int:
 
 
 def encode_pieces(pieces, encoding):
-    """Yield (split, tokens, bytes of text), in order. Threads encode, as tiktoken
-    releases Python's lock. Few jobs wait at a time, which bounds memory."""
-    dtype = "<u2" if encoding.n_vocab <= MOST_TOKENS else "<u4"
-
+    """Yield an Encoded of some pieces of text (split, text) at a time, in order."""
     def work(split, texts):
         tokens = [encoding.encode_to_numpy(text, disallowed_special=()) if text
                   else [encoding.eot_token] for text in texts]
-        tokens = np.concatenate(tokens, dtype=dtype, casting="unsafe")
-        return split, tokens, len("".join(texts).encode())
+        tokens = np.concatenate(tokens, dtype=dtype_of(encoding), casting="unsafe")
+        return Encoded(split, tokens, len("".join(texts).encode()))
+    yield from in_threads(work, in_groups(pieces))
 
+
+def encode_conversations(index: Index, encoding, template: str):
+    """Yield an Encoded of some conversations at a time, in order."""
+    def work(split, conversations):
+        tokens, flags, size = [], [], 0
+        for messages in conversations:
+            if isinstance(messages[0], NotText):        # pass 1 could read it
+                raise messages[0]
+            check_contents(messages, template, encoding)
+            new, learnt = render(messages, template, encoding)
+            tokens += new
+            flags += [BEGINS, *(LEARNT * is_learnt for is_learnt in learnt[1:])]
+            size += sum(len(text.encode()) for text in texts_of(messages))
+        return Encoded(split, np.array(tokens, dtype_of(encoding)), size, np.array(flags, "u1"))
+
+    conversations = (messages for path in index.files for messages in read_documents(path, None))
+    kept = (("train" if cut else "val", messages)
+            for messages, cut in zip(conversations, index.cuts.tolist()) if cut >= 0)
+    yield from in_threads(work, in_groups(kept))
+
+
+def dtype_of(encoding) -> str:
+    return "<u2" if encoding.n_vocab <= MOST_TOKENS else "<u4"
+
+
+def in_groups(documents):
+    """(split, text or conversation) one by one -> (split, [some of them]), in order."""
+    groups = {split: [] for split in SPLITS}
+    for split, document in documents:
+        groups[split].append(document)
+        if len(document) > BLOCK // 8 or len(groups[split]) > 100:
+            yield split, groups[split]
+            groups[split] = []
+    yield from ((split, last) for split, last in groups.items() if last)
+
+
+def in_threads(work, jobs):
+    """Yield work(*job) of each, in order. Threads work, as tiktoken releases Python's lock. Few
+    jobs wait at a time, which bounds memory."""
     cores = usable_cores()
-    texts = {split: [] for split in SPLITS}
-    jobs = []
+    waiting = deque()
     with ThreadPoolExecutor(cores) as pool:
-        for split, text in pieces:
-            texts[split].append(text)
-            if len(text) > BLOCK // 8 or len(texts[split]) > 100:
-                jobs.append(pool.submit(work, split, texts[split]))
-                texts[split] = []
-            if len(jobs) > 2 * cores:
-                yield jobs.pop(0).result()
-        jobs += [pool.submit(work, split, last) for split, last in texts.items() if last]
         for job in jobs:
-            yield job.result()
+            waiting.append(pool.submit(work, *job))
+            if len(waiting) > 2 * cores:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

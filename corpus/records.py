@@ -1,4 +1,5 @@
 """The documents that are fields of records: lines of JSON, rows of Parquet."""
+import codecs
 import io
 import json
 import shlex
@@ -12,8 +13,9 @@ ROWS_AT_ONCE = 256
 STRINGS = ("string", "large_string", "dictionary<values=string")        # Arrow's names
 
 
-def read_lines(path: Path, file, encoding: str, field: str):
-    """Yield the documents of a file of JSON by lines."""
+def read_lines(path: Path, file, encoding: str, parse):
+    """Yield the documents of a file of JSON by lines. parse(line) returns one; a ValueError says
+    what is wrong with the line."""
     lines = file if encoding == "utf-8" else recode(file, encoding)
     try:
         is_first = True
@@ -24,14 +26,22 @@ def read_lines(path: Path, file, encoding: str, field: str):
                 check_first_line(path, line.strip())
                 is_first = False
             try:
-                text = json.loads(line)[field].removeprefix("\ufeff")
-                text.encode()       # refuses half a surrogate pair
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                text = NotText(f"{path} line {number}{why_no_text(line, field)}")
-            yield [text]
+                document = parse(line)
+            except ValueError as error:
+                document = [NotText(f"{path} line {number}{error}")]
+            yield document
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not {encoding.upper()} text ({error.reason}): it may be cut "
                          f"off: copy it again") from None
+
+
+def text_of_line(line: bytes, field: str) -> list[str]:
+    try:
+        text = json.loads(line)[field].removeprefix("\ufeff")
+        text.encode()               # refuses half a surrogate pair
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(why_no_text(line, field)) from None
+    return [text]
 
 
 def recode(file, encoding: str):
@@ -41,15 +51,25 @@ def recode(file, encoding: str):
             yield line.encode()
 
 
-def begins_with_record(path: Path, field: str) -> bool:
-    """Whether the first line of a file is a JSON object that has this field."""
+def first_fields(path: Path) -> list[str]:
+    """The names of the fields of a file's first record; none if it has no record."""
+    if path.name.lower().endswith(".parquet"):
+        from pyarrow import parquet
+        return parquet.read_schema(path).names
     with open_bytes(path) as file:
-        line = file.readline()
+        lines = (line.removeprefix(codecs.BOM_UTF8) for line in file)
+        line = next((line for line in lines if line.strip()), b"")
     try:
-        value = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
-        return False
-    return isinstance(value, dict) and field in value
+        return []
+    return list(record) if isinstance(record, dict) else []
+
+
+def is_conversation(names) -> bool:
+    """Whether records with fields of these names are conversations (conversations.py)."""
+    has_messages = "messages" in names or {"prompt", "completion"} <= set(names)
+    return has_messages and "text" not in names
 
 
 def check_first_line(path: Path, line: bytes) -> None:
@@ -97,27 +117,38 @@ def other_fields(field: str, names) -> str:
     return f'"{field}", but {found}: give the name of the one with the text to --text-field'
 
 
-def read_rows(path: Path, field: str):
-    """Yield the documents of a Parquet file."""
+def read_rows(path: Path, choose):
+    """Yield (number, {column: value of Arrow}) for each row of a Parquet file. choose({column: its
+    type}) returns the columns that are read, or raises ValueError."""
     import pyarrow
     from pyarrow import parquet
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             kinds = dict(zip(file.schema_arrow.names, map(str, file.schema_arrow.types)))
-            if field not in kinds:
-                raise ValueError(f"{path} has no column {other_fields(field, kinds)}")
-            if not kinds[field].startswith(STRINGS):
-                raise ValueError(f"{path}: the column \"{field}\" holds {kinds[field]}, not "
-                                 f"strings: give another to --text-field")
+            columns = choose(kinds)
             number = 0
-            for batch in file.iter_batches(ROWS_AT_ONCE, columns=[field], use_threads=False):
-                for row in batch.column(0):
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False):
+                for values in zip(*batch.columns):
                     number += 1
-                    yield [text_of_row(row, path, number, field)]
+                    yield number, dict(zip(batch.schema.names, values))
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:       # of the system
             raise
         raise not_whole(path, error) from None
+
+
+def read_texts(path: Path, field: str):
+    """Yield the documents of a Parquet file, which are the texts of a column."""
+    def choose(kinds):
+        if field not in kinds:
+            raise ValueError(f"{path} has no column {other_fields(field, kinds)}")
+        if not kinds[field].startswith(STRINGS):
+            raise ValueError(f"{path}: the column \"{field}\" holds {kinds[field]}, not strings: "
+                             f"give another to --text-field")
+        return [field]
+
+    for number, row in read_rows(path, choose):
+        yield [text_of_row(row[field], path, number, field)]
 
 
 def text_of_row(row, path: Path, number: int, field: str) -> str | NotText:

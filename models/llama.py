@@ -107,7 +107,7 @@ class Embed(model.Embed):
             torch.empty(cfg.padded_vocab, cfg.n_embd), freeze=False)
         self.dropout = Dropout(cfg.dropout, "embed")
 
-    def add_positions(self, x, dropout_seed, start):
+    def add_positions(self, x, dropout_seed, start, positions=None):
         return self.dropout(x, dropout_seed)
 
 
@@ -223,11 +223,12 @@ class Block(model.Block):
         self.dropout2 = Dropout(cfg.dropout, "layer", layer, "mlp")
         self.residual = cfg.residual
 
-    def forward(self, x, dropout_seed=None, cache=None, start=0):
+    def forward(self, x, dropout_seed=None, cache=None, start=0, positions=None):
         if self.residual == "serial":
-            return super().forward(x, dropout_seed, cache, start)
+            return super().forward(x, dropout_seed, cache, start, positions)
         normed = self.norm1(x)
-        y = self.dropout1(self.attn(normed, dropout_seed, cache, start), dropout_seed)
+        y = self.attn(normed, dropout_seed, cache, start, positions)
+        y = self.dropout1(y, dropout_seed)
         if self.residual == "parallel":
             normed = self.norm2(x)
         return x + y + self.dropout2(self.mlp(normed), dropout_seed)

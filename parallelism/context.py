@@ -29,7 +29,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, CoreAttention, seed_dropout
+from model import GPT, CoreAttention, mask_of_packed, seed_dropout
 from models.llama import Rotary
 from parallel import own_positions
 from parallelism.collectives import all_gather, reduce_scatter
@@ -89,8 +89,9 @@ class ContextParallelAttention(CoreAttention):
         super().__init__(plain.p, *plain.name)
         self.grid = grid
 
-    def forward(self, q, k, v, causal, dropout_seed=None):
-        """`causal` is always True in training. With dropout each rank has a seed of its own."""
+    def forward(self, q, k, v, causal, dropout_seed=None, positions=None):
+        """`causal` is always True in training. With dropout each rank has a seed of its own. The
+        `positions` of packed texts, (B, T), are those of all ranks."""
         p = self.p if self.training else 0.0
         if p > 0:
             seed_dropout(q.device, dropout_seed, *self.name, self.part)
@@ -99,12 +100,21 @@ class ContextParallelAttention(CoreAttention):
         rank, cp = self.grid.cp_rank, self.grid.cp
         for piece, q_piece in zip([rank, 2 * cp - 1 - rank], q.chunk(2, dim=2)):
             end = (piece + 1) * q_piece.shape[2]
-            outputs.append(attend_to_prefix(q_piece, kv[0, :, :, :end], kv[1, :, :, :end], p))
+            keys, values = kv[0, :, :, :end], kv[1, :, :, :end]
+            if positions is None:
+                outputs.append(attend_to_prefix(q_piece, keys, values, p))
+            else:
+                mask = mask_of_packed(positions[:, :end])[:, :, -q_piece.shape[2]:]
+                outputs.append(self.attend(q_piece, keys, values, attn_mask=mask, dropout_p=p,
+                                           enable_gqa=q.shape[1] > k.shape[1]))
         return torch.cat(outputs, dim=2)
 
 
 class ContextParallelPositions(PositionEmbedding):
     """Local positions, 0 to T / cp - 1, become those of the whole sequence: the weight's T rows."""
+
+    def own(self, positions):
+        return super().own(own_positions(positions, self.grid.cp_rank, self.grid.cp))
 
     def lookup(self, positions):
         whole = torch.arange(0, len(self.weight), device=positions.device)

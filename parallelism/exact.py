@@ -230,14 +230,18 @@ class ExactEmbedding(VocabParallelEmbedding):
         return ExactLookup.apply(rows, self.weight, self.grid.exact)
 
 
-def add_positions(embed: nn.Module, grid, x: torch.Tensor, dropout_seed, start: int):
+def add_positions(embed: nn.Module, grid, x: torch.Tensor, dropout_seed, start: int,
+                  positions: torch.Tensor | None = None):
     """model.Embed.add_positions, but each sequence looks its positions up: autograd would sum the
     gradients of all sequences."""
     B, T, _ = x.shape
     if grid.sequence_parallel:
         start = grid.tp_rank * T
     if hasattr(embed, "position"):
-        positions = torch.arange(start, start + T, device=x.device).expand(B, T)
+        if positions is None:
+            positions = torch.arange(start, start + T, device=x.device).expand(B, T)
+        else:
+            positions = embed.position.own(positions)
         x = x + ExactLookup.apply(positions, embed.position.weight, grid.exact)
     return embed.dropout(x, dropout_seed)
 
@@ -336,8 +340,8 @@ class ExactParameters(FlatParameters):
     def grad_dtype(self, master_dtype):
         return torch.float64
 
-    def zero_grad(self, loss_scale=1.0, tokens=1):
-        self.grid.exact.set_units(loss_scale, tokens)
+    def zero_grad(self, loss_scale=1.0, tokens=1, learnt=1):
+        self.grid.exact.set_units(loss_scale, tokens, learnt)
         super().zero_grad(loss_scale)
 
     def add_grad(self, total, grad):

@@ -23,7 +23,7 @@ Each term changes by at most half a unit. The units (powers of two) and limits:
     losses                                  2^-20                   2^32: of 10^8 tokens
     norms of activations                    2^-10                   2^42
 
-N is the number of tokens in the batch. Why these: a gradient of the mean loss is below 1 in a
+N is the number of tokens in the batch that are learnt. Why these: a gradient of the mean loss is below 1 in a
 healthy run, AdamW's epsilon is 1e-8 = 10,000 * 2^-40, and the gradient of one of a million tokens
 must not vanish. (An embedding's gradients are the largest: they pass the first LayerNorm, which
 divides by 0.03 at the start.) The largest sum is half of what float64 holds, because the token
@@ -63,12 +63,13 @@ class ExactSums:
     def __init__(self, blocks: int, positions: int, device: torch.device):
         self.blocks, self.positions = blocks, positions
         self.scratch = torch.empty(0, device=device)
-        self.set_units(1.0, 1)
+        self.set_units(1.0, 1, 1)
 
-    def set_units(self, loss_scale: float, tokens: int) -> None:
-        """Before a step or an evaluation. `tokens`: of all ranks."""
+    def set_units(self, loss_scale: float, tokens: int, learnt: int) -> None:
+        """Before a step or an evaluation. `tokens`, of all ranks, bound the number of terms of a
+        sum; `learnt`, those of which the loss is the mean, set the size of a gradient."""
         self.loss_scale, self.tokens = loss_scale, tokens
-        self.activation_gradient = 2.0 ** -36 * power_of_2(loss_scale / tokens)
+        self.activation_gradient = 2.0 ** -36 * power_of_2(loss_scale / learnt)
         self.gradient = 2.0 ** -40 * power_of_2(loss_scale)
         self.embedding_gradient = 2.0 ** -36 * power_of_2(loss_scale)
         self.excess = torch.zeros((), device=self.scratch.device)

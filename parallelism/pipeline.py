@@ -76,7 +76,8 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
     not scaled, in `sum_dtype`; 0 on all stages but the last. Raises PeerError if another rank is
     gone or hangs.
 
-    batch            microbatch -> (inputs (B, T), targets (B, T), dropout seed)
+    batch            microbatch -> (inputs (B, T), targets (B, T), dropout seed, positions of packed
+                     texts (B, T) or None)
     activation_like  `like_activations`, (B, T, C) or (B, T / tp, C)
     flat             the FlatParameters that collect the gradients; None if there is no backward
     """
@@ -90,9 +91,10 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
         module.put_off = put_off if has_weight_ops else None
 
     def forward(m, chunk, x):
-        inputs, targets, dropout_seed = batch[m]
+        inputs, targets, dropout_seed, positions = batch[m]
         x = inputs if grid.is_first and chunk == 0 else x.requires_grad_()
-        y = chunks[chunk](x, targets, dropout_seed)     # activations, or from the head the loss
+        # Activations, or from the head the loss.
+        y = chunks[chunk](x, targets, dropout_seed, positions=positions)
         if chunks[chunk].head is not None:
             loss.add_(y.detach())
         if torch.is_grad_enabled():

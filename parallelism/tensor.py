@@ -198,11 +198,20 @@ class AttentionOutput(RowParallelLinear):
 
 
 class PositionEmbedding(TensorParallel):
-    """positions 0, 1, ... n - 1, counted from where this rank's slice starts -> (n, C)."""
+    """positions 0, 1, ... n - 1, counted from where this rank's slice starts -> (n, C). Those of
+    packed texts are given for all ranks, (B, T) -> (B, n, C)."""
 
     def forward(self, positions):
+        if positions.dim() == 2:
+            return lookup(self.own(positions), self.weight)
         first = self.grid.tp_rank * len(positions) if self.grid.sequence_parallel else 0
         return self.lookup(positions + first)
+
+    def own(self, positions):
+        """This rank's part of those of all ranks."""
+        if not self.grid.sequence_parallel:
+            return positions
+        return positions.chunk(self.grid.tp, dim=1)[self.grid.tp_rank]
 
     def lookup(self, positions):
         return F.embedding(positions, self.weight)

@@ -265,7 +265,13 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     cannot run."""
     config, shape = merge_config(given, state, weights_only, file)
     data = TokenDataset(config.data, "train", shape["seq_len"])
-    TokenDataset(config.data, "val", shape["seq_len"])
+    val_data = TokenDataset(config.data, "val", shape["seq_len"])
+    if config.noise_scale > 0 and data.packed:
+        raise ValueError("--noise-scale needs microbatches with equally many targets, which those "
+                         "of conversations have not: drop it")
+    if config.eval_answers > 0 and not val_data.packed:
+        raise ValueError(f"--eval-answers is for conversations, and {config.data} has none: drop "
+                         f"it, or make --data from lines with messages or prompt and completion")
     if "decay_ratio" in given and config.lr_schedule != "wsd":
         raise ValueError(f"--decay-ratio is for --lr-schedule wsd, not {config.lr_schedule}, which "
                          f"decays until the last step: give --lr-schedule wsd, or drop the flag")

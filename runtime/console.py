@@ -127,6 +127,8 @@ def evaluated_tokens(run) -> str:
     """How many tokens an evaluation reads."""
     sources = run.val_data.sources.values()
     count = sum(eval_sequences(run.config, run.model_config, source) for source in sources)
+    if run.val_data.packed:
+        return f"{count:,} of {run.val_data.n_windows:,} windows of conversations"
     return f"{count * run.model_config.seq_len:,} of {run.val_data.n_tokens:,} tokens"
 
 
@@ -184,7 +186,11 @@ def format_eval(row: dict, run) -> str:
         if loss > uniform:
             note = f" (a uniform guess: {uniform:.4f} nats){note}"
         notes.append(note)
-    return "\n".join((line + note).rstrip() for line, note in zip(align(cells), notes))
+    text = "\n".join((line + note).rstrip() for line, note in zip(align(cells), notes))
+    if "val_answers_right" in row:
+        text += (f"\nanswers: greedy decoding gives {row['val_answers_right']:.1%} of those of "
+                 f"{run.config.eval_answers:,} conversations")
+    return text
 
 
 def align(lines: list[list[str]]) -> list[str]:
@@ -242,6 +248,8 @@ def print_summary(run) -> None:
         f"batch    {batch}; {config.batch_size * model_config.seq_len:,} tokens a step\n"
         f"data     {data.n_tokens:,} tokens ({data.meta['tokenizer']}) in {config.data}; "
         f"{config.steps} steps read {', '.join(epochs)}")
+    for packed in data.packed.values():
+        print_rank0(packed.describe())
 
 
 def print_evaluation(run, begin: Start) -> None:
@@ -351,7 +359,8 @@ def report_end(run) -> None:
     meta = run.train_data.meta
     if meta["tokenizer"] in ("gpt2", "bytes") or "tokenizer_file" in meta:
         file = shlex.quote(f"{run.config.out}/latest.pt")
-        print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}")
+        chat = " --chat" if "template" in meta else ""
+        print_rank0(f"Now sample from it:\npython sample.py --ckpt {file}{chat}")
 
 
 def environment(grid: Grid) -> dict:

@@ -59,8 +59,10 @@ def choose_device(config: Config, job: Job) -> torch.device:
     return device
 
 
-def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(x: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     """Copy a CPU tensor to the device; a GPU's copy runs beside its other work."""
+    if x is None:
+        return None
     if device.type == "cuda":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)

@@ -33,6 +33,7 @@ from amp import MIN_SCALE, NOT_FINITE
 
 WINDOW = 64             # losses that make the median
 MIN_WINDOW = 16         # the fewest losses that make one
+ANSWERS_DEVIATION = 0.02        # nats; of the mean loss of a batch of answers
 SPIKE_MARGIN = 6.0      # deviations between the lowest median and a loss that is high
 BAD_STEPS = 3           # bad steps in a row that are a divergence
 MAX_SKIPPED = 20        # the most steps in a row without an update, with --rollback off
@@ -72,6 +73,9 @@ class DivergenceMonitor:
     applied_skip: str | None = None                     # --skip-steps, once they are excluded
     checkpoints: list = field(default_factory=list)     # [step, file, healthy] of those kept
     accused: list = field(default_factory=list)         # machines with a flipped bit
+    # Not below this is `deviation`: the loss of answers may fall to 0, where a surprise is no
+    # divergence.
+    least_deviation: float = 0.0
 
     def copy(self) -> "DivergenceMonitor":
         """One whose lists grow apart from this one's."""
@@ -81,9 +85,10 @@ class DivergenceMonitor:
     def deviation(self) -> float:
         """Standard deviation of the losses. It is estimated from neighbours, so that a falling loss
         does not count as noise: the median of their distances times 1.4826 / sqrt(2), which is
-        sigma if the noise is normal; at least 1% of the median loss."""
+        sigma if the noise is normal; at least 1% of the median loss, and `least_deviation`."""
         distance = statistics.median(abs(a - b) for a, b in zip(self.losses, self.losses[1:]))
-        return max(1.4826 / math.sqrt(2) * distance, statistics.median(self.losses) / 100)
+        return max(1.4826 / math.sqrt(2) * distance, statistics.median(self.losses) / 100,
+                   self.least_deviation)
 
     def limit(self) -> float:
         """The highest loss that is not high. We compare with the lowest median, because a moving

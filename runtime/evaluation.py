@@ -15,6 +15,7 @@ from data import PADDING, Source
 from model import GPTConfig, ceil_div
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import make_schedule
+from runtime.answers import share_of_right_answers
 from runtime.options import Config
 
 DEFAULT_SEQUENCES = 128         # of each source
@@ -25,7 +26,7 @@ SAMPLED_BLOCKS, BLOCK_TOKENS = 64, 256          # of each shard, for its fingerp
 def evaluate(run) -> dict:
     """Evaluate a train.Run -> the fields of its row of metrics.jsonl: `val_loss`, the weighted mean
     over the sources, and the same as `bits_per_byte`, None where the text's bytes are unknown; with
-    several sources also both, and the epochs, of each."""
+    several sources also both, and the epochs, of each; `val_answers_right` with --eval-answers."""
     data = run.val_data
     sources = list(data.sources.values())
     losses = [evaluate_source(run, source) for source in sources]
@@ -38,6 +39,8 @@ def evaluate(run) -> dict:
                                                                 source.meta["bytes_per_token"])
         epochs = run.train_data.epochs(run.batches.position)
         row.update({f"epochs/{name}": count for name, count in epochs.items()})
+    if run.config.eval_answers > 0:
+        row["val_answers_right"] = share_of_right_answers(run, forward)
     return row
 
 
@@ -52,9 +55,9 @@ def evaluate_source(run, source: Source) -> float:
     window_ids = np.full(padded, PADDING)
     evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
     window_ids[:count] = source.first + evenly_spaced
-    tokens = count * run.model_config.seq_len
+    learnt = run.val_data.count_learnt(window_ids)
     if grid.exact is not None:
-        grid.exact.set_units(1.0, tokens)
+        grid.exact.set_units(1.0, count * run.model_config.seq_len, learnt)
     total = 0.0
     part = MICROBATCHES * at_once           # in parts, so that --timeout applies to each part
     for first in range(0, padded, part):
@@ -66,15 +69,15 @@ def evaluate_source(run, source: Source) -> float:
             loss_sum = grid.exact.checked(loss_sum)
         total += run.sum_across_ranks(dict(loss=loss_sum))["loss"]
     run.model.train()
-    return total / tokens
+    return total / learnt
 
 
 def forward(run, microbatches: list) -> torch.Tensor:
     """The sum of the losses of this rank's tokens; 0 on every stage but the last."""
     if run.grid.pp == 1:
         loss_sum = run.scalar(0.0)
-        for inputs, targets, _ in microbatches:
-            loss_sum += run.model(inputs, targets)
+        for inputs, targets, _, positions in microbatches:
+            loss_sum += run.model(inputs, targets, positions=positions)
         return loss_sum
     schedule = make_schedule("gpipe", run.grid, len(microbatches))
     forward_only = [(op, m, chunk) for op, m, chunk in schedule if op == "F"]

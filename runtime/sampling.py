@@ -16,6 +16,8 @@ def parse_flags(parser: Parser):
     add("--ckpt", default="out/latest.pt", metavar="FILE", help="checkpoint (default %(default)s)")
     add("--prompt", default="", metavar="TEXT",
         help="text to continue; -: standard input (default: begin a document)")
+    add("--chat", action="store_true", help="answer each line of standard input; for a model that "
+        "was trained on conversations; an empty line begins a new one")
     add("--num-samples", type=int, metavar="N", help="samples per prompt, with --seed, --seed + 1, "
         "...; if it is given, each line of --prompt - is a prompt (default: one sample)")
     add("--max-tokens", type=int, default=500, metavar="N", help="tokens per sample; whenever the "
@@ -40,6 +42,9 @@ def parse_flags(parser: Parser):
         is_file = text.endswith(".pt") or Path(text).exists()
         parser.error(f"unknown argument {text}: give --ckpt FILE" if is_file else
                      f"unknown argument {text!r}: give --prompt TEXT")
+    if args.chat and (args.prompt or args.stop or args.num_samples is not None):
+        parser.error("--chat reads standard input and ends where the model does: drop --prompt, "
+                     "--stop and --num-samples")
     if args.num_samples is not None and args.num_samples < 1:
         parser.error("--num-samples must be at least 1")
     if args.max_tokens < 0 or args.top_k < 0:
@@ -51,6 +56,17 @@ def parse_flags(parser: Parser):
     if not LOWEST <= args.top_p <= 1:
         parser.error(f"--top-p must be at least {LOWEST:g} and at most 1 (or give --top-k 1)")
     return args
+
+
+def read_lines():
+    """The lines of standard input for --chat; with a mark before each on a terminal."""
+    if sys.stdin is None:
+        raise ValueError("--chat reads standard input, which is closed")
+    while True:
+        try:
+            yield input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
 
 
 def read_prompts(args) -> list[str]:

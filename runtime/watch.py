@@ -12,7 +12,7 @@ import time
 
 from data import Batch
 from runtime import flipped_bits, rollback
-from runtime.divergence import DivergenceMonitor
+from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
 from runtime.noise_scale import NoiseScale
 
 
@@ -41,6 +41,7 @@ class Watch:
         self.monitor = DivergenceMonitor()
         if state is not None:
             self.monitor = rollback.restored_monitor(self.run.config, self.run.train_data, state)
+        self.monitor.least_deviation = ANSWERS_DEVIATION if self.run.train_data.packed else 0.0
 
     def before_step(self) -> None:
         """Leave out the sequences that --skip-steps or a rollback excludes."""

@@ -305,7 +305,7 @@ class Memory(data.TokenDataset):
         for i in np.flatnonzero(rng.random(len(tokens)) < 0.75):
             tokens[i] = (3 * tokens[i - 1] + 7) % cfg.vocab_size
         self.seq_len, self.n_windows, self.n_tokens = cfg.seq_len, n_windows, len(tokens)
-        self.shards, self.firsts = [tokens], [0]
+        self.shards, self.firsts, self.packed = [tokens], [0], {}
         self.meta = dict(tokenizer="bytes", vocab_size=cfg.vocab_size, bytes_per_token=1.0)
         self.sources = {"memory": data.Source("memory", 1, 0, n_windows, self.meta)}
         self.phases = [[0, {"memory": 1}]]
@@ -391,8 +391,12 @@ def run_steps(rank, world, layout, config, cfg, look=nothing, state=None, prepar
     dp, tp, pp = layout
     with gridded(rank, world, tp, pp, config.sequence_parallel, config.pp_chunks,
                  config.cp) as grid:
-        run = train.Run(config, cfg, grid, torch.device("cpu"), Memory(cfg),
-                        Memory(cfg, 13, seed=1), state and checkpoint.load(state))
+        datasets = Memory(cfg), Memory(cfg, 13, seed=1)
+        if config.data != Config.data:
+            datasets = [data.TokenDataset(config.data, split, cfg.seq_len)
+                        for split in ("train", "val")]
+        run = train.Run(config, cfg, grid, torch.device("cpu"), *datasets,
+                        state and checkpoint.load(state))
         prepare(run)
         rows = Rows(run, look)
         run.watch.log = console.RunLog(rows)

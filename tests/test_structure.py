@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "parallel": ("model data", ""),               # data: in `main` alone
     "checkpoint": ("model models* parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
-    "sample": ("amp model models* data checkpoint parallelism.collectives "
+    "sample": ("amp model models* data corpus.conversations checkpoint parallelism.collectives "
                "runtime.commandline runtime.devices runtime.other_names runtime.sampling", ""),
     "parallelism.*": ("model models* amp parallel parallelism.*", ""),
     # Below the book (runtime/__init__.py):
@@ -131,7 +131,7 @@ FLAGS = """data out log model n_layer n_head n_embd seq_len activation n_kv_head
     rope_theta dropout batch_size batch_ramp steps epochs lr min_lr_ratio warmup_steps lr_schedule
     decay_ratio weight_decay beta1 beta2 clip seed tp pp cp pp_schedule pp_chunks device compile
     timeout micro_batch zero recompute sequence_parallel offload dtype exact save_every keep resume
-    init_from check_every eval_every eval_tokens eval_only noise_scale log_every rollback
+    init_from check_every eval_every eval_tokens eval_answers eval_only noise_scale log_every rollback
     max_rollbacks skip_steps"""
 
 
@@ -140,7 +140,7 @@ def test_train_py_has_these_flags_and_no_others():
     assert {field.name for field in fields(Config)} == set(FLAGS.split())
 
 
-DATA_FLAGS = """dataset input text_field near_duplicates tokenizer train_tokenizer out seed
+DATA_FLAGS = """dataset input text_field template near_duplicates tokenizer train_tokenizer out seed
     shard_tokens shards"""
 
 

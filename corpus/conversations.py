@@ -1,0 +1,198 @@
+"""Conversations: lines of .jsonl, or rows of .parquet, to tokens, of which the answers are learnt.
+
+    {"prompt": "2 + 2?", "completion": "4"}     is short for
+    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+
+A template writes the messages as one text. A model learns what it has to write itself, which is
+underlined here: the contents of the answers, and the token that ends each.
+
+    plain       <|endoftext|>user:
+                2 + 2?
+
+                assistant:
+                4<|endoftext|>
+                ~~~~~~~~~~~~~~
+
+    chatml      <|im_start|>user
+                2 + 2?<|im_end|>
+                <|im_start|>assistant
+                4<|im_end|>
+                ~~~~~~~~~~~
+
+ChatML (OpenAI 2023) is the template of Qwen's, SmolLM2's and other instruct models. Its two marks
+are tokens of their tokenizers, which no content can forge. Where a tokenizer lacks them they are
+ordinary text: a content that has one is refused, <|endoftext|> begins a conversation and ends each
+answer.
+"""
+import json
+from pathlib import Path
+from typing import Iterator, NamedTuple
+
+from corpus.problems import NotText
+from corpus.records import JSON_NAMES, is_conversation, read_rows
+
+ROLES = ("system", "user", "assistant")
+ASSISTANT = "assistant"
+MARKS = ("<|im_start|>", "<|im_end|>")          # of ChatML
+
+
+class Message(NamedTuple):
+    role: str
+    content: str | None         # None: an answer that is to be written
+
+
+class Answer(str):
+    """The content of an answer, among the texts of a conversation."""
+
+
+# ---- From records to messages ---------------------------------------------------------------
+
+def messages_of_line(line: bytes) -> list[Message]:
+    """The messages of a line of JSON. Raises ValueError as `messages_of`."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f" is not JSON: {error}") from None
+    return messages_of(record)
+
+
+def read_table(path: Path):
+    """Yield the conversations of a Parquet file, or a NotText for each row that holds none."""
+    def choose(kinds):
+        if not is_conversation(kinds):
+            raise ValueError(f'{path} has neither a column "messages" nor "prompt" and '
+                             f'"completion": prepare text by itself')
+        return ["messages"] if "messages" in kinds else ["prompt", "completion"]
+
+    for number, row in read_rows(path, choose):
+        try:
+            messages = messages_of({name: value.as_py() for name, value in row.items()})
+        except ValueError as error:         # a UnicodeDecodeError, too
+            messages = [NotText(f"{path} row {number}{error}")]
+        yield messages
+
+
+def messages_of(record) -> list[Message]:
+    """The messages of a record. Raises ValueError, which says what is wrong, as what follows the
+    place of the record."""
+    if not isinstance(record, dict):
+        raise ValueError(f" is {JSON_NAMES[type(record)]}, not an object")
+    if "messages" in record:
+        messages = record["messages"]
+        if not isinstance(messages, list):
+            raise ValueError(f': "messages" is {JSON_NAMES[type(messages)]}, not an array')
+    elif {"prompt", "completion"} <= record.keys():
+        messages = [dict(role="user", content=record["prompt"]),
+                    dict(role=ASSISTANT, content=record["completion"])]
+    else:
+        found = ", ".join(f'"{name}"' for name in list(record)[:5]) or "no field"
+        raise ValueError(f' has neither "messages" nor "prompt" and "completion", but {found}')
+    messages = [parse_message(message) for message in messages]
+    if all(message.role != ASSISTANT for message in messages):
+        raise ValueError(f" has no answer: no message has the role {ASSISTANT}")
+    return messages
+
+
+def parse_message(message) -> Message:
+    if not isinstance(message, dict):
+        raise ValueError(f": a message is {JSON_NAMES[type(message)]}, not an object")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise ValueError(f": the role {json.dumps(role)} is none of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise ValueError(f': the "content" of a message of {role} is {JSON_NAMES[type(content)]}, '
+                         f'not a string')
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise ValueError(": half a surrogate pair is no character") from None
+    return Message(role, content)
+
+
+def texts_of(messages) -> Iterator[str]:
+    """A conversation as texts, to be hashed and compared. A NotText stays what it is."""
+    for message in messages:
+        if isinstance(message, NotText):
+            yield message
+            return
+        yield f"{message.role}:\n"
+        yield Answer(message.content) if message.role == ASSISTANT else message.content
+
+
+# ---- From messages to tokens ----------------------------------------------------------------
+
+def plain(messages, encoding):
+    """Yield (tokens, whether they are learnt), in order. A message without content is an answer
+    that the model is to write: its content is not yielded."""
+    encode = encoding.encode_ordinary
+    yield [encoding.eot_token], False
+    for role, content in messages:
+        if role != ASSISTANT:
+            yield encode(f"{role}:\n{content}\n\n"), False
+            continue
+        yield encode(f"{role}:\n"), False
+        if content is not None:
+            yield [*encode(content), encoding.eot_token], True
+
+
+def chatml(messages, encoding):
+    """As `plain`. (An answer is encoded by itself, as a model writes it: its tokens can differ from
+    those of the whole text where it begins with white space.)"""
+    encode = encoding.encode_ordinary
+    start, end = (encode(mark) for mark in MARKS)
+    if has_marks(encoding):
+        start, end = ([encoding.encode_single_token(mark)] for mark in MARKS)
+    else:
+        yield [encoding.eot_token], False
+    for role, content in messages:
+        if role != ASSISTANT:
+            yield [*start, *encode(f"{role}\n{content}"), *end, *encode("\n")], False
+            continue
+        yield [*start, *encode(f"{role}\n")], False
+        if content is not None:
+            yield [*encode(content), end_of_answer("chatml", encoding)], True
+            yield encode("\n"), False
+
+
+TEMPLATES = {"plain": plain, "chatml": chatml}
+
+
+def has_marks(encoding) -> bool:
+    return set(MARKS) <= encoding.special_tokens_set
+
+
+def default_template(encoding) -> str:
+    return "chatml" if has_marks(encoding) else "plain"
+
+
+def end_of_answer(template: str, encoding) -> int:
+    """The token that ends each answer."""
+    if template == "chatml" and has_marks(encoding):
+        return encoding.encode_single_token(MARKS[1])
+    return encoding.eot_token
+
+
+def check_contents(messages, template: str, encoding) -> None:
+    """Raise ValueError if a content could be taken for a mark of the template."""
+    if template != "chatml" or has_marks(encoding):
+        return
+    for message in messages:
+        for mark in MARKS:
+            if mark in message.content:
+                raise ValueError(f"a content has {mark}, which --template chatml writes as text, "
+                                 f"because the tokenizer has no such token: give --template plain")
+
+
+def render(messages, template: str, encoding) -> tuple[list[int], list[bool]]:
+    """The tokens of a conversation, and which are learnt."""
+    tokens, learnt = [], []
+    for part, is_learnt in TEMPLATES[template](messages, encoding):
+        tokens += part
+        learnt += [is_learnt] * len(part)
+    return tokens, learnt
+
+
+def prompt_of(messages, template: str, encoding) -> list[int]:
+    """The tokens of a conversation up to where a model writes the next answer."""
+    tokens, _ = render([*messages, Message(ASSISTANT, None)], template, encoding)
+    return tokens

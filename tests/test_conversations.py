@@ -1,0 +1,638 @@
+"""Conversations: what is learnt, how windows are packed, training on answers alone, and chatting.
+
+    python -m pytest tests/test_conversations.py
+"""
+import gzip
+import io
+import json
+import math
+import random
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import checkpoint
+import data
+import model
+import sample
+import train
+from corpus import conversations, packing
+from corpus.conversations import Message, prompt_of, render
+from model import mask_of_packed
+from models.llama import LlamaConfig
+from runtime import answers
+from runtime.evaluation import evaluate
+from tests.harness import (BOUNDS, CFG, INTERLEAVED, TINY, assert_same_state, differences, gridded,
+                           relative, run_main, same_bits, saved, settings, trained, whole_gradient,
+                           without_saves)
+
+THREE_TURNS = [("system", " be brief "), ("user", "2 + 2?"), ("assistant", "4"), ("user", "more"),
+               ("assistant", ""), ("user", "\n<|endoftext|>"), ("assistant", " 5\n")]
+WORDS = replace(CFG, n_layer=2, seq_len=32)     # windows for the conversations of `reversals`
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def pair(prompt, completion):
+    return dict(prompt=prompt, completion=completion)
+
+
+def messages(*pairs):
+    return dict(messages=[dict(role=role, content=content) for role, content in pairs])
+
+
+@pytest.fixture(scope="module")
+def reversals(tmp_path_factory):
+    """Shards of 400 conversations of one or two turns: each answer is the question backwards. The
+    lengths differ, so the windows, and the microbatches, have different numbers of targets."""
+    folder = tmp_path_factory.mktemp("reversals")
+    draw = random.Random(0)
+    records = []
+    for _ in range(400):
+        words = ["".join(draw.choices("abcdef", k=draw.randint(1, 5))) for _ in range(2)]
+        turns = [turn for word in words[:draw.choice([1, 1, 2])]
+                 for turn in (("user", word), ("assistant", word[::-1]))]
+        records.append(messages(*turns))
+    files = [write(folder / "chat.jsonl", records)]
+    data.prepare(files, folder / "data", "bytes", field=None)
+    return folder / "data"
+
+
+# ---------------------------------------------------------------------------------------------
+# Templates
+# ---------------------------------------------------------------------------------------------
+
+class WithMarks:
+    """The tokenizer `bytes` with ChatML's marks as tokens 257 and 258."""
+    special_tokens_set = {"<|endoftext|>", *conversations.MARKS}
+    eot_token, n_vocab, name = 256, 259, "bytes"
+
+    def encode_ordinary(self, text):
+        return list(text.encode())
+
+    def encode_single_token(self, text):
+        return ["<|endoftext|>", *conversations.MARKS].index(text) + 256
+
+
+def written(tokens):
+    """Tokens of bytes as text; the special ones as E, S and M."""
+    return "".join(chr(token) if token < 256 else "ESM"[token - 256] for token in tokens)
+
+
+@pytest.mark.parametrize("template, encoding, text, learnt", [
+    ("plain", data.get_tokenizer("bytes"),
+     "Esystem:\n be brief \n\nuser:\n2 + 2?\n\nassistant:\n4Euser:\nmore\n\nassistant:\nEuser:\n\n"
+     "<|endoftext|>\n\nassistant:\n 5\nE", ["4E", "E", " 5\nE"]),
+    ("chatml", WithMarks(),
+     "Ssystem\n be brief M\nSuser\n2 + 2?M\nSassistant\n4M\nSuser\nmoreM\nSassistant\nM\nSuser\n\n"
+     "<|endoftext|>M\nSassistant\n 5\nM\n", ["4M", "M", " 5\nM"]),
+    ("chatml", data.get_tokenizer("bytes"),
+     "E<|im_start|>system\n be brief <|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n"
+     "<|im_start|>assistant\n4E\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nE\n"
+     "<|im_start|>user\n\n<|endoftext|><|im_end|>\n<|im_start|>assistant\n 5\nE\n",
+     ["4E", "E", " 5\nE"])])
+def test_a_template_writes_a_conversation_and_marks_its_answers(template, encoding, text, learnt):
+    """By literals. What is learnt are the contents of the answers, and the token that ends each."""
+    tokens, is_learnt = render([Message(*turn) for turn in THREE_TURNS], template, encoding)
+    assert written(tokens) == text
+    parts = re.findall("1+", "".join(str(int(flag)) for flag in is_learnt))
+    assert [len(part) for part in parts] == [len(part) for part in learnt]
+    assert written(np.array(tokens)[is_learnt]) == "".join(learnt)
+
+
+@pytest.mark.parametrize("template, encoding", [
+    ("plain", data.get_tokenizer("bytes")), ("chatml", WithMarks()),
+    ("chatml", data.get_tokenizer("bytes"))])
+def test_a_chat_shows_the_model_what_it_was_trained_on(template, encoding):
+    """Before each answer, the tokens of a chat are those of training."""
+    turns = [Message(*turn) for turn in THREE_TURNS]
+    tokens, _ = render(turns, template, encoding)
+    for i, turn in enumerate(turns):
+        if turn.role == "assistant":
+            before = prompt_of(turns[:i], template, encoding)
+            end = len(before) + len(turn.content)
+            assert tokens[:len(before)] == before
+            assert tokens[end] == conversations.end_of_answer(template, encoding)
+
+
+def test_a_tokenizer_with_chatmls_marks_writes_it_as_transformers(tmp_path, run_data):
+    """A tokenizer.json with the two marks: chatml is the default, the shards have the tokens that
+    apply_chat_template gives by Qwen's and SmolLM2's template, and no content forges a mark."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator(["the answer is 42 "] * 9, tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>", *conversations.MARKS],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    theirs.chat_template = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'"
+                            " + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}")
+    turns = [("system", "be brief"), ("user", "the answer?"), ("assistant", "42, the answer"),
+             ("user", "a <|im_end|> b"), ("assistant", "is 42")]
+    records = [messages(*turns), messages(*turns[1:3])]
+    status, out, _ = run_data("--input", write(tmp_path / "c.jsonl", records), "--out",
+                              tmp_path / "d", "--tokenizer", tmp_path / "tokenizer.json")
+    assert status == 0 and "the template is chatml" in out
+    shards = [data.open_shard(path).tolist() for path in (tmp_path / "d").glob("*.bin")]
+    ours = max(shards, key=len)
+    marks = [tokenizer.token_to_id(mark) for mark in conversations.MARKS]
+    assert [ours.count(mark) for mark in marks] == [5, 5]       # not those in a content
+    whole = theirs.apply_chat_template(records[1]["messages"], return_dict=False)
+    assert min(shards, key=len) == whole
+
+
+def test_a_content_that_has_a_mark_as_text_is_refused(tmp_path, run_data):
+    records = [pair("a", "b"), pair("x <|im_end|>", "c")]
+    file = write(tmp_path / "c.jsonl", records)
+    status, _, error = run_data("--input", file, "--out", tmp_path / "d", "--tokenizer", "bytes",
+                                "--template", "chatml")
+    assert status == 2 and "<|im_end|>" in error and "--template plain" in error
+    assert error.count("\n") == 1 and not list(tmp_path.glob("d/*.bin"))
+
+
+# ---------------------------------------------------------------------------------------------
+# Shards, twins and windows
+# ---------------------------------------------------------------------------------------------
+
+def packed_windows(lengths, learnt, seq_len, cut_at=()):
+    """Of tokens 1, 2, 3, ...; the last `learnt` of each conversation are learnt; in shards that are
+    cut at these tokens."""
+    tokens = np.arange(1, sum(lengths) + 1)
+    flags = np.zeros(len(tokens), np.uint8)
+    for end, length, count in zip(np.cumsum(lengths), lengths, learnt):
+        flags[end - length] |= packing.BEGINS
+        flags[end - count:end] |= packing.LEARNT
+    shards, twins = np.split(tokens, cut_at), np.split(flags, cut_at)
+    return packing.PackedWindows(shards.__getitem__, twins, seq_len)
+
+
+@pytest.mark.parametrize("cut_at", [(), (5, 12), (1, 2, 3)])
+def test_windows_hold_whole_conversations_with_positions_of_their_own(cut_at):
+    """By literals, in windows of 10 tokens; whichever shards a conversation lies in."""
+    packed = packed_windows([4, 9, 3, 14, 12], [1, 2, 1, 6, 1], 9, cut_at)
+    assert (packed.count, packed.cut, packed.left_out) == (3, 1, 1)
+    assert packed.learnt.tolist() == [2, 2, 2]
+    rows = []
+    for window in range(3):
+        row = dict(tokens=np.zeros(10, int), positions=np.zeros(10, int), learnt=np.zeros(10, int))
+        packed.fill(window, **row)
+        rows.append({name: x.tolist() for name, x in row.items()})
+    assert rows == [
+        dict(tokens=[17, 18, 19, 20, 21, 22, 23, 24, 25, 26],           # 27 to 30 are cut off
+             positions=[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], learnt=[0] * 8 + [1] * 2),
+        dict(tokens=[5, 6, 7, 8, 9, 10, 11, 12, 13, 0],
+             positions=[0, 1, 2, 3, 4, 5, 6, 7, 8, 0], learnt=[0] * 7 + [1] * 2 + [0]),
+        dict(tokens=[1, 2, 3, 4, 14, 15, 16, 0, 0, 0],
+             positions=[0, 1, 2, 3, 0, 1, 2, 0, 0, 0], learnt=[0, 0, 0, 1, 0, 0, 1, 0, 0, 0])]
+
+
+@pytest.mark.parametrize("lengths, size", [
+    (np.random.default_rng(0).integers(1, 65, 500), 64),
+    (np.random.default_rng(1).geometric(0.02, 2000).clip(2, 129), 129), (np.full(7, 5), 9)])
+def test_packing_fills_windows_and_is_a_function_of_the_lengths(lengths, size):
+    """No window is overfull, and there are at most 11/9 of the fewest possible, and one (Johnson
+    1974), here even 2% more: best fit decreasing."""
+    windows, count = packing.pack(lengths, size)
+    filled = np.bincount(windows, lengths, count)
+    assert filled.max() <= size and filled.min() > 0
+    at_least = max(math.ceil(lengths.sum() / size), int((lengths > size / 2).sum()))
+    assert count <= math.ceil(1.02 * at_least)
+    assert np.array_equal(packing.pack(lengths, size)[0], windows)
+
+
+def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
+    """Of the windows of both splits together: each conversation once, as the shards have it; its
+    learnt targets are its answers and their ends; every count is known without reading; PADDING has
+    none."""
+    for split in ("train", "val"):
+        made = data.TokenDataset(reversals, split, 96)
+        ids = np.arange(made.n_windows)
+        tokens, targets, positions = made.rows(ids)
+        assert [made.count_learnt([i]) for i in ids] == (targets >= 0).sum(1).tolist()
+        text = written(np.concatenate([data.open_shard(path) for path in
+                                       sorted(reversals.glob(f"{split}_*.bin"))]))
+        expected = sorted(re.findall("Euser.*?E(?=E|$)", text, re.DOTALL))
+        found, answers_found = [], ""
+        for row, place, last in zip(tokens, positions, made.tokens_of(ids)[:, -1]):
+            begins = np.flatnonzero((place == 0) & (row == 256))
+            ends = [*begins[1:], len(row)]
+            found += [written([*row[a:b], last] if b == len(row) else row[a:b]).rstrip("\0")
+                      for a, b in zip(begins, ends)]
+        for target in targets:
+            answers_found += written(target[target != data.NOT_LEARNT])
+        assert sorted(found) == expected
+        answers_there = "".join(re.findall("assistant:\n([a-f]*E)", text))
+        assert sorted(answers_found) == sorted(answers_there)
+        padded = made.rows([data.PADDING, 0])[1]
+        assert (padded[0] == data.NOT_LEARNT).all() and (padded[1] == targets[0]).all()
+        assert made.count_learnt([data.PADDING]) == 0
+    assert data.NOT_LEARNT == model.IGNORE_INDEX
+
+
+def test_shards_of_any_size_have_the_same_windows(reversals, tmp_path):
+    """A conversation may begin in one shard and end in the next."""
+    files = [reversals.parent / "chat.jsonl"]
+    data.prepare(files, tmp_path / "d", "bytes", field=None, shard_tokens=1024)
+    assert len(list((tmp_path / "d").glob("train_*.learn"))) > 10
+    small, large = (data.TokenDataset(folder, "train", 64) for folder in (tmp_path / "d",
+                                                                          reversals))
+    ids = np.arange(large.n_windows)
+    assert small.n_windows == large.n_windows
+    for ours, theirs in zip(small.rows(ids), large.rows(ids)):
+        assert np.array_equal(ours, theirs)
+
+
+def test_a_prompt_is_in_one_split_and_equal_conversations_count_once(tmp_path, run_data):
+    """Forty prompts with four answers each, and all of it twice."""
+    records = [pair(f"prompt {i}", f"{j}") for i in range(40) for j in range(4)]
+    status, out, _ = run_data("--input", write(tmp_path / "c.jsonl", 2 * records), "--out",
+                              tmp_path / "d", "--tokenizer", "bytes", "--near-duplicates", "ignore")
+    assert status == 0 and "160 conversations, 160 duplicates dropped" in out
+    prompts = []
+    for split in ("train", "val"):
+        text = written(np.concatenate([data.open_shard(path) for path in
+                                       (tmp_path / "d").glob(f"{split}_*.bin")]))
+        prompts.append(re.findall(r"prompt \d+", text))
+    assert not set(prompts[0]) & set(prompts[1])
+    assert len(prompts[0] + prompts[1]) == 160 and len(set(prompts[1])) > 0
+
+
+def parquet(path, records):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+    pyarrow.parquet.write_table(pa.Table.from_pylist(records), path)
+
+
+@pytest.mark.parametrize("name, make", [
+    ("c.jsonl.gz", lambda path, records: path.write_bytes(gzip.compress(
+        "".join(json.dumps(record) + "\n" for record in records).encode()))),
+    ("c.json", write), ("c.parquet", parquet)])
+@pytest.mark.parametrize("with_messages", [True, False])
+def test_every_kind_of_file_gives_the_same_shards(tmp_path, run_data, name, make, with_messages):
+    records = [pair(f"question {i}", f"answer {i}") for i in range(30)]
+    data.prepare([write(tmp_path / "plain.jsonl", records)], tmp_path / "d", "bytes", field=None)
+    if with_messages:
+        records = [messages(("user", one["prompt"]), ("assistant", one["completion"]))
+                   for one in records]
+    make(tmp_path / name, records)
+    status, _, _ = run_data("--input", tmp_path / name, "--out", tmp_path / "e", "--tokenizer",
+                            "bytes")
+    assert status == 0
+    for file in (tmp_path / "d").iterdir():
+        if file.name != "meta.json":
+            assert file.read_bytes() == (tmp_path / "e" / file.name).read_bytes()
+
+
+GOOD = pair("a", "b")
+
+
+@pytest.mark.parametrize("records, words", [
+    ([GOOD, messages(("user", "x"))], "line 2 has no answer: no message has the role assistant"),
+    ([GOOD, messages(("robot", "x"))], 'line 2: the role "robot" is none of system, user, assist'),
+    ([GOOD, dict(messages="x")], 'line 2: "messages" is a string, not an array'),
+    ([GOOD, dict(messages=None)], 'line 2: "messages" is null, not an array'),
+    ([GOOD, dict(messages=["x"])], "line 2: a message is a string, not an object"),
+    ([GOOD, pair("a", None)], 'line 2: the "content" of a message of assistant is null'),
+    ([GOOD, pair("a", "\ud800")], "line 2: half a surrogate pair is no character"),
+    ([GOOD, dict(text="x")], 'line 2 has neither "messages" nor "prompt" and "completion", but "t'),
+    ([GOOD, [1]], "line 2 is an array, not an object"),
+    ([dict(text="x"), GOOD], 'line 2 has no field "text", but "prompt", "completion"'),
+    ([GOOD, GOOD], "fewer than two different prompts with an answer")])
+def test_what_is_no_conversation_is_refused_with_its_place(tmp_path, run_data, records, words):
+    status, out, error = run_data("--input", write(tmp_path / "c.jsonl", records), "--out",
+                                  tmp_path / "d", "--tokenizer", "bytes")
+    assert (status, out) == (2, "") and words in error and error.count("\n") == 1
+    assert not list(tmp_path.glob("d/*"))
+
+
+def test_text_and_conversations_are_not_mixed_in_one_job(tmp_path, run_data):
+    chat = write(tmp_path / "c.jsonl", [GOOD, pair("c", "d")])
+    (tmp_path / "t.txt").write_text("text")
+    status, _, error = run_data("--input", chat, tmp_path / "t.txt", "--out", tmp_path / "d",
+                                "--tokenizer", "bytes")
+    assert status == 2 and "t.txt: conversations are lines of JSON or rows of Parquet" in error
+    for flags in (["--text-field", "prompt", "--template", "plain"], ["--dataset", "python"]):
+        flags = [*flags, "--template", "plain"]
+        source = [] if "--dataset" in flags else ["--input", chat]
+        status, _, error = run_data(*source, *flags, "--out", tmp_path / "d")
+        assert status == 2 and "--template is for the conversations of --input" in error
+
+
+def test_a_text_field_makes_text_of_conversations(tmp_path, run_data):
+    """--text-field prompt: the prompts are documents, and everything is learnt."""
+    chat = write(tmp_path / "c.jsonl", [pair(f"prompt {i}", "d") for i in range(30)])
+    assert run_data("--input", chat, "--text-field", "prompt", "--out", tmp_path / "d",
+                    "--tokenizer", "bytes")[0] == 0
+    assert not list((tmp_path / "d").glob("*.learn"))
+
+
+@pytest.mark.parametrize("harm, words", [
+    (lambda twin: twin.unlink(), "train_000000.learn is missing"),
+    (lambda twin: twin.write_bytes(twin.read_bytes()[:-1]), "bytes for"),
+    (lambda twin: twin.write_bytes(bytes(twin.stat().st_size)), "does not begin with a conv")])
+def test_a_lost_or_damaged_twin_is_refused(tmp_path, run_train, run_data, harm, words):
+    chat = write(tmp_path / "c.jsonl", [pair(f"prompt {i}", "d") for i in range(30)])
+    flags = ["--input", chat, "--out", tmp_path / "d", "--tokenizer", "bytes"]
+    assert run_data(*flags)[0] == 0
+    harm(tmp_path / "d/train_000000.learn")
+    status, _, error = run_train("--data", tmp_path / "d", "--out", tmp_path / "o", *TINY)
+    assert status == 2 and words in error and error.count("\n") == 1
+    assert run_data(*flags)[0] == 0                         # makes it again
+    assert run_train("--data", tmp_path / "d", "--out", tmp_path / "o", *TINY, "--seq-len",
+                     32)[0] == 0
+
+
+# ---------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------
+
+def chat_run(pool, layout, out, folder, cfg=WORDS, **flags):
+    return trained(pool, layout, out, cfg, whole_gradient, prepare=without_saves,
+                   **dict(data=str(folder), steps=6, micro_batch=1, batch_size=8) | flags)
+
+
+@pytest.fixture(scope="module")
+def one_process(pool, tmp_path_factory, reversals):
+    out = tmp_path_factory.mktemp("one")
+    return {dtype: chat_run(pool, (1, 1, 1), out, reversals, dtype=dtype)
+            for dtype in ("fp32", "fp64")}
+
+
+@pytest.mark.claim("Trained on answers alone, every layout has the loss of one process: the mean "
+                   "over the answers' tokens of the whole batch.")
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("layout, flags", [
+    ((4, 1, 1), dict(zero=2)), ((1, 2, 2), dict(sequence_parallel=True, pp_schedule="1f1b")),
+    ((2, 1, 1), dict(cp=2, zero=1)), ((2, 2, 1), dict(zero=3, recompute=True)),
+    ((1, 1, 2), INTERLEAVED), ((1, 1, 2), dict(pp_schedule="zb-h1"))])
+def test_layouts_train_on_answers_as_one_process(pool, tmp_path, reversals, one_process, layout,
+                                                 flags, dtype):
+    cfg = replace(WORDS, n_layer=4) if flags == INTERLEAVED else WORDS
+    expected = one_process[dtype]
+    if cfg != WORDS:
+        expected = chat_run(pool, (1, 1, 1), tmp_path, reversals, cfg, dtype=dtype)
+    ours = chat_run(pool, layout, tmp_path, reversals, cfg, dtype=dtype, **flags)
+    assert max(differences(ours, expected)) < BOUNDS[dtype]
+
+
+def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_process, tmp_path):
+    """Loss and gradient norm are plain_train's, which divides by the learnt targets of the batch.
+    The mean of the microbatches' means is another number: they have unequal numbers of targets."""
+    dataset = data.TokenDataset(reversals, "train", WORDS.seq_len)
+    config = train.Config(batch_size=8, steps=6, lr=1e-3, warmup_steps=5)
+    plain = WORDS.build().initialize(config.seed).double()
+    history = train.plain_train(config, plain, dataset)
+    rows = one_process["fp64"][0]
+    assert relative([(row["loss"], row["grad_norm"]) for row in rows], history) < 1e-10
+    ids = dataset.window_ids(config.seed, 0, 8)
+    counts = [dataset.count_learnt([i]) for i in ids]
+    assert len(set(counts)) > 1
+    inputs, targets, positions = train.as_tensors(dataset.rows(ids))
+    first = WORDS.build().initialize(config.seed).double()
+    losses = [first(x[None], y[None], positions=p[None]).item()
+              for x, y, p in zip(inputs, targets, positions)]
+    assert relative(sum(losses) / sum(counts), history[0][0]) < 1e-12
+    assert relative(np.mean(np.divide(losses, counts)), history[0][0]) > 1e-5
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_exact_layouts_have_the_same_bits(pool, tmp_path, reversals, family):
+    cfg = WORDS
+    if family == "llama":
+        cfg = LlamaConfig(vocab_size=257, seq_len=32, n_layer=2, n_head=8, n_embd=32, n_kv_head=4)
+    one, other = (chat_run(pool, layout, tmp_path, reversals, cfg, exact=True, **flags)
+                  for layout, flags in (((1, 1, 1), {}), ((2, 2, 2), dict(zero=2))))
+    assert same_bits(one, other)
+    assert all(row["skipped"] == 0 for row in one[0])       # no sum was out of range
+
+
+def test_loss_and_gradients_are_those_of_transformers(tmp_path, reversals, run_train):
+    """GPT-2 of transformers on the same rows, with labels -100 and position_ids, after an export of
+    a checkpoint: loss and every gradient, relative difference below 1e-5."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    from tools import huggingface
+    flags = ["--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 32]
+    assert run_train(*flags)[0] == 0
+    huggingface.export_model(tmp_path / "o/latest.pt", tmp_path / "hf")
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    ours, _ = checkpoint.load_model(tmp_path / "o/latest.pt")
+    dataset = data.TokenDataset(reversals, "train", 32)
+    ids = np.arange(6)
+    inputs, targets, positions = train.as_tensors(dataset.rows(ids))
+    labels = torch.cat([torch.full((6, 1), -100), targets.where(targets >= 0, -100)], 1)
+    tokens = torch.from_numpy(dataset.tokens_of(ids))
+    positions_of_all = torch.cat([positions, torch.zeros(6, 1, dtype=torch.long)], 1)
+    theirs.eval()(tokens, position_ids=positions_of_all, labels=labels,
+                  attention_mask=mask_of_packed(positions_of_all)).loss.backward()
+    (ours.eval()(inputs, targets, positions=positions) / dataset.count_learnt(ids)).backward()
+    expected = dict(theirs.named_parameters())
+    assert relative(ours.embed.token.weight.grad[:257], expected["transformer.wte.weight"].grad
+                    ) < 1e-5
+    assert relative(ours.embed.position.weight.grad, expected["transformer.wpe.weight"].grad) < 1e-5
+    for i, block in ours.blocks.items():
+        assert relative(block.attn.qkv.weight.grad.t(),
+                        expected[f"transformer.h.{i}.attn.c_attn.weight"].grad) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_the_loss_of_a_conversation_does_not_depend_on_its_neighbours(reversals, family):
+    """The summed loss of packed windows is that of the same conversations, each alone in one."""
+    cfg = WORDS if family == "gpt" else LlamaConfig(vocab_size=257, seq_len=96, n_layer=2, n_head=8,
+                                                    n_embd=32, n_kv_head=4)
+    cfg = replace(cfg, seq_len=96)
+    plain = cfg.build().initialize(0).double()
+    sums = []
+    for pack in (True, False):
+        dataset = data.TokenDataset(reversals, "val", 96, pack)
+        inputs, targets, positions = train.as_tensors(dataset.rows(np.arange(dataset.n_windows)))
+        sums.append(plain(inputs, targets, positions=positions).item())
+        n_windows = dataset.n_windows
+    assert n_windows > data.TokenDataset(reversals, "val", 96).n_windows
+    assert relative(*sums) < 1e-12
+
+
+def test_a_run_resumes_with_the_same_bits_and_keeps_its_template(tmp_path, reversals, run_train):
+    """With a ramp, accumulation and dropout; the checkpoint says the template."""
+    flags = ["--data", reversals, *TINY, "--seq-len", 32, "--dropout", 0.1, "--batch-size", 8,
+             "--micro-batch", 2, "--batch-ramp", "4:4:12", "--steps", 6]
+    assert run_train(*flags, "--out", tmp_path / "a")[0] == 0
+    half = tmp_path / "a/step_00000004.pt"
+    assert run_train(*flags, "--out", tmp_path / "b", "--resume", half)[0] == 0
+    one, two = saved(tmp_path / "a", 6), saved(tmp_path / "b", 6)
+    assert_same_state(one, two, but=("config", "run", "monitor"))
+    assert one["template"] == "plain"
+
+
+def test_a_mixture_of_text_and_conversations(pool, tmp_path, reversals, shards):
+    """Text is learnt whole, beside answers, in one process and in four."""
+    mixture = f"{reversals}=0.5,{shards}=0.5"
+    dataset = data.TokenDataset(mixture, "train", 32)
+    assert dataset.meta["template"] == "plain"
+    ids = dataset.window_ids(1337, 0, 8)
+    inputs, targets, positions = dataset.rows(ids)
+    text = [i for i, window in enumerate(ids) if dataset.find_packed(window)[0] is None]
+    assert len(text) == 4 and (targets[text] >= 0).all()
+    assert (positions[text] == np.arange(32)).all()
+    assert 0 < dataset.count_learnt(ids) - 4 * 32 == (targets >= 0).sum() - 4 * 32 < 4 * 32
+    one = chat_run(pool, (1, 1, 1), tmp_path, mixture, dtype="fp64")
+    four = chat_run(pool, (2, 2, 1), tmp_path, mixture, dtype="fp64", zero=1)
+    assert max(differences(four, one)) < BOUNDS["fp64"]
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--seq-len", 32, "--noise-scale", 2], "--noise-scale needs microbatches with equally many targets"),
+    (["--seq-len", 16], "no conversation has an answer in its first 16 + 1 tokens")])
+def test_what_conversations_exclude_is_refused(tmp_path, reversals, run_train, flags, words):
+    status, _, error = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, *flags)
+    assert status == 2 and words in error and error.count("\n") == 1
+
+
+def test_text_has_no_answers_to_evaluate(tmp_path, shards, run_train):
+    status, _, error = run_train("--data", shards, "--out", tmp_path / "o", *TINY,
+                                 "--eval-answers", 5)
+    assert status == 2 and "--eval-answers is for conversations" in error
+
+
+def test_conversations_longer_than_a_window_are_told(tmp_path, reversals, run_train):
+    status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 32)
+    assert status == 0 and "tokens are learnt" in out
+    packed, = data.TokenDataset(reversals, "train", 32).packed.values()
+    assert packed.cut > 0
+    assert f"{packed.cut:,} conversations lose their end, {packed.left_out:,} have no answer" in out
+
+
+# ---------------------------------------------------------------------------------------------
+# What is learnt
+# ---------------------------------------------------------------------------------------------
+
+LETTERS = replace(CFG, n_layer=2, n_head=4, n_embd=64, seq_len=64)
+
+
+@pytest.fixture(scope="module")
+def first_letters(pool, tmp_path_factory):
+    """A run that learns to answer noise with its first letter -> (its folder, its rows)."""
+    folder = tmp_path_factory.mktemp("first")
+    draw = random.Random(1)
+    prompts = ["".join(draw.choices("abcdefgh", k=4)) for _ in range(1500)]
+    records = [pair(prompt, prompt[0]) for prompt in prompts]
+    data.prepare([write(folder / "c.jsonl", records)], folder / "data", "bytes", field=None)
+    rows, _, _ = trained(pool, (1, 1, 1), folder / "out", LETTERS, data=str(folder / "data"),
+                         batch_size=16, micro_batch=16, steps=200, lr=3e-3, warmup_steps=20,
+                         eval_answers=40, eval_every=25, save_every=25, keep=10)
+    return folder, rows
+
+
+def test_the_loss_of_answers_falls_to_nothing_where_that_of_all_tokens_cannot(first_letters):
+    """The prompts are noise of three bits a letter, the answers follow a rule. The run took no
+    surprise for a divergence."""
+    folder, rows = first_letters
+    assert [row["step"] for row in rows] == list(range(1, 201))         # no rollback
+    assert rows[-1]["val_loss"] < 0.05 and rows[-1]["val_answers_right"] == 1
+    trained_model, _ = checkpoint.load_model(folder / "out/latest.pt")
+    tokens = torch.from_numpy(data.TokenDataset(folder / "data", "val", 64).tokens_of([0]))
+    assert trained_model(tokens[:, :-1], tokens[:, 1:]) / 64 > 4 * math.log(8) / 24 / 2
+
+
+def half_learnt(rows):
+    """The step of an evaluation at which some answers are right and some are wrong."""
+    return next(row["step"] for row in rows if 0.2 < row.get("val_answers_right", 0) < 0.9)
+
+
+def test_the_answers_right_are_those_that_sample_py_writes(first_letters):
+    """Of the 40 conversations of --eval-answers, by greedy decoding token by token."""
+    folder, rows = first_letters
+    step = half_learnt(rows)
+    ours, _ = checkpoint.load_model(folder / f"out/step_{step:08d}.pt")
+    alone = data.TokenDataset(folder / "data", "val", 64, pack=False)
+    right = []
+    for window in answers.choose_conversations(alone, 40):
+        (tokens,), (targets,) = alone.tokens_of([window]), alone.rows([window])[1]
+        answer = targets[targets != data.NOT_LEARNT].tolist()
+        first = int(np.flatnonzero(targets != data.NOT_LEARNT)[0])
+        drawn = [token for one in sample.generate(ours, tokens[:first + 1].tolist(), len(answer),
+                                                  256, temperature=0) for token in one.values()]
+        right.append(drawn == answer[:-1] if answer[-1] == 256 else drawn == answer)
+    assert np.mean(right) == pytest.approx(rows[step - 1]["val_answers_right"], abs=1e-6)
+
+
+def evaluated(rank, world, layout, config, cfg, state):
+    dp, tp, pp = layout
+    with gridded(rank, world, tp, pp, config.sequence_parallel, config.pp_chunks,
+                 config.cp) as grid:
+        datasets = [data.TokenDataset(config.data, split, cfg.seq_len) for split in ("train", "val")]
+        run = train.Run(config, cfg, grid, torch.device("cpu"), *datasets, checkpoint.load(state))
+        return evaluate(run)
+
+
+@pytest.mark.parametrize("layout, flags", [
+    ((2, 2, 1), dict(sequence_parallel=True)), ((1, 1, 2), dict(cp=2)), ((2, 2, 2), dict(zero=3)),
+    ((1, 2, 1), dict(exact=True))])
+def test_the_answers_right_are_the_same_in_every_layout(pool, first_letters, tmp_path, layout,
+                                                        flags):
+    folder, rows = first_letters
+    step = half_learnt(rows)
+    dp, tp, pp = layout
+    config = settings(tmp_path, tp=tp, pp=pp, data=str(folder / "data"), eval_answers=40,
+                      micro_batch=3, batch_size=24, **flags)
+    row = pool.run(dp * tp * pp * config.cp, evaluated, layout, config, LETTERS,
+                   folder / f"out/step_{step:08d}.pt")[0]
+    assert row["val_answers_right"] == pytest.approx(rows[step - 1]["val_answers_right"], abs=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------
+# Chatting
+# ---------------------------------------------------------------------------------------------
+
+def chat_with(monkeypatch, capsys, file, lines, *flags):
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    return run_main(capsys, sample, "--ckpt", file, "--chat", "--temperature", 0, *flags)
+
+
+@pytest.mark.claim("`sample.py --chat` keeps a conversation.")
+def test_a_chat_answers_each_line_of_standard_input(first_letters, monkeypatch, capsys):
+    """The model answers with the first letter; only answers go to standard output."""
+    folder, _ = first_letters
+    result = chat_with(monkeypatch, capsys, folder / "out/latest.pt", "gabc\n\nbbac\n\nhabc")
+    assert result == (0, "g\nb\nh\n", "")
+
+
+def test_a_chat_shows_the_model_the_conversation_so_far(first_letters, monkeypatch, capsys):
+    """Three turns: each prompt holds the questions and answers before, until they fill the window
+    and the oldest are forgotten; an empty line begins a new conversation."""
+    folder, _ = first_letters
+    shown = []
+
+    def generate(model, tokens, max_tokens, end, *choice):
+        shown.append(written(tokens))
+        assert end == 256 and max_tokens == min(500, 64 - len(tokens))
+        yield {0: ord("x")}
+        yield {}
+    monkeypatch.setattr(sample, "generate", generate)
+    result = chat_with(monkeypatch, capsys, folder / "out/latest.pt",
+                       "a\n" + "b\n" + "c\n\nd\n" + 70 * "e" + "\nf\n")
+    assert result[:2] == (0, "x\n" * 5)
+    one, two = "user:\n{}\n\nassistant:\n", "user:\n{}\n\nassistant:\nxE"
+    assert shown == ["E" + one.format("a"), "E" + two.format("a") + one.format("b"),
+                     "E" + two.format("b") + one.format("c"), "E" + one.format("d"),
+                     "E" + one.format("f")]
+    assert "this has 90 tokens, the model sees 64: it is left out" in result[2]
+
+
+def test_a_chat_needs_a_model_of_conversations_and_takes_no_prompt(things, first_letters,
+                                                                  monkeypatch, capsys):
+    folder, _ = first_letters
+    status, out, error = chat_with(monkeypatch, capsys, things / "whole.pt", "a\n")
+    assert (status, out) == (2, "") and "was not trained on conversations" in error
+    for flags in (["--prompt", "a"], ["--stop", "a"], ["--num-samples", 2]):
+        status, out, error = chat_with(monkeypatch, capsys, folder / "out/latest.pt", "a\n", *flags)
+        assert (status, out) == (2, "") and "--chat reads standard input" in error
