@@ -290,7 +290,7 @@ class Run:
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
         tokens_in_batch = batch.size * self.model_config.seq_len        # of all ranks
-        learnt = self.train_data.count_learnt(batch.window_ids)         # all of them, but of answers
+        learnt = self.train_data.count_learnt(batch.window_ids)         # those that have a loss
 
         # 1. Forward and backward. The model returns the sum of the losses of the microbatch's
         #    tokens. loss * scale is the microbatch's share of the mean loss of the batch, times the

@@ -104,9 +104,9 @@ class PackedWindows:
                 f"{len(self.begins):,} conversations in {self.count:,} windows, which are "
                 f"{n_tokens / (self.count * (self.seq_len + 1)):.1%} full")
         if self.cut or self.left_out:
-            text += (f"\nnote     longer than {self.seq_len} + 1 tokens: {self.cut:,} conversations "
-                     f"lose their end, {self.left_out:,} have no answer before it and are left "
-                     f"out: give a larger --seq-len")
+            text += (f"\nnote     longer than {self.seq_len} + 1 tokens: {self.cut:,} "
+                     f"conversations lose their end, {self.left_out:,} have no answer before it "
+                     f"and are left out: give a larger --seq-len")
         return text
 
     def conversations_of(self, window: int):

@@ -115,7 +115,8 @@ def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None
             if "|" in text:             # is found 40 times faster
                 marks += text.count(EOT)
             count_bytes(len(raw))
-        table += (before_answer + digest.digest())[:16] + (size if has_text else 0).to_bytes(8, "little")
+        table += (before_answer + digest.digest())[:16]
+        table += (size if has_text else 0).to_bytes(8, "little")
         if keys is not None:
             keys.add("".join(beginning))
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])

@@ -23,11 +23,11 @@ Each term changes by at most half a unit. The units (powers of two) and limits:
     losses                                  2^-20                   2^32: of 10^8 tokens
     norms of activations                    2^-10                   2^42
 
-N is the number of tokens in the batch that are learnt. Why these: a gradient of the mean loss is below 1 in a
-healthy run, AdamW's epsilon is 1e-8 = 10,000 * 2^-40, and the gradient of one of a million tokens
-must not vanish. (An embedding's gradients are the largest: they pass the first LayerNorm, which
-divides by 0.03 at the start.) The largest sum is half of what float64 holds, because the token
-matrix has two sums, of the embedding and of the head, which are added.
+N is the number of tokens in the batch that have a loss. Why these: a gradient of the mean loss is
+below 1 in a healthy run, AdamW's epsilon is 1e-8 = 10,000 * 2^-40, and the gradient of one of a
+million tokens must not vanish. (An embedding's gradients are the largest: they pass the first
+LayerNorm, which divides by 0.03 at the start.) The largest sum is half of what float64 holds,
+because the token matrix has two sums, of the embedding and of the head, which are added.
 
 A larger term must not cost the exactness in silence. Of n terms each may be as large as the n-th
 part of the largest sum, its share. `ExactSums` compares it with that, and an excess skips the

@@ -92,5 +92,5 @@ def are_largest(head, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     is_local = (columns >= 0) & (columns < logits.shape[1])
     of_target = logits.gather(1, columns.where(is_local, 0)).where(is_local, -torch.inf)
     both = torch.cat([of_target, logits.amax(1, keepdim=True)], dim=1)
-    of_target, largest = all_reduce(both, head.grid.groups["tp"], dist.ReduceOp.MAX).wait().unbind(1)
-    return of_target == largest
+    both = all_reduce(both, head.grid.groups["tp"], dist.ReduceOp.MAX).wait()
+    return both[:, 0] == both[:, 1]

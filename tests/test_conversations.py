@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import checkpoint
 import data
@@ -490,7 +489,7 @@ def test_a_mixture_of_text_and_conversations(pool, tmp_path, reversals, shards):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--seq-len", 32, "--noise-scale", 2], "--noise-scale needs microbatches with equally many targets"),
+    (["--seq-len", 32, "--noise-scale", 2], "--noise-scale needs microbatches with equally many"),
     (["--seq-len", 16], "no conversation has an answer in its first 16 + 1 tokens")])
 def test_what_conversations_exclude_is_refused(tmp_path, reversals, run_train, flags, words):
     status, _, error = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, *flags)
@@ -569,7 +568,8 @@ def evaluated(rank, world, layout, config, cfg, state):
     dp, tp, pp = layout
     with gridded(rank, world, tp, pp, config.sequence_parallel, config.pp_chunks,
                  config.cp) as grid:
-        datasets = [data.TokenDataset(config.data, split, cfg.seq_len) for split in ("train", "val")]
+        datasets = [data.TokenDataset(config.data, split, cfg.seq_len)
+                    for split in ("train", "val")]
         run = train.Run(config, cfg, grid, torch.device("cpu"), *datasets, checkpoint.load(state))
         return evaluate(run)
 
