@@ -42,7 +42,6 @@ Nothing here needs a network or a GPU.
 """
 import copy
 import functools
-import io
 import itertools
 import json
 import math
@@ -54,7 +53,6 @@ import tempfile
 import time
 import tracemalloc
 import weakref
-from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
@@ -91,14 +89,15 @@ from parallelism.zero import FlatParameters
 from runtime import checkpoint_files
 from runtime.flops import parameter_count
 from runtime.options import Config
-from tests.harness import (BOUNDS, CFG, FORMULA, INTERLEAVED, LAYOUTS, NASTY, ROOT, TINY,
-                           TWO_STEPS, Alive, Command, Memory, Pool, after_backward, assert_close,
-                           assert_same_state, batches_from, column, dataset, deep_enough,
-                           differences, greedy, gridded, in_turn, launch, megatrons_batch_size,
-                           monitor_now, names_in, on_ranks, plain_gradient, random_gpt,
-                           read_metrics, relative, run_steps, same_bits, saved, set_block,
-                           settings, small_state, staged, texts_of, tokens_of, traffic, trained,
-                           watched, whole_gradient, without_saves)
+from tests.harness import (BOUNDS, CFG, CUTS, FORMULA, INTERLEAVED, LAYOUTS, NASTY, ROOT, TINY,
+                           TWO_STEPS, UPSTREAM, Alive, Command, Memory, Pool, after_backward,
+                           assert_close, assert_same_state, batches_from, column, dataset,
+                           deep_enough, differences, greedy, gridded, in_turn, launch,
+                           losses_of_plain_program, megatrons_batch_size, monitor_now, names_in,
+                           on_ranks, outputs_and_dx, plain_gradient, random_gpt, random_tensor,
+                           read_metrics, relative, run_steps, same_bits, saved, set_block, settings,
+                           small_state, staged, texts_of, tokens_of, traffic, trained, watched,
+                           whole_gradient, without_saves)
 from tools.schedule import bubble, clock, live_activations
 
 
@@ -218,30 +217,6 @@ def test_an_exact_run_goes_on_in_another_layout_bit_for_bit(pool, tmp_path):
 
 
 # ---- Tensor parallelism: the layers of tp ranks are the plain layers
-
-def random_tensor(*shape, seed):
-    """Standard normal numbers in fp64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-UPSTREAM = torch.tensor(-0.37, dtype=torch.float64)         # the gradient of the loss
-
-
-def outputs_and_dx(gpt, tokens, targets, x, dy):
-    """The embedding, a block that sees x, and the loss of the head that sees x; and dx under the
-    upstream gradients dy of the first two and UPSTREAM of the loss."""
-    x = x.clone().requires_grad_()
-    outputs = gpt.embed(tokens), gpt.blocks["0"](x), gpt.head(x, targets)
-    torch.autograd.backward(outputs, [dy, dy, UPSTREAM])
-    return dict(zip(("embedding", "block", "loss", "dx"), (*outputs, x.grad)))
-
-
-CUTS = {        # of a parameter: (the dimension that is cut, how many matrices are stacked there)
-    "embed.token.weight": (0, 1), "blocks.0.attn.qkv.weight": (0, 3),
-    "blocks.0.attn.qkv.bias": (0, 3), "blocks.0.attn.proj.weight": (1, 1),
-    "blocks.0.mlp.up.weight": (0, 1), "blocks.0.mlp.up.bias": (0, 1),
-    "blocks.0.mlp.down.weight": (1, 1)}
-
 
 @pytest.mark.parametrize("world", [2, 4])
 @on_ranks
@@ -576,20 +551,6 @@ def bytes_kept_by_attention(rank, world):
 
 
 # ---- parallel.py's program: all plain forms together train as train.py does
-
-def losses_of_plain_program(rank, world, tp, pp, folder, steps, cp=1, sequence_parallel=False,
-                            **options):
-    """The losses that parallel.py prints on rank 0."""
-    train_data = data.TokenDataset(folder, "train", seq_len=128)
-    grid = parallel.Grid(world // (tp * pp * cp), pp, tp, rank, sequence_parallel, cp)
-    parallel.make_groups(grid)
-    try:
-        with redirect_stdout(io.StringIO()) as text:
-            parallel.train_plainly(train_data, steps, grid, **options)
-    finally:
-        grid.groups.clear()             # their threads end
-    return [float(line.split()[3]) for line in text.getvalue().splitlines()]
-
 
 @pytest.mark.parametrize("world, tp, pp, steps", [
     (1, 1, 1, 5), (2, 1, 1, 5), (2, 2, 1, 5), (2, 1, 2, 5), (8, 2, 2, 5),

@@ -11,8 +11,8 @@ import torch
 
 import parallel
 from parallelism.schedules import gpipe, one_f_one_b
-from test_all import CUTS, losses_of_plain_program, outputs_and_dx, random_tensor
-from tests.harness import CFG, Command, assert_close, gridded, on_ranks, random_gpt, tokens_of
+from tests.harness import (CFG, CUTS, Command, assert_close, gridded, losses_of_plain_program,
+                           on_ranks, outputs_and_dx, random_gpt, random_tensor, tokens_of)
 
 
 @pytest.mark.parametrize("world", [2, 4])
