@@ -169,18 +169,20 @@ def readme_commands(program) -> list[tuple[str, list[str]]]:
 # ---------------------------------------------------------------------------------------------
 
 def work(task):
-    """In one of the pool's processes -> (rank, pickled answer)."""
+    """In one of the pool's processes -> (rank, its answer as a file of torch.save, which has the
+    memory that several tensors are views of once; pickle would send it with each of them)."""
     rank, world, store, seconds, call = task
     try:
         if world > 1:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
                                     world_size=world, timeout=timedelta(seconds=seconds))
         fn, args = pickle.loads(call)
-        answer = pickle.dumps(fn(rank, world, *args))   # multiprocessing's would share tensors
+        answer = io.BytesIO()
+        torch.save(fn(rank, world, *args), answer)
         if world > 1:
             dist.barrier()
             dist.destroy_process_group()
-        return rank, answer
+        return rank, answer.getvalue()
     except BaseException:
         raise RuntimeError(f"rank {rank} of {world}:\n{traceback.format_exc()}") from None
 
@@ -213,7 +215,8 @@ class Pool:
                 running = self.processes.imap_unordered(work, [
                     (rank, world, f"{folder}/store", seconds, call) for rank in range(world)])
                 answers = dict(running.next(seconds) for _ in range(world))
-            return [pickle.loads(answers[rank]) for rank in range(world)]
+            return [torch.load(io.BytesIO(answers[rank]), weights_only=False)
+                    for rank in range(world)]
         except BaseException:
             self.stop()
             raise
