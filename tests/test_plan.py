@@ -600,7 +600,8 @@ def test_tokens_stand_for_the_steps_that_read_them():
     assert "steps" not in printed
 
 
-@pytest.mark.parametrize("flags", ["--model gpt2", "--model gpt2 --search", "--n-layer 6 --tp 2"])
+@pytest.mark.parametrize("flags", ["--model gpt2", "--model gpt2 --search --micro-batch 4",
+                                   "--n-layer 6 --tp 2"])
 def test_days_stand_for_the_steps_that_they_suffice_for(flags):
     """One more would take longer; the plan is that of these steps. The comparison is with 20 tokens
     for each parameter."""
