@@ -349,7 +349,8 @@ def comparable(whole):
 def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
     """Five AdamW steps on two ranks with half of a batch each, by plain_step, by the plain forms of
     buckets and ZeRO 1 to 3, and by FlatParameters, end at the parameters of one process, to 1e-12
-    in fp64, and at the same bits on both ranks."""
+    in fp64, and at the same bits on both ranks. The gradients of the last step are those of one
+    process, to 1e-10."""
     tokens, targets = tokens_of(CFG, 4), tokens_of(CFG, 4, seed=1)
     rows, targets_of_rows = tokens.chunk(world)[rank], targets.chunk(world)[rank]
     adamw = functools.partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
@@ -397,6 +398,8 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
             flat.adamw_step(1.0, step=step, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0)
         whole = {name: parallel.all_gather(x.detach(), grid.groups["replicas"])
                  for name, x in shards[2].items()}
+        last_gradients = gradient_pairs(flat, one)
+    assert_close(last_gradients, 1e-10)
     expected = dict(one.named_parameters())
     forms = {"plain_step": dict(plain.named_parameters()),
              "Bucket": dict(bucketed.named_parameters()),
