@@ -5,8 +5,9 @@ every file in tests/. It is loaded before torch: it sets the environment that to
 import. A test imports the functions that it calls: `from tests.harness import trained`.
 
     Ranks       Pool: eight processes, started once. An `on_ranks` test runs on each of `world`.
-    Runs        trained(pool, layout, ...): train.Run on dp x tp x pp ranks; watched(config): here
-    Compared    relative(ours, theirs): the largest relative difference
+    Runs        trained(pool, layout, ...): train.Run on dp x tp x pp ranks; watched(config): here;
+                losses_of_plain_program: those that parallel.py prints
+    Compared    relative(ours, theirs): the largest relative difference; outputs_and_dx: of layers
     Files       small_state, saved, links: checkpoints without a run; failing: a broken disk
     Commands    Command, launch: programs in other processes; run_train, run_data, run_sample: here
     Data sets   shards, two_sources, things: made once
@@ -33,7 +34,7 @@ import tempfile
 import time
 import traceback
 import weakref
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from fractions import Fraction
@@ -65,6 +66,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import checkpoint
 import data
+import parallel
 import sample
 import train
 from corpus import compressed, downloads, formats, inputs, passes
@@ -167,18 +169,20 @@ def readme_commands(program) -> list[tuple[str, list[str]]]:
 # ---------------------------------------------------------------------------------------------
 
 def work(task):
-    """In one of the pool's processes -> (rank, pickled answer)."""
+    """In one of the pool's processes -> (rank, its answer as a file of torch.save, which has the
+    memory that several tensors are views of once; pickle would send it with each of them)."""
     rank, world, store, seconds, call = task
     try:
         if world > 1:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
                                     world_size=world, timeout=timedelta(seconds=seconds))
         fn, args = pickle.loads(call)
-        answer = pickle.dumps(fn(rank, world, *args))   # multiprocessing's would share tensors
+        answer = io.BytesIO()
+        torch.save(fn(rank, world, *args), answer)
         if world > 1:
             dist.barrier()
             dist.destroy_process_group()
-        return rank, answer
+        return rank, answer.getvalue()
     except BaseException:
         raise RuntimeError(f"rank {rank} of {world}:\n{traceback.format_exc()}") from None
 
@@ -211,7 +215,8 @@ class Pool:
                 running = self.processes.imap_unordered(work, [
                     (rank, world, f"{folder}/store", seconds, call) for rank in range(world)])
                 answers = dict(running.next(seconds) for _ in range(world))
-            return [pickle.loads(answers[rank]) for rank in range(world)]
+            return [torch.load(io.BytesIO(answers[rank]), weights_only=False)
+                    for rank in range(world)]
         except BaseException:
             self.stop()
             raise
@@ -270,6 +275,11 @@ def tokens_of(cfg, batch, seed=0):
     """Random tokens (batch, seq_len)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(cfg.vocab_size, (batch, cfg.seq_len), generator=generator)
+
+
+def random_tensor(*shape, seed):
+    """Standard normal numbers in fp64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def random_gpt(cfg):
@@ -426,6 +436,20 @@ def reference(pool, tmp_path_factory):
     return run
 
 
+def losses_of_plain_program(rank, world, tp, pp, folder, steps, cp=1, sequence_parallel=False,
+                            **options):
+    """The losses that parallel.py prints on rank 0."""
+    train_data = data.TokenDataset(folder, "train", seq_len=128)
+    grid = parallel.Grid(world // (tp * pp * cp), pp, tp, rank, sequence_parallel, cp)
+    parallel.make_groups(grid)
+    try:
+        with redirect_stdout(io.StringIO()) as text:
+            parallel.train_plainly(train_data, steps, grid, **options)
+    finally:
+        grid.groups.clear()             # their threads end
+    return [float(line.split()[3]) for line in text.getvalue().splitlines()]
+
+
 def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1)):
     """Train on this rank -> the run, its rows, events and batches: (first sequence, how many)."""
     def begin(run):
@@ -555,6 +579,23 @@ def differences(ours, theirs):
     losses = ([*column(rows, "loss"), rows[-1]["val_loss"]] for rows in (steps, expected))
     norms = (column(rows, "grad_norm") for rows in (steps, expected))
     return relative(*losses), relative(gradients, wanted), relative(*norms)
+
+
+CUTS = {        # of a parameter: (the dimension that is cut, how many matrices are stacked there)
+    "embed.token.weight": (0, 1), "blocks.0.attn.qkv.weight": (0, 3),
+    "blocks.0.attn.qkv.bias": (0, 3), "blocks.0.attn.proj.weight": (1, 1),
+    "blocks.0.mlp.up.weight": (0, 1), "blocks.0.mlp.up.bias": (0, 1),
+    "blocks.0.mlp.down.weight": (1, 1)}
+UPSTREAM = torch.tensor(-0.37, dtype=torch.float64)         # the gradient of the loss
+
+
+def outputs_and_dx(gpt, tokens, targets, x, dy):
+    """The embedding, a block that sees x, and the loss of the head that sees x; and dx under the
+    upstream gradients dy of the first two and UPSTREAM of the loss."""
+    x = x.clone().requires_grad_()
+    outputs = gpt.embed(tokens), gpt.blocks["0"](x), gpt.head(x, targets)
+    torch.autograd.backward(outputs, [dy, dy, UPSTREAM])
+    return dict(zip(("embedding", "block", "loss", "dx"), (*outputs, x.grad)))
 
 
 class Alive(TorchDispatchMode):

@@ -153,11 +153,12 @@ def test_every_sum_of_a_step_is_a_whole_number_of_units(tmp_path, unrounded):
             mock.patch.object(ExactSums, "add", checks(ExactSums.add, 0)), \
             mock.patch.object(ExactSums, "add_rows", checks(ExactSums.add_rows, 0)):
         config = settings(tmp_path, steps=2, exact=True)
+        cfg = replace(NARROW, n_layer=1)
         if unrounded is None:
-            watched(config, prepare, cfg=NARROW)
+            watched(config, prepare, cfg=cfg)
         else:
             with pytest.raises(NotWhole):
-                watched(config, prepare, cfg=NARROW)
+                watched(config, prepare, cfg=cfg)
 
 
 def test_a_term_out_of_range_skips_the_step_on_every_rank(pool, tmp_path):

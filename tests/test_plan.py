@@ -2,6 +2,7 @@
 
     python -m pytest tests/test_plan.py
 """
+import copy
 import functools
 import itertools
 import json
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import tools.plan.__main__
+import tools.plan.search
 import tools.plan.time
 import tools.schedule
 import train
@@ -49,6 +51,22 @@ from tools.plan.memory import activation_bytes, logits_bytes, memory_bytes
 from tools.plan.stages import Stage
 from tools.plan.time import HOP, LINK, SHARE, exposed
 from tools.plan.traffic import traffic_bytes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_search_for_each_question():
+    """The answers as text and as JSON share their search, which takes seconds: it is a function of
+    its arguments, but for --json."""
+    search, found = tools.plan.search.search_layouts, {}
+
+    def search_once(cfg, config, given):
+        question = repr((cfg, replace(config, json=False), sorted(given.keys() - {"json"})))
+        if question not in found:
+            found[question] = search(cfg, config, given)
+        return copy.deepcopy(found[question])
+    with mock.patch.object(tools.plan.__main__, "search_layouts", search_once), \
+            mock.patch.object(tools.plan.search, "search_layouts", search_once):
+        yield
 
 
 def plan_config(**changes):
@@ -582,7 +600,8 @@ def test_tokens_stand_for_the_steps_that_read_them():
     assert "steps" not in printed
 
 
-@pytest.mark.parametrize("flags", ["--model gpt2", "--model gpt2 --search", "--n-layer 6 --tp 2"])
+@pytest.mark.parametrize("flags", ["--model gpt2", "--model gpt2 --search --micro-batch 4",
+                                   "--n-layer 6 --tp 2"])
 def test_days_stand_for_the_steps_that_they_suffice_for(flags):
     """One more would take longer; the plan is that of these steps. The comparison is with 20 tokens
     for each parameter."""
@@ -603,7 +622,8 @@ def test_days_stand_for_the_steps_that_they_suffice_for(flags):
     assert re.search(rf"(?m)train.py .*--steps {plan['steps']}\b", text)
 
 
-@pytest.mark.parametrize("flags", ["--world 4 --gpu h100 --days 1", "--world 1 --gpu 3090 --days 1",
+@pytest.mark.parametrize("flags", ["--world 4 --gpu h100 --days 1 --micro-batch 4",
+                                   "--world 1 --gpu 3090 --days 1",
                                    "--world 3 --gpu l4 --days 2 --zero 1 --batch-size 96"])
 def test_without_a_model_days_find_the_largest_that_they_train_on_its_optimal_tokens(flags):
     """In the layout that a search finds. None of the larger ones gets its tokens in time. Flags of
@@ -635,7 +655,7 @@ def test_without_a_model_days_find_the_largest_that_they_train_on_its_optimal_to
     ("--world 16 --pp 2 --pp-schedule 1f1b --tokens 1e8", "torchrun --nnodes=2 --nproc_per_node=8 "
      "--rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py"),
     ("--world 12", "torchrun --nnodes=2 --nproc_per_node=6 --rdzv"),
-    ("--world 16 --days 0.1 --search", "torchrun --nnodes=2 --nproc_per_node=8 --rdzv"),
+    ("--world 16 --days 0.1 --search --micro-batch 4", "torchrun --nnodes=2 --nproc_per_node=8 --rdzv"),
     ("--world 2 --days 0.1", "torchrun --nproc_per_node=2 train.py")])
 def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
     """train.py's parser takes its flags, its checks take their layout on so many GPUs,

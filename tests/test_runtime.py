@@ -847,9 +847,15 @@ PHASES = {
     "save": ("os.fsync = slow_fsync", None, None)}
 
 
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
 @pytest.mark.parametrize("phase, number, ranks", [
-    *[(phase, number, 1) for phase in PHASES
-      for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+    *[(phase, number, 1) for phase in ("loading", "start", "step") for number in SIGNALS],
+    *[pytest.param(phase, number, 1, marks=() if number is usual else pytest.mark.slow)
+      for phase, usual in [("evaluation", signal.SIGINT), ("last evaluation", signal.SIGTERM),
+                           ("comparison", signal.SIGHUP), ("save", signal.SIGINT)]
+      for number in SIGNALS],
     *[(phase, signal.SIGTERM, 2) for phase in PHASES if phase != "loading"]])
 def test_a_signal_ends_a_run_from_any_phase_within_seconds(shards, things, tmp_path, phase, number,
                                                            ranks):
@@ -1109,16 +1115,20 @@ def test_a_signal_ends_a_run_whose_output_is_closed(shards, tmp_path):
 
 
 def test_a_run_under_nohup_ignores_a_closed_terminal(shards, tmp_path):
-    run = subprocess.Popen(
-        [sys.executable, ROOT / "train.py", "--data", shards, "--out", tmp_path, *TINY, "--steps",
-         "1000000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    wait_for_step(tmp_path, 3, run)
+    (tmp_path / "wrapper.py").write_text("""
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+import train
+train.main()
+""")
+    run, = launch(1, "--data", shards, "--out", tmp_path / "o", *TINY, "--steps", 1_000_000,
+                  file=tmp_path / "wrapper.py")
+    wait_for_step(tmp_path / "o", 3, run)
     run.send_signal(signal.SIGHUP)
-    wait_for_step(tmp_path, read_metrics(tmp_path)[0][-1]["step"] + 5, run)
+    wait_for_step(tmp_path / "o", read_metrics(tmp_path / "o")[0][-1]["step"] + 5, run)
     run.send_signal(signal.SIGTERM)
-    text, error = run.communicate(timeout=60)
-    assert (run.returncode, error) == (-signal.SIGTERM, "") and "stopped and saved" in text
+    status, text, error = run.finish()
+    assert (status, error) == (-signal.SIGTERM, "") and "stopped and saved" in text
 
 
 def test_a_mistake_ends_torchruns_restarts(shards, tmp_path):

@@ -155,9 +155,11 @@ def test_the_example_in_model_py_runs():
     assert names["loss"].dim() == 0 and type(names["model"]) is model.GPT
 
 
+@pytest.mark.slow
 def test_the_books_commands_work_without_tools_and_tests(tmp_path):
     """In a folder that has the seven programs, models/, corpus/, parallelism/ and runtime/ alone.
-    (.ci/run does it by torchrun too.)"""
+    (.ci/run does it by torchrun too. That none of their files imports one of tools/ or tests/ is
+    shown by test_imports_run_one_way_and_no_file_imports_a_tool.)"""
     for pattern in WITHOUT_TOOLS:
         for file in ROOT.glob(pattern):
             copy = tmp_path / file.relative_to(ROOT)
