@@ -714,7 +714,7 @@ def test_a_gpus_name_may_have_capitals_and_a_plan_says_whether_it_fits():
     ("--world 8 --gpu h100 --days 7 --tokens 5", "--tokens and --days both say"),
     ("--world 8 --gpu h100 --days 0", "argument --days: 0 must be at least 0.0001"),
     ("--world 8 --gpu h100 --days 1w", "'1w': give a number without a unit, as 7"),
-    ("--world 1 --gpu l4 --days 0.0002", "0.0002 days of 1 x l4 train no named size"),
+    ("--world 1 --gpu l4 --days 0.0002", "0.0002 days of 1 x l4 train no size of GPT or OPT on "),
     ("--world 1 --gpu l4 --days 0.0001 --model gpt3-6.7b --batch-size 16",
      "a step takes 40.3 s, and --days 0.0001 are shorter"),
     ("--world 8 --gpu h100 --zero 3 --pp 2", "zero 3 with pp 2"),
@@ -777,6 +777,6 @@ def test_the_plan_is_a_command_with_help():
     text = " ".join(text.split())
     for name in RUN_FLAGS + OWN_FLAGS:
         assert f" --{name.replace('_', '-')} " in text
-    assert "(default 50257)" in text and "--lr" not in text
+    assert "(default: as published with --model, of GPT and OPT 50257)" in text and "--lr" not in text
     plan = answer("--world 8 --gpu h100 --json".split())
     assert json.loads(plan)["dp"] == 8
