@@ -5,7 +5,7 @@
 
 is OPT-175B as it was trained (Zhang et al. 2022: 147 TFLOP/s per GPU), and begins with
 
-    fits     yes: 47.7 of 85 GB on rank 0, the fullest; 6% should stay free
+    fits     yes: 47.5 of 85 GB on rank 0, the fullest; 6% should stay free
     run      147,660 steps in 32.4 days (28.5 to 36.3), 771,765 GPU hours; MFU 37.3%, 142 TFLOP/s
 
 The flags of the model and the layout are train.py's. `--search` prints the ten fastest layouts that
