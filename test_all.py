@@ -78,6 +78,7 @@ import sample
 import train
 from corpus import passes
 from model import GPT, IGNORE_INDEX, SIZES, GPTConfig
+from models.llama import LlamaConfig
 from parallelism import collectives, context, full_tensors, kernels, pipeline
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid, build_stage
@@ -201,11 +202,13 @@ def test_exact_layouts_have_the_bits_of_one_process(pool, tmp_path, reference, l
         assert not same_bits(ours, reference(cfg, **same))
 
 
-def test_an_exact_run_goes_on_in_another_layout_bit_for_bit(pool, tmp_path):
+@pytest.mark.parametrize("cfg", [
+    replace(NARROW, n_layer=2), LlamaConfig(257, 16, 2, 4, 32, n_kv_head=2, qk_norm=True)],
+    ids=["gpt", "llama"])
+def test_an_exact_run_goes_on_in_another_layout_bit_for_bit(pool, tmp_path, cfg):
     """Two steps on dp 4, two on tp 2 x pp 2 with ZeRO 1 and two in one process end where six steps
     in one process do. (The learning rate is constant: it would depend on --steps.)"""
     flags = dict(exact=True, batch_size=4, micro_batch=1, warmup_steps=1, min_lr_ratio=1.0)
-    cfg = replace(NARROW, n_layer=2)
     straight = trained(pool, (1, 1, 1), tmp_path / "straight", cfg, steps=6, **flags)
     state = None
     for steps, layout, zero in [(2, (4, 1, 1), 0), (4, (1, 2, 2), 1), (6, (1, 1, 1), 0)]:

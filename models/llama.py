@@ -8,9 +8,10 @@
     biases           everywhere                     nowhere                           bias
     head             the token matrix               a matrix of its own               Llama
 
-The relatives differ from Llama in some of these, in a norm of q and k, or in the residual: FAMILIES
-lists them. Each class but Rotary replaces the class of that name in model.py. It keeps the names of
-its modules and the four habits that model.py's header lists, so whatever runs a GPT runs a Llama.
+The first four are the ideas of this file. The relatives differ from Llama in some of these, in a
+norm of q and k, or in the residual: the options of LlamaConfig, which FAMILIES chooses, come last.
+Each class but Rotary replaces the class of that name in model.py. It keeps the names of its modules
+and the four habits that model.py's header lists, so whatever runs a GPT runs a Llama.
 
     model = LlamaConfig(vocab_size=257).build().initialize(seed=0)
     loss = model(tokens, targets) / targets.numel()
@@ -21,9 +22,9 @@ Shapes, besides those of model.py:
 
 Papers: Llama (Touvron et al. 2023), RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al.
 2021), gated MLPs (Shazeer 2020), grouped queries (Ainslie et al. 2023), GPT-NeoX-20B (Black et al.
-2022), PaLM (Chowdhery et al. 2022), OLMo (Groeneveld et al. 2024), Qwen2.5 and Qwen3 (Yang et al.
-2024 and 2025).
+2022), PaLM (Chowdhery et al. 2022), OLMo (Groeneveld et al. 2024), Qwen (Yang et al. 2024, 2025).
 """
+from __future__ import annotations      # LlamaConfig comes last
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,81 +35,13 @@ import torch.nn.functional as F
 import model
 from model import GPT, CoreAttention, Dropout, GPTConfig, ceil_div
 
-ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": partial(F.gelu, approximate="tanh"),
-               "gelu_erf": F.gelu}
-NORMS = ("rms", "layer", "plain")               # plain: LayerNorm without parameters
-BIASES = ("none", "qkv", "all")
-RESIDUALS = ("serial", "parallel", "one norm")
-
-
-@dataclass(frozen=True)
-class LlamaConfig(GPTConfig):
-    """The shape of a model; the defaults are a Llama of the size `nano`."""
-    activation: str = "silu"
-    n_kv_head: int = 0              # K; 0: n_head
-    head_dim: int = 0               # D; 0: C / H
-    hidden: int = 0                 # F; 0: 8/3 C, rounded up to a multiple of 64
-    gated: bool = True              # the MLP has two input matrices, A and A'
-    norm: str = "rms"
-    norm_eps: float = 1e-5
-    qk_norm: bool = False           # RMSNorm of each head of q and k
-    rotary: float = 1.0             # the fraction of a head's channels that is rotated
-    rope_theta: float = 10000.0
-    rope_scaling: tuple = ()        # Llama 3.1: (factor, low, high, original seq_len)
-    bias: str = "none"
-    residual: str = "serial"        # parallel: x + attention(norm1(x)) + mlp(norm2(x));
-                                    # one norm: norm1 = norm2
-    tied: bool = False
-
-    def __post_init__(self):
-        def set_default(name, value):
-            if not getattr(self, name):
-                object.__setattr__(self, name, value)
-        set_default("n_kv_head", self.n_head)
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head {self.n_head} is not divisible by n_kv_head "
-                             f"{self.n_kv_head}")
-        if not self.head_dim and self.n_embd % self.n_head:
-            raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
-        set_default("head_dim", self.n_embd // self.n_head)
-        set_default("hidden", ceil_div(8 * self.n_embd, 3 * 64) * 64)
-        object.__setattr__(self, "rope_scaling", tuple(self.rope_scaling))
-        for name, values in dict(activation=ACTIVATIONS, norm=NORMS, bias=BIASES,
-                                 residual=RESIDUALS).items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(values)}")
-        if self.turned % 2:
-            raise ValueError(f"rotary positions turn pairs of channels, but {self.rotary:g} of "
-                             f"head_dim {self.head_dim} is {self.turned}")
-
-    @property
-    def turned(self) -> int:
-        """The channels of a head that Rotary turns."""
-        return int(self.rotary * self.head_dim)
-
-    def build(self) -> "Llama":
-        return Llama(self)
-
 
 def make_norm(cfg: LlamaConfig) -> nn.Module:
-    """RMSNorm, x / sqrt(mean(x^2) + eps) * weight, or LayerNorm, of x (..., C)."""
+    """RMSNorm, x / sqrt(mean(x^2) + eps) * weight, of x (..., C); or a relative's LayerNorm."""
     if cfg.norm == "rms":
         return nn.RMSNorm(cfg.n_embd, cfg.norm_eps)
     return nn.LayerNorm(cfg.n_embd, cfg.norm_eps, elementwise_affine=cfg.norm == "layer",
                         bias=cfg.bias == "all")
-
-
-class Embed(model.Embed):
-    """tokens (B, T) -> x (B, T, C): the token's row. (Positions enter in Attention, by Rotary.)"""
-
-    def __init__(self, cfg: LlamaConfig):
-        nn.Module.__init__(self)        # not super(): it would make the modules that are replaced
-        self.token = nn.Embedding.from_pretrained(
-            torch.empty(cfg.padded_vocab, cfg.n_embd), freeze=False)
-        self.dropout = Dropout(cfg.dropout, "embed")
-
-    def add_positions(self, x, dropout_seed, start, positions=None):
-        return self.dropout(x, dropout_seed)
 
 
 class Rotary(nn.Module):
@@ -117,7 +50,7 @@ class Rotary(nn.Module):
     Channels i and i + n/2 (i < n/2) of the first n of a head form a point in a plane. At position p
     it is rotated by p theta^(-2i/n) radians. The dot product of a rotated q and k therefore depends
     on their positions only through the difference. (Su et al. and Meta's code pair the channels 2i
-    and 2i + 1, which is the same model with permuted channels.)
+    and 2i + 1, which is the same model with permuted channels. In a Llama n is D.)
     """
 
     def __init__(self, cfg: LlamaConfig):
@@ -131,6 +64,13 @@ class Rotary(nn.Module):
         angles = torch.outer(positions, self.speeds(q.device).to(wide))     # (T, n / 2)
         cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
         return self.turn(q, cos, sin), self.turn(k, cos, sin)
+
+    def turn(self, x, cos, sin):
+        a, b = x[..., :self.channels].chunk(2, dim=-1)                      # 2 of (B, H, T, n / 2)
+        parts = [a * cos - b * sin, b * cos + a * sin]
+        if self.channels < x.shape[-1]:
+            parts.append(x[..., self.channels:])
+        return torch.cat(parts, dim=-1)
 
     def positions(self, T, start, device):
         return torch.arange(start, start + T, device=device)
@@ -149,13 +89,6 @@ class Rotary(nn.Module):
             speeds = (1 - kept) * speeds / factor + kept * speeds
         return speeds
 
-    def turn(self, x, cos, sin):
-        a, b = x[..., :self.channels].chunk(2, dim=-1)                      # 2 of (B, H, T, n / 2)
-        parts = [a * cos - b * sin, b * cos + a * sin]
-        if self.channels < x.shape[-1]:
-            parts.append(x[..., self.channels:])
-        return torch.cat(parts, dim=-1)
-
 
 class Attention(model.Attention):
     """Causal attention with rotary positions, x (B, T, C) -> (B, T, C). G heads of q share a head
@@ -166,7 +99,7 @@ class Attention(model.Attention):
     """
 
     def __init__(self, cfg: LlamaConfig, layer: int):
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)        # not super(): it would make the modules that are replaced
         self.head_dim = cfg.head_dim
         self.group = cfg.n_head // cfg.n_kv_head                            # G
         width = cfg.n_head * cfg.head_dim
@@ -207,6 +140,19 @@ class MLP(model.MLP):
             return self.down(self.activation(h))
         gate, value = h.chunk(2, dim=-1)                                    # 2 of (B, T, F)
         return self.down(self.activation(gate) * value)
+
+
+class Embed(model.Embed):
+    """tokens (B, T) -> x (B, T, C): the token's row. (Positions enter in Attention, by Rotary.)"""
+
+    def __init__(self, cfg: LlamaConfig):
+        nn.Module.__init__(self)
+        self.token = nn.Embedding.from_pretrained(
+            torch.empty(cfg.padded_vocab, cfg.n_embd), freeze=False)
+        self.dropout = Dropout(cfg.dropout, "embed")
+
+    def add_positions(self, x, dropout_seed, start, positions=None):
+        return self.dropout(x, dropout_seed)
 
 
 class Block(model.Block):
@@ -250,8 +196,63 @@ class Llama(GPT):
 
 
 # ---------------------------------------------------------------------------------------------
-# Families and sizes
+# Options, families and sizes
 # ---------------------------------------------------------------------------------------------
+
+ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": partial(F.gelu, approximate="tanh"),
+               "gelu_erf": F.gelu}
+NORMS = ("rms", "layer", "plain")               # plain: LayerNorm without parameters
+BIASES = ("none", "qkv", "all")
+RESIDUALS = ("serial", "parallel", "one norm")
+
+
+@dataclass(frozen=True)
+class LlamaConfig(GPTConfig):
+    """The shape of a model; the defaults are a Llama of the size `nano`."""
+    activation: str = "silu"
+    n_kv_head: int = 0              # K; 0: n_head
+    head_dim: int = 0               # D; 0: C / H
+    hidden: int = 0                 # F; 0: 8/3 C, rounded up to a multiple of 64
+    gated: bool = True              # the MLP has two input matrices, A and A'
+    norm: str = "rms"
+    norm_eps: float = 1e-5
+    qk_norm: bool = False           # RMSNorm of each head of q and k
+    rotary: float = 1.0             # the fraction of a head's channels that is rotated
+    rope_theta: float = 10000.0
+    rope_scaling: tuple = ()        # Llama 3.1: (factor, low, high, original seq_len)
+    bias: str = "none"
+    residual: str = "serial"        # parallel: x + attention(norm1(x)) + mlp(norm2(x));
+                                    # one norm: norm1 = norm2
+    tied: bool = False
+
+    def __post_init__(self):
+        def set_default(name, value):
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+        set_default("n_kv_head", self.n_head)
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} is not divisible by n_kv_head {self.n_kv_head}")
+        if not self.head_dim and self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
+        set_default("head_dim", self.n_embd // self.n_head)
+        set_default("hidden", ceil_div(8 * self.n_embd, 3 * 64) * 64)
+        object.__setattr__(self, "rope_scaling", tuple(self.rope_scaling))
+        for name, values in dict(activation=ACTIVATIONS, norm=NORMS, bias=BIASES,
+                                 residual=RESIDUALS).items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(values)}")
+        if self.turned % 2:
+            raise ValueError(f"rotary positions turn pairs of channels, but {self.rotary:g} of "
+                             f"head_dim {self.head_dim} is {self.turned}")
+
+    @property
+    def turned(self) -> int:
+        """The channels of a head that Rotary turns."""
+        return int(self.rotary * self.head_dim)
+
+    def build(self) -> Llama:
+        return Llama(self)
+
 
 QWEN = dict(norm_eps=1e-6, rope_theta=1e6)
 FAMILIES = {
@@ -267,8 +268,7 @@ FAMILIES = {
 # {name: (family, n_layer, n_head, n_kv_head, n_embd, hidden, seq_len, peak learning rate, others)}.
 # The rates of Mistral, Qwen and PaLM are Llama-7B's, whatever the size: Mistral's and Qwen's are
 # unpublished, and PaLM's is for another optimizer. seq_len is that of the last pre-training or of
-# the release. PaLM's scaling of the logits is not here. Mistral-7B is version 0.3, which has
-# no sliding window.
+# the release. PaLM's scaling of the logits is not here. Mistral-7B is 0.3: no sliding window.
 _TABLE = {
     "llama-nano": ("llama", 2, 4, 2, 192, 512, 128, 4e-3, {}),
     "llama-7b": ("llama", 32, 32, 32, 4096, 11008, 2048, 3e-4, dict(norm_eps=1e-6)),

@@ -136,6 +136,8 @@ class FlatParameters(FullTensors):
                                f"backward runs: call full_gradient({spec.name!r}) after "
                                f"finish_grad_sync, on every rank")
         if bucket.grad is None:
+            if bucket.name in ("tied", "head"):     # the embedding's, of the last microbatch, is as
+                self._wait_grad_sync()              # large; it was sent while the blocks ran
             bucket.grad = torch.zeros_like(bucket.data, dtype=bucket.shard["grad"].dtype)
         return bucket.view(bucket.grad, spec)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.llama import LlamaConfig
 from parallelism import kernels
 from tests.harness import (BOUNDS, CFG, COVER, TWO_STEPS, assert_same_rows, column, deep_enough_for,
                            differences, dp_for, nothing, on_ranks, own_processes,
@@ -67,6 +68,9 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
 # --compile, and 16 bits on a CPU
 # ---------------------------------------------------------------------------------------------
 
+LLAMA = LlamaConfig(257, 16, 2, 4, 32, n_kv_head=2, qk_norm=True)
+
+
 def compiled_steps(rank, world, layout, config, cfg, backend):
     """(rows of a run, the number of its compiled graphs after each step)"""
     def graphs(run):
@@ -76,22 +80,26 @@ def compiled_steps(rank, world, layout, config, cfg, backend):
 
 
 @pytest.mark.claim("Compiled blocks train as uncompiled ones do, in every layout.")
-@pytest.mark.parametrize("layout, flags, dropout, graphs, backend", [
-    ((1, 2, 1), dict(tp=2, sequence_parallel=True, zero=3, recompute=True), 0.1, 13, "aot_eager"),
-    pytest.param((1, 1, 1), dict(cp=2), 0.0, 9, "aot_eager", marks=pytest.mark.slow),
-    *(pytest.param(*row, "inductor", marks=pytest.mark.slow) for row in [
+@pytest.mark.parametrize("model, layout, flags, dropout, graphs, backend", [
+    (CFG, (1, 2, 1), dict(tp=2, sequence_parallel=True, zero=3, recompute=True), 0.1, 13,
+     "aot_eager"),
+    (LLAMA, (1, 1, 1), {}, 0.0, 4, "aot_eager"),
+    pytest.param(CFG, (1, 1, 1), dict(cp=2), 0.0, 9, "aot_eager", marks=pytest.mark.slow),
+    pytest.param(LLAMA, (1, 1, 1), {}, 0.0, 4, "inductor", marks=pytest.mark.slow),
+    *(pytest.param(CFG, *row, "inductor", marks=pytest.mark.slow) for row in [
         ((2, 1, 1), dict(zero=3, recompute=True), 0.0, 4),
         ((1, 1, 2), dict(zero=2, pp=2, dtype="bf16"), 0.0, 3),
         ((1, 1, 1), dict(dtype="fp16"), 0.1, 12),
         ((2, 2, 2), dict(tp=2, pp=2, zero=2, pp_schedule="1f1b", recompute=True), 0.0, 9)])])
-def test_compiled_blocks_train_as_they_are(tmp_path, layout, flags, dropout, graphs, backend):
+def test_compiled_blocks_train_as_they_are(tmp_path, model, layout, flags, dropout, graphs,
+                                           backend):
     """Losses and norms are those without --compile, to 1e-5, in 16 bits to eps (fused operations
     round in other places). The first step compiles the graphs: one that all blocks share, and one
     each for positions, last norm and loss; more where masks are drawn or ranks communicate. (A
     compiler leaves tensors behind that are none, and code compiled for other instructions crashes:
     hence processes of its own.)"""
     config = settings(tmp_path, steps=4, **flags)
-    cfg = replace(CFG, n_layer=2 * layout[2], dropout=dropout)
+    cfg = replace(model, n_layer=2 * layout[2], dropout=dropout)
     with own_processes(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) as fresh:
         (plain, _), (compiled, seen) = (
             fresh.run(math.prod(layout) * config.cp, compiled_steps, layout,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import checkpoint
 from model import GPTConfig
-from models import SIZES, make_config
+from models import SIZES, llama, make_config
 from models.llama import FAMILIES, LlamaConfig
 from parallelism import kernels
 from runtime import checks
@@ -23,6 +23,8 @@ from sample import generate
 from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, differences, greedy, random_gpt, same_bits,
                            tokens_of, trained, whole_gradient, without_saves)
 from tools import families, huggingface
+from tools.plan.__main__ import answer
+from tools.plan.flags import VOCABULARIES
 
 SHAPE = dict(vocab_size=257, seq_len=16, n_layer=5, n_head=8, n_embd=32)
 CFGS = {
@@ -244,12 +246,28 @@ def test_attention_depends_on_distances_alone():
     ("llama3-70b", 128256, 70_553_706_496), ("mistral-7b", 32768, 7_248_023_552),
     ("tinyllama-1.1b", 32000, 1_100_048_384), ("smollm2-135m", 49152, 134_515_008),
     ("smollm2-360m", 49152, 361_821_120), ("smollm2-1.7b", 49152, 1_711_376_384),
-    ("qwen2.5-0.5b", 151936, 494_032_768), ("qwen2.5-7b", 152064, 7_615_616_512),
+    ("qwen2.5-0.5b", 151936, 494_032_768), ("qwen2.5-3b", 151936, 3_085_938_688),
+    ("qwen2.5-7b", 152064, 7_615_616_512),
     ("qwen3-0.6b", 151936, 596_049_920), ("qwen3-8b", 151936, 8_190_735_360),
     ("neox-20b", 50432, 20_554_567_680), ("pythia-160m", 50304, 162_322_944),
+    ("pythia-2.8b", 50304, 2_775_208_960), ("pythia-6.9b", 50432, 6_857_302_016),
     ("pythia-12b", 50688, 11_846_072_320), ("olmo-1b", 50304, 1_176_764_416)])
 def test_parameters_are_as_many_as_published(name, vocab, count):
+    """tools.plan prints them for the published vocabulary, unless another is given."""
     assert parameter_count(make_config(vocab_size=vocab, **SIZES[name])) == count
+    flags = ["--world", "1", "--gpu", "h100", "--model", name]
+    text = answer(flags)
+    assert f"model    {count:,} parameters: " in text
+    assert f", vocabulary {vocab} ({name}'s; --vocab-size changes it)\n" in text
+    assert ", vocabulary 9999\n" in answer([*flags, "--vocab-size", "9999"])
+
+
+def test_a_plan_knows_the_vocabulary_of_every_published_size():
+    """llama-nano is none: like a GPT it has GPT-2's."""
+    assert VOCABULARIES.keys() == llama.SIZES.keys() - {"llama-nano"}
+    for flags in (["--model", "llama-nano"], ["--model", "gpt2"], ["--n-layer", "3"]):
+        text = answer(["--world", "1", "--gpu", "h100", *flags])
+        assert ", vocabulary 50257 (GPT-2's; --vocab-size changes it)\n" in text
 
 
 def test_flops_are_those_of_the_formula():

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from model import GPT
+from models.llama import FAMILIES, LlamaConfig
 from runtime.noise_scale import NoiseScale
 from tests.harness import (BOUNDS, CFG, INTERLEAVED, TINY, Memory, column, expect_mistake, launch,
                            read_metrics, relative, trained)
 
+SHALLOW = replace(CFG, n_layer=1, vocab_size=64)
+QWEN3 = LlamaConfig(64, 16, 1, 4, 32, n_kv_head=2, **FAMILIES["qwen3"])
 SMALL = replace(CFG, n_layer=4, n_embd=16)
 EVERY_STEP = dict(steps=4, noise_scale=1, lr=1e-2, warmup_steps=1, batch_size=64, micro_batch=8)
 
@@ -108,13 +110,14 @@ def test_a_run_that_measures_has_the_bits_of_one_that_does_not(pool, tmp_path, l
 
 
 @pytest.mark.claim("The gradient noise scale is that of per-sequence gradients.")
-@pytest.mark.parametrize("layout, micro_batch", [
-    ((1, 1, 1), 2), *(pytest.param(*row, marks=pytest.mark.slow)
-                      for row in [((1, 2, 1), 1), ((4, 1, 1), 2)])])
-def test_the_noise_scale_is_that_of_per_sequence_gradients(pool, tmp_path, layout, micro_batch):
+@pytest.mark.parametrize("cfg, layout, micro_batch", [
+    (SHALLOW, (1, 1, 1), 2), (QWEN3, (1, 1, 1), 2),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in [
+        (SHALLOW, (1, 2, 1), 1), (SHALLOW, (4, 1, 1), 2), (QWEN3, (1, 2, 1), 1)])])
+def test_the_noise_scale_is_that_of_per_sequence_gradients(pool, tmp_path, cfg, layout,
+                                                           micro_batch):
     """Within 10%, the mean over 130 steps: the learning rate is 0, so all measure the same weights.
     The direct computation takes the gradient of each sequence by itself."""
-    cfg = replace(CFG, n_layer=1, vocab_size=64)
     rows, _, state = trained(pool, layout, tmp_path, cfg, lr=0.0, noise_scale=1, steps=150,
                              micro_batch=micro_batch, dtype="fp64")
     gradients = per_sequence_gradients(cfg, state["master"])
@@ -128,7 +131,7 @@ def test_the_noise_scale_is_that_of_per_sequence_gradients(pool, tmp_path, layou
 
 def per_sequence_gradients(cfg, parameters):
     """(windows, numbers) of a plain model."""
-    model = GPT(cfg).double()
+    model = cfg.build().double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.zero_()[:len(parameters[name])] = parameters[name]

@@ -35,19 +35,21 @@ from parallelism.build import Grid
 from parallelism.collectives import Work
 from parallelism.schedules import SCHEDULES
 from parallelism.tensor import MAX_LOGITS
+from parallelism.zero import FlatParameters
 from runtime import checks, console, evaluation
 from runtime.flops import parameter_count
 from runtime.options import Config, parse_flags
 from tests import published_steps
 from tests.harness import (CFG, COVER, FORMULA, PAGES, ROOT, Alive, Memory, Rows, column,
-                           deep_enough_for, gridded, nothing, settings, staged, tokens_of, traffic)
+                           deep_enough_for, gridded, nothing, run_steps, settings, staged,
+                           tokens_of, traffic, without_saves)
 from tools.bench.peak import BIG, CONTEXT, KEPT, LONG, PIPELINES, peak_of
 from tools.plan.__main__ import answer, main
 from tools.plan.estimate import (RESTART, chinchilla_loss, compute_optimal, goodput,
                                  make_plan)
 from tools.plan.flags import OWN_FLAGS, RUN_FLAGS, PlanConfig
 from tools.plan.gpus import GPUS, GPUSpec, gpu_name
-from tools.plan.memory import activation_bytes, logits_bytes, memory_bytes
+from tools.plan.memory import activation_bytes, bucket_bytes, logits_bytes, memory_bytes
 from tools.plan.stages import Stage
 from tools.plan.time import HOP, LINK, SHARE, exposed
 from tools.plan.traffic import traffic_bytes
@@ -112,6 +114,31 @@ def a_step_of_a_run(rank, world, config, cfg):
             run.train(stop)
     numel = sum(bucket.numel for bucket in run.flat.buckets)
     return numel, held, sent, sum(forwards), flops.get_total_flops()
+
+
+def largest_buffers(rank, world, config, cfg):
+    """The most bytes of whole gradients (ZeRO 2 and 3) and gathered parameters (ZeRO 3) that the
+    buckets of this rank hold at a time in a run, also those of gradients on their way."""
+    largest = 0
+
+    def noting(name):
+        method = getattr(FlatParameters, name)
+
+        def noted(flat, *args, **kwargs):
+            nonlocal largest
+            result = method(flat, *args, **kwargs)
+            grads = sum(bucket.numel for bucket in flat.buckets if bucket.grad is not None)
+            grads += sum(bucket.numel for bucket, _ in flat.in_flight)
+            held = config.master_size * grads
+            if config.zero == 3:
+                held += sum(bucket.data.untyped_storage().nbytes() for bucket in flat.buckets)
+            largest = max(largest, held)
+            return result
+        return mock.patch.object(FlatParameters, name, noted)
+    with noting("unshard"), noting("main_grad"):
+        run_steps(rank, world, (config.world // (config.tp * config.pp * config.cp), config.tp,
+                                config.pp), config, cfg, prepare=without_saves)
+    return largest
 
 
 def time_of(schedules, **times):
@@ -198,6 +225,28 @@ def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row, m
                        F=forward[stages] / m, B=((flops - forward)[stages] - weights) / m,
                        W=weights / m)
     assert plan["bubble"] == pytest.approx(1 - flops[stages].mean() / duration, rel=0.03, abs=1e-9)
+
+
+WIDE_ENDS = LlamaConfig(2000, 16, 3, 4, 32, n_kv_head=2)        # of more parameters than a block
+
+
+@pytest.mark.parametrize("cfg", [
+    pytest.param(replace(CFG, vocab_size=2000), id="gpt"), pytest.param(WIDE_ENDS, id="llama"),
+    pytest.param(replace(WIDE_ENDS, tied=True), id="tied", marks=pytest.mark.slow),
+    pytest.param(replace(WIDE_ENDS, vocab_size=100), id="wide blocks", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout, flags", [
+    ((2, 1, 1), dict(zero=2)), ((2, 1, 1), dict(zero=3, dtype="bf16")),
+    ((2, 1, 1), dict(zero=3, micro_batch=4, recompute=True)), ((2, 2, 1), dict(zero=3)),
+    ((2, 1, 2), dict(zero=2, dtype="bf16")), ((2, 1, 2), dict(zero=2, pp_schedule="1f1b"))],
+    ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x))
+def test_the_estimate_of_buffers_is_what_the_buckets_hold(pool, tmp_path, cfg, layout, flags):
+    """Whole gradients and gathered parameters at their peak, on every rank, with one microbatch
+    and two; at most 1% more, because a first stage's positions have their gradients late."""
+    dp, tp, pp = layout
+    config = plan_config(out=str(tmp_path), steps=2, world=math.prod(layout), gpu="h100", tp=tp,
+                         pp=pp, **flags)
+    for rank, held in enumerate(pool.run(config.world, largest_buffers, config, cfg)):
+        assert held <= bucket_bytes(Stage(cfg, config, Grid(dp, pp, tp, rank))) <= 1.01 * held
 
 
 def errors_of(rows):
@@ -734,7 +783,7 @@ def test_a_gpus_name_may_have_capitals_and_a_plan_says_whether_it_fits():
     ("--world 8 --gpu h100 --days 7 --tokens 5", "--tokens and --days both say"),
     ("--world 8 --gpu h100 --days 0", "argument --days: 0 must be at least 0.0001"),
     ("--world 8 --gpu h100 --days 1w", "'1w': give a number without a unit, as 7"),
-    ("--world 1 --gpu l4 --days 0.0002", "0.0002 days of 1 x l4 train no named size"),
+    ("--world 1 --gpu l4 --days 0.0002", "0.0002 days of 1 x l4 train no size of GPT or OPT on "),
     ("--world 1 --gpu l4 --days 0.0001 --model gpt3-6.7b --batch-size 16",
      "a step takes 40.3 s, and --days 0.0001 are shorter"),
     ("--world 8 --gpu h100 --zero 3 --pp 2", "zero 3 with pp 2"),
@@ -797,6 +846,7 @@ def test_the_plan_is_a_command_with_help():
     text = " ".join(text.split())
     for name in RUN_FLAGS + OWN_FLAGS:
         assert f" --{name.replace('_', '-')} " in text
-    assert "(default 50257)" in text and "--lr" not in text
+    assert "(default: as published with --model, of GPT and OPT 50257)" in text
+    assert "--lr" not in text
     plan = answer("--world 8 --gpu h100 --json".split())
     assert json.loads(plan)["dp"] == 8

@@ -5,14 +5,15 @@
 
 is OPT-175B as it was trained (Zhang et al. 2022: 147 TFLOP/s per GPU), and begins with
 
-    fits     yes: 47.7 of 85 GB on rank 0, the fullest; 6% should stay free
+    fits     yes: 47.5 of 85 GB on rank 0, the fullest; 6% should stay free
     run      147,660 steps in 32.4 days (28.5 to 36.3), 771,765 GPU hours; MFU 37.3%, 142 TFLOP/s
 
 The flags of the model and the layout are train.py's. `--search` prints the ten fastest layouts that
 fit; flags that are given are constraints, so leave out those that may vary. `--json` prints the
 numbers of `make_plan`. `--tokens 26e9` stands for the number of steps that read so many tokens,
-`--days 7` for those of a week; without --model it finds the largest named size that reads its
-compute-optimal tokens in the days, and its layout.
+`--days 7` for those of a week; without --model it finds the largest size of GPT or OPT that
+reads its compute-optimal tokens in the days, and its layout. Without --vocab-size the vocabulary is
+that of the published model, of GPT and OPT GPT-2's.
 
     step = sum(t) + (m - 1) max(t) + data parallelism + AdamW
 

@@ -63,11 +63,11 @@ def answer(arguments: list[str]) -> str:
     if config.tokens is not None:
         steps = math.ceil(config.tokens / (config.batch_size * shape["seq_len"]))
         config = replace(config, steps=steps)
-    cfg = make_config(vocab_size=config.vocab_size, **shape)
+    cfg = make_config(vocab_size=config.vocabulary, **shape)
     if not chooses_model and config.search:
         plans = search_layouts(cfg, config, given)
     elif not chooses_model:
-        config, cfg = check_config(config, shape, config.vocab_size, config.world, "cuda")
+        config, cfg = check_config(config, shape, config.vocabulary, config.world, "cuda")
         plans = [make_plan(cfg, config)]
     if config.days is not None:
         plans = [plan_of_days(cfg, config, plan, chooses_model) for plan in plans]

@@ -6,6 +6,20 @@ from runtime import options
 from runtime.options import flag
 from tools.plan.gpus import GPUS, GPUSpec, gpu_name, spec_of
 
+GPT2_VOCABULARY = 50257         # of the sizes that are not below
+# Tokens of the published models. PaLM's is a round number in the paper, 256k.
+VOCABULARIES = {
+    "llama-7b": 32000, "llama-13b": 32000, "llama-33b": 32000, "llama-65b": 32000,
+    "llama2-7b": 32000, "llama2-13b": 32000, "llama2-70b": 32000,
+    "llama3-8b": 128256, "llama3-70b": 128256, "mistral-7b": 32768, "tinyllama-1.1b": 32000,
+    "smollm2-135m": 49152, "smollm2-360m": 49152, "smollm2-1.7b": 49152,
+    "qwen2.5-0.5b": 151936, "qwen2.5-1.5b": 151936, "qwen2.5-3b": 151936, "qwen2.5-7b": 152064,
+    "qwen3-0.6b": 151936, "qwen3-1.7b": 151936, "qwen3-4b": 151936, "qwen3-8b": 151936,
+    "olmo-1b": 50304, "neox-20b": 50432,
+    "pythia-70m": 50304, "pythia-160m": 50304, "pythia-410m": 50304, "pythia-1b": 50304,
+    "pythia-1.4b": 50304, "pythia-2.8b": 50304, "pythia-6.9b": 50432, "pythia-12b": 50688,
+    "palm-8b": 256000}
+
 
 @dataclass(frozen=True)
 class PlanConfig(options.Config):
@@ -16,11 +30,12 @@ class PlanConfig(options.Config):
     gpus_per_node: int = flag(8, "GPUs of a machine", low=1)
     network: float = flag(None, "GB per second of each GPU to other machines (default: its usual "
                           "machine's)", low=0)
-    vocab_size: int = flag(50257, "tokens of the vocabulary; a run takes that of its data", low=1)
+    vocab_size: int = flag(None, "tokens of the vocabulary (default: as published with --model, of "
+                           f"GPT and OPT {GPT2_VOCABULARY}); a run takes that of its data", low=1)
     tokens: float = flag(None, "instead of --steps: train on so many tokens, as 26e9", low=1)
     days: float = flag(None, "instead of --steps: what so many days can train: --model or a shape "
-                       "for their steps; without these, the largest named size that gets its "
-                       "compute-optimal tokens", low=1e-4)
+                       "for their steps; without these, the largest size of GPT or OPT "
+                       "that gets its compute-optimal tokens", low=1e-4)
     mtbf_hours: float = flag(5100.0, "hours between two failures of a machine; OPT-175B: 35 "
                              "restarts in two months on 124 machines", low=1)
     search: bool = flag(False, "the ten fastest layouts that fit; layout flags that are given are "
@@ -33,6 +48,13 @@ class PlanConfig(options.Config):
         if self.network is not None:
             spec = replace(spec, network=1e9 * self.network)
         return spec
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens: --vocab-size, or those of the model."""
+        if self.vocab_size is not None:
+            return self.vocab_size
+        return VOCABULARIES.get(self.model, GPT2_VOCABULARY)
 
     @property
     def size(self) -> int:

@@ -26,27 +26,48 @@ def memory_bytes(stage: Stage, on_gpu: bool = True) -> dict:
 def buffer_bytes(stage: Stage, on_gpu: bool) -> int:
     """What comes and goes within a step:
 
-        ZeRO 2, 3   gradients of the ends and a block
-        ZeRO 3      parameters of the ends and two blocks, gathered
+        ZeRO 2, 3   whole gradients, and with ZeRO 3 gathered parameters (bucket_bytes)
         ZeRO 1 - 3  on the CPU, slices of one bucket that arrive from the other replicas
         pipeline    a message that comes, another that leaves
         context     of one block the K and V of all positions, their gradients, and these in slices;
                     by then backward has freed what its MLP kept
     """
     config, grid = stage.config, stage.grid
-    once = [bucket.numel for bucket, _ in stage.buckets]
-    total = 0
-    if config.zero >= 2:
-        total += config.master_size * sum(once)
-    if config.zero == 3:
-        total += config.size * sum(once + once[-2:])
+    total = bucket_bytes(stage)
     if config.zero >= 1 and not on_gpu:
-        total += config.master_size * max(once) * (grid.replicas - 1) // grid.replicas
+        longest = max(bucket.numel for bucket, _ in stage.buckets)
+        total += config.master_size * longest * (grid.replicas - 1) // grid.replicas
     if grid.pp > 1:
         total += 2 * stage.own_x * config.size
     if grid.cp > 1:
         total += max(0, 3 * stage.keys_and_values - kept_by_mlp(stage)) * config.size
     return total
+
+
+def bucket_bytes(stage: Stage) -> int:
+    """The most bytes of whole gradients (ZeRO 2 and 3) and gathered parameters (ZeRO 3) at a time.
+    Backward computes the gradients of one bucket while those of the one before it are on their way.
+    Those of a tied matrix stay from the head's forward to the embedding's backward; where the ends
+    are on two stages, it is two matrices."""
+    config = stage.config
+    if config.zero < 2:
+        return 0
+    numel = {bucket.name.split(".")[-1]: bucket.numel for bucket, _ in stage.buckets}
+    tied, embed, ends, head = (numel.get(name, 0) for name in ("tied", "embed", "ends", "head"))
+    if stage.grid.pp > 1:
+        tied, head = 0, tied + head
+    block = numel["attn"] + numel["mlp"]
+    two_blocks = min(2, stage.layers) * block
+    sent = tied + embed if stage.microbatches > 1 else 0    # of the last microbatch, on their way
+    moments = [                                             # (parameters, gradients)
+        (tied + embed + ends + block, sent),                                    # the embedding
+        (tied + ends + two_blocks, sent),                                       # blocks, forward
+        (tied + head + ends + block, tied + head),                              # the head
+        (ends + two_blocks, tied + ends + numel["mlp"] + max(embed, head, numel["attn"]))]
+    if config.zero == 2:
+        moments = [(0, gradients) for _, gradients in moments]
+    return max(config.size * parameters + config.master_size * gradients
+               for parameters, gradients in moments)
 
 
 def logits_bytes(stage: Stage, on_gpu: bool = True) -> int:

@@ -1,7 +1,7 @@
 """Plans as text."""
 from model import GPTConfig
 from tools.plan.estimate import HEADROOM
-from tools.plan.flags import RUN_FLAGS, PlanConfig
+from tools.plan.flags import RUN_FLAGS, VOCABULARIES, PlanConfig
 from tools.plan.search import BATCH_TOKENS
 
 SPREAD = 0.12           # nine of ten of the 132 steps that were held out are so close or closer
@@ -28,6 +28,10 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> list[str]:
     options += [name.replace("_", " ") for name in ("recompute", "sequence_parallel", "offload")
                 if getattr(config, name)]
     num_microbatches = config.batch_size // (plan["dp"] * config.micro_batch)
+    assumed = ""
+    if config.vocab_size is None:
+        owner = config.model if config.model in VOCABULARIES else "GPT-2"
+        assumed = f" ({owner}'s; --vocab-size changes it)"
     gpu = config.spec
     cp = f" x cp {config.cp}" if config.cp > 1 else ""
     best = {name: plan[f"compute_optimal_parameters_{name}"]
@@ -41,7 +45,7 @@ def format_plan(cfg: GPTConfig, config: PlanConfig, plan: dict) -> list[str]:
         f"{plan['gpu_hours']:,.0f} GPU hours; MFU {plan['mfu']:.1%}, "
         f"{plan['hardware_tflops_per_gpu']:.0f} TFLOP/s",
         f"model    {plan['parameters']:,} parameters: {cfg.n_layer} layers, {cfg.n_head} heads, "
-        f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}",
+        f"width {cfg.n_embd}, {cfg.seq_len} positions, vocabulary {cfg.vocab_size}{assumed}",
         f"layout   dp {plan['dp']} x pp {config.pp}{cp} x tp {config.tp}, {config.gpu}, "
         f"{config.dtype}, {', '.join(options)}",
         f"batch    {config.batch_size} sequences = dp {plan['dp']} x {num_microbatches} "
@@ -96,8 +100,9 @@ def format_days(config: PlanConfig, plan: dict, chooses_model: bool) -> str:
     total = (f"training alone takes {plan['days']:.3g} days, {plan['days'] / plan['goodput']:.3g} "
              f"with saves and failures")
     if chooses_model:
-        return (f"answer   {config.model} is the largest named size that {config.days:g} days "
-                f"train on its compute-optimal tokens, 20 for each parameter: {tokens}; {total}")
+        return (f"answer   {config.model} is the largest size of GPT or OPT that {config.days:g} "
+                f"days train on its compute-optimal tokens, 20 for each parameter: {tokens}; "
+                f"{total}")
     return (f"answer   {config.days:g} days train this model on {tokens}, "
             f"{plan['times_compute_optimal']:.3g} times its compute-optimal "
             f"{plan['compute_optimal_tokens']:.4g}; {total}")

@@ -80,10 +80,11 @@ def plan_of_days(cfg: GPTConfig, config: PlanConfig, plan: dict, has_steps: bool
 
 
 def largest_model(config: PlanConfig, given: dict) -> tuple[PlanConfig, list[dict]]:
-    """(the config with the model, the plans of its ten fastest layouts) for the largest named size
-    that reads its compute-optimal tokens, 20 for each parameter, in --days. Without --batch-size a
-    step has BATCH_TOKENS, or the next multiple of the GPUs. Raises ValueError if there is none."""
-    models = {name: GPTConfig(config.vocab_size, **shape) for name, shape in SIZES.items()}
+    """(the config with the model, the plans of its ten fastest layouts) for the largest size of
+    GPT or OPT that reads its compute-optimal tokens, 20 for each parameter, in --days. Without
+    --batch-size a step has BATCH_TOKENS, or the next multiple of the GPUs. Raises ValueError if
+    there is none."""
+    models = {name: GPTConfig(config.vocabulary, **shape) for name, shape in SIZES.items()}
     peak = config.world * config.spec.peak(config.size)
     for name in sorted(models, key=lambda name: parameter_count(models[name]), reverse=True):
         cfg = models[name]
@@ -99,6 +100,6 @@ def largest_model(config: PlanConfig, given: dict) -> tuple[PlanConfig, list[dic
             plans = search_layouts(cfg, one, given)
             if plans[0]["days"] <= config.days:
                 return one, plans
-    raise ValueError(f"{config.days:g} days of {config.world} x {config.gpu} train no named size "
-                     f"on its compute-optimal tokens: give more days or GPUs, or --model to see "
-                     f"what they do train")
+    raise ValueError(f"{config.days:g} days of {config.world} x {config.gpu} train no size of "
+                     f"GPT or OPT on its compute-optimal tokens: give more days or GPUs, or "
+                     f"--model to see what they do train")
