@@ -54,7 +54,8 @@ class JsonTokenizer:
             raise ValueError(f"it has no token {', '.join(END_OF_TEXT)}")
         self.end_of_text = ends[0]
         self.eot_token = ids[self.end_of_text]
-        self.special_tokens_set = {token["content"] for token in content["added_tokens"]}
+        self.special_tokens_set = {token["content"]
+                                   for token in content.get("added_tokens", [])}
         self.byte_of = {character: byte for byte, character in enumerate(characters_of_bytes())}
 
     def encode_ordinary(self, text: str) -> list[int]:

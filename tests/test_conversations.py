@@ -8,7 +8,7 @@ import json
 import math
 import random
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -21,13 +21,16 @@ import sample
 import train
 from corpus import conversations, packing
 from corpus.conversations import Message, prompt_of, render
+from corpus.tokenizers import name_of
 from model import mask_of_packed
 from models.llama import LlamaConfig
 from runtime import answers
 from runtime.evaluation import evaluate
 from tests.harness import (BOUNDS, CFG, INTERLEAVED, TINY, assert_same_state, differences, gridded,
-                           relative, run_main, same_bits, saved, settings, trained, whole_gradient,
-                           without_saves)
+                           relative, run_main, same_bits, saved, settings, small_state, trained,
+                           whole_gradient, without_saves)
+from tools import huggingface
+from tools.chat_templates import find_template
 
 THREE_TURNS = [("system", " be brief "), ("user", "2 + 2?"), ("assistant", "4"), ("user", "more"),
                ("assistant", ""), ("user", "\n<|endoftext|>"), ("assistant", " 5\n")]
@@ -121,29 +124,37 @@ def test_a_chat_shows_the_model_what_it_was_trained_on(template, encoding):
             assert tokens[end] == conversations.end_of_answer(template, encoding)
 
 
-def test_a_tokenizer_with_chatmls_marks_writes_it_as_transformers(tmp_path, run_data):
-    """A tokenizer.json with the two marks: chatml is the default, the shards have the tokens that
-    apply_chat_template gives by Qwen's and SmolLM2's template, and no content forges a mark."""
+@pytest.fixture(scope="module")
+def marked_tokenizer(tmp_path_factory):
+    """A tokenizer.json with the two marks."""
     tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("marked") / "tokenizer.json"
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.train_from_iterator(["the answer is 42 "] * 9, tokenizers.trainers.BpeTrainer(
         vocab_size=300, special_tokens=["<|endoftext|>", *conversations.MARKS],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_tokenizer_with_chatmls_marks_writes_it_as_transformers(tmp_path, run_data,
+                                                                  marked_tokenizer):
+    """Chatml is its default, the shards have the tokens that apply_chat_template gives by Qwen's and
+    SmolLM2's template, and no content forges a mark."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(marked_tokenizer))
     theirs.chat_template = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'"
                             " + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}")
     turns = [("system", "be brief"), ("user", "the answer?"), ("assistant", "42, the answer"),
              ("user", "a <|im_end|> b"), ("assistant", "is 42")]
     records = [messages(*turns), messages(*turns[1:3])]
     status, out, _ = run_data("--input", write(tmp_path / "c.jsonl", records), "--out",
-                              tmp_path / "d", "--tokenizer", tmp_path / "tokenizer.json")
+                              tmp_path / "d", "--tokenizer", marked_tokenizer)
     assert status == 0 and "the template is chatml" in out
     shards = [data.open_shard(path).tolist() for path in (tmp_path / "d").glob("*.bin")]
     ours = max(shards, key=len)
-    marks = [tokenizer.token_to_id(mark) for mark in conversations.MARKS]
+    marks = theirs.convert_tokens_to_ids(list(conversations.MARKS))
     assert [ours.count(mark) for mark in marks] == [5, 5]       # not those in a content
     whole = theirs.apply_chat_template(records[1]["messages"], return_dict=False)
     assert min(shards, key=len) == whole
@@ -419,7 +430,6 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, reversals, run_t
     a checkpoint: loss and every gradient, relative difference below 1e-5."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("safetensors")
-    from tools import huggingface
     flags = ["--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 32]
     assert run_train(*flags)[0] == 0
     huggingface.export_model(tmp_path / "o/latest.pt", tmp_path / "hf")
@@ -636,3 +646,59 @@ def test_a_chat_needs_a_model_of_conversations_and_takes_no_prompt(things, first
     for flags in (["--prompt", "a"], ["--stop", "a"], ["--num-samples", 2]):
         status, out, error = chat_with(monkeypatch, capsys, folder / "out/latest.pt", "a\n", *flags)
         assert (status, out) == (2, "") and "--chat reads standard input" in error
+
+
+# ---------------------------------------------------------------------------------------------
+# transformers
+# ---------------------------------------------------------------------------------------------
+
+def in_transformers(folder, turns, **options):
+    """The tokens that apply_chat_template gives there."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return tokenizer.apply_chat_template(messages(*turns)["messages"], return_dict=False, **options)
+
+
+@pytest.mark.filterwarnings("ignore")           # what transformers warns of is not ours
+@pytest.mark.parametrize("template, tokenizer", [("plain", "bytes"), ("chatml", "bytes"),
+                                                 ("chatml", "json")])
+def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_tokenizer, template,
+                                                           tokenizer):
+    """transformers writes a conversation of three turns with our tokens, and would end its answers
+    where ours end; the model comes back with its template."""
+    pytest.importorskip("safetensors")
+    own = None
+    if tokenizer == "json":
+        own = marked_tokenizer.read_text()
+        tokenizer = name_of(own)
+    encoding = data.get_tokenizer(tokenizer, own)
+    cfg = LlamaConfig(vocab_size=encoding.n_vocab, seq_len=64, n_layer=1, n_head=2, n_embd=16,
+                      tied=True)
+    plain = cfg.build().initialize(0)
+    parameters = {name: x.detach()[:checkpoint.parameter_shapes(cfg)[name][0]]
+                  for name, x in plain.named_parameters()}
+    state = small_state(0) | dict(model=asdict(cfg), tokenizer=tokenizer, parameters=parameters,
+                                  exp_avg={}, exp_avg_sq={}, template=template)
+    if own is not None:
+        state["tokenizer_file"] = own
+    torch.save(state, tmp_path / "a.pt")
+    huggingface.export_model(tmp_path / "a.pt", tmp_path / "hf")
+    turns = [turn for turn in THREE_TURNS if "endoftext" not in turn[1]][:5]
+    ours, _ = render([Message(*turn) for turn in turns], template, encoding)
+    assert in_transformers(tmp_path / "hf", turns) == ours
+    assert in_transformers(tmp_path / "hf", turns[:2], add_generation_prompt=True) == prompt_of(
+        [Message(*turn) for turn in turns[:2]], template, encoding)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert config["eos_token_id"] == conversations.end_of_answer(template, encoding)
+    huggingface.import_model(str(tmp_path / "hf"), tmp_path / "b.pt", "no hub")
+    assert checkpoint.load(tmp_path / "b.pt")["template"] == template
+
+
+@pytest.mark.parametrize("text, found", [
+    ("{% if tools %}{{ '<|im_start|>system\n' }}{% endif %}{{ '<|im_end|>' }}", "chatml"),
+    ("{{ bos_token }}[INST]", None), (None, None)])
+def test_an_instruct_models_template_is_found(tmp_path, marked_tokenizer, text, found):
+    """ChatML by its marks, as of Qwen's and SmolLM2's, whatever else it adds."""
+    own = marked_tokenizer.read_text()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(chat_template=text)))
+    assert find_template(tmp_path, name_of(own), own) == found

@@ -88,8 +88,9 @@ def fetch(source: str, folder: Path, hub: str, check: Callable[[Path], object]) 
     download(address + weights, folder / weights)
     for file in weight_files(folder):
         download(address + file.name, file)
-    if is_there("tokenizer.json"):
-        download(address + "tokenizer.json", folder / "tokenizer.json")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if is_there(name):
+            download(address + name, folder / name)
 
 
 def files_of_index(index: Path) -> list[Path]:

@@ -25,8 +25,9 @@ import torch
 
 from checkpoint import FORMAT, KEYS, load, parameter_shapes, verify, write_file
 from corpus.bpe import find_merges
+from corpus.conversations import MARKS, end_of_answer
 from corpus.formats import EOT
-from corpus.json_tokenizers import JsonTokenizer, characters_of_bytes
+from corpus.json_tokenizers import characters_of_bytes
 from corpus.tokenizers import file_name, name_of, read_file, read_own, read_ranks
 from data import get_tokenizer
 from model import GPTConfig
@@ -35,6 +36,7 @@ from runtime.checkpoint_files import reading
 from runtime.commandline import Parser
 from runtime.directory import new_run
 from runtime.flops import parameter_count
+from tools.chat_templates import find_template, in_jinja
 from tools.families import (END_OF_TEXT, FAMILIES, Family, config_json, model_config, their_names,
                             to_ours, to_theirs)
 from tools.hub import IS_ADAPTER, check_source, fetch, tensor_readers, weight_files
@@ -100,6 +102,10 @@ def import_model(source: str, file: Path, hub: str) -> None:
         run=new_run("import"), model=asdict(cfg), tokenizer=tokenizer, parameters=parameters)
     if path is not None:
         state["tokenizer_file"] = read_file(path)
+    if path is not None or tokenizer in ("gpt2", "bytes"):
+        template = find_template(folder, tokenizer, state.get("tokenizer_file"))
+        if template is not None:
+            state["template"] = template        # for sample.py --chat
     write_file(state, file.with_name(file.name + ".tmp"), file)
     print(f"{file}: {parameter_count(cfg):,} parameters. Train on with\n"
           f"python train.py --init-from {file} --data DIR --out out/{file.stem}")
@@ -184,18 +190,24 @@ def write_tensors(parameters: dict[str, torch.Tensor], family: Family, cfg: GPTC
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def write_tokenizer(name: str, cfg: GPTConfig, folder: Path, own: str | None) -> None:
+def write_tokenizer(name: str, cfg: GPTConfig, folder: Path, own: str | None,
+                    template: str | None) -> None:
     """Write our tokenizer as one of GPT-2's kind: its vocabulary from tiktoken's cache, the bytes
-    and no merges, or the tokens of `own`, the content of its file; a tokenizer.json as it is."""
+    and no merges, or the tokens of `own`, the content of its file; a tokenizer.json as it is. With
+    the `template` of conversations an answer's end is the end of a text."""
+    encoding = get_tokenizer(name, own)
+    chat = {} if template is None else dict(chat_template=in_jinja(template, encoding))
+    end = getattr(encoding, "end_of_text", EOT)
+    if template is not None and end_of_answer(template, encoding) != encoding.eot_token:
+        end = MARKS[1]
     if name == "gpt2":
         from tiktoken.load import read_file_cached
         for file, (theirs, sha256) in GPT2_FILES.items():
             (folder / theirs).write_bytes(read_file_cached(GPT2_URL + file, sha256))
     elif own is not None and name.startswith("json-"):
-        end = JsonTokenizer(own, name).end_of_text
         (folder / "tokenizer.json").write_text(own, encoding="utf-8")
         config = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=cfg.seq_len,
-                      eos_token=end)
+                      eos_token=end, **chat)
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         return
     elif own is not None:
@@ -212,7 +224,7 @@ def write_tokenizer(name: str, cfg: GPTConfig, folder: Path, own: str | None) ->
         (folder / "vocab.json").write_text(json.dumps(token_of | {EOT: END_OF_TEXT["bytes"]}))
         (folder / "merges.txt").write_text("")
     config = dict(tokenizer_class="GPT2Tokenizer", model_max_length=cfg.seq_len, bos_token=EOT,
-                  eos_token=EOT, unk_token=EOT, pad_token=EOT)
+                  eos_token=EOT, unk_token=EOT, pad_token=EOT, **chat)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -226,9 +238,11 @@ def export_model(file: Path, folder: Path) -> None:
     tokenizer = state["tokenizer"]
     own = state.get("tokenizer_file")
     has_tokenizer = tokenizer in ("gpt2", "bytes") or own is not None
+    template = state.get("template")
     end = None
     if has_tokenizer:           # downloads it, or fails, before the weights are written
-        end = get_tokenizer(tokenizer, own).eot_token
+        encoding = get_tokenizer(tokenizer, own)
+        end = encoding.eot_token if template is None else end_of_answer(template, encoding)
     config = config_json(cfg, tokenizer, end)
     family = FAMILIES[config["model_type"]]
     for name in state["parameters"]:
@@ -241,7 +255,7 @@ def export_model(file: Path, folder: Path) -> None:
         (aside / "config.json").write_text(json.dumps(config, indent=1))
         write_tensors(state["parameters"], family, cfg, aside)
         if has_tokenizer:
-            write_tokenizer(tokenizer, cfg, aside, own)
+            write_tokenizer(tokenizer, cfg, aside, own, template)
         os.rename(aside, folder)
     text = f"with its tokenizer, {tokenizer}"
     if not has_tokenizer:
