@@ -322,7 +322,7 @@ def test_plain_pipeline_and_1f1b_give_the_gradients_of_the_whole_model(rank, wor
         local, flat = stage_of(whole, grid)
         if grid.is_last:
             local.head.set_scale(1 / targets.numel())
-        batch = [(*pair, 0) for pair in microbatches]
+        batch = [(*pair, 0, None) for pair in microbatches]
         run_schedule(one_f_one_b(rank, world, 4), local, grid, batch, activation_like, flat)
         flat.finish_grad_sync()
         pairs = gradient_pairs(flat, whole)
@@ -395,8 +395,8 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
 
             flat.zero_grad()
             local.head.set_scale(1 / targets.numel())
-            run_schedule(gpipe(0, 1, 1), local, grid, [(rows, targets_of_rows, 0)], torch.empty(0),
-                         flat)
+            run_schedule(gpipe(0, 1, 1), local, grid, [(rows, targets_of_rows, 0, None)],
+                         torch.empty(0), flat)
             flat.finish_grad_sync()
             flat.adamw_step(1.0, step=step, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0)
         whole = {name: parallel.all_gather(x.detach(), grid.groups["replicas"])
@@ -1557,7 +1557,8 @@ def test_backward_frees_what_its_microbatch_holds(schedule, expected):
         live.append(sum(graph() is not None for graph in graphs))
     local.register_forward_hook(count)
     run_schedule(schedule or make_schedule("gpipe", flat.grid, 8), local,
-                 flat.grid, [(x, x, 0) for x in tokens_of(CFG, 8).split(1)], torch.empty(0), flat)
+                 flat.grid, [(x, x, 0, None) for x in tokens_of(CFG, 8).split(1)],
+                 torch.empty(0), flat)
     assert max(live) == expected and len(live) == 8
 
 
@@ -2216,7 +2217,7 @@ def events_of_a_step(rank, world, zero):
                 parameter.register_hook(functools.partial(note_gradient, bucket.name))
         parts = {f"block {name}": block.norm1 for name, block in local.blocks.items()}
         parts |= dict(embedding=local.embed.token, head=local.head.norm)
-        batch = [(tokens, tokens, 0) for tokens in tokens_of(CFG, 4).split(2)]
+        batch = [(tokens, tokens, 0, None) for tokens in tokens_of(CFG, 4).split(2)]
         with traffic(note_message):
             flat.zero_grad()
             run_schedule(one_f_one_b(0, 1, 2), local, grid, batch, torch.empty(0), flat)

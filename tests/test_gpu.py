@@ -127,7 +127,7 @@ def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FBW"):
     class Chunk(SimpleNamespace):
         modules = list
 
-        def __call__(self, x, *_):
+        def __call__(self, x, *_, **__):
             return x * torch.ones_like(x, requires_grad=True)
 
     def model_chunks(model, grid):
@@ -141,7 +141,7 @@ def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FBW"):
             with nullcontext() if "B" in kinds else torch.no_grad():
                 run_schedule([op for op in ops if op[0] in kinds], model,
                              Grid(dp=1, pp=stages, tp=1, rank=stage, chunks=chunks),
-                             [(one, None, 0)] * num_microbatches, one, mock.Mock())
+                             [(one, None, 0, None)] * num_microbatches, one, mock.Mock())
     return started
 
 
