@@ -9,6 +9,7 @@ import math
 import random
 import re
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from corpus.tokenizers import name_of
 from model import mask_of_packed
 from models.llama import LlamaConfig
 from runtime import answers
+from runtime.divergence import ANSWERS_DEVIATION, DivergenceMonitor
 from runtime.evaluation import evaluate
 from tests.harness import (BOUNDS, CFG, INTERLEAVED, TINY, assert_same_state, differences, gridded,
                            relative, run_main, same_bits, saved, settings, small_state, trained,
@@ -479,7 +481,7 @@ def test_a_run_resumes_with_the_same_bits_and_keeps_its_template(tmp_path, rever
     assert run_train(*flags, "--out", tmp_path / "b", "--resume", half)[0] == 0
     one, two = saved(tmp_path / "a", 6), saved(tmp_path / "b", 6)
     assert_same_state(one, two, but=("config", "run", "monitor"))
-    assert one["template"] == "plain"
+    assert one["template"] == "plain" and one["monitor"]["least_deviation"] == ANSWERS_DEVIATION
 
 
 def test_a_mixture_of_text_and_conversations(pool, tmp_path, reversals, shards):
@@ -550,6 +552,22 @@ def test_the_loss_of_answers_falls_to_nothing_where_that_of_all_tokens_cannot(fi
     trained_model, _ = checkpoint.load_model(folder / "out/latest.pt")
     tokens = torch.from_numpy(data.TokenDataset(folder / "data", "val", 64).tokens_of([0]))
     assert trained_model(tokens[:, :-1], tokens[:, 1:]) / 64 > 4 * math.log(8) / 24 / 2
+
+
+def test_a_surprise_among_losses_near_0_is_no_divergence():
+    """One letter that is wrong in a batch of some 30 learnt tokens gives 0.06 to 0.3 nats, where
+    the others gave 0.0005. Three losses of 1 nat are a divergence, and of text 0.06 are."""
+    def judge(loss, least_deviation):
+        monitor = DivergenceMonitor(least_deviation=least_deviation)
+        draw = random.Random(0)
+        for number in range(64):
+            monitor.observe(number, SimpleNamespace(loss=0.0005 * draw.random(), skipped="",
+                                                    activation_norm=1.0, loss_scale=1.0))
+        found = [monitor.observe(number, SimpleNamespace(loss=loss, skipped="", activation_norm=1.0,
+                                                         loss_scale=1.0)) for number in range(3)]
+        return found[-1] is not None
+    assert not judge(0.06, ANSWERS_DEVIATION) and judge(1.0, ANSWERS_DEVIATION)
+    assert judge(0.06, 0.0)
 
 
 def half_learnt(rows):
