@@ -7,7 +7,7 @@
                 then uint16 (n,): the tokens. <|endoftext|> stands before each document. With more
                 than 65,536 tokens in the vocabulary: magic 20240801, version 7, uint32
     window      T+1 consecutive tokens of a shard; the last is the first of the next window. Of
-                conversations: some whole ones (corpus/packing.py)
+                conversations: some whole ones (corpus/windows.py)
     position    how far a run is in the data, in windows (sequences). The window at a position is a
                 function of (seed, position) alone: it does not depend on the layout
 
@@ -27,7 +27,6 @@ import mmap
 import os
 import re
 import sys
-from bisect import bisect_right
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -46,12 +45,12 @@ from corpus.kinds import what_it_is
 from corpus.messages import NO_SPACE, explain, is_failure, named
 from corpus.messages import note as tell
 from corpus.messages import print_lines, progress
-from corpus.packing import LEARNT, TWIN, PackedWindows, open_twin
 from corpus.passes import (SPLITS, Index, bytes_per_token, index_documents, tokenise,
                            train_tokenizer)
 from corpus.split import VAL_ONE_IN
 from corpus.tokenizers import (OWN, file_name, get_tokenizer, is_of_file, name_of, read_file,
                                read_own)
+from corpus.windows import FLAGS_SUFFIX, LEARNT, ConversationWindows, TextWindows, open_flags
 
 HEADER_BYTES = 1024
 FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}          # type of a token: magic, version
@@ -82,7 +81,7 @@ def plain_shards(texts, tokenizer, directory: Path, seed=0) -> None:
 def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int,
                   flags=None) -> None:
     """Append tokens (n,), uint16 or uint32, to the shards of a split, which hold `written` tokens
-    so far, and the flags (n,) of conversations to their twins."""
+    so far, and of conversations the flags (n,) of these tokens to the files beside them."""
     itemsize = tokens.dtype.itemsize
     while len(tokens) > 0:
         number, held = divmod(written, shard_tokens)        # the shard, and its tokens so far
@@ -93,8 +92,8 @@ def append_tokens(directory: Path, split: str, tokens, written: int, shard_token
             file.seek(HEADER_BYTES + itemsize * held)   # the bytes in between read as zeros
             file.write(part)
         if flags is not None:
-            twin = path.with_suffix(TWIN)
-            with named(twin), open(twin, "ab") as file:
+            path = path.with_suffix(FLAGS_SUFFIX)
+            with named(path), open(path, "ab") as file:
                 file.write(flags[:len(part)])
             flags = flags[len(part):]
         written += len(part)
@@ -182,8 +181,12 @@ class Source(NamedTuple):
     name: str
     weight: int             # of its sequences, relative to those of the other sources
     first: int
-    n_windows: int
+    windows: TextWindows | ConversationWindows
     meta: dict
+
+    @property
+    def n_windows(self) -> int:
+        return self.windows.count
 
 
 class Shards:
@@ -219,65 +222,42 @@ class TokenDataset:
     where it stopped. Raises FileNotFoundError or ValueError for missing, damaged or short shards.
     """
 
-    def __init__(self, data, split: str, seq_len: int, pack=True):
-        """`pack`: False puts each conversation into a window of its own."""
+    def __init__(self, data, split: str, seq_len: int):
         self.seq_len = seq_len
-        self.pack = pack
         self.n_windows = 0
         self.n_tokens = 0
         self.shards = Shards()
-        self.firsts = []                # the first window of each
-        self.packed = {}                # PackedWindows of a source, by the number of its last shard
         self.sources = {}               # by fingerprint
         mixture = parse_mixture(str(data))
         for directory, weight in mixture.items():
-            first = self.n_windows
-            n_tokens = 0
-            twins = []
-            for path in find_shards(directory, split):
-                length = self.shards.append(path)
-                self.firsts.append(self.n_windows)
-                n_tokens += length
-                if path.with_suffix(TWIN).exists() or twins:
-                    twins.append(open_twin(path, length))
-                else:
-                    self.n_windows += (length - 1) // seq_len
-            if twins:
-                self.n_windows += self.add_packed(twins)
-            if self.n_windows == first:
-                advice = "give more text"
-                if length > 1:
-                    advice += f", or --seq-len {length - 1} or less"
-                raise ValueError(f"{path}: {length} tokens are too few for a window of "
-                                 f"{seq_len} + 1: {advice}")
+            paths = find_shards(directory, split)
+            first_shard = len(self.shards.paths)
+            lengths = [self.shards.append(path) for path in paths]
+            numbers = range(first_shard, first_shard + len(paths))
             meta = read_meta(directory)
+            if meta["template"] is None:
+                windows = TextWindows(self.shards, numbers, lengths, seq_len)
+            else:
+                flags = [open_flags(path, length) for path, length in zip(paths, lengths)]
+                windows = ConversationWindows(self.shards, numbers, flags, seq_len)
+            n_tokens = sum(lengths)
             if n_tokens != meta["tokens"].get(split, n_tokens):
                 raise ValueError(f"{directory} has {n_tokens:,} {split} tokens, but its meta.json "
                                  f"says {meta['tokens'][split]:,}: a shard is missing or of other "
                                  f"data: copy all files again")
-            if meta["template"] is not None and not twins:
-                open_twin(path, length)         # raises ValueError: it is missing
-            self.n_tokens += n_tokens
             for folder, other in zip(mixture, self.sources.values()):
-                pair = f"--data {data}: {folder} and {directory}"
-                if meta["fingerprint"] == other.meta["fingerprint"]:
-                    raise ValueError(f"{pair} hold the same text: drop one")
-                if any(meta[key] != other.meta[key] for key in ("tokenizer", "vocab_size")):
-                    raise ValueError(f"{pair} have different tokenizers, {other.meta['tokenizer']} "
-                                     f"and {meta['tokenizer']}: make both with one --tokenizer")
-                if len({meta["template"], other.meta["template"], None}) > 2:
-                    raise ValueError(f"{pair} have different templates, {other.meta['template']} "
-                                     f"and {meta['template']}: make both with one --template")
+                check_pair(f"--data {data}: {folder} and {directory}", other.meta, meta)
             self.sources[meta["fingerprint"]] = Source(
-                directory.absolute().name, weight, first, self.n_windows - first, meta)
+                directory.absolute().name, weight, self.n_windows, windows, meta)
+            self.n_windows += windows.count
+            self.n_tokens += n_tokens
         metas = [source.meta for source in self.sources.values()]
         self.meta = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
                          bytes_per_token=self.average(meta["bytes_per_token"] for meta in metas))
-        if "tokenizer_file" in meta:
-            self.meta["tokenizer_file"] = meta["tokenizer_file"]
         for meta in metas:
-            if meta["template"] is not None:
-                self.meta["template"] = meta["template"]
+            self.meta |= {key: meta[key] for key in ("tokenizer_file", "template")
+                          if meta.get(key) is not None}
+        self.has_conversations = "template" in self.meta
         # Each phase is [first position, {fingerprint of a source: weight}]; checkpoints store them.
         self.phases = [[0, {key: source.weight for key, source in self.sources.items()}]]
 
@@ -291,99 +271,50 @@ class TokenDataset:
             ids[gives] = source.first + windows
         return ids
 
-    def add_packed(self, twins: list) -> int:
-        """Pack the conversations of the last shards, of which these are the twins. Returns the
-        number of windows."""
-        last = len(self.shards.paths) - 1
-        first = last - len(twins) + 1
-        packed = PackedWindows(lambda number: self.shards[first + number], twins, self.seq_len,
-                               self.pack)
-        if packed.count == 0:
-            raise ValueError(f"{self.shards.paths[first]}: no conversation has an answer in its "
-                             f"first {self.seq_len} + 1 tokens: give a larger --seq-len")
-        self.packed[last] = packed
-        return packed.count
+    def find(self, window_ids):
+        """Yield (row, the windows of its source, its number there) of each that is not PADDING."""
+        for row, window in enumerate(window_ids):
+            if window != PADDING:
+                source = next(source for source in self.sources.values()
+                              if window < source.first + source.n_windows)
+                yield row, source.windows, int(window) - source.first
 
-    def rows(self, window_ids) -> tuple:
-        """The inputs of these windows, the first T tokens of each; the targets, the last T, of
-        which those that are not learnt, as all of PADDING, are NOT_LEARNT; and the positions of the
-        inputs, which begin at 0 with each conversation, or None if all windows are text. int64
-        (B, T) each."""
-        tokens = self.tokens_of(window_ids)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:].copy()
-        targets[np.equal(window_ids, PADDING)] = NOT_LEARNT
-        if not self.packed:
-            return inputs, targets, None
-        positions = np.zeros_like(tokens)
-        for i, window in enumerate(window_ids):
-            packed, number = self.find_packed(window)
-            if packed is None:
-                positions[i] = np.arange(self.seq_len + 1)
-                continue
-            learnt = np.zeros(self.seq_len + 1, bool)
-            packed.fill(number, positions=positions[i], learnt=learnt)
-            targets[i][~learnt[1:]] = NOT_LEARNT
-        return inputs, targets, positions[:, :-1]
-
-    def count_learnt(self, window_ids) -> int:
-        """How many targets of these windows are learnt: of text T each. Every rank counts those of
-        the whole batch, without reading them."""
-        count = 0
-        for window in window_ids:
-            packed, number = self.find_packed(window)
-            if packed is not None:
-                count += int(packed.learnt[number])
-            elif window != PADDING:
-                count += self.seq_len
-        return count
-
-    def tokens_of(self, window_ids) -> np.ndarray:
-        """int64 (B, T+1): the tokens of these windows; zeros for PADDING. Raises ValueError for a
-        token beyond the vocabulary."""
-        tokens = np.zeros((len(window_ids), self.seq_len + 1), np.int64)
-        for row, window in zip(tokens, window_ids):
-            if window == PADDING:
-                continue
-            packed, number = self.find_packed(window)
-            if packed is not None:
-                packed.fill(number, row)
-                continue
-            shard, start = self.find(window)
-            row[:] = self.shards[shard][start:start + len(row)]
+    def read(self, window_ids) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(B, T+1) each: tokens and positions, int64, and whether a token is learnt, as a target.
+        All are 0 for PADDING. Raises ValueError for a token beyond the vocabulary."""
+        shape = len(window_ids), self.seq_len + 1
+        tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        learnt = np.zeros(shape, bool)
+        for row, windows, number in self.find(window_ids):
+            windows.fill(number, tokens[row], positions[row], learnt[row])
         if tokens.max(initial=0) >= self.meta["vocab_size"]:
             raise ValueError(f"token {tokens.max()} is beyond a vocabulary of "
                              f"{self.meta['vocab_size']}: run data.py again")
+        return tokens, positions, learnt
+
+    def tokens_of(self, window_ids) -> np.ndarray:
+        """int64 (B, T+1), as `read`."""
+        tokens, _, _ = self.read(window_ids)
         return tokens
 
-    def find(self, window: int) -> tuple[int, int]:
-        """The number of the shard that holds a window, and the window's first token there."""
-        shard = bisect_right(self.firsts, window) - 1
-        return shard, int(window - self.firsts[shard]) * self.seq_len
+    def rows(self, window_ids) -> tuple:
+        """int64 (B, T) each: the inputs, the first T tokens of these windows; the targets, the last
+        T, NOT_LEARNT where a target has no loss; and the positions of the inputs, which begin again
+        at 0 with each conversation. They are None if all sources are text."""
+        tokens, positions, learnt = self.read(window_ids)
+        targets = np.where(learnt[:, 1:], tokens[:, 1:], NOT_LEARNT)
+        return tokens[:, :-1], targets, positions[:, :-1] if self.has_conversations else None
 
-    def find_packed(self, window: int) -> tuple[PackedWindows | None, int]:
-        """(the packed windows that have this one, its number there); (None, 0) for text."""
-        shard = bisect_right(self.firsts, window) - 1
-        if window == PADDING or shard not in self.packed:
-            return None, 0
-        return self.packed[shard], int(window - self.firsts[shard])
+    def count_learnt(self, window_ids) -> int:
+        """How many targets of these windows are learnt, without reading them: every rank counts
+        those of the whole batch."""
+        return sum(windows.count_learnt(number) for _, windows, number in self.find(window_ids))
 
     def will_need(self, window_ids) -> None:
-        """Tell the kernel which windows are read soon, where a system has a call for it. It then
-        reads their pages alone, and in advance: on a page that is missing it would wait, and read
-        as much around it as it reads ahead of sequential reading (megabytes on some disks). Files
-        of conversations are small."""
-        if not hasattr(mmap, "MADV_WILLNEED"):
-            return
-        for window in window_ids:
-            if window == PADDING or self.find_packed(window)[0] is not None:
-                continue
-            shard, start = self.find(window)
-            itemsize = self.shards[shard].itemsize
-            begin = HEADER_BYTES + itemsize * start
-            end = begin + itemsize * (self.seq_len + 1)
-            begin -= begin % mmap.PAGESIZE
-            with suppress(OSError):         # it is advice: reading works without it
-                self.shards[shard].base.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+        """Tell the kernel which windows are read soon, where a system has a call for it."""
+        if hasattr(mmap, "MADV_WILLNEED"):
+            for _, windows, number in self.find(window_ids):
+                windows.will_need(number)
 
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
         """{fingerprint: int64 (B,)}: how many windows each source gives before position n (B,). The
@@ -446,6 +377,18 @@ class TokenDataset:
                     raise ValueError(f"{tokens.filename} holds token {largest}, beyond a "
                                      f"vocabulary of {self.meta['vocab_size']}: run data.py again")
                 count_bytes(block.nbytes)
+
+
+def check_pair(pair: str, one: dict, other: dict) -> None:
+    """Raise ValueError if a mixture cannot have both sources, of which these are the read_meta."""
+    if one["fingerprint"] == other["fingerprint"]:
+        raise ValueError(f"{pair} hold the same text: drop one")
+    if any(one[key] != other[key] for key in ("tokenizer", "vocab_size")):
+        raise ValueError(f"{pair} have different tokenizers, {one['tokenizer']} and "
+                         f"{other['tokenizer']}: make both with one --tokenizer")
+    if len({one["template"], other["template"], None}) > 2:
+        raise ValueError(f"{pair} have different templates, {one['template']} and "
+                         f"{other['template']}: make both with one --template")
 
 
 def epoch_windows(n: int, start: int, stop: int, seed: int) -> np.ndarray:
@@ -566,6 +509,12 @@ class Batches:
     def skip_to(self, position: int) -> None:
         """Leave out the sequences before `position`."""
         self.position = position
+
+
+def pad_window_ids(window_ids: np.ndarray, multiple: int) -> np.ndarray:
+    """These windows, and PADDING up to a multiple."""
+    padding = -len(window_ids) % multiple
+    return np.append(window_ids, np.full(padding, PADDING))
 
 
 def split_microbatches(window_ids: np.ndarray, micro_batch: int, dp_rank: int,
@@ -695,7 +644,7 @@ def find_complete(out: Path, source: str) -> dict | None:
     describes; None otherwise."""
     try:
         meta = json.loads((out / "meta.json").read_text())
-        shards = sorted(path for path in out.glob("[!.]*") if path.suffix in (".bin", TWIN))
+        shards = sorted(path for path in out.glob("[!.]*") if path.suffix in (".bin", FLAGS_SUFFIX))
         if meta["source"] != source or sha256_of(*shards) != meta["fingerprint"]:
             return None
         read_meta(out)                          # its tokenizer is there, too

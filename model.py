@@ -105,26 +105,17 @@ class Embed(nn.Module):
 
 class CoreAttention(Dropout):
     """softmax(q k^T / sqrt(D)) v of q (B, H, T, D), k and v (B, H, positions, D), with dropout on
-    the softmax; causal, or each q attends to all positions, but with the `positions` (B, T) of
-    packed texts to those of its own text alone. (k and v may have fewer heads.)"""
+    the softmax; causal, or each q attends to all positions, or to those of a mask (B, 1, T,
+    positions). (k and v may have fewer heads.)"""
     attend = staticmethod(F.scaled_dot_product_attention)
     part = 0        # which part of the heads this is: each draws dropout masks of its own
 
-    def forward(self, q, k, v, causal, dropout_seed=None, positions=None):
+    def forward(self, q, k, v, causal, dropout_seed=None, mask=None):
         p = self.p if self.training else 0.0
         if p > 0:
             seed_dropout(q.device, dropout_seed, *self.name, self.part)
-        mask = None if positions is None else mask_of_packed(positions)
         return self.attend(q, k, v, attn_mask=mask, is_causal=causal and mask is None, dropout_p=p,
                            enable_gqa=q.shape[1] > k.shape[1])
-
-
-def mask_of_packed(positions: torch.Tensor) -> torch.Tensor:
-    """positions (B, T) of texts, one behind the other, each of which begins at 0 -> whether a token
-    (row) attends to another (column): bool (B, 1, T, T)."""
-    text = (positions == 0).cumsum(1)                                       # its number, from 1
-    in_same_text = text.unsqueeze(2) == text.unsqueeze(1)
-    return in_same_text.tril().unsqueeze(1)
 
 
 class Attention(nn.Module):
@@ -145,7 +136,7 @@ class Attention(nn.Module):
         self.core_attention = CoreAttention(cfg.dropout, "layer", layer, "attention")
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd)
 
-    def forward(self, x, dropout_seed=None, cache=None, start=0, positions=None):
+    def forward(self, x, dropout_seed=None, cache=None, start=0, mask=None):
         q, k, v = self.split_heads(self.qkv(x), start)                      # 3 of (B, H, T, D)
         B, _, T, _ = q.shape
         assert start == 0 or T == 1, "a second part of a text would see its own future"
@@ -153,7 +144,7 @@ class Attention(nn.Module):
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
         if start > 0:
             k, v = cache[:, :, :, :start + T]                   # 2 of (B, H, start + T, D)
-        y = self.core_attention(q, k, v, start == 0, dropout_seed, positions)
+        y = self.core_attention(q, k, v, start == 0, dropout_seed, mask)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # (B, H, T, D) -> (B, T, H D)
 
     def split_heads(self, qkv, start):
@@ -190,8 +181,8 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
         self.dropout2 = Dropout(cfg.dropout, "layer", layer, "mlp")
 
-    def forward(self, x, dropout_seed=None, cache=None, start=0, positions=None):
-        y = self.attn(self.norm1(x), dropout_seed, cache, start, positions)
+    def forward(self, x, dropout_seed=None, cache=None, start=0, mask=None):
+        y = self.attn(self.norm1(x), dropout_seed, cache, start, mask)
         x = x + self.dropout1(y, dropout_seed)
         return x + self.dropout2(self.mlp(self.norm2(x)), dropout_seed)
 
@@ -220,6 +211,14 @@ class Head(nn.Module):
                                reduction="sum")
 
 
+def mask_of_packed(positions: torch.Tensor) -> torch.Tensor:
+    """positions (B, T) of texts, one behind the other, each of which begins at 0 -> whether a token
+    (row) attends to another (column): bool (B, 1, T, T)."""
+    text = (positions == 0).cumsum(1)                                       # its number, from 1
+    in_same_text = text.unsqueeze(2) == text.unsqueeze(1)
+    return in_same_text.tril().unsqueeze(1)
+
+
 class GPT(nn.Module):
     """The whole model. `embed` and `head` may be set to None and blocks deleted: the rest then runs
     as one stage of a pipeline, from activations (B, T, C) to activations."""
@@ -239,11 +238,12 @@ class GPT(nn.Module):
         prompt at start 0, then one token at a time. The logits (B, 1, V) are of the last position.
         If a row holds several packed texts, `positions` (B, T) begins again at 0 with each of them.
         """
+        mask = None if positions is None else mask_of_packed(positions)
         if self.embed is not None:
             x = self.embed(x, dropout_seed, start, positions)
         for name, block in self.blocks.items():
             block_cache = None if cache is None else cache[name]
-            x = block(x, dropout_seed, block_cache, start, positions)
+            x = block(x, dropout_seed, block_cache, start, mask)
         if cache is not None:
             x = x[:, -1:]
         if self.head is None:

@@ -664,7 +664,8 @@ class PlainContextAttention(nn.Module):
         super().__init__()
         self.grid = grid
 
-    def forward(self, q, k, v, causal=True, dropout_seed=None):     # as model.CoreAttention's
+    def forward(self, q, k, v, causal=True, dropout_seed=None, mask=None):
+        # As model.CoreAttention, without dropout and packed texts.
         k, v = gather_in_order(k, self.grid), gather_in_order(v, self.grid)     # (B, H, T, D)
         positions = torch.arange(k.shape[2])
         own = own_positions(positions, self.grid.cp_rank, self.grid.cp)

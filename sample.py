@@ -163,7 +163,7 @@ def chat(model, tokenizer, template: str, lines, args) -> None:
             prompt = prompt_of(messages, template, tokenizer)
         if len(prompt) >= seq_len:
             print(f"sample.py: warning: this has {len(prompt)} tokens, the model sees {seq_len}: "
-                  f"it is left out", file=sys.stderr)
+                  f"it is left out, and a new conversation begins", file=sys.stderr)
             messages = []
             continue
         answer = b""
@@ -198,7 +198,10 @@ def main() -> None:
         parser.error("standard output, where the text goes, is closed: give a file or a pipe")
     sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character
     if args.chat:
-        chat(model, tokenizer, state["template"], read_lines(), args)
+        try:
+            chat(model, tokenizer, state["template"], read_lines(), args)
+        except UnicodeDecodeError as error:
+            parser.error(f"standard input is not UTF-8 text ({error.reason})")
     seeds = range(args.seed, args.seed + (args.num_samples or 1))
     for number, prompt in enumerate(prompts):
         for first in seeds[::AT_ONCE]:

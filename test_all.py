@@ -976,7 +976,8 @@ def mixture(n_windows, phases):
     made.phases = phases
     first = 0
     for name, n in n_windows.items():
-        made.sources[name] = data.Source(name, phases[-1][1][name], first, n, {})
+        windows = SimpleNamespace(count=n)
+        made.sources[name] = data.Source(name, phases[-1][1][name], first, windows, {})
         first += n
     return made
 
@@ -1921,7 +1922,8 @@ def test_data_parallel_gradients_are_those_of_DistributedDataParallel(pool, tmp_
                    "`torch.distributed.pipelining` and `context_parallel` end.")
 @pytest.mark.parametrize("theirs, world, flags", [
     (replicated, 4, dict(zero=1)), (fully_sharded, 2, dict(zero=3)),
-    (in_rings, 4, dict(cp=4, micro_batch=4)), (pipelined, 2, dict(pp=2, pp_schedule="1f1b", clip=0.0)),
+    (in_rings, 4, dict(cp=4, micro_batch=4)),
+    (pipelined, 2, dict(pp=2, pp_schedule="1f1b", clip=0.0)),
     (pipelined, 2, dict(pp=2, pp_schedule="interleaved", pp_chunks=2, clip=0.0)),
     *(pytest.param(*row, marks=pytest.mark.slow) for row in [
         (replicated, 2, dict(zero=2)), (fully_sharded, 4, dict(zero=3, recompute=True)),

@@ -99,7 +99,7 @@ def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, flo
 
 
 def as_tensors(rows: tuple) -> list:
-    """Of data.TokenDataset.rows."""
+    """Arrays to tensors; None stays None."""
     return [None if x is None else torch.from_numpy(x) for x in rows]
 
 
@@ -254,14 +254,14 @@ class Run:
     def load_microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
         """This rank's rows of the batch `window_ids` (B,), as a list of microbatches: (inputs
         (b, T), targets (b, T), dropout seed, positions (b, T) of conversations or None). With --cp
-        inputs and targets have this rank's T / cp positions. The stages in the middle of a pipeline
-        need neither."""
+        inputs and targets have this rank's T / cp positions. The stages in the middle of a
+        pipeline need the positions alone."""
         grid = self.grid
         microbatches = []
         self.will_need(dataset, window_ids)
         for m, ids in enumerate(self.own_windows(window_ids)):                  # ids (b,)
             inputs, targets, positions = None, None, None
-            if grid.is_first or grid.is_last or dataset.packed:
+            if grid.is_first or grid.is_last or dataset.has_conversations:
                 inputs, targets, positions = as_tensors(dataset.rows(ids))
                 inputs = own_positions(inputs, grid.cp_rank, grid.cp)
                 targets = own_positions(targets, grid.cp_rank, grid.cp)

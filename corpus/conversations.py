@@ -1,4 +1,4 @@
-"""Conversations: lines of .jsonl, or rows of .parquet, to tokens, of which the answers are learnt.
+"""Conversations: records of messages -> tokens, and which of them are learnt: have a loss.
 
     {"prompt": "2 + 2?", "completion": "4"}     is short for
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Iterator, NamedTuple
 
 from corpus.problems import NotText
-from corpus.records import JSON_NAMES, is_conversation, read_rows
+from corpus.records import JSON_NAMES, read_rows
 
 ROLES = ("system", "user", "assistant")
 ASSISTANT = "assistant"
@@ -59,22 +59,24 @@ def messages_of_line(line: bytes) -> list[Message]:
 def read_table(path: Path):
     """Yield the conversations of a Parquet file, or a NotText for each row that holds none."""
     def choose(kinds):
-        if not is_conversation(kinds):
-            raise ValueError(f'{path} has neither a column "messages" nor "prompt" and '
-                             f'"completion": prepare text by itself')
-        return ["messages"] if "messages" in kinds else ["prompt", "completion"]
+        for columns in (["messages"], ["prompt", "completion"]):
+            if set(columns) <= set(kinds):
+                return columns
+        raise ValueError(f'{path} has neither a column "messages" nor "prompt" and "completion": '
+                         f'prepare text by itself')
 
     for number, row in read_rows(path, choose):
         try:
             messages = messages_of({name: value.as_py() for name, value in row.items()})
-        except ValueError as error:         # a UnicodeDecodeError, too
+        except UnicodeDecodeError as error:
+            messages = [NotText(f"{path} row {number} is not UTF-8 ({error.reason})")]
+        except ValueError as error:
             messages = [NotText(f"{path} row {number}{error}")]
         yield messages
 
 
 def messages_of(record) -> list[Message]:
-    """The messages of a record. Raises ValueError, which says what is wrong, as what follows the
-    place of the record."""
+    """The messages of a record. Raises ValueError, whose message continues "FILE line N"."""
     if not isinstance(record, dict):
         raise ValueError(f" is {JSON_NAMES[type(record)]}, not an object")
     if "messages" in record:
@@ -115,7 +117,7 @@ def texts_of(messages) -> Iterator[str]:
         if isinstance(message, NotText):
             yield message
             return
-        yield f"{message.role}:\n"
+        yield f"\n\n{message.role}:\n"
         yield Answer(message.content) if message.role == ASSISTANT else message.content
 
 
@@ -173,7 +175,7 @@ def end_of_answer(template: str, encoding) -> int:
 
 
 def check_contents(messages, template: str, encoding) -> None:
-    """Raise ValueError if a content could be taken for a mark of the template."""
+    """Raise ValueError if a content has a mark of ChatML where these are text."""
     if template != "chatml" or has_marks(encoding):
         return
     for message in messages:

@@ -25,10 +25,10 @@ from corpus.disk import change_of
 from corpus.formats import EOT, read_documents
 from corpus.messages import note, progress
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
-from corpus.packing import BEGINS, LEARNT
 from corpus.problems import NotText, check_problems
 from corpus.split import choose_split
 from corpus.tokenizers import CUT, MOST_TOKENS, cut_of, write_tokens
+from corpus.windows import BEGINS, LEARNT
 
 SPLITS = ("train", "val")
 TOKENIZER_BYTES = 10**8     # of text, which a tokenizer of one's own is trained on
@@ -179,7 +179,7 @@ class Encoded(NamedTuple):
     split: str
     tokens: np.ndarray          # (n,), uint16, or uint32 for more than 65,536
     size: int                   # bytes of text
-    flags: np.ndarray | None = None     # of conversations: packing.LEARNT + BEGINS, uint8 (n,)
+    flags: np.ndarray | None = None     # of conversations: windows.LEARNT + BEGINS, uint8 (n,)
 
 
 def tokenise(index: Index, encoding, template: str | None = None):
@@ -263,9 +263,10 @@ def encode_conversations(index: Index, encoding, template: str):
             check_contents(messages, template, encoding)
             new, learnt = render(messages, template, encoding)
             tokens += new
-            flags += [BEGINS, *(LEARNT * is_learnt for is_learnt in learnt[1:])]
+            flags.append(LEARNT * np.array(learnt, "u1"))
+            flags[-1][0] |= BEGINS
             size += sum(len(text.encode()) for text in texts_of(messages))
-        return Encoded(split, np.array(tokens, dtype_of(encoding)), size, np.array(flags, "u1"))
+        return Encoded(split, np.array(tokens, dtype_of(encoding)), size, np.concatenate(flags))
 
     conversations = (messages for path in index.files for messages in read_documents(path, None))
     kept = (("train" if cut else "val", messages)

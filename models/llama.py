@@ -169,11 +169,11 @@ class Block(model.Block):
         self.dropout2 = Dropout(cfg.dropout, "layer", layer, "mlp")
         self.residual = cfg.residual
 
-    def forward(self, x, dropout_seed=None, cache=None, start=0, positions=None):
+    def forward(self, x, dropout_seed=None, cache=None, start=0, mask=None):
         if self.residual == "serial":
-            return super().forward(x, dropout_seed, cache, start, positions)
+            return super().forward(x, dropout_seed, cache, start, mask)
         normed = self.norm1(x)
-        y = self.attn(normed, dropout_seed, cache, start, positions)
+        y = self.attn(normed, dropout_seed, cache, start, mask)
         y = self.dropout1(y, dropout_seed)
         if self.residual == "parallel":
             normed = self.norm2(x)

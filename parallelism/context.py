@@ -29,7 +29,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, CoreAttention, mask_of_packed, seed_dropout
+from model import GPT, CoreAttention, seed_dropout
 from models.llama import Rotary
 from parallel import own_positions
 from parallelism.collectives import all_gather, reduce_scatter
@@ -59,12 +59,15 @@ class _GatherKeysAndValues(torch.autograd.Function):
         return own[0, 0], own[0, 1], None
 
 
-def attend_to_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float):
+def attend_to_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float,
+                     mask: torch.Tensor | None):
     """CP1: causal attention of q (B, H, n, D), the last n of the positions of k and v
-    (B, H, end, D)."""
+    (B, H, end, D), or by a mask (B, 1, n, end)."""
     n, end = q.shape[2], k.shape[2]
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p,
                      enable_gqa=q.shape[1] > k.shape[1])
+    if mask is not None:
+        return upcast_for_matmul(partial(attend, attn_mask=mask), q, k, v)
     if q.device.type == "cpu":
         return upcast_for_matmul(partial(attend, attn_mask=reversed_mask(n, end, q.dtype)),
                                  q.flip(2), k, v).flip(2)
@@ -89,9 +92,9 @@ class ContextParallelAttention(CoreAttention):
         super().__init__(plain.p, *plain.name)
         self.grid = grid
 
-    def forward(self, q, k, v, causal, dropout_seed=None, positions=None):
-        """`causal` is always True in training. With dropout each rank has a seed of its own. The
-        `positions` of packed texts, (B, T), are those of all ranks."""
+    def forward(self, q, k, v, causal, dropout_seed=None, mask=None):
+        """`causal` is always True in training. With dropout each rank has a seed of its own. A mask
+        (B, 1, T, T) is of all positions."""
         p = self.p if self.training else 0.0
         if p > 0:
             seed_dropout(q.device, dropout_seed, *self.name, self.part)
@@ -99,14 +102,11 @@ class ContextParallelAttention(CoreAttention):
         outputs = []
         rank, cp = self.grid.cp_rank, self.grid.cp
         for piece, q_piece in zip([rank, 2 * cp - 1 - rank], q.chunk(2, dim=2)):
-            end = (piece + 1) * q_piece.shape[2]
-            keys, values = kv[0, :, :, :end], kv[1, :, :, :end]
-            if positions is None:
-                outputs.append(attend_to_prefix(q_piece, keys, values, p))
-            else:
-                mask = mask_of_packed(positions[:, :end])[:, :, -q_piece.shape[2]:]
-                outputs.append(self.attend(q_piece, keys, values, attn_mask=mask, dropout_p=p,
-                                           enable_gqa=q.shape[1] > k.shape[1]))
+            n = q_piece.shape[2]
+            end = (piece + 1) * n
+            mask_of_piece = None if mask is None else mask[:, :, end - n:end, :end]
+            outputs.append(attend_to_prefix(q_piece, kv[0, :, :, :end], kv[1, :, :, :end], p,
+                                            mask_of_piece))
         return torch.cat(outputs, dim=2)
 
 

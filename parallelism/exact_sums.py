@@ -63,13 +63,14 @@ class ExactSums:
     def __init__(self, blocks: int, positions: int, device: torch.device):
         self.blocks, self.positions = blocks, positions
         self.scratch = torch.empty(0, device=device)
-        self.set_units(1.0, 1, 1)
+        self.set_units(1.0, 1)
 
-    def set_units(self, loss_scale: float, tokens: int, learnt: int) -> None:
+    def set_units(self, loss_scale: float, tokens: int, learnt: int | None = None) -> None:
         """Before a step or an evaluation. `tokens`, of all ranks, bound the number of terms of a
-        sum; `learnt`, those of which the loss is the mean, set the size of a gradient."""
+        sum; `learnt` (None: all), those of which the loss is the mean, set the size of a gradient.
+        """
         self.loss_scale, self.tokens = loss_scale, tokens
-        self.activation_gradient = 2.0 ** -36 * power_of_2(loss_scale / learnt)
+        self.activation_gradient = 2.0 ** -36 * power_of_2(loss_scale / (learnt or tokens))
         self.gradient = 2.0 ** -40 * power_of_2(loss_scale)
         self.embedding_gradient = 2.0 ** -36 * power_of_2(loss_scale)
         self.excess = torch.zeros((), device=self.scratch.device)

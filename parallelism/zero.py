@@ -50,8 +50,8 @@ class FlatParameters(FullTensors):
 
     A training step calls zero_grad, then prepare_grad_sync before each backward, and at the end
     finish_grad_sync, grad_norm_squares and adamw_step. In ZeRO 1 and 2 `adamw_step` only starts to
-    gather the updated parameters: `gather_before_use` or `wait_params` waits for them. (With --exact
-    exact.ExactParameters replaces the sums: add_grad, sum_squares, global_norm, update_shards.)
+    gather the updated parameters: `gather_before_use` or `wait_params` waits for them. (With
+    --exact exact.ExactParameters replaces add_grad, sum_squares, global_norm, update_shards.)
 
     holds_grads         in this step the all-reduces start in finish_grad_sync, not during backward:
                         until then bucket.grad has the gradient of this rank's tokens

@@ -1,51 +1,59 @@
-"""--eval-answers: how many answers greedy decoding gives, token for token. evaluation.py calls it.
+"""--eval-answers: the share of answers that greedy decoding gives exactly. evaluation.py calls it.
 
 Greedy decoding gives an answer if and only if each of its tokens is the most probable one after the
 prompt and the answer's earlier tokens. So nothing has to be decoded: one forward pass over the
 whole conversation tells it of all tokens, in every layout. (Of two equal logits both count as the
-most probable.)
+most probable. An answer that a window cuts off counts if its beginning is right.)
 """
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from data import NOT_LEARNT, PADDING, TokenDataset
+from data import NOT_LEARNT, TokenDataset, pad_window_ids
+from model import ceil_div
 from parallelism.collectives import all_reduce
 from parallelism.context import own_positions
 from parallelism.sequence import by_sequences, gather_positions
 from parallelism.tensor import matmul
 
+MICROBATCHES = 64               # on each rank, for each all-reduce
+
 
 @torch.no_grad()
-def share_of_right_answers(run, forward) -> float:
-    """Of the answers of --eval-answers validation conversations, each alone in its window, the
-    share that greedy decoding gives. forward(run, microbatches) runs the model of a train.Run."""
-    grid, config = run.grid, run.config
-    data = TokenDataset(config.data, "val", run.model_config.seq_len, pack=False)
-    window_ids = choose_conversations(data, config.eval_answers)
-    padding = -len(window_ids) % (grid.dp * config.micro_batch)
-    window_ids = np.append(window_ids, np.full(padding, PADDING))
-    numbers, count = number_answers(data.rows(window_ids)[1])           # (B, T)
-
+def greedy_accuracy(run, forward) -> tuple[float, int]:
+    """(the share of answers that greedy decoding gives, the number of answers), in as many evenly
+    spaced validation windows as hold about --eval-answers conversations. forward(run, microbatches)
+    runs the model of a train.Run."""
+    grid, config, data = run.grid, run.config, run.val_data
+    window_ids = choose_windows(data, config.eval_answers)
+    n_wrong = n_answers = 0
+    part = MICROBATCHES * grid.dp * config.micro_batch      # so that --timeout applies to each part
     run.model.eval()
-    microbatches = run.load_microbatches(data, window_ids, step=0)
-    is_wrong = torch.zeros(count + 1, device=run.device)    # the last one: tokens of no answer
-    own_rows = run.own_windows(np.arange(len(window_ids)))              # (m, b)
-    for rows, is_greedy in zip(own_rows, compare_greedy(run, microbatches, forward)):
-        own = own_positions(numbers[torch.from_numpy(rows)], grid.cp_rank, grid.cp)
-        is_wrong[own.to(run.device)[~is_greedy]] = 1
+    for first in range(0, len(window_ids), part):
+        ids = pad_window_ids(window_ids[first:first + part], grid.dp * config.micro_batch)
+        numbers, count = number_answers(data.rows(ids)[1])              # (B, T)
+        is_wrong = torch.zeros(count + 1, device=run.device)    # the last one: what is not learnt
+        microbatches = run.load_microbatches(data, ids, step=0)
+        own_rows = run.own_windows(np.arange(len(ids)))                 # (m, b)
+        for rows, is_greedy in zip(own_rows, compare_greedy(run, microbatches, forward)):
+            own = own_positions(numbers[torch.from_numpy(rows)], grid.cp_rank, grid.cp)
+            is_wrong[own.to(run.device)[~is_greedy]] = 1
+        is_wrong = all_reduce(is_wrong, grid.groups["world"]).wait()
+        n_wrong += int((is_wrong > 0).sum())
+        n_answers += count
     run.model.train()
-    is_wrong = all_reduce(is_wrong, grid.groups["world"]).wait()
-    return 1 - (is_wrong[:count] > 0).float().mean().item()
+    return 1 - n_wrong / n_answers, n_answers
 
 
-def choose_conversations(data: TokenDataset, count: int) -> np.ndarray:
-    """Evenly spaced ones of all sources that have conversations."""
-    all_ids = [np.arange(source.first, source.first + source.n_windows)
-               for source in data.sources.values() if source.meta["template"] is not None]
-    all_ids = np.concatenate(all_ids)
-    evenly_spaced = np.linspace(0, len(all_ids) - 1, min(count, len(all_ids)))
-    return all_ids[evenly_spaced.astype(np.int64)]
+def choose_windows(data: TokenDataset, n_conversations: int) -> np.ndarray:
+    """Evenly spaced windows of all sources of conversations, with about so many in all."""
+    all_ids, held = [], 0
+    for source in data.sources.values():
+        if source.meta["template"] is not None:
+            all_ids += range(source.first, source.first + source.n_windows)
+            held += source.windows.n_conversations
+    count = min(len(all_ids), ceil_div(n_conversations * len(all_ids), held))
+    return np.array(all_ids)[np.linspace(0, len(all_ids) - 1, count).astype(np.int64)]
 
 
 def number_answers(targets: np.ndarray) -> tuple[torch.Tensor, int]:
@@ -69,7 +77,7 @@ def compare_greedy(run, microbatches: list, forward) -> list[torch.Tensor]:
         x = by_sequences(gather_positions(x, grid).wait(), grid)        # (b, T / cp, C)
         is_learnt = targets != NOT_LEARNT
         found.append(torch.ones_like(is_learnt))
-        found[-1][is_learnt] = are_largest(head, x[is_learnt], targets[is_learnt])
+        found[-1][is_learnt] = is_argmax(head, x[is_learnt], targets[is_learnt])
         return run.scalar(0.0)
 
     if grid.is_last:
@@ -82,7 +90,7 @@ def compare_greedy(run, microbatches: list, forward) -> list[torch.Tensor]:
     return found
 
 
-def are_largest(head, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def is_argmax(head, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """x (n, C), targets (n,) -> whether a target's logit is the largest, (n,). The tensor-parallel
     ranks have a part of the vocabulary each."""
     logits = matmul(x, head.weight.t()).float()                         # (n, V / tp)

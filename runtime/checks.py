@@ -266,10 +266,10 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     config, shape = merge_config(given, state, weights_only, file)
     data = TokenDataset(config.data, "train", shape["seq_len"])
     val_data = TokenDataset(config.data, "val", shape["seq_len"])
-    if config.noise_scale > 0 and data.packed:
+    if config.noise_scale > 0 and data.has_conversations:
         raise ValueError("--noise-scale needs microbatches with equally many targets, which those "
                          "of conversations have not: drop it")
-    if config.eval_answers > 0 and not val_data.packed:
+    if config.eval_answers > 0 and not val_data.has_conversations:
         raise ValueError(f"--eval-answers is for conversations, and {config.data} has none: drop "
                          f"it, or make --data from lines with messages or prompt and completion")
     if "decay_ratio" in given and config.lr_schedule != "wsd":

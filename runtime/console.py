@@ -127,7 +127,7 @@ def evaluated_tokens(run) -> str:
     """How many tokens an evaluation reads."""
     sources = run.val_data.sources.values()
     count = sum(eval_sequences(run.config, run.model_config, source) for source in sources)
-    if run.val_data.packed:
+    if run.val_data.has_conversations:
         return f"{count:,} of {run.val_data.n_windows:,} windows of conversations"
     return f"{count * run.model_config.seq_len:,} of {run.val_data.n_tokens:,} tokens"
 
@@ -188,8 +188,8 @@ def format_eval(row: dict, run) -> str:
         notes.append(note)
     text = "\n".join((line + note).rstrip() for line, note in zip(align(cells), notes))
     if "val_answers_right" in row:
-        text += (f"\nanswers: greedy decoding gives {row['val_answers_right']:.1%} of those of "
-                 f"{run.config.eval_answers:,} conversations")
+        text += (f"\nanswers: greedy decoding gives {row['val_answers_right']:.1%} of "
+                 f"{row['val_answers']:,}")
     return text
 
 
@@ -248,8 +248,9 @@ def print_summary(run) -> None:
         f"batch    {batch}; {config.batch_size * model_config.seq_len:,} tokens a step\n"
         f"data     {data.n_tokens:,} tokens ({data.meta['tokenizer']}) in {config.data}; "
         f"{config.steps} steps read {', '.join(epochs)}")
-    for packed in data.packed.values():
-        print_rank0(packed.describe())
+    for source in data.sources.values():
+        if source.meta["template"] is not None:
+            print_rank0(source.windows.describe())
 
 
 def print_evaluation(run, begin: Start) -> None:

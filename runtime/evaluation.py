@@ -11,11 +11,11 @@ import math
 import numpy as np
 import torch
 
-from data import PADDING, Source
-from model import GPTConfig, ceil_div
+from data import Source, pad_window_ids
+from model import GPTConfig
 from parallelism.pipeline import run_schedule
 from parallelism.schedules import make_schedule
-from runtime.answers import share_of_right_answers
+from runtime.answers import greedy_accuracy
 from runtime.options import Config
 
 DEFAULT_SEQUENCES = 128         # of each source
@@ -26,7 +26,8 @@ SAMPLED_BLOCKS, BLOCK_TOKENS = 64, 256          # of each shard, for its fingerp
 def evaluate(run) -> dict:
     """Evaluate a train.Run -> the fields of its row of metrics.jsonl: `val_loss`, the weighted mean
     over the sources, and the same as `bits_per_byte`, None where the text's bytes are unknown; with
-    several sources also both, and the epochs, of each; `val_answers_right` with --eval-answers."""
+    several sources also both, and the epochs, of each; `val_answers_right`, the share of
+    `val_answers`, with --eval-answers."""
     data = run.val_data
     sources = list(data.sources.values())
     losses = [evaluate_source(run, source) for source in sources]
@@ -40,7 +41,7 @@ def evaluate(run) -> dict:
         epochs = run.train_data.epochs(run.batches.position)
         row.update({f"epochs/{name}": count for name, count in epochs.items()})
     if run.config.eval_answers > 0:
-        row["val_answers_right"] = share_of_right_answers(run, forward)
+        row["val_answers_right"], row["val_answers"] = greedy_accuracy(run, forward)
     return row
 
 
@@ -51,16 +52,14 @@ def evaluate_source(run, source: Source) -> float:
     run.model.eval()
     count = eval_sequences(config, run.model_config, source)
     at_once = grid.dp * config.micro_batch              # a microbatch for each dp rank
-    padded = ceil_div(count, at_once) * at_once
-    window_ids = np.full(padded, PADDING)
     evenly_spaced = np.linspace(0, source.n_windows - 1, count).astype(np.int64)
-    window_ids[:count] = source.first + evenly_spaced
+    window_ids = pad_window_ids(source.first + evenly_spaced, at_once)
     learnt = run.val_data.count_learnt(window_ids)
     if grid.exact is not None:
         grid.exact.set_units(1.0, count * run.model_config.seq_len, learnt)
     total = 0.0
     part = MICROBATCHES * at_once           # in parts, so that --timeout applies to each part
-    for first in range(0, padded, part):
+    for first in range(0, len(window_ids), part):
         microbatches = run.load_microbatches(run.val_data, window_ids[first:first + part], step=0)
         loss_sum = forward(run, microbatches)
         if grid.tp_rank > 0:                # all tp ranks have the same loss: count it once
@@ -106,25 +105,23 @@ def describe_data(run) -> dict | None:
     data = run.val_data
     sources = {}
     for source in data.sources.values():
-        end = source.first + source.n_windows
-        shards = [tokens for first, tokens in zip(data.firsts, data.shards)
-                  if source.first <= first < end and len(tokens) > data.seq_len]
         sources[source.name] = dict(
             weight=source.weight, bytes_per_token=source.meta["bytes_per_token"],
-            fingerprint=source.meta["fingerprint"], val_fingerprint=sampled_fingerprint(shards),
-            val_tokens=sum(map(len, shards)), all_sequences=source.n_windows,
+            fingerprint=source.meta["fingerprint"],
+            val_fingerprint=sampled_fingerprint(source.windows.arrays()),
+            val_tokens=source.windows.n_tokens, all_sequences=source.n_windows,
             sequences=eval_sequences(run.config, run.model_config, source))
     return dict(tokenizer=data.meta["tokenizer"], vocab_size=data.meta["vocab_size"],
                 bytes_per_token=data.meta["bytes_per_token"], seq_len=data.seq_len,
                 sources=sources)
 
 
-def sampled_fingerprint(shards) -> str:
-    """A hash of each shard's length and of tokens evenly spaced in it. Unlike a hash of all tokens
+def sampled_fingerprint(arrays) -> str:
+    """A hash of each array's length and of parts evenly spaced in it. Unlike a hash of all tokens
     it takes no time; unlike that in meta.json it does not depend on the training shards."""
     digest = hashlib.sha256()
-    for tokens in shards:
-        digest.update(f"{len(tokens)} ".encode())
-        for start in np.linspace(0, len(tokens), SAMPLED_BLOCKS, endpoint=False).astype(int):
-            digest.update(tokens[start:start + BLOCK_TOKENS].tobytes())
+    for array in arrays:
+        digest.update(f"{len(array)} ".encode())
+        for start in np.linspace(0, len(array), SAMPLED_BLOCKS, endpoint=False).astype(int):
+            digest.update(array[start:start + BLOCK_TOKENS].tobytes())
     return digest.hexdigest()[:16]

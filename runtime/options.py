@@ -96,8 +96,8 @@ class Config:
     eval_every: int = flag(200, "steps between evaluations; 0: only the last", low=0)
     eval_tokens: int = flag(None, "validation tokens per evaluation and source (default: 128 "
                             "sequences; with --eval-only all, whatever the run's value)", low=1)
-    eval_answers: int = flag(0, "of so many validation conversations, the share of answers that "
-                             "greedy decoding gives, at each evaluation; 0: none", low=0)
+    eval_answers: int = flag(0, "at each evaluation, in about so many validation conversations, "
+                             "the share of answers that greedy decoding gives; 0: none", low=0)
     eval_only: bool = flag(False, "evaluate the checkpoint, then exit")
     noise_scale: int = flag(0, "steps between measurements of the gradient noise scale; 0: none",
                             low=0)

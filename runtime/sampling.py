@@ -42,6 +42,8 @@ def parse_flags(parser: Parser):
         is_file = text.endswith(".pt") or Path(text).exists()
         parser.error(f"unknown argument {text}: give --ckpt FILE" if is_file else
                      f"unknown argument {text!r}: give --prompt TEXT")
+    if args.chat and sys.stdin is None:
+        parser.error("--chat reads standard input, which is closed")
     if args.chat and (args.prompt or args.stop or args.num_samples is not None):
         parser.error("--chat reads standard input and ends where the model does: drop --prompt, "
                      "--stop and --num-samples")
@@ -60,8 +62,6 @@ def parse_flags(parser: Parser):
 
 def read_lines():
     """The lines of standard input for --chat; with a mark before each on a terminal."""
-    if sys.stdin is None:
-        raise ValueError("--chat reads standard input, which is closed")
     while True:
         try:
             yield input("> " if sys.stdin.isatty() else "")

@@ -41,7 +41,8 @@ class Watch:
         self.monitor = DivergenceMonitor()
         if state is not None:
             self.monitor = rollback.restored_monitor(self.run.config, self.run.train_data, state)
-        self.monitor.least_deviation = ANSWERS_DEVIATION if self.run.train_data.packed else 0.0
+        learns_answers = self.run.train_data.has_conversations
+        self.monitor.least_deviation = ANSWERS_DEVIATION if learns_answers else 0.0
 
     def before_step(self) -> None:
         """Leave out the sequences that --skip-steps or a rollback excludes."""

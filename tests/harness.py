@@ -70,6 +70,7 @@ import parallel
 import sample
 import train
 from corpus import compressed, downloads, formats, inputs, passes
+from corpus.windows import TextWindows
 from model import GPT, GPTConfig
 from parallelism.build import Grid, build_stage, make_groups
 from parallelism.context import recompute_attention
@@ -315,9 +316,10 @@ class Memory(data.TokenDataset):
         for i in np.flatnonzero(rng.random(len(tokens)) < 0.75):
             tokens[i] = (3 * tokens[i - 1] + 7) % cfg.vocab_size
         self.seq_len, self.n_windows, self.n_tokens = cfg.seq_len, n_windows, len(tokens)
-        self.shards, self.firsts, self.packed = [tokens], [0], {}
         self.meta = dict(tokenizer="bytes", vocab_size=cfg.vocab_size, bytes_per_token=1.0)
-        self.sources = {"memory": data.Source("memory", 1, 0, n_windows, self.meta)}
+        self.has_conversations = False
+        windows = TextWindows([tokens], range(1), [len(tokens)], cfg.seq_len)
+        self.sources = {"memory": data.Source("memory", 1, 0, windows, self.meta)}
         self.phases = [[0, {"memory": 1}]]
 
     def window_ids(self, seed, first, count):

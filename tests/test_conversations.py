@@ -20,7 +20,7 @@ import data
 import model
 import sample
 import train
-from corpus import conversations, packing
+from corpus import conversations, windows
 from corpus.conversations import Message, prompt_of, render
 from corpus.tokenizers import name_of
 from model import mask_of_packed
@@ -142,8 +142,8 @@ def marked_tokenizer(tmp_path_factory):
 
 def test_a_tokenizer_with_chatmls_marks_writes_it_as_transformers(tmp_path, run_data,
                                                                   marked_tokenizer):
-    """Chatml is its default, the shards have the tokens that apply_chat_template gives by Qwen's and
-    SmolLM2's template, and no content forges a mark."""
+    """Chatml is its default, the shards have the tokens that apply_chat_template gives by Qwen's
+    and SmolLM2's template, and no content forges a mark."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(marked_tokenizer))
     theirs.chat_template = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'"
@@ -172,31 +172,31 @@ def test_a_content_that_has_a_mark_as_text_is_refused(tmp_path, run_data):
 
 
 # ---------------------------------------------------------------------------------------------
-# Shards, twins and windows
+# Shards, flags and windows
 # ---------------------------------------------------------------------------------------------
 
-def packed_windows(lengths, learnt, seq_len, cut_at=()):
+def conversation_windows(lengths, learnt, seq_len, cut_at=()):
     """Of tokens 1, 2, 3, ...; the last `learnt` of each conversation are learnt; in shards that are
     cut at these tokens."""
     tokens = np.arange(1, sum(lengths) + 1)
     flags = np.zeros(len(tokens), np.uint8)
     for end, length, count in zip(np.cumsum(lengths), lengths, learnt):
-        flags[end - length] |= packing.BEGINS
-        flags[end - count:end] |= packing.LEARNT
-    shards, twins = np.split(tokens, cut_at), np.split(flags, cut_at)
-    return packing.PackedWindows(shards.__getitem__, twins, seq_len)
+        flags[end - length] |= windows.BEGINS
+        flags[end - count:end] |= windows.LEARNT
+    shards = np.split(tokens, cut_at)
+    return windows.ConversationWindows(shards, range(len(shards)), np.split(flags, cut_at), seq_len)
 
 
 @pytest.mark.parametrize("cut_at", [(), (5, 12), (1, 2, 3)])
 def test_windows_hold_whole_conversations_with_positions_of_their_own(cut_at):
     """By literals, in windows of 10 tokens; whichever shards a conversation lies in."""
-    packed = packed_windows([4, 9, 3, 14, 12], [1, 2, 1, 6, 1], 9, cut_at)
-    assert (packed.count, packed.cut, packed.left_out) == (3, 1, 1)
-    assert packed.learnt.tolist() == [2, 2, 2]
+    made = conversation_windows([4, 9, 3, 14, 12], [1, 2, 1, 6, 1], 9, cut_at)
+    assert (made.count, made.n_truncated, made.n_left_out) == (3, 1, 1)
+    assert [made.count_learnt(window) for window in range(3)] == [2, 2, 2]
     rows = []
     for window in range(3):
         row = dict(tokens=np.zeros(10, int), positions=np.zeros(10, int), learnt=np.zeros(10, int))
-        packed.fill(window, **row)
+        made.fill(window, **row)
         rows.append({name: x.tolist() for name, x in row.items()})
     assert rows == [
         dict(tokens=[17, 18, 19, 20, 21, 22, 23, 24, 25, 26],           # 27 to 30 are cut off
@@ -213,12 +213,12 @@ def test_windows_hold_whole_conversations_with_positions_of_their_own(cut_at):
 def test_packing_fills_windows_and_is_a_function_of_the_lengths(lengths, size):
     """No window is overfull, and there are at most 11/9 of the fewest possible, and one (Johnson
     1974), here even 2% more: best fit decreasing."""
-    windows, count = packing.pack(lengths, size)
-    filled = np.bincount(windows, lengths, count)
+    placed, count = windows.pack(lengths, size)
+    filled = np.bincount(placed, lengths, count)
     assert filled.max() <= size and filled.min() > 0
     at_least = max(math.ceil(lengths.sum() / size), int((lengths > size / 2).sum()))
     assert count <= math.ceil(1.02 * at_least)
-    assert np.array_equal(packing.pack(lengths, size)[0], windows)
+    assert np.array_equal(windows.pack(lengths, size)[0], placed)
 
 
 def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
@@ -348,10 +348,10 @@ def test_a_text_field_makes_text_of_conversations(tmp_path, run_data):
 
 
 @pytest.mark.parametrize("harm, words", [
-    (lambda twin: twin.unlink(), "train_000000.learn is missing"),
-    (lambda twin: twin.write_bytes(twin.read_bytes()[:-1]), "bytes for"),
-    (lambda twin: twin.write_bytes(bytes(twin.stat().st_size)), "does not begin with a conv")])
-def test_a_lost_or_damaged_twin_is_refused(tmp_path, run_train, run_data, harm, words):
+    (lambda flags: flags.unlink(), "train_000000.learn is missing"),
+    (lambda flags: flags.write_bytes(flags.read_bytes()[:-1]), "bytes for"),
+    (lambda flags: flags.write_bytes(bytes(flags.stat().st_size)), "does not begin with a conv")])
+def test_lost_or_damaged_flags_are_refused(tmp_path, run_train, run_data, harm, words):
     chat = write(tmp_path / "c.jsonl", [pair(f"prompt {i}", "d") for i in range(30)])
     flags = ["--input", chat, "--out", tmp_path / "d", "--tokenizer", "bytes"]
     assert run_data(*flags)[0] == 0
@@ -457,19 +457,23 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, reversals, run_t
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_the_loss_of_a_conversation_does_not_depend_on_its_neighbours(reversals, family):
-    """The summed loss of packed windows is that of the same conversations, each alone in one."""
-    cfg = WORDS if family == "gpt" else LlamaConfig(vocab_size=257, seq_len=96, n_layer=2, n_head=8,
-                                                    n_embd=32, n_kv_head=4)
-    cfg = replace(cfg, seq_len=96)
+    """The summed loss of packed windows is that of their conversations, each alone."""
+    cfg = replace(WORDS, seq_len=96)
+    if family == "llama":
+        cfg = LlamaConfig(vocab_size=257, seq_len=96, n_layer=2, n_head=8, n_embd=32, n_kv_head=4)
     plain = cfg.build().initialize(0).double()
-    sums = []
-    for pack in (True, False):
-        dataset = data.TokenDataset(reversals, "val", 96, pack)
-        inputs, targets, positions = train.as_tensors(dataset.rows(np.arange(dataset.n_windows)))
-        sums.append(plain(inputs, targets, positions=positions).item())
-        n_windows = dataset.n_windows
-    assert n_windows > data.TokenDataset(reversals, "val", 96).n_windows
-    assert relative(*sums) < 1e-12
+    dataset = data.TokenDataset(reversals, "val", 96)
+    inputs, targets, positions = train.as_tensors(dataset.rows(np.arange(dataset.n_windows)))
+    packed = plain(inputs, targets, positions=positions)
+    alone = 0
+    parts = 0
+    for row, target, place in zip(inputs, targets, positions):
+        begins = (place == 0).nonzero().flatten().tolist()
+        for begin, end in zip(begins, [*begins[1:], 96]):
+            if end > begin + 1:             # no padding
+                alone += plain(row[None, begin:end], target[None, begin:end]).item()
+                parts += 1
+    assert parts > dataset.n_windows and relative(packed.item(), alone) < 1e-12
 
 
 def test_a_run_resumes_with_the_same_bits_and_keeps_its_template(tmp_path, reversals, run_train):
@@ -491,7 +495,7 @@ def test_a_mixture_of_text_and_conversations(pool, tmp_path, reversals, shards):
     assert dataset.meta["template"] == "plain"
     ids = dataset.window_ids(1337, 0, 8)
     inputs, targets, positions = dataset.rows(ids)
-    text = [i for i, window in enumerate(ids) if dataset.find_packed(window)[0] is None]
+    text = [row for row, its, _ in dataset.find(ids) if isinstance(its, windows.TextWindows)]
     assert len(text) == 4 and (targets[text] >= 0).all()
     assert (positions[text] == np.arange(32)).all()
     assert 0 < dataset.count_learnt(ids) - 4 * 32 == (targets >= 0).sum() - 4 * 32 < 4 * 32
@@ -517,9 +521,10 @@ def test_text_has_no_answers_to_evaluate(tmp_path, shards, run_train):
 def test_conversations_longer_than_a_window_are_told(tmp_path, reversals, run_train):
     status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 32)
     assert status == 0 and "tokens are learnt" in out
-    packed, = data.TokenDataset(reversals, "train", 32).packed.values()
-    assert packed.cut > 0
-    assert f"{packed.cut:,} conversations lose their end, {packed.left_out:,} have no answer" in out
+    source, = data.TokenDataset(reversals, "train", 32).sources.values()
+    assert source.windows.n_truncated > 0
+    assert (f"{source.windows.n_truncated:,} conversations lose their end, "
+            f"{source.windows.n_left_out:,} have no answer") in out
 
 
 # ---------------------------------------------------------------------------------------------
@@ -576,19 +581,20 @@ def half_learnt(rows):
 
 
 def test_the_answers_right_are_those_that_sample_py_writes(first_letters):
-    """Of the 40 conversations of --eval-answers, by greedy decoding token by token."""
+    """Of the windows that --eval-answers 40 reads, by greedy decoding token by token, each
+    conversation alone."""
     folder, rows = first_letters
     step = half_learnt(rows)
     ours, _ = checkpoint.load_model(folder / f"out/step_{step:08d}.pt")
-    alone = data.TokenDataset(folder / "data", "val", 64, pack=False)
+    dataset = data.TokenDataset(folder / "data", "val", 64)
+    text = written(dataset.tokens_of(answers.choose_windows(dataset, 40)).flatten())
     right = []
-    for window in answers.choose_conversations(alone, 40):
-        (tokens,), (targets,) = alone.tokens_of([window]), alone.rows([window])[1]
-        answer = targets[targets != data.NOT_LEARNT].tolist()
-        first = int(np.flatnonzero(targets != data.NOT_LEARNT)[0])
-        drawn = [token for one in sample.generate(ours, tokens[:first + 1].tolist(), len(answer),
-                                                  256, temperature=0) for token in one.values()]
-        right.append(drawn == answer[:-1] if answer[-1] == 256 else drawn == answer)
+    for prompt, answer in re.findall("(Euser:\n[a-h]+\n\nassistant:\n)(.E)", text):
+        tokens = [256, *prompt[1:].encode()]
+        drawn = [token for one in sample.generate(ours, tokens, 2, 256, temperature=0)
+                 for token in one.values()]
+        right.append(written(drawn) == answer[0])
+    assert len(right) == rows[step - 1]["val_answers"] >= 40
     assert np.mean(right) == pytest.approx(rows[step - 1]["val_answers_right"], abs=1e-6)
 
 

@@ -264,7 +264,7 @@ def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path,
     (8, "8 token.* give more text, or --seq-len 7 or less$")])
 def test_a_shard_without_a_window_is_refused_with_advice_that_can_be_followed(tmp_path, count,
                                                                               problem):
-    (tmp_path / "train_000000.bin").write_bytes(shard(range(count)))
+    (tmp_path / "some_train.bin").write_bytes(shard(range(count)))
     with pytest.raises(ValueError, match=problem):
         data.TokenDataset(str(tmp_path), "train", 8)
 
@@ -1503,17 +1503,17 @@ def test_a_run_tells_the_kernel_each_window_one_batch_ahead(run_train, shards, t
                                                             monkeypatch):
     """Six batches of four: while each is computed, the next has been told and is not yet read."""
     told, read = [], []
-    will_need, tokens_of = data.TokenDataset.will_need, data.TokenDataset.tokens_of
+    will_need, read_windows = data.TokenDataset.will_need, data.TokenDataset.read
 
     def look(self, ids):
         told.append((len(read), list(ids)))
         will_need(self, ids)
 
-    def read_tokens(self, ids):
+    def note_read(self, ids):
         read.extend(ids)
-        return tokens_of(self, ids)
+        return read_windows(self, ids)
     monkeypatch.setattr(data.TokenDataset, "will_need", look)
-    monkeypatch.setattr(data.TokenDataset, "tokens_of", read_tokens)
+    monkeypatch.setattr(data.TokenDataset, "read", note_read)
     status, _, _ = run_train("--data", shards, "--out", tmp_path / "out", *TINY, "--steps", 6,
                              "--eval-every", 0)
     assert status == 0 and len(read) >= 24             # then it evaluates

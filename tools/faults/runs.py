@@ -33,17 +33,17 @@ MODELS = {              # (text, shape)
 
 def spoil(run, batches: int, every: int, tokens_of) -> None:
     """In so many coming batches, one of `every` sequences is tokens_of(its window) instead."""
-    read = run.train_data.tokens_of
+    read = run.train_data.read
     count = batches * run.config.batch_size
     windows = run.train_data.window_ids(run.config.seed, run.batches.position, count)[::every]
     spoiled = {window: tokens_of(window) for window in windows.tolist()}
 
-    def spoiled_tokens_of(window_ids):
-        tokens = read(window_ids)
+    def spoiled_read(window_ids):
+        tokens, *others = read(window_ids)
         for row, window in zip(tokens, window_ids):
             row[:] = spoiled.get(int(window), row)
-        return tokens
-    run.train_data.tokens_of = spoiled_tokens_of
+        return tokens, *others
+    run.train_data.read = spoiled_read
 
 
 def noise(run, batches: int, every: int) -> None:

@@ -1,0 +1,203 @@
+"""The windows of a source: T + 1 tokens each, of text or of conversations. data.TokenDataset makes
+them when it opens the shards, for the --seq-len of the run.
+
+Text is cut into windows wherever one ends. Conversations are packed, whole ones with padding:
+
+    window    | conversation 17 ......... | conversation 4 .... | conversation 90 .. | padding |
+    position    0 1 2 ...                   0 1 2 ...             0 1 2 ...            0 0 ...
+
+Each conversation is in one window, from its first token on, so that no answer loses its question.
+Positions begin again with each, and a token attends to its own conversation alone
+(model.mask_of_packed): the loss of a conversation does not depend on its neighbours.
+
+A target is learnt if it has a loss: of text all, of conversations the answers' tokens. Beside a
+shard of conversations, train_000000.bin, lie the flags of its tokens, train_000000.learn: a byte
+for each, the sum of LEARNT and BEGINS.
+"""
+import mmap
+from bisect import bisect_left, insort
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+LEARNT = 1                  # an answer's token
+BEGINS = 2                  # a conversation's first token
+FLAGS_SUFFIX = ".learn"
+
+
+def open_flags(shard: Path, count: int) -> np.memmap:
+    """The flags of a shard's tokens, uint8 (count,). Raises ValueError if the file is missing or
+    damaged."""
+    path = shard.with_suffix(FLAGS_SUFFIX)
+    size = path.stat().st_size if path.exists() else None
+    if size != count:
+        problem = "is missing" if size is None else f"has {size} bytes for {count} tokens"
+        raise ValueError(f"{path} {problem}: it says which tokens of {shard.name} are learnt: copy "
+                         f"all files again, or remove them and run data.py again")
+    return np.memmap(path, "u1", "r")
+
+
+def pack(lengths: np.ndarray, size: int) -> tuple[np.ndarray, int]:
+    """Best fit decreasing (Johnson 1974): the longest first, each into the window with the least
+    space that is enough. Returns the window of each of these lengths (n,), all at most `size`, and
+    the number of windows: a function of the lengths."""
+    with_space = defaultdict(list)      # {free space: the windows that have so much}
+    spaces = []                         # the free spaces of which there are windows, in order
+    windows = np.empty(len(lengths), np.int64)
+    count = 0
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[i])
+        place = bisect_left(spaces, length)
+        if place < len(spaces):
+            space = spaces[place]
+            window = with_space[space].pop()
+            if not with_space[space]:
+                del spaces[place]
+        else:
+            space, window = size, count
+            count += 1
+        windows[i] = window
+        left = space - length
+        if not with_space[left]:
+            insort(spaces, left)
+        with_space[left].append(window)
+    return windows, count
+
+
+class TextWindows:
+    """The windows of a source of text: window i of a shard is its tokens i T to (i + 1) T, so that
+    the last token of a window is the first of the next. All of its T targets are learnt."""
+
+    def __init__(self, shards, numbers: range, lengths: list[int], seq_len: int):
+        """shards[number] returns the tokens of a shard; the source has those of these `numbers`, of
+        these lengths."""
+        self.shards, self.numbers, self.seq_len = shards, numbers, seq_len
+        self.ends = np.cumsum([(length - 1) // seq_len for length in lengths])  # windows up to each
+        self.count = int(self.ends[-1])
+        self.n_tokens = sum(length for length in lengths if length > seq_len)
+        if self.count == 0:
+            advice = "give more text"
+            if lengths[-1] > 1:
+                advice += f", or --seq-len {lengths[-1] - 1} or less"
+            raise ValueError(f"{shards.paths[numbers[-1]]}: {lengths[-1]} tokens are too few for a "
+                             f"window of {seq_len} + 1: {advice}")
+
+    def arrays(self) -> list[np.ndarray]:
+        """What decides the windows: the shards that are long enough for one."""
+        return [self.shards[number] for number in self.numbers
+                if len(self.shards[number]) > self.seq_len]
+
+    def find(self, window: int) -> tuple[np.ndarray, int]:
+        """(the tokens of the shard that holds a window, the window's first token there)."""
+        place = int(np.searchsorted(self.ends, window, side="right"))
+        before = int(self.ends[place - 1]) if place > 0 else 0
+        return self.shards[self.numbers[place]], (window - before) * self.seq_len
+
+    def fill(self, window: int, tokens, positions, learnt) -> None:
+        """Write a window to these rows (T + 1,)."""
+        shard, start = self.find(window)
+        tokens[:] = shard[start:start + len(tokens)]
+        positions[:] = np.arange(len(positions))
+        learnt[:] = True
+
+    def count_learnt(self, window: int) -> int:
+        return self.seq_len
+
+    def will_need(self, window: int) -> None:
+        """Tell the kernel that a window is read soon. It then reads its pages alone, and in
+        advance: on a page that is missing it would wait, and read as much around it as it reads
+        ahead of sequential reading (megabytes on some disks)."""
+        shard, start = self.find(window)
+        begin = shard.offset + shard.itemsize * start
+        end = begin + shard.itemsize * (self.seq_len + 1)
+        begin -= begin % mmap.PAGESIZE
+        with suppress(OSError):         # it is advice: reading works without it
+            shard.base.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
+
+class ConversationWindows:
+    """The windows of a source of conversations, with the methods of TextWindows.
+
+    count           of the windows
+    n_truncated     conversations that are longer than a window: they lose their end
+    n_left_out      those that then have no answer
+    """
+
+    def __init__(self, shards, numbers: range, flags: list[np.ndarray], seq_len: int):
+        """As TextWindows; and the flags of each shard. A conversation may begin in one shard and
+        end in the next."""
+        self.shards, self.numbers, self.flags, self.seq_len = shards, numbers, flags, seq_len
+        self.starts = np.cumsum([0, *map(len, flags)])[:-1]         # of the shards
+        flags = np.concatenate(flags)
+        self.n_tokens = len(flags)
+        begins = np.flatnonzero(flags & BEGINS)
+        if len(begins) == 0 or begins[0] > 0:
+            raise ValueError(f"{self.flags[0].filename} does not begin with a conversation: remove "
+                             f"the shards and run data.py again")
+        ends = np.append(begins[1:], len(flags))
+        cut_ends = np.minimum(ends, begins + seq_len + 1)
+        # reduceat sums between each two of these; every second sum is of a conversation.
+        bounds = np.stack([begins, cut_ends], axis=1).ravel()
+        is_learnt = np.append(flags & LEARNT, 0)            # the last bound is a place, too
+        learnt = np.add.reduceat(is_learnt, bounds, dtype=np.int64)[::2]
+        has_answer = learnt > 0
+        self.n_truncated = int((cut_ends < ends)[has_answer].sum())
+        self.n_left_out = int((~has_answer).sum())
+        begins, ends, learnt = begins[has_answer], cut_ends[has_answer], learnt[has_answer]
+        if len(begins) == 0:
+            raise ValueError(f"{shards.paths[numbers[0]]}: no conversation has an answer in its "
+                             f"first {seq_len} + 1 tokens: give a larger --seq-len")
+        windows, self.count = pack(ends - begins, seq_len + 1)
+        self.n_learnt = np.bincount(windows, learnt, self.count).astype(np.int64)
+        # Those of a window stand in it in the order of the shards: not the longest first.
+        order = np.argsort(windows, kind="stable")
+        self.begins, self.ends = begins[order], ends[order]
+        self.n_conversations = len(begins)
+        self.firsts = np.searchsorted(windows[order], np.arange(self.count + 1))
+
+    def arrays(self) -> list[np.ndarray]:
+        """As TextWindows: the shards, and their flags."""
+        return [*(self.shards[number] for number in self.numbers), *self.flags]
+
+    def fill(self, window: int, tokens, positions, learnt) -> None:
+        """Write a window to these rows (T + 1,). The padding at its end stays as it is."""
+        place = 0
+        for i in range(self.firsts[window], self.firsts[window + 1]):
+            begin, end = int(self.begins[i]), int(self.ends[i])
+            span = slice(place, place + end - begin)
+            tokens[span], flags = self.read(begin, end)
+            positions[span] = np.arange(end - begin)
+            learnt[span] = flags & LEARNT
+            place += end - begin
+
+    def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens begin ... end - 1 of the source, and their flags, from one shard or several."""
+        number = int(np.searchsorted(self.starts, begin, side="right")) - 1
+        tokens, flags = [], []
+        while begin < end:
+            span = slice(begin - self.starts[number], end - self.starts[number])
+            tokens.append(self.shards[self.numbers[number]][span])
+            flags.append(self.flags[number][span])
+            begin += len(flags[-1])
+            number += 1
+        return np.concatenate(tokens), np.concatenate(flags)
+
+    def count_learnt(self, window: int) -> int:
+        return int(self.n_learnt[window])
+
+    def will_need(self, window: int) -> None:
+        """Nothing: files of conversations are small."""
+
+    def describe(self) -> str:
+        """How the conversations fill the windows, for the start of a run."""
+        n_tokens = int((self.ends - self.begins).sum())
+        text = (f"answers  {self.n_learnt.sum():,} of {n_tokens:,} tokens are learnt; "
+                f"{self.n_conversations:,} conversations in {self.count:,} windows, which are "
+                f"{n_tokens / (self.count * (self.seq_len + 1)):.1%} full")
+        if self.n_truncated or self.n_left_out:
+            text += (f"\nnote     longer than {self.seq_len} + 1 tokens: {self.n_truncated:,} "
+                     f"conversations lose their end, {self.n_left_out:,} have no answer before it "
+                     f"and are left out: give a larger --seq-len")
+        return text
