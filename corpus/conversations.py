@@ -25,6 +25,7 @@ ordinary text: a content that has one is refused, <|endoftext|> begins a convers
 answer.
 """
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
@@ -122,36 +123,38 @@ def texts_of(messages) -> Iterator[str]:
 # ---- From messages to tokens ----------------------------------------------------------------
 
 def plain(messages, encoding):
-    """Yield (tokens, whether they are learnt), in order. A message without content is an answer
-    that the model is to write: its content is not yielded."""
-    encode = encoding.encode_ordinary
-    yield [encoding.eot_token], False
+    """Yield texts, and tokens of which one ends a text: (text or token, whether it is learnt). A
+    message without content is an answer that the model is to write: its content is not yielded."""
+    yield encoding.eot_token, False
     for role, content in messages:
         if role != ASSISTANT:
-            yield encode(f"{role}:\n{content}\n\n"), False
+            yield f"{role}:\n{content}\n\n", False
             continue
-        yield encode(f"{role}:\n"), False
+        yield f"{role}:\n", False
         if content is not None:
-            yield [*encode(content), encoding.eot_token], True
+            yield content, True
+            yield encoding.eot_token, True
 
 
 def chatml(messages, encoding):
-    """As `plain`. (An answer is encoded by itself, as a model writes it: its tokens can differ from
-    those of the whole text where it begins with white space.)"""
-    encode = encoding.encode_ordinary
-    start, end = (encode(mark) for mark in MARKS)
+    """As `plain`."""
+    start, end = MARKS
     if has_marks(encoding):
-        start, end = ([encoding.encode_single_token(mark)] for mark in MARKS)
+        start, end = (encoding.encode_single_token(mark) for mark in MARKS)
     else:
-        yield [encoding.eot_token], False
+        yield encoding.eot_token, False
     for role, content in messages:
+        yield start, False
         if role != ASSISTANT:
-            yield [*start, *encode(f"{role}\n{content}"), *end, *encode("\n")], False
+            yield f"{role}\n{content}", False
+            yield end, False
+            yield "\n", False
             continue
-        yield [*start, *encode(f"{role}\n")], False
+        yield f"{role}\n", False
         if content is not None:
-            yield [*encode(content), end_of_answer("chatml", encoding)], True
-            yield encode("\n"), False
+            yield content, True
+            yield end_of_answer("chatml", encoding), True
+            yield "\n", False
 
 
 TEMPLATES = {"plain": plain, "chatml": chatml}
@@ -184,11 +187,16 @@ def check_contents(messages, template: str, encoding) -> None:
 
 
 def render(messages, template: str, encoding) -> tuple[list[int], list[bool]]:
-    """The tokens of a conversation, and which are learnt."""
+    """The tokens of a conversation, and which are learnt. What stands between two answers is
+    encoded as one text, as transformers does it. (An answer is encoded by itself, as a model writes
+    it: its tokens can differ from those of the whole text where it begins with white space.)"""
     tokens, learnt = [], []
-    for part, is_learnt in TEMPLATES[template](messages, encoding):
-        tokens += part
-        learnt += [is_learnt] * len(part)
+    parts = TEMPLATES[template](messages, encoding)
+    for (kind, is_learnt), group in groupby(parts, lambda part: (type(part[0]), part[1])):
+        values = [value for value, _ in group]
+        new = values if kind is int else encoding.encode_ordinary("".join(values))
+        tokens += new
+        learnt += [is_learnt] * len(new)
     return tokens, learnt
 
 

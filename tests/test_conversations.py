@@ -660,8 +660,9 @@ def in_transformers(folder, turns, **options):
 
 
 @pytest.mark.filterwarnings("ignore")           # what transformers warns of is not ours
-@pytest.mark.parametrize("template, tokenizer", [("plain", "bytes"), ("chatml", "bytes"),
-                                                 ("chatml", "json")])
+@pytest.mark.parametrize("template, tokenizer", [
+    ("plain", "bytes"), ("chatml", "bytes"), ("chatml", "json"), ("plain", "own"),
+    ("chatml", "own")])
 def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_tokenizer, template,
                                                            tokenizer):
     """transformers writes a conversation of three turns with our tokens, and would end its answers
@@ -671,6 +672,12 @@ def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_toke
     if tokenizer == "json":
         own = marked_tokenizer.read_text()
         tokenizer = name_of(own)
+    if tokenizer == "own":              # it merges "\n\n", but not before a word
+        records = [pair(f"{i}?\n\n", "?<|\n\n") for i in range(30)]
+        data.prepare([write(tmp_path / "c.jsonl", records)], tmp_path / "d", "own", field=None,
+                     train_tokens=280)
+        tokenizer, own = (data.read_meta(tmp_path / "d")[key]
+                          for key in ("tokenizer", "tokenizer_file"))
     encoding = data.get_tokenizer(tokenizer, own)
     cfg = LlamaConfig(vocab_size=encoding.n_vocab, seq_len=64, n_layer=1, n_head=2, n_embd=16,
                       tied=True)
