@@ -268,10 +268,10 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     val_data = TokenDataset(config.data, "val", shape["seq_len"])
     if config.noise_scale > 0 and data.packed:
         raise ValueError("--noise-scale needs microbatches with equally many targets, which those "
-                         "of conversations have not: drop it")
+                         "of conversations have not: give --noise-scale 0")
     if config.eval_answers > 0 and not val_data.packed:
-        raise ValueError(f"--eval-answers is for conversations, and {config.data} has none: drop "
-                         f"it, or make --data from lines with messages or prompt and completion")
+        raise ValueError(f"--eval-answers is for conversations, and {config.data} has none: give "
+                         f"--eval-answers 0, or make --data from lines with messages or prompt and completion")
     if "decay_ratio" in given and config.lr_schedule != "wsd":
         raise ValueError(f"--decay-ratio is for --lr-schedule wsd, not {config.lr_schedule}, which "
                          f"decays until the last step: give --lr-schedule wsd, or drop the flag")

@@ -188,8 +188,9 @@ def format_eval(row: dict, run) -> str:
         notes.append(note)
     text = "\n".join((line + note).rstrip() for line, note in zip(align(cells), notes))
     if "val_answers_right" in row:
+        there = sum(len(packed.begins) for packed in run.val_data.packed.values())
         text += (f"\nanswers: greedy decoding gives {row['val_answers_right']:.1%} of those of "
-                 f"{run.config.eval_answers:,} conversations")
+                 f"{min(run.config.eval_answers, there):,} conversations")
     return text
 
 
