@@ -234,11 +234,13 @@ class TokenDataset:
             first = self.n_windows
             n_tokens = 0
             twins = []
-            for path in find_shards(directory, split):
+            paths = find_shards(directory, split)
+            meta = read_meta(directory)
+            for path in paths:
                 length = self.shards.append(path)
                 self.firsts.append(self.n_windows)
                 n_tokens += length
-                if path.with_suffix(TWIN).exists() or twins:
+                if meta["template"] is not None:
                     twins.append(open_twin(path, length))
                 else:
                     self.n_windows += (length - 1) // seq_len
@@ -250,13 +252,10 @@ class TokenDataset:
                     advice += f", or --seq-len {length - 1} or less"
                 raise ValueError(f"{path}: {length} tokens are too few for a window of "
                                  f"{seq_len} + 1: {advice}")
-            meta = read_meta(directory)
             if n_tokens != meta["tokens"].get(split, n_tokens):
                 raise ValueError(f"{directory} has {n_tokens:,} {split} tokens, but its meta.json "
                                  f"says {meta['tokens'][split]:,}: a shard is missing or of other "
                                  f"data: copy all files again")
-            if meta["template"] is not None and not twins:
-                open_twin(path, length)         # raises ValueError: it is missing
             self.n_tokens += n_tokens
             for folder, other in zip(mixture, self.sources.values()):
                 pair = f"--data {data}: {folder} and {directory}"
