@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Iterator, NamedTuple
 
 from corpus.problems import NotText
-from corpus.records import JSON_NAMES, is_conversation, read_rows
+from corpus.records import kind_of_value, read_rows
 
 ROLES = ("system", "user", "assistant")
 ASSISTANT = "assistant"
@@ -43,7 +43,7 @@ class Message(NamedTuple):
 
 
 class Answer(str):
-    """The content of an answer, among the texts of a conversation."""
+    """The content of an answer to a user, among the texts of a conversation."""
 
 
 # ---- From records to messages ---------------------------------------------------------------
@@ -60,15 +60,19 @@ def messages_of_line(line: bytes) -> list[Message]:
 def read_table(path: Path):
     """Yield the conversations of a Parquet file, or a NotText for each row that holds none."""
     def choose(kinds):
-        if not is_conversation(kinds):
-            raise ValueError(f'{path} has neither a column "messages" nor "prompt" and '
-                             f'"completion": prepare text by itself')
-        return ["messages"] if "messages" in kinds else ["prompt", "completion"]
+        if "messages" in kinds:
+            return ["messages"]
+        if {"prompt", "completion"} <= kinds.keys():
+            return ["prompt", "completion"]
+        raise ValueError(f'{path} has neither a column "messages" nor "prompt" and "completion": '
+                         f'prepare text by itself')
 
     for number, row in read_rows(path, choose):
         try:
             messages = messages_of({name: value.as_py() for name, value in row.items()})
-        except ValueError as error:         # a UnicodeDecodeError, too
+        except UnicodeDecodeError as error:
+            messages = [NotText(f"{path} row {number} is not UTF-8 ({error.reason})")]
+        except ValueError as error:
             messages = [NotText(f"{path} row {number}{error}")]
         yield messages
 
@@ -77,11 +81,11 @@ def messages_of(record) -> list[Message]:
     """The messages of a record. Raises ValueError, which says what is wrong, as what follows the
     place of the record."""
     if not isinstance(record, dict):
-        raise ValueError(f" is {JSON_NAMES[type(record)]}, not an object")
+        raise ValueError(f" is {kind_of_value(record)}, not an object")
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list):
-            raise ValueError(f': "messages" is {JSON_NAMES[type(messages)]}, not an array')
+            raise ValueError(f': "messages" is {kind_of_value(messages)}, not an array')
     elif {"prompt", "completion"} <= record.keys():
         messages = [dict(role="user", content=record["prompt"]),
                     dict(role=ASSISTANT, content=record["completion"])]
@@ -96,12 +100,12 @@ def messages_of(record) -> list[Message]:
 
 def parse_message(message) -> Message:
     if not isinstance(message, dict):
-        raise ValueError(f": a message is {JSON_NAMES[type(message)]}, not an object")
+        raise ValueError(f": a message is {kind_of_value(message)}, not an object")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise ValueError(f": the role {json.dumps(role)} is none of {', '.join(ROLES)}")
+        raise ValueError(f": the role {json.dumps(role, default=str)} is none of {', '.join(ROLES)}")
     if not isinstance(content, str):
-        raise ValueError(f': the "content" of a message of {role} is {JSON_NAMES[type(content)]}, '
+        raise ValueError(f': the "content" of a message of {role} is {kind_of_value(content)}, '
                          f'not a string')
     try:
         content.encode()
@@ -112,12 +116,15 @@ def parse_message(message) -> Message:
 
 def texts_of(messages) -> Iterator[str]:
     """A conversation as texts, to be hashed and compared. A NotText stays what it is."""
+    is_asked = False
     for message in messages:
         if isinstance(message, NotText):
             yield message
             return
-        yield f"{message.role}:\n"
-        yield Answer(message.content) if message.role == ASSISTANT else message.content
+        role, content = message
+        yield f"{role}:\n"
+        yield Answer(content) if is_asked and role == ASSISTANT else content
+        is_asked = is_asked or role == "user"
 
 
 # ---- From messages to tokens ----------------------------------------------------------------

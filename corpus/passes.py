@@ -86,7 +86,7 @@ def index_documents(files, seed: int, field: str | None = "text",
 def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None):
     """(digest and size in bytes of each document, those that cannot be read). The size is 0 without
     text. `keys` receives the beginning of each. The digest of a conversation begins with the one of
-    its text before the first answer, by which the split is chosen."""
+    its text before the first answer to a user, by which the split is chosen."""
     count_bytes = progress("reading")
     salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
     table = bytearray()

@@ -1,7 +1,7 @@
 """Which documents validate: a function of (seed, text of the document), about 5% of them. If these
 hold more than a quarter of the text, each gives only its end, together 5% of all. With fewer than
 20 documents, each gives its last 5%. Conversations are never cut, and those with the same text
-before the first answer are in the same split."""
+before the first answer to a user are in the same split."""
 import numpy as np
 
 VAL_ONE_IN = 20             # documents, or bytes of each document where there are fewer

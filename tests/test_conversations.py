@@ -9,6 +9,7 @@ import math
 import random
 import re
 from dataclasses import asdict, replace
+from datetime import date
 
 import numpy as np
 import pytest
@@ -261,6 +262,19 @@ def test_shards_of_any_size_have_the_same_windows(reversals, tmp_path):
         assert np.array_equal(ours, theirs)
 
 
+def test_a_greeting_is_no_prompt(tmp_path, run_data):
+    """Conversations that begin with the same answer are split by the text before the next one."""
+    records = [messages(("assistant", "Hello!"), ("user", f"prompt {i}"), ("assistant", f"{j}"))
+               for i in range(40) for j in range(4)]
+    assert run_data("--input", write(tmp_path / "c.jsonl", records), "--out", tmp_path / "d",
+                    "--tokenizer", "bytes", "--near-duplicates", "ignore")[0] == 0
+    train_prompts, val_prompts = (
+        re.findall(r"prompt \d+", written(data.open_shard(tmp_path / f"d/{split}_000000.bin")))
+        for split in ("train", "val"))
+    assert len(train_prompts) > 100 > 0 < len(val_prompts)
+    assert not set(train_prompts) & set(val_prompts)
+
+
 def test_a_prompt_is_in_one_split_and_equal_conversations_count_once(tmp_path, run_data):
     """Forty prompts with four answers each, and all of it twice."""
     records = [pair(f"prompt {i}", f"{j}") for i in range(40) for j in range(4)]
@@ -285,6 +299,8 @@ def parquet(path, records):
 @pytest.mark.parametrize("name, make", [
     ("c.jsonl.gz", lambda path, records: path.write_bytes(gzip.compress(
         "".join(json.dumps(record) + "\n" for record in records).encode()))),
+    ("c.jsonl", lambda path, records: path.write_text(
+        "\n" + "".join(json.dumps(record) + "\r\n" for record in records), "utf-16")),
     ("c.json", write), ("c.parquet", parquet)])
 @pytest.mark.parametrize("with_messages", [True, False])
 def test_every_kind_of_file_gives_the_same_shards(tmp_path, run_data, name, make, with_messages):
@@ -322,6 +338,26 @@ def test_what_is_no_conversation_is_refused_with_its_place(tmp_path, run_data, r
                                   tmp_path / "d", "--tokenizer", "bytes")
     assert (status, out) == (2, "") and words in error and error.count("\n") == 1
     assert not list(tmp_path.glob("d/*"))
+
+
+@pytest.mark.parametrize("rows, words", [
+    ([pair(b"a", b"b")], 'row 1: the "content" of a message of user is bytes, not a string'),
+    ([dict(messages=date(2024, 1, 1))], 'row 1: "messages" is date, not an array'),
+    ([messages((date(2024, 1, 1), "a"))], 'row 1: the role "2024-01-01" is none of system')])
+def test_what_parquet_alone_has_is_refused_with_its_place(tmp_path, run_data, rows, words):
+    parquet(tmp_path / "c.parquet", rows)
+    status, out, error = run_data("--input", tmp_path / "c.parquet", "--out", tmp_path / "d",
+                                  "--tokenizer", "bytes")
+    assert (status, out) == (2, "") and words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name, make", [("c.jsonl", write), ("c.parquet", parquet)])
+def test_a_template_makes_conversations_of_records_that_have_text_too(tmp_path, run_data, name,
+                                                                     make):
+    make(tmp_path / name, [dict(text="t") | pair(f"{i}", "a") for i in range(30)])
+    assert run_data("--input", tmp_path / name, "--template", "plain", "--out", tmp_path / "d",
+                    "--tokenizer", "bytes")[0] == 0
+    assert list((tmp_path / "d").glob("*.learn"))
 
 
 def test_text_and_conversations_are_not_mixed_in_one_job(tmp_path, run_data):
@@ -512,6 +548,29 @@ def test_text_has_no_answers_to_evaluate(tmp_path, shards, run_train):
     assert status == 2 and "--eval-answers is for conversations" in error
 
 
+def test_the_first_of_many_twins_is_needed(tmp_path):
+    """Its shard is not taken for text, nor the twin of an earlier data set for the text's."""
+    chat = write(tmp_path / "c.jsonl", [pair(f"prompt {i}", "d") for i in range(60)])
+    data.prepare([chat], tmp_path / "d", "bytes", field=None, shard_tokens=1024)
+    twin = tmp_path / "d/train_000000.learn"
+    stale = twin.read_bytes()
+    twin.unlink()
+    with pytest.raises(ValueError, match="train_000000.learn is missing"):
+        data.TokenDataset(tmp_path / "d", "train", 32)
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/train_000000.learn").write_bytes(stale)
+    (tmp_path / "t.txt").write_text("text " * 1000)
+    data.prepare([tmp_path / "t.txt"], tmp_path / "t", "bytes")
+    assert not data.TokenDataset(tmp_path / "t", "train", 32).packed
+
+
+def test_as_many_answers_are_evaluated_as_there_are(tmp_path, reversals, run_train):
+    status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 32,
+                               "--eval-answers", 1000)
+    count = data.TokenDataset(reversals, "val", 32, pack=False).n_windows
+    assert status == 0 and f"of those of {count} conversations" in out
+
+
 def test_conversations_longer_than_a_window_are_told(tmp_path, reversals, run_train):
     status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 32)
     assert status == 0 and "tokens are learnt" in out
@@ -604,7 +663,8 @@ def test_the_answers_right_are_the_same_in_every_layout(pool, first_letters, tmp
 # ---------------------------------------------------------------------------------------------
 
 def chat_with(monkeypatch, capsys, file, lines, *flags):
-    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    lines = lines.encode(errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8", newline="\n"))
     return run_main(capsys, sample, "--ckpt", file, "--chat", "--temperature", 0, *flags)
 
 
@@ -614,6 +674,26 @@ def test_a_chat_answers_each_line_of_standard_input(first_letters, monkeypatch, 
     folder, _ = first_letters
     result = chat_with(monkeypatch, capsys, folder / "out/latest.pt", "gabc\n\nbbac\n\nhabc")
     assert result == (0, "g\nb\nh\n", "")
+
+
+def test_a_chat_reads_line_ends_of_windows_and_survives_a_wrong_byte(first_letters, monkeypatch,
+                                                                     capsys):
+    """The line in the middle is empty. A character stands for a byte that is not UTF-8."""
+    folder, _ = first_letters
+    shown = []
+    monkeypatch.setattr(sample, "generate", lambda model, tokens, *_: shown.append(tokens) or [])
+    result = chat_with(monkeypatch, capsys, folder / "out/latest.pt", "ab\r\n\r\nc\udcffd\n")
+    assert result == (0, "\n\n", "")
+    assert [bytes(tokens[1:]).decode() for tokens in shown] == [
+        "user:\nab\n\nassistant:\n", "user:\nc\ufffdd\n\nassistant:\n"]
+
+
+def test_a_chat_with_standard_input_closed_is_refused_in_a_line(first_letters, monkeypatch, capsys):
+    folder, _ = first_letters
+    monkeypatch.setattr("sys.stdin", None)
+    status, out, error = run_main(capsys, sample, "--ckpt", folder / "out/latest.pt", "--chat")
+    assert (status, out) == (2, "") and error.count("\n") == 1
+    assert "--chat reads standard input, which is closed" in error
 
 
 def test_a_chat_shows_the_model_the_conversation_so_far(first_letters, monkeypatch, capsys):
