@@ -235,12 +235,12 @@ class TokenDataset:
             n_tokens = 0
             twins = []
             paths = find_shards(directory, split)
-            meta = read_meta(directory)
+            has_twins = any(path.with_suffix(TWIN).exists() for path in paths)
             for path in paths:
                 length = self.shards.append(path)
                 self.firsts.append(self.n_windows)
                 n_tokens += length
-                if meta["template"] is not None:
+                if has_twins:
                     twins.append(open_twin(path, length))
                 else:
                     self.n_windows += (length - 1) // seq_len
@@ -252,10 +252,13 @@ class TokenDataset:
                     advice += f", or --seq-len {length - 1} or less"
                 raise ValueError(f"{path}: {length} tokens are too few for a window of "
                                  f"{seq_len} + 1: {advice}")
+            meta = read_meta(directory)
             if n_tokens != meta["tokens"].get(split, n_tokens):
                 raise ValueError(f"{directory} has {n_tokens:,} {split} tokens, but its meta.json "
                                  f"says {meta['tokens'][split]:,}: a shard is missing or of other "
                                  f"data: copy all files again")
+            if meta["template"] is not None and not twins:
+                open_twin(path, length)         # raises ValueError: it is missing
             self.n_tokens += n_tokens
             for folder, other in zip(mixture, self.sources.values()):
                 pair = f"--data {data}: {folder} and {directory}"
@@ -732,7 +735,7 @@ def write_shards(folder: Path, index: Index, encoding, shard_tokens: int,
 def check_held(out: Path, source: str) -> None:
     """Raise ValueError if `out` holds shards of another source, on which a run may be training."""
     meta_path = out / "meta.json"
-    held = [*out.glob("[!.]*.bin"), *out.glob("meta.json")]
+    held = [*out.glob("[!.]*.bin"), *out.glob(f"[!.]*{TWIN}"), *out.glob("meta.json")]
     if held and not (meta_path.exists() and f'"{source}"' in meta_path.read_text()):
         raise ValueError(f"{held[0]} was made of other text, with other flags or by another "
                          f"program: give another --out, or remove the shards and meta.json")

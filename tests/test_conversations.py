@@ -549,7 +549,7 @@ def test_text_has_no_answers_to_evaluate(tmp_path, shards, run_train):
 
 
 def test_the_first_of_many_twins_is_needed(tmp_path):
-    """Its shard is not taken for text, nor the twin of an earlier data set for the text's."""
+    """Its shard is not taken for text. Nor is text written beside the twin of other shards."""
     chat = write(tmp_path / "c.jsonl", [pair(f"prompt {i}", "d") for i in range(60)])
     data.prepare([chat], tmp_path / "d", "bytes", field=None, shard_tokens=1024)
     twin = tmp_path / "d/train_000000.learn"
@@ -560,8 +560,8 @@ def test_the_first_of_many_twins_is_needed(tmp_path):
     (tmp_path / "t").mkdir()
     (tmp_path / "t/train_000000.learn").write_bytes(stale)
     (tmp_path / "t.txt").write_text("text " * 1000)
-    data.prepare([tmp_path / "t.txt"], tmp_path / "t", "bytes")
-    assert not data.TokenDataset(tmp_path / "t", "train", 32).packed
+    with pytest.raises(ValueError, match="train_000000.learn was made of other text"):
+        data.prepare([tmp_path / "t.txt"], tmp_path / "t", "bytes")
 
 
 def test_as_many_answers_are_evaluated_as_there_are(tmp_path, reversals, run_train):
