@@ -191,6 +191,7 @@ def main() -> None:
             raise ValueError(f"{args.ckpt} was not trained on conversations: drop --chat, or train "
                              f"it on some (docs/instructions.md)")
         prompts = [] if args.chat else read_prompts(args)
+        lines = read_lines() if args.chat else []
     except (ValueError, OSError) as error:
         parser.error(str(error), getattr(error, "status", 2))
     model.to(device, PRECISIONS[args.dtype][0])
@@ -198,10 +199,7 @@ def main() -> None:
         parser.error("standard output, where the text goes, is closed: give a file or a pipe")
     sys.stdout.reconfigure(errors="replace")        # for a terminal that lacks a character
     if args.chat:
-        try:
-            chat(model, tokenizer, state["template"], read_lines(), args)
-        except UnicodeDecodeError as error:
-            parser.error(f"standard input is not UTF-8 text ({error.reason})")
+        chat(model, tokenizer, state["template"], lines, args)
     seeds = range(args.seed, args.seed + (args.num_samples or 1))
     for number, prompt in enumerate(prompts):
         for first in seeds[::AT_ONCE]:

@@ -25,11 +25,12 @@ ordinary text: a content that has one is refused, <|endoftext|> begins a convers
 answer.
 """
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
 from corpus.problems import NotText
-from corpus.records import JSON_NAMES, read_rows
+from corpus.records import kind_of_value, read_rows
 
 ROLES = ("system", "user", "assistant")
 ASSISTANT = "assistant"
@@ -78,11 +79,11 @@ def read_table(path: Path):
 def messages_of(record) -> list[Message]:
     """The messages of a record. Raises ValueError, whose message continues "FILE line N"."""
     if not isinstance(record, dict):
-        raise ValueError(f" is {JSON_NAMES[type(record)]}, not an object")
+        raise ValueError(f" is {kind_of_value(record)}, not an object")
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list):
-            raise ValueError(f': "messages" is {JSON_NAMES[type(messages)]}, not an array')
+            raise ValueError(f': "messages" is {kind_of_value(messages)}, not an array')
     elif {"prompt", "completion"} <= record.keys():
         messages = [dict(role="user", content=record["prompt"]),
                     dict(role=ASSISTANT, content=record["completion"])]
@@ -97,12 +98,17 @@ def messages_of(record) -> list[Message]:
 
 def parse_message(message) -> Message:
     if not isinstance(message, dict):
-        raise ValueError(f": a message is {JSON_NAMES[type(message)]}, not an object")
+        raise ValueError(f": a message is {kind_of_value(message)}, not an object")
     role, content = message.get("role"), message.get("content")
+    for key in ("tool_calls", "function_call"):
+        if message.get(key):
+            raise ValueError(f': a message has "{key}", which no template here writes')
+    if message.get("weight") == 0:
+        raise ValueError(': a message has "weight" 0, but every answer is learnt')
     if role not in ROLES:
-        raise ValueError(f": the role {json.dumps(role)} is none of {', '.join(ROLES)}")
+        raise ValueError(f": the role {json.dumps(role, default=str)} is none of {', '.join(ROLES)}")
     if not isinstance(content, str):
-        raise ValueError(f': the "content" of a message of {role} is {JSON_NAMES[type(content)]}, '
+        raise ValueError(f': the "content" of a message of {role} is {kind_of_value(content)}, '
                          f'not a string')
     try:
         content.encode()
@@ -124,36 +130,38 @@ def texts_of(messages) -> Iterator[str]:
 # ---- From messages to tokens ----------------------------------------------------------------
 
 def plain(messages, encoding):
-    """Yield (tokens, whether they are learnt), in order. A message without content is an answer
-    that the model is to write: its content is not yielded."""
-    encode = encoding.encode_ordinary
-    yield [encoding.eot_token], False
+    """Yield texts, and tokens of which one ends a text: (text or token, whether it is learnt). A
+    message without content is an answer that the model is to write: its content is not yielded."""
+    yield encoding.eot_token, False
     for role, content in messages:
         if role != ASSISTANT:
-            yield encode(f"{role}:\n{content}\n\n"), False
+            yield f"{role}:\n{content}\n\n", False
             continue
-        yield encode(f"{role}:\n"), False
+        yield f"{role}:\n", False
         if content is not None:
-            yield [*encode(content), encoding.eot_token], True
+            yield content, True
+            yield encoding.eot_token, True
 
 
 def chatml(messages, encoding):
-    """As `plain`. (An answer is encoded by itself, as a model writes it: its tokens can differ from
-    those of the whole text where it begins with white space.)"""
-    encode = encoding.encode_ordinary
-    start, end = (encode(mark) for mark in MARKS)
+    """As `plain`."""
+    start, end = MARKS
     if has_marks(encoding):
-        start, end = ([encoding.encode_single_token(mark)] for mark in MARKS)
+        start, end = (encoding.encode_single_token(mark) for mark in MARKS)
     else:
-        yield [encoding.eot_token], False
+        yield encoding.eot_token, False
     for role, content in messages:
+        yield start, False
         if role != ASSISTANT:
-            yield [*start, *encode(f"{role}\n{content}"), *end, *encode("\n")], False
+            yield f"{role}\n{content}", False
+            yield end, False
+            yield "\n", False
             continue
-        yield [*start, *encode(f"{role}\n")], False
+        yield f"{role}\n", False
         if content is not None:
-            yield [*encode(content), end_of_answer("chatml", encoding)], True
-            yield encode("\n"), False
+            yield content, True
+            yield end_of_answer("chatml", encoding), True
+            yield "\n", False
 
 
 TEMPLATES = {"plain": plain, "chatml": chatml}
@@ -186,11 +194,16 @@ def check_contents(messages, template: str, encoding) -> None:
 
 
 def render(messages, template: str, encoding) -> tuple[list[int], list[bool]]:
-    """The tokens of a conversation, and which are learnt."""
+    """The tokens of a conversation, and which are learnt. What stands between two answers is
+    encoded as one text, as transformers does it. (An answer is encoded by itself, as a model writes
+    it: its tokens can differ from those of the whole text where it begins with white space.)"""
     tokens, learnt = [], []
-    for part, is_learnt in TEMPLATES[template](messages, encoding):
-        tokens += part
-        learnt += [is_learnt] * len(part)
+    parts = TEMPLATES[template](messages, encoding)
+    for (kind, is_learnt), group in groupby(parts, lambda part: (type(part[0]), part[1])):
+        values = [value for value, _ in group]
+        new = values if kind is int else encoding.encode_ordinary("".join(values))
+        tokens += new
+        learnt += [is_learnt] * len(new)
     return tokens, learnt
 
 

@@ -9,38 +9,23 @@ Lines and rows may also hold conversations (conversations.py). All but .parquet 
 or .zst. UTF-8, or UTF-16 and UTF-32 with their byte-order marks, which are not part of the text. A
 NotText stands for a document that cannot be read, so that one in a thousand can be left out.
 """
-import codecs
 import io
 import re
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 
-from corpus.compressed import BLOCK, open_bytes
+from corpus.compressed import BLOCK
 from corpus.conversations import messages_of_line, read_table
 from corpus.kinds import kind_of, what_it_is
 from corpus.messages import named
 from corpus.problems import LFS_POINTER, NotText, guess
-from corpus.records import read_lines, read_texts, text_of_line
+from corpus.records import open_text, read_lines, read_texts, text_of_line
 
 EOT = "<|endoftext|>"
 MOST_HELD = 1 << 16         # white space that is held back until more text comes
-MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le",    # before UTF-16's, which
-         codecs.BOM_UTF32_BE: "utf-32-be", codecs.BOM_UTF16_LE: "utf-16-le",    # begins as this
-         codecs.BOM_UTF16_BE: "utf-16-be"}
 # A line of <|endoftext|>. The line end before it belongs to it, the one behind it does not.
 EOT_LINE = re.compile(r"\n[^\S\n]*<\|endoftext\|>[^\S\n]*(?=\n)")
-
-
-def open_text(path: Path):
-    """(the file behind its byte-order mark, its encoding)."""
-    file = open_bytes(path)
-    start = file.peek(4)
-    for mark, encoding in MARKS.items():
-        if start.startswith(mark):
-            file.read(len(mark))
-            return file, encoding
-    return file, "utf-8"
 
 
 def read_documents(path: Path, field: str | None = "text"):

@@ -86,7 +86,7 @@ def index_documents(files, seed: int, field: str | None = "text",
 def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None):
     """(digest and size in bytes of each document, those that cannot be read). The size is 0 without
     text. `keys` receives the beginning of each. The digest of a conversation begins with the one of
-    its text before the first answer, by which the split is chosen."""
+    its text before the last answer, by which the split is chosen."""
     count_bytes = progress("reading")
     salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
     table = bytearray()
@@ -104,7 +104,7 @@ def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None
                 check_problems(problems, len(table) // 24 + 1)
                 has_text = False
                 break
-            if isinstance(text, Answer) and not before_answer:
+            if isinstance(text, Answer):
                 before_answer = digest.digest()[:8]
             raw = text.encode()
             digest.update(raw)
@@ -121,7 +121,7 @@ def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None
             keys.add("".join(beginning))
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
     check_problems(problems, len(table), at_end=True)
-    if marks > 0:
+    if marks > 0 and field is not None:
         note(f"{EOT} stands {marks:,} times within a line or a field, where it is ordinary text: "
              f"in a .txt, a line of its own ends a document")
     return table, problems

@@ -10,16 +10,29 @@ from corpus.kinds import what_it_is
 from corpus.problems import LFS_POINTER, NotText, guess
 
 ROWS_AT_ONCE = 256
+MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le",    # before UTF-16's, which
+         codecs.BOM_UTF32_BE: "utf-32-be", codecs.BOM_UTF16_LE: "utf-16-le",    # begins as this
+         codecs.BOM_UTF16_BE: "utf-16-be"}
 STRINGS = ("string", "large_string", "dictionary<values=string")        # Arrow's names
+
+
+def open_text(path: Path):
+    """(the file behind its byte-order mark, its encoding)."""
+    file = open_bytes(path)
+    start = file.peek(4)
+    for mark, encoding in MARKS.items():
+        if start.startswith(mark):
+            file.read(len(mark))
+            return file, encoding
+    return file, "utf-8"
 
 
 def read_lines(path: Path, file, encoding: str, parse):
     """Yield the documents of a file of JSON by lines. parse(line) returns one; a ValueError says
     what is wrong with the line."""
-    lines = file if encoding == "utf-8" else recode(file, encoding)
     try:
         is_first = True
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(lines_of(file, encoding), 1):
             if not line.strip():
                 continue
             if is_first:
@@ -44,8 +57,11 @@ def text_of_line(line: bytes, field: str) -> list[str]:
     return [text]
 
 
-def recode(file, encoding: str):
+def lines_of(file, encoding: str):
     """Yield the lines of a file in UTF-8."""
+    if encoding == "utf-8":
+        yield from file
+        return
     with io.TextIOWrapper(file, encoding, newline="\n") as wrapped:
         for line in wrapped:
             yield line.encode()
@@ -56,10 +72,10 @@ def first_fields(path: Path) -> list[str]:
     if path.name.lower().endswith(".parquet"):
         from pyarrow import parquet
         return parquet.read_schema(path).names
-    with open_bytes(path) as file:
-        lines = (line.removeprefix(codecs.BOM_UTF8) for line in file)
-        line = next((line for line in lines if line.strip()), b"")
+    file, encoding = open_text(path)
     try:
+        with file:
+            line = next((line for line in lines_of(file, encoding) if line.strip()), b"")
         record = json.loads(line)
     except (ValueError, RecursionError):
         return []
@@ -92,8 +108,10 @@ def check_first_line(path: Path, line: bytes) -> None:
         pass                    # why_no_text says it
 
 
-JSON_NAMES = {type(None): "null", bool: "true or false", int: "a number", float: "a number",
-              list: "an array", dict: "an object", str: "a string"}
+def kind_of_value(value) -> str:
+    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number",
+             list: "an array", dict: "an object", str: "a string"}
+    return names.get(type(value), type(value).__name__)         # Parquet has others, such as bytes
 
 
 def why_no_text(line: bytes, field: str) -> str:
@@ -103,17 +121,24 @@ def why_no_text(line: bytes, field: str) -> str:
     except (ValueError, RecursionError) as error:
         return f' is not JSON with a string "{field}": {error}'
     if not isinstance(value, dict):
-        return f' is {JSON_NAMES[type(value)]}, not an object with a string "{field}"'
+        return f' is {kind_of_value(value)}, not an object with a string "{field}"'
     if field not in value:
         return f" has no field {other_fields(field, value)}"
     if not isinstance(value[field], str):
-        return f': "{field}" is {JSON_NAMES[type(value[field])]}, not a string'
+        return f': "{field}" is {kind_of_value(value[field])}, not a string'
     return f': "{field}" has half a surrogate pair, which is no character: correct the line'
+
+
+# Those of Alpaca, ShareGPT and preference data.
+CONVERSATION_FIELDS = {"instruction", "conversations", "prompt", "response", "chosen", "messages"}
 
 
 def other_fields(field: str, names) -> str:
     """"text", but what there is instead, and what to do."""
     found = ", ".join(f'"{name}"' for name in list(names)[:5]) or "no field"
+    if CONVERSATION_FIELDS & set(names):
+        return (f'"{field}", but {found}: for conversations rename the fields to "prompt" and '
+                f'"completion", or to "messages" (docs/instructions.md)')
     return f'"{field}", but {found}: give the name of the one with the text to --text-field'
 
 

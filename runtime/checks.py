@@ -247,6 +247,10 @@ def check_data(given: dict, state: dict, file, dataset: TokenDataset, config,
             warn(f"{file} is of a version that told shards without meta.json apart by names and "
                  f"sizes: make sure that {found} is what it was trained on; from its next "
                  f"checkpoint on, samples of the tokens are compared")
+    template = state.get("template")
+    if template is not None and meta.get("template", template) != template:
+        warn(f"{file} was trained on conversations by the template {template}, and {config.data} "
+             f"has {meta['template']}: data.py --template {template} makes it alike")
     if fine_tunes or set(trained_on) <= set(dataset.sources):
         return
     problem = f"{file} was trained on {stored} as it was then, not on {found}"
@@ -268,10 +272,11 @@ def validate(given: dict, state: dict | None, world: int, device_type: str,
     val_data = TokenDataset(config.data, "val", shape["seq_len"])
     if config.noise_scale > 0 and data.has_conversations:
         raise ValueError("--noise-scale needs microbatches with equally many targets, which those "
-                         "of conversations have not: drop it")
+                         "of conversations have not: give --noise-scale 0")
     if config.eval_answers > 0 and not val_data.has_conversations:
-        raise ValueError(f"--eval-answers is for conversations, and {config.data} has none: drop "
-                         f"it, or make --data from lines with messages or prompt and completion")
+        raise ValueError(f"--eval-answers is for conversations, and {config.data} has none: give "
+                         f"--eval-answers 0, or make --data from lines with messages or prompt and "
+                         f"completion")
     if "decay_ratio" in given and config.lr_schedule != "wsd":
         raise ValueError(f"--decay-ratio is for --lr-schedule wsd, not {config.lr_schedule}, which "
                          f"decays until the last step: give --lr-schedule wsd, or drop the flag")

@@ -61,12 +61,20 @@ def parse_flags(parser: Parser):
 
 
 def read_lines():
-    """The lines of standard input for --chat; with a mark before each on a terminal."""
-    while True:
-        try:
-            yield input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return
+    """The lines of standard input for --chat; with a mark before each on a terminal. Raises
+    ValueError if it is closed."""
+    if sys.stdin is None:
+        raise ValueError("--chat reads standard input, which is closed")
+    sys.stdin.reconfigure(errors="replace")         # a wrong byte does not end the conversation
+    return iter(read_line, None)
+
+
+def read_line() -> str | None:
+    """The next line of standard input; None at its end."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)        # only text on standard output
+    line = sys.stdin.readline()
+    return line.removesuffix("\n").removesuffix("\r") if line else None
 
 
 def read_prompts(args) -> list[str]:

@@ -9,6 +9,7 @@ import math
 import random
 import re
 from dataclasses import asdict, replace
+from datetime import date
 from types import SimpleNamespace
 
 import numpy as np
@@ -263,6 +264,28 @@ def test_shards_of_any_size_have_the_same_windows(reversals, tmp_path):
         assert np.array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("opening", [
+    [("assistant", "Hello!")], [("system", "x"), ("user", "hi"), ("assistant", "hello")]])
+def test_conversations_that_begin_alike_are_split_by_what_comes_later(tmp_path, run_data, opening):
+    """By the text before the last answer: no last question is in both splits."""
+    records = [messages(*opening, ("user", f"prompt {i}"), ("assistant", f"{j}"))
+               for i in range(40) for j in range(4)]
+    assert run_data("--input", write(tmp_path / "c.jsonl", records), "--out", tmp_path / "d",
+                    "--tokenizer", "bytes", "--near-duplicates", "ignore")[0] == 0
+    train_prompts, val_prompts = (
+        re.findall(r"prompt \d+", written(data.open_shard(tmp_path / f"d/{split}_000000.bin")))
+        for split in ("train", "val"))
+    assert len(train_prompts) > 100 > 0 < len(val_prompts)
+    assert not set(train_prompts) & set(val_prompts)
+
+
+def test_without_prompts_answers_are_split_by_themselves(tmp_path, run_data):
+    records = [pair("", f"answer {i}") for i in range(60)]
+    assert run_data("--input", write(tmp_path / "c.jsonl", records), "--out", tmp_path / "d",
+                    "--tokenizer", "bytes", "--near-duplicates", "ignore")[0] == 0
+    assert (tmp_path / "d/val_000000.bin").stat().st_size < 10_000
+
+
 def test_a_prompt_is_in_one_split_and_equal_conversations_count_once(tmp_path, run_data):
     """Forty prompts with four answers each, and all of it twice."""
     records = [pair(f"prompt {i}", f"{j}") for i in range(40) for j in range(4)]
@@ -287,6 +310,8 @@ def parquet(path, records):
 @pytest.mark.parametrize("name, make", [
     ("c.jsonl.gz", lambda path, records: path.write_bytes(gzip.compress(
         "".join(json.dumps(record) + "\n" for record in records).encode()))),
+    ("c.jsonl", lambda path, records: path.write_text(
+        "\n" + "".join(json.dumps(record) + "\r\n" for record in records), "utf-16")),
     ("c.json", write), ("c.parquet", parquet)])
 @pytest.mark.parametrize("with_messages", [True, False])
 def test_every_kind_of_file_gives_the_same_shards(tmp_path, run_data, name, make, with_messages):
@@ -318,12 +343,37 @@ GOOD = pair("a", "b")
     ([GOOD, dict(text="x")], 'line 2 has neither "messages" nor "prompt" and "completion", but "t'),
     ([GOOD, [1]], "line 2 is an array, not an object"),
     ([dict(text="x"), GOOD], 'line 2 has no field "text", but "prompt", "completion"'),
-    ([GOOD, GOOD], "fewer than two different prompts with an answer")])
+    ([GOOD, dict(messages=[dict(role="assistant", content="", tool_calls=[dict(id=1)])])],
+     'line 2: a message has "tool_calls", which no template here writes'),
+    ([GOOD, dict(messages=[dict(role="assistant", content="x", weight=0)])],
+     'line 2: a message has "weight" 0, but every answer is learnt'),
+    ([dict(instruction="x", output="y")], 'for conversations rename the fields to "prompt" and "c'),
+    ([GOOD, GOOD], "fewer than two different conversations")])
 def test_what_is_no_conversation_is_refused_with_its_place(tmp_path, run_data, records, words):
     status, out, error = run_data("--input", write(tmp_path / "c.jsonl", records), "--out",
                                   tmp_path / "d", "--tokenizer", "bytes")
     assert (status, out) == (2, "") and words in error and error.count("\n") == 1
     assert not list(tmp_path.glob("d/*"))
+
+
+@pytest.mark.parametrize("rows, words", [
+    ([pair(b"a", b"b")], 'row 1: the "content" of a message of user is bytes, not a string'),
+    ([dict(messages=date(2024, 1, 1))], 'row 1: "messages" is date, not an array'),
+    ([messages((date(2024, 1, 1), "a"))], 'row 1: the role "2024-01-01" is none of system')])
+def test_what_parquet_alone_has_is_refused_with_its_place(tmp_path, run_data, rows, words):
+    parquet(tmp_path / "c.parquet", rows)
+    status, out, error = run_data("--input", tmp_path / "c.parquet", "--out", tmp_path / "d",
+                                  "--tokenizer", "bytes")
+    assert (status, out) == (2, "") and words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name, make", [("c.jsonl", write), ("c.parquet", parquet)])
+def test_a_template_makes_conversations_of_records_that_have_text_too(tmp_path, run_data, name,
+                                                                     make):
+    make(tmp_path / name, [dict(text="t") | pair(f"{i}", "a") for i in range(30)])
+    assert run_data("--input", tmp_path / name, "--template", "plain", "--out", tmp_path / "d",
+                    "--tokenizer", "bytes")[0] == 0
+    assert list((tmp_path / "d").glob("*.learn"))
 
 
 def test_text_and_conversations_are_not_mixed_in_one_job(tmp_path, run_data):
@@ -518,6 +568,30 @@ def test_text_has_no_answers_to_evaluate(tmp_path, shards, run_train):
     assert status == 2 and "--eval-answers is for conversations" in error
 
 
+def test_the_first_of_many_files_of_flags_is_needed(tmp_path):
+    """Its shard is not taken for text. Nor is text written beside the flags of other shards."""
+    chat = write(tmp_path / "c.jsonl", [pair(f"prompt {i}", "d") for i in range(60)])
+    data.prepare([chat], tmp_path / "d", "bytes", field=None, shard_tokens=1024)
+    flags = tmp_path / "d/train_000000.learn"
+    stale = flags.read_bytes()
+    flags.unlink()
+    with pytest.raises(ValueError, match="train_000000.learn is missing"):
+        data.TokenDataset(tmp_path / "d", "train", 32)
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/train_000000.learn").write_bytes(stale)
+    (tmp_path / "t.txt").write_text("text " * 1000)
+    with pytest.raises(ValueError, match="train_000000.learn was made of other text"):
+        data.prepare([tmp_path / "t.txt"], tmp_path / "t", "bytes")
+
+
+def test_as_many_answers_are_evaluated_as_there_are(tmp_path, reversals, run_train):
+    """--eval-answers 1000 reads all windows, and tells the number of their answers."""
+    status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 96,
+                               "--eval-answers", 1000)
+    text = written(data.open_shard(reversals / "val_000000.bin"))
+    assert status == 0 and f"answers: greedy decoding gives 0.0% of {text.count('assistant:')}" in out
+
+
 def test_conversations_longer_than_a_window_are_told(tmp_path, reversals, run_train):
     status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 32)
     assert status == 0 and "tokens are learnt" in out
@@ -628,7 +702,8 @@ def test_the_answers_right_are_the_same_in_every_layout(pool, first_letters, tmp
 # ---------------------------------------------------------------------------------------------
 
 def chat_with(monkeypatch, capsys, file, lines, *flags):
-    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    lines = lines.encode(errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8", newline="\n"))
     return run_main(capsys, sample, "--ckpt", file, "--chat", "--temperature", 0, *flags)
 
 
@@ -638,6 +713,26 @@ def test_a_chat_answers_each_line_of_standard_input(first_letters, monkeypatch, 
     folder, _ = first_letters
     result = chat_with(monkeypatch, capsys, folder / "out/latest.pt", "gabc\n\nbbac\n\nhabc")
     assert result == (0, "g\nb\nh\n", "")
+
+
+def test_a_chat_reads_line_ends_of_windows_and_survives_a_wrong_byte(first_letters, monkeypatch,
+                                                                     capsys):
+    """The line in the middle is empty. A character stands for a byte that is not UTF-8."""
+    folder, _ = first_letters
+    shown = []
+    monkeypatch.setattr(sample, "generate", lambda model, tokens, *_: shown.append(tokens) or [])
+    result = chat_with(monkeypatch, capsys, folder / "out/latest.pt", "ab\r\n\r\nc\udcffd\n")
+    assert result == (0, "\n\n", "")
+    assert [bytes(tokens[1:]).decode() for tokens in shown] == [
+        "user:\nab\n\nassistant:\n", "user:\nc\ufffdd\n\nassistant:\n"]
+
+
+def test_a_chat_with_standard_input_closed_is_refused_in_a_line(first_letters, monkeypatch, capsys):
+    folder, _ = first_letters
+    monkeypatch.setattr("sys.stdin", None)
+    status, out, error = run_main(capsys, sample, "--ckpt", folder / "out/latest.pt", "--chat")
+    assert (status, out) == (2, "") and error.count("\n") == 1
+    assert "--chat reads standard input, which is closed" in error
 
 
 def test_a_chat_shows_the_model_the_conversation_so_far(first_letters, monkeypatch, capsys):
@@ -684,8 +779,9 @@ def in_transformers(folder, turns, **options):
 
 
 @pytest.mark.filterwarnings("ignore")           # what transformers warns of is not ours
-@pytest.mark.parametrize("template, tokenizer", [("plain", "bytes"), ("chatml", "bytes"),
-                                                 ("chatml", "json")])
+@pytest.mark.parametrize("template, tokenizer", [
+    ("plain", "bytes"), ("chatml", "bytes"), ("chatml", "json"), ("plain", "own"),
+    ("chatml", "own")])
 def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_tokenizer, template,
                                                            tokenizer):
     """transformers writes a conversation of three turns with our tokens, and would end its answers
@@ -695,6 +791,12 @@ def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_toke
     if tokenizer == "json":
         own = marked_tokenizer.read_text()
         tokenizer = name_of(own)
+    if tokenizer == "own":              # it merges "\n\n", but not before a word
+        records = [pair(f"{i}?\n\n", "?<|\n\n") for i in range(30)]
+        data.prepare([write(tmp_path / "c.jsonl", records)], tmp_path / "d", "own", field=None,
+                     train_tokens=280)
+        tokenizer, own = (data.read_meta(tmp_path / "d")[key]
+                          for key in ("tokenizer", "tokenizer_file"))
     encoding = data.get_tokenizer(tokenizer, own)
     cfg = LlamaConfig(vocab_size=encoding.n_vocab, seq_len=64, n_layer=1, n_head=2, n_embd=16,
                       tied=True)

@@ -105,10 +105,13 @@ def import_model(source: str, file: Path, hub: str) -> None:
     if path is not None or tokenizer in ("gpt2", "bytes"):
         template = find_template(folder, tokenizer, state.get("tokenizer_file"))
         if template is not None:
-            state["template"] = template        # for sample.py --chat
+            state["template"] = template
     write_file(state, file.with_name(file.name + ".tmp"), file)
     print(f"{file}: {parameter_count(cfg):,} parameters. Train on with\n"
           f"python train.py --init-from {file} --data DIR --out out/{file.stem}")
+    if "template" in state:
+        print(f"It is a model of conversations, by the template {state['template']}:\n"
+              f"python sample.py --ckpt {file} --chat")
     if path is not None:
         print(f"Make --data with its tokenizer:\n"
               f"python data.py --input FILE --tokenizer {shlex.quote(str(path))} --out DIR")
