@@ -106,7 +106,8 @@ def parse_message(message) -> Message:
     if message.get("weight") == 0:
         raise ValueError(': a message has "weight" 0, but every answer is learnt')
     if role not in ROLES:
-        raise ValueError(f": the role {json.dumps(role, default=str)} is none of {', '.join(ROLES)}")
+        raise ValueError(f": the role {json.dumps(role, default=str)} is none of "
+                         f"{', '.join(ROLES)}")
     if not isinstance(content, str):
         raise ValueError(f': the "content" of a message of {role} is {kind_of_value(content)}, '
                          f'not a string')

@@ -24,7 +24,8 @@ def parse_flags(arguments) -> argparse.Namespace:
     source.add_argument("--dataset", choices=["python", *DOWNLOADS], default="python",
                         help="python: the standard library's source, no download (the default)")
     source.add_argument("--input", nargs="+", type=Path, metavar="FILE",
-                        help=f"your own: {READ_KINDS} files, or folders of such")
+                        help=f"your own text or conversations: {READ_KINDS} files, or folders of "
+                             f"such")
     text.add_argument("--text-field", metavar="NAME",
                       help="of JSON and Parquet, that has the text (default text)")
     text.add_argument("--near-duplicates", choices=["keep", "drop", "ignore"], default="keep",

@@ -8,8 +8,10 @@ import json
 import math
 import random
 import re
+import shutil
 from dataclasses import asdict, replace
 from datetime import date
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -588,8 +590,8 @@ def test_as_many_answers_are_evaluated_as_there_are(tmp_path, reversals, run_tra
     """--eval-answers 1000 reads all windows, and tells the number of their answers."""
     status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 96,
                                "--eval-answers", 1000)
-    text = written(data.open_shard(reversals / "val_000000.bin"))
-    assert status == 0 and f"answers: greedy decoding gives 0.0% of {text.count('assistant:')}" in out
+    count = written(data.open_shard(reversals / "val_000000.bin")).count("assistant:")
+    assert status == 0 and f"answers: greedy decoding gives 0.0% of {count}" in out
 
 
 def test_conversations_longer_than_a_window_are_told(tmp_path, reversals, run_train):
@@ -828,3 +830,38 @@ def test_an_instruct_models_template_is_found(tmp_path, marked_tokenizer, text, 
     own = marked_tokenizer.read_text()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(chat_template=text)))
     assert find_template(tmp_path, name_of(own), own) == found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, marked_tokenizer, run_data,
+                                                          run_train, monkeypatch, capsys):
+    """The four commands of docs/instructions.md and the export, with a Qwen2 of random weights whose
+    tokenizer has ChatML's tokens: transformers' greedy answer is that of sample.py."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    theirs = transformers.Qwen2Config(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(theirs).save_pretrained("hub/model")
+    shutil.copy(marked_tokenizer, "hub/model/tokenizer.json")
+    huggingface.import_model("hub/model", Path("base.pt"), "no hub")
+    chat = write(tmp_path / "chat.jsonl", [pair(f"the {i}?", f"answer {i}") for i in range(100)])
+    assert run_data("--input", chat, "--tokenizer", "hub/model/tokenizer.json", "--out",
+                    "data/chat")[0] == 0
+    status, out, _ = run_train(
+        "--init-from", "base.pt", "--data", "data/chat", "--seq-len", 48, "--steps", 30, "--lr",
+        1e-2, "--warmup-steps", 2, "--batch-size", 8, "--out", "out/chat")
+    assert status == 0 and "python sample.py --ckpt out/chat/latest.pt --chat" in out
+    flags = ["--max-tokens", 12]
+    _, answer, _ = chat_with(monkeypatch, capsys, "out/chat/latest.pt", "the 7?\n", *flags)
+    assert answer.strip() != ""
+    huggingface.export_model(Path("out/chat/latest.pt"), Path("out/chat/hf"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out/chat/hf")
+    tuned = transformers.AutoModelForCausalLM.from_pretrained("out/chat/hf", dtype=torch.float32)
+    prompt = tokenizer.apply_chat_template(
+        messages(("user", "the 7?"))["messages"], add_generation_prompt=True, return_dict=False,
+        return_tensors="pt")
+    drawn = tuned.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1]:]
+    assert tokenizer.decode(drawn, skip_special_tokens=True) == answer.removesuffix("\n")

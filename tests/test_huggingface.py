@@ -186,17 +186,20 @@ def test_an_export_refuses_a_parameter_that_has_no_name_there(tmp_path, capsys, 
     assert names_in(tmp_path) == ["a.pt"]
 
 
-@pytest.mark.parametrize("name, cfg", [
-    ("gpt2", CFG), ("smollm2", LlamaConfig(vocab_size=257, seq_len=16, n_layer=2, n_head=4,
-                                           n_embd=32, tied=True))])
-def test_the_chapters_conversions_run_as_printed(tmp_path, capsys, monkeypatch, name, cfg):
-    """Out to a folder, and in from a folder of the name that docs/training.md gives to the hub."""
+LLAMA = LlamaConfig(vocab_size=257, seq_len=16, n_layer=2, n_head=4, n_embd=32, tied=True)
+
+
+@pytest.mark.parametrize("imported, name, cfg", [
+    ("gpt2", "gpt2", CFG), ("smollm2", "smollm2", LLAMA), ("base", "chat", LLAMA)])
+def test_the_chapters_conversions_run_as_printed(tmp_path, capsys, monkeypatch, imported, name,
+                                                 cfg):
+    """Out to a folder, and in from a folder of the name that the chapter gives to the hub."""
     pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
     Path("out", name).mkdir(parents=True)
     weights_only(Path("out", name, "latest.pt"), cfg)
     back, out = [flags for _, flags in readme_commands("tools.huggingface")
-                 if f"{name}.pt" in flags or f"out/{name}/latest.pt" in flags]
+                 if f"{imported}.pt" in flags or f"out/{name}/latest.pt" in flags]
     assert convert(capsys, *out)[0] == 0
     Path(back[1]).parent.mkdir(exist_ok=True)
     Path(out[-1]).rename(back[1])
