@@ -483,8 +483,8 @@ def test_layout_precision_and_paths_never_come_from_the_checkpoint():
         """model n_layer n_head n_embd seq_len activation n_kv_head head_dim hidden rope_theta
         dropout batch_size batch_ramp steps lr
         min_lr_ratio warmup_steps lr_schedule decay_ratio weight_decay beta1 beta2 clip seed
-        save_every keep check_every eval_every eval_tokens eval_answers noise_scale rollback max_rollbacks
-        skip_steps""".split())
+        save_every keep check_every eval_every eval_tokens eval_answers noise_scale rollback
+        max_rollbacks skip_steps""".split())
 
 
 def test_an_exact_run_keeps_its_microbatch(shards, run_train, tmp_path):
