@@ -18,9 +18,9 @@ This file needs only PyTorch, and can be used by itself:
     model = GPT(GPTConfig(vocab_size=257)).initialize(seed=0)
     loss = model(tokens, targets) / targets.numel()
 
-There is no parallelism here. Four habits let other files cut the model into pieces: the number of
-heads is inferred from the width of the projection, and T from its length; the ends of the model may
-be absent; the head owns the projection and the loss; blocks keep their global number as their name.
+There is no parallelism here. Four habits let other files cut the model into pieces: the numbers of
+heads and of positions are those of the projected q, k and v; the ends of the model may be absent;
+the head owns the projection to the vocabulary and the loss; blocks are named by their number.
 """
 import hashlib
 import math
@@ -54,10 +54,11 @@ class GPTConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the token matrix in memory; those past vocab_size are never seen outside."""
+        """Rows of the token matrix in memory. Rows past vocab_size are padding: the head drops their
+        logits."""
         return ceil_div(self.vocab_size, VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
-    # The models of models/ choose these; a GPT has no choice.
+    # Fixed in a GPT; the models of models/ choose them.
     n_kv_head = property(lambda self: self.n_head)
     head_dim = property(lambda self: self.n_embd // self.n_head)
     hidden = property(lambda self: 4 * self.n_embd)
@@ -87,7 +88,7 @@ class Embed(nn.Module):
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        # Empty until `initialize`: torch's own N(0, 1) would be thrown away.
+        # Left empty: `initialize` fills it.
         self.token = nn.Embedding.from_pretrained(
             torch.empty(cfg.padded_vocab, cfg.n_embd), freeze=False)
         self.position = nn.Embedding.from_pretrained(
@@ -100,13 +101,19 @@ class Embed(nn.Module):
     def add_positions(self, x, dropout_seed, start, positions=None):
         if positions is None:
             positions = torch.arange(start, start + x.shape[1], device=x.device)
-        return self.dropout(x + self.position(positions), dropout_seed)    # (B, T, C) + (T, C)
+        # (B, T, C) + (T, C), or + (B, T, C) for packed texts
+        return self.dropout(x + self.position(positions), dropout_seed)
 
 
 class CoreAttention(Dropout):
-    """softmax(q k^T / sqrt(D)) v of q (B, H, T, D), k and v (B, H, positions, D), with dropout on
-    the softmax; causal, or each q attends to all positions, or to those of a mask (B, 1, T,
-    positions). (k and v may have fewer heads.)"""
+    """q (B, H, T, D), k and v (B, H, positions, D) -> (B, H, T, D). In its plain form:
+
+        scores = q @ k.mT / sqrt(D)                     # (B, H, T, positions)
+        scores = scores.masked_fill(future, -inf)       # if causal: what comes later
+        return softmax(scores) @ v
+
+    with dropout on the softmax. Without `causal` each q attends to all positions, with a mask
+    (B, 1, T, positions) to those where it is True. (k and v may have fewer heads.)"""
     attend = staticmethod(F.scaled_dot_product_attention)
     part = 0        # which part of the heads this is: each draws dropout masks of its own
 
@@ -125,7 +132,7 @@ class Attention(nn.Module):
     of q, then of k, then of v. To cut the matrix by heads, cut each third by itself.
 
     cache (2, B, H, positions, D) holds the keys and values of the positions before `start`; those
-    of x are added. At start 0 a batch of 1 is broadcast to that of the cache.
+    of x are added. At start 0 a prompt, a batch of 1, fills every row of the cache.
     """
 
     def __init__(self, cfg: GPTConfig, layer: int):
@@ -139,12 +146,13 @@ class Attention(nn.Module):
     def forward(self, x, dropout_seed=None, cache=None, start=0, mask=None):
         q, k, v = self.split_heads(self.qkv(x), start)                      # 3 of (B, H, T, D)
         B, _, T, _ = q.shape
-        assert start == 0 or T == 1, "a second part of a text would see its own future"
+        assert start == 0 or T == 1, "with a cache: the whole prompt first, then a token at a time"
         if cache is not None:
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
         if start > 0:
             k, v = cache[:, :, :, :start + T]                   # 2 of (B, H, start + T, D)
-        y = self.core_attention(q, k, v, start == 0, dropout_seed, mask)
+        causal = start == 0         # a single new token may attend to the whole cache
+        y = self.core_attention(q, k, v, causal, dropout_seed, mask)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))   # (B, H, T, D) -> (B, T, H D)
 
     def split_heads(self, qkv, start):
@@ -188,7 +196,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final LayerNorm, projection on the vocabulary by the embedding's own matrix, and loss.
+    """Final LayerNorm, projection to logits by the token embedding's matrix, and loss.
 
     x (B, T, C) -> logits (B, T, V); given targets (B, T) -> the sum over positions of the
     cross-entropy in nats, in fp32 or wider. It is a sum because the sums of microbatches of any
@@ -212,8 +220,8 @@ class Head(nn.Module):
 
 
 def mask_of_packed(positions: torch.Tensor) -> torch.Tensor:
-    """positions (B, T) of texts, one behind the other, each of which begins at 0 -> whether a token
-    (row) attends to another (column): bool (B, 1, T, T)."""
+    """positions (B, T) of several texts packed in a row, which restart at 0 with each text ->
+    whether a token (row) attends to another (column): bool (B, 1, T, T)."""
     text = (positions == 0).cumsum(1)                                       # its number, from 1
     in_same_text = text.unsqueeze(2) == text.unsqueeze(1)
     return in_same_text.tril().unsqueeze(1)

@@ -8,8 +8,9 @@
     biases           everywhere                     nowhere                           bias
     head             the token matrix               a matrix of its own               Llama
 
-The first four are the ideas of this file. The relatives differ from Llama in some of these, in a
-norm of q and k, or in the residual: the options of LlamaConfig, which FAMILIES chooses, come last.
+The first four are the ideas of this file. (Llama 1 and the small Llama 2 have G = 1.) The relatives
+differ from Llama in some of these, in a norm of q and k, or in the residual. FAMILIES says how; it
+comes last, with the options of LlamaConfig and the sizes.
 Each class but Rotary replaces the class of that name in model.py. It keeps the names of its modules
 and the four habits that model.py's header lists, so whatever runs a GPT runs a Llama.
 
@@ -94,12 +95,12 @@ class Attention(model.Attention):
     """Causal attention with rotary positions, x (B, T, C) -> (B, T, C). G heads of q share a head
     of k and v: with K = H it is multi-head attention, with K = 1 multi-query attention.
 
-    The output channels of qkv are ordered (K, G + 2, D): for each head of k its G heads of q, then
-    k, then v. So a slice of whole groups is an attention with fewer heads.
+    The output channels of qkv are ordered (K, G + 2, D), unlike a GPT's: for each head of k its G
+    heads of q, then k, then v. So a tensor-parallel rank takes whole groups.
     """
 
     def __init__(self, cfg: LlamaConfig, layer: int):
-        nn.Module.__init__(self)        # not super(): it would make the modules that are replaced
+        nn.Module.__init__(self)        # not super(): it would build the GPT's own modules
         self.head_dim = cfg.head_dim
         self.group = cfg.n_head // cfg.n_kv_head                            # G
         width = cfg.n_head * cfg.head_dim
@@ -222,7 +223,7 @@ class LlamaConfig(GPTConfig):
     rope_scaling: tuple = ()        # Llama 3.1: (factor, low, high, original seq_len)
     bias: str = "none"
     residual: str = "serial"        # parallel: x + attention(norm1(x)) + mlp(norm2(x));
-                                    # one norm: norm1 = norm2
+                                    # one norm: both branches read norm1(x)
     tied: bool = False
 
     def __post_init__(self):
