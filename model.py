@@ -54,8 +54,8 @@ class GPTConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the token matrix in memory. Rows past vocab_size are padding: the head drops their
-        logits."""
+        """Rows of the token matrix in memory. Those past vocab_size are padding: the head drops
+        their logits."""
         return ceil_div(self.vocab_size, VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     # Fixed in a GPT; the models of models/ choose them.

@@ -26,7 +26,8 @@ def greedy_accuracy(run, forward) -> tuple[float, int]:
     runs the model of a train.Run."""
     grid, config, data = run.grid, run.config, run.val_data
     window_ids = choose_windows(data, config.eval_answers)
-    n_wrong = n_answers = 0
+    n_wrong = 0
+    n_answers = 0
     part = MICROBATCHES * grid.dp * config.micro_batch      # so that --timeout applies to each part
     run.model.eval()
     for first in range(0, len(window_ids), part):

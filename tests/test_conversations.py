@@ -835,8 +835,8 @@ def test_an_instruct_models_template_is_found(tmp_path, marked_tokenizer, text, 
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, marked_tokenizer, run_data,
                                                           run_train, monkeypatch, capsys):
-    """The four commands of docs/instructions.md and the export, with a Qwen2 of random weights whose
-    tokenizer has ChatML's tokens: transformers' greedy answer is that of sample.py."""
+    """The four commands of docs/instructions.md and the export, with a Qwen2 of random weights and
+    a tokenizer that has ChatML's tokens: transformers' greedy answer is that of sample.py."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)

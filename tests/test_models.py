@@ -20,8 +20,8 @@ from runtime import checks
 from runtime.flops import flops_per_token, parameter_count
 from runtime.options import parse_flags
 from sample import generate
-from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, differences, greedy, random_gpt, same_bits,
-                           tokens_of, trained, whole_gradient, without_saves)
+from tests.harness import (BOUNDS, INTERLEAVED, TWO_STEPS, differences, greedy, random_gpt,
+                           same_bits, tokens_of, trained, whole_gradient, without_saves)
 from tools import families, huggingface
 from tools.plan.__main__ import answer
 from tools.plan.flags import VOCABULARIES

@@ -704,7 +704,8 @@ def test_without_a_model_days_find_the_largest_that_they_train_on_its_optimal_to
     ("--world 16 --pp 2 --pp-schedule 1f1b --tokens 1e8", "torchrun --nnodes=2 --nproc_per_node=8 "
      "--rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py"),
     ("--world 12", "torchrun --nnodes=2 --nproc_per_node=6 --rdzv"),
-    ("--world 16 --days 0.1 --search --micro-batch 4", "torchrun --nnodes=2 --nproc_per_node=8 --rdzv"),
+    ("--world 16 --days 0.1 --search --micro-batch 4",
+     "torchrun --nnodes=2 --nproc_per_node=8 --rdzv"),
     ("--world 2 --days 0.1", "torchrun --nproc_per_node=2 train.py")])
 def test_the_command_of_a_plan_starts_the_run_that_was_planned(flags, start):
     """train.py's parser takes its flags, its checks take their layout on so many GPUs,

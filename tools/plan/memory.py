@@ -55,7 +55,8 @@ def bucket_bytes(stage: Stage) -> int:
     numel = {bucket.name.split(".")[-1]: bucket.numel for bucket, _ in stage.buckets}
     tied, embed, ends, head = (numel.get(name, 0) for name in ("tied", "embed", "ends", "head"))
     if stage.grid.pp > 1:
-        tied, head = 0, tied + head
+        head += tied
+        tied = 0
     block = numel["attn"] + numel["mlp"]
     two_blocks = min(2, stage.layers) * block
     sent = tied + embed if stage.microbatches > 1 else 0    # of the last microbatch, on their way
