@@ -788,6 +788,7 @@ def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_toke
                                                            tokenizer):
     """transformers writes a conversation of three turns with our tokens, and would end its answers
     where ours end; the model comes back with its template."""
+    transformers = pytest.importorskip("transformers")
     pytest.importorskip("safetensors")
     own = None
     if tokenizer == "json":
@@ -818,6 +819,8 @@ def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_toke
         [Message(*turn) for turn in turns[:2]], template, encoding)
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert config["eos_token_id"] == conversations.end_of_answer(template, encoding)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs.eos_token_id == config["eos_token_id"]
     huggingface.import_model(str(tmp_path / "hf"), tmp_path / "b.pt", "no hub")
     assert checkpoint.load(tmp_path / "b.pt")["template"] == template
 
