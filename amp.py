@@ -19,7 +19,7 @@ One step in 16 bits (Micikevicius et al. 2018, "Mixed Precision Training", secti
 bf16 has the exponent of fp32, so it needs steps 1, 3 and 4 but no scale.
 
 An overflow anywhere, on any rank, skips the update everywhere: masters, moments and Adam's own step
-count stay as they are. The step number, the learning-rate schedule and the position in the data
+count stay as they are. The step number, the learning-rate schedule and the place in the data
 move on. The batch is not tried again: a batch that always overflows would stop the run.
 """
 import math

@@ -9,7 +9,7 @@ numbered over all stages, tied weights are stored once, and the vocabulary has n
 layout can load what any other layout wrote, and so can sample.py in one process.
 
     format      7: the version of these keys and of the order of the data
-    step        the last completed step       consumed_samples  position in the data, in sequences
+    step        the last completed step       consumed_samples  sequences trained on or left out
     tokens      number of tokens read         optimizer_steps   number of updates
     config      train.py's flags              model      its GPTConfig or LlamaConfig, as a dict
     tokenizer   its name (tokenizer_file: its content, of one's own)

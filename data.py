@@ -8,8 +8,8 @@
                 than 65,536 tokens in the vocabulary: magic 20240801, version 7, uint32
     window      T+1 consecutive tokens of a shard; the last is the first of the next window. Of
                 conversations: some whole ones (corpus/windows.py)
-    position    how far a run is in the data, in windows (sequences). The window at a position is a
-                function of (seed, position) alone: it does not depend on the layout
+    consumed    how many sequences (windows) a run has read or left out. Its sequences are numbered
+                0, 1, ...; which window is number n is a function of (seed, n), in every layout
 
 `plain_shards` makes shards in the plainest form, `prepare` the same ones from files of any size:
 corpus/ reads them, drops duplicates, chooses the split by the text of each document, and encodes.
@@ -258,13 +258,14 @@ class TokenDataset:
             self.meta |= {key: meta[key] for key in ("tokenizer_file", "template")
                           if meta.get(key) is not None}
         self.has_conversations = "template" in self.meta
-        # Each phase is [first position, {fingerprint of a source: weight}]; checkpoints store them.
+        # Each is [first sequence, {fingerprint of a source: weight}]; checkpoints store it.
         self.phases = [[0, {key: source.weight for key, source in self.sources.items()}]]
 
-    def window_ids(self, seed: int, position: int, count: int) -> np.ndarray:
-        """int64 (count,): the windows at position, position + 1, ... of a run with this seed."""
+    def window_ids(self, seed: int, start: int, count: int) -> np.ndarray:
+        """int64 (count,): the windows that are sequences start, start + 1, ... of a run with this
+        seed."""
         ids = np.empty(count, np.int64)
-        for key, given in self.counts(np.arange(position, position + count + 1)).items():
+        for key, given in self.counts(np.arange(start, start + count + 1)).items():
             source = self.sources[key]
             windows = epoch_windows(source.n_windows, given[0], given[-1], seed)
             gives = np.diff(given) > 0          # bool (count,): which of them this source gives
@@ -317,7 +318,7 @@ class TokenDataset:
                 windows.will_need(number)
 
     def counts(self, n: np.ndarray) -> dict[str, np.ndarray]:
-        """{fingerprint: int64 (B,)}: how many windows each source gives before position n (B,). The
+        """{fingerprint: int64 (B,)}: how many of the first n (B,) sequences each source gives. The
         first source takes its share of all, rounded down, the next its share of what is left, and
         so on: within a phase, each count is exact to less than one window for each source."""
         counts = dict.fromkeys(self.sources, np.zeros_like(n))
@@ -338,19 +339,19 @@ class TokenDataset:
         return [[first, {keys.get(key, key): weight for key, weight in weights.items()}]
                 for first, weights in phases]
 
-    def go_on(self, phases: list, position: int) -> None:
-        """Continue a run that has these phases, from this position on."""
+    def go_on(self, phases: list, consumed: int) -> None:
+        """Continue a run that has these phases and has consumed so many sequences."""
         weights = self.phases[-1][1]
         if weights != phases[-1][1]:
-            phases = [phase for phase in phases if phase[0] < position] + [[position, weights]]
+            phases = [phase for phase in phases if phase[0] < consumed] + [[consumed, weights]]
         self.phases = phases
 
     def phase_begins(self, first: int, end: int) -> bool:
-        """Whether a phase after the first begins at one of the positions first ... end - 1."""
+        """Whether a phase after the first begins at one of the sequences first ... end - 1."""
         return any(first <= begin < end for begin, _ in self.phases[1:])
 
     def epochs(self, n: int) -> dict[str, float]:
-        """{name of a source: how many times a run has read it at position n}."""
+        """{name of a source: how many times the first n sequences have read it}."""
         return {self.sources[key].name: (count / self.sources[key].n_windows).item()
                 for key, count in self.counts(np.array([n])).items()}
 
@@ -468,7 +469,7 @@ def parse_mixture(text: str) -> dict[Path, int]:
 class Batch(NamedTuple):
     """The batch of one step."""
     step: int
-    position: int               # of its first window
+    start: int                  # the number of its first sequence
     window_ids: np.ndarray      # (B,) of all ranks
     microbatches: list          # this rank's part of it (train.Run.load_microbatches)
     new_mixture: bool = False   # the weights of the sources have changed since the batch before
@@ -481,34 +482,34 @@ class Batch(NamedTuple):
 class Batches:
     """Where a run is in its data: the batches, one after another. train.Run loads them.
 
-    position            of the next batch in the run's order, in sequences; skipped ones count
+    consumed            sequences before the next batch; skipped ones count
     sequences_trained   the sequences of all batches so far; skipped ones do not count. The ramp of
                         the batch size depends on it
     """
 
-    def __init__(self, data: TokenDataset, config, position=0, sequences_trained=0):
+    def __init__(self, data: TokenDataset, config, consumed=0, sequences_trained=0):
         """`config` has train.py's flags."""
         self.data, self.config = data, config
-        self.position = position
+        self.consumed = consumed
         self.sequences_trained = sequences_trained
-        self.compared_at = position     # where `new_mixture` was last determined
+        self.compared_at = consumed     # where `new_mixture` was last determined
 
     def next_window_ids(self) -> np.ndarray:
         """(B,): the windows of the next batch."""
         size = batch_size_at(self.config, self.sequences_trained)
-        return self.data.window_ids(self.config.seed, self.position, size)
+        return self.data.window_ids(self.config.seed, self.consumed, size)
 
     def move_past(self, batch: Batch) -> Batch:
         """Count this batch, the next one, as read. Returns it with its `new_mixture`."""
-        self.position += batch.size
+        self.consumed += batch.size
         self.sequences_trained += batch.size
-        new_mixture = self.data.phase_begins(self.compared_at, self.position)
-        self.compared_at = self.position
+        new_mixture = self.data.phase_begins(self.compared_at, self.consumed)
+        self.compared_at = self.consumed
         return batch._replace(new_mixture=new_mixture)
 
-    def skip_to(self, position: int) -> None:
-        """Leave out the sequences before `position`."""
-        self.position = position
+    def skip_to(self, start: int) -> None:
+        """Leave out the sequences before number `start`."""
+        self.consumed = start
 
 
 def pad_window_ids(window_ids: np.ndarray, multiple: int) -> np.ndarray:

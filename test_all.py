@@ -970,7 +970,7 @@ def test_windows_share_one_token_and_stay_in_their_shard(tmp_path):
 
 
 def mixture(n_windows, phases):
-    """A TokenDataset without tokens; phases are [first position, {source: weight}] each."""
+    """A TokenDataset without tokens; phases are [first sequence, {source: weight}] each."""
     made = data.TokenDataset.__new__(data.TokenDataset)
     made.sources = {}
     made.phases = phases
@@ -1049,8 +1049,8 @@ def test_the_batch_grows_as_in_megatron(batch_size, ramp, steps):
     assert starts[-1] - starts[-2] == batch_size
     for at in (0, 1, 2, 5, 30, steps // 2, steps):
         assert data.sequences_after(config, 0, at) == starts[at]
-    for position in range(0, starts[-1], 1 + starts[-1] // 5000):
-        assert data.batch_size_at(config, position) == megatrons_batch_size(config, position)
+    for consumed in range(0, starts[-1], 1 + starts[-1] // 5000):
+        assert data.batch_size_at(config, consumed) == megatrons_batch_size(config, consumed)
 
 
 def test_a_thousand_million_steps_are_counted_at_once():

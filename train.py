@@ -83,8 +83,8 @@ def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, flo
          dict(params=vectors, weight_decay=0.0)], betas=(config.beta1, config.beta2))
     history = []
     for step in range(1, config.steps + 1):
-        position = (step - 1) * config.batch_size                       # in the data
-        window_ids = data.window_ids(config.seed, position, config.batch_size)
+        start = (step - 1) * config.batch_size          # sequences of the steps before
+        window_ids = data.window_ids(config.seed, start, config.batch_size)
         inputs, targets, positions = as_tensors(data.rows(window_ids))  # (B, T) each
 
         optimizer.zero_grad()
@@ -135,7 +135,7 @@ class StepStats:
 class Progress(NamedTuple):
     """A run's state besides tensors and settings: a checkpoint holds all three."""
     step: int                   # the last finished one
-    position: int               # in the data, in sequences
+    consumed: int               # sequences of the data: trained on, or left out
     sequences_trained: int      # without those that were left out
     optimizer_steps: int        # updates, without skipped steps
     scaler: LossScaler
@@ -152,7 +152,7 @@ class Run:
     finished_step       the last one whose update is done
     saved_step          that of the last checkpoint written or restored, or None
     optimizer_steps     updates so far, without skipped steps
-    batches             data.Batches: the position in the data
+    batches             data.Batches: where the run is in its data
     model               this rank's part of the model
     flat                zero.FlatParameters: the buffers that hold its parameters, their gradients
                         and AdamW's state
@@ -229,7 +229,7 @@ class Run:
         """The batch of this step. It is usually loaded during the step before, and loaded again if
         sequences have been excluded since."""
         batch = self.prefetched
-        if batch is None or (batch.step, batch.position) != (self.step, self.batches.position):
+        if batch is None or (batch.step, batch.start) != (self.step, self.batches.consumed):
             batch = self.load_batch(self.step)
         batch = self.batches.move_past(batch)
         if self.step < self.config.steps:       # the kernel reads them while this step computes
@@ -249,7 +249,7 @@ class Run:
         """The next batch in the data, for step `step`."""
         window_ids = self.batches.next_window_ids()
         microbatches = self.load_microbatches(self.train_data, window_ids, step)
-        return Batch(step, self.batches.position, window_ids, microbatches)
+        return Batch(step, self.batches.consumed, window_ids, microbatches)
 
     def load_microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
         """This rank's rows of the batch `window_ids` (B,), as a list of microbatches: (inputs
@@ -383,7 +383,7 @@ class Run:
         from the seed. On the CPU, in the same layout and with as many threads, a resumed run ends
         with the same bits as an uninterrupted run."""
         config = self.config
-        position = 0                # in the data, in sequences
+        consumed = 0                # sequences
         sequences_trained = 0
         self.step = 1
         self.optimizer_steps = 0
@@ -398,18 +398,18 @@ class Run:
         else:
             self.step = state["step"] + 1
             self.optimizer_steps = state["optimizer_steps"]
-            position = state["consumed_samples"]
+            consumed = state["consumed_samples"]
             sequences_trained = state["tokens"] // self.model_config.seq_len
             if state["config"]["dtype"] == config.dtype:
                 self.scaler.load_state_dict(state["scaler"])
             checkpoint.restore(state, self.flat)
-        self.batches = Batches(self.train_data, config, position, sequences_trained)
+        self.batches = Batches(self.train_data, config, consumed, sequences_trained)
         self.prefetched = None      # the batch of the next step
         self.finished_step = self.step - 1
         self.saved_step = None if state is None else self.finished_step
 
     def progress(self) -> Progress:
-        return Progress(self.finished_step, self.batches.position, self.batches.sequences_trained,
+        return Progress(self.finished_step, self.batches.consumed, self.batches.sequences_trained,
                         self.optimizer_steps, self.scaler, self.watch.monitor)
 
     def save(self, is_start: bool = False) -> None:
@@ -428,7 +428,7 @@ class Run:
         self.saved_step = progress.step
         self.writer.submit(dict(
             format=checkpoint.FORMAT, run=self.identity, step=progress.step,
-            consumed_samples=progress.position,
+            consumed_samples=progress.consumed,
             tokens=progress.sequences_trained * self.model_config.seq_len,
             optimizer_steps=progress.optimizer_steps, config=dataclasses.asdict(self.config),
             model=dataclasses.asdict(self.model_config),

@@ -236,7 +236,7 @@ def print_summary(run) -> None:
     memory += [f"host {kind} {size / 1e6:,.1f} MB" for kind, size in on_host.items()]
     trained = run.batches.sequences_trained
     steps_left = config.steps - run.step + 1
-    end = run.batches.position + sequences_after(config, trained, steps_left) - trained
+    end = run.batches.consumed + sequences_after(config, trained, steps_left) - trained
     epochs = [f"{count:.2f} epochs of {name}" for name, count in data.epochs(end).items()]
     print_rank0(
         f"model    {parameter_count(model_config):,} parameters: {model_config.n_layer} layers, "

@@ -97,11 +97,11 @@ class DivergenceMonitor:
             return math.inf
         return self.lowest + SPIKE_MARGIN * self.deviation()
 
-    def observe(self, position: int, stats) -> Divergence | None:
-        """Judge a step by its train.StepStats; `position` is that of its batch in the data. Returns
-        a divergence once."""
+    def observe(self, start: int, stats) -> Divergence | None:
+        """Judge a step by its train.StepStats; `start` is the number of its batch's first
+        sequence. Returns a divergence once."""
         limit = self.limit()
-        self.starts = [*self.starts, position][-(WINDOW + LEAD_IN):]
+        self.starts = [*self.starts, start][-(WINDOW + LEAD_IN):]
         self.skipped = self.skipped + 1 if stats.skipped else 0
         problem = None
         if not math.isfinite(stats.loss):

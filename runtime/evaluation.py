@@ -38,7 +38,7 @@ def evaluate(run) -> dict:
             row[f"val_loss/{source.name}"] = loss
             row[f"bits_per_byte/{source.name}"] = bits_per_byte(loss,
                                                                 source.meta["bytes_per_token"])
-        epochs = run.train_data.epochs(run.batches.position)
+        epochs = run.train_data.epochs(run.batches.consumed)
         row.update({f"epochs/{name}": count for name, count in epochs.items()})
     if run.config.eval_answers > 0:
         row["val_answers_right"], row["val_answers"] = greedy_accuracy(run, forward)

@@ -29,7 +29,7 @@ def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:
     monitor, config = run.watch.monitor, run.config
     if batch.new_mixture:
         monitor.forget_losses()
-    divergence = monitor.observe(batch.position, stats)
+    divergence = monitor.observe(batch.start, stats)
     row["skipped"] = monitor.skipped
     report(run, batch, stats, row, divergence)
     off = config.rollback == "off"
@@ -62,9 +62,9 @@ def report(run, batch: Batch, stats, row: dict, divergence: Divergence | None) -
     if divergence is not None:
         windows = []
         starts = run.watch.monitor.starts[-LEAD_IN - BAD_STEPS:]
-        for position, following in pairwise([*starts, run.batches.position]):
-            size = min(batch.size, following - position)    # skipped batches leave a gap
-            windows += run.train_data.window_ids(run.config.seed, position, size).tolist()
+        for start, following in pairwise([*starts, run.batches.consumed]):
+            size = min(batch.size, following - start)    # skipped batches leave a gap
+            windows += run.train_data.window_ids(run.config.seed, start, size).tolist()
         run.watch.log.event("spike", f"diverged: {divergence.reason}", reason=divergence.reason,
                       limit=run.watch.monitor.limit(), windows=windows, **seen)
 
@@ -76,7 +76,7 @@ def roll_back(run, divergence: Divergence) -> None:
     diverged_at = run.step
     if monitor.rollbacks >= config.max_rollbacks:
         fail(run, f"{divergence.reason}, and --max-rollbacks {config.max_rollbacks} are used up")
-    excluded, data_to_blame = monitor.to_exclude(divergence.steps, run.batches.position)
+    excluded, data_to_blame = monitor.to_exclude(divergence.steps, run.batches.consumed)
     first_skipped = diverged_at - divergence.steps + 1
     if not data_to_blame:
         first_skipped -= LEAD_IN
@@ -84,7 +84,7 @@ def roll_back(run, divergence: Divergence) -> None:
     files = [Path(config.out, name) for name in candidates] or [None]       # None: step 0
 
     directory.go_back(run, lambda: directory.latest_valid(files))
-    excluded[0] = max(excluded[0], run.batches.position)
+    excluded[0] = max(excluded[0], run.batches.consumed)
     # The history of rollbacks outlasts the restored state, which has a monitor of its own.
     monitor.rolled_back(run.step - 1, excluded, data_to_blame, restored=run.watch.monitor)
     run.watch.monitor = monitor
@@ -101,7 +101,7 @@ def skip_excluded(run) -> None:
     """Leave out the excluded sequences that the next batch would contain: those of --skip-steps
     and those of rollbacks."""
     monitor, config, batches = run.watch.monitor, run.config, run.batches
-    start = batches.position
+    consumed = batches.consumed
     size = batch_size_at(config, batches.sequences_trained)
     if config.skip_steps is not None and monitor.applied_skip != config.skip_steps:
         first, last = step_range(config.skip_steps)
@@ -109,16 +109,16 @@ def skip_excluded(run) -> None:
             monitor.applied_skip = config.skip_steps
             trained = batches.sequences_trained
             skipped = sequences_after(config, trained, last - run.step + 1) - trained
-            monitor.excluded.insert(0, [start, start + skipped])    # rollbacks append theirs
-    position = start
+            monitor.excluded.insert(0, [consumed, consumed + skipped])    # rollbacks append theirs
+    start = consumed
     for first, end in sorted(monitor.excluded):
-        if first < position + size and position < end:
-            position = end
-    if position > start:
+        if first < start + size and start < end:
+            start = end
+    if start > consumed:
         run.watch.log.event(
-            "skip", f"skip     sequences {start:,} to {position - 1:,} are left out",
-            step=run.step, reason="left out", sequences=[start, position])
-        batches.skip_to(position)
+            "skip", f"skip     sequences {consumed:,} to {start - 1:,} are left out",
+            step=run.step, reason="left out", sequences=[consumed, start])
+        batches.skip_to(start)
 
 
 def fail(run, reason: str) -> None:

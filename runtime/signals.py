@@ -5,7 +5,7 @@ the disk. train.py enters `StopSignal` around its loop.
     signal                          x
     other thread                    agree: step 7   save its state   end the process
 
-Only the blocks `with stop.held()` change what a checkpoint holds: weights, moments, the position in
+Only the blocks `with stop.held()` change what a checkpoint holds: weights, moments, the place in
 the data. Outside of them another thread can save the state of the last finished step, whatever the
 main thread computes or waits for. What it has computed since is lost; a resume computes it again.
 

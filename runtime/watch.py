@@ -59,7 +59,7 @@ class Watch:
 
     def after_step(self, batch: Batch, stats, lr: float) -> dict | None:
         """Judge a step by its train.StepStats. Returns its row of metrics.jsonl; None if the run
-        has diverged and gone back: step, weights and position are those of an older checkpoint."""
+        has diverged and gone back: step, weights and data are where an older checkpoint was."""
         run, log = self.run, self.log
         row = log.new_row(run, batch, stats, lr, time.perf_counter() - self.started)
         self.noise.after_step(run, batch, stats, row)

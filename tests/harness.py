@@ -459,7 +459,7 @@ def watched(config, prepare=nothing, state=None, cfg=replace(CFG, n_layer=1)):
         prepare(run)
     runs = []
     Path(config.out).mkdir(exist_ok=True)
-    rows, ends, _ = run_steps(0, 1, (1, 1, 1), config, cfg, lambda run: run.batches.position,
+    rows, ends, _ = run_steps(0, 1, (1, 1, 1), config, cfg, lambda run: run.batches.consumed,
                               state, begin)
     batches = [(end - row["batch_size"], row["batch_size"]) for end, row in zip(ends, rows)]
     return SimpleNamespace(run=runs[0], rows=rows, events=runs[0].events, batches=batches)
@@ -477,12 +477,12 @@ def megatrons_batch_size(config, consumed_samples):
     return start + int(consumed_samples / samples_per_increment) * increment
 
 
-def batches_from(config, position, count):
-    """So many batches from this position in the data on."""
+def batches_from(config, consumed, count):
+    """So many batches, (first sequence, size) each, after these sequences."""
     batches = []
     for _ in range(count):
-        batches.append((position, megatrons_batch_size(config, position)))
-        position = sum(batches[-1])
+        batches.append((consumed, megatrons_batch_size(config, consumed)))
+        consumed = sum(batches[-1])
     return batches
 
 
@@ -503,7 +503,7 @@ def poison(run, times=1):
 
 
 def monitor_now(run):
-    return asdict(run.watch.monitor), run.batches.position, list(run.events)
+    return asdict(run.watch.monitor), run.batches.consumed, list(run.events)
 
 
 def staged(cfg, grid, dtype=torch.float32, recompute=False, zero=0):

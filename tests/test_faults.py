@@ -60,7 +60,7 @@ def test_the_gyms_operator_goes_back_skips_and_slows_five_times():
         verdict="back", files=lambda: [Path(f"step_{step:08d}.pt") for step in (150, 120, 90)],
         load=loaded.append,
         watch=SimpleNamespace(monitor=SimpleNamespace(lr_factor=1.0)),
-        batches=SimpleNamespace(position=1200, skip_to=skipped.append))
+        batches=SimpleNamespace(consumed=1200, skip_to=skipped.append))
     policy = policies.ByHand()
     looks = [(149, 120), (150, 150), (119, 90), (50, 90), (120, 120)]
     for returns, (good, file) in enumerate(looks):

@@ -1903,7 +1903,7 @@ def test_bad_batches_are_skipped_and_three_in_a_row_go_back(tmp_path, bad, facts
     goes back, and not to the seed, although one file is kept and that of step 40 follows a bad
     step. Forty with a high loss take three rollbacks, and the learning rate is restored."""
     def prepare(run):
-        report_instead(run, lambda: run.batches.position // 8 - 1 in bad, **facts)
+        report_instead(run, lambda: run.batches.consumed // 8 - 1 in bad, **facts)
     seen = watched(settings(tmp_path, steps=50, save_every=4, keep=keep, micro_batch=8), prepare)
     assert [(e["step"], e["to"]) for e in seen.events if e["event"] == "rollback"] == back
     assert [first // 8 for first, _ in seen.batches] == [k for part in read for k in range(*part)]
@@ -1961,7 +1961,7 @@ def test_every_rank_decides_alike_and_like_one_process(pool, tmp_path, layout, z
     rows, seen, _ = ranks[0]
     assert all(repr(other) == repr(seen) for _, other, _ in ranks)
     _, samples, events = seen[-1]
-    assert kinds(events) == ["spike", "rollback", "skip"] and samples == one.run.batches.position
+    assert kinds(events) == ["spike", "rollback", "skip"] and samples == one.run.batches.consumed
     for ours, theirs in zip(events, one.events):
         assert all(ours.get(x) == theirs.get(x) for x in ("event", "step", "to", "sequences"))
     losses = [column(steps[:40] + steps[43:], "loss") for steps in (rows, one.rows)]

@@ -132,11 +132,11 @@ class ByHand(Policy):
         return None
 
     def go_back(self, run):
-        position = run.batches.position
+        consumed = run.batches.consumed
         step, _ = self.good
         before = [file for file in run.files() if int(file.stem.removeprefix("step_")) <= step]
         run.load((before or run.files()[-1:])[0])
-        run.batches.skip_to(position)
+        run.batches.skip_to(consumed)
         run.watch.monitor.lr_factor = 0.5 ** self.returns
 
 

@@ -35,7 +35,7 @@ def spoil(run, batches: int, every: int, tokens_of) -> None:
     """In so many coming batches, one of `every` sequences is tokens_of(its window) instead."""
     read = run.train_data.read
     count = batches * run.config.batch_size
-    windows = run.train_data.window_ids(run.config.seed, run.batches.position, count)[::every]
+    windows = run.train_data.window_ids(run.config.seed, run.batches.consumed, count)[::every]
     spoiled = {window: tokens_of(window) for window in windows.tolist()}
 
     def spoiled_read(window_ids):
