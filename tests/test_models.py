@@ -313,14 +313,16 @@ LAYOUTS = {
                                                                                 recompute=True)),
     "zero 3, tp": ((2, 2, 1), dict(zero=3)), "cp": ((1, 1, 1), dict(cp=2)),
     "all": ((2, 2, 2), dict(zero=2, pp_schedule="1f1b", sequence_parallel=True))}
-DEFAULT = ("tp, sequence", "1f1b, zero 2")      # of the relatives; the others are slow tests
+DEFAULT = ("tp, sequence", "1f1b, zero 2")      # of the relatives
+SLOW = ("interleaved", "zb-h1", "zero 3, recompute", "zero 3, tp", "cp", "all")
 
 
 @pytest.mark.claim("A Llama and its relatives train in every layout as in one process.")
 @pytest.mark.parametrize("name, layout", [
-    pytest.param(name, layout,
-                 marks=() if name == "llama" or layout in DEFAULT else pytest.mark.slow)
-    for name in CFGS for layout in LAYOUTS if CFGS[name].n_kv_head % LAYOUTS[layout][0][1] == 0])
+    *(("llama", layout) for layout in LAYOUTS),
+    *(pytest.param(name, layout, marks=pytest.mark.slow if layout in SLOW else ())
+      for name in list(CFGS)[1:] for layout in DEFAULT + SLOW
+      if CFGS[name].n_kv_head % LAYOUTS[layout][0][1] == 0)])
 def test_every_layout_trains_as_one_process(pool, tmp_path, reference, name, layout):
     """Loss, gradient and norm of two steps in fp64, relative difference below 1e-10. PaLM's single
     head of keys excludes tensor parallelism."""

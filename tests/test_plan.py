@@ -178,10 +178,10 @@ LLAMA = LlamaConfig(384, 16, 2, 8, 64, n_kv_head=4, hidden=192, qk_norm=True)
 
 @pytest.mark.claim("A plan tells what a run holds, sends and computes.")
 @pytest.mark.parametrize("row, model", [
-    *(pytest.param(row, CFG, marks=() if i in (1, 7, 14, 19, 23) else pytest.mark.slow)
-      for i, row in enumerate(COVER)),          # each ZeRO stage, each schedule
-    *(pytest.param(row, LLAMA, marks=() if i in (7, 19) else pytest.mark.slow)
-      for i, row in enumerate(COVER))],
+    *((COVER[i], CFG) for i in (1, 7, 14, 19, 23)),     # each ZeRO stage, each schedule
+    *((COVER[i], LLAMA) for i in (7, 19)),
+    *(pytest.param(row, [CFG, LLAMA][i % 2], marks=pytest.mark.slow)
+      for i, row in enumerate(COVER) if i not in (1, 7, 14, 19, 23))],
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else type(x).__name__)
 def test_a_plan_tells_what_a_run_holds_sends_and_computes(pool, tmp_path, row, model):
     """On eight ranks, in layouts that cover all pairs: bytes kept, which are ZeRO's formulas, and
@@ -543,8 +543,8 @@ def test_logits_are_a_chunk_in_the_models_type_and_in_16_bits_another_in_fp32(mo
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("layout, cfg, flags", [
-    *(((4, 1, 1), BIG, dict(zero=zero, micro_batch=1)) for zero in range(4)),
-    *(((1, 1, 4), LONG, dict(batch_size=32, **flags)) for flags in PIPELINES.values()),
+    *(((4, 1, 1), BIG, dict(zero=zero, micro_batch=1)) for zero in (0, 3)),
+    *(((1, 1, 4), LONG, dict(batch_size=16, **flags)) for flags in PIPELINES.values()),
     ((1, 1, 1), CONTEXT, dict(cp=4, batch_size=1, micro_batch=1))])
 def test_peak_memory_is_what_zeros_formula_and_the_schedule_say(tmp_path, layout, cfg, flags):
     peaks = peak_of(cfg, tmp_path, pp=layout[2], **flags)

@@ -213,7 +213,7 @@ def bytes_held(name):
 @pytest.mark.claim("A save adds a rank's own shards to its memory, and two tensors on rank 0.")
 @pytest.mark.parametrize("layout, zero, cfg", [
     ((2, 2, 2), 1, replace(CFG, n_layer=6, n_embd=384, vocab_size=8200)),
-    *[pytest.param((2, 2, 2), zero, GPT_100M, marks=pytest.mark.slow) for zero in (0, 1, 2)],
+    pytest.param((2, 2, 2), 0, GPT_100M, marks=pytest.mark.slow),
     pytest.param((4, 2, 1), 3, GPT_100M, marks=pytest.mark.slow)])
 @on_ranks
 def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=8, *, tmp_path,
@@ -585,12 +585,9 @@ FATES = ["signal", "kill", "damage"]
 
 @pytest.mark.parametrize("seed, dtype, most, same_layout, steps, fates, dropout, bound", [
     (0, "fp16", 2, True, 12, FATES, 0.1, 0),
-    pytest.param(2, "fp64", 4, False, 12, FATES, 0.0, 1e-10, marks=pytest.mark.slow),
-    pytest.param(4, "fp32", 8, True, 12, FATES, 0.1, 0, marks=pytest.mark.slow),
-    pytest.param(5, "fp32", 8, True, 45, FATES[:2], 0.1, 0, marks=pytest.mark.slow),
+    pytest.param(5, "fp32", 2, True, 45, FATES[:2], 0.1, 0, marks=pytest.mark.slow),
     pytest.param(6, "fp32", 8, False, 12, FATES, 0.0, 1e-5, marks=pytest.mark.slow),
-    pytest.param(7, "fp64", 8, False, 45, FATES[:2], 0.0, 1e-10, marks=pytest.mark.slow),
-    pytest.param(11, "fp16", 8, True, 12, FATES, 0.1, 0, marks=pytest.mark.slow)])
+    pytest.param(7, "fp64", 4, False, 45, FATES[:2], 0.0, 1e-10, marks=pytest.mark.slow)])
 def test_a_chain_of_random_stops_and_faults_ends_as_the_straight_run(
         pool, tmp_path, seed, dtype, most, same_layout, steps, fates, dropout, bound):
     """A run of up to `most` ranks that is stopped at random steps by these fates ends as one
