@@ -77,6 +77,9 @@ import parallel
 import sample
 import train
 from corpus import passes
+from corpus.prepare import prepare
+from corpus.shards import SPLITS
+from corpus.tokenizers import get_tokenizer
 from model import GPT, IGNORE_INDEX, SIZES, GPTConfig
 from models.llama import LlamaConfig
 from parallelism import collectives, context, full_tensors, kernels, pipeline
@@ -900,7 +903,7 @@ def test_seed_and_text_alone_decide_the_split_of_a_document(tmp_path, monkeypatc
                                    "my data", "--seed", seed)
         assert status == 0 and "python train.py --data 'my data' --out 'out/my data'" in told
         assert f"{len(texts)} documents, 0 duplicates dropped, 1 without text skipped" in told
-        to_train, val = (texts_of("my data", split) for split in data.SPLITS)
+        to_train, val = (texts_of("my data", split) for split in SPLITS)
         assert to_train == [t for t in texts if t not in val] and min(len(to_train), len(val)) > 0
         assert val == [t for t in texts if t not in to_train]
         meta = json.loads(Path("my data/meta.json").read_text())
@@ -926,7 +929,7 @@ def test_few_documents_each_give_their_last_5_percent_in_llm_cs_shards(tmp_path,
                                tmp_path / "out", "--shard-tokens", 1024)
     assert status == 0 and told.startswith("5 documents, 2 duplicates dropped, 2 without text skip"
                                            "ped; 2,342 tokens to train on, 130 to validate on.\n")
-    assert texts_of(tmp_path / "out", *data.SPLITS) == texts
+    assert texts_of(tmp_path / "out", *SPLITS) == texts
     tails = [len(tail.encode()) for tail in texts_of(tmp_path / "out", "val")]
     assert tails == [10, 100, 13, 1, 1]
     for name, count in [("train_000000", 1024), ("train_000001", 1024), ("train_000002", 294),
@@ -944,9 +947,9 @@ def test_the_plain_form_makes_the_shards_of_data_py(tmp_path):
     for seed in (0, 5):
         plain, made = tmp_path / f"plain_{seed}", tmp_path / f"made_{seed}"
         plain.mkdir()
-        data.plain_shards(texts, data.get_tokenizer("bytes"), plain, seed)
-        data.prepare([tmp_path / "a.jsonl"], made, "bytes", seed)
-        for split in data.SPLITS:
+        data.plain_shards(texts, get_tokenizer("bytes"), plain, seed)
+        prepare([tmp_path / "a.jsonl"], made, "bytes", seed)
+        for split in SPLITS:
             name = f"{split}_000000.bin"
             assert (plain / name).read_bytes() == (made / name).read_bytes()
 
@@ -1118,7 +1121,7 @@ def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch)
     for size in (100_000, 1_000_000):
         (tmp_path / "a.txt").write_text("All work and no play. " * (size // 22))
         tracemalloc.start()
-        data.prepare([tmp_path / "a.txt"], tmp_path / f"{size}", "bytes")
+        prepare([tmp_path / "a.txt"], tmp_path / f"{size}", "bytes")
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 100_000, peaks

@@ -26,11 +26,11 @@ from corpus.formats import EOT, read_documents
 from corpus.messages import note, progress
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
 from corpus.problems import NotText, check_problems
+from corpus.shards import SPLITS
 from corpus.split import choose_split
 from corpus.tokenizers import CUT, MOST_TOKENS, cut_of, write_tokens
 from corpus.windows import BEGINS, LEARNT
 
-SPLITS = ("train", "val")
 TOKENIZER_BYTES = 10**8     # of text, which a tokenizer of one's own is trained on
 
 
