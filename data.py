@@ -33,9 +33,9 @@ import numpy as np
 
 from corpus.messages import progress
 from corpus.program import main
-from corpus.shards import FORMATS, HEADER_BYTES, Shards, find_shards, read_meta
+from corpus.shards import FORMATS, HEADER_BYTES, Shards, find_shards, open_flags, read_meta
 from corpus.split import VAL_ONE_IN
-from corpus.windows import ConversationWindows, TextWindows, open_flags
+from corpus.windows import ConversationWindows, TextWindows
 
 CHECKED_AT_ONCE = 1 << 24   # tokens
 PADDING = -1                # in place of a window's number: a row without tokens
@@ -404,51 +404,6 @@ def batch_size_at(config, sequences_trained: int) -> int:
     """Size of the next batch after training on so many sequences."""
     sizes, ramp = batch_sizes(config)
     return sizes[min(sequences_trained, ramp) * (len(sizes) - 1) // ramp]
-
-
-def divide_up(n: int, divisor: int) -> int:
-    return (n + divisor - 1) // divisor
-
-
-def equal_steps(config, sequences_trained: int):
-    """Yield (batch size, number of steps that have it) from here on, without an end: a ramp has few
-    sizes, however many steps a run has."""
-    sizes, ramp = batch_sizes(config)
-    increments = len(sizes) - 1
-    while sequences_trained < ramp and increments > 0:
-        size = batch_size_at(config, sequences_trained)
-        next_size_from = divide_up((sizes.index(size) + 1) * ramp, increments)
-        steps = divide_up(next_size_from - sequences_trained, size)
-        yield size, steps
-        sequences_trained += steps * size
-    yield sizes[-1], math.inf
-
-
-def sequences_after(config, sequences_trained: int, steps: int) -> int:
-    """Sequences trained on after `steps` more steps."""
-    for size, most in equal_steps(config, sequences_trained):
-        count = min(steps, most)
-        sequences_trained += count * size
-        steps -= count
-        if steps == 0:
-            return sequences_trained
-
-
-def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
-    """The steps of a run that trains on the data --epochs times."""
-    step = 0
-    sequences_trained = 0
-    if state is not None:
-        step = state["step"]
-        sequences_trained = state["tokens"] // state["model"]["seq_len"]
-    epoch = sum(source.n_windows for source in data.sources.values() if source.weight > 0)
-    left = config.epochs * epoch - sequences_trained
-    for size, most in equal_steps(config, sequences_trained):
-        count = min(max(divide_up(left, size), 0), most)
-        step += count
-        left -= count * size
-        if left <= 0:
-            return step
 
 
 if __name__ == "__main__":

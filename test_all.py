@@ -93,6 +93,7 @@ from parallelism.zero import FlatParameters
 from runtime import checkpoint_files
 from runtime.flops import parameter_count
 from runtime.options import Config
+from runtime.ramp import sequences_after, steps_of_epochs
 from tests.harness import (BOUNDS, CFG, CUTS, FORMULA, INTERLEAVED, LAYOUTS, NASTY, ROOT, TINY,
                            TWO_STEPS, UPSTREAM, Alive, Command, Memory, Pool, after_backward,
                            assert_close, assert_same_state, batches_from, column, dataset,
@@ -1051,7 +1052,7 @@ def test_the_batch_grows_as_in_megatron(batch_size, ramp, steps):
     starts = [first for first, _ in batches_from(config, 0, steps + 1)]
     assert starts[-1] - starts[-2] == batch_size
     for at in (0, 1, 2, 5, 30, steps // 2, steps):
-        assert data.sequences_after(config, 0, at) == starts[at]
+        assert sequences_after(config, 0, at) == starts[at]
     for consumed in range(0, starts[-1], 1 + starts[-1] // 5000):
         assert data.batch_size_at(config, consumed) == megatrons_batch_size(config, consumed)
 
@@ -1069,17 +1070,17 @@ def test_a_thousand_million_steps_are_counted_at_once():
         trained = begin = rng.randint(0, 700)
         for _ in range(steps):
             trained += data.batch_size_at(config, trained)
-        assert data.sequences_after(config, begin, steps) == trained
+        assert sequences_after(config, begin, steps) == trained
         state = dict(step=5, tokens=begin * 4, model=dict(seq_len=4))
         made = mixture(dict(a=n_windows, b=7), [[0, dict(a=1, b=0)]])
         trained, step = begin, 5
         while trained < config.epochs * n_windows:
             trained += data.batch_size_at(config, trained)
             step += 1
-        assert data.steps_of_epochs(config, made, state) == step
+        assert steps_of_epochs(config, made, state) == step
     config = Config(batch_size=512, batch_ramp="16:16:1000000")
     began = time.monotonic()
-    assert data.sequences_after(config, 0, 10 ** 9) == 511_996_842_048
+    assert sequences_after(config, 0, 10 ** 9) == 511_996_842_048
     assert time.monotonic() - began < 0.1
 
 

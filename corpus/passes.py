@@ -26,10 +26,9 @@ from corpus.formats import EOT, read_documents
 from corpus.messages import note, progress
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
 from corpus.problems import NotText, check_problems
-from corpus.shards import SPLITS
+from corpus.shards import BEGINS, LEARNT, SPLITS
 from corpus.split import choose_split
 from corpus.tokenizers import CUT, MOST_TOKENS, cut_of, write_tokens
-from corpus.windows import BEGINS, LEARNT
 
 TOKENIZER_BYTES = 10**8     # of text, which a tokenizer of one's own is trained on
 
@@ -179,7 +178,7 @@ class Encoded(NamedTuple):
     split: str
     tokens: np.ndarray          # (n,), uint16, or uint32 for more than 65,536
     size: int                   # bytes of text
-    flags: np.ndarray | None = None     # of conversations: windows.LEARNT + BEGINS, uint8 (n,)
+    flags: np.ndarray | None = None     # of conversations: shards.LEARNT + BEGINS, uint8 (n,)
 
 
 def tokenise(index: Index, encoding, template: str | None = None):

@@ -8,9 +8,8 @@ from corpus.conversations import default_template
 from corpus.disk import check_writable, new_folder, sha256_of
 from corpus.messages import NO_SPACE, named, note, progress
 from corpus.passes import Index, bytes_per_token, index_documents, tokenise, train_tokenizer
-from corpus.shards import SPLITS, append_tokens, read_meta
+from corpus.shards import FLAGS_SUFFIX, LEARNT, SPLITS, append_tokens, read_meta
 from corpus.tokenizers import OWN, file_name, get_tokenizer, name_of, read_file
-from corpus.windows import FLAGS_SUFFIX, LEARNT
 
 
 def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,

@@ -1,26 +1,31 @@
-"""Shards: the files of tokens, and meta.json beside them.
+"""The files of a data set: written by prepare.py, read by data.TokenDataset.
 
-    shard       llm.c's file: int32 (256,): magic 20240520, version 1, number of tokens n, zeros;
-                then uint16 (n,): the tokens. <|endoftext|> stands before each document. With more
-                than 65,536 tokens in the vocabulary: magic 20240801, version 7, uint32
+    train_000000.bin, ...       shards of the splits train and val, in llm.c's format (data.py)
+    train_000000.learn, ...     beside a shard of conversations: a byte for each of its tokens, the
+                                sum of LEARNT and BEGINS
+    bpe-HASH.tiktoken, ...      the tokenizer, if it is of a file (tokenizers.py)
+    meta.json                   written last: the tokenizer's name, counts, a fingerprint
 """
 import hashlib
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from corpus.disk import most_open_files, sha256_of_samples
 from corpus.kinds import what_it_is
 from corpus.messages import named
 from corpus.tokenizers import is_of_file, read_own
-from corpus.windows import FLAGS_SUFFIX
 
 SPLITS = ("train", "val")
 DEFAULT_OUT = Path("data/python")
 HEADER_BYTES = 1024
 FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}          # type of a token: magic, version
+FLAGS_SUFFIX = ".learn"
+LEARNT = 1                  # an answer's token
+BEGINS = 2                  # a conversation's first token
+SAMPLES, SAMPLE_BYTES = 8, 8192         # of each file, at equal distances
 
 
 def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int,
@@ -67,6 +72,18 @@ def open_shard(path: Path) -> np.memmap:
     return np.memmap(path, dtype, "r", HEADER_BYTES, (count,))
 
 
+def open_flags(shard: Path, count: int) -> np.memmap:
+    """The flags of a shard's tokens, uint8 (count,). Raises ValueError if the file is missing or
+    damaged."""
+    path = shard.with_suffix(FLAGS_SUFFIX)
+    size = path.stat().st_size if path.exists() else None
+    if size != count:
+        problem = "is missing" if size is None else f"has {size} bytes for {count} tokens"
+        raise ValueError(f"{path} {problem}: it says which tokens of {shard.name} are learnt: copy "
+                         f"all files again, or remove them and run data.py again")
+    return np.memmap(path, "u1", "r")
+
+
 def find_shards(directory: Path, split: str) -> list[Path]:
     """The shards of a split, by a whole word in their names: retrieval_train_0.bin is no "val".
     Raises FileNotFoundError if there are none."""
@@ -87,6 +104,7 @@ def find_shards(directory: Path, split: str) -> list[Path]:
 
 
 def count_tokens(directory: Path, split: str) -> int:
+    """Of all shards of a split."""
     return sum(len(open_shard(path)) for path in find_shards(directory, split))
 
 
@@ -123,6 +141,21 @@ def read_meta(directory: Path) -> dict:
     return needed
 
 
+def sha256_of_samples(paths) -> str:
+    """The sha256 of these files' names, sizes and samples: the first 8 KiB of each, the last, and
+    six between them. It tells two data sets of equal sizes apart in seconds, where reading 100 GB
+    takes minutes. It does not see a change that lies between the samples."""
+    digest = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(repr((path.name, size)).encode())
+        with named(path), open(path, "rb", buffering=0) as file:
+            for number in range(SAMPLES):
+                file.seek(max(size - SAMPLE_BYTES, 0) * number // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
 class Shards:
     """The tokens of shards, (n,) each. A mapping takes one of the files that a process may
     have open, often 1,024: of more shards than a quarter of them, the oldest mapping makes way."""
@@ -144,3 +177,17 @@ class Shards:
         """Add a shard. Returns the number of its tokens."""
         self.paths.append(path)
         return len(self[len(self.paths) - 1])
+
+
+def most_open_files() -> int:
+    """How many files this process may have open, after it has raised its limit as far as the
+    system allows."""
+    try:
+        import resource
+    except ImportError:         # Windows
+        return 512
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):         # macOS refuses "unlimited"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft

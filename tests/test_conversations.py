@@ -26,7 +26,7 @@ import train
 from corpus import conversations, windows
 from corpus.conversations import Message, prompt_of, render
 from corpus.prepare import prepare
-from corpus.shards import open_shard, read_meta
+from corpus.shards import BEGINS, LEARNT, open_shard, read_meta
 from corpus.tokenizers import get_tokenizer, name_of
 from model import mask_of_packed
 from models.llama import LlamaConfig
@@ -186,8 +186,8 @@ def conversation_windows(lengths, learnt, seq_len, cut_at=()):
     tokens = np.arange(1, sum(lengths) + 1)
     flags = np.zeros(len(tokens), np.uint8)
     for end, length, count in zip(np.cumsum(lengths), lengths, learnt):
-        flags[end - length] |= windows.BEGINS
-        flags[end - count:end] |= windows.LEARNT
+        flags[end - length] |= BEGINS
+        flags[end - count:end] |= LEARNT
     shards = np.split(tokens, cut_at)
     return windows.ConversationWindows(shards, range(len(shards)), np.split(flags, cut_at), seq_len)
 
