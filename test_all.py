@@ -76,7 +76,7 @@ import model
 import parallel
 import sample
 import train
-from corpus import passes
+from corpus import encode, index
 from corpus.prepare import prepare
 from corpus.shards import SPLITS
 from corpus.tokenizers import get_tokenizer
@@ -889,7 +889,7 @@ def test_seed_and_text_alone_decide_the_split_of_a_document(tmp_path, monkeypatc
     """Each of 400 documents is in one split, in the order of the input, with its text unchanged,
     <|endoftext|> within it too. Another order, or fewer documents, does not move one to the other
     split; another seed does. Of 20 documents at least one validates and one trains."""
-    monkeypatch.setattr(passes.os, "cpu_count", lambda: 1)        # 4 jobs, 3 of them under way
+    monkeypatch.setattr(index.os, "cpu_count", lambda: 1)        # 4 jobs, 3 of them under way
     monkeypatch.chdir(tmp_path)
     Path("in/sub").mkdir(parents=True)
     Path("in/other.md").write_text("neither .txt nor .jsonl: not read")
@@ -1097,7 +1097,7 @@ def test_the_pieces_of_a_text_encode_to_the_tokens_of_the_whole(monkeypatch):
         return [word for part in parts for word in regex.findall(r50k_pat_str, part)]
 
     def cut(blocks):
-        splits, (begin, *pieces) = zip(*passes.split_document(blocks, 10 ** 6))
+        splits, (begin, *pieces) = zip(*encode.split_document(blocks, 10 ** 6))
         assert set(splits) == {"train"} and begin == ""
         return pieces
 
@@ -1117,7 +1117,7 @@ def test_the_pieces_of_a_text_encode_to_the_tokens_of_the_whole(monkeypatch):
 def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch):
     """Mechanism of the bounded memory: ten times the text takes at most 100 kB more."""
     set_block(monkeypatch, 4096)
-    monkeypatch.setattr(passes.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(index.os, "cpu_count", lambda: 2)
     peaks = []
     for size in (100_000, 1_000_000):
         (tmp_path / "a.txt").write_text("All work and no play. " * (size // 22))

@@ -1,4 +1,4 @@
-"""The documents of a file. The two passes (passes.py) read them.
+"""The documents of a file. Two passes read them: index.py, encode.py.
 
     .txt      a document; several, if lines that are exactly <|endoftext|> stand between them
     .jsonl    a document on each line, in the field "text" of an object; so does .json

@@ -1,4 +1,9 @@
-"""Text to shards: `prepare`, what `python data.py` does."""
+"""Text to shards, from files of any size, in two passes over the documents.
+
+    files --index.py--> hash, size and split of each document --encode.py--> tokens --> shards
+
+The shards appear in their folder when all are complete.
+"""
 import json
 import os
 from contextlib import suppress
@@ -6,8 +11,9 @@ from pathlib import Path
 
 from corpus.conversations import default_template
 from corpus.disk import check_writable, new_folder, sha256_of
+from corpus.encode import bytes_per_token, tokenise, train_tokenizer
+from corpus.index import Index, index_documents
 from corpus.messages import NO_SPACE, named, note, progress
-from corpus.passes import Index, bytes_per_token, index_documents, tokenise, train_tokenizer
 from corpus.shards import FLAGS_SUFFIX, LEARNT, SPLITS, append_tokens, read_meta
 from corpus.tokenizers import OWN, file_name, get_tokenizer, name_of, read_file
 

@@ -2,9 +2,6 @@
 import shlex
 from pathlib import Path
 
-from corpus.messages import note
-
-MOST_NOT_TEXT = 1000        # one document in so many may be left out
 LFS_POINTER = "version https://git-lfs"
 
 
@@ -28,18 +25,3 @@ def guess(path: Path, raw: bytes) -> str:
         problem = f"it looks like {encoding} without a byte-order mark: "
     return (f"{problem}convert it, as by iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > "
             f"NEW{path.suffix}, or leave it out")
-
-
-def check_problems(problems: list[NotText], documents: int, at_end=False) -> None:
-    """Of so many documents these could not be read: one in a thousand is left out, with a note; a
-    ValueError if they are more, at the end or once most documents are so."""
-    count = len(problems)
-    most = documents // MOST_NOT_TEXT if at_end else max(10, documents // 2)
-    named = "; ".join(map(str, problems[:3]))
-    if count > most:
-        if count > 3:
-            named += "; ..."
-        raise ValueError(f"{named} ({count:,} of {documents:,} documents; one in {MOST_NOT_TEXT:,} "
-                         f"would be left out)")
-    if count and at_end:
-        note(f"{count:,} of {documents:,} documents are left out: {named}")

@@ -69,7 +69,7 @@ import data
 import parallel
 import sample
 import train
-from corpus import compressed, downloads, formats, inputs, passes
+from corpus import compressed, downloads, encode, formats, inputs
 from corpus.prepare import prepare
 from corpus.windows import TextWindows
 from model import GPT, GPTConfig
@@ -879,7 +879,7 @@ def texts_of(directory, *splits):
 
 def set_block(monkeypatch, size):
     """The characters read, and encoded, at once."""
-    for module in (compressed, downloads, formats, passes):
+    for module in (compressed, downloads, encode, formats):
         monkeypatch.setattr(module, "BLOCK", size)
 
 

@@ -40,8 +40,8 @@ import checkpoint
 import corpus.prepare
 import corpus.shards
 import data
-from corpus import (bpe, compressed, downloads, formats, inputs, messages, near_duplicates,
-                    passes, tokenizers)
+from corpus import (bpe, compressed, downloads, encode, formats, index, inputs, messages,
+                    near_duplicates, tokenizers)
 from corpus.prepare import prepare
 from corpus.shards import SPLITS, open_shard
 from corpus.tokenizers import get_tokenizer
@@ -1032,7 +1032,7 @@ def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, run_da
     def then_changes(path, field):
         yield from read(path, field)
         file.write_text('{"text": "some text"}\n' + second)
-    with mock.patch.object(passes, "read_documents", then_changes):
+    with mock.patch.object(index, "read_documents", then_changes):
         status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out",
                                       tmp_path / "out")
     assert (status, out, error.count("\n")) == (2, "", 1) and "changed while" in error, error
@@ -1374,7 +1374,7 @@ def test_the_pieces_of_a_text_encode_to_the_whole_by_later_patterns(monkeypatch,
         set_block(monkeypatch, size)
         whole = pattern.findall(text)
         for place in (tokenizers.cut_of(name), tokenizers.CUT):
-            pieces = [piece for _, piece in passes.split_document([text], 10 ** 6, place) if piece]
+            pieces = [piece for _, piece in encode.split_document([text], 10 ** 6, place) if piece]
             same = [word for piece in pieces for word in pattern.findall(piece)] == whole
             if place is tokenizers.CUT:
                 wrong += not same

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import checkpoint
-from corpus import passes
+from corpus import encode
 from corpus.shards import SPLITS, open_shard
 from corpus.tokenizers import cut_of, get_tokenizer, name_of, read_file
 from models import LlamaConfig
@@ -59,7 +59,7 @@ def test_shards_have_the_tokens_that_the_package_gives_whole_documents(tmp_path,
     documents = ["a <|endoftext|> b", *(text for text in NASTY if text.strip())]
     documents += [TEXT[i:i + 600] for i in range(0, 18000, 600)]     # enough: none is cut in two
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(dict(text=d)) + "\n" for d in documents))
-    monkeypatch.setattr(passes, "BLOCK", 200)
+    monkeypatch.setattr(encode, "BLOCK", 200)
     status, _, error = run_data("--input", tmp_path / "a.jsonl", "--tokenizer",
                                 tmp_path / "tokenizer.json", "--near-duplicates", "ignore",
                                 "--out", tmp_path / "d")
