@@ -17,7 +17,7 @@ from corpus.disk import change_of
 from corpus.formats import read_documents
 from corpus.index import Index, read_texts, usable_cores
 from corpus.messages import progress
-from corpus.problems import NotText
+from corpus.records import NotText
 from corpus.shards import BEGINS, LEARNT, SPLITS
 from corpus.tokenizers import CUT, MOST_TOKENS, cut_of, write_tokens
 

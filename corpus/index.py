@@ -17,7 +17,7 @@ from corpus.disk import change_of
 from corpus.formats import EOT, read_documents
 from corpus.messages import note, progress
 from corpus.near_duplicates import MOST_BYTES, KeyTable, is_repeated, occurs_in
-from corpus.problems import NotText
+from corpus.records import NotText
 from corpus.split import choose_split
 
 MOST_NOT_TEXT = 1000        # one document in so many may be left out
@@ -42,15 +42,15 @@ def index_documents(files, seed: int, field: str | None = "text",
     "drop", "keep" (they are counted) or "ignore"."""
     changes = [change_of(path) for path in files]
     keys = None if near_duplicates == "ignore" else KeyTable(usable_cores())
-    table, problems = measure_documents(files, seed, field, keys)
+    table, unreadable = measure_documents(files, seed, field, keys)
     has_text = table["size"] > 0
     _, first = np.unique(table["digest"], return_index=True)
     kept = np.sort(first[has_text[first]])
     skipped = len(table) - int(has_text.sum())
-    counts = dict(documents=0, skipped=skipped - len(problems),
+    counts = dict(documents=0, skipped=skipped - len(unreadable),
                   duplicates=len(table) - skipped - len(kept))
-    if problems:
-        counts["unreadable"] = len(problems)
+    if unreadable:
+        counts["unreadable"] = len(unreadable)
     if keys is not None:
         keys = keys.finish()
         repeated = is_repeated(keys[kept])
@@ -79,7 +79,7 @@ def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None
     count_bytes = progress("reading")
     salt = seed.to_bytes(16, "little")      # one hash finds duplicates and chooses the split
     table = bytearray()
-    problems = []
+    unreadable = []
     marks = 0                               # <|endoftext|> as ordinary text
     for blocks in read_texts(files, field):
         digest = hashlib.blake2b(digest_size=16, salt=salt)
@@ -89,8 +89,8 @@ def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None
         beginning = []
         for text in blocks:
             if isinstance(text, NotText):
-                problems.append(text)
-                check_problems(problems, len(table) // 24 + 1)
+                unreadable.append(text)
+                check_unreadable(unreadable, len(table) // 24 + 1)
                 has_text = False
                 break
             if isinstance(text, Answer):
@@ -109,11 +109,11 @@ def measure_documents(files, seed: int, field: str | None, keys: KeyTable | None
         if keys is not None:
             keys.add("".join(beginning))
     table = np.frombuffer(table, [("digest", "S16"), ("size", "<i8")])
-    check_problems(problems, len(table), at_end=True)
+    check_unreadable(unreadable, len(table), at_end=True)
     if marks > 0 and field is not None:
         note(f"{EOT} stands {marks:,} times within a line or a field, where it is ordinary text: "
              f"in a .txt, a line of its own ends a document")
-    return table, problems
+    return table, unreadable
 
 
 def read_texts(files, field: str | None):
@@ -123,12 +123,12 @@ def read_texts(files, field: str | None):
             yield document if field is not None else texts_of(document)
 
 
-def check_problems(problems: list[NotText], documents: int, at_end=False) -> None:
+def check_unreadable(unreadable: list[NotText], documents: int, at_end=False) -> None:
     """Of so many documents these could not be read: one in a thousand is left out, with a note; a
     ValueError if they are more, at the end or once most documents are so."""
-    count = len(problems)
+    count = len(unreadable)
     most = documents // MOST_NOT_TEXT if at_end else max(10, documents // 2)
-    named = "; ".join(map(str, problems[:3]))
+    named = "; ".join(map(str, unreadable[:3]))
     if count > most:
         if count > 3:
             named += "; ..."

@@ -7,9 +7,9 @@ from pathlib import Path
 from corpus.conversations import TEMPLATES
 from corpus.disk import signals_stop
 from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS, download_fineweb, download_text
+from corpus.file_kinds import READ_KINDS
 from corpus.formats import EOT
 from corpus.inputs import find_files, hold_conversations, standard_library
-from corpus.kinds import READ_KINDS
 from corpus.messages import explain, is_failure, print_lines
 from corpus.prepare import prepare
 from corpus.shards import DEFAULT_OUT, SPLITS, count_tokens

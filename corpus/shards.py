@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.kinds import what_it_is
+from corpus.file_kinds import what_it_is
 from corpus.messages import named
 from corpus.tokenizers import is_of_file, read_own
 
