@@ -11,8 +11,8 @@
     consumed    how many sequences (windows) a run has read or left out. Its sequences are numbered
                 0, 1, ...; which window is number n is a function of (seed, n), in every layout
 
-`plain_shards` makes shards in the plainest form, `prepare` the same ones from files of any size:
-corpus/ reads them, drops duplicates, chooses the split by the text of each document, and encodes.
+`plain_shards` makes shards in the plainest form. `python data.py` makes the same ones from files of
+any size and kind: corpus/program.py has its flags, corpus/prepare.py the work.
 
     python data.py                           # the standard library's source, bytes, no network
     python data.py --dataset shakespeare     # or tinystories: downloaded once; GPT-2's tokens
@@ -33,8 +33,7 @@ import numpy as np
 
 from corpus.messages import progress
 from corpus.program import main
-from corpus.shards import FORMATS, HEADER_BYTES, Shards, find_shards, open_flags, read_meta
-from corpus.split import VAL_ONE_IN
+from corpus.shards import Shards, find_shards, open_flags, read_meta
 from corpus.windows import ConversationWindows, TextWindows
 
 CHECKED_AT_ONCE = 1 << 24   # tokens
@@ -42,21 +41,21 @@ PADDING = -1                # in place of a window's number: a row without token
 NOT_LEARNT = -1             # in place of a target: model.IGNORE_INDEX
 
 
-# ---- Tokens and shards ----------------------------------------------------------------------
+# ---- Shards ---------------------------------------------------------------------------------
 
 def plain_shards(texts, tokenizer, directory: Path, seed=0) -> None:
     """Write one shard for each split. The split of a text is a function of (seed, text). There must
-    be 20 texts or more of similar lengths; `prepare` has rules for others."""
+    be 20 texts or more of similar lengths; corpus/split.py has rules for others."""
     tokens = dict(train=[], val=[])
     salt = seed.to_bytes(16, "little")
     for text in dict.fromkeys(texts):               # of equal texts the first
         digest = hashlib.blake2b(text.encode(), digest_size=16, salt=salt).digest()
-        validates = int.from_bytes(digest[:8], "little") < 2**64 // VAL_ONE_IN
+        validates = int.from_bytes(digest[:8], "little") < 2**64 // 20      # 5% of the texts
         split = "val" if validates else "train"
         tokens[split] += [tokenizer.eot_token, *tokenizer.encode_ordinary(text)]
     for split, ids in tokens.items():
-        header = np.zeros(HEADER_BYTES // 4, "<i4")
-        header[:3] = *FORMATS["<u2"], len(ids)
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, len(ids)
         shard = header.tobytes() + np.array(ids, "<u2").tobytes()
         (directory / f"{split}_000000.bin").write_bytes(shard)
 

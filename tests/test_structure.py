@@ -4,7 +4,7 @@
 
     the book        model.py, data.py, amp.py, parallel.py, checkpoint.py, train.py, sample.py
     models/         decoders since GPT-3
-    corpus/         from the files that people have to documents and tokens
+    corpus/         from the files that people have to shards of tokens
     parallelism/    each technique as a run uses it
     runtime/        what a run on real machines needs beside the training
     tools/          programs that only use the rest
@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "model": ("", ""),
     "models.*": ("model models.*", ""),
     "amp": ("", ""),
-    "data": ("corpus.* runtime", ""),
+    "data": ("corpus.messages corpus.program corpus.shards corpus.windows runtime", ""),
     "corpus.*": ("corpus.* runtime.commandline runtime.other_names", ""),
     "parallel": ("model data", ""),               # data: in `main` alone
     "checkpoint": ("model models* parallelism.* runtime.processes runtime.checkpoint_files", ""),
