@@ -11,8 +11,8 @@
     consumed    how many sequences (windows) a run has read or left out. Its sequences are numbered
                 0, 1, ...; which window is number n is a function of (seed, n), in every layout
 
-`plain_shards` makes shards in the plainest form, `prepare` the same ones from files of any size:
-corpus/ reads them, drops duplicates, chooses the split by the text of each document, and encodes.
+`plain_shards` makes shards in the plainest form. `python data.py` makes the same ones from files of
+any size and kind: corpus/program.py has its flags, corpus/prepare.py the work.
 
     python data.py                           # the standard library's source, bytes, no network
     python data.py --dataset shakespeare     # or tinystories: downloaded once; GPT-2's tokens
@@ -21,13 +21,9 @@ corpus/ reads them, drops duplicates, chooses the split by the text of each docu
     python data.py --input chat.jsonl --out data/chat   # conversations: the answers are learnt
 """
 import hashlib
-import json
 import math
 import mmap
-import os
-import re
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,143 +31,33 @@ import runtime      # first: without numpy or tiktoken it ends the program in on
 
 import numpy as np
 
-from corpus.conversations import default_template
-from corpus.disk import (check_writable, most_open_files, new_folder, sha256_of,
-                         sha256_of_samples, signals_stop)
-from corpus.downloads import download_fineweb, download_text
-from corpus.flags import DEFAULT_OUT, parse_flags, summary
-from corpus.inputs import find_files, hold_conversations, standard_library
-from corpus.kinds import what_it_is
-from corpus.messages import NO_SPACE, explain, is_failure, named
-from corpus.messages import note as tell
-from corpus.messages import print_lines, progress
-from corpus.passes import (SPLITS, Index, bytes_per_token, index_documents, tokenise,
-                           train_tokenizer)
-from corpus.split import VAL_ONE_IN
-from corpus.tokenizers import (OWN, file_name, get_tokenizer, is_of_file, name_of, read_file,
-                               read_own)
-from corpus.windows import FLAGS_SUFFIX, LEARNT, ConversationWindows, TextWindows, open_flags
+from corpus.messages import progress
+from corpus.program import main
+from corpus.shards import Shards, find_shards, open_flags, read_meta
+from corpus.windows import ConversationWindows, TextWindows
 
-HEADER_BYTES = 1024
-FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}          # type of a token: magic, version
 CHECKED_AT_ONCE = 1 << 24   # tokens
 PADDING = -1                # in place of a window's number: a row without tokens
 NOT_LEARNT = -1             # in place of a target: model.IGNORE_INDEX
 
 
-# ---- Tokens and shards ----------------------------------------------------------------------
+# ---- Shards ---------------------------------------------------------------------------------
 
 def plain_shards(texts, tokenizer, directory: Path, seed=0) -> None:
     """Write one shard for each split. The split of a text is a function of (seed, text). There must
-    be 20 texts or more of similar lengths; `prepare` has rules for others."""
+    be 20 texts or more of similar lengths; corpus/split.py has rules for others."""
     tokens = dict(train=[], val=[])
     salt = seed.to_bytes(16, "little")
     for text in dict.fromkeys(texts):               # of equal texts the first
         digest = hashlib.blake2b(text.encode(), digest_size=16, salt=salt).digest()
-        validates = int.from_bytes(digest[:8], "little") < 2**64 // VAL_ONE_IN
+        validates = int.from_bytes(digest[:8], "little") < 2**64 // 20      # 5% of the texts
         split = "val" if validates else "train"
         tokens[split] += [tokenizer.eot_token, *tokenizer.encode_ordinary(text)]
     for split, ids in tokens.items():
-        header = np.zeros(HEADER_BYTES // 4, "<i4")
-        header[:3] = *FORMATS["<u2"], len(ids)
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, len(ids)
         shard = header.tobytes() + np.array(ids, "<u2").tobytes()
         (directory / f"{split}_000000.bin").write_bytes(shard)
-
-
-def append_tokens(directory: Path, split: str, tokens, written: int, shard_tokens: int,
-                  flags=None) -> None:
-    """Append tokens (n,), uint16 or uint32, to the shards of a split, which hold `written` tokens
-    so far, and of conversations the flags (n,) of these tokens to the files beside them."""
-    itemsize = tokens.dtype.itemsize
-    while len(tokens) > 0:
-        number, held = divmod(written, shard_tokens)        # the shard, and its tokens so far
-        part = tokens[:shard_tokens - held]
-        path = directory / f"{split}_{number:06d}.bin"
-        with named(path), open(path, "r+b" if held else "wb") as file:
-            file.write(np.array([*FORMATS[f"<u{itemsize}"], held + len(part)], "<i4"))
-            file.seek(HEADER_BYTES + itemsize * held)   # the bytes in between read as zeros
-            file.write(part)
-        if flags is not None:
-            path = path.with_suffix(FLAGS_SUFFIX)
-            with named(path), open(path, "ab") as file:
-                file.write(flags[:len(part)])
-            flags = flags[len(part):]
-        written += len(part)
-        tokens = tokens[len(part):]
-
-
-def open_shard(path: Path) -> np.memmap:
-    """The tokens of a shard, uint16 or uint32 (n,), mapped into memory. Raises ValueError if the
-    header and the size do not match."""
-    size = path.stat().st_size
-    header = np.fromfile(path, "<i4", 3).tolist()
-    magics = {magic: dtype for dtype, (magic, _) in FORMATS.items()}
-    if header and header[0] not in magics:
-        what = what_it_is(path) or ("it has no header of llm.c's format (nanoGPT's files have "
-                                    "none)")
-        raise ValueError(f"{path} begins with {header[0]}, not {FORMATS['<u2'][0]}: {what}: make "
-                         f"shards from the text by python data.py --input FILE --out DIR")
-    dtype = magics[header[0]] if header else "<u2"
-    magic, version = FORMATS[dtype]
-    itemsize = np.dtype(dtype).itemsize
-    count = header[2] if header[:2] == [magic, version] else 0
-    if count < 1 or size != HEADER_BYTES + itemsize * count:
-        raise ValueError(f"{path} is not a complete shard: expected header {magic}, {version}, n "
-                         f"and {HEADER_BYTES} + {itemsize} n bytes, got {header} and {size} bytes: "
-                         f"remove it, and make or copy it again")
-    return np.memmap(path, dtype, "r", HEADER_BYTES, (count,))
-
-
-def find_shards(directory: Path, split: str) -> list[Path]:
-    """The shards of a split, by a whole word in their names: retrieval_train_0.bin is no "val".
-    Raises FileNotFoundError if there are none."""
-    shards = sorted(path for path in directory.glob("[!.]*.bin")
-                    if re.search(rf"(?<![a-z]){split}(?![a-z])", path.name))
-    if not shards:
-        problem = f"has no {split} shards" if directory.exists() else "does not exist"
-        others = sorted(path.name for path in directory.glob("[!.]*.bin"))
-        hint = ""
-        if directory.is_file():
-            hint = " (this is a file)"
-        elif others:
-            hint = f" (the name {others[0]} has no word {split})"
-        raise FileNotFoundError(
-            f"{directory} {problem}: give a directory that data.py has made{hint}: {DEFAULT_OUT} "
-            f"by `python data.py`, data/NAME by --dataset NAME, DIR by --input FILE --out DIR")
-    return shards
-
-
-def read_meta(directory: Path) -> dict:
-    """The entries of meta.json that training needs. Shards without it that data.py did not make
-    are taken for GPT-2's tokens; their fingerprint is of samples of the files, and `former` is the
-    one of names and sizes that older checkpoints have. Raises ValueError if meta.json is damaged
-    or lost."""
-    path = directory / "meta.json"
-    try:
-        meta = json.loads(path.read_text())
-        needed = {key: meta[key]
-                  for key in ("tokenizer", "vocab_size", "bytes_per_token", "fingerprint")}
-        needed["tokens"] = dict(meta.get("tokens", {}))
-        needed["template"] = meta.get("template")           # of conversations
-    except FileNotFoundError:
-        if (directory / "train_000000.bin").exists():       # data.py's own name
-            raise ValueError(f"{directory} has no meta.json: copy it, too, or remove the shards "
-                             f"and run data.py again") from None
-        files = sorted(directory.glob("[!.]*.bin"))
-        if open_shard(files[0]).dtype != np.uint16:
-            raise ValueError(f"{directory} has tokens of 32 bits and no meta.json: write one with "
-                             f"tokenizer, vocab_size, bytes_per_token (or null), fingerprint"
-                             ) from None
-        names = [(file.name, file.stat().st_size) for file in files]
-        return dict(tokenizer="gpt2", vocab_size=50257, bytes_per_token=None, tokens={},
-                    template=None, fingerprint=sha256_of_samples(files),
-                    former=hashlib.sha256(repr(names).encode()).hexdigest())
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): remove it and the shards, and run data.py "
-                         f"again") from None
-    if is_of_file(needed["tokenizer"]):
-        needed["tokenizer_file"] = read_own(directory, needed["tokenizer"])
-    return needed
 
 
 # ---- Windows of tokens, in the order in which a run reads them -------------------------------
@@ -187,29 +73,6 @@ class Source(NamedTuple):
     @property
     def n_windows(self) -> int:
         return self.windows.count
-
-
-class Shards:
-    """The tokens of shards, (n,) each. A mapping takes one of the files that a process may
-    have open, often 1,024: of more shards than a quarter of them, the oldest mapping makes way."""
-
-    def __init__(self):
-        self.most = max(1, min(most_open_files() // 4, 10_000))     # Linux maps 65,530 at most
-        self.paths = []
-        self.mapped = {}        # by number
-
-    def __getitem__(self, number: int) -> np.memmap:
-        if number not in self.mapped:
-            tokens = open_shard(self.paths[number])
-            if len(self.mapped) >= self.most:
-                del self.mapped[next(iter(self.mapped))]
-            self.mapped[number] = tokens
-        return self.mapped[number]
-
-    def append(self, path: Path) -> int:
-        """Add a shard. Returns the number of its tokens."""
-        self.paths.append(path)
-        return len(self[len(self.paths) - 1])
 
 
 class TokenDataset:
@@ -540,207 +403,6 @@ def batch_size_at(config, sequences_trained: int) -> int:
     """Size of the next batch after training on so many sequences."""
     sizes, ramp = batch_sizes(config)
     return sizes[min(sequences_trained, ramp) * (len(sizes) - 1) // ramp]
-
-
-def divide_up(n: int, divisor: int) -> int:
-    return (n + divisor - 1) // divisor
-
-
-def equal_steps(config, sequences_trained: int):
-    """Yield (batch size, number of steps that have it) from here on, without an end: a ramp has few
-    sizes, however many steps a run has."""
-    sizes, ramp = batch_sizes(config)
-    increments = len(sizes) - 1
-    while sequences_trained < ramp and increments > 0:
-        size = batch_size_at(config, sequences_trained)
-        next_size_from = divide_up((sizes.index(size) + 1) * ramp, increments)
-        steps = divide_up(next_size_from - sequences_trained, size)
-        yield size, steps
-        sequences_trained += steps * size
-    yield sizes[-1], math.inf
-
-
-def sequences_after(config, sequences_trained: int, steps: int) -> int:
-    """Sequences trained on after `steps` more steps."""
-    for size, most in equal_steps(config, sequences_trained):
-        count = min(steps, most)
-        sequences_trained += count * size
-        steps -= count
-        if steps == 0:
-            return sequences_trained
-
-
-def steps_of_epochs(config, data: TokenDataset, state: dict | None) -> int:
-    """The steps of a run that trains on the data --epochs times."""
-    step = 0
-    sequences_trained = 0
-    if state is not None:
-        step = state["step"]
-        sequences_trained = state["tokens"] // state["model"]["seq_len"]
-    epoch = sum(source.n_windows for source in data.sources.values() if source.weight > 0)
-    left = config.epochs * epoch - sequences_trained
-    for size, most in equal_steps(config, sequences_trained):
-        count = min(max(divide_up(left, size), 0), most)
-        step += count
-        left -= count * size
-        if left <= 0:
-            return step
-
-
-# ---- Making shards: two passes over the documents -------------------------------------------
-
-def prepare(files, out: Path, tokenizer: str, seed=0, shard_tokens=100_000_000,
-            field: str | None = "text", near_duplicates="ignore", train_tokens: int | None = None,
-            template: str | None = None) -> dict:
-    """Tokenise the documents of these files into shards in `out`, which appear when all are
-    complete, and return what meta.json says. `tokenizer`: the name of one in corpus/tokenizers.py,
-    the path of a file of one, or the one of `train_tokens` tokens that is trained on this text.
-    Without a `field` the files hold conversations; `template`: None, the one for the tokenizer.
-    What is there already is not made again. Raises ValueError if a file is not text, if there is
-    too little or, before it tokenises, if `out` holds shards of other text or other flags, which a
-    run may be training on."""
-    vocabulary = None           # the content of the file of a tokenizer of one's own
-    if tokenizer.endswith(tuple(OWN.values())):
-        vocabulary = read_file(Path(tokenizer))
-        tokenizer = name_of(vocabulary)
-    if train_tokens is None:
-        encoding = get_tokenizer(tokenizer, vocabulary)
-    check_writable(out)
-    index = index_documents(files, seed, field, near_duplicates)
-    source = f"{index.digest}, {tokenizer}, {shard_tokens}"
-    if field is None:
-        if template is None:
-            template = "plain" if train_tokens is not None else default_template(encoding)
-        source += f", {template}"
-    meta = find_complete(out, source)
-    if meta is not None:
-        return meta
-    check_held(out, source)
-    if train_tokens is not None:
-        vocabulary = train_tokenizer(index, train_tokens)
-        tokenizer = name_of(vocabulary)
-        encoding = get_tokenizer(tokenizer, vocabulary)
-    out.mkdir(parents=True, exist_ok=True)
-    with new_folder(out) as folder:
-        tokens, text_bytes, learnt = write_shards(folder, index, encoding, shard_tokens, template)
-        # The fingerprint covers the headers, too: windows do not cross the end of a shard.
-        meta = dict(tokenizer=tokenizer, vocab_size=encoding.n_vocab, seed=seed, tokens=tokens,
-                    text_bytes=text_bytes, bytes_per_token=text_bytes["val"] / tokens["val"],
-                    fingerprint=sha256_of(*sorted(folder.iterdir())), source=source,
-                    **index.counts)
-        if template is not None:
-            meta |= dict(template=template, learnt=learnt, bytes_per_token=None)
-        if vocabulary is not None:
-            (folder / file_name(tokenizer)).write_text(vocabulary, encoding="utf-8")
-        if train_tokens is not None:
-            with suppress(ConnectionError):     # without GPT-2's vocabulary nothing is compared
-                meta["compared"] = [bytes_per_token(index, one)
-                                    for one in (encoding, get_tokenizer("gpt2"))]
-        publish(folder, out, meta)
-    return meta
-
-
-def find_complete(out: Path, source: str) -> dict | None:
-    """What meta.json in `out` says, if it is of this source and the shards are those that it
-    describes; None otherwise."""
-    try:
-        meta = json.loads((out / "meta.json").read_text())
-        shards = sorted(path for path in out.glob("[!.]*") if path.suffix in (".bin", FLAGS_SUFFIX))
-        if meta["source"] != source or sha256_of(*shards) != meta["fingerprint"]:
-            return None
-        read_meta(out)                          # its tokenizer is there, too
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    tell(f"{out} holds the shards of this text already: they are left as they are")
-    return meta
-
-
-def write_shards(folder: Path, index: Index, encoding, shard_tokens: int,
-                 template: str | None) -> tuple[dict, dict, dict]:
-    """Encode the documents. Returns {split: number of tokens}, {split: bytes of text} and {split:
-    number of tokens of answers}."""
-    tokens = dict.fromkeys(SPLITS, 0)
-    text_bytes = dict.fromkeys(SPLITS, 0)
-    learnt = dict.fromkeys(SPLITS, 0)
-    note = progress("tokenising", index.size)
-    for split, encoded, size, flags in tokenise(index, encoding, template):
-        try:
-            append_tokens(folder, split, encoded, tokens[split], shard_tokens, flags)
-        except OSError as error:
-            if error.errno in NO_SPACE:
-                made = sum(tokens.values()) + len(encoded)
-                needed = encoded.itemsize * made * index.size / (sum(text_bytes.values()) + size)
-                error.strerror += f" (the shards need about {max(needed / 1e6, 1):,.0f} MB)"
-            raise
-        tokens[split] += len(encoded)
-        text_bytes[split] += size
-        if flags is not None:
-            learnt[split] += int((flags & LEARNT).sum())
-        note(size)
-    return tokens, text_bytes, learnt
-
-
-def check_held(out: Path, source: str) -> None:
-    """Raise ValueError if `out` holds shards of another source, on which a run may be training."""
-    meta_path = out / "meta.json"
-    held = [*out.glob("[!.]*.bin"), *out.glob(f"[!.]*{FLAGS_SUFFIX}"), *out.glob("meta.json")]
-    if held and not (meta_path.exists() and f'"{source}"' in meta_path.read_text()):
-        raise ValueError(f"{held[0]} was made of other text, with other flags or by another "
-                         f"program: give another --out, or remove the shards and meta.json")
-
-
-def publish(folder: Path, out: Path, meta: dict) -> None:
-    """Move the complete files to `out`, meta.json last."""
-    meta_path = out / "meta.json"
-    with named(meta_path):
-        # If this is interrupted, TokenDataset refuses the meta.json that has the source alone.
-        meta_path.write_text(json.dumps(dict(source=meta["source"])))
-        for path in folder.iterdir():
-            os.replace(path, out / path.name)
-        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        os.replace(folder / "meta.json", meta_path)
-
-
-# ---- The program ----------------------------------------------------------------------------
-
-def make(args) -> dict:
-    """Find or download the text and make the shards. Returns what meta.json says."""
-    field = args.text_field or "text"
-    if args.input:
-        files = find_files(args.input, field)
-        if args.template is not None or (args.text_field is None and hold_conversations(files)):
-            field = None
-    elif args.dataset == "python":
-        files = standard_library()
-    elif args.dataset == "fineweb":
-        download_fineweb(args.out, args.shards)
-        return dict(tokens={split: TokenDataset(args.out, split, 1).n_tokens for split in SPLITS})
-    else:
-        files = [download_text(args.dataset, args.out)]
-    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens, field,
-                   args.near_duplicates, args.train_tokenizer, args.template)
-
-
-def main(argv=None) -> int:
-    args = parse_flags(sys.argv[1:] if argv is None else argv)
-    try:
-        with signals_stop():
-            meta = make(args)
-    except KeyboardInterrupt:
-        then = "makes the shards from the beginning; nothing is left of them"
-        if any(args.out.rglob("*.part")):
-            then = "continues the download"
-        print(f"data.py: stopped: the same command {then}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"data.py: {explain(error)}", file=sys.stderr)
-        return 1 if is_failure(error) else 2
-    error = print_lines(summary(args.out, meta))
-    if error is not None:
-        print(f"data.py: the shards are in {args.out}, but standard output cannot be written: "
-              f"{error.strerror}", file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

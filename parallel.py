@@ -838,7 +838,7 @@ def read_flags(world: int, fail) -> argparse.Namespace:
 
 
 def main() -> None:
-    from data import DEFAULT_OUT, TokenDataset
+    from data import TokenDataset
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -851,7 +851,7 @@ def main() -> None:
 
     args = read_flags(world, fail)
     try:
-        dataset = TokenDataset(DEFAULT_OUT, "train", GPTConfig().seq_len)
+        dataset = TokenDataset("data/python", "train", GPTConfig().seq_len)
     except (ValueError, OSError) as error:
         fail(error)
     if world > 1:

@@ -27,7 +27,7 @@ import torch
 from amp import PRECISIONS
 from checkpoint import load_model
 from corpus.conversations import ASSISTANT, Message, end_of_answer, prompt_of
-from data import get_tokenizer
+from corpus.tokenizers import get_tokenizer
 from parallelism.collectives import first_line, out_of_memory
 from runtime.devices import pick_device
 from runtime.other_names import SAMPLE_ADVICE, SAMPLE_NAMES

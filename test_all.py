@@ -76,7 +76,10 @@ import model
 import parallel
 import sample
 import train
-from corpus import passes
+from corpus import encode, index
+from corpus.prepare import prepare
+from corpus.shards import SPLITS
+from corpus.tokenizers import get_tokenizer
 from model import GPT, IGNORE_INDEX, SIZES, GPTConfig
 from models.llama import LlamaConfig
 from parallelism import collectives, context, full_tensors, kernels, pipeline
@@ -90,6 +93,7 @@ from parallelism.zero import FlatParameters
 from runtime import checkpoint_files
 from runtime.flops import parameter_count
 from runtime.options import Config
+from runtime.ramp import sequences_after, steps_of_epochs
 from tests.harness import (BOUNDS, CFG, CUTS, FORMULA, INTERLEAVED, LAYOUTS, NASTY, ROOT, TINY,
                            TWO_STEPS, UPSTREAM, Alive, Command, Memory, Pool, after_backward,
                            assert_close, assert_same_state, batches_from, column, dataset,
@@ -886,7 +890,7 @@ def test_seed_and_text_alone_decide_the_split_of_a_document(tmp_path, monkeypatc
     """Each of 400 documents is in one split, in the order of the input, with its text unchanged,
     <|endoftext|> within it too. Another order, or fewer documents, does not move one to the other
     split; another seed does. Of 20 documents at least one validates and one trains."""
-    monkeypatch.setattr(passes.os, "cpu_count", lambda: 1)        # 4 jobs, 3 of them under way
+    monkeypatch.setattr(index.os, "cpu_count", lambda: 1)        # 4 jobs, 3 of them under way
     monkeypatch.chdir(tmp_path)
     Path("in/sub").mkdir(parents=True)
     Path("in/other.md").write_text("neither .txt nor .jsonl: not read")
@@ -901,7 +905,7 @@ def test_seed_and_text_alone_decide_the_split_of_a_document(tmp_path, monkeypatc
                                    "my data", "--seed", seed)
         assert status == 0 and "python train.py --data 'my data' --out 'out/my data'" in told
         assert f"{len(texts)} documents, 0 duplicates dropped, 1 without text skipped" in told
-        to_train, val = (texts_of("my data", split) for split in data.SPLITS)
+        to_train, val = (texts_of("my data", split) for split in SPLITS)
         assert to_train == [t for t in texts if t not in val] and min(len(to_train), len(val)) > 0
         assert val == [t for t in texts if t not in to_train]
         meta = json.loads(Path("my data/meta.json").read_text())
@@ -927,7 +931,7 @@ def test_few_documents_each_give_their_last_5_percent_in_llm_cs_shards(tmp_path,
                                tmp_path / "out", "--shard-tokens", 1024)
     assert status == 0 and told.startswith("5 documents, 2 duplicates dropped, 2 without text skip"
                                            "ped; 2,342 tokens to train on, 130 to validate on.\n")
-    assert texts_of(tmp_path / "out", *data.SPLITS) == texts
+    assert texts_of(tmp_path / "out", *SPLITS) == texts
     tails = [len(tail.encode()) for tail in texts_of(tmp_path / "out", "val")]
     assert tails == [10, 100, 13, 1, 1]
     for name, count in [("train_000000", 1024), ("train_000001", 1024), ("train_000002", 294),
@@ -945,9 +949,9 @@ def test_the_plain_form_makes_the_shards_of_data_py(tmp_path):
     for seed in (0, 5):
         plain, made = tmp_path / f"plain_{seed}", tmp_path / f"made_{seed}"
         plain.mkdir()
-        data.plain_shards(texts, data.get_tokenizer("bytes"), plain, seed)
-        data.prepare([tmp_path / "a.jsonl"], made, "bytes", seed)
-        for split in data.SPLITS:
+        data.plain_shards(texts, get_tokenizer("bytes"), plain, seed)
+        prepare([tmp_path / "a.jsonl"], made, "bytes", seed)
+        for split in SPLITS:
             name = f"{split}_000000.bin"
             assert (plain / name).read_bytes() == (made / name).read_bytes()
 
@@ -1049,7 +1053,7 @@ def test_the_batch_grows_as_in_megatron(batch_size, ramp, steps):
     starts = [first for first, _ in batches_from(config, 0, steps + 1)]
     assert starts[-1] - starts[-2] == batch_size
     for at in (0, 1, 2, 5, 30, steps // 2, steps):
-        assert data.sequences_after(config, 0, at) == starts[at]
+        assert sequences_after(config, 0, at) == starts[at]
     for consumed in range(0, starts[-1], 1 + starts[-1] // 5000):
         assert data.batch_size_at(config, consumed) == megatrons_batch_size(config, consumed)
 
@@ -1067,17 +1071,17 @@ def test_a_thousand_million_steps_are_counted_at_once():
         trained = begin = rng.randint(0, 700)
         for _ in range(steps):
             trained += data.batch_size_at(config, trained)
-        assert data.sequences_after(config, begin, steps) == trained
+        assert sequences_after(config, begin, steps) == trained
         state = dict(step=5, tokens=begin * 4, model=dict(seq_len=4))
         made = mixture(dict(a=n_windows, b=7), [[0, dict(a=1, b=0)]])
         trained, step = begin, 5
         while trained < config.epochs * n_windows:
             trained += data.batch_size_at(config, trained)
             step += 1
-        assert data.steps_of_epochs(config, made, state) == step
+        assert steps_of_epochs(config, made, state) == step
     config = Config(batch_size=512, batch_ramp="16:16:1000000")
     began = time.monotonic()
-    assert data.sequences_after(config, 0, 10 ** 9) == 511_996_842_048
+    assert sequences_after(config, 0, 10 ** 9) == 511_996_842_048
     assert time.monotonic() - began < 0.1
 
 
@@ -1094,7 +1098,7 @@ def test_the_pieces_of_a_text_encode_to_the_tokens_of_the_whole(monkeypatch):
         return [word for part in parts for word in regex.findall(r50k_pat_str, part)]
 
     def cut(blocks):
-        splits, (begin, *pieces) = zip(*passes.split_document(blocks, 10 ** 6))
+        splits, (begin, *pieces) = zip(*encode.split_document(blocks, 10 ** 6))
         assert set(splits) == {"train"} and begin == ""
         return pieces
 
@@ -1114,12 +1118,12 @@ def test_the_pieces_of_a_text_encode_to_the_tokens_of_the_whole(monkeypatch):
 def test_memory_does_not_grow_with_the_size_of_a_document(tmp_path, monkeypatch):
     """Mechanism of the bounded memory: ten times the text takes at most 100 kB more."""
     set_block(monkeypatch, 4096)
-    monkeypatch.setattr(passes.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(index.os, "cpu_count", lambda: 2)
     peaks = []
     for size in (100_000, 1_000_000):
         (tmp_path / "a.txt").write_text("All work and no play. " * (size // 22))
         tracemalloc.start()
-        data.prepare([tmp_path / "a.txt"], tmp_path / f"{size}", "bytes")
+        prepare([tmp_path / "a.txt"], tmp_path / f"{size}", "bytes")
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 100_000, peaks

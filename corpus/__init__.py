@@ -1,12 +1,14 @@
-"""From the files that people have to documents and tokens. data.py writes the shards.
+"""From the files that people have to the shards that data.py reads; `python data.py` is program.py.
 
-    inputs      which files are read           passes      the two passes over the documents
-    kinds       what a file is                 tokenizers  text to tokens and back
-    formats     the documents of a file        json_tokenizers     a tokenizer.json
-    flags       of data.py, and its summary
-    split       which documents validate       near_duplicates     MinHash of the documents
-    downloads   files from the network         bpe         trains a tokenizer
-    compressed  .gz and .zst                   messages    notes, progress, errors in a line
-    records     lines and tables of documents  disk        files that appear when they are whole
-    problems    what is skipped or refused
+    program     the flags of data.py, what it makes and prints
+    prepare     two passes over the documents: text to shards
+    inputs      which files are read           formats     the documents of a file
+    file_kinds  what a file is                 records     those of lines and tables
+    compressed  .gz and .zst                   conversations       messages, and what is learnt
+    index       pass 1: hashes and sizes       split       which documents validate
+    encode      pass 2: tokens                 near_duplicates     MinHash of the documents
+    tokenizers  text to tokens and back        json_tokenizers     a tokenizer.json
+    bpe         trains a tokenizer             shards      the files of a data set
+    windows     of tokens, of conversations    downloads   files from the network
+    disk        whole files alone appear       messages    notes, progress, errors in a line
 """

@@ -6,7 +6,7 @@ import io
 import zlib
 from pathlib import Path
 
-from corpus.kinds import what_it_is
+from corpus.file_kinds import what_it_is
 
 BLOCK = 1 << 18             # characters or bytes read at once, and characters encoded at once
 LARGEST_WINDOW = 1 << 31    # of zstd --long=31

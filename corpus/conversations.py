@@ -29,8 +29,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
-from corpus.problems import NotText
-from corpus.records import kind_of_value, read_rows
+from corpus.records import NotText, kind_of_value, read_rows
 
 ROLES = ("system", "user", "assistant")
 ASSISTANT = "assistant"

@@ -1,17 +1,14 @@
-"""Files on the disk: whether two are the same, and what a process that is stopped leaves. data.py
-calls it."""
+"""Files on the disk: whether one has changed, and what a process that is stopped leaves."""
 import errno
 import hashlib
 import os
 import shutil
 import signal
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from corpus.messages import named
-
-SAMPLES, SAMPLE_BYTES = 8, 8192         # of each file, at equal distances
 
 
 def sha256_of(*paths) -> str:
@@ -22,37 +19,6 @@ def sha256_of(*paths) -> str:
             hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
-
-def sha256_of_samples(paths) -> str:
-    """The sha256 of these files' names, sizes and samples: the first 8 KiB of each, the last, and
-    six between them. It tells two data sets of equal sizes apart in seconds, where reading 100 GB
-    takes minutes. It does not see a change that lies between the samples."""
-    digest = hashlib.sha256()
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(repr((path.name, size)).encode())
-        with named(path), open(path, "rb", buffering=0) as file:
-            for number in range(SAMPLES):
-                file.seek(max(size - SAMPLE_BYTES, 0) * number // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
-def most_open_files() -> int:
-    """How many files this process may have open, after it has raised its limit as far as the
-    system allows."""
-    try:
-        import resource
-    except ImportError:         # Windows
-        return 512
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):         # macOS refuses "unlimited"
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
-
-
-# ---- Writing, and stopping -------------------------------------------------------------------
 
 def change_of(path: Path) -> tuple[int, int]:
     """The size of a file and the time of its last change, in nanoseconds."""

@@ -1,4 +1,4 @@
-"""The documents of a file. The two passes (passes.py) read them.
+"""The documents of a file. Two passes read them: index.py, encode.py.
 
     .txt      a document; several, if lines that are exactly <|endoftext|> stand between them
     .jsonl    a document on each line, in the field "text" of an object; so does .json
@@ -17,10 +17,9 @@ from pathlib import Path
 
 from corpus.compressed import BLOCK
 from corpus.conversations import messages_of_line, read_table
-from corpus.kinds import kind_of, what_it_is
+from corpus.file_kinds import LFS_POINTER, kind_of, why_not_text
 from corpus.messages import named
-from corpus.problems import LFS_POINTER, NotText, guess
-from corpus.records import open_text, read_lines, read_texts, text_of_line
+from corpus.records import NotText, open_text, read_lines, read_texts, text_of_line
 
 EOT = "<|endoftext|>"
 MOST_HELD = 1 << 16         # white space that is held back until more text comes
@@ -60,15 +59,15 @@ def read_blocks(path: Path, file, encoding: str):
             while block := wrapped.read(BLOCK):
                 is_binary = "\0" in block and block.count("\0") > len(block) // 50
                 if is_binary or block.startswith(LFS_POINTER):
-                    kind = what_it_is(path) or guess(path, block.encode())
-                    yield NotText(f"{path} is not {encoding.upper()} text: {kind}")
+                    why = why_not_text(path, block.encode())
+                    yield NotText(f"{path} is not {encoding.upper()} text: {why}")
                     return
                 yield block
         except UnicodeDecodeError as error:     # error.object are the bytes that were read last
             offset = file.tell() - len(error.object) + error.start
-            kind = what_it_is(path) or guess(path, error.object)
+            why = why_not_text(path, error.object)
             yield NotText(f"{path} is not {encoding.upper()} text, see byte {offset} "
-                          f"(0x{error.object[error.start]:02x}): {kind}")
+                          f"(0x{error.object[error.start]:02x}): {why}")
 
 
 def cut_at_eot(blocks):

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from corpus.compressed import check_package
-from corpus.kinds import READ, READ_KINDS, advice_for, kind_of
+from corpus.file_kinds import READ, READ_KINDS, advice_for, kind_of
 from corpus.messages import note
 from corpus.records import first_fields, is_conversation
 

@@ -6,14 +6,17 @@ import shlex
 from pathlib import Path
 
 from corpus.compressed import not_whole, open_bytes
-from corpus.kinds import what_it_is
-from corpus.problems import LFS_POINTER, NotText, guess
+from corpus.file_kinds import LFS_POINTER, why_not_text
 
 ROWS_AT_ONCE = 256
 MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le",    # before UTF-16's, which
          codecs.BOM_UTF32_BE: "utf-32-be", codecs.BOM_UTF16_LE: "utf-16-le",    # begins as this
          codecs.BOM_UTF16_BE: "utf-16-be"}
 STRINGS = ("string", "large_string", "dictionary<values=string")        # Arrow's names
+
+
+class NotText(ValueError):
+    """Stands in place of a text that cannot be read, and says where and why."""
 
 
 def open_text(path: Path):
@@ -92,8 +95,7 @@ def check_first_line(path: Path, line: bytes) -> None:
     """Raise ValueError if a .jsonl file is something else."""
     name = shlex.quote(str(path))
     if line.count(0) > len(line) // 50 or line.startswith(LFS_POINTER.encode()):
-        kind = what_it_is(path) or guess(path, line)
-        raise ValueError(f"{path} is not UTF-8 text: {kind}")
+        raise ValueError(f"{path} is not UTF-8 text: {why_not_text(path, line)}")
     if line.startswith(b"["):
         raise ValueError(f"{path} is a JSON array, not an object on each line: jq -c '.[]' {name} "
                          f"> NEW.jsonl makes a .jsonl of it")

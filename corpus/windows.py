@@ -10,33 +10,16 @@ Each conversation is in one window, from its first token on, so that no answer l
 Positions begin again with each, and a token attends to its own conversation alone
 (model.mask_of_packed): the loss of a conversation does not depend on its neighbours.
 
-A target is learnt if it has a loss: of text all, of conversations the answers' tokens. Beside a
-shard of conversations, train_000000.bin, lie the flags of its tokens, train_000000.learn: a byte
-for each, the sum of LEARNT and BEGINS.
+A target is learnt if it has a loss: of text all, of conversations the answers' tokens.
 """
 import mmap
 from bisect import bisect_left, insort
 from collections import defaultdict
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 
-LEARNT = 1                  # an answer's token
-BEGINS = 2                  # a conversation's first token
-FLAGS_SUFFIX = ".learn"
-
-
-def open_flags(shard: Path, count: int) -> np.memmap:
-    """The flags of a shard's tokens, uint8 (count,). Raises ValueError if the file is missing or
-    damaged."""
-    path = shard.with_suffix(FLAGS_SUFFIX)
-    size = path.stat().st_size if path.exists() else None
-    if size != count:
-        problem = "is missing" if size is None else f"has {size} bytes for {count} tokens"
-        raise ValueError(f"{path} {problem}: it says which tokens of {shard.name} are learnt: copy "
-                         f"all files again, or remove them and run data.py again")
-    return np.memmap(path, "u1", "r")
+from corpus.shards import BEGINS, LEARNT
 
 
 def pack(lengths: np.ndarray, size: int) -> tuple[np.ndarray, int]:

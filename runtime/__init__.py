@@ -14,6 +14,7 @@ The others stand above it. Their argument `run` is a train.Run, but none imports
     watch                               what watches a run: divergence, rollback, flipped_bits,
                                         noise_scale, and console with the log
     evaluation, signals, follower       the validation loss, the end by a signal, plots
+    ramp                                steps and sequences where the batch size grows
 
 Programs import something from here before numpy and torch, so that a Python without the packages
 that they need, such as the system's, ends in one line.

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from amp import PRECISIONS
-from data import Batch, batch_sizes, sequences_after
+from data import Batch, batch_sizes
 from model import PEAK_LR, ceil_div
 from parallelism.buckets import state_bytes
 from parallelism.build import Grid
@@ -30,6 +30,7 @@ from runtime.evaluation import describe_data, eval_sequences, evaluate
 from runtime.flops import flops_per_token, parameter_count, peak_flops
 from runtime.options import RESTORED, Config, step_range
 from runtime.processes import print_rank0
+from runtime.ramp import sequences_after
 from runtime.threads import Threads
 
 COMPARE_RANKS_EVERY = 100       # steps

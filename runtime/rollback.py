@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from amp import NOT_FINITE
-from data import Batch, TokenDataset, batch_size_at, sequences_after
+from data import Batch, TokenDataset, batch_size_at
 from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
 from runtime import directory, flipped_bits
@@ -21,6 +21,7 @@ from runtime.divergence import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, Div
                                 scale_may_help)
 from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range
 from runtime.processes import RunError, all_ranks
+from runtime.ramp import sequences_after
 
 
 def go_back_if_diverged(run, batch: Batch, stats, row: dict) -> bool:

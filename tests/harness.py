@@ -69,7 +69,8 @@ import data
 import parallel
 import sample
 import train
-from corpus import compressed, downloads, formats, inputs, passes
+from corpus import compressed, downloads, encode, formats, inputs
+from corpus.prepare import prepare
 from corpus.windows import TextWindows
 from model import GPT, GPTConfig
 from parallelism.build import Grid, build_stage, make_groups
@@ -878,7 +879,7 @@ def texts_of(directory, *splits):
 
 def set_block(monkeypatch, size):
     """The characters read, and encoded, at once."""
-    for module in (compressed, downloads, formats, passes):
+    for module in (compressed, downloads, encode, formats):
         monkeypatch.setattr(module, "BLOCK", size)
 
 
@@ -897,7 +898,7 @@ def shards(tmp_path_factory):
     """A directory of token shards made by data.py."""
     folder = tmp_path_factory.mktemp("shards")
     (folder / "text.txt").write_text("".join(f"line {i}: some words é\n" for i in range(3000)))
-    data.prepare([folder / "text.txt"], folder / "d", "bytes")
+    prepare([folder / "text.txt"], folder / "d", "bytes")
     return folder / "d"
 
 
@@ -908,7 +909,7 @@ def two_sources(tmp_path_factory):
     for name, lines in (("a", [f"{i} + {i} = {2 * i}\n" for i in range(50)]),
                         ("b", [f"line {i}: other words é\n" for i in range(2200)])):
         (folder / f"{name}.txt").write_text("".join(lines))
-        data.prepare([folder / f"{name}.txt"], folder / name, "bytes")
+        prepare([folder / f"{name}.txt"], folder / name, "bytes")
     return folder
 
 
@@ -916,7 +917,7 @@ def two_sources(tmp_path_factory):
 def library(tmp_path_factory):
     """Shards of the standard library's source in bytes, as `python data.py` makes them."""
     folder = tmp_path_factory.mktemp("library") / "python"
-    data.prepare(inputs.standard_library(), folder, "bytes")
+    prepare(inputs.standard_library(), folder, "bytes")
     return folder
 
 

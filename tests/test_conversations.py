@@ -25,7 +25,9 @@ import sample
 import train
 from corpus import conversations, windows
 from corpus.conversations import Message, prompt_of, render
-from corpus.tokenizers import name_of
+from corpus.prepare import prepare
+from corpus.shards import BEGINS, LEARNT, open_shard, read_meta
+from corpus.tokenizers import get_tokenizer, name_of
 from model import mask_of_packed
 from models.llama import LlamaConfig
 from runtime import answers
@@ -68,7 +70,7 @@ def reversals(tmp_path_factory):
                  for turn in (("user", word), ("assistant", word[::-1]))]
         records.append(messages(*turns))
     files = [write(folder / "chat.jsonl", records)]
-    data.prepare(files, folder / "data", "bytes", field=None)
+    prepare(files, folder / "data", "bytes", field=None)
     return folder / "data"
 
 
@@ -94,13 +96,13 @@ def written(tokens):
 
 
 @pytest.mark.parametrize("template, encoding, text, learnt", [
-    ("plain", data.get_tokenizer("bytes"),
+    ("plain", get_tokenizer("bytes"),
      "Esystem:\n be brief \n\nuser:\n2 + 2?\n\nassistant:\n4Euser:\nmore\n\nassistant:\nEuser:\n\n"
      "<|endoftext|>\n\nassistant:\n 5\nE", ["4E", "E", " 5\nE"]),
     ("chatml", WithMarks(),
      "Ssystem\n be brief M\nSuser\n2 + 2?M\nSassistant\n4M\nSuser\nmoreM\nSassistant\nM\nSuser\n\n"
      "<|endoftext|>M\nSassistant\n 5\nM\n", ["4M", "M", " 5\nM"]),
-    ("chatml", data.get_tokenizer("bytes"),
+    ("chatml", get_tokenizer("bytes"),
      "E<|im_start|>system\n be brief <|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n"
      "<|im_start|>assistant\n4E\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nE\n"
      "<|im_start|>user\n\n<|endoftext|><|im_end|>\n<|im_start|>assistant\n 5\nE\n",
@@ -115,8 +117,8 @@ def test_a_template_writes_a_conversation_and_marks_its_answers(template, encodi
 
 
 @pytest.mark.parametrize("template, encoding", [
-    ("plain", data.get_tokenizer("bytes")), ("chatml", WithMarks()),
-    ("chatml", data.get_tokenizer("bytes"))])
+    ("plain", get_tokenizer("bytes")), ("chatml", WithMarks()),
+    ("chatml", get_tokenizer("bytes"))])
 def test_a_chat_shows_the_model_what_it_was_trained_on(template, encoding):
     """Before each answer, the tokens of a chat are those of training."""
     turns = [Message(*turn) for turn in THREE_TURNS]
@@ -157,7 +159,7 @@ def test_a_tokenizer_with_chatmls_marks_writes_it_as_transformers(tmp_path, run_
     status, out, _ = run_data("--input", write(tmp_path / "c.jsonl", records), "--out",
                               tmp_path / "d", "--tokenizer", marked_tokenizer)
     assert status == 0 and "the template is chatml" in out
-    shards = [data.open_shard(path).tolist() for path in (tmp_path / "d").glob("*.bin")]
+    shards = [open_shard(path).tolist() for path in (tmp_path / "d").glob("*.bin")]
     ours = max(shards, key=len)
     marks = theirs.convert_tokens_to_ids(list(conversations.MARKS))
     assert [ours.count(mark) for mark in marks] == [5, 5]       # not those in a content
@@ -184,8 +186,8 @@ def conversation_windows(lengths, learnt, seq_len, cut_at=()):
     tokens = np.arange(1, sum(lengths) + 1)
     flags = np.zeros(len(tokens), np.uint8)
     for end, length, count in zip(np.cumsum(lengths), lengths, learnt):
-        flags[end - length] |= windows.BEGINS
-        flags[end - count:end] |= windows.LEARNT
+        flags[end - length] |= BEGINS
+        flags[end - count:end] |= LEARNT
     shards = np.split(tokens, cut_at)
     return windows.ConversationWindows(shards, range(len(shards)), np.split(flags, cut_at), seq_len)
 
@@ -233,7 +235,7 @@ def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
         ids = np.arange(made.n_windows)
         tokens, targets, positions = made.rows(ids)
         assert [made.count_learnt([i]) for i in ids] == (targets >= 0).sum(1).tolist()
-        text = written(np.concatenate([data.open_shard(path) for path in
+        text = written(np.concatenate([open_shard(path) for path in
                                        sorted(reversals.glob(f"{split}_*.bin"))]))
         expected = sorted(re.findall("Euser.*?E(?=E|$)", text, re.DOTALL))
         found, answers_found = [], ""
@@ -256,7 +258,7 @@ def test_inputs_targets_and_counts_are_those_of_the_shards(reversals):
 def test_shards_of_any_size_have_the_same_windows(reversals, tmp_path):
     """A conversation may begin in one shard and end in the next."""
     files = [reversals.parent / "chat.jsonl"]
-    data.prepare(files, tmp_path / "d", "bytes", field=None, shard_tokens=1024)
+    prepare(files, tmp_path / "d", "bytes", field=None, shard_tokens=1024)
     assert len(list((tmp_path / "d").glob("train_*.learn"))) > 10
     small, large = (data.TokenDataset(folder, "train", 64) for folder in (tmp_path / "d",
                                                                           reversals))
@@ -275,7 +277,7 @@ def test_conversations_that_begin_alike_are_split_by_what_comes_later(tmp_path, 
     assert run_data("--input", write(tmp_path / "c.jsonl", records), "--out", tmp_path / "d",
                     "--tokenizer", "bytes", "--near-duplicates", "ignore")[0] == 0
     train_prompts, val_prompts = (
-        re.findall(r"prompt \d+", written(data.open_shard(tmp_path / f"d/{split}_000000.bin")))
+        re.findall(r"prompt \d+", written(open_shard(tmp_path / f"d/{split}_000000.bin")))
         for split in ("train", "val"))
     assert len(train_prompts) > 100 > 0 < len(val_prompts)
     assert not set(train_prompts) & set(val_prompts)
@@ -296,7 +298,7 @@ def test_a_prompt_is_in_one_split_and_equal_conversations_count_once(tmp_path, r
     assert status == 0 and "160 conversations, 160 duplicates dropped" in out
     prompts = []
     for split in ("train", "val"):
-        text = written(np.concatenate([data.open_shard(path) for path in
+        text = written(np.concatenate([open_shard(path) for path in
                                        (tmp_path / "d").glob(f"{split}_*.bin")]))
         prompts.append(re.findall(r"prompt \d+", text))
     assert not set(prompts[0]) & set(prompts[1])
@@ -318,7 +320,7 @@ def parquet(path, records):
 @pytest.mark.parametrize("with_messages", [True, False])
 def test_every_kind_of_file_gives_the_same_shards(tmp_path, run_data, name, make, with_messages):
     records = [pair(f"question {i}", f"answer {i}") for i in range(30)]
-    data.prepare([write(tmp_path / "plain.jsonl", records)], tmp_path / "d", "bytes", field=None)
+    prepare([write(tmp_path / "plain.jsonl", records)], tmp_path / "d", "bytes", field=None)
     if with_messages:
         records = [messages(("user", one["prompt"]), ("assistant", one["completion"]))
                    for one in records]
@@ -573,7 +575,7 @@ def test_text_has_no_answers_to_evaluate(tmp_path, shards, run_train):
 def test_the_first_of_many_files_of_flags_is_needed(tmp_path):
     """Its shard is not taken for text. Nor is text written beside the flags of other shards."""
     chat = write(tmp_path / "c.jsonl", [pair(f"prompt {i}", "d") for i in range(60)])
-    data.prepare([chat], tmp_path / "d", "bytes", field=None, shard_tokens=1024)
+    prepare([chat], tmp_path / "d", "bytes", field=None, shard_tokens=1024)
     flags = tmp_path / "d/train_000000.learn"
     stale = flags.read_bytes()
     flags.unlink()
@@ -583,14 +585,14 @@ def test_the_first_of_many_files_of_flags_is_needed(tmp_path):
     (tmp_path / "t/train_000000.learn").write_bytes(stale)
     (tmp_path / "t.txt").write_text("text " * 1000)
     with pytest.raises(ValueError, match="train_000000.learn was made of other text"):
-        data.prepare([tmp_path / "t.txt"], tmp_path / "t", "bytes")
+        prepare([tmp_path / "t.txt"], tmp_path / "t", "bytes")
 
 
 def test_as_many_answers_are_evaluated_as_there_are(tmp_path, reversals, run_train):
     """--eval-answers 1000 reads all windows, and tells the number of their answers."""
     status, out, _ = run_train("--data", reversals, "--out", tmp_path / "o", *TINY, "--seq-len", 96,
                                "--eval-answers", 1000)
-    count = written(data.open_shard(reversals / "val_000000.bin")).count("assistant:")
+    count = written(open_shard(reversals / "val_000000.bin")).count("assistant:")
     assert status == 0 and f"answers: greedy decoding gives 0.0% of {count}" in out
 
 
@@ -617,7 +619,7 @@ def first_letters(pool, tmp_path_factory):
     draw = random.Random(1)
     prompts = ["".join(draw.choices("abcdefgh", k=4)) for _ in range(1500)]
     records = [pair(prompt, prompt[0]) for prompt in prompts]
-    data.prepare([write(folder / "c.jsonl", records)], folder / "data", "bytes", field=None)
+    prepare([write(folder / "c.jsonl", records)], folder / "data", "bytes", field=None)
     rows, _, _ = trained(pool, (1, 1, 1), folder / "out", LETTERS, data=str(folder / "data"),
                          batch_size=16, micro_batch=16, steps=200, lr=3e-3, warmup_steps=20,
                          eval_answers=40, eval_every=25, save_every=25, keep=10)
@@ -796,11 +798,11 @@ def test_an_export_has_the_template_and_an_import_finds_it(tmp_path, marked_toke
         tokenizer = name_of(own)
     if tokenizer == "own":              # it merges "\n\n", but not before a word
         records = [pair(f"{i}?\n\n", "?<|\n\n") for i in range(30)]
-        data.prepare([write(tmp_path / "c.jsonl", records)], tmp_path / "d", "own", field=None,
+        prepare([write(tmp_path / "c.jsonl", records)], tmp_path / "d", "own", field=None,
                      train_tokens=280)
-        tokenizer, own = (data.read_meta(tmp_path / "d")[key]
+        tokenizer, own = (read_meta(tmp_path / "d")[key]
                           for key in ("tokenizer", "tokenizer_file"))
-    encoding = data.get_tokenizer(tokenizer, own)
+    encoding = get_tokenizer(tokenizer, own)
     cfg = LlamaConfig(vocab_size=encoding.n_vocab, seq_len=64, n_layer=1, n_head=2, n_embd=16,
                       tied=True)
     plain = cfg.build().initialize(0)

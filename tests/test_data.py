@@ -37,9 +37,14 @@ import requests
 import torch
 
 import checkpoint
+import corpus.prepare
+import corpus.shards
 import data
-from corpus import (bpe, compressed, downloads, formats, inputs, messages, near_duplicates,
-                    passes, tokenizers)
+from corpus import (bpe, compressed, downloads, encode, formats, index, inputs, messages,
+                    near_duplicates, tokenizers)
+from corpus.prepare import prepare
+from corpus.shards import SPLITS, open_shard
+from corpus.tokenizers import get_tokenizer
 from model import GPTConfig
 from runtime import checks
 from tests.harness import (NASTY, PAGES, ROOT, SHARED, TINY, Command, dataset, greedy, names_in,
@@ -64,7 +69,7 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     monkeypatch.setattr(inputs.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     _, out, _ = run_data("--out", tmp_path / "out")
     assert out.startswith("1 documents, 1 duplicates dropped, 0 without text skipped; ")
-    assert texts_of(tmp_path / "out", *data.SPLITS) == ["some text"]
+    assert texts_of(tmp_path / "out", *SPLITS) == ["some text"]
 
 
 @pytest.mark.parametrize("flags, content, words", [
@@ -227,7 +232,7 @@ def test_a_line_of_endoftext_ends_a_tiny_story(tmp_path, server, monkeypatch, ru
         status, _, error = run_data("--dataset", "tinystories", "--tokenizer", "bytes",
                                     "--out", tmp_path)
         assert status == expected and ("data.py: cannot download" in error) == (status == 1)
-    assert texts_of(tmp_path, *data.SPLITS) == ["Once\nupon", "The end <|endoftext|> not"]
+    assert texts_of(tmp_path, *SPLITS) == ["Once\nupon", "The end <|endoftext|> not"]
 
 
 def test_finewebs_shards_are_fetched_once_and_what_has_a_name_is_whole(tmp_path, server,
@@ -279,7 +284,7 @@ def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, ru
     assert status == 0 and out.startswith("60 documents, 0 duplicates dropped, 0 without")
     assert f"too little text for windows of {GPTConfig().seq_len} + 1 tokens" in out
     seq_len = int(re.search(r" --seq-len (\d+)\n", out)[1])
-    made = [data.TokenDataset(tmp_path / "out", split, seq_len) for split in data.SPLITS]
+    made = [data.TokenDataset(tmp_path / "out", split, seq_len) for split in SPLITS]
     assert sum(one.n_tokens for one in made) == 120 and min(one.n_windows for one in made) > 0
 
 
@@ -301,9 +306,9 @@ def test_ctrl_c_ends_data_py_in_one_line_and_leaves_nothing(tmp_path):
     """While it tokenises: exit status 1, an empty --out, and the same command makes the shards."""
     (tmp_path / "a.txt").write_text("some words\n" * 1000)
     (tmp_path / "wrapper.py").write_text("""
-import os, signal, sys, data
+import os, signal, sys, corpus.prepare, data
 signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background ignores it
-data.append_tokens = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+corpus.prepare.append_tokens = lambda *_: os.kill(os.getpid(), signal.SIGINT)
 sys.exit(data.main())
 """)
     flags = ["--input", tmp_path / "a.txt", "--out", tmp_path / "d", "--tokenizer", "bytes"]
@@ -458,7 +463,7 @@ def test_endoftext_within_a_line_stays_text_and_is_counted(tmp_path, run_data):
     status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out", tmp_path / "d")
     assert status == 0 and out.startswith("2 documents, ")
     assert error.startswith("note: <|endoftext|> stands 2 times within a line") and "own" in error
-    assert texts_of(tmp_path / "d", *data.SPLITS) == [
+    assert texts_of(tmp_path / "d", *SPLITS) == [
         "one story", f"two {formats.EOT} stories{formats.EOT}"]
 
 
@@ -679,7 +684,7 @@ def test_a_package_that_is_missing_is_named_before_anything_is_read(tmp_path, mo
     for file in ("0.txt", name):
         (tmp_path / "in" / file).write_text("some text")
     monkeypatch.setattr(compressed.importlib.util, "find_spec", nothing)
-    monkeypatch.setattr(data, "index_documents", None)
+    monkeypatch.setattr(corpus.prepare, "index_documents", None)
     for given in (tmp_path / "in", tmp_path / "in" / name):
         status, _, error = run_data("--input", given, "--tokenizer", "bytes", "--out",
                                     tmp_path / "d")
@@ -759,11 +764,11 @@ def test_planted_near_duplicates_are_counted_or_dropped(tmp_path, run_data):
     status, out, error = run_data(*flags, "drop", "--out", tmp_path / "drop")
     assert (status, error) == (0, "") and out.startswith("300 documents, 0 duplicates dropped, ")
     assert ", 100 near-duplicates dropped; " in out
-    kept = [text for split in data.SPLITS for text in texts_of(tmp_path / "drop", split)]
+    kept = [text for split in SPLITS for text in texts_of(tmp_path / "drop", split)]
     assert sorted(kept) == sorted(texts[:300])
     status, out, error = run_data(*flags, "keep", "--out", tmp_path / "keep")
     assert status == 0 and out.startswith("400 documents, ")
-    train, val = (texts_of(tmp_path / "keep", split) for split in data.SPLITS)
+    train, val = (texts_of(tmp_path / "keep", split) for split in SPLITS)
     pairs = list(zip(texts[:100], texts[300:]))
     seen = sum((one in val) != (other in val) for one, other in pairs)
     assert seen > 0 and error == (
@@ -773,7 +778,7 @@ def test_planted_near_duplicates_are_counted_or_dropped(tmp_path, run_data):
     assert json.loads((tmp_path / "keep/meta.json").read_text())["near_duplicates"] == 100
     status, out, error = run_data(*flags, "ignore", "--out", tmp_path / "ignore")
     assert (status, error) == (0, "")
-    for split in data.SPLITS:
+    for split in SPLITS:
         name = f"{split}_000000.bin"
         assert (tmp_path / "keep" / name).read_bytes() == (tmp_path / "ignore" / name).read_bytes()
 
@@ -796,7 +801,7 @@ def test_a_book_that_is_drawn_for_validation_gives_its_end_alone(tmp_path, run_d
     flags = "--tokenizer", "bytes", "--out", tmp_path / "d"
     status, out, error = run_data("--input", tmp_path, *flags)
     assert (status, error) == (0, "") and "note" not in out
-    of_train, of_val = (texts_of(tmp_path / "d", split) for split in data.SPLITS)
+    of_train, of_val = (texts_of(tmp_path / "d", split) for split in SPLITS)
     assert 0.04 < len("".join(of_val)) / len("".join(texts)) < 0.06
     end, = (text for text in of_val if text in texts[0])
     assert texts[0].endswith(end) and texts[0][:-len(end)] in of_train
@@ -810,11 +815,11 @@ def test_a_signal_leaves_nothing(tmp_path, number):
     """Twice, as an impatient user sends it, while data.py tokenises."""
     (tmp_path / "a.txt").write_text("some words\n" * 1000)
     (tmp_path / "wrapper.py").write_text(f"""
-import os, signal, sys, data
+import os, signal, sys, corpus.prepare, data
 signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background ignores it
 def stop(*_):
     os.kill(os.getpid(), {int(number)})
-data.append_tokens = stop
+corpus.prepare.append_tokens = stop
 import tempfile
 cleanup = tempfile.TemporaryDirectory.cleanup
 tempfile.TemporaryDirectory.cleanup = lambda self: (stop(), cleanup(self))
@@ -830,11 +835,11 @@ def test_the_next_run_removes_what_a_killed_one_left_but_not_of_a_live_one(tmp_p
     """Into the same --out: one was killed (SIGKILL) while it tokenised, another waits there."""
     (tmp_path / "a.txt").write_text("some words\n" * 1000)
     (tmp_path / "wrapper.py").write_text("""
-import sys, time, data
+import sys, time, corpus.prepare, data
 def wait(folder, *_):
     (folder / "train_000000.bin").touch()
     time.sleep(100)
-data.append_tokens = wait
+corpus.prepare.append_tokens = wait
 sys.exit(data.main())
 """)
     flags = ["--input", tmp_path / "a.txt", "--out", tmp_path / "d", "--tokenizer", "bytes"]
@@ -864,7 +869,7 @@ def test_an_identical_job_leaves_what_is_there(tmp_path, run_data):
     flags = "--input", tmp_path / "a.txt", "--train-tokenizer", 270, "--out", tmp_path / "d"
     first = run_data(*flags)
     made = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "d").iterdir()}
-    with mock.patch.object(data, "train_tokenizer", None):
+    with mock.patch.object(corpus.prepare, "train_tokenizer", None):
         status, out, error = run_data(*flags)
     assert (status, out) == first[:2]
     assert error == (f"note: {tmp_path}/d holds the shards of this text already: they are left as "
@@ -902,7 +907,7 @@ def test_an_error_of_the_disk_has_its_path_and_what_to_do(tmp_path, monkeypatch,
                                                           status):
     """Of writing, whose errors have no path of their own."""
     (tmp_path / "a.txt").write_text("some words\n" * 100)
-    monkeypatch.setattr(data, "open", Full(number), raising=False)
+    monkeypatch.setattr(corpus.shards, "open", Full(number), raising=False)
     done = run_data("--input", tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "d")
     assert (*done[:2], done[2].count("\n")) == (status, "", 1) and "Errno" not in done[2]
     assert re.fullmatch(rf"data.py: {tmp_path}/d/.new-\w+/(train|val)_000000.bin: "
@@ -924,7 +929,7 @@ def test_an_out_that_cannot_be_written_is_refused_before_the_text_is_read(tmp_pa
                                                                           run_data):
     (tmp_path / "a.txt").write_text("some words\n" * 100)
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    monkeypatch.setattr(data, "index_documents", None)
+    monkeypatch.setattr(corpus.prepare, "index_documents", None)
     done = run_data("--input", tmp_path / "a.txt", "--tokenizer", "bytes", "--out",
                     tmp_path / "no/such")
     assert done == (2, "", f"data.py: {tmp_path}: it cannot be written: give another path, or "
@@ -935,12 +940,12 @@ def test_a_file_of_the_same_size_that_changes_while_it_is_read_is_told(tmp_path,
     """Its text of pass 2 is not that of pass 1."""
     file = tmp_path / "a.txt"
     file.write_text("some words\n" * 100)
-    tokenise = data.tokenise
+    tokenise = corpus.prepare.tokenise
 
     def then_changes(*arguments):
         file.write_text("more words\n" * 100)
         return tokenise(*arguments)
-    with mock.patch.object(data, "tokenise", then_changes):
+    with mock.patch.object(corpus.prepare, "tokenise", then_changes):
         done = run_data("--input", file, "--tokenizer", "bytes", "--out", tmp_path / "d")
     assert done == (2, "", f"data.py: {file} changed while it was read: run data.py again\n")
 
@@ -982,7 +987,7 @@ def test_a_data_set_stays_until_the_new_one_is_whole(tmp_path):
     damaged, not taken for one of GPT-2's tokens; the same text and flags mend it, to the bit."""
     text, out, letters = tmp_path / "a.txt", tmp_path / "new", "abcdefghij" * 500
     text.write_text(letters)
-    prepare = functools.partial(data.prepare, [text], out, "bytes")
+    make = functools.partial(prepare, [text], out, "bytes")
     replace_file = os.replace
 
     def killed(path, target):
@@ -990,30 +995,30 @@ def test_a_data_set_stays_until_the_new_one_is_whole(tmp_path):
             raise KeyboardInterrupt
         replace_file(path, target)
     with mock.patch.object(os, "replace", killed), pytest.raises(KeyboardInterrupt):
-        prepare()
+        make()
     with pytest.raises(ValueError, match="meta.json is damaged.*run data.py again"):
         data.TokenDataset(out, "train", 4)
-    fingerprint = prepare()["fingerprint"]
+    fingerprint = make()["fingerprint"]
     assert names_in(out) == ["meta.json", "train_000000.bin", "val_000000.bin"]
     before = {path: path.read_bytes() for path in out.iterdir()}
     assert fingerprint == hashlib.sha256(before[out / "train_000000.bin"]
                                          + before[out / "val_000000.bin"]).hexdigest()
-    with mock.patch.object(data, "tokenise", side_effect=OSError):
-        assert prepare()["fingerprint"] == fingerprint          # it is not made again
+    with mock.patch.object(corpus.prepare, "tokenise", side_effect=OSError):
+        assert make()["fingerprint"] == fingerprint          # it is not made again
     (out / "train_000000.bin").write_bytes(b"damaged")
-    with mock.patch.object(data, "tokenise", side_effect=OSError), pytest.raises(OSError):
-        prepare()
+    with mock.patch.object(corpus.prepare, "tokenise", side_effect=OSError), pytest.raises(OSError):
+        make()
     (out / "train_000000.bin").write_bytes(before[out / "train_000000.bin"])
     for other, flags in [(letters, dict(shard_tokens=1024)), (letters, dict(seed=1)),
                          (letters, dict(shard_tokens=10 ** 6)),      # the beginning of 10 ** 8
                          (letters[:-1] + "J", {})]:
         text.write_text(other)
         with pytest.raises(ValueError, match="of other text, .* give another --out, or remove"):
-            prepare(**flags)
+            make(**flags)
     assert {path: path.read_bytes() for path in out.iterdir()} == before
     text.write_text(letters)
     (out / "val_000000.bin").write_bytes(b"damaged")
-    assert prepare()["fingerprint"] == fingerprint
+    assert make()["fingerprint"] == fingerprint
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 
@@ -1027,7 +1032,7 @@ def test_input_that_changes_between_the_passes_ends_in_one_line(tmp_path, run_da
     def then_changes(path, field):
         yield from read(path, field)
         file.write_text('{"text": "some text"}\n' + second)
-    with mock.patch.object(passes, "read_documents", then_changes):
+    with mock.patch.object(index, "read_documents", then_changes):
         status, out, error = run_data("--input", file, "--tokenizer", "bytes", "--out",
                                       tmp_path / "out")
     assert (status, out, error.count("\n")) == (2, "", 1) and "changed while" in error, error
@@ -1117,7 +1122,7 @@ def test_a_run_notices_other_shards_and_goes_on_from_a_file_with_the_older_finge
 
 def test_a_shard_that_meta_json_counts_and_is_missing_is_told(tmp_path):
     (tmp_path / "a.txt").write_text("some words\n" * 500)
-    data.prepare([tmp_path / "a.txt"], tmp_path / "d", "bytes", shard_tokens=2000)
+    prepare([tmp_path / "a.txt"], tmp_path / "d", "bytes", shard_tokens=2000)
     whole = data.TokenDataset(tmp_path / "d", "train", 4)
     (tmp_path / "d/train_000001.bin").rename(tmp_path / "1.bin")
     with pytest.raises(ValueError, match=f"3,226 train .* says {whole.n_tokens:,}: a shard is mis"):
@@ -1172,14 +1177,14 @@ def test_tokens_of_megatron_are_called_so(tmp_path):
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("{")])
 def test_what_the_message_of_a_lost_or_damaged_meta_json_advises_works(tmp_path, damage):
     (tmp_path / "a.txt").write_text("some words\n" * 100)
-    prepare = functools.partial(data.prepare, [tmp_path / "a.txt"], tmp_path / "d", "bytes")
-    prepare()
+    make = functools.partial(prepare, [tmp_path / "a.txt"], tmp_path / "d", "bytes")
+    make()
     damage(tmp_path / "d/meta.json")
     with pytest.raises(ValueError, match="remove (it and )?the shards,? and run data.py again"):
         data.TokenDataset(tmp_path / "d", "train", 4)
     for path in (tmp_path / "d").iterdir():
         path.unlink()
-    prepare()
+    make()
     assert data.TokenDataset(tmp_path / "d", "train", 4).n_windows > 0
 
 
@@ -1263,9 +1268,9 @@ def test_a_tokenizer_of_ones_own_goes_from_text_to_samples_and_transformers(
     assert file.name == f"{meta['tokenizer']}.tiktoken" and meta["vocab_size"] == 600
     if "compared" in meta:
         assert "bytes a token of validation text, where GPT-2's has" in told
-    own = data.get_tokenizer(meta["tokenizer"], file.read_text())
-    tokens = np.concatenate([data.open_shard(tmp_path / f"one/{split}_000000.bin")
-                             for split in data.SPLITS]).tolist()
+    own = get_tokenizer(meta["tokenizer"], file.read_text())
+    tokens = np.concatenate([open_shard(tmp_path / f"one/{split}_000000.bin")
+                             for split in SPLITS]).tolist()
     assert own.decode([token for token in tokens if token != own.eot_token]) == text
     file = file.rename(tmp_path / "renamed.tiktoken")
     shutil.copy(tmp_path / f"two/{meta['tokenizer']}.tiktoken", tmp_path / "one")
@@ -1289,7 +1294,7 @@ def test_a_tokenizer_of_ones_own_goes_from_text_to_samples_and_transformers(
     huggingface.import_model(str(tmp_path / "hf"), tmp_path / "back.pt", "")
     again = checkpoint.load(tmp_path / "back.pt")
     assert again["tokenizer_file"] == file.read_text()
-    assert data.get_tokenizer(again["tokenizer"], again["tokenizer_file"]).n_vocab == 600
+    assert get_tokenizer(again["tokenizer"], again["tokenizer_file"]).n_vocab == 600
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -1324,7 +1329,7 @@ def cl100k(monkeypatch):
     encoding = tiktoken.Encoding("cl100k_base", pat_str=pattern, mergeable_ranks={
         token: number for number, token in enumerate(tokens)},
         special_tokens={formats.EOT: len(tokens)})
-    monkeypatch.setattr(data, "get_tokenizer", lambda *_: encoding)
+    monkeypatch.setattr(corpus.prepare, "get_tokenizer", lambda *_: encoding)
     return encoding
 
 
@@ -1333,11 +1338,11 @@ def test_a_vocabulary_above_65536_has_tokens_of_32_bits(tmp_path, cl100k, run_tr
     meta.json they are not taken for GPT-2's."""
     text = "aab\nsome words, and\naac\n" * 800
     (tmp_path / "a.txt").write_text(text)
-    meta = data.prepare([tmp_path / "a.txt"], tmp_path / "d", "cl100k_base", shard_tokens=3000)
+    meta = prepare([tmp_path / "a.txt"], tmp_path / "d", "cl100k_base", shard_tokens=3000)
     assert meta["vocab_size"] == cl100k.n_vocab > 1 << 16
     header = np.fromfile(tmp_path / "d/train_000000.bin", "<i4", 256)
     assert header.tolist() == [20240801, 7, 3000] + [0] * 253
-    made = [data.open_shard(path).tolist() for path in sorted((tmp_path / "d").glob("*.bin"))]
+    made = [open_shard(path).tolist() for path in sorted((tmp_path / "d").glob("*.bin"))]
     tokens = [token for one in made for token in one if token != cl100k.eot_token]
     assert cl100k.decode(tokens) == text and max(tokens) > 1 << 16
     dataset_32 = data.TokenDataset(tmp_path / "d", "train", 16)
@@ -1369,7 +1374,7 @@ def test_the_pieces_of_a_text_encode_to_the_whole_by_later_patterns(monkeypatch,
         set_block(monkeypatch, size)
         whole = pattern.findall(text)
         for place in (tokenizers.cut_of(name), tokenizers.CUT):
-            pieces = [piece for _, piece in passes.split_document([text], 10 ** 6, place) if piece]
+            pieces = [piece for _, piece in encode.split_document([text], 10 ** 6, place) if piece]
             same = [word for piece in pieces for word in pattern.findall(piece)] == whole
             if place is tokenizers.CUT:
                 wrong += not same
@@ -1380,7 +1385,7 @@ def test_the_pieces_of_a_text_encode_to_the_whole_by_later_patterns(monkeypatch,
 
 def test_shards_without_the_file_of_their_tokenizer_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("some words and others\n" * 100)
-    data.prepare([tmp_path / "a.txt"], tmp_path / "d", "bpe", train_tokens=260)
+    prepare([tmp_path / "a.txt"], tmp_path / "d", "bpe", train_tokens=260)
     file, = (tmp_path / "d").glob("*.tiktoken")
     assert data.TokenDataset(tmp_path / "d", "train", 4).meta["vocab_size"] == 260
     whole = file.read_text()
@@ -1445,7 +1450,7 @@ def test_gpt2s_tokens_end_to_end(run_train, run_sample, run_data, tmp_path, monk
     flags = ["--data", tmp_path / "d", "--out", tmp_path / "o", *TINY, "--n-layer", 1, "--n-embd",
              32, "--batch-size", 8, "--steps", 40, "--lr", 0.02, "--eval-every", 0]
     assert "vocabulary 50257" in run_train(*flags)[1]
-    encoding = data.get_tokenizer("gpt2")
+    encoding = get_tokenizer("gpt2")
     plain, _ = checkpoint.load_model(tmp_path / "o/latest.pt")
     text = line + encoding.decode(greedy(plain, encoding.encode(line), 40))
     assert text.count("\u6f22") > 1 and len(text) < len(line) + 40

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import checkpoint
-import data
 import sample
 from corpus import downloads, formats
+from corpus.tokenizers import get_tokenizer
 from model import GPTConfig
 from models.llama import LlamaConfig
 from tests.harness import (CFG, NASTY, SHARED, expect_mistake, names_in, random_gpt,
@@ -80,7 +80,7 @@ def test_a_model_goes_to_transformers_and_comes_back(tmp_path, capsys, activatio
     assert (one["model"], tokenizer) == (two["model"], two["tokenizer"])
     if saved_as == "a pickle":
         with pytest.raises(ValueError, match="tools.huggingface export"):       # in sample.py
-            data.get_tokenizer(tokenizer)
+            get_tokenizer(tokenizer)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -93,7 +93,7 @@ def test_the_exported_tokenizer_is_gpt2s(tmp_path, capsys, monkeypatch):
     weights_only(tmp_path / "a.pt", replace(CFG, vocab_size=50257, n_layer=1), "gpt2")
     assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")[0] == 0
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), (
-        data.get_tokenizer("gpt2"))
+        get_tokenizer("gpt2"))
     text = " ".join(NASTY)
     assert theirs(text)["input_ids"] == ours.encode(text, allowed_special="all")
     assert theirs.eos_token_id == ours.eot_token
@@ -108,7 +108,7 @@ def test_an_exported_bytes_models_tokenizer_gives_and_takes_our_tokens(tmp_path,
     weights_only(tmp_path / "a.pt", replace(CFG, activation=activation))
     assert convert(capsys, "export", tmp_path / "a.pt", tmp_path / "hf")[0] == 0
     assert (tmp_path / "hf/merges.txt").read_text() == ""
-    ours = data.get_tokenizer("bytes")
+    ours = get_tokenizer("bytes")
     texts = [*NASTY, " ".join(NASTY), "a , b .  'll", "".join(map(chr, range(0x250))), "\ue000"]
     for fast in (True, False):
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", use_fast=fast)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import checkpoint
-import data
-from corpus import passes
-from corpus.tokenizers import cut_of, name_of, read_file
+from corpus import encode
+from corpus.shards import SPLITS, open_shard
+from corpus.tokenizers import cut_of, get_tokenizer, name_of, read_file
 from models import LlamaConfig
 from tests.harness import NASTY, ROOT, TINY
 from tools import huggingface
@@ -59,7 +59,7 @@ def test_shards_have_the_tokens_that_the_package_gives_whole_documents(tmp_path,
     documents = ["a <|endoftext|> b", *(text for text in NASTY if text.strip())]
     documents += [TEXT[i:i + 600] for i in range(0, 18000, 600)]     # enough: none is cut in two
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(dict(text=d)) + "\n" for d in documents))
-    monkeypatch.setattr(passes, "BLOCK", 200)
+    monkeypatch.setattr(encode, "BLOCK", 200)
     status, _, error = run_data("--input", tmp_path / "a.jsonl", "--tokenizer",
                                 tmp_path / "tokenizer.json", "--near-duplicates", "ignore",
                                 "--out", tmp_path / "d")
@@ -68,8 +68,8 @@ def test_shards_have_the_tokens_that_the_package_gives_whole_documents(tmp_path,
     content = read_file(tmp_path / "tokenizer.json")
     assert meta["tokenizer"] == name_of(content) and meta["vocab_size"] == 400
     assert (tmp_path / f"d/{meta['tokenizer']}.json").read_text() == content
-    ours = data.get_tokenizer(meta["tokenizer"], content)
-    shards = [data.open_shard(tmp_path / f"d/{split}_000000.bin") for split in data.SPLITS]
+    ours = get_tokenizer(meta["tokenizer"], content)
+    shards = [open_shard(tmp_path / f"d/{split}_000000.bin") for split in SPLITS]
     assert shards[0].dtype == np.uint16
     tokens = itertools.chain.from_iterable(shard.tolist() for shard in shards)
     runs = itertools.groupby(tokens, lambda token: token == ours.eot_token)

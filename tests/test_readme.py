@@ -21,6 +21,7 @@ import pytest
 
 import data
 import tools.schedule
+from corpus import program
 from model import SIZES
 from runtime import checks
 from runtime.options import Config, parse_flags
@@ -74,7 +75,7 @@ def test_the_readme_names_only_tests_and_flags_that_exist():
     names = [*asdict(Config()), *(field.name for field in fields(PlanConfig))]
     known = {f"--{name.replace('_', '-')}" for name in names}
     tool_files = [str(file.relative_to(ROOT)) for file in ROOT.glob("tools/**/*.py")]
-    for file in ["corpus/flags.py", "runtime/sampling.py", "parallel.py", "checkpoint.py",
+    for file in ["corpus/program.py", "runtime/sampling.py", "parallel.py", "checkpoint.py",
                  *tool_files]:
         known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / file).read_text()))
     assert not {f for f in flags if f not in known and not f.startswith((
@@ -173,7 +174,7 @@ def test_the_readmes_other_commands_are_not_refused(tmp_path, monkeypatch, capsy
     """data.py takes the flags of its commands, and tools.schedule draws what the pages show.
     (Other tools: a file of tests for each.)"""
     monkeypatch.chdir(tmp_path)
-    made = [data.parse_flags(flags) for _, flags in readme_commands("data.py")]
+    made = [program.parse_flags(flags) for _, flags in readme_commands("data.py")]
     assert [str(args.out) for args in made] == [
         "data/python", "data/python", "data/mine", "data/fineweb", "data/tinystories", "data/own",
         "data/more", "data/fineweb-10bt", "data/c4", "data/$source", "data/part-00", "data/part-01",

@@ -47,6 +47,8 @@ import data
 import model
 import sample
 import train
+from corpus import program
+from corpus.tokenizers import get_tokenizer
 from model import GPT, SIZES, GPTConfig
 from parallelism import collectives, kernels
 from parallelism.buckets import make_buckets
@@ -426,7 +428,7 @@ def test_a_tilde_is_the_home_folder_where_no_shell_replaces_it(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     given = parse_flags(["--out=~/run", "--data", "/a=1,~/b=2", "--init-from=x~/y.pt"])
     assert given == dict(out="/home/me/run", data="/a=1,/home/me/b=2", init_from="x~/y.pt")
-    assert str(data.parse_flags(["--input=~/a.txt", "--out=~/d"]).out) == "/home/me/d"
+    assert str(program.parse_flags(["--input=~/a.txt", "--out=~/d"]).out) == "/home/me/d"
 
 
 def differ(rank, world):
@@ -2180,7 +2182,7 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
         for first in b"dxyz":
             yield {0: first}
             seen.append(sys.stdout.getvalue())
-    tokenizer = data.get_tokenizer("bytes")
+    tokenizer = get_tokenizer("bytes")
     monkeypatch.setattr(sample, "generate", scripted)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     args = SimpleNamespace(stop="xyz", max_tokens=9, temperature=1.0, top_k=0, top_p=1.0)

@@ -4,7 +4,7 @@
 
     the book        model.py, data.py, amp.py, parallel.py, checkpoint.py, train.py, sample.py
     models/         decoders since GPT-3
-    corpus/         from the files that people have to documents and tokens
+    corpus/         from the files that people have to shards of tokens
     parallelism/    each technique as a run uses it
     runtime/        what a run on real machines needs beside the training
     tools/          programs that only use the rest
@@ -22,8 +22,8 @@ from dataclasses import fields
 
 import pytest
 
-import data
 import model
+from corpus.program import parse_flags
 from model import GPTConfig
 from runtime.options import Config
 from tests.harness import ROOT, tokens_of
@@ -40,13 +40,14 @@ MAY_IMPORT = {
     "model": ("", ""),
     "models.*": ("model models.*", ""),
     "amp": ("", ""),
-    "data": ("corpus.* runtime runtime.commandline runtime.other_names", ""),
+    "data": ("corpus.messages corpus.program corpus.shards corpus.windows runtime", ""),
     "corpus.*": ("corpus.* runtime.commandline runtime.other_names", ""),
     "parallel": ("model data", ""),               # data: in `main` alone
     "checkpoint": ("model models* parallelism.* runtime.processes runtime.checkpoint_files", ""),
     "train": ("*", "tools* tests* test_all"),
-    "sample": ("amp model models* data corpus.conversations checkpoint parallelism.collectives "
-               "runtime.commandline runtime.devices runtime.other_names runtime.sampling", ""),
+    "sample": ("amp model models* checkpoint corpus.conversations corpus.tokenizers "
+               "parallelism.collectives runtime.commandline runtime.devices runtime.other_names "
+               "runtime.sampling", ""),
     "parallelism.*": ("model models* amp parallel parallelism.*", ""),
     # Below the book (runtime/__init__.py):
     "runtime.commandline": ("", ""),
@@ -145,7 +146,7 @@ DATA_FLAGS = """dataset input text_field template near_duplicates tokenizer trai
 
 
 def test_data_py_has_these_flags_and_no_others():
-    assert set(vars(data.parse_flags([]))) - {"unnamed"} == set(DATA_FLAGS.split())
+    assert set(vars(parse_flags([]))) - {"unnamed"} == set(DATA_FLAGS.split())
 
 
 def test_the_example_in_model_py_runs():

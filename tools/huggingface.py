@@ -28,8 +28,8 @@ from corpus.bpe import find_merges
 from corpus.conversations import MARKS, end_of_answer
 from corpus.formats import EOT
 from corpus.json_tokenizers import characters_of_bytes
-from corpus.tokenizers import file_name, name_of, read_file, read_own, read_ranks
-from data import get_tokenizer
+from corpus.tokenizers import (file_name, get_tokenizer, name_of, read_file, read_own,
+                               read_ranks)
 from model import GPTConfig
 from models import make_config
 from runtime.checkpoint_files import reading

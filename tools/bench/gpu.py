@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 
 import train
-from data import SPLITS, TokenDataset
+from corpus.shards import SPLITS
+from data import TokenDataset
 from model import SIZES, GPTConfig
 from parallelism.build import Grid
 from runtime import commandline

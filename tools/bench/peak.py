@@ -12,8 +12,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import data
 import train
+from corpus.shards import SPLITS
+from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid, make_groups
 from runtime import console, evaluation
@@ -51,8 +52,8 @@ def peak_memory(config, cfg, store, rank):
     make_groups(grid)
 
     def step(cfg):
-        train_data, val_data = (data.TokenDataset(config.data, split, cfg.seq_len)
-                                for split in data.SPLITS)
+        train_data, val_data = (TokenDataset(config.data, split, cfg.seq_len)
+                                for split in SPLITS)
         run = train.Run(config, cfg, grid, torch.device("cpu"), train_data, val_data, None)
         run.save = lambda: None
         run.watch.log = console.RunLog(mock.Mock())

@@ -13,10 +13,11 @@ import torch
 
 import amp
 import checkpoint
-import data
 import model
 import sample
 from corpus import inputs
+from corpus.prepare import prepare
+from corpus.tokenizers import get_tokenizer
 from model import GPT, GPTConfig
 from parallelism.buckets import state_bytes
 from parallelism.kernels import use_kernels
@@ -127,14 +128,14 @@ def sampling(folder):
 
 
 def tokenizing(folder):
-    gpt2 = data.get_tokenizer("gpt2")
+    gpt2 = get_tokenizer("gpt2")
     files = inputs.standard_library()
     texts = [file.read_text() for file in files]
     size = sum(file.stat().st_size for file in files) / 1e6
     cores = os.cpu_count()
     print("\n| MB a second | ours | tiktoken | ratio |\n|---|---|---|---|")
     race("data.py, GPT-2 BPE / encode_ordinary_batch",
-         per_second(lambda: data.prepare(files, folder, "gpt2"), size),
+         per_second(lambda: prepare(files, folder, "gpt2"), size),
          per_second(lambda: gpt2.encode_ordinary_batch(texts, num_threads=cores), size))
 
 

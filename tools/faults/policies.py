@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 import train
-from data import SPLITS, TokenDataset
+from corpus.shards import SPLITS
+from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid, make_groups
 from runtime import checkpoint_files, console, directory, rollback

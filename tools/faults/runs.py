@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 import checkpoint
-from data import TokenDataset, prepare
+from corpus.prepare import prepare
+from data import TokenDataset
 from model import GPTConfig
 from runtime import checkpoint_files, evaluation
 from runtime.options import Config

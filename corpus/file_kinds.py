@@ -4,6 +4,8 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+LFS_POINTER = "version https://git-lfs"
+
 
 class Kind(NamedTuple):
     suffixes: str               # of names
@@ -35,12 +37,10 @@ KINDS = (
     Kind(".bin", b"", "", "tokens need no data.py: give their folder to train.py --data"),
     Kind(".npy", b"\x93NUMPY", "it is an array of NumPy",
          "give the text from which it was made"),
-    Kind("", b"version https://git-lfs", "it is a pointer of Git LFS in place of the file",
+    Kind("", LFS_POINTER.encode(), "it is a pointer of Git LFS in place of the file",
          "run `git lfs pull` in the repository that it is from"),
     Kind("", b"<!DOCTYPE", "it is a web page in place of the file", "download it again"),
     Kind("", b"<html", "it is a web page in place of the file", "download it again"))
-
-
 READ = (".txt", ".jsonl", ".json", ".parquet")
 COMPRESSED = (".gz", ".zst")            # all but .parquet
 READ_KINDS = ".txt, .jsonl, .json (also .gz and .zst) and .parquet"
@@ -76,3 +76,26 @@ def what_it_is(path: Path, other_than="") -> str | None:
     if path.suffix == ".bin" and path.with_suffix(".idx").exists():
         return "it holds Megatron-LM's tokens, as the .idx beside it says"
     return None
+
+
+def why_not_text(path: Path, raw: bytes) -> str:
+    """What a file is of which these bytes are not text, and what to do."""
+    return what_it_is(path) or guess_encoding(path, raw)
+
+
+def guess_encoding(path: Path, raw: bytes) -> str:
+    """The encoding that a file probably has of which these bytes are not UTF-8, and what to do."""
+    odd, even = raw[1::2].count(0), raw[::2].count(0)
+    if odd + even <= len(raw) // 50:
+        encoding = "WINDOWS-1252"
+        problem = ""
+    else:
+        if odd + even > len(raw) // 2 and min(odd, even) > len(raw) // 8:
+            encoding = "UTF-32"
+        elif 2 * min(odd, even) > max(odd, even):
+            return f"{(odd + even) / len(raw):.0%} of it are NUL bytes: leave it out"
+        else:
+            encoding = "UTF-16LE" if odd > even else "UTF-16BE"
+        problem = f"it looks like {encoding} without a byte-order mark: "
+    return (f"{problem}convert it, as by iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > "
+            f"NEW{path.suffix}, or leave it out")

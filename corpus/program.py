@@ -1,17 +1,22 @@
-"""The flags of data.py, and the lines that it prints at its end."""
+"""The program data.py: its flags, what it makes, and the lines that it prints at its end."""
 import argparse
 import shlex
+import sys
 from pathlib import Path
 
 from corpus.conversations import TEMPLATES
-from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS
+from corpus.disk import signals_stop
+from corpus.downloads import DOWNLOADS, FINEWEB_SHARDS, download_fineweb, download_text
+from corpus.file_kinds import READ_KINDS
 from corpus.formats import EOT
-from corpus.kinds import READ_KINDS
+from corpus.inputs import find_files, hold_conversations, standard_library
+from corpus.messages import explain, is_failure, print_lines
+from corpus.prepare import prepare
+from corpus.shards import DEFAULT_OUT, SPLITS, count_tokens
 from corpus.tokenizers import DOWNLOADED, MOST_TOKENS, OWN
 from runtime.commandline import Parser
 from runtime.other_names import DATA_ADVICE
 
-DEFAULT_OUT = Path("data/python")
 SEQ_LEN = 128               # train.py's default, for a warning
 
 
@@ -125,3 +130,43 @@ def summary(out: Path, meta: dict) -> list[str]:
         flags += f" --seq-len {min(tokens.values()) - 1}"
     return [*lines, "Now train, in one process or in eight:", f"python train.py{flags}",
             f"torchrun --nproc_per_node=8 train.py{flags} --tp 2 --pp 2"]
+
+
+def make(args) -> dict:
+    """Find or download the text and make the shards. Returns what meta.json says."""
+    field = args.text_field or "text"
+    if args.input:
+        files = find_files(args.input, field)
+        if args.template is not None or (args.text_field is None and hold_conversations(files)):
+            field = None
+    elif args.dataset == "python":
+        files = standard_library()
+    elif args.dataset == "fineweb":
+        download_fineweb(args.out, args.shards)
+        return dict(tokens={split: count_tokens(args.out, split) for split in SPLITS})
+    else:
+        files = [download_text(args.dataset, args.out)]
+    return prepare(files, args.out, args.tokenizer, args.seed, args.shard_tokens, field,
+                   args.near_duplicates, args.train_tokenizer, args.template)
+
+
+def main(argv=None) -> int:
+    args = parse_flags(sys.argv[1:] if argv is None else argv)
+    try:
+        with signals_stop():
+            meta = make(args)
+    except KeyboardInterrupt:
+        then = "makes the shards from the beginning; nothing is left of them"
+        if any(args.out.rglob("*.part")):
+            then = "continues the download"
+        print(f"data.py: stopped: the same command {then}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"data.py: {explain(error)}", file=sys.stderr)
+        return 1 if is_failure(error) else 2
+    error = print_lines(summary(args.out, meta))
+    if error is not None:
+        print(f"data.py: the shards are in {args.out}, but standard output cannot be written: "
+              f"{error.strerror}", file=sys.stderr)
+        return 1
+    return 0
