@@ -150,7 +150,8 @@ def equality_row(pool, layout, one, out, cfg, **flags):
       for dtype, layout, cp, flags in [
           ("fp32", (1, 1, 1), 8, {}), ("fp64", (1, 4, 1), 2, dict(sequence_parallel=True)),
           ("fp32", (1, 1, 2), 4, INTERLEAVED), ("fp64", (2, 1, 1), 4, dict(zero=2)),
-          ("fp32", (1, 2, 2), 2, dict(pp_schedule="zb-h1")), ("fp64", (2, 2, 1), 2, dict(zero=3))])])
+          ("fp32", (1, 2, 2), 2, dict(pp_schedule="zb-h1")),
+          ("fp64", (2, 2, 1), 2, dict(zero=3))])])
 def test_every_layout_trains_as_one_process(pool, tmp_path, reference, layout, n_layer, flags):
     """In each layout the loss and the norm of each step, each parameter's gradient and the
     validation loss are those of one process, whose first gradients are those of the plain model by
