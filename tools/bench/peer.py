@@ -95,12 +95,12 @@ def data_parallel(mode, plain):
     return plain
 
 
-def by_kind(module):
+def by_type(module):
     """Its plain parameters and its DTensors, which AdamW and clipping refuse to mix."""
-    from torch.distributed.tensor import DTensor
-    plain = [p for p in module.parameters() if not isinstance(p, DTensor)]
-    sharded = [p for p in module.parameters() if isinstance(p, DTensor)]
-    return [kind for kind in (plain, sharded) if kind]
+    groups = {}
+    for p in module.parameters():
+        groups.setdefault(type(p), []).append(p)
+    return list(groups.values())
 
 
 def average_over_replicas(parameters, group):
@@ -171,8 +171,8 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
     if tp > 1:
         tensor_parallel(plain, mesh["tp"])
     net = data_parallel(mode, plain)
-    kinds = by_kind(plain)
-    optimizer = torch.optim.AdamW([dict(params=kind) for kind in kinds], lr=1e-3, fused=True)
+    groups = by_type(plain)
+    optimizer = torch.optim.AdamW([dict(params=group) for group in groups], lr=1e-3, fused=True)
 
     def loss_of(logits, y):
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
@@ -191,8 +191,8 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
             gradients(x, y)
         if mode == "3d":
             average_over_replicas(plain.parameters(), mesh["dp"].get_group())
-        for kind in kinds:
-            torch.nn.utils.clip_grad_norm_(kind, 1.0)
+        for group in groups:
+            torch.nn.utils.clip_grad_norm_(group, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if world > 1:
