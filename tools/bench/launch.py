@@ -30,6 +30,33 @@ def random_data(folder: Path, vocab: int, val_tokens: int = 2049) -> Path:
     return path
 
 
+def run(command: list, seconds: float, own_group: bool = False, **options) -> tuple:
+    """What a program prints, and its error if it failed or was stopped after `seconds`; with
+    `own_group` together with what it has started."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors, text=True,
+                                   start_new_session=own_group, **options)
+        error = None
+        try:
+            if process.wait(seconds) != 0:
+                errors.seek(0)
+                error = errors.read().strip() or f"exit status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            error = f"stopped after {seconds:.0f} s"
+            end(process, os.killpg if own_group else os.kill)
+        out.seek(0)
+        return out.read(), error
+
+
+def end(process: subprocess.Popen, kill) -> None:
+    kill(process.pid, signal.SIGTERM)
+    try:
+        process.wait(60)                # torchrun needs 30 seconds to end its processes
+    except subprocess.TimeoutExpired:
+        kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def finished(processes: int, *command, seconds: float = 900, **environment) -> str:
     """Standard output of a Python script, in one process on all cores, or by torchrun. Raises
     RuntimeError if it fails or takes longer."""
@@ -38,17 +65,10 @@ def finished(processes: int, *command, seconds: float = 900, **environment) -> s
         torchrun = ["-m", "torch.distributed.run", "--rdzv-backend=c10d",
                     "--rdzv-endpoint=localhost:0", f"--nproc_per_node={processes}"]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
-    process = subprocess.Popen([sys.executable, *torchrun, *map(str, command)], cwd=ROOT,
-                               env=inherited | environment, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
-    try:
-        text, error = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.terminate()             # torchrun ends its processes
-        process.communicate()
-        raise RuntimeError(f"stopped after {seconds:.0f} s") from None
-    if process.returncode != 0:
-        raise RuntimeError(error.strip() or f"exit status {process.returncode}")
+    text, error = run([sys.executable, *torchrun, *map(str, command)], seconds,
+                      env=inherited | environment)
+    if error is not None:
+        raise RuntimeError(error)
     return text
 
 
@@ -72,34 +92,12 @@ def peer(processes: int, seconds: float = 900, **work) -> dict:
 
 def collect(command: list[str], seconds: float) -> dict:
     """Run a part of gpu.py, which prints each row of its tables as a line [title, {column: value}]
-    as soon as it has found it -> {title: rows}, and its error if it failed or was stopped after
-    `seconds`."""
+    as soon as it has found it -> {title: rows}, and its error."""
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors, text=True,
-                                   start_new_session=True)
-        error = None
-        try:
-            if process.wait(seconds) != 0:
-                errors.seek(0)
-                error = errors.read().strip() or f"exit status {process.returncode}"
-        except subprocess.TimeoutExpired:
-            error = f"stopped after {seconds:.0f} s"
-            end_group(process)
-        out.seek(0)
-        tables = {}
-        for line in out:
-            if line.startswith('["'):
-                title, row = json.loads(line)
-                tables.setdefault(title, []).append(row)
+    text, error = run(command, seconds, own_group=True)
+    tables = {}
+    for line in text.splitlines():
+        if line.startswith('["'):
+            title, row = json.loads(line)
+            tables.setdefault(title, []).append(row)
     return dict(seconds=time.monotonic() - started, tables=tables, error=error)
-
-
-def end_group(process: subprocess.Popen) -> None:
-    """A part and the programs that it has started: torchrun needs 30 seconds for its own."""
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
