@@ -37,7 +37,7 @@ from tools.bench.report import format_page
 from tools.bench.shared_gpu import accept_older_pytorch
 from tools.bench.trace import tables_of
 from tools.plan.flags import PlanConfig
-from tools.plan.memory import memory_bytes
+from tools.plan.memory import gpu_bytes, memory_bytes
 from tools.plan.stages import Stage
 
 
@@ -277,8 +277,7 @@ def memory(work: Work, folder: Path) -> Iterator:
     for micro_batch, flags in runs + [(first, flags) for flags in work.memories]:
         given = parse_flags(flags.split()) | dict(batch_size=work.batch, micro_batch=micro_batch)
         config = PlanConfig(**dict(dtype="bf16") | given)
-        sizes = memory_bytes(Stage(work.model_config, config, Grid(1, 1, 1)))
-        plan = sum(size for kind, size in sizes.items() if not kind.startswith("host_")) / 1e9
+        plan = gpu_bytes(memory_bytes(Stage(work.model_config, config, Grid(1, 1, 1)))) / 1e9
         row = {"microbatch": micro_batch, "flags": flags, "plan, GB": plan}
         try:
             _, used = run_model(work, folder, micro_batch, 3, *flags.split())
