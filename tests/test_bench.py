@@ -5,12 +5,10 @@
 No figure of these tests is a measurement.
 """
 import functools
-import io
 import itertools
 import json
 import re
 import sys
-from contextlib import redirect_stdout
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -19,35 +17,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import checkpoint
-from tests.harness import own_processes, readme_commands, small_state
+from tests.harness import own_processes, readme_commands
 from tools.bench import __main__ as bench
-from tools.bench import gpu, page, peak, peer, programs, shared_gpu, tables, trace
+from tools.bench import gpu, launch, layouts, peak, peer, report, shared_gpu, tables, trace
 
 
 # What these tables print, if train.py has 300 tokens a second and the peer 200.
 ROWS = {
     "parallel_stack": "| pp 2, gpipe | 300 | 200 | 1.50 |\n",
     "scaling_of_layouts": "| 10.8M | 300 | 1.00 | 1.00 | 1.00 |\n",
-    "memory": "| zero 3 | 4 | 10 MB | 20 MB | 30 MB | 60 MB | 63 MB | 1.05 | 1.00 |\n",
-    "checkpoints": "| save / torch.save, fsync | 7 | 7 | 1.00 |\n",
-    "sampling": "| 8 at a time, torch.bfloat16 | 7 | 7 | 1.00 |\n"}
+    "memory": "| zero 3 | 10 MB | 20 MB | 30 MB | 60 MB | 63 MB | 1.05 |\n"}
 
 
-@pytest.mark.parametrize("name", [
-    name if name != "sampling" else pytest.param(name, marks=pytest.mark.slow) for name in ROWS])
+@pytest.mark.parametrize("name", ROWS)
 def test_a_table_has_its_rows(monkeypatch, capsys, tmp_path, name):
     """Each with as many cells as its heading. Programs are not started, and nothing is timed."""
-    monkeypatch.setattr(tables, "speed_of_train_py", lambda *_, **__: 300.0)
-    monkeypatch.setattr(tables, "speed_of_peer", lambda *_, **__: 200.0)
+    def train_py(processes, folder, vocab, *flags):
+        return [dict(tokens_per_second=speed) for speed in (1.0, 2.0, 300.0, 300.0)], {}
+    monkeypatch.setattr(launch, "train_py", train_py)
+    monkeypatch.setattr(launch, "peer", lambda *_, **__: dict(tokens_per_second=200.0))
     monkeypatch.setattr(tables, "peak_of", lambda *_, **__: [(63e6, (10e6, 20e6, 30e6))])
-    if name == "sampling":
-        pytest.importorskip("transformers")
-        monkeypatch.setattr(tables, "SHAPE", dict(n_layer=1, n_head=1, n_embd=8, seq_len=16))
-    monkeypatch.setattr(tables, "per_second", lambda work, amount: lambda: 7.0)
-    monkeypatch.setattr(tables, "finished", lambda *_: checkpoint.save(small_state(1),
-                                                                       tmp_path / "out", 1))
-    (tmp_path / "out").mkdir()
     tables.TABLES[name](tmp_path)
     printed = capsys.readouterr().out
     assert ROWS[name] in printed
@@ -58,12 +47,12 @@ def test_a_table_has_its_rows(monkeypatch, capsys, tmp_path, name):
 
 
 def test_a_program_that_fails_is_an_error_and_one_that_ends_returns_what_it_printed():
-    assert programs.finished(1, "-c", "print('rows')") == "rows\n"
+    assert launch.finished(1, "-c", "print('rows')") == "rows\n"
     for code, words in [("raise SystemExit('why')", "why"), ("raise SystemExit(3)", "status 3")]:
         with pytest.raises(RuntimeError, match=words):
-            programs.finished(1, "-c", code)
+            launch.finished(1, "-c", code)
     with pytest.raises(RuntimeError, match="stopped after 0 s"):
-        programs.finished(1, "-c", "import time; time.sleep(60)", seconds=0.1)
+        launch.finished(1, "-c", "import time; time.sleep(60)", seconds=0.1)
 
 
 def test_memory_is_read_in_bytes():
@@ -90,13 +79,11 @@ def rows_of_part(name, folder):
 def parts_on_a_cpu(rank, world, folder):
     """The parts that need no other program. (Compiled without inductor, which takes a minute; the
     plain loop in this process.)"""
-    def run_peer(processes, script, text, **_):
-        with redirect_stdout(io.StringIO()) as out:
-            peer.train_plain(**json.loads(text))
-        return out.getvalue()
+    def run_peer(processes, seconds, **work):
+        return peer.train_plain(**work)
     without_inductor = functools.partial(torch.compile, backend="aot_eager")
     with mock.patch.object(torch, "compile", without_inductor), \
-            mock.patch.object(gpu, "finished", run_peer):
+            mock.patch.object(launch, "peer", run_peer):
         return {name: rows_of_part(name, folder)
                 for name in ("ceilings", "loss", "optimizer", "profile")}
 
@@ -213,8 +200,8 @@ def test_a_part_that_fails_or_hangs_leaves_its_rows_and_the_next_one_runs(monkey
 
 def test_the_page_has_the_first_error_of_a_job():
     text = "W1 warning\n[rank1]: Traceback\ntrain.py: rank 1: it fails\nChildFailedError:\n=====\n"
-    assert page.cause(text) == "train.py: rank 1: it fails"
-    assert page.cause("words\nand others") == "and others"
+    assert report.cause(text) == "train.py: rank 1: it fails"
+    assert report.cause("words\nand others") == "and others"
 
 
 def test_the_command_ends_within_twenty_minutes_and_names_what_it_lacks(monkeypatch, capsys):
@@ -249,16 +236,15 @@ def test_a_layout_is_right_within_its_bound(tmp_path, flags, reference, losses, 
     finite is null in metrics.jsonl.)"""
     one = [(2.0, 1.0)] * 2
     rows = [dict(loss=loss, grad_norm=1.0) for loss in losses]
-    with mock.patch.object(shared_gpu, "run_train_py"), \
-            mock.patch.object(shared_gpu, "rows_of", lambda out: rows):
-        row = shared_gpu.compare_layout("cuda", (4, flags, {}), {reference: one}, tmp_path, 9)
+    with mock.patch.object(layouts, "train_py", lambda *_, **__: (rows, {})):
+        row = layouts.compare_layout("cuda", (4, flags, {}), {reference: one}, tmp_path, 9)
     assert row["processes"] == 4 and row["right"] is right
 
 
 def test_a_layout_that_fails_has_its_error(tmp_path):
     failing = mock.Mock(side_effect=RuntimeError("train.py: rank 1: it fails"))
-    with mock.patch.object(shared_gpu, "run_train_py", failing):
-        row = shared_gpu.compare_layout("cuda", (2, "--tp 2", {}), {}, tmp_path, 9)
+    with mock.patch.object(layouts, "train_py", failing):
+        row = layouts.compare_layout("cuda", (2, "--tp 2", {}), {}, tmp_path, 9)
     assert row == dict(processes=2, flags="--tp 2", environment="",
                        error="train.py: rank 1: it fails")
 

@@ -134,11 +134,10 @@ def test_the_gym_prints_medians_the_worst_and_false_alarms(monkeypatch, capsys):
     made_up = {(fault, policy): [runs.Outcome(0.01, 0, False), runs.Outcome(0.03, 30, True),
                                runs.Outcome(math.inf, 90, True)]
                for fault in ("a", "b") for policy in policies.POLICIES}
-    faults.print_faults(made_up)
-    faults.print_policies(made_up, dict.fromkeys(policies.POLICIES, 7))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2] == "| a |" + " +3.0%; 30; 2 of 3 ended |" * 6
-    assert lines[-1] == "| ours | 4 of 6 | +inf% | 40 | 4 | 7 |"
+    of_faults = faults.table_of_faults(made_up)
+    of_policies = faults.table_of_policies(made_up, dict.fromkeys(policies.POLICIES, 7))
+    assert of_faults[2] == "| a |" + " +3.0%; 30; 2 of 3 ended |" * 6
+    assert of_policies[-1] == "| ours | 4 of 6 | +inf% | 40 | 4 | 7 |"
     monkeypatch.setattr(sys, "argv", ["faults.py", "flood"])
     with pytest.raises(SystemExit):
         faults.main()

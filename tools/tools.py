@@ -1,5 +1,6 @@
-"""What `import tools` finds where a tool is started as a file, as by `python tools/compare.py`:
-this file instead of the folder. There Python does not find the project's other modules, either.
+"""Refuses `python tools/compare.py` and the like: there Python does not find the project's other
+modules. It has its name because `import tools`, the first line of each tool, then finds this file
+instead of the folder.
 """
 import sys
 from pathlib import Path

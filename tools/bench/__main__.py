@@ -14,7 +14,6 @@ import torch
 import tools.bench
 from runtime import commandline
 from tools.bench import gpu
-from tools.bench.programs import ROOT
 from tools.bench.tables import TABLES
 
 
@@ -27,7 +26,6 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME",
                         help=", ".join(TABLES) + " (default: all); or gpu, with flags of its own")
     names = parser.parse_args().names or list(TABLES)
-    os.environ["PYTHONPATH"] = str(ROOT)                    # for the programs that it starts
     for name in names:
         if name not in TABLES:
             parser.error(f"there is no table {name!r}: there are {', '.join(TABLES)}")

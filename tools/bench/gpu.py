@@ -31,13 +31,14 @@ from parallelism.build import Grid
 from runtime import commandline
 from runtime.flops import flops_per_token, peak_flops
 from runtime.options import Config, parse_flags
-from tools.bench.page import collect, format_page
+from tools.bench import launch
+from tools.bench.layouts import LAYOUTS, compare_layout
 from tools.bench.peer import SHAPE
-from tools.bench.programs import PEER, finished, random_data, rows_of
-from tools.bench.shared_gpu import LAYOUTS, accept_older_pytorch, compare_layout, run_train_py
+from tools.bench.report import format_page
+from tools.bench.shared_gpu import accept_older_pytorch
 from tools.bench.trace import tables_of
 from tools.plan.flags import PlanConfig
-from tools.plan.memory import memory_bytes
+from tools.plan.memory import gpu_bytes, memory_bytes
 from tools.plan.stages import Stage
 
 
@@ -68,7 +69,7 @@ class Work:
 
 RUN_SECONDS = 180               # the longest that a program may take
 PLAIN = "plain, compiled whole"
-SIDES = {"ours": {}, "ours --compile": dict(compile=True)}
+OURS = {"ours": [], "ours --compile": ["--compile"]}        # flags of train.py
 MEMORIES = ("--compile", "--recompute", "--offload", "--dtype fp32")    # beside the microbatches
 MICROBATCHES = {"gpt2": (16, 64, 8), "gpt3-350m": (16, 8), "gpt3-1.3b": (8, 4), "nano": (4, 2)}
 GPU_WORK = Work("cuda", "gpt2", vocab=50257, batch=64, steps=30, warmup=10, product=8192,
@@ -105,11 +106,11 @@ def within(seconds: float, items) -> Iterator:
         slowest = max(slowest, time.monotonic() - begun)
 
 
-def new_run(work: Work, folder: Path, cfg: GPTConfig, **flags) -> train.Run:
+def new_run(work: Work, folder: Path, cfg: GPTConfig, flags: list[str]) -> train.Run:
     """A run in this process, before its first step."""
-    given = dict(data=str(random_data(folder, work.vocab)), out=str(folder), lr=1e-4, steps=1000,
-                 batch_size=work.batch, micro_batch=work.microbatches[0], dtype="bf16")
-    config = Config(**given | flags)
+    given = dict(data=str(launch.random_data(folder, work.vocab)), out=str(folder), lr=1e-4,
+                 steps=1000, batch_size=work.batch, micro_batch=work.microbatches[0], dtype="bf16")
+    config = Config(**given | parse_flags(flags))
     datasets = [TokenDataset(config.data, split, cfg.seq_len) for split in SPLITS]
     return train.Run(config, cfg, Grid(1, 1, 1), torch.device(work.device), *datasets, None)
 
@@ -122,22 +123,21 @@ def make_steps(run: train.Run, count: int) -> None:
 
 def run_model(work: Work, folder: Path, micro_batch: int, steps: int, *flags) -> tuple:
     """(tokens a second of each step, the use of memory) of train.py in one process."""
-    with tempfile.TemporaryDirectory(dir=folder) as out:
-        memory = run_train_py(
-            1, out, "--data", random_data(folder, work.vocab), "--model", work.model,
-            "--batch-size", work.batch, "--micro-batch", micro_batch, "--dtype", "bf16",
-            "--device", work.device, "--steps", steps, *flags, seconds=RUN_SECONDS)
-        return [row["tokens_per_second"] for row in rows_of(out)], memory
+    rows, memory = launch.train_py(
+        1, folder, work.vocab, "--model", work.model, "--batch-size", work.batch,
+        "--micro-batch", micro_batch, "--dtype", "bf16", "--device", work.device,
+        "--steps", steps, *flags, seconds=RUN_SECONDS)
+    return [row["tokens_per_second"] for row in rows], memory
 
 
-def plain_loop(work: Work, micro_batch: int, **more) -> dict:
-    """What peer.py prints, with model and loss compiled as a whole."""
+def plain_loop(work: Work, micro_batch: int, trace: str | None = None) -> dict:
+    """What peer.py measures, with model and loss compiled as a whole."""
     cfg = work.model_config
-    shape = {name: getattr(cfg, name) for name in SHAPE}
-    arguments = dict(mode="single", batch_size=work.batch, micro_batch=micro_batch,
-                     vocab=cfg.padded_vocab, dtype="bf16", steps=work.steps - work.warmup,
-                     warmup=work.warmup, shape=shape, device=work.device, compile=True) | more
-    return json.loads(finished(1, PEER, json.dumps(arguments), seconds=RUN_SECONDS))
+    return launch.peer(
+        1, RUN_SECONDS, mode="single", batch_size=work.batch, micro_batch=micro_batch,
+        vocab=cfg.padded_vocab, dtype="bf16", steps=work.steps - work.warmup, warmup=work.warmup,
+        shape={name: getattr(cfg, name) for name in SHAPE}, device=work.device, compile=True,
+        trace=trace)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -173,32 +173,29 @@ def race(work: Work, folder: Path) -> Iterator:
     if work.device == "cuda":
         peak_rate = peak_flops(torch.cuda.get_device_name()) or math.inf
 
-    def plain(micro_batch):
-        found = plain_loop(work, micro_batch)
-        return found["tokens_per_second"], found["peak_memory"]
-
-    def ours(micro_batch, *flags):
-        speeds, memory = run_model(work, folder, micro_batch, work.steps, *flags)
+    def measure(side, micro_batch):
+        if side == PLAIN:
+            found = plain_loop(work, micro_batch)
+            return found["tokens_per_second"], found["peak_memory"]
+        speeds, memory = run_model(work, folder, micro_batch, work.steps, *OURS[side])
         return np.median(speeds[work.warmup:]), memory["peak"]
-    sides = {PLAIN: plain, "ours": ours,
-             "ours --compile": lambda micro_batch: ours(micro_batch, "--compile")}
-    seen = {(micro_batch, side): [] for micro_batch in work.microbatches for side in sides}
+    seen = {}
     turns = work.microbatches[:1]
     if work.device == "cuda":
         turns = itertools.cycle(work.microbatches)
     for micro_batch in within(SECONDS["race"], turns):
-        for side, measure in sides.items():
+        for side in (PLAIN, *OURS):
             row = dict(microbatch=micro_batch, side=side)
             try:
-                speed, peak = measure(micro_batch)
+                speed, peak = measure(side, micro_batch)
             except RuntimeError as error:                   # too little memory, say
                 yield "runs", row | dict(error=str(error))
                 continue
-            seen[micro_batch, side].append(speed)
+            seen.setdefault((micro_batch, side), []).append(speed)
             median = np.median(seen[micro_batch, side])
             row |= {"tokens/s": speed, "median": median, "MFU": median * flops / peak_rate,
                     "peak, GB": peak}
-            if seen[micro_batch, PLAIN]:
+            if (micro_batch, PLAIN) in seen:
                 row["of the plain"] = median / np.median(seen[micro_batch, PLAIN])
             yield "runs", row
 
@@ -207,8 +204,8 @@ def profile(work: Work, folder: Path) -> Iterator:
     """Two steps by kernel, and their ten longest gaps with the host's call beneath. (Before the
     compiled loss, 24 to 28% of the busy time were passes over the logits; 6 to 8% are expected.)"""
     path = folder / "trace.json"
-    for side, flags in SIDES.items():
-        run = new_run(work, folder, work.model_config, **flags)
+    for side, flags in OURS.items():
+        run = new_run(work, folder, work.model_config, flags)
         make_steps(run, work.warmup)
         for with_stack in (False, True):
             synchronize(work)
@@ -225,8 +222,8 @@ def loss(work: Work, folder: Path) -> Iterator:
     """A chunk of the loss and its gradients against float64: relative differences, of vectors those
     of the norm. (Expected on an H100: beside its products 2 ms eager, 0.4 compiled.)"""
     cfg = replace(work.model_config, n_layer=1)
-    for dtype, (side, flags) in itertools.product(("fp32", "bf16"), SIDES.items()):
-        run = new_run(work, folder, cfg, dtype=dtype, **flags)
+    for dtype, (side, flags) in itertools.product(("fp32", "bf16"), OURS.items()):
+        run = new_run(work, folder, cfg, ["--dtype", dtype, *flags])
         head, weight = run.model.head, run.model.head.weight
         x = torch.randn(1, work.positions, cfg.n_embd, device=work.device).to(weight.dtype)
         x.requires_grad_()
@@ -253,7 +250,7 @@ def loss(work: Work, folder: Path) -> Iterator:
 def optimizer(work: Work, folder: Path) -> Iterator:
     """The host's time for an update, which begins after the step's only synchronization. (8 to 15
     ms with 52 calls of AdamW; under 2 expected.)"""
-    run = new_run(work, folder, work.model_config)
+    run = new_run(work, folder, work.model_config, [])
     make_steps(run, work.warmup)
     seen = []
 
@@ -281,8 +278,7 @@ def memory(work: Work, folder: Path) -> Iterator:
     for micro_batch, flags in runs + [(first, flags) for flags in work.memories]:
         given = parse_flags(flags.split()) | dict(batch_size=work.batch, micro_batch=micro_batch)
         config = PlanConfig(**dict(dtype="bf16") | given)
-        sizes = memory_bytes(Stage(work.model_config, config, Grid(1, 1, 1)))
-        plan = sum(size for kind, size in sizes.items() if not kind.startswith("host_")) / 1e9
+        plan = gpu_bytes(memory_bytes(Stage(work.model_config, config, Grid(1, 1, 1)))) / 1e9
         row = {"microbatch": micro_batch, "flags": flags, "plan, GB": plan}
         try:
             _, used = run_model(work, folder, micro_batch, 3, *flags.split())
@@ -342,7 +338,7 @@ def main(arguments: list[str]) -> None:
     names = args.parts or list(PARTS)
     for name in names:
         print(f"{name}: at most {SECONDS[name]} s", flush=True)
-        part = collect(part_command(name, work), SECONDS[name])
+        part = launch.collect(part_command(name, work), SECONDS[name])
         found["parts"][name] = dict(about=" ".join(PARTS[name].__doc__.split())) | part
         (out / "gpu.json").write_text(json.dumps(found, indent=1))      # what is there is safe
         (out / "gpu.md").write_text(format_page(found))

@@ -18,7 +18,7 @@ from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid, make_groups
 from runtime import console, evaluation
-from tools.bench.programs import random_data
+from tools.bench.launch import random_data
 from tools.plan.flags import PlanConfig
 from tools.plan.memory import memory_bytes
 from tools.plan.stages import Stage

@@ -1,10 +1,10 @@
 """Train the same model with PyTorch's own parallel stack: the other side of the races.
 
-    python tools/bench/peer.py '{"mode": "single"}'
-    torchrun --nproc_per_node=2 tools/bench/peer.py '{"mode": "ddp"}'
+    python -m tools.bench.peer '{"mode": "single"}'
+    torchrun --nproc_per_node=2 -m tools.bench.peer '{"mode": "ddp"}'
 
 The argument is a JSON object of arguments of `train_plain`; the modes are single, ddp, fsdp, tp, pp
-and 3d. Prints tokens per second of the whole job, the median over the steps after the warm-up.
+and 3d.
 """
 import functools
 import json
@@ -46,14 +46,14 @@ class PlainBlock(nn.Module):
 class PlainGPT(nn.Module):
     """What a pipeline's stage holds of it: all blocks and both ends for one process."""
 
-    def __init__(self, vocab, stage=0, stages=1, tied=True):
+    def __init__(self, vocab, shape, stage, stages, tied):
         super().__init__()
-        layers = SHAPE["n_layer"] // stages
-        C = SHAPE["n_embd"]
+        layers = shape["n_layer"] // stages
+        C = shape["n_embd"]
         first, last = stage == 0, stage == stages - 1
         self.token = nn.Embedding(vocab, C) if first else None
-        self.position = nn.Embedding(SHAPE["seq_len"], C) if first else None
-        self.blocks = nn.ModuleList(PlainBlock(C, C // SHAPE["n_head"]) for _ in range(layers))
+        self.position = nn.Embedding(shape["seq_len"], C) if first else None
+        self.blocks = nn.ModuleList(PlainBlock(C, C // shape["n_head"]) for _ in range(layers))
         self.norm = nn.LayerNorm(C) if last else None
         self.head = nn.Linear(C, vocab, bias=False) if last else None
         for module in self.modules():               # of N(0, 1) many numbers become denormal
@@ -95,12 +95,12 @@ def data_parallel(mode, plain):
     return plain
 
 
-def by_kind(module):
+def by_type(module):
     """Its plain parameters and its DTensors, which AdamW and clipping refuse to mix."""
-    from torch.distributed.tensor import DTensor
-    plain = [p for p in module.parameters() if not isinstance(p, DTensor)]
-    sharded = [p for p in module.parameters() if isinstance(p, DTensor)]
-    return [kind for kind in (plain, sharded) if kind]
+    groups = {}
+    for p in module.parameters():
+        groups.setdefault(type(p), []).append(p)
+    return list(groups.values())
 
 
 def average_over_replicas(parameters, group):
@@ -148,13 +148,13 @@ def gradients_of_pipeline(net, stage, stages, group, loss_of, schedule, microbat
 
 
 def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", steps=3, warmup=2,
-                schedule="ScheduleGPipe", shape=None, device="cpu", compile=False, trace=None):
-    """Train a PlainGPT on random tokens by PyTorch's stack; rank 0 prints tokens a second, on a GPU
-    (single only) the peak of its memory in GB too. `compile`: model and loss as a whole. `trace`: a
-    file for a profile of the last two steps. Where there is tensor parallelism (tp, 3d) or a
-    pipeline the head is not tied and the norm is not global: the stack has no way to do either."""
+                schedule="ScheduleGPipe", shape=SHAPE, device="cpu", compile=False, trace=None):
+    """Train a PlainGPT on random tokens by PyTorch's stack -> tokens per second of the whole job,
+    the median over the steps after the warm-up, and the peak of memory on a GPU (single only) in
+    GB. `compile`: model and loss as a whole. `trace`: a file for a profile of the last two steps.
+    Where there is tensor parallelism (tp, 3d) or a pipeline the head is not tied and the norm is
+    not global: the stack has no way to do either."""
     warnings.simplefilter("ignore")
-    SHAPE.update(shape or {})
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import loss_parallel
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -164,15 +164,15 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
     dp = world // (tp * pp)
     stage = rank // tp % pp
     torch.manual_seed(0)
-    plain = PlainGPT(vocab, stage, pp, tied=tp == 1).to(device)
+    plain = PlainGPT(vocab, shape, stage, pp, tied=tp == 1).to(device)
     if world > 1:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
     if tp > 1:
         tensor_parallel(plain, mesh["tp"])
     net = data_parallel(mode, plain)
-    kinds = by_kind(plain)
-    optimizer = torch.optim.AdamW([dict(params=kind) for kind in kinds], lr=1e-3, fused=True)
+    groups = by_type(plain)
+    optimizer = torch.optim.AdamW([dict(params=group) for group in groups], lr=1e-3, fused=True)
 
     def loss_of(logits, y):
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
@@ -191,8 +191,8 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
             gradients(x, y)
         if mode == "3d":
             average_over_replicas(plain.parameters(), mesh["dp"].get_group())
-        for kind in kinds:
-            torch.nn.utils.clip_grad_norm_(kind, 1.0)
+        for group in groups:
+            torch.nn.utils.clip_grad_norm_(group, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if world > 1:
@@ -200,12 +200,13 @@ def train_plain(mode, batch_size=16, micro_batch=2, vocab=257, dtype="fp32", ste
         if device == "cuda":
             torch.cuda.synchronize()
 
-    size = (batch_size // dp, SHAPE["seq_len"])
+    size = (batch_size // dp, shape["seq_len"])
     seconds = timed(step, warmup + steps, size, vocab, device, trace)
-    if rank == 0:
-        print_result(batch_size * SHAPE["seq_len"] / np.median(seconds[warmup:]), device)
     if world > 1:
         dist.destroy_process_group()
+    peak = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None
+    return dict(tokens_per_second=batch_size * shape["seq_len"] / np.median(seconds[warmup:]),
+                peak_memory=peak)
 
 
 def timed(step, count, size, vocab, device, trace):
@@ -227,10 +228,7 @@ def timed(step, count, size, vocab, device, trace):
     return seconds
 
 
-def print_result(tokens_per_second, device):
-    peak = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None
-    print(json.dumps(dict(tokens_per_second=tokens_per_second, peak_memory=peak)))
-
-
 if __name__ == "__main__":
-    train_plain(**json.loads(sys.argv[1]))
+    result = train_plain(**json.loads(sys.argv[1]))
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(result))

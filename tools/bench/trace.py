@@ -3,56 +3,45 @@ prints it. On a CPU, which has no kernels, its outermost operations take their p
 """
 import json
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, NamedTuple
 
-KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
-CALLS = ("cpu_op", "cuda_runtime", "cuda_driver")
+KINDS = {"kernel": "kernels", "gpu_memcpy": "kernels", "gpu_memset": "kernels",
+         "cpu_op": "calls", "cuda_runtime": "calls", "cuda_driver": "calls",
+         "python_function": "python"}               # python: if the profile had `with_stack`
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     name: str
     start: float                # ms
     end: float
 
 
-@dataclass(frozen=True)
-class Trace:
-    """Events in order of their start. `python`: functions, if the profile had `with_stack`."""
-    kernels: list[Event]
-    calls: list[Event]
-    python: list[Event]
-
-
-def read_trace(path: Path) -> Trace:
-    """The file that profiler.export_chrome_trace wrote."""
-    by_kind = {}
+def read_trace(path: Path) -> dict[str, list[Event]]:
+    """The file that profiler.export_chrome_trace wrote: {kernels, calls, python}, each in order of
+    the start."""
+    found = dict(kernels=[], calls=[], python=[])
     for event in json.loads(Path(path).read_text())["traceEvents"]:
-        if event.get("ph") == "X":
+        kind = KINDS.get(event.get("cat"))
+        if event.get("ph") == "X" and kind is not None:
             start = event["ts"] / 1e3
-            found = Event(event["name"], start, start + event["dur"] / 1e3)
-            by_kind.setdefault(event.get("cat"), []).append(found)
-
-    def events(kinds):
-        found = [event for kind in kinds for event in by_kind.get(kind, [])]
-        return sorted(found, key=lambda event: (event.start, -event.end))
-    kernels = events(KERNELS)
-    if not kernels:
+            found[kind].append(Event(event["name"], start, start + event["dur"] / 1e3))
+    for events in found.values():
+        events.sort(key=lambda event: (event.start, -event.end))
+    if not found["kernels"]:
         end = 0.0
-        for event in events(["cpu_op"]):
+        for event in found["calls"]:
             if event.start >= end:              # not within the one before
-                kernels.append(event)
+                found["kernels"].append(event)
                 end = event.end
-    return Trace(kernels, events(CALLS), events(["python_function"]))
+    return found
 
 
-def idle_times(trace: Trace) -> list[tuple[Event, Event]]:
+def idle_times(kernels: list[Event]) -> list[tuple[Event, Event]]:
     """The device's gaps, each as (the kernel that ended last, the next one)."""
     found = []
-    last = trace.kernels[0]
-    for event in trace.kernels:
+    last = kernels[0]
+    for event in kernels:
         if event.start > last.end:
             found.append((last, event))
         if event.end > last.end:
@@ -60,31 +49,31 @@ def idle_times(trace: Trace) -> list[tuple[Event, Event]]:
     return found
 
 
-def summary(trace: Trace) -> dict:
-    span = max(event.end for event in trace.kernels) - trace.kernels[0].start
-    idle = sum(after.start - before.end for before, after in idle_times(trace))
-    return {"kernels": len(trace.kernels), "ms": span, "busy, ms": span - idle, "idle, ms": idle,
+def summary(kernels: list[Event]) -> dict:
+    span = max(event.end for event in kernels) - kernels[0].start
+    idle = sum(after.start - before.end for before, after in idle_times(kernels))
+    return {"kernels": len(kernels), "ms": span, "busy, ms": span - idle, "idle, ms": idle,
             "idle": idle / span}
 
 
-def slowest_kernels(trace: Trace, count: int = 20) -> list[dict]:
+def slowest_kernels(kernels: list[Event], count: int = 20) -> list[dict]:
     """By name: calls, their time together, and its share."""
-    calls = Counter(event.name for event in trace.kernels)
+    calls = Counter(event.name for event in kernels)
     times = Counter()
-    for event in trace.kernels:
+    for event in kernels:
         times[event.name] += event.end - event.start
     total = sum(times.values())
     return [{"kernel": name, "calls": calls[name], "ms": ms, "share": ms / total}
             for name, ms in times.most_common(count)]
 
 
-def longest_gaps(trace: Trace, count: int = 10) -> list[dict]:
+def longest_gaps(trace: dict, count: int = 10) -> list[dict]:
     """The longest gaps, with what the host did in the middle of each."""
-    found = sorted(idle_times(trace), key=lambda gap: gap[0].end - gap[1].start)[:count]
+    found = sorted(idle_times(trace["kernels"]), key=lambda gap: gap[0].end - gap[1].start)
     return [{"ms": after.start - before.end, "after": before.name, "before": after.name,
-             "host's call": innermost(trace.calls, (before.end + after.start) / 2),
-             "in Python": innermost(trace.python, (before.end + after.start) / 2)}
-            for before, after in found]
+             "host's call": innermost(trace["calls"], (before.end + after.start) / 2),
+             "in Python": innermost(trace["python"], (before.end + after.start) / 2)}
+            for before, after in found[:count]]
 
 
 def innermost(events: list[Event], moment: float) -> str:
@@ -101,9 +90,9 @@ def tables_of(path: Path, side: str, with_stack: bool = False) -> Iterator:
     trace = read_trace(path)
     if with_stack:
         side += ", slowed by noting Python's calls"
-    yield "two steps", dict(side=side) | summary(trace)
+    yield "two steps", dict(side=side) | summary(trace["kernels"])
     if not with_stack:
-        for row in slowest_kernels(trace):
+        for row in slowest_kernels(trace["kernels"]):
             yield f"{side}: kernels", row
     for row in longest_gaps(trace):
         yield f"{side}: gaps", row

@@ -15,6 +15,7 @@ import torch
 
 import tools.faults
 from runtime import commandline
+from tools import markdown
 from tools.faults.policies import POLICIES
 from tools.faults.runs import DTYPES, FAULTS, MODELS, Outcome, disturbed, healthy, make_texts
 
@@ -45,14 +46,9 @@ def false_alarms(folder: Path) -> Counter:
     return found
 
 
-def print_row(*cells) -> None:
-    print("| " + " | ".join(map(str, cells)) + " |")
-
-
-def print_faults(found: dict) -> None:
+def table_of_faults(found: dict) -> list[str]:
     """A row for each fault: the medians of the rise and of the steps lost; runs that ended."""
-    print_row("rise of the loss; steps lost", *POLICIES)
-    print("|---" * (1 + len(POLICIES)) + "|")
+    rows = []
     for fault in dict.fromkeys(fault for fault, _ in found):
         cells = []
         for policy in POLICIES:
@@ -60,20 +56,21 @@ def print_faults(found: dict) -> None:
             cells.append(f"{statistics.median(rises):+,.1%}; {statistics.median(lost):g}")
             if any(ended):
                 cells[-1] += f"; {sum(ended)} of {len(ended)} ended"
-        print_row(fault, *cells)
+        rows.append([fault, *cells])
+    return markdown.table(["rise of the loss; steps lost", *POLICIES], rows)
 
 
-def print_policies(found: dict, alarms: Counter) -> None:
+def table_of_policies(found: dict, alarms: Counter) -> list[str]:
     """A row for each policy, over all faults."""
-    print_row("policy", "rise of at most 5%", "largest rise", "steps lost, mean", "ended early",
-              f"false alarms in {HEALTHY_RUNS} runs")
-    print("|---" * 6 + "|")
+    rows = []
     for policy in POLICIES:
         groups = [group for (_, name), group in found.items() if name == policy]
         rises, lost, ended = zip(*itertools.chain(*groups))
         near = sum(rise <= 0.05 for rise in rises)
-        print_row(policy, f"{near} of {len(rises)}", f"{max(rises):+,.1%}",
-                  f"{statistics.mean(lost):.0f}", sum(ended), alarms[policy])
+        rows.append([policy, f"{near} of {len(rises)}", f"{max(rises):+,.1%}",
+                     f"{statistics.mean(lost):.0f}", sum(ended), alarms[policy]])
+    return markdown.table(["policy", "rise of at most 5%", "largest rise", "steps lost, mean",
+                           "ended early", f"false alarms in {HEALTHY_RUNS} runs"], rows)
 
 
 def main() -> None:
@@ -89,10 +86,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_texts(Path(folder))
         found = outcomes(Path(folder), faults or FAULTS)
-        print_faults(found)
+        print(*table_of_faults(found), sep="\n")
         if not faults:
-            print()
-            print_policies(found, false_alarms(Path(folder)))
+            print("", *table_of_policies(found, false_alarms(Path(folder))), sep="\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ the train.Run that obeys one. __main__.py compares them.
 import errno
 import math
 import os
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +28,6 @@ MAX_RETURNS = 5         # of a policy to a checkpoint, then the run ends: as --m
 
 class Ended(Exception):
     """The policy has ended the run."""
-
-
-class Reached(Exception):
-    """The run has come as far as was asked."""
 
 
 class Restart(Exception):
@@ -182,15 +178,11 @@ class PolicyRun(train.Run):
         self.computed = 0
         self.verdict = None
         self.val_loss = None
-        self.stop_after = math.inf
-        self.noted_step = 0
         self.alarm = False
         self.watch.log = console.RunLog(SimpleNamespace(write=self.note))
 
     def note(self, **row) -> None:
         """In place of metrics.jsonl."""
-        if "event" not in row and "step" in row:
-            self.noted_step = row["step"]
         self.val_loss = row.get("val_loss", self.val_loss)
         self.alarm = self.alarm or row.get("event") == "spike"
 
@@ -222,33 +214,17 @@ class PolicyRun(train.Run):
     def load(self, file: Path) -> None:
         directory.go_back(self, lambda: (file, []))
 
-    def reaches(self, step=math.inf) -> bool:
-        """Train until after `step`, or the last one. False if the run ended before."""
-        self.stop_after = step
+    def reaches_the_end(self) -> bool:
+        """Train. False if the run ended before its last step."""
         policy = self.policy.go_back_if_diverged
+        no_signal = SimpleNamespace(held=nullcontext, close=lambda: None)
         with mock.patch.object(rollback, "go_back_if_diverged", policy), \
                 redirect_stdout(None), redirect_stderr(None):       # prints nothing
             while True:
                 try:
-                    self.train(stop=self)
-                    return True
-                except Reached:
-                    self.writer.wait()
-                    self.step += 1
+                    self.train(no_signal)
                     return True
                 except Restart:
                     self.load(self.files()[0])
                 except (Ended, RunError):
                     return False
-
-    def close(self) -> None:
-        """As a StopSignal's: no signal comes."""
-
-    @contextmanager
-    def held(self):
-        """As a StopSignal's; the run ends, saved, once step `stop_after` is noted."""
-        yield
-        if self.noted_step == self.stop_after == self.step:
-            if self.saved_step < self.step:
-                self.save()
-            raise Reached

@@ -99,7 +99,7 @@ class Outcome(NamedTuple):
 def healthy(folder: Path, model: str, seed: int, dtype="fp32",
             settings=SETTINGS) -> tuple[PolicyRun, dict]:
     """Train without a fault on the text in `folder`. Returns the run and the policies as they were
-    half way; the checkpoints of that time are in `folder`/half."""
+    half way, when it saved; the checkpoints of that time are in `folder`/half."""
     text, model_config = MODELS[model]
     whole, half = folder / "whole", folder / "half"
     for path in (whole, half):
@@ -108,10 +108,16 @@ def healthy(folder: Path, model: str, seed: int, dtype="fp32",
     config = replace(settings, data=str(folder / text), out=str(whole), seed=seed, dtype=dtype,
                      rollback="off")
     run = PolicyRun(CountAlarms(), config, model_config)
-    run.reaches(settings.steps // 2)
-    half_way = copy.deepcopy(run.policy.policies)
-    shutil.copytree(whole, half, ignore=shutil.ignore_patterns("latest.pt"))
-    run.reaches()
+    half_way = {}
+
+    def save():
+        PolicyRun.save(run)
+        if run.step == settings.steps // 2:
+            run.writer.wait()
+            shutil.copytree(whole, half, ignore=shutil.ignore_patterns("latest.pt"))
+            half_way.update(copy.deepcopy(run.policy.policies))
+    run.save = save
+    run.reaches_the_end()
     return run, half_way
 
 
@@ -124,7 +130,7 @@ def disturbed(run: PolicyRun, fault: str, policy: Policy) -> Outcome:
     config = replace(run.config, out=str(out), rollback="on")
     other = PolicyRun(copy.deepcopy(policy), config, run.model_config, state)
     FAULTS[fault](other)
-    whole = other.reaches()
+    whole = other.reaches_the_end()
     if not whole:
         other.load(other.policy.file_left(other))
         other.note(**evaluation.evaluate(other))

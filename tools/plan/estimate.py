@@ -6,7 +6,7 @@ import math
 from model import GPTConfig
 from runtime.flops import flops_per_token, parameter_count
 from tools.plan.flags import LAYOUT, PlanConfig
-from tools.plan.memory import memory_bytes
+from tools.plan.memory import gpu_bytes, memory_bytes
 from tools.plan.stages import kinds_of_stages
 from tools.plan.time import LINK, step_seconds
 from tools.plan.traffic import traffic_bytes
@@ -29,8 +29,7 @@ def make_plan(cfg: GPTConfig, config: PlanConfig) -> dict:
     plan |= compute_of(cfg, config)
 
     memory = [memory_bytes(stage) for stage in stages]
-    on_gpu = [sum(size for kind, size in sizes.items() if not kind.startswith("host_"))
-              for sizes in memory]
+    on_gpu = [gpu_bytes(sizes) for sizes in memory]
     fullest = on_gpu.index(max(on_gpu))
     plan |= {f"memory_{kind}": size for kind, size in memory[fullest].items()}
     plan |= dict(memory_bytes=on_gpu[fullest], fullest_rank=stages[fullest].grid.rank,

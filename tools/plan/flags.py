@@ -77,5 +77,4 @@ LAYOUT = ("tp", "pp", "cp", "micro_batch", "zero", "recompute", "sequence_parall
 RUN_FLAGS = ["model", *options.SHAPE, "batch_size", "steps", "tp", "pp", "cp", "pp_schedule",
              "pp_chunks", "micro_batch", "zero", "recompute", "sequence_parallel", "offload",
              "compile", "dtype"]
-OWN_FLAGS = ["world", "gpu", "gpus_per_node", "network", "vocab_size", "tokens", "days",
-             "mtbf_hours", "search", "json"]
+OWN_FLAGS = list(PlanConfig.__annotations__)

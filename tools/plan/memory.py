@@ -23,6 +23,11 @@ def memory_bytes(stage: Stage, on_gpu: bool = True) -> dict:
                         activations=activation_bytes(stage))
 
 
+def gpu_bytes(sizes: dict) -> int:
+    """The part of `memory_bytes` that is not on the host."""
+    return sum(size for kind, size in sizes.items() if not kind.startswith("host_"))
+
+
 def buffer_bytes(stage: Stage, on_gpu: bool) -> int:
     """What comes and goes within a step:
 

@@ -1,0 +1,14 @@
+"""Tables of Markdown, whole or row by row. tools.docs, tools.bench and tools.faults print them."""
+
+
+def row(*cells) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def heading(*columns) -> list[str]:
+    return [row(*columns), "|" + "---|" * len(columns)]
+
+
+def table(columns: list[str], rows: list[list]) -> list[str]:
+    """The lines of a whole table."""
+    return [*heading(*columns), *(row(*cells) for cells in rows)]
