@@ -87,7 +87,7 @@ from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
 from parallelism.tensor import (MAX_LOGITS, TIED, ColumnParallelLinear, VocabParallelEmbedding,
                                 add_product, chunk_loss, chunk_size, param_specs)
 from parallelism.zero import FlatParameters
-from runtime import checkpoint_files
+from runtime import checkpoint_files, run_state
 from runtime.flops import parameter_count
 from runtime.options import Config
 from tests.harness import (BOUNDS, CFG, CUTS, FORMULA, INTERLEAVED, LAYOUTS, NASTY, ROOT, TINY,
@@ -2174,7 +2174,7 @@ def test_a_run_offloads_and_shards_as_its_flags_say(tmp_path):
     """With --offload masters and moments of a model on another device, here torch's meta device,
     are on the host; with --zero 1, 2 and 3 one of two replicas has half of them."""
     def kept(device, **flags):
-        with mock.patch.object(train.Run, "restore"):
+        with mock.patch.object(run_state, "restore"):
             run = train.Run(settings(tmp_path, **flags), CFG, Grid(dp=2, pp=1, tp=1),
                             torch.device(device), Memory(CFG), Memory(CFG), None)
         found = [bucket.shard[name] for bucket in run.flat.buckets
@@ -2336,7 +2336,7 @@ def test_zero_3_holds_one_block_and_gathers_the_next(recompute):
 # ---------------------------------------------------------------------------------------------
 
 def save_at_the_start(run):
-    run.save(is_start=True)
+    run_state.save(run, is_start=True)
 
 
 @pytest.mark.parametrize("layout, cp, zero", [

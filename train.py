@@ -40,14 +40,11 @@ import signal
 if __name__ == "__main__":      # before the slow `import torch`, so that Ctrl-C exits at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import copy
-import dataclasses
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import runtime      # first: without numpy or torch it ends the program in one line
 
@@ -55,17 +52,16 @@ import numpy as np
 import torch
 
 import checkpoint
-from amp import NOT_FINITE, PRECISIONS, LossScaler, clip_factor, make_scaler
-from data import Batch, Batches, TokenDataset, split_microbatches
+from amp import NOT_FINITE, PRECISIONS, clip_factor
+from data import Batch, TokenDataset, split_microbatches
 from model import GPT, GPTConfig, derive_seed
 from parallelism.build import Grid, build_rank, make_groups
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.context import own_positions
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import (checks, console, devices, directory, evaluation, processes, rollback,
+from runtime import (checks, console, devices, directory, evaluation, processes, run_state,
                      startup)
-from runtime.divergence import DivergenceMonitor
 from runtime.options import Config
 from runtime.processes import Job, all_ranks
 from runtime.signals import StopSignal
@@ -132,19 +128,6 @@ class StepStats:
     local_loss: torch.Tensor    # this rank's summed loss; shows where an inf or NaN first appeared
 
 
-class Progress(NamedTuple):
-    """A run's state besides tensors and settings: a checkpoint holds all three."""
-    step: int                   # the last finished one
-    consumed: int               # sequences of the data: trained on, or left out
-    sequences_trained: int      # without those that were left out
-    optimizer_steps: int        # updates, without skipped steps
-    scaler: LossScaler
-    monitor: DivergenceMonitor
-
-    def copy(self) -> "Progress":
-        return self._replace(scaler=copy.copy(self.scaler), monitor=self.monitor.copy())
-
-
 class Run:
     """A training run on this rank.
 
@@ -181,7 +164,7 @@ class Run:
         self.writer = checkpoint.Writer(Path(config.out), config.keep, model_config, self.flat,
                                         config.timeout)
         self.activation_like = like_activations(config, model_config, grid, dtype, device)
-        self.restore(state)     # sets step, optimizer_steps, batches, scaler and watch.monitor
+        run_state.restore(self, state)      # sets the weights, step, batches, scaler ...
 
     # ---- The loop ---------------------------------------------------------------------------
 
@@ -211,7 +194,7 @@ class Run:
                 if difference is not None:
                     watch.go_back(difference)
                 elif saving:
-                    self.save()
+                    run_state.save(self)
             self.step = self.finished_step + 1      # of go_back, that of an older checkpoint
         with stop.held():
             self.flat.wait_params()     # other ranks may still be receiving this rank's shard
@@ -375,67 +358,6 @@ class Run:
     def scalar(self, value: float) -> torch.Tensor:
         """A tensor of shape () on the device, in the dtype used for sums."""
         return torch.full((), value, dtype=sum_dtype(self.device), device=self.device)
-
-    # ---- Checkpoints ------------------------------------------------------------------------
-
-    def restore(self, state: dict | None) -> None:
-        """Restore a checkpoint; without one, begin before step 1, with weights from --init-from or
-        from the seed. On the CPU, in the same layout and with as many threads, a resumed run ends
-        with the same bits as an uninterrupted run."""
-        config = self.config
-        consumed = 0                # sequences
-        sequences_trained = 0
-        self.step = 1
-        self.optimizer_steps = 0
-        self.scaler = make_scaler(config.dtype)
-        self.watch.restore(state)
-        if state is None:
-            parameters = None
-            if config.init_from is not None:
-                weights = all_ranks(lambda: directory.load_state(config.init_from))
-                parameters = weights["parameters"]
-            self.flat.initialize(self.model_config, config.seed, parameters)
-        else:
-            self.step = state["step"] + 1
-            self.optimizer_steps = state["optimizer_steps"]
-            consumed = state["consumed_samples"]
-            sequences_trained = state["tokens"] // self.model_config.seq_len
-            if state["config"]["dtype"] == config.dtype:
-                self.scaler.load_state_dict(state["scaler"])
-            checkpoint.restore(state, self.flat)
-        self.batches = Batches(self.train_data, config, consumed, sequences_trained)
-        self.prefetched = None      # the batch of the next step
-        self.finished_step = self.step - 1
-        self.saved_step = None if state is None else self.finished_step
-
-    def progress(self) -> Progress:
-        return Progress(self.finished_step, self.batches.consumed, self.batches.sequences_trained,
-                        self.optimizer_steps, self.scaler, self.watch.monitor)
-
-    def save(self, is_start: bool = False) -> None:
-        """Write a checkpoint after the last finished step. `is_start`: save the state before
-        the first step."""
-        progress = self.progress()
-        rollback.judge_checkpoint(self.config, progress, is_start)  # can a rollback return to it?
-        self.write_checkpoint(progress)
-
-    def write_checkpoint(self, progress: Progress) -> None:
-        """Copy the state; threads write it while training goes on."""
-        all_ranks(self.writer.wait)         # a rank holds at most one copy of its shards
-        self.submit_checkpoint(progress)
-
-    def submit_checkpoint(self, progress: Progress) -> None:
-        self.saved_step = progress.step
-        self.writer.submit(dict(
-            format=checkpoint.FORMAT, run=self.identity, step=progress.step,
-            consumed_samples=progress.consumed,
-            tokens=progress.sequences_trained * self.model_config.seq_len,
-            optimizer_steps=progress.optimizer_steps, config=dataclasses.asdict(self.config),
-            model=dataclasses.asdict(self.model_config),
-            data=self.train_data.phases, scaler=progress.scaler.state_dict(),
-            monitor=dataclasses.asdict(progress.monitor),
-            **{key: value for key, value in self.train_data.meta.items()
-               if "tokenizer" in key or key == "template"}))
 
 
 # ---- Start ----------------------------------------------------------------------------------

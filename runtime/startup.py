@@ -15,7 +15,7 @@ from amp import PRECISIONS
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
-from runtime import checks, console, devices, evaluation, follower
+from runtime import checks, console, devices, evaluation, follower, run_state
 from runtime.checkpoint_files import list_checkpoints
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
                                lock_output_dir, start_branch)
@@ -128,7 +128,7 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
         console.report_resume(run, state, begin, given, learning_rate(stored, run.step),
                               learning_rate(config, run.step))
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
-        run.save(is_start=True)
+        run_state.save(run, is_start=True)
     console.print_notes(run, given, resumed=state is not None)
     run.watch.log.threads.compare()
     row = on_rank0(lambda: find_unevaluated(Path(config.out), state))
