@@ -276,12 +276,12 @@ class Run:
         learnt = self.train_data.count_learnt(batch.window_ids)         # those that have a loss
 
         # 1. Forward and backward. The model returns the sum of the losses of the microbatch's
-        #    tokens. loss * scale is the microbatch's share of the mean loss of the batch, times the
+        #    tokens. loss * loss_factor is the microbatch's share of the mean loss of the batch, times the
         #    loss scale; backward adds to the gradients in `flat`.
-        scale = self.scaler.scale / learnt
+        loss_factor = self.scaler.scale / learnt
         flat.zero_grad(self.scaler.scale, tokens_in_batch, learnt)
         if grid.is_last:    # the head computes its gradients in forward, so it needs the factor now
-            model.head.set_scale(scale)
+            model.head.set_loss_factor(loss_factor)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
             for m, (inputs, targets, dropout_seed, positions) in enumerate(microbatches):
@@ -289,7 +289,7 @@ class Run:
                 # 2 and 3 during every backward.
                 flat.prepare_grad_sync(model, last=m == len(microbatches) - 1)
                 loss = model(inputs, targets, dropout_seed, positions=positions)
-                (loss * scale).backward()
+                (loss * loss_factor).backward()
                 loss_sum += loss.detach()
                 self.watch.after_microbatch(m)
         else:       # a pipeline: the same in the order of a schedule; stages exchange messages
