@@ -1,21 +1,23 @@
-"""Train a GPT: the loop, one step, evaluation, saving and resuming.
+"""Train a GPT: the algorithm in its plain form, then the loop and the step of a run on many ranks.
 
     python train.py                                             # one process
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (pp * cp * tp) = 2
 
-Each rank is one process. The work can be divided in four ways. The table says what each divides,
-what the ranks exchange, and which file in parallelism/ does it:
+Each process is a rank. The second command has two replicas, each a full copy of the model:
 
-    dp    the rows of the batch     gradients                                      zero.py
-    cp    the positions of a row    keys and values; gradients, as in dp           context.py
-    pp    the layers, in stages     activations, and their gradients               pipeline.py
-    tp    each matrix               activations: two all-reduces per block in      tensor.py
-                                    forward, two in backward
+                     replica 0: half of the rows         replica 1: the other half
+    stage 0,         rank 0  <-- tp -->  rank 1          rank 4  <-- tp -->  rank 5
+    first layers       | pp                | pp            | pp                | pp
+    stage 1, last    rank 2  <-- tp -->  rank 3          rank 6  <-- tp -->  rank 7
 
-The pp x tp ranks that hold one copy of the model together are a replica; there are dp x cp
-replicas. The ranks that hold the same parameters, one of each replica, each update all of these
-parameters (--zero 0), or one shard of them, which they then send to the others (1 to 3). A window
-is T + 1 consecutive tokens: the first T are the inputs, the last T their targets.
+          divides                   what the ranks exchange                         parallelism/
+    tp    each matrix               activations, in four all-reduces per block      tensor.py
+    pp    the layers, in stages     activations, and their gradients                pipeline.py
+    dp    the rows of the batch     gradients: 0 with 4, 1 with 5, 2 with 6 ...     zero.py
+    cp    the positions of a row    keys and values; gradients, as in dp            context.py
+
+Ranks at the same place in the replicas hold the same parameters. Each updates all of these
+(--zero 0), or one shard of them, which it then sends to the others (1 to 3).
 
 `plain_train` is the whole algorithm on one CPU. `Run` does the same computation on any number of
 ranks, in any precision; a test checks that the results agree:
@@ -23,17 +25,15 @@ ranks, in any precision; a test checks that the results agree:
     plain_train             Run, on each rank                               where
     rows of the batch       this rank's rows, in microbatches               next_batch
     zero_grad               the same                                        flat.zero_grad
-    forward and backward    for each microbatch; with a pipeline in the     compute_gradients
-                            order of its schedule
+    forward and backward    for each microbatch; pp: in a schedule's order  compute_gradients
                             all-reduce of the gradients over the replicas   flat.finish_grad_sync
     norm and clipping       loss and squared norm are summed: all ranks     step_stats, clip_factor
                             clip by the same factor, or all skip the step
     learning rate           the same function                               learning_rate
     AdamW                   AdamW on all or a shard of its parameters       flat.adamw_step
 
-runtime/ is the rest of a long run: flags, signals and watch.py, which prints, writes metrics.jsonl
-and takes a diverged run, whose loss stays too high or is NaN, back to an older
-checkpoint.
+The rest of a long run is in runtime/: flags, signals, checkpoints (run_state.py), and watch.py,
+which writes metrics.jsonl and takes a diverged run back to an older checkpoint.
 """
 import signal
 
@@ -80,6 +80,7 @@ def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, flo
     history = []
     for step in range(1, config.steps + 1):
         start = (step - 1) * config.batch_size          # sequences of the steps before
+        # A window is T + 1 tokens: the first T are the inputs of a row, the last T its targets.
         window_ids = data.window_ids(config.seed, start, config.batch_size)
         inputs, targets, positions = as_tensors(data.rows(window_ids))  # (B, T) each
 
@@ -164,7 +165,7 @@ class Run:
         self.writer = checkpoint.Writer(Path(config.out), config.keep, model_config, self.flat,
                                         config.timeout)
         self.activation_like = like_activations(config, model_config, grid, dtype, device)
-        run_state.restore(self, state)      # sets the weights, step, batches, scaler ...
+        run_state.restore(self, state)      # sets weights, step, optimizer_steps, batches, scaler
 
     # ---- The loop ---------------------------------------------------------------------------
 
@@ -276,8 +277,8 @@ class Run:
         learnt = self.train_data.count_learnt(batch.window_ids)         # those that have a loss
 
         # 1. Forward and backward. The model returns the sum of the losses of the microbatch's
-        #    tokens. loss * loss_factor is the microbatch's share of the mean loss of the batch, times the
-        #    loss scale; backward adds to the gradients in `flat`.
+        #    tokens. loss * loss_factor is its share of the mean loss of the batch, times the loss
+        #    scale. Backward adds to the gradients in `flat`.
         loss_factor = self.scaler.scale / learnt
         flat.zero_grad(self.scaler.scale, tokens_in_batch, learnt)
         if grid.is_last:    # the head computes its gradients in forward, so it needs the factor now
@@ -311,8 +312,8 @@ class Run:
         --exact, too large for an exact sum)."""
         config = self.config
         # 4. Clip, and AdamW. One factor both clips the gradients and undoes the loss scale. With
-        #    ZeRO this rank updates its shard, and the other replicas receive it during the next
-        #    forward.
+        #    ZeRO this rank updates its shard, and the other replicas' ranks receive it during the
+        #    next forward.
         if not stats.skipped:
             self.optimizer_steps += 1
             factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
@@ -368,8 +369,9 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     config, model_config, begin = startup.prepare(given, job, device, stack)
     state = startup.load_start(begin, given)        # a checkpoint, None for a new run
     train_data, val_data = startup.open_data(config, model_config, state, job)
-    grid = Grid(job.world // (config.tp * config.pp * config.cp), config.pp, config.tp, job.rank,
-                config.sequence_parallel, config.pp_chunks, config.cp)
+    dp = job.world // (config.pp * config.cp * config.tp)
+    grid = Grid(dp, config.pp, config.tp, job.rank, config.sequence_parallel, config.pp_chunks,
+                config.cp)
     stack.enter_context(checks.advice_on_memory(config, grid))
     make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
@@ -378,7 +380,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     try:
         if config.eval_only:
             console.print_evaluation(run, begin)
-        elif run.step > config.steps + 1 or (run.step > config.steps and startup.has_ended(config)):
+        elif startup.has_ended(run):
             console.print_finished(run, begin)
         else:
             startup.begin_training(run, state, begin, given, learning_rate, stack)

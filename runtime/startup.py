@@ -151,8 +151,11 @@ def find_unevaluated(out: Path, state: dict | None) -> dict | None:
     return rows[-1]
 
 
-def has_ended(config: Config) -> bool:
-    """Whether the run has reported its end. If not, a signal or a crash came after its last step.
-    Every rank calls it."""
-    lines = on_rank0(lambda: last_lines(Path(config.out)))
+def has_ended(run) -> bool:
+    """Whether a run has made all steps, and reported its end. If it has not, a signal or a crash
+    came after the last step. Every rank calls it."""
+    done = run.step - 1
+    if done != run.config.steps:
+        return done > run.config.steps
+    lines = on_rank0(lambda: last_lines(Path(run.config.out)))
     return not lines or lines[-1].get("event") == "end"
