@@ -196,7 +196,7 @@ class Run:
                     watch.go_back(difference)
                 elif saving:
                     run_state.save(self)
-            self.step = self.finished_step + 1      # of go_back, that of an older checkpoint
+            self.step = self.finished_step + 1      # after go_back, an older checkpoint's
         with stop.held():
             self.flat.wait_params()     # other ranks may still be receiving this rank's shard
             all_ranks(lambda: self.writer.wait(required=True))  # the last checkpoint is complete
@@ -269,8 +269,8 @@ class Run:
     # ---- One step ---------------------------------------------------------------------------
 
     def compute_gradients(self, batch: Batch) -> StepStats:
-        """Forward and backward, and the sums over the ranks. Of what a checkpoint holds it changes
-        nothing."""
+        """Forward and backward, and the sums over the ranks. It changes nothing that a checkpoint
+        holds."""
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
         tokens_in_batch = batch.size * self.model_config.seq_len        # of all ranks
