@@ -121,7 +121,7 @@ def learning_rate(config, step: int) -> float:
 @dataclass
 class StepStats:
     """The statistics of a step. All but local_loss are equal on every rank."""
-    loss: float                 # mean over the learnt tokens of the global batch, in nats
+    loss: float                 # mean over the learnt targets of the global batch, in nats
     activation_norm: float      # mean over the tokens of the norm of the final hidden state
     grad_norm: float            # of the whole model, unscaled, before clipping
     skipped: str                # why all ranks skip the update, such as NOT_FINITE; "" if none
@@ -274,7 +274,7 @@ class Run:
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
         tokens_in_batch = batch.size * self.model_config.seq_len        # of all ranks
-        learnt = self.train_data.count_learnt(batch.window_ids)         # those that have a loss
+        learnt = self.train_data.count_learnt(batch.window_ids)         # targets that have a loss
 
         # 1. Forward and backward. The model returns the sum of the losses of the microbatch's
         #    tokens. loss * loss_factor is its share of the mean loss of the batch, times the loss
