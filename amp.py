@@ -116,10 +116,11 @@ def _round_to_fp32(x: float) -> float:
     return torch.tensor(x, dtype=torch.float32).item()
 
 
-def clip_factor(norm: float, clip: float, scale: float) -> float:
-    """The factor on the accumulated gradients. 1 / scale takes the loss scale out; a global norm
-    (unscaled) above `clip` is brought down to it (Pascanu et al. 2013). clip 0: no clipping."""
+def clip_factor(norm: float, clip: float, loss_scale: float) -> float:
+    """The factor on the accumulated gradients. 1 / loss_scale takes the loss scale out; a global
+    norm (unscaled) above `clip` is brought down to it (Pascanu et al. 2013). clip 0: no clipping.
+    """
     factor = 1.0
     if clip > 0:
         factor = min(1.0, clip / (norm + 1e-6))
-    return factor / scale
+    return factor / loss_scale

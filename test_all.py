@@ -90,7 +90,7 @@ from parallelism.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
 from parallelism.tensor import (MAX_LOGITS, TIED, ColumnParallelLinear, VocabParallelEmbedding,
                                 add_product, chunk_loss, chunk_size, param_specs)
 from parallelism.zero import FlatParameters
-from runtime import checkpoint_files
+from runtime import checkpoint_files, run_state
 from runtime.flops import parameter_count
 from runtime.options import Config
 from runtime.ramp import sequences_after, steps_of_epochs
@@ -290,7 +290,7 @@ def test_tensor_parallel_layers_equal_the_whole_layers(rank, world, sequence_par
     with gridded(rank, world, tp=world, pp=1, sequence_parallel=sequence_parallel) as grid, \
             chunks_of(7, world):
         local, flat = stage_of(plain, grid)
-        local.head.set_scale(scale=UPSTREAM.item())
+        local.head.set_loss_factor(UPSTREAM.item())
         flat.prepare_grad_sync(local, True)
         ours = outputs_and_dx(local, tokens, targets, part(x), part(dy))
         flat.finish_grad_sync()
@@ -327,7 +327,7 @@ def test_plain_pipeline_and_1f1b_give_the_gradients_of_the_whole_model(rank, wor
         dist.all_reduce(plain["embed.token.weight"])            # the sum of its two ends
         local, flat = stage_of(whole, grid)
         if grid.is_last:
-            local.head.set_scale(1 / targets.numel())
+            local.head.set_loss_factor(1 / targets.numel())
         batch = [(*pair, 0, None) for pair in microbatches]
         run_schedule(one_f_one_b(rank, world, 4), local, grid, batch, activation_like, flat)
         flat.finish_grad_sync()
@@ -400,11 +400,11 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
                     parallel.all_gather_parameters(gpt, own, grid)
 
             flat.zero_grad()
-            local.head.set_scale(1 / targets.numel())
+            local.head.set_loss_factor(1 / targets.numel())
             run_schedule(gpipe(0, 1, 1), local, grid, [(rows, targets_of_rows, 0, None)],
                          torch.empty(0), flat)
             flat.finish_grad_sync()
-            flat.adamw_step(1.0, step=step, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0)
+            flat.adamw_step(1.0, step, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0)
         whole = {name: parallel.all_gather(x.detach(), grid.groups["replicas"])
                  for name, x in shards[2].items()}
         last_gradients = gradient_pairs(flat, one)
@@ -509,7 +509,7 @@ def layers_on_some_positions(rank, world, cp, tp, sequence_parallel, recompute):
         return own(x).chunk(tp, 1)[grid.tp_rank] if sequence_parallel else own(x)
     with gridded(rank, world, tp, 1, sequence_parallel, cp=cp) as grid:
         local, flat = stage_of(plain, grid, recompute)
-        local.head.set_scale(scale=UPSTREAM.item())
+        local.head.set_loss_factor(UPSTREAM.item())
         flat.prepare_grad_sync(local, True)
         ours = outputs_and_dx(local, own(tokens), own(targets), part(x), part(dy))
         flat.finish_grad_sync()
@@ -1313,7 +1313,7 @@ def test_an_update_below_the_last_bit_of_a_parameter_accumulates_in_the_master(d
     for step in range(1, 9):
         for each in flat.buckets:
             each.grad.fill_(-1)             # AdamW adds the learning rate
-        flat.adamw_step(1.0, step=step, lr=last_bit / 8, beta1=0.9, beta2=0.999, weight_decay=0.0)
+        flat.adamw_step(1.0, step, lr=last_bit / 8, beta1=0.9, beta2=0.999, weight_decay=0.0)
         theirs.grad = torch.full_like(theirs, -1)
         optimizer.step()
         seen.append(bucket.view(bucket.data, spec).unique().tolist())
@@ -1350,7 +1350,7 @@ def test_16_bit_gradients_of_layer_norms_and_embeddings_add_up_in_fp32(dtype, bo
     for name, norm in norms.items():
         norm.register_forward_hook(lambda _, x, y, name=name: watch(name, x[0], y))
     tokens, targets = tokens_of(cfg, 32), tokens_of(cfg, 32, seed=1)
-    local.head.set_scale(scale=2.0 ** -8)
+    local.head.set_loss_factor(2.0 ** -8)
     (local(tokens, targets) * 2.0 ** -8).backward()
     pairs, torchs = {}, {}
     for name, norm in norms.items():
@@ -1589,7 +1589,7 @@ def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradient
             own_part = nn.Parameter(spec.cut(full, rank).clone())
             for module, attribute in spec.owners:
                 setattr(module, attribute, own_part)
-        ours.head.set_scale(scale=3.0)             # by which the gradients are divided again
+        ours.head.set_loss_factor(3.0)             # by which the gradients are divided again
         losses = [gpt(tokens, targets) / targets.numel() for gpt in (ours, plain)]
         sum(losses).backward()
     pairs = dict(loss=losses)
@@ -1598,7 +1598,7 @@ def test_tensor_parallel_modules_without_flat_parameters_give_the_plain_gradient
         pairs[spec.name] = ours.get_parameter(spec.name).grad, spec.cut(full, rank)
     assert_close(pairs, 1e-10)
     local, _ = staged(replace(CFG, n_layer=1), Grid(1, 1, 1))
-    with pytest.raises(RuntimeError, match="multiply the loss by head.scale"):
+    with pytest.raises(RuntimeError, match="multiply the loss by head.loss_factor"):
         (local(tokens_of(CFG, 2), tokens_of(CFG, 2, seed=1)) / 2).backward()
 
 
@@ -2180,7 +2180,7 @@ def test_a_run_offloads_and_shards_as_its_flags_say(tmp_path):
     """With --offload masters and moments of a model on another device, here torch's meta device,
     are on the host; with --zero 1, 2 and 3 one of two replicas has half of them."""
     def kept(device, **flags):
-        with mock.patch.object(train.Run, "restore"):
+        with mock.patch.object(run_state, "restore"):
             run = train.Run(settings(tmp_path, **flags), CFG, Grid(dp=2, pp=1, tp=1),
                             torch.device(device), Memory(CFG), Memory(CFG), None)
         found = [bucket.shard[name] for bucket in run.flat.buckets
@@ -2231,7 +2231,7 @@ def events_of_a_step(rank, world, zero):
             run_schedule(one_f_one_b(0, 1, 2), local, grid, batch, torch.empty(0), flat)
             flat.finish_grad_sync()
             events.append(("update", ""))
-            flat.adamw_step(1.0, step=1, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
+            flat.adamw_step(1.0, 1, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
             for name, first in parts.items():
                 first.register_forward_pre_hook(lambda *_, name=name: events.append((name, "")))
             with torch.no_grad():
@@ -2298,7 +2298,7 @@ def test_a_step_calls_each_operation_on_all_buckets_once(dtype, copies):
     assert len(flat.buckets) == 12
     with Passes() as seen:
         flat.zero_grad()
-        flat.adamw_step(0.5, step=1, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
+        flat.adamw_step(0.5, 1, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
     counts = {name: seen.calls.count(name) for name in ("_foreach_zero_", "_foreach_mul_",
                                                         "_fused_adamw_", "_foreach_copy_", "copy_")}
     assert list(counts.values()) == [1, 1, 2, copies, 0]
@@ -2342,7 +2342,7 @@ def test_zero_3_holds_one_block_and_gathers_the_next(recompute):
 # ---------------------------------------------------------------------------------------------
 
 def save_at_the_start(run):
-    run.save(is_start=True)
+    run_state.save(run, is_start=True)
 
 
 @pytest.mark.parametrize("layout, cp, zero", [

@@ -1,21 +1,23 @@
-"""Train a GPT: the loop, one step, evaluation, saving and resuming.
+"""Train a GPT: the algorithm in its plain form, then the loop and the step of a run on many ranks.
 
     python train.py                                             # one process
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (pp * cp * tp) = 2
 
-Each rank is one process. The work can be divided in four ways. The table says what each divides,
-what the ranks exchange, and which file in parallelism/ does it:
+Each process is a rank. The second command has two replicas, each a full copy of the model:
 
-    dp    the rows of the batch     gradients                                      zero.py
-    cp    the positions of a row    keys and values; gradients, as in dp           context.py
-    pp    the layers, in stages     activations, and their gradients               pipeline.py
-    tp    each matrix               activations: two all-reduces per block in      tensor.py
-                                    forward, two in backward
+                     replica 0: half of the rows         replica 1: the other half
+    stage 0,         rank 0  <-- tp -->  rank 1          rank 4  <-- tp -->  rank 5
+    first layers       | pp                | pp            | pp                | pp
+    stage 1, last    rank 2  <-- tp -->  rank 3          rank 6  <-- tp -->  rank 7
 
-The pp x tp ranks that hold one copy of the model together are a replica; there are dp x cp
-replicas. The ranks that hold the same parameters, one of each replica, each update all of these
-parameters (--zero 0), or one shard of them, which they then send to the others (1 to 3). A window
-is T + 1 consecutive tokens: the first T are the inputs, the last T their targets.
+          divides                   what the ranks exchange                         parallelism/
+    tp    each matrix               activations, in four all-reduces per block      tensor.py
+    pp    the layers, in stages     activations, and their gradients                pipeline.py
+    dp    the rows of the batch     gradients: 0 with 4, 1 with 5, 2 with 6 ...     zero.py
+    cp    the positions of a row    keys and values; gradients, as in dp            context.py
+
+Ranks at the same place in the replicas hold the same parameters. Each updates all of these
+(--zero 0), or one shard of them, which it then sends to the others (1 to 3).
 
 `plain_train` is the whole algorithm on one CPU. `Run` does the same computation on any number of
 ranks, in any precision; a test checks that the results agree:
@@ -23,31 +25,26 @@ ranks, in any precision; a test checks that the results agree:
     plain_train             Run, on each rank                               where
     rows of the batch       this rank's rows, in microbatches               next_batch
     zero_grad               the same                                        flat.zero_grad
-    forward and backward    for each microbatch; with a pipeline in the     compute_gradients
-                            order of its schedule
+    forward and backward    for each microbatch; pp: in a schedule's order  compute_gradients
                             all-reduce of the gradients over the replicas   flat.finish_grad_sync
     norm and clipping       loss and squared norm are summed: all ranks     step_stats, clip_factor
                             clip by the same factor, or all skip the step
     learning rate           the same function                               learning_rate
     AdamW                   AdamW on all or a shard of its parameters       flat.adamw_step
 
-runtime/ is the rest of a long run: flags, signals and watch.py, which prints, writes metrics.jsonl
-and takes a diverged run, whose loss stays too high or is NaN, back to an older
-checkpoint.
+The rest of a long run is in runtime/: flags, signals, checkpoints (run_state.py), and watch.py,
+which writes metrics.jsonl and takes a diverged run back to an older checkpoint.
 """
 import signal
 
 if __name__ == "__main__":      # before the slow `import torch`, so that Ctrl-C exits at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import copy
-import dataclasses
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import runtime      # first: without numpy or torch it ends the program in one line
 
@@ -55,17 +52,16 @@ import numpy as np
 import torch
 
 import checkpoint
-from amp import NOT_FINITE, PRECISIONS, LossScaler, clip_factor, make_scaler
-from data import Batch, Batches, TokenDataset, split_microbatches
+from amp import NOT_FINITE, PRECISIONS, clip_factor
+from data import Batch, TokenDataset, split_microbatches
 from model import GPT, GPTConfig, derive_seed
 from parallelism.build import Grid, build_rank, make_groups
 from parallelism.collectives import PeerError, all_reduce, sum_dtype, to_host
 from parallelism.context import own_positions
 from parallelism.pipeline import like_activations, run_schedule
 from parallelism.schedules import make_schedule
-from runtime import (checks, console, devices, directory, evaluation, processes, rollback,
+from runtime import (checks, console, devices, directory, evaluation, processes, run_state,
                      startup)
-from runtime.divergence import DivergenceMonitor
 from runtime.options import Config
 from runtime.processes import Job, all_ranks
 from runtime.signals import StopSignal
@@ -84,6 +80,7 @@ def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, flo
     history = []
     for step in range(1, config.steps + 1):
         start = (step - 1) * config.batch_size          # sequences of the steps before
+        # A window is T + 1 tokens: the first T are the inputs of a row, the last T its targets.
         window_ids = data.window_ids(config.seed, start, config.batch_size)
         inputs, targets, positions = as_tensors(data.rows(window_ids))  # (B, T) each
 
@@ -124,25 +121,12 @@ def learning_rate(config, step: int) -> float:
 @dataclass
 class StepStats:
     """The statistics of a step. All but local_loss are equal on every rank."""
-    loss: float                 # mean over the learnt tokens of the global batch, in nats
+    loss: float                 # mean over the learnt targets of the global batch, in nats
     activation_norm: float      # mean over the tokens of the norm of the final hidden state
     grad_norm: float            # of the whole model, unscaled, before clipping
     skipped: str                # why all ranks skip the update, such as NOT_FINITE; "" if none
     loss_scale: float           # the loss scale used in this step
     local_loss: torch.Tensor    # this rank's summed loss; shows where an inf or NaN first appeared
-
-
-class Progress(NamedTuple):
-    """A run's state besides tensors and settings: a checkpoint holds all three."""
-    step: int                   # the last finished one
-    consumed: int               # sequences of the data: trained on, or left out
-    sequences_trained: int      # without those that were left out
-    optimizer_steps: int        # updates, without skipped steps
-    scaler: LossScaler
-    monitor: DivergenceMonitor
-
-    def copy(self) -> "Progress":
-        return self._replace(scaler=copy.copy(self.scaler), monitor=self.monitor.copy())
 
 
 class Run:
@@ -181,7 +165,7 @@ class Run:
         self.writer = checkpoint.Writer(Path(config.out), config.keep, model_config, self.flat,
                                         config.timeout)
         self.activation_like = like_activations(config, model_config, grid, dtype, device)
-        self.restore(state)     # sets step, optimizer_steps, batches, scaler and watch.monitor
+        run_state.restore(self, state)      # sets weights, step, optimizer_steps, batches, scaler
 
     # ---- The loop ---------------------------------------------------------------------------
 
@@ -211,8 +195,8 @@ class Run:
                 if difference is not None:
                     watch.go_back(difference)
                 elif saving:
-                    self.save()
-            self.step = self.finished_step + 1      # of go_back, that of an older checkpoint
+                    run_state.save(self)
+            self.step = self.finished_step + 1      # after go_back, an older checkpoint's
         with stop.held():
             self.flat.wait_params()     # other ranks may still be receiving this rank's shard
             all_ranks(lambda: self.writer.wait(required=True))  # the last checkpoint is complete
@@ -285,20 +269,20 @@ class Run:
     # ---- One step ---------------------------------------------------------------------------
 
     def compute_gradients(self, batch: Batch) -> StepStats:
-        """Forward and backward, and the sums over the ranks. Of what a checkpoint holds it changes
-        nothing."""
+        """Forward and backward, and the sums over the ranks. It changes nothing that a checkpoint
+        holds."""
         config, grid, model, flat = self.config, self.grid, self.model, self.flat
         microbatches = batch.microbatches
         tokens_in_batch = batch.size * self.model_config.seq_len        # of all ranks
-        learnt = self.train_data.count_learnt(batch.window_ids)         # those that have a loss
+        learnt = self.train_data.count_learnt(batch.window_ids)         # targets that have a loss
 
         # 1. Forward and backward. The model returns the sum of the losses of the microbatch's
-        #    tokens. loss * scale is the microbatch's share of the mean loss of the batch, times the
-        #    loss scale; backward adds to the gradients in `flat`.
-        scale = self.scaler.scale / learnt
+        #    tokens. loss * loss_factor is its share of the mean loss of the batch, times the loss
+        #    scale. Backward adds to the gradients in `flat`.
+        loss_factor = self.scaler.scale / learnt
         flat.zero_grad(self.scaler.scale, tokens_in_batch, learnt)
         if grid.is_last:    # the head computes its gradients in forward, so it needs the factor now
-            model.head.set_scale(scale)
+            model.head.set_loss_factor(loss_factor)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
             for m, (inputs, targets, dropout_seed, positions) in enumerate(microbatches):
@@ -306,7 +290,7 @@ class Run:
                 # 2 and 3 during every backward.
                 flat.prepare_grad_sync(model, last=m == len(microbatches) - 1)
                 loss = model(inputs, targets, dropout_seed, positions=positions)
-                (loss * scale).backward()
+                (loss * loss_factor).backward()
                 loss_sum += loss.detach()
                 self.watch.after_microbatch(m)
         else:       # a pipeline: the same in the order of a schedule; stages exchange messages
@@ -328,8 +312,8 @@ class Run:
         --exact, too large for an exact sum)."""
         config = self.config
         # 4. Clip, and AdamW. One factor both clips the gradients and undoes the loss scale. With
-        #    ZeRO this rank updates its shard, and the other replicas receive it during the next
-        #    forward.
+        #    ZeRO this rank updates its shard, and the other replicas' ranks receive it during the
+        #    next forward.
         if not stats.skipped:
             self.optimizer_steps += 1
             factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
@@ -376,67 +360,6 @@ class Run:
         """A tensor of shape () on the device, in the dtype used for sums."""
         return torch.full((), value, dtype=sum_dtype(self.device), device=self.device)
 
-    # ---- Checkpoints ------------------------------------------------------------------------
-
-    def restore(self, state: dict | None) -> None:
-        """Restore a checkpoint; without one, begin before step 1, with weights from --init-from or
-        from the seed. On the CPU, in the same layout and with as many threads, a resumed run ends
-        with the same bits as an uninterrupted run."""
-        config = self.config
-        consumed = 0                # sequences
-        sequences_trained = 0
-        self.step = 1
-        self.optimizer_steps = 0
-        self.scaler = make_scaler(config.dtype)
-        self.watch.restore(state)
-        if state is None:
-            parameters = None
-            if config.init_from is not None:
-                weights = all_ranks(lambda: directory.load_state(config.init_from))
-                parameters = weights["parameters"]
-            self.flat.initialize(self.model_config, config.seed, parameters)
-        else:
-            self.step = state["step"] + 1
-            self.optimizer_steps = state["optimizer_steps"]
-            consumed = state["consumed_samples"]
-            sequences_trained = state["tokens"] // self.model_config.seq_len
-            if state["config"]["dtype"] == config.dtype:
-                self.scaler.load_state_dict(state["scaler"])
-            checkpoint.restore(state, self.flat)
-        self.batches = Batches(self.train_data, config, consumed, sequences_trained)
-        self.prefetched = None      # the batch of the next step
-        self.finished_step = self.step - 1
-        self.saved_step = None if state is None else self.finished_step
-
-    def progress(self) -> Progress:
-        return Progress(self.finished_step, self.batches.consumed, self.batches.sequences_trained,
-                        self.optimizer_steps, self.scaler, self.watch.monitor)
-
-    def save(self, is_start: bool = False) -> None:
-        """Write a checkpoint after the last finished step. `is_start`: save the state before
-        the first step."""
-        progress = self.progress()
-        rollback.judge_checkpoint(self.config, progress, is_start)  # can a rollback return to it?
-        self.write_checkpoint(progress)
-
-    def write_checkpoint(self, progress: Progress) -> None:
-        """Copy the state; threads write it while training goes on."""
-        all_ranks(self.writer.wait)         # a rank holds at most one copy of its shards
-        self.submit_checkpoint(progress)
-
-    def submit_checkpoint(self, progress: Progress) -> None:
-        self.saved_step = progress.step
-        self.writer.submit(dict(
-            format=checkpoint.FORMAT, run=self.identity, step=progress.step,
-            consumed_samples=progress.consumed,
-            tokens=progress.sequences_trained * self.model_config.seq_len,
-            optimizer_steps=progress.optimizer_steps, config=dataclasses.asdict(self.config),
-            model=dataclasses.asdict(self.model_config),
-            data=self.train_data.phases, scaler=progress.scaler.state_dict(),
-            monitor=dataclasses.asdict(progress.monitor),
-            **{key: value for key, value in self.train_data.meta.items()
-               if "tokenizer" in key or key == "template"}))
-
 
 # ---- Start ----------------------------------------------------------------------------------
 
@@ -446,8 +369,9 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     config, model_config, begin = startup.prepare(given, job, device, stack)
     state = startup.load_start(begin, given)        # a checkpoint, None for a new run
     train_data, val_data = startup.open_data(config, model_config, state, job)
-    grid = Grid(job.world // (config.tp * config.pp * config.cp), config.pp, config.tp, job.rank,
-                config.sequence_parallel, config.pp_chunks, config.cp)
+    dp = job.world // (config.pp * config.cp * config.tp)
+    grid = Grid(dp, config.pp, config.tp, job.rank, config.sequence_parallel, config.pp_chunks,
+                config.cp)
     stack.enter_context(checks.advice_on_memory(config, grid))
     make_groups(grid, device, timedelta(seconds=config.timeout))
     stack.callback(grid.groups.clear)       # otherwise gloo's threads may abort the exiting process
@@ -456,7 +380,7 @@ def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> Non
     try:
         if config.eval_only:
             console.print_evaluation(run, begin)
-        elif run.step > config.steps + 1 or (run.step > config.steps and startup.has_ended(config)):
+        elif startup.has_ended(run):
             console.print_finished(run, begin)
         else:
             startup.begin_training(run, state, begin, given, learning_rate, stack)

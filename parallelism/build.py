@@ -1,7 +1,7 @@
 """How a rank of train.py is put together: its grid and process groups, and its part of the model.
 
-`build_rank` makes this rank's model and the flat buffers that hold its parameters. Each step needs
-the one before:
+`build_rank` makes this rank's model and the flat buffers that hold its parameters, in this
+order, because each part needs the one before:
 
     1. Pipeline and tensor parallelism decide which parameters this rank has, and their shapes.
     2. Data parallelism and ZeRO move these parameters into flat buffers.
@@ -131,8 +131,8 @@ def build_stage(model_config: GPTConfig, grid: Grid) -> GPT:
 
 def build_rank(model_config: GPTConfig, grid: Grid, config, dtypes: tuple,
                device: torch.device) -> tuple[GPT, FlatParameters]:
-    """This rank's part of the model, and the flat buffers that hold its parameters: the six steps
-    above. `config` has train.py's flags, `dtypes` are those of parameters and of masters."""
+    """This rank's part of the model, and the flat buffers that hold its parameters, in the
+    order above. `config` has train.py's flags, `dtypes` are those of parameters and of masters."""
     host = "cpu" if config.offload else device
     if config.exact:
         grid.exact = new_sums(model_config, config, device)

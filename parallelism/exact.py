@@ -250,7 +250,7 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
     """The loss of tensor.VocabParallelCrossEntropy, with logits in blocks, and its gradients."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, grid, scale, vocab_size):
+    def forward(ctx, x, weight, targets, grid, loss_factor, vocab_size):
         exact = grid.exact
         x = by_sequences(gather_positions(x, grid).wait(), grid)
         shape = x.shape
@@ -269,9 +269,9 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
             losses, total = exact_losses(logits, targets_of_blocks, grid)   # (n, 1); new logits
             counted = (targets_i != IGNORE_INDEX).unsqueeze(1)
             exact.add_rows(loss, losses.where(counted, 0), exact.LOSS)
-            if scale is None:
+            if loss_factor is None:
                 continue
-            weight_of_row = counted.to(total.dtype) * scale                 # (n, 1)
+            weight_of_row = counted.to(total.dtype) * loss_factor           # (n, 1)
             dws = weight.main_grad().chunk(len(weights))
             for p, block, dw, columns in zip(logits, weights, dws, targets_of_blocks):
                 p.mul_((weight_of_row / total).to(p.dtype))
@@ -280,10 +280,10 @@ class ExactCrossEntropy(VocabParallelCrossEntropy):
                 dz = p.to(x.dtype)
                 exact.add(dx_i, matmul(dz, block), exact.activation_gradient, exact.blocks)
                 exact.add(dw, matmul(dz.t(), x_i), exact.embedding_gradient, exact.terms(len(x_i)))
-        if scale is not None:
+        if loss_factor is not None:
             dx = by_ranks(dx.view(shape), grid)
             dx = sum_over_ranks(dx, grid).wait().to(x.dtype)
-            ctx.save_for_backward(dx, None, loss.new_full((), scale))
+            ctx.save_for_backward(dx, None, loss.new_full((), loss_factor))
         return loss[0]
 
 
@@ -325,8 +325,9 @@ class ExactHead(VocabParallelHead):
         self.grid.exact.add_rows(total, norms, ExactSums.NORM)
         return self.norm(x), total[0]
 
-    def loss(self, x, targets, scale):
-        return ExactCrossEntropy.apply(x, self.weight, targets, self.grid, scale, self.vocab_size)
+    def loss(self, x, targets, loss_factor):
+        return ExactCrossEntropy.apply(x, self.weight, targets, self.grid, loss_factor,
+                                       self.vocab_size)
 
 
 EXACT_PLAN = {"embed.token": ExactEmbedding, "head": ExactHead}         # instead of TP_PLAN's

@@ -136,16 +136,16 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()        # (..., 1): 1 / rms
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).to(x.dtype) * weight
+        inverse = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()      # (..., 1): 1 / rms
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).to(x.dtype) * weight
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight, scale = ctx.saved_tensors
-        normal = x * scale                                                  # (..., C)
-        dnormal = dy * weight.to(scale.dtype)
-        dx = scale * (dnormal - normal * (dnormal * normal).mean(-1, keepdim=True))
+        x, weight, inverse = ctx.saved_tensors
+        normal = x * inverse                                                # (..., C)
+        dnormal = dy * weight.to(inverse.dtype)
+        dx = inverse * (dnormal - normal * (dnormal * normal).mean(-1, keepdim=True))
         dweight = (dy * normal).flatten(0, -2).sum(0)
         return dx.to(x.dtype), dweight.to(weight.dtype), None
 

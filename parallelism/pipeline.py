@@ -104,7 +104,7 @@ def run_schedule(schedule, model: GPT, grid, batch: list, activation_like: torch
     def backward(m, chunk, dy):
         x, y = kept.pop((m, chunk))
         if chunks[chunk].head is not None:
-            scaled = y * model.head.scale
+            scaled = y * model.head.loss_factor
         else:       # dy is its gradient. (torch.autograd.backward(y, dy) imports a compiler, 0.5 s)
             scaled = (y * dy).sum()
         flat.prepare_grad_sync(chunks[chunk], m == last_backward[chunk])        # DP1
@@ -187,8 +187,8 @@ def route(grid, message: Message) -> tuple[int, int] | None:
     kind, m, chunk = message.op
     places = grid.pp * grid.chunks          # chunk c of stage s is number c p + s in the model
     here = chunk * grid.pp + grid.stage
-    step = 1 if kind == "F" else -1         # activations go to the next place, gradients back
-    there = here + step if message.sending else here - step
+    forth = 1 if kind == "F" else -1        # activations go to the next place, gradients back
+    there = here + forth if message.sending else here - forth
     receiver = there if message.sending else here
     if kind == "W" or not 0 <= there < places:
         return None

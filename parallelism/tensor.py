@@ -283,12 +283,12 @@ def softmax_over_ranks(largest: torch.Tensor, total: torch.Tensor, z: torch.Tens
 
 
 def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tensor,
-               scale: torch.Tensor | None, vocab_size: int, grid,
+               loss_factor: torch.Tensor | None, vocab_size: int, grid,
                over_ranks: Callable = softmax_over_ranks) -> tuple:
-    """The summed cross-entropy of n positions in nats, the same on all ranks. Its gradient, times
-    `scale` if that is given, overwrites the logits, except one column of each row: the target's, or
-    column 0 where another rank has the target. Returns (loss, the numbers of these columns (n, 1),
-    the gradients there (n, 1)); the last two are None without `scale`.
+    """The summed cross-entropy of n positions in nats, the same on all ranks. If `loss_factor` is
+    given, the gradient of loss * loss_factor overwrites the logits, except one column of each row:
+    the target's, or column 0 where another rank has the target. Returns (loss, the numbers of these
+    columns (n, 1), the gradients there (n, 1)); the last two are None without `loss_factor`.
 
     logits      (n, V / tp): this rank's columns
     p           memory to compute in, like logits, but fp32 or fp64; it may be `logits`; None: new
@@ -313,10 +313,10 @@ def chunk_loss(logits: torch.Tensor, p: torch.Tensor | None, targets: torch.Tens
     total = p.exp_().sum(1, keepdim=True)
     overall, total, target = over_ranks(largest, total, z, is_local, grid.groups["tp"])
     loss = (total.log() - target).where(counted, 0).sum()
-    if scale is None:
+    if loss_factor is None:
         return loss, None, None
 
-    weight = counted * scale                             # of each position in the loss
+    weight = counted * loss_factor                       # of each position in the loss
     logits.copy_(torch.mul(p, (largest - overall).exp() * weight / total, out=out))
     return loss, columns, ((z - overall).exp() / total - is_local.to(wide)) * weight
 
@@ -335,19 +335,19 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """The summed cross-entropy in nats of the logits f(x) W^T: x (B, T, C), with TP2 T / tp
     positions, targets (B, T), W (V / tp, C) this rank's rows. TP4: it computes the logits of one
     chunk of positions at a time. TP5: with these forward also computes the gradients, those of
-    loss * `scale` (None: no gradients). Backward returns them."""
+    loss * loss_factor (None: no gradients). Backward returns them."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, grid, scale, chunk_loss):
+    def forward(ctx, x, weight, targets, grid, loss_factor, chunk_loss):
         x = gather_positions(x, grid).wait()
         shape = x.shape
         x, targets = x.flatten(0, 1), by_ranks(targets, grid).flatten()     # (N, C), (N,)
         in_main_grad = hasattr(weight, "main_grad")                 # TP6
         wide = torch.promote_types(x.dtype, torch.float32)
-        dx = x                                                      # not written without a scale
-        if scale is not None:
+        dx = x                                          # not written without a loss_factor
+        if loss_factor is not None:
             # A tensor, because a compiler takes a number for a constant.
-            scale = x.new_full((), scale, dtype=wide)
+            loss_factor = x.new_full((), loss_factor, dtype=wide)
             dx = torch.empty_like(x)
             dw = weight.main_grad() if in_main_grad else torch.zeros_like(weight, dtype=wide)
         loss = 0.0
@@ -361,38 +361,38 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             p_i = None if p is None else p[:len(x_i)]
             if p is memory:
                 p_i = logits            # the same object: a compiler handles two views worse
-            loss_i, columns, at_columns = chunk_loss(logits, p_i, targets_i, scale)
+            loss_i, columns, at_columns = chunk_loss(logits, p_i, targets_i, loss_factor)
             loss += loss_i
-            if scale is not None:
+            if loss_factor is not None:
                 dz = logits.scatter_(1, columns, at_columns.to(logits.dtype))
                 matmul(dz, weight, out=dx_i)
                 add_product(dw, dz, x_i)
 
-        if scale is not None:
+        if loss_factor is not None:
             dx = sum_over_ranks(dx.view(shape), grid).wait()
             if grid.sequence_parallel:
                 dx = dx.clone()             # a slice would keep the memory of all positions
-            ctx.save_for_backward(dx, None if in_main_grad else dw.to(weight.dtype), scale)
+            ctx.save_for_backward(dx, None if in_main_grad else dw.to(weight.dtype), loss_factor)
         return loss
 
     @staticmethod
     def backward(ctx, dloss):
-        dx, dw, scale = ctx.saved_tensors           # the gradients for dloss = scale
+        dx, dw, loss_factor = ctx.saved_tensors     # the gradients for dloss = loss_factor
         if dw is not None:
-            dx = dx * (dloss / scale)
-            dw = dw * (dloss / scale)
-        elif dloss.device.type == "cpu" and dloss != scale:         # (a GPU would synchronize)
+            dx = dx * (dloss / loss_factor)
+            dw = dw * (dloss / loss_factor)
+        elif dloss.device.type == "cpu" and dloss != loss_factor:   # (a GPU would synchronize)
             raise RuntimeError(f"the gradient of the loss is {dloss:g}, but the token matrix's "
-                               f"gradient has been added to main_grad for {scale:g}: multiply the "
-                               f"loss by head.scale before backward()")
+                               f"gradient has been added to main_grad for {loss_factor:g}: "
+                               f"multiply the loss by head.loss_factor before backward()")
         return dx, dw, None, None, None, None
 
 
 class VocabParallelHead(TensorParallel):
     """x (B, T, C), with TP2 T / tp positions, and targets (B, T) -> the summed loss of model.Head,
-    the same on every rank. If you change the loss, change model.Head too. TP5: `scale`, by which
-    the caller multiplies the loss before backward(), must be known in forward. `norms`: sum over
-    all positions of |x| since `set_scale`, for the log."""
+    the same on every rank. If you change the loss, change model.Head too. TP5: `loss_factor`, by
+    which the caller multiplies the loss before backward(), must be known in forward. `norms`: sum
+    over all positions of |x| since `set_loss_factor`, for the log."""
     partition_dim = {"weight": 0}
 
     def __init__(self, head: nn.Module, grid):
@@ -400,10 +400,10 @@ class VocabParallelHead(TensorParallel):
         self.norm = head.norm
         self.vocab_size = head.vocab_size
         self.chunk_loss = partial(chunk_loss, vocab_size=head.vocab_size, grid=grid)
-        self.set_scale(1.0)
+        self.set_loss_factor(1.0)
 
-    def set_scale(self, scale: float) -> None:
-        self.scale = scale
+    def set_loss_factor(self, loss_factor: float) -> None:
+        self.loss_factor = loss_factor
         self.norms = 0.0
 
     def normalize(self, x):
@@ -414,10 +414,10 @@ class VocabParallelHead(TensorParallel):
     def forward(self, x, targets):
         x, norms = self.normalize(x)
         self.norms += norms
-        return self.loss(x, targets, self.scale if torch.is_grad_enabled() else None)
+        return self.loss(x, targets, self.loss_factor if torch.is_grad_enabled() else None)
 
-    def loss(self, x, targets, scale):
-        return VocabParallelCrossEntropy.apply(x, self.weight, targets, self.grid, scale,
+    def loss(self, x, targets, loss_factor):
+        return VocabParallelCrossEntropy.apply(x, self.weight, targets, self.grid, loss_factor,
                                                self.chunk_loss)
 
 

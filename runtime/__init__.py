@@ -11,6 +11,7 @@ know nothing of a run. tests/test_structure.py holds them to it:
 The others stand above it. Their argument `run` is a train.Run, but none imports train.py:
 
     startup, checks, directory          where a run begins, and what is refused
+    run_state                           what a run's checkpoints hold: save, restore, go back
     watch                               what watches a run: divergence, rollback, flipped_bits,
                                         noise_scale, and console with the log
     evaluation, signals, follower       the validation loss, the end by a signal, plots

@@ -73,7 +73,7 @@ def compare_greedy(run, microbatches: list, forward) -> list[torch.Tensor]:
     that are not learnt count as such. Empty on every stage but the last."""
     head, grid, found = run.model.head, run.grid, []
 
-    def loss(x, targets, scale):
+    def loss(x, targets, loss_factor):
         """In place of the head's own."""
         x = by_sequences(gather_positions(x, grid).wait(), grid)        # (b, T / cp, C)
         is_learnt = targets != NOT_LEARNT

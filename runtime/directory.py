@@ -1,6 +1,5 @@
 """The directory of a run: one writer, where a run begins, and metrics.jsonl. runtime/startup.py
-calls it; train.py loads checkpoints by it, rollback.py and flipped_bits.py go back to
-older ones.
+calls it; run_state.py loads checkpoints by it, rollback.py and flipped_bits.py choose older ones.
 """
 import errno
 import json
@@ -11,11 +10,11 @@ import socket
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 from checkpoint import load, verify
 from runtime.checkpoint_files import CorruptCheckpoint, list_checkpoints
-from runtime.processes import RunError, all_ranks, on_rank0, warn
+from runtime.processes import RunError, warn
 
 
 @contextmanager
@@ -155,19 +154,6 @@ def start_branch(state: dict, new_lr: bool) -> None:
 def load_state(path) -> dict | None:
     """The state in a checkpoint, or None without a path."""
     return None if path is None else load(Path(path))
-
-
-def go_back(run, find: Callable) -> None:
-    """Restore a train.Run from an older checkpoint. find() chooses it on rank 0, as `latest_valid`
-    does. Every rank must call it."""
-    step = run.step
-    run.flat.wait_params()                      # restoring them starts the next all-gather
-    all_ranks(run.writer.wait)                  # we may load the file being written
-    path, events = on_rank0(find)
-    run.restore(all_ranks(lambda: load_state(path), status=1))
-    run.watch.log.compute_clock = None                # the rollback was no computing
-    for event in events:
-        run.watch.log.metrics.write(**event, step=step)
 
 
 def last_lines(out: Path) -> list[dict]:

@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 from amp import MIN_SCALE, NOT_FINITE
 
-WINDOW = 64             # losses that make the median
-MIN_WINDOW = 16         # the fewest losses that make one
+MAX_LOSSES = 64         # losses that make the median
+MIN_LOSSES = 16         # the fewest losses that make one
 ANSWERS_DEVIATION = 0.02        # nats; of the mean loss of a batch of answers
 SPIKE_MARGIN = 6.0      # deviations between the lowest median and a loss that is high
 BAD_STEPS = 3           # bad steps in a row that are a divergence
@@ -58,7 +58,7 @@ class DivergenceMonitor:
     """The losses and rollbacks of a run so far, and the judgement of each step. A function of
     numbers that are equal on every rank, so all ranks decide alike. Every checkpoint holds it."""
     # Statistics: a rollback takes those of its checkpoint.
-    losses: list = field(default_factory=list)      # the last WINDOW losses of steps not bad
+    losses: list = field(default_factory=list)      # the last MAX_LOSSES losses of steps not bad
     norms: list = field(default_factory=list)       # of the last activations in the same steps
     starts: list = field(default_factory=list)      # first sequences of the last batches
     lowest: float = math.inf        # lowest median of the losses so far
@@ -93,7 +93,7 @@ class DivergenceMonitor:
     def limit(self) -> float:
         """The highest loss that is not high. We compare with the lowest median, because a moving
         one would track a slow divergence."""
-        if len(self.losses) < MIN_WINDOW:
+        if len(self.losses) < MIN_LOSSES:
             return math.inf
         return self.lowest + SPIKE_MARGIN * self.deviation()
 
@@ -101,7 +101,7 @@ class DivergenceMonitor:
         """Judge a step by its train.StepStats; `start` is the number of its batch's first
         sequence. Returns a divergence once."""
         limit = self.limit()
-        self.starts = [*self.starts, start][-(WINDOW + LEAD_IN):]
+        self.starts = [*self.starts, start][-(MAX_LOSSES + LEAD_IN):]
         self.skipped = self.skipped + 1 if stats.skipped else 0
         problem = None
         if not math.isfinite(stats.loss):
@@ -114,8 +114,8 @@ class DivergenceMonitor:
             problem = f"the loss is {stats.loss:.4f}, above {limit:.4f}"
         if problem is None:
             self.bad = 0
-            self.losses = [*self.losses, stats.loss][-WINDOW:]
-            self.norms = [*self.norms, stats.activation_norm][-WINDOW:]
+            self.losses = [*self.losses, stats.loss][-MAX_LOSSES:]
+            self.norms = [*self.norms, stats.activation_norm][-MAX_LOSSES:]
             return self._risen_median()
         self.bad += 1
         if self.bad == BAD_STEPS:
@@ -125,15 +125,15 @@ class DivergenceMonitor:
     def _risen_median(self) -> Divergence | None:
         """A slow divergence: the median has risen, without high losses. Noise around a constant
         loss stays below two deviations for 20,000 steps and more."""
-        if len(self.losses) < MIN_WINDOW:
+        if len(self.losses) < MIN_LOSSES:
             return None
         median = statistics.median(self.losses)
         if median <= self.lowest:
             self.lowest = median
-        elif len(self.losses) == WINDOW and median - self.lowest > 2 * self.deviation():
+        elif len(self.losses) == MAX_LOSSES and median - self.lowest > 2 * self.deviation():
             reason = f"the loss has risen from {self.lowest:.4f} to {median:.4f}"
             steps = 1
-            while steps < WINDOW and self.losses[-1 - steps] > self.lowest:
+            while steps < MAX_LOSSES and self.losses[-1 - steps] > self.lowest:
                 steps += 1
             self.lowest = median
             return Divergence(reason, steps)
@@ -151,7 +151,7 @@ class DivergenceMonitor:
         healthy one. One that is not `scheduled`, because a signal ended the run, is no place to
         return to: a run without the signal does not have it."""
         healthy = False
-        if len(self.losses) >= MIN_WINDOW:
+        if len(self.losses) >= MIN_LOSSES:
             rise = statistics.median(self.losses) - self.lowest
             healthy = (scheduled and self.bad == 0 and self.skipped == 0 and not at_floor
                        and rise <= self.deviation()

@@ -24,7 +24,7 @@ import torch
 from model import ceil_div
 from parallelism.collectives import all_gather, all_gather_object, to_host
 from parallelism.zero import FlatParameters
-from runtime import directory
+from runtime import run_state
 from runtime.checkpoint_files import list_checkpoints
 from runtime.directory import latest_valid
 from runtime.processes import RunError
@@ -135,7 +135,7 @@ def go_back(run, difference: dict) -> None:
         raise RunError(f"step {step}: {reason}, as before on {', '.join(again)}: leave this "
                        f"machine out, then give the same command")
     accused = [*run.watch.monitor.accused, *hosts]
-    directory.go_back(run, lambda: latest_valid(list_checkpoints(Path(run.config.out)) or [None]))
+    run_state.go_back(run, lambda: latest_valid(list_checkpoints(Path(run.config.out)) or [None]))
     run.watch.monitor.accused = accused           # the restored state does not have it
     run.watch.log.event("rollback", f"replicas {reason}: back to step {run.step - 1}",
                   reason=reason, to=run.step - 1, step=step)

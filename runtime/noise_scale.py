@@ -57,9 +57,9 @@ class NoiseScale:
         # Each was divided by the tokens of the whole batch; there are dp of them.
         small_squares = self.small_squares * (parts / stats.loss_scale) ** 2 / dp
         self.observe(small_squares, stats.grad_norm ** 2, batch.size / parts, batch.size)
-        scale = self.sequences
-        tokens = None if scale is None else scale * run.model_config.seq_len
-        row.update(noise_scale=scale, noise_scale_tokens=tokens)
+        sequences = self.sequences
+        tokens = None if sequences is None else sequences * run.model_config.seq_len
+        row.update(noise_scale=sequences, noise_scale_tokens=tokens)
 
     def observe(self, small_squares: float, big_squares: float, small: float, big: float) -> None:
         """Average in |G_small|^2 and |G_big|^2, of batches of so many sequences."""

@@ -2,9 +2,8 @@
 checkpoint and leaves out the batches that led there.
 
 runtime/watch.py calls `skip_excluded` before a step, `go_back_if_diverged` after it and
-`restored_monitor` at a resume or a rollback; train.py and runtime/signals.py call
-`judge_checkpoint` before a save. `run` is train.Run: these functions read its batches, monitor and
-writer, and `roll_back` restores it from an older checkpoint.
+`restored_monitor` at a resume or a rollback. `run` is train.Run: these functions read its batches,
+monitor and writer, and `roll_back` restores it from an older checkpoint.
 """
 import dataclasses
 import math
@@ -15,8 +14,7 @@ from amp import NOT_FINITE
 from data import Batch, TokenDataset, batch_size_at
 from parallelism.collectives import all_gather_object
 from parallelism.zero import FlatParameters
-from runtime import directory, flipped_bits
-from runtime.checkpoint_files import step_file
+from runtime import directory, flipped_bits, run_state
 from runtime.divergence import (BAD_STEPS, LEAD_IN, MAX_SKIPPED, Divergence, DivergenceMonitor,
                                 scale_may_help)
 from runtime.options import FLAGS_THAT_CHANGE_THE_LOSS, Config, step_range
@@ -84,7 +82,7 @@ def roll_back(run, divergence: Divergence) -> None:
     candidates = monitor.candidates(first_skipped)
     files = [Path(config.out, name) for name in candidates] or [None]       # None: step 0
 
-    directory.go_back(run, lambda: directory.latest_valid(files))
+    run_state.go_back(run, lambda: directory.latest_valid(files))
     excluded[0] = max(excluded[0], run.batches.consumed)
     # The history of rollbacks outlasts the restored state, which has a monitor of its own.
     monitor.rolled_back(run.step - 1, excluded, data_to_blame, restored=run.watch.monitor)
@@ -94,7 +92,7 @@ def roll_back(run, divergence: Divergence) -> None:
         f"{run.step - 1}, learning rate x {monitor.lr_factor:.3g} from now on",
         reason=divergence.reason, to=run.step - 1, sequences=excluded, lr_factor=monitor.lr_factor,
         rollbacks=monitor.rollbacks, step=diverged_at)
-    run.write_checkpoint(run.progress())
+    run_state.submit(run, run_state.Progress.of(run))
     all_ranks(lambda: run.writer.wait(required=True))
 
 
@@ -132,17 +130,6 @@ def fail(run, reason: str) -> None:
     raise RunError(f"step {run.step}: {reason}; the run has diverged: see the events in "
                    f"{run.config.out}/metrics.jsonl, and {begin} in another --out, with a lower "
                    f"--lr, a tighter --clip or --skip-steps")
-
-
-def judge_checkpoint(config: Config, progress, is_start: bool) -> None:
-    """Record in the monitor of a train.Progress the checkpoint that is about to be written, and
-    whether it is healthy: a rollback may return to it. `is_start`: it is the starting state of the
-    run."""
-    done = progress.step
-    file = step_file(Path(config.out), done).name
-    scheduled = done == config.steps or (config.save_every > 0 and done % config.save_every == 0)
-    at_floor = config.dtype == "fp16" and progress.scaler.scale <= progress.scaler.min_scale
-    progress.monitor.add_checkpoint(done, file, config.keep, scheduled, at_floor, is_start)
 
 
 def restored_monitor(config: Config, data: TokenDataset, state: dict) -> DivergenceMonitor:

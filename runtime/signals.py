@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 
 from parallelism.collectives import PeerError, all_reduce
-from runtime import console, flipped_bits, rollback
+from runtime import console, flipped_bits, run_state
 from runtime.processes import RunError, all_ranks, is_rank0, print_error
+from runtime.run_state import Progress
 
 
 class StopSignal:
@@ -44,7 +45,7 @@ class StopSignal:
         self.number = None              # of the first; 0: another rank has received it
         self.error = None               # of the main thread, after a signal
         self.thread = None              # that saves
-        self.finished = None            # train.Progress at the end of the last block
+        self.finished = None            # run_state.Progress at the end of the last block
         self.changed = threading.Condition()
         self.begun = 0                  # blocks of `held`
         self.ended = 0
@@ -53,7 +54,7 @@ class StopSignal:
         self.left = False               # the block of this StopSignal has ended
 
     def __enter__(self) -> "StopSignal":
-        self.finished = self.run.progress().copy()
+        self.finished = Progress.of(self.run).copy()
         self.run.stop = self
         # Python runs a handler in the main thread, when that returns from what it waits for. The
         # byte of `set_wakeup_fd` is written at once.
@@ -97,7 +98,7 @@ class StopSignal:
             self.begun += 1
         yield
         with self.changed:
-            self.finished = self.run.progress().copy()
+            self.finished = Progress.of(self.run).copy()
             self.ended += 1
             self.changed.notify_all()
 
@@ -189,9 +190,9 @@ class StopSignal:
         group = self.run.grid.groups["save"]
         return all_reduce(torch.tensor(number), group, dist.ReduceOp.MAX).wait().item()
 
-    def save(self, finished) -> None:
-        """Save the state after the last finished step, a train.Progress, and tell it. Raises
-        RunError if it cannot be written."""
+    def save(self, finished: Progress) -> None:
+        """Save the state after the last finished step, and tell it. Raises RunError if it cannot be
+        written."""
         run = self.run
         if run.watch.log.unwritten is not None:       # an evaluation was under way
             run.watch.log.metrics.write(**run.watch.log.unwritten)
@@ -203,8 +204,8 @@ class StopSignal:
             if difference is not None:
                 reason, _ = flipped_bits.report(run, difference)
                 raise RunError(f"{reason}; earlier checkpoints are untouched")
-            rollback.judge_checkpoint(run.config, finished, is_start=False)
-            run.submit_checkpoint(finished)
+            run_state.judge_checkpoint(run.config, finished, is_start=False)
+            run_state.submit(run, finished)
             all_ranks(lambda: run.writer.wait(required=True), group=group)
         console.report_stop(run, finished.step)
 

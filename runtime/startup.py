@@ -15,7 +15,7 @@ from amp import PRECISIONS
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid
-from runtime import checks, console, devices, evaluation, follower
+from runtime import checks, console, devices, evaluation, follower, run_state
 from runtime.checkpoint_files import list_checkpoints
 from runtime.directory import (Metrics, Start, find_start, last_lines, load_state,
                                lock_output_dir, start_branch)
@@ -128,7 +128,7 @@ def begin_training(run, state: dict | None, begin: Start, given: dict, learning_
         console.report_resume(run, state, begin, given, learning_rate(stored, run.step),
                               learning_rate(config, run.step))
     if begin.kind in ("init-from", "resume"):   # after this save, FILE is no longer needed
-        run.save(is_start=True)
+        run_state.save(run, is_start=True)
     console.print_notes(run, given, resumed=state is not None)
     run.watch.log.threads.compare()
     row = on_rank0(lambda: find_unevaluated(Path(config.out), state))
@@ -151,8 +151,11 @@ def find_unevaluated(out: Path, state: dict | None) -> dict | None:
     return rows[-1]
 
 
-def has_ended(config: Config) -> bool:
-    """Whether the run has reported its end. If not, a signal or a crash came after its last step.
-    Every rank calls it."""
-    lines = on_rank0(lambda: last_lines(Path(config.out)))
+def has_ended(run) -> bool:
+    """Whether a run has made all steps, and reported its end. If it has not, a signal or a crash
+    came after the last step. Every rank calls it."""
+    done = run.step - 1
+    if done != run.config.steps:
+        return done > run.config.steps
+    lines = on_rank0(lambda: last_lines(Path(run.config.out)))
     return not lines or lines[-1].get("event") == "end"

@@ -137,7 +137,7 @@ def messages_of(schedule, stages, num_microbatches, chunks=1, kinds="FBW"):
             mock.patch.object(pipeline, "model_chunks", model_chunks):
         for stage in range(stages):
             ops = SCHEDULES[schedule](stage, stages, num_microbatches, chunks)
-            model = Chunk(head=SimpleNamespace(scale=1.0))
+            model = Chunk(head=SimpleNamespace(loss_factor=1.0))
             with nullcontext() if "B" in kinds else torch.no_grad():
                 run_schedule([op for op in ops if op[0] in kinds], model,
                              Grid(dp=1, pp=stages, tp=1, rank=stage, chunks=chunks),

@@ -55,7 +55,7 @@ from parallelism.buckets import make_buckets
 from parallelism.build import Grid, build_stage
 from parallelism.tensor import param_specs
 from runtime import (checkpoint_files, checks, console, devices, directory, evaluation, processes,
-                     rollback, signals, startup, threads)
+                     rollback, run_state, signals, startup, threads)
 from runtime.divergence import DivergenceMonitor
 from runtime.flops import flops_per_token, peak_flops
 from runtime.options import Config, merge_config, parse_flags
@@ -2110,7 +2110,7 @@ def test_losses_are_compared_under_the_same_flags_only(tmp_path):
     show the mistake."""
     def count(run):
         counts.append(len(run.watch.monitor.losses))
-        run.restore(checkpoint.load(file))          # as a rollback does
+        run_state.restore(run, checkpoint.load(file))          # as a rollback does
         counts.append(len(run.watch.monitor.losses))
         raise ZeroDivisionError                     # there is no need to train
     config = settings(tmp_path)

@@ -41,7 +41,7 @@ import data
 import train
 from parallelism import collectives, pipeline
 from parallelism.build import Grid
-from runtime import checkpoint_files, checks, console, directory, processes, signals
+from runtime import checkpoint_files, checks, console, directory, processes, run_state, signals
 from runtime.flops import parameter_count
 from runtime.options import Config
 from runtime.processes import RunError
@@ -239,7 +239,7 @@ def test_a_save_adds_a_ranks_own_shards_and_on_rank_0_two_tensors(rank, world=8,
         resource.setrlimit(resource.RLIMIT_DATA, (int(bytes_held("VmData") + 1.1 * allowed + 3e7),
                                                   limits[1]))
         try:
-            run.write_checkpoint(run.progress())
+            run_state.submit(run, run_state.Progress.of(run))
             while not run.writer.pending.done():
                 seen.append(bytes_held("RssAnon"))
                 time.sleep(0.001)
@@ -539,7 +539,7 @@ def train_until(rank, world, config, cfg, file, diverges, at, fate):
     def held():
         yield
         if fate == "signal" and run.finished_step == run.step == at and not run.watch.log.unwritten:
-            signals.StopSignal(run).save(run.progress().copy())
+            signals.StopSignal(run).save(run_state.Progress.of(run).copy())
             raise ZeroDivisionError
 
     def hurt(step):

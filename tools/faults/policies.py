@@ -18,10 +18,11 @@ from corpus.shards import SPLITS
 from data import TokenDataset
 from model import GPTConfig
 from parallelism.build import Grid, make_groups
-from runtime import checkpoint_files, console, directory, rollback
+from runtime import checkpoint_files, console, rollback, run_state
 from runtime.options import Config
 from runtime.processes import RunError
 from runtime.rollback import go_back_if_diverged
+from runtime.run_state import save
 
 MAX_RETURNS = 5         # of a policy to a checkpoint, then the run ends: as --max-rollbacks
 
@@ -194,15 +195,15 @@ class PolicyRun(train.Run):
             stats = replace(stats, skipped="left out by the policy")  # the loss scale stays
         return stats
 
-    def write_checkpoint(self, progress: train.Progress) -> None:
+    def save(self) -> None:
         """Save; or fail where a full disk shows at the latest, when a file is flushed to it."""
         if self.failing_saves == 0:
-            return super().write_checkpoint(progress)
+            return save(self)
         self.failing_saves -= 1
         self.writer.wait()
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with mock.patch.object(os, "fsync", side_effect=full):
-            super().write_checkpoint(progress)
+            save(self)
             self.writer.wait()
         if self.policy.after_failed_save is not None:
             raise self.policy.after_failed_save
@@ -212,13 +213,14 @@ class PolicyRun(train.Run):
         return checkpoint_files.list_checkpoints(Path(self.config.out))
 
     def load(self, file: Path) -> None:
-        directory.go_back(self, lambda: (file, []))
+        run_state.go_back(self, lambda: (file, []))
 
     def reaches_the_end(self) -> bool:
         """Train. False if the run ended before its last step."""
         policy = self.policy.go_back_if_diverged
         no_signal = SimpleNamespace(held=nullcontext, close=lambda: None)
         with mock.patch.object(rollback, "go_back_if_diverged", policy), \
+                mock.patch.object(run_state, "save", PolicyRun.save), \
                 redirect_stdout(None), redirect_stderr(None):       # prints nothing
             while True:
                 try:

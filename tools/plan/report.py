@@ -8,9 +8,9 @@ SPREAD = 0.12           # nine of ten of the 132 steps that were held out are so
 
 
 def format_bytes(size: float) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9)):
-        if size >= scale:
-            return f"{size / scale:,.1f} {unit}"
+    for unit, unit_bytes in (("TB", 1e12), ("GB", 1e9)):
+        if size >= unit_bytes:
+            return f"{size / unit_bytes:,.1f} {unit}"
     return f"{size / 1e6:,.1f} MB"
 
 
