@@ -300,16 +300,17 @@ class FlatParameters(FullTensors):
         return math.sqrt(total["squares"]), skipped
 
     @torch.no_grad()
-    def adamw_step(self, factor: float, number: int, lr: float, beta1: float, beta2: float,
+    def adamw_step(self, factor: float, updates: int, lr: float, beta1: float, beta2: float,
                    weight_decay: float) -> None:
-        """The optimizer's step: AdamW update `number` (from 1) of this rank's shards, with the
-        gradients times `factor`. With --offload it goes bucket by bucket: while the CPU updates
-        one, the next one's gradients arrive and the previous one's parameters leave."""
+        """The optimizer's step: AdamW on this rank's shards, with the gradients times `factor`.
+        `updates`: how many there have been, with this one. With --offload it goes bucket by bucket:
+        while the CPU updates one, the next one's gradients arrive and the previous one's parameters
+        leave."""
         grads = [bucket.shard["grad"] for bucket in self.buckets]
         torch._foreach_mul_(grads, factor)
         self.grad_factor *= factor
         if self.staging is None:
-            self.update_shards(grads, number, lr, beta1, beta2, weight_decay)
+            self.update_shards(grads, updates, lr, beta1, beta2, weight_decay)
             self.sync_params()
             return
         rows = [self.staging[i % 2, :len(grad)] for i, grad in enumerate(grads)]
@@ -317,7 +318,7 @@ class FlatParameters(FullTensors):
         for i, bucket in enumerate(self.buckets):
             grad, arrived = copies[i]
             arrived.synchronize()       # queued after the parameters that left from the same row
-            adamw_update([bucket], [grad], number, lr, beta1, beta2, weight_decay)
+            adamw_update([bucket], [grad], updates, lr, beta1, beta2, weight_decay)
             data = bucket.shard["data"]
             rounded = grad.view(data.dtype)[:len(data)].copy_(bucket.shard["master"])
             data.copy_(rounded, non_blocking=True)
@@ -351,7 +352,7 @@ class FlatParameters(FullTensors):
             bucket.data.untyped_storage().resize_(0)
 
 
-def adamw_update(buckets: list[Bucket], grads: list[torch.Tensor], number: int, lr: float,
+def adamw_update(buckets: list[Bucket], grads: list[torch.Tensor], updates: int, lr: float,
                  beta1: float, beta2: float, weight_decay: float) -> None:
     """torch's fused AdamW on the parameters in this rank's shards, whose gradients are `grads`."""
     for decays, decay in ((True, weight_decay), (False, 0.0)):
@@ -363,9 +364,9 @@ def adamw_update(buckets: list[Bucket], grads: list[torch.Tensor], number: int, 
                  for spec, shard_slice, _ in bucket.shard_ranges if spec.decays == decays]
         tensors = [[shard[name][shard_slice] for shard, shard_slice in parts]
                    for name in ("master", "grad", "exp_avg", "exp_avg_sq")]
-        # adamw adds 1 to each number. (The empty list is amsgrad's.)
-        numbers = torch.full((len(parts),), number - 1.0, device=grads[0].device).unbind()
-        adamw(*tensors, [], list(numbers), fused=True, amsgrad=False, maximize=False, lr=lr,
+        # adamw adds 1 to each count. (The empty list is amsgrad's.)
+        counts = torch.full((len(parts),), updates - 1.0, device=grads[0].device).unbind()
+        adamw(*tensors, [], list(counts), fused=True, amsgrad=False, maximize=False, lr=lr,
               beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=decay)
 
 
