@@ -50,6 +50,7 @@ import random
 import re
 import shutil
 import tempfile
+import textwrap
 import time
 import tracemalloc
 import weakref
@@ -1812,6 +1813,19 @@ def test_a_run_is_adamw_with_clipping_on_a_plain_model(pool, tmp_path, layout, f
         assert relative(column(steps, "grad_norm"), list(norms)) <= 1e-10
         expected = comparable(dict(plain.named_parameters()))
         assert relative(comparable(whole["master"]), expected) <= 1e-8
+
+
+def test_the_example_of_plain_train_prints_the_losses_of_train_py(
+        run_train, library, tmp_path, monkeypatch, capsys):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "python").symlink_to(library)
+    monkeypatch.chdir(tmp_path)
+    example = re.search(r"( {8}data = .*?)\n\n", train.plain_train.__doc__, re.S)[1]
+    exec(textwrap.dedent(example).replace("steps=20", "steps=3"), vars(train).copy())
+    losses = [float(line) for line in capsys.readouterr().out.split()]
+    run_train("--data", library, "--out", tmp_path / "o", "--steps", 3)
+    expected = column(read_metrics(tmp_path / "o")[0], "loss")
+    assert len(losses) == 3 and relative(losses, expected) <= 1e-5
 
 
 def replicated(rank, world, config, what="data"):

@@ -1,39 +1,25 @@
-"""Train a GPT: the algorithm in its plain form, then the loop and the step of a run on many ranks.
+"""Train a GPT: first the algorithm on one CPU, then the same on many ranks.
 
     python train.py                                             # one process
     torchrun --nproc_per_node=8 train.py --tp 2 --pp 2          # dp = 8 / (pp * cp * tp) = 2
 
-Each process is a rank. The second command has two replicas, each a full copy of the model:
-
-                     replica 0: half of the rows         replica 1: the other half
-    stage 0,         rank 0  <-- tp -->  rank 1          rank 4  <-- tp -->  rank 5
-    first layers       | pp                | pp            | pp                | pp
-    stage 1, last    rank 2  <-- tp -->  rank 3          rank 6  <-- tp -->  rank 7
-
-          divides                   what the ranks exchange                         parallelism/
-    tp    each matrix               activations, in four all-reduces per block      tensor.py
-    pp    the layers, in stages     activations, and their gradients                pipeline.py
-    dp    the rows of the batch     gradients: 0 with 4, 1 with 5, 2 with 6 ...     zero.py
-    cp    the positions of a row    keys and values; gradients, as in dp            context.py
-
-Ranks at the same place in the replicas hold the same parameters. Each updates all of these
-(--zero 0), or one shard of them, which it then sends to the others (1 to 3).
-
-`plain_train` is the whole algorithm on one CPU. `Run` does the same computation on any number of
-ranks, in any precision; a test checks that the results agree:
+`plain_train` is the whole algorithm. `Run` follows it on any number of ranks, in any precision; a
+test checks that the results agree:
 
     plain_train             Run, on each rank                               where
-    rows of the batch       this rank's rows, in microbatches               next_batch
+    rows of the batch       this rank's rows, in microbatches               load_microbatches
+    learning rate           the same function                               learning_rate
     zero_grad               the same                                        flat.zero_grad
     forward and backward    for each microbatch; pp: in a schedule's order  compute_gradients
                             all-reduce of the gradients over the replicas   flat.finish_grad_sync
-    norm and clipping       loss and squared norm are summed: all ranks     step_stats, clip_factor
-                            clip by the same factor, or all skip the step
-    learning rate           the same function                               learning_rate
+    norm and clipping       loss and squared norm are summed over all       step_stats, clip_factor
+                            ranks, which then all clip by the same factor
+                            or all skip the step
     AdamW                   AdamW on all or a shard of its parameters       flat.adamw_step
 
-The rest of a long run is in runtime/: flags, signals, checkpoints (run_state.py), and watch.py,
-which writes metrics.jsonl and takes a diverged run back to an older checkpoint.
+What else a long run needs is in runtime/: flags, signals, checkpoints (run_state.py), and watch.py,
+which writes metrics.jsonl and takes a diverged run back to an older checkpoint. To change the loss,
+see model.Head; docs/extend.md says where other changes go.
 """
 import signal
 
@@ -68,31 +54,37 @@ from runtime.signals import StopSignal
 from runtime.watch import Watch
 
 
-def plain_train(config, model: GPT, data: TokenDataset) -> list[tuple[float, float]]:
-    """Train on the CPU with PyTorch's own AdamW. Returns (loss, gradient norm) of each step. Needs
-    `config.clip` > 0; ignores --batch-ramp and --skip-steps. With dropout its numbers
-    differ from Run's."""
+def plain_train(config, model: GPT, data: TokenDataset):
+    """Train on the CPU with PyTorch's own AdamW. Yields (loss, gradient norm) of each step. After
+    `python data.py`:
+
+        data = TokenDataset("data/python", "train", seq_len=128)
+        model = GPT(GPTConfig()).initialize(1337)
+        for loss, norm in plain_train(Config(steps=20, lr=4e-3), model, data):
+            print(loss)
+
+    prints the losses of `python train.py --steps 20`. It needs `config.clip` > 0 and ignores
+    --batch-ramp and --skip-steps. With dropout its numbers differ from Run's."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]           # biases, LayerNorm
     optimizer = torch.optim.AdamW(
         [dict(params=matrices, weight_decay=config.weight_decay),
          dict(params=vectors, weight_decay=0.0)], betas=(config.beta1, config.beta2))
-    history = []
     for step in range(1, config.steps + 1):
-        start = (step - 1) * config.batch_size          # sequences of the steps before
         # A window is T + 1 tokens: the first T are the inputs of a row, the last T its targets.
-        window_ids = data.window_ids(config.seed, start, config.batch_size)
+        consumed = (step - 1) * config.batch_size
+        window_ids = data.window_ids(config.seed, consumed, config.batch_size)
         inputs, targets, positions = as_tensors(data.rows(window_ids))  # (B, T) each
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
 
         optimizer.zero_grad()
+        # The model returns the sum of the losses of the targets that are learnt.
         loss = model(inputs, targets, positions=positions) / data.count_learnt(window_ids)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
         optimizer.step()
-        history.append((loss.item(), norm.item()))
-    return history
+        yield loss.item(), norm.item()
 
 
 def as_tensors(rows: tuple) -> list:
@@ -101,21 +93,41 @@ def as_tensors(rows: tuple) -> list:
 
 
 def learning_rate(config, step: int) -> float:
-    """Linear warm-up to `lr` in warmup_steps, then decay to lr * min_lr_ratio at the last step. The
-    decay of "cosine" and "linear" begins after the warm-up. That of "wsd" (warm-up, stable, decay:
-    Hu et al. 2024, section 4) takes the last decay_ratio of the steps, so that a run can be
-    extended from a checkpoint taken before the decay."""
+    """Linear warm-up to `lr` in warmup_steps, then decay to lr * min_lr_ratio at the last step.
+    "cosine" and "linear" decay from the warm-up on. "wsd" (warm-up, stable, decay: Hu et al. 2024,
+    section 4) stays at `lr` and decays linearly over the last decay_ratio of the steps, so that a
+    run can be extended from a checkpoint taken before the decay."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    start = config.warmup_steps
+    decay_start = config.warmup_steps
     if config.lr_schedule == "wsd":
-        start = max(start, config.steps - round(config.decay_ratio * config.steps))
-    done = min(1.0, max(0, step - start) / max(1, config.steps - start))
+        decay_start = max(decay_start, config.steps - round(config.decay_ratio * config.steps))
+    done = min(1.0, max(0, step - decay_start) / max(1, config.steps - decay_start))
     if config.lr_schedule == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * done))
-    else:
+    else:                       # "linear" and "wsd"
         left = 1 - done
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+# ---- The same on many ranks -----------------------------------------------------------------
+#
+# Each process is a rank. With --tp 2 --pp 2, eight ranks are two replicas, each a full copy of the
+# model:
+#
+#                      replica 0: half of the rows         replica 1: the other half
+#     stage 0,         rank 0  <-- tp -->  rank 1          rank 4  <-- tp -->  rank 5
+#     first layers       | pp                | pp            | pp                | pp
+#     stage 1, last    rank 2  <-- tp -->  rank 3          rank 6  <-- tp -->  rank 7
+#
+#           divides                   what the ranks exchange                         parallelism/
+#     tp    each matrix               activations, in four all-reduces per block      tensor.py
+#     pp    the layers, in stages     activations, and their gradients                pipeline.py
+#     dp    the rows of the batch     gradients: 0 with 4, 1 with 5, 2 with 6 ...     zero.py
+#     cp    the positions of a row    keys and values; gradients, as in dp            context.py
+#
+# Ranks at the same place in different replicas hold the same parameters. With --zero 0 each of them
+# updates all of these; with 1 to 3 it updates one shard and sends it to the others.
 
 
 @dataclass
@@ -134,9 +146,10 @@ class Run:
 
     step                the step in progress, from 1
     finished_step       the last one whose update is done
-    saved_step          that of the last checkpoint written or restored, or None
+    saved_step          the step of the last checkpoint written or restored, or None
     optimizer_steps     updates so far, without skipped steps
     batches             data.Batches: where the run is in its data
+    prefetched          the batch of the next step, once it is loaded
     model               this rank's part of the model
     flat                zero.FlatParameters: the buffers that hold its parameters, their gradients
                         and AdamW's state
@@ -165,25 +178,26 @@ class Run:
         self.writer = checkpoint.Writer(Path(config.out), config.keep, model_config, self.flat,
                                         config.timeout)
         self.activation_like = like_activations(config, model_config, grid, dtype, device)
-        run_state.restore(self, state)      # sets weights, step, optimizer_steps, batches, scaler
+        run_state.restore(self, state)      # sets the weights, and the steps, batches and scaler
 
     # ---- The loop ---------------------------------------------------------------------------
 
     def train(self, stop: StopSignal) -> None:
         """Train up to --steps. A signal ends the process at once, except in a block of `stop.held`
-        (runtime/signals.py). It saves what these blocks leave: the state after a finished step."""
+        (runtime/signals.py), in which a step is finished. So what it saves is the state after a
+        finished step."""
         config, watch = self.config, self.watch
         self.model.train()
         while self.step <= config.steps:
-            watch.before_step()     # leaves out sequences that --skip-steps or a rollback excludes
+            watch.before_step()     # skips the data that --skip-steps or a rollback excludes
             batch = self.next_batch()
             lr = learning_rate(config, self.step) * watch.lr_factor     # < 1 after a rollback
             stats = self.compute_gradients(batch)
             with stop.held():
                 self.update(stats, lr)
                 row = watch.after_step(batch, stats, lr)
-            if row is None:
-                continue            # diverged: after_step has restored an older checkpoint
+            if row is None:         # diverged: an older checkpoint is restored, and self.step
+                continue
             last = self.step == config.steps
             if last or self.is_due(config.eval_every):
                 console.announce_evaluation(self)
@@ -198,73 +212,17 @@ class Run:
                     run_state.save(self)
             self.step = self.finished_step + 1      # after go_back, an older checkpoint's
         with stop.held():
-            self.flat.wait_params()     # other ranks may still be receiving this rank's shard
-            all_ranks(lambda: self.writer.wait(required=True))  # the last checkpoint is complete
-            stop.close()
-            self.sum_across_ranks({})   # has one of them received a signal?
-            console.report_end(self)
+            self.finish(stop)
+
+    def finish(self, stop: StopSignal) -> None:
+        self.flat.wait_params()     # other ranks may still be receiving this rank's shard
+        all_ranks(lambda: self.writer.wait(required=True))      # the last checkpoint is complete
+        stop.close()
+        self.sum_across_ranks({})   # has one of them received a signal?
+        console.report_end(self)
 
     def is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
-
-    # ---- One batch --------------------------------------------------------------------------
-
-    def next_batch(self) -> Batch:
-        """The batch of this step. It is usually loaded during the step before, and loaded again if
-        sequences have been excluded since."""
-        batch = self.prefetched
-        if batch is None or (batch.step, batch.start) != (self.step, self.batches.consumed):
-            batch = self.load_batch(self.step)
-        batch = self.batches.move_past(batch)
-        if self.step < self.config.steps:       # the kernel reads them while this step computes
-            self.will_need(self.train_data, self.batches.next_window_ids())
-        return batch
-
-    def will_need(self, dataset: TokenDataset, window_ids: np.ndarray) -> None:
-        if self.grid.is_first or self.grid.is_last:
-            dataset.will_need(self.own_windows(window_ids).ravel())
-
-    def own_windows(self, window_ids: np.ndarray) -> np.ndarray:
-        """(B,) -> (m, b): the windows that this rank reads, by microbatches."""
-        grid = self.grid
-        return split_microbatches(window_ids, self.config.micro_batch, grid.dp_rank, grid.dp)
-
-    def load_batch(self, step: int) -> Batch:
-        """The next batch in the data, for step `step`."""
-        window_ids = self.batches.next_window_ids()
-        microbatches = self.load_microbatches(self.train_data, window_ids, step)
-        return Batch(step, self.batches.consumed, window_ids, microbatches)
-
-    def load_microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
-        """This rank's rows of the batch `window_ids` (B,), as a list of microbatches: (inputs
-        (b, T), targets (b, T), dropout seed, positions (b, T) of conversations or None). With --cp
-        inputs and targets have this rank's T / cp positions. The stages in the middle of a
-        pipeline need the positions alone."""
-        grid = self.grid
-        microbatches = []
-        self.will_need(dataset, window_ids)
-        for m, ids in enumerate(self.own_windows(window_ids)):                  # ids (b,)
-            inputs, targets, positions = None, None, None
-            if grid.is_first or grid.is_last or dataset.has_conversations:
-                inputs, targets, positions = as_tensors(dataset.rows(ids))
-                inputs = own_positions(inputs, grid.cp_rank, grid.cp)
-                targets = own_positions(targets, grid.cp_rank, grid.cp)
-                inputs, targets, positions = (devices.to_device(x, self.device)
-                                              for x in (inputs, targets, positions))
-            microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))
-        return microbatches
-
-    def dropout_seed(self, step: int, microbatch: int) -> int:
-        """Ranks with the same activations must draw the same dropout masks; ranks with different
-        rows or positions must not. Those of a cp group, and with sequence parallelism those of a tp
-        group, have different positions."""
-        grid = self.grid
-        key = [self.config.seed, step, microbatch * grid.dp + grid.dp_rank]     # in the batch
-        if grid.cp > 1:
-            key.append(grid.cp_rank)
-        if grid.sequence_parallel:
-            key.append(grid.tp_rank)
-        return derive_seed(*key)
 
     # ---- One step ---------------------------------------------------------------------------
 
@@ -281,7 +239,9 @@ class Run:
         #    scale. Backward adds to the gradients in `flat`.
         loss_factor = self.scaler.scale / learnt
         flat.zero_grad(self.scaler.scale, tokens_in_batch, learnt)
-        if grid.is_last:    # the head computes its gradients in forward, so it needs the factor now
+        if grid.is_last:
+            # The head computes the gradients of loss * loss_factor in forward; the backward below
+            # returns these, and does not multiply again.
             model.head.set_loss_factor(loss_factor)
         if grid.pp == 1:
             loss_sum = self.scalar(0.0)
@@ -296,7 +256,7 @@ class Run:
         else:       # a pipeline: the same in the order of a schedule; stages exchange messages
             schedule = make_schedule(config.pp_schedule, grid, len(microbatches))
             loss_sum = run_schedule(schedule, model, grid, microbatches, self.activation_like, flat)
-        if self.step < config.steps:    # while a GPU computes: step_stats waits for its end
+        if self.step < config.steps:    # while a GPU computes; step_stats waits for it
             self.prefetched = self.load_batch(self.step + 1)
 
         # 2. Wait for the all-reduces of the gradients over the replicas. (With ZeRO they are
@@ -306,21 +266,6 @@ class Run:
 
         # 3. Sum the loss and the squared norm over all ranks, so that all make the same decision.
         return self.step_stats(loss_sum, tokens_in_batch, learnt)
-
-    def update(self, stats: StepStats, lr: float) -> None:
-        """Update the weights. Every rank skips it if the loss or a gradient is inf or NaN (or, with
-        --exact, too large for an exact sum)."""
-        config = self.config
-        # 4. Clip, and AdamW. One factor both clips the gradients and undoes the loss scale. With
-        #    ZeRO this rank updates its shard, and the other replicas' ranks receive it during the
-        #    next forward.
-        if not stats.skipped:
-            self.optimizer_steps += 1
-            factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
-            self.flat.adamw_step(factor, self.optimizer_steps, lr, config.beta1, config.beta2,
-                                 config.weight_decay)
-        self.scaler.update(stats.skipped == NOT_FINITE)
-        self.finished_step = self.step
 
     def step_stats(self, loss_sum: torch.Tensor, tokens_in_batch: int, learnt: int) -> StepStats:
         """Compute the step's statistics with one all-reduce."""
@@ -343,10 +288,24 @@ class Run:
             grad_norm=norm / scaler.scale, skipped=skipped, loss_scale=scaler.scale,
             local_loss=loss_sum)
 
+    def update(self, stats: StepStats, lr: float) -> None:
+        """Update the weights. Every rank skips it if the loss or a gradient is inf or NaN (or, with
+        --exact, too large for an exact sum)."""
+        config = self.config
+        # 4. Clip, and AdamW. One factor both clips the gradients and undoes the loss scale. With
+        #    ZeRO each rank updates its shard; the others receive it during the next forward.
+        if not stats.skipped:
+            self.optimizer_steps += 1
+            factor = clip_factor(stats.grad_norm, config.clip, self.scaler.scale)
+            self.flat.adamw_step(factor, self.optimizer_steps, lr, config.beta1, config.beta2,
+                                 config.weight_decay)
+        self.scaler.update(stats.skipped == NOT_FINITE)
+        self.finished_step = self.step
+
     def sum_across_ranks(self, local: dict) -> dict:
         """{name: scalar tensor} -> {name: its sum over all ranks, a number}. Blocks until the sums
-        arrive; with several ranks, at most --timeout. It also tells every rank if
-        one has received a signal."""
+        arrive; with several ranks, at most --timeout. It also tells every rank if one has received
+        a signal."""
         has_signal = self.stop is not None and self.stop.since is not None
         numbers = [*local.values(), self.scalar(float(has_signal))]
         sums = all_reduce(torch.stack(numbers), self.grid.groups["world"]).wait()
@@ -360,12 +319,73 @@ class Run:
         """A tensor of shape () on the device, in the dtype used for sums."""
         return torch.full((), value, dtype=sum_dtype(self.device), device=self.device)
 
+    # ---- One batch --------------------------------------------------------------------------
+
+    def next_batch(self) -> Batch:
+        """The batch of this step. It is usually loaded during the step before, and loaded again if
+        sequences have been excluded since."""
+        batch = self.prefetched
+        if batch is None or (batch.step, batch.start) != (self.step, self.batches.consumed):
+            batch = self.load_batch(self.step)
+        batch = self.batches.move_past(batch)
+        if self.step < self.config.steps:
+            # The system reads the next batch from the disk while this step computes.
+            self.will_need(self.train_data, self.batches.next_window_ids())
+        return batch
+
+    def will_need(self, dataset: TokenDataset, window_ids: np.ndarray) -> None:
+        if self.grid.is_first or self.grid.is_last:
+            dataset.will_need(self.own_windows(window_ids).ravel())
+
+    def own_windows(self, window_ids: np.ndarray) -> np.ndarray:
+        """(B,) -> (m, b): the windows that this rank reads, by microbatches."""
+        grid = self.grid
+        return split_microbatches(window_ids, self.config.micro_batch, grid.dp_rank, grid.dp)
+
+    def load_batch(self, step: int) -> Batch:
+        """The next batch in the data, for step `step`."""
+        window_ids = self.batches.next_window_ids()
+        microbatches = self.load_microbatches(self.train_data, window_ids, step)
+        return Batch(step, self.batches.consumed, window_ids, microbatches)
+
+    def load_microbatches(self, dataset: TokenDataset, window_ids: np.ndarray, step: int) -> list:
+        """This rank's rows of the batch `window_ids` (B,), as a list of microbatches: (inputs
+        (b, T), targets (b, T), dropout seed, positions (b, T) of conversations or None). With --cp
+        inputs and targets have this rank's T / cp positions. The stages in the middle of a
+        pipeline need only the positions."""
+        grid = self.grid
+        microbatches = []
+        self.will_need(dataset, window_ids)
+        for m, ids in enumerate(self.own_windows(window_ids)):                  # ids (b,)
+            inputs, targets, positions = None, None, None
+            if grid.is_first or grid.is_last or dataset.has_conversations:
+                inputs, targets, positions = as_tensors(dataset.rows(ids))
+                inputs = own_positions(inputs, grid.cp_rank, grid.cp)
+                targets = own_positions(targets, grid.cp_rank, grid.cp)
+                inputs, targets, positions = (devices.to_device(x, self.device)
+                                              for x in (inputs, targets, positions))
+            microbatches.append((inputs, targets, self.dropout_seed(step, m), positions))
+        return microbatches
+
+    def dropout_seed(self, step: int, microbatch: int) -> int:
+        """Ranks with the same activations must draw the same dropout masks; ranks with different
+        rows or positions must not. Those of a cp group, and with sequence parallelism those of a tp
+        group, have different positions."""
+        grid = self.grid
+        number = microbatch * grid.dp + grid.dp_rank        # of the microbatch in the batch
+        key = [self.config.seed, step, number]
+        if grid.cp > 1:
+            key.append(grid.cp_rank)
+        if grid.sequence_parallel:
+            key.append(grid.tp_rank)
+        return derive_seed(*key)
+
 
 # ---- Start ----------------------------------------------------------------------------------
 
 def launch(given: dict, device: torch.device, job: Job, stack: ExitStack) -> None:
-    """Build this rank's run, and train or evaluate. `stack` holds what to do when the process ends.
-    """
+    """Build this rank's run, and train or evaluate. `stack` has what to do when the process
+    ends."""
     config, model_config, begin = startup.prepare(given, job, device, stack)
     state = startup.load_start(begin, given)        # a checkpoint, None for a new run
     train_data, val_data = startup.open_data(config, model_config, state, job)

@@ -456,7 +456,7 @@ def test_the_loss_is_the_mean_over_the_answers_of_the_batch(reversals, one_proce
     dataset = data.TokenDataset(reversals, "train", WORDS.seq_len)
     config = train.Config(batch_size=8, steps=6, lr=1e-3, warmup_steps=5)
     plain = WORDS.build().initialize(config.seed).double()
-    history = train.plain_train(config, plain, dataset)
+    history = list(train.plain_train(config, plain, dataset))
     rows = one_process["fp64"][0]
     assert relative([(row["loss"], row["grad_norm"]) for row in rows], history) < 1e-10
     ids = dataset.window_ids(config.seed, 0, 8)
