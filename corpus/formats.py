@@ -17,9 +17,9 @@ from pathlib import Path
 
 from corpus.compressed import BLOCK
 from corpus.conversations import messages_of_line, read_table
-from corpus.kinds import kind_of, what_it_is
+from corpus.kinds import LFS_POINTER, START, kind_of
 from corpus.messages import named
-from corpus.problems import LFS_POINTER, NotText, guess
+from corpus.problems import NotText, guess, what_it_holds
 from corpus.records import open_text, read_lines, read_texts, text_of_line
 
 EOT = "<|endoftext|>"
@@ -55,18 +55,19 @@ def read_documents(path: Path, field: str | None = "text"):
 
 def read_blocks(path: Path, file, encoding: str):
     """Yield the text of a file by blocks, with its line ends."""
+    start = file.peek(START)
     with io.TextIOWrapper(file, encoding, newline="") as wrapped:
         try:
             while block := wrapped.read(BLOCK):
                 is_binary = "\0" in block and block.count("\0") > len(block) // 50
-                if is_binary or block.startswith(LFS_POINTER):
-                    kind = what_it_is(path) or guess(path, block.encode())
+                if is_binary or start.startswith(LFS_POINTER):
+                    kind = what_it_holds(path, start) or guess(path, block.encode())
                     yield NotText(f"{path} is not {encoding.upper()} text: {kind}")
                     return
                 yield block
         except UnicodeDecodeError as error:     # error.object are the bytes that were read last
             offset = file.tell() - len(error.object) + error.start
-            kind = what_it_is(path) or guess(path, error.object)
+            kind = what_it_holds(path, start) or guess(path, error.object)
             yield NotText(f"{path} is not {encoding.upper()} text, see byte {offset} "
                           f"(0x{error.object[error.start]:02x}): {kind}")
 

@@ -2,14 +2,26 @@
 import shlex
 from pathlib import Path
 
+from corpus.kinds import COMPRESSED, kind_of, kind_of_start, pipe
 from corpus.messages import note
 
 MOST_NOT_TEXT = 1000        # one document in so many may be left out
-LFS_POINTER = "version https://git-lfs"
 
 
 class NotText(ValueError):
     """Stands in place of a text that cannot be read, and says where and why."""
+
+
+def what_it_holds(path: Path, start: bytes) -> str | None:
+    """What a text is that begins with these bytes, as a clause; None if they do not tell. They are
+    decompressed where the file is compressed."""
+    kind = kind_of_start(start)
+    if kind is None:
+        return None
+    name = shlex.quote(str(path))
+    if path.suffix.lower() in COMPRESSED:
+        return f"{kind.clause} once it is decompressed: decompress it, and then: {kind.advice}"
+    return f"{kind.clause}: {kind.advice}".replace("FILE", name)
 
 
 def guess(path: Path, raw: bytes) -> str:
@@ -26,8 +38,8 @@ def guess(path: Path, raw: bytes) -> str:
         else:
             encoding = "UTF-16LE" if odd > even else "UTF-16BE"
         problem = f"it looks like {encoding} without a byte-order mark: "
-    return (f"{problem}convert it, as by iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > "
-            f"NEW{path.suffix}, or leave it out")
+    command = pipe(path, f"iconv -f {encoding} -t UTF-8")
+    return f"{problem}convert it, as by {command} > NEW{kind_of(path.name)}, or leave it out"
 
 
 def check_problems(problems: list[NotText], documents: int, at_end=False) -> None:

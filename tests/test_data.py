@@ -466,6 +466,7 @@ def test_endoftext_within_a_line_stays_text_and_is_counted(tmp_path, run_data):
     ('[{"text": "a"}, {"text": "b"}]', "is a JSON array jq -c '.[]'"),
     (json.dumps([dict(text="a")], indent=2), "is a JSON array jq"),
     (json.dumps(dict(text="a"), indent=2), "line 1 ends within a JSON object jq -c ."),
+    ('{"data": [{"text": "a"}]}\n', 'no field "text", but "data", and none is a string'),
     ('{"content": "a", "id": 5}\n' * 30, 'line 1 has no field "text", but "content", "id"'),
     ('"a"\n', "line 1 is a string"), ('{"text": null}\n', 'line 1: "text" is null'),
     ('{"text": ["a"]}\n', 'line 1: "text" is an array'), ("null\n", "line 1 is null")])
@@ -649,14 +650,23 @@ def test_a_json_file_in_a_folder_is_read_if_it_is_by_lines(tmp_path, run_data):
     (folder / "config.json").write_text(json.dumps(dict(text="no", size=5), indent=2))
     (folder / "list.json").write_text('[{"text": "a"}]')
     (folder / "one.json").write_text('{"name": "a"}')
+    (folder / "a.json").write_text('{"text": {"font": "mono"}}')
+    (folder / "locale.json").write_text('{"messages": {"hello": "Hallo"}}')
     flags = "--input", folder, "--tokenizer", "bytes", "--out", tmp_path / "d"
     status, out, error = run_data(*flags)
     assert status == 0 and out.startswith("303 documents, ")
-    assert "1 files are read; skipped: 3 .json without lines of " in error
-    assert '{"text": ...} (config.json)' in error
+    assert "1 files are read; skipped: 5 .json without lines of " in error
+    assert '{"text": ...} (a.json)' in error
     (folder / "b.json.gz").write_bytes((folder / "c4.json.gz").read_bytes()[:500])
     status, out, error = run_data(*flags)
     assert status == 2 and "b.json.gz cannot be read to its end" in error
+
+
+def gz(raw):
+    return gzip.compress(raw, mtime=0)
+
+
+TAR = b"a.txt".ljust(257, b"\0") + b"ustar".ljust(255, b"\0")
 
 
 @pytest.mark.parametrize("name, content, words", [
@@ -664,8 +674,16 @@ def test_a_json_file_in_a_folder_is_read_if_it_is_by_lines(tmp_path, run_data):
     ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS git lfs pull"),
     ("a.txt.gz", b"<!DOCTYPE html><html>", "web page download it again"),
     ("a.txt.gz", b"", "empty copy"), ("a.txt.zst", b"", "cut off"), ("a.parquet", b"", "cut off"),
-    ("a.txt", gzip.compress(b"some text " * 50), "gzip name it .txt.gz"),
-    ("a.jsonl.gz", b"PAR1" * 20, "Parquet give it a name that ends in .parquet")])
+    ("a.txt", gz(b"some text " * 50), "gzip name it .txt.gz"),
+    ("a.jsonl.gz", b"PAR1" * 20, "Parquet give it a name that ends in .parquet"),
+    ("a.jsonl.gz", gz(gz(b"{}")), "gzip once it is decompressed gunzip"),
+    ("a.txt.gz", gz(TAR),
+     "tar archive once it is decompressed unpack it"),
+    ("a.txt", TAR, "tar archive tar -xf"),
+    ("a.jsonl", b"<!DOCTYPE html><html>\n", "web page download it again"),
+    ("a.txt.gz", gz("é".encode("latin-1") * 9), "gunzip -c | iconv WINDOWS NEW.txt"),
+    ("a.jsonl.gz", gz(b'[{"text": "a"}]'), "JSON array gunzip -c | jq -c '.[]'"),
+    ("a.jsonl.gz", gz(b'{\n"text": "a"}'), "ends within gunzip -c | jq -c .")])
 def test_a_file_of_another_kind_than_its_name_says_is_called_by_its_kind(tmp_path, run_data, name,
                                                                          content, words):
     (tmp_path / name).write_bytes(content)
