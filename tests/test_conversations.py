@@ -888,6 +888,26 @@ def test_an_instruct_models_template_is_found(tmp_path, marked_tokenizer, text, 
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("file, content, told", [
+    ("tokenizer_config.json", "[1]", "tokenizer_config.json is refused: it is no object, but list"),
+    ("tokenizer_config.json", "{", "tokenizer_config.json is refused: "),
+    ("chat_template.jinja", "\ud800", "chat_template.jinja is refused: 'utf-8'"),
+    ("tokenizer_config.json", '{"chat_template": 5}', None),
+    ("tokenizer_config.json", '{"chat_template": [{"name": "tools"}]}', "is refused: 'template'"),
+    ("tokenizer_config.json", json.dumps(dict(chat_template=[
+        dict(name="tools", template="x"),
+        dict(name="default", template="<|im_start|>...<|im_end|>")])), "chatml")])
+def test_an_odd_template_of_a_model_is_refused_by_its_file(tmp_path, marked_tokenizer, file,
+                                                           content, told):
+    (tmp_path / file).write_text(content, errors="surrogatepass")
+    own = marked_tokenizer.read_text()
+    try:
+        found = find_template(tmp_path, name_of(own), own)
+    except ValueError as error:
+        found = str(error)
+    assert (found is None) if told is None else told in found
+
+
 def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, marked_tokenizer, run_data,
                                                           run_train, monkeypatch, capsys):
     """The four commands of docs/instructions.md and the export, with a Qwen2 of random weights and
