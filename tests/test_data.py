@@ -88,6 +88,12 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("--dataset=openwebtext", None, "give fineweb"), ("--dataset none", None, "none"),
     ("--input a.txt", b"x" * 9, "--out"),
     ("--out a.txt", b"x" * 9, "a.txt is not a directory: give another"),
+    ("a.txt --out gone", b"x" * 9, "--out gone is not a directory: give another"),
+    ("a.txt --out held", b"x" * 9, "held/meta.json was made of other text"),
+    ("a.txt --out", b"x" * 9, "--out: expected one argument: a value that begins with - needs"),
+    ("a.txt --tokenizer folder.tiktoken", b"x" * 9, "folder.tiktoken: Is a directory: a file is"),
+    ("a.txt --tokenizer Qwen/Qwen3-8B", b"x" * 9, "tokenizer.json, `python -m tools.huggingface"),
+    ("no\nsuch.txt", None, r"there is no file or folder no\nsuch.txt"),
     ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
     ("--dataset fineweb --shards 104", None, "--shards 1 to 103"),
     ("--dataset fineweb --tokenizer bytes", None, "GPT-2's tokens"),
@@ -100,12 +106,16 @@ def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatc
     written."""
     monkeypatch.chdir(tmp_path)
     Path("fineweb_train_000001.bin").write_bytes(shard([1, 2]))
+    Path("gone").symlink_to("nowhere")
+    for folder in ("held", "folder.tiktoken"):
+        Path(folder).mkdir()
+    Path("held/meta.json").write_bytes(b"\xff")
     if content is not None:
         Path(re.search(r"\w+\.\w+", flags)[0]).write_bytes(content)
     if not flags.startswith("--"):
         flags = f"--out out --tokenizer bytes --input {flags}"
-    before = set(Path().iterdir())
-    status, out, line = run_data(*flags.split())
+    before = set(Path().rglob("*"))
+    status, out, line = run_data(*flags.split(" "))
     assert (status, out, line.count("\n")) == (2, "", 1) and line.startswith("data.py: ")
     assert all(word in line for word in words.split()), line
     assert set(Path().rglob("*")) <= before | {Path("out")}
@@ -281,6 +291,18 @@ def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, ru
     seq_len = int(re.search(r" --seq-len (\d+)\n", out)[1])
     made = [data.TokenDataset(tmp_path / "out", split, seq_len) for split in data.SPLITS]
     assert sum(one.n_tokens for one in made) == 120 and min(one.n_windows for one in made) > 0
+
+
+@pytest.mark.parametrize("out, run", [(".", "out/mine"), ("../mine/", "out/mine"),
+                                      ("a b", "'out/a b'"), ("link", "out/link")])
+def test_the_command_that_trains_has_an_out_of_the_datas_name(tmp_path, monkeypatch, run_data, out,
+                                                              run):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    Path("link").symlink_to(tmp_path)
+    Path("a.txt").write_text("some words\n" * 100)
+    _, told, _ = run_data("--input", "a.txt", "--tokenizer", "bytes", "--out", out)
+    assert re.search(f"\npython train.py --data .* --out {run}( --seq-len .*)?\n", told), told
 
 
 def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys, run_data):

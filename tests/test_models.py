@@ -214,8 +214,8 @@ def test_what_the_model_cannot_be_is_refused_by_its_key(theirs_and_ours, name, c
     ("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, ""),
     ("llama", {"v_head.summary.weight": torch.ones(1, 48)},
      "1 tensors are left out, which are no part of the model, such as v_head.summary")])
-def test_an_import_takes_every_tensor_of_a_model_or_says_which_not(theirs_and_ours, tmp_path, capsys,
-                                                                    name, changes, words):
+def test_an_import_takes_every_tensor_of_a_model_or_says_which_not(theirs_and_ours, tmp_path,
+                                                                   capsys, name, changes, words):
     """Refused are tensors that are not what config.json says; a note tells of those outside of the
     model; buffers of older files are left out."""
     safetensors = pytest.importorskip("safetensors.torch")
