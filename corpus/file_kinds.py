@@ -4,18 +4,18 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-LFS_POINTER = "version https://git-lfs"
-
 
 class Kind(NamedTuple):
     suffixes: str               # of names
     first_bytes: bytes          # of every such file; none if they do not tell
     clause: str                 # "it is ...", where a file of another name begins so
     advice: str                 # what to do
+    at: int = 0                 # where the first bytes stand
 
 
 PANDAS = ("python -c \"import pandas; pandas.read_{}('FILE').to_json('NEW.jsonl', "
           "orient='records', lines=True)\" makes a .jsonl of it, whose column text is read")
+LFS_POINTER = b"version https://git-lfs"
 KINDS = (
     Kind(".gz", b"\x1f\x8b", "it is compressed by gzip",
          "gunzip it first, or name it .txt.gz or .jsonl.gz"),
@@ -25,7 +25,7 @@ KINDS = (
     Kind(".bz2", b"BZh", "it is compressed by bzip2", "bunzip2 it first"),
     Kind(".zip", b"PK\x03\x04", "it is a zip archive", "unzip it first"),
     Kind(".7z", b"7z\xbc\xaf", "it is a 7z archive", "unpack it first"),
-    Kind(".tar", b"", "", "unpack it first (tar -xf)"),
+    Kind(".tar", b"ustar", "it is a tar archive", "unpack it first (tar -xf)", at=257),
     Kind(".tgz", b"", "", "unpack it first (tar -xf)"),
     Kind(".parquet", b"PAR1", "it is Parquet", "give it a name that ends in .parquet"),
     Kind(".arrow", b"ARROW1", "it is Arrow", PANDAS.format("feather")),
@@ -37,12 +37,14 @@ KINDS = (
     Kind(".bin", b"", "", "tokens need no data.py: give their folder to train.py --data"),
     Kind(".npy", b"\x93NUMPY", "it is an array of NumPy",
          "give the text from which it was made"),
-    Kind("", LFS_POINTER.encode(), "it is a pointer of Git LFS in place of the file",
+    Kind("", LFS_POINTER, "it is a pointer of Git LFS in place of the file",
          "run `git lfs pull` in the repository that it is from"),
     Kind("", b"<!DOCTYPE", "it is a web page in place of the file", "download it again"),
     Kind("", b"<html", "it is a web page in place of the file", "download it again"))
+
 READ = (".txt", ".jsonl", ".json", ".parquet")
 COMPRESSED = (".gz", ".zst")            # all but .parquet
+START = 512                             # bytes, which tell the kind of a file
 READ_KINDS = ".txt, .jsonl, .json (also .gz and .zst) and .parquet"
 
 
@@ -63,24 +65,51 @@ def advice_for(name: str) -> str:
     return "if it is text, copy it to a name that ends in .txt"
 
 
+def kind_of_start(start: bytes) -> Kind | None:
+    """The kind of the files that begin so; None if these bytes do not tell."""
+    for kind in KINDS:
+        if kind.first_bytes and start[kind.at:].startswith(kind.first_bytes):
+            return kind
+    return None
+
+
+def pipe(path: Path, command: str) -> str:
+    """A command of a shell that reads this file, decompressed."""
+    name = shlex.quote(str(path))
+    if path.suffix.lower() in COMPRESSED:
+        program = "gunzip" if path.suffix.lower() == ".gz" else "unzstd"
+        return f"{program} -c {name} | {command}"
+    return f"{command} {name}"
+
+
 def what_it_is(path: Path, other_than="") -> str | None:
     """What the first bytes of a file say that it is, as a clause; None if they say nothing, or what
     this suffix says."""
     with open(path, "rb") as file:
-        start = file.read(64)
-    for kind in KINDS:
-        if kind.first_bytes and start.startswith(kind.first_bytes):
-            if other_than in kind.suffixes.split():
-                return None
-            return f"{kind.clause}: {kind.advice}".replace("FILE", shlex.quote(str(path)))
+        kind = kind_of_start(file.read(START))
+    if kind is not None:
+        if other_than in kind.suffixes.split():
+            return None
+        return f"{kind.clause}: {kind.advice}".replace("FILE", shlex.quote(str(path)))
     if path.suffix == ".bin" and path.with_suffix(".idx").exists():
         return "it holds Megatron-LM's tokens, as the .idx beside it says"
     return None
 
 
-def why_not_text(path: Path, raw: bytes) -> str:
-    """What a file is of which these bytes are not text, and what to do."""
-    return what_it_is(path) or guess_encoding(path, raw)
+def what_it_holds(path: Path, start: bytes) -> str | None:
+    """What a text is that begins with these bytes, as a clause; None if they do not tell. They are
+    decompressed where the file is compressed."""
+    kind = kind_of_start(start)
+    if kind is None:
+        return None
+    if path.suffix.lower() in COMPRESSED:
+        return f"{kind.clause} once it is decompressed: decompress it, and then: {kind.advice}"
+    return f"{kind.clause}: {kind.advice}".replace("FILE", shlex.quote(str(path)))
+
+
+def why_not_text(path: Path, start: bytes, raw: bytes) -> str:
+    """What a file is that begins with `start` and of which `raw` is not text, and what to do."""
+    return what_it_holds(path, start) or guess_encoding(path, raw)
 
 
 def guess_encoding(path: Path, raw: bytes) -> str:
@@ -97,5 +126,5 @@ def guess_encoding(path: Path, raw: bytes) -> str:
         else:
             encoding = "UTF-16LE" if odd > even else "UTF-16BE"
         problem = f"it looks like {encoding} without a byte-order mark: "
-    return (f"{problem}convert it, as by iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > "
-            f"NEW{path.suffix}, or leave it out")
+    command = pipe(path, f"iconv -f {encoding} -t UTF-8")
+    return f"{problem}convert it, as by {command} > NEW{kind_of(path.name)}, or leave it out"

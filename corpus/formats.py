@@ -17,7 +17,7 @@ from pathlib import Path
 
 from corpus.compressed import BLOCK
 from corpus.conversations import messages_of_line, read_table
-from corpus.file_kinds import LFS_POINTER, kind_of, why_not_text
+from corpus.file_kinds import LFS_POINTER, START, kind_of, why_not_text
 from corpus.messages import named
 from corpus.records import NotText, open_text, read_lines, read_texts, text_of_line
 
@@ -54,18 +54,19 @@ def read_documents(path: Path, field: str | None = "text"):
 
 def read_blocks(path: Path, file, encoding: str):
     """Yield the text of a file by blocks, with its line ends."""
+    start = file.peek(START)
     with io.TextIOWrapper(file, encoding, newline="") as wrapped:
         try:
             while block := wrapped.read(BLOCK):
                 is_binary = "\0" in block and block.count("\0") > len(block) // 50
-                if is_binary or block.startswith(LFS_POINTER):
-                    why = why_not_text(path, block.encode())
+                if is_binary or start.startswith(LFS_POINTER):
+                    why = why_not_text(path, start, block.encode())
                     yield NotText(f"{path} is not {encoding.upper()} text: {why}")
                     return
                 yield block
         except UnicodeDecodeError as error:     # error.object are the bytes that were read last
             offset = file.tell() - len(error.object) + error.start
-            why = why_not_text(path, error.object)
+            why = why_not_text(path, start, error.object)
             yield NotText(f"{path} is not {encoding.upper()} text, see byte {offset} "
                           f"(0x{error.object[error.start]:02x}): {why}")
 

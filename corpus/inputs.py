@@ -11,7 +11,7 @@ from pathlib import Path
 from corpus.compressed import check_package
 from corpus.file_kinds import READ, READ_KINDS, advice_for, kind_of
 from corpus.messages import note
-from corpus.records import first_fields, is_conversation
+from corpus.records import first_record, is_conversation, is_document
 
 
 def find_files(paths, field="text") -> list[Path]:
@@ -80,10 +80,8 @@ def why_skipped(entry: os.DirEntry, field: str) -> str | None:
         return special_kind(mode) or kind or "without a suffix"
     if not os.access(entry.path, os.R_OK):
         return "unreadable"
-    if kind == ".json":
-        names = first_fields(Path(entry.path))
-        if field not in names and not is_conversation(names):
-            return f'.json without lines of {{"{field}": ...}}'
+    if kind == ".json" and not is_document(first_record(Path(entry.path)), field):
+        return f'.json without lines of {{"{field}": ...}}'
     return None
 
 
@@ -136,14 +134,23 @@ def walk(top: Path, field: str) -> dict[str, Path]:
 
 
 def hold_conversations(files: list[Path]) -> bool:
-    """Whether these files hold conversations: the first one decides, and the others must be alike.
-    """
-    if kind_of(files[0].name) == ".txt":
-        return False
-    try:
-        return is_conversation(first_fields(files[0]))
-    except (ValueError, OSError):       # whoever reads the file says what is wrong with it
-        return False
+    """Whether these files hold conversations, by the first record of each. Raises ValueError if
+    some hold text."""
+    first = {}              # {whether a file holds conversations: the first that does}
+    for path in files:
+        if kind_of(path.name) == ".txt":
+            first.setdefault(False, path)
+            continue
+        try:
+            record = first_record(path)
+        except (ValueError, OSError):       # whoever reads the file says what is wrong with it
+            continue
+        if "text" in record or is_conversation(record):
+            first.setdefault(is_conversation(record), path)
+    if len(first) == 2:
+        raise ValueError(f"{first[True]} holds conversations, {first[False]} holds text: prepare "
+                         f"each by itself, in another --out")
+    return True in first
 
 
 def standard_library() -> list[Path]:

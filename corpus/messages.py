@@ -8,7 +8,12 @@ from contextlib import contextmanager
 
 
 def note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
+    print(f"note: {one_line(text)}", file=sys.stderr, flush=True)
+
+
+def one_line(text: str) -> str:
+    r"""A name may have line ends: each is shown as \n."""
+    return text.replace("\r", r"\r").replace("\n", r"\n")
 
 
 def progress(label: str, total: int | None = None, done: int = 0, quiet=False):
@@ -68,16 +73,17 @@ SYSTEM_ADVICE = {
     errno.ELOOP: "these links lead to each other: give another path",
     errno.ENAMETOOLONG: "give a shorter name",
     errno.ENOTDIR: "a part of this path is a file: give another",
+    errno.EISDIR: "a file is needed there",
     errno.EEXIST: "it is a file: give another path"}
 
 
 def explain(error: Exception) -> str:
     """One line of an error: of an OSError of the system its path, its reason and what to do."""
     if not isinstance(error, OSError) or error.filename is None:
-        return str(error)
+        return one_line(str(error))
     path = error.filename2 if error.filename2 is not None else error.filename
     advice = SYSTEM_ADVICE.get(error.errno)
-    return f"{path}: {error.strerror}" + (f": {advice}" if advice else "")
+    return one_line(f"{path}: {error.strerror}" + (f": {advice}" if advice else ""))
 
 
 def is_failure(error: Exception) -> bool:

@@ -113,7 +113,8 @@ def check_held(out: Path, source: str) -> None:
     """Raise ValueError if `out` holds shards of another source, on which a run may be training."""
     meta_path = out / "meta.json"
     held = [*out.glob("[!.]*.bin"), *out.glob(f"[!.]*{FLAGS_SUFFIX}"), *out.glob("meta.json")]
-    if held and not (meta_path.exists() and f'"{source}"' in meta_path.read_text()):
+    if held and not (meta_path.exists() and
+                     f'"{source}"' in meta_path.read_text(errors="replace")):
         raise ValueError(f"{held[0]} was made of other text, with other flags or by another "
                          f"program: give another --out, or remove the shards and meta.json")
 

@@ -1,5 +1,6 @@
 """The program data.py: its flags, what it makes, and the lines that it prints at its end."""
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -63,7 +64,7 @@ def parse_flags(arguments) -> argparse.Namespace:
         if args.input:
             parser.error("--input requires --out DIR, where the shards go")
         args.out = Path("data", args.dataset)
-    if args.out.exists() and not args.out.is_dir():
+    if os.path.lexists(args.out) and not args.out.is_dir():     # also a link to nowhere
         parser.error(f"--out {args.out} is not a directory: give another")
     if args.text_field is not None and not args.input:
         parser.error("--text-field is for the files of --input: leave it out")
@@ -92,7 +93,8 @@ def check_tokenizer(parser: Parser, args) -> None:
     elif (args.tokenizer not in (None, "bytes", *DOWNLOADED)
           and not args.tokenizer.endswith(tuple(OWN.values()))):
         parser.error(f"--tokenizer {args.tokenizer}: give {', '.join(DOWNLOADED)}, bytes, a "
-                     f"FILE.tiktoken, which --train-tokenizer makes, or a tokenizer.json")
+                     f"FILE.tiktoken, which --train-tokenizer makes, or a tokenizer.json, which "
+                     f"`python -m tools.huggingface import` brings along")
 
 
 def summary(out: Path, meta: dict) -> list[str]:
@@ -100,7 +102,8 @@ def summary(out: Path, meta: dict) -> list[str]:
     tokens = meta["tokens"]
     flags = ""
     if out != DEFAULT_OUT:
-        flags = f" --data {shlex.quote(out.as_posix())} --out {shlex.quote(f'out/{out.name}')}"
+        run = f"out/{Path(os.path.abspath(out)).name}"          # also of --out . or ..
+        flags = f" --data {shlex.quote(out.as_posix())} --out {shlex.quote(run)}"
     documents = ""
     if "documents" in meta:
         kind = "documents" if "template" not in meta else "conversations"

@@ -2,17 +2,18 @@
 import codecs
 import io
 import json
-import shlex
+import re
 from pathlib import Path
 
 from corpus.compressed import not_whole, open_bytes
-from corpus.file_kinds import LFS_POINTER, why_not_text
+from corpus.file_kinds import kind_of_start, pipe, why_not_text
 
 ROWS_AT_ONCE = 256
 MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le",    # before UTF-16's, which
          codecs.BOM_UTF32_BE: "utf-32-be", codecs.BOM_UTF16_LE: "utf-16-le",    # begins as this
          codecs.BOM_UTF16_BE: "utf-16-be"}
 STRINGS = ("string", "large_string", "dictionary<values=string")        # Arrow's names
+LISTS = ("messages", "conversations")       # fields of a conversation; the second is ShareGPT's
 
 
 class NotText(ValueError):
@@ -70,42 +71,57 @@ def lines_of(file, encoding: str):
             yield line.encode()
 
 
-def first_fields(path: Path) -> list[str]:
-    """The names of the fields of a file's first record; none if it has no record."""
+def first_record(path: Path) -> dict:
+    """The fields of a file's first record, of Parquet the types of its columns. Empty if the file
+    has none."""
     if path.name.lower().endswith(".parquet"):
         from pyarrow import parquet
-        return parquet.read_schema(path).names
+        schema = parquet.read_schema(path)
+        return dict(zip(schema.names, schema.types))
     file, encoding = open_text(path)
     try:
         with file:
             line = next((line for line in lines_of(file, encoding) if line.strip()), b"")
         record = json.loads(line)
     except (ValueError, RecursionError):
-        return []
-    return list(record) if isinstance(record, dict) else []
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
-def is_conversation(names) -> bool:
-    """Whether records with fields of these names are conversations (conversations.py)."""
-    has_messages = "messages" in names or {"prompt", "completion"} <= set(names)
-    return has_messages and "text" not in names
+def is_conversation(record: dict) -> bool:
+    """Whether records with such fields are conversations (conversations.py)."""
+    names = set(record)
+    has_messages = names & set(LISTS) or {"prompt", "completion"} <= names
+    return bool(has_messages) and "text" not in names
+
+
+def is_document(record: dict, field: str) -> bool:
+    """Whether a .json whose first record is this one holds texts or conversations. Otherwise it
+    holds the settings of some program."""
+    if field in record:
+        return record[field] is None or isinstance(record[field], str)
+    return is_conversation(record) and all(isinstance(record.get(name, []), list)
+                                           for name in LISTS)
 
 
 def check_first_line(path: Path, line: bytes) -> None:
     """Raise ValueError if a .jsonl file is something else."""
-    name = shlex.quote(str(path))
-    if line.count(0) > len(line) // 50 or line.startswith(LFS_POINTER.encode()):
-        raise ValueError(f"{path} is not UTF-8 text: {why_not_text(path, line)}")
+    if kind_of_start(line) is not None or line.count(0) > len(line) // 50:
+        raise ValueError(f"{path} is not UTF-8 text: {why_not_text(path, line, line)}")
     if line.startswith(b"["):
-        raise ValueError(f"{path} is a JSON array, not an object on each line: jq -c '.[]' {name} "
-                         f"> NEW.jsonl makes a .jsonl of it")
+        of_messages = re.match(rb'\[\s*(\[?)\s*\{\s*"(role|content|from|value)"', line)
+        each = "'.[]'"
+        if of_messages:
+            each = "'.[] | {messages: .}'" if of_messages[1] else "'{messages: .}'"
+        raise ValueError(f"{path} is a JSON array, not an object on each line: "
+                         f"{pipe(path, f'jq -c {each}')} > NEW.jsonl makes a .jsonl of it")
     try:
         json.loads(line)
     except json.JSONDecodeError as error:
         if line.startswith(b"{") and error.pos >= len(line.decode(errors="replace")):
             raise ValueError(f"{path} line 1 ends within a JSON object, and each line must hold a "
-                             f"whole one: jq -c . {name} > NEW.jsonl makes a .jsonl of it, unless "
-                             f"it is cut off") from None
+                             f"whole one: {pipe(path, 'jq -c .')} > NEW.jsonl makes a .jsonl of "
+                             f"it, unless it is cut off") from None
     except (ValueError, RecursionError):
         pass                    # why_no_text says it
 
@@ -125,22 +141,25 @@ def why_no_text(line: bytes, field: str) -> str:
     if not isinstance(value, dict):
         return f' is {kind_of_value(value)}, not an object with a string "{field}"'
     if field not in value:
-        return f" has no field {other_fields(field, value)}"
+        texts = [name for name, one in value.items() if isinstance(one, str)]
+        return f" has no field {other_fields(field, value, texts)}"
     if not isinstance(value[field], str):
         return f': "{field}" is {kind_of_value(value[field])}, not a string'
     return f': "{field}" has half a surrogate pair, which is no character: correct the line'
 
 
 # Those of Alpaca, ShareGPT and preference data.
-CONVERSATION_FIELDS = {"instruction", "conversations", "prompt", "response", "chosen", "messages"}
+CONVERSATION_FIELDS = {"instruction", "prompt", "response", "chosen", "question", "answer", *LISTS}
 
 
-def other_fields(field: str, names) -> str:
-    """"text", but what there is instead, and what to do."""
+def other_fields(field: str, names, texts) -> str:
+    """"text", but what there is instead, and what to do. `texts`: those that hold strings."""
     found = ", ".join(f'"{name}"' for name in list(names)[:5]) or "no field"
     if CONVERSATION_FIELDS & set(names):
         return (f'"{field}", but {found}: for conversations rename the fields to "prompt" and '
                 f'"completion", or to "messages" (docs/instructions.md)')
+    if not texts:
+        return f'"{field}", but {found}, and none is a string, as the text must be'
     return f'"{field}", but {found}: give the name of the one with the text to --text-field'
 
 
@@ -168,7 +187,8 @@ def read_texts(path: Path, field: str):
     """Yield the documents of a Parquet file, which are the texts of a column."""
     def choose(kinds):
         if field not in kinds:
-            raise ValueError(f"{path} has no column {other_fields(field, kinds)}")
+            texts = [name for name, kind in kinds.items() if kind.startswith(STRINGS)]
+            raise ValueError(f"{path} has no column {other_fields(field, kinds, texts)}")
         if not kinds[field].startswith(STRINGS):
             raise ValueError(f"{path}: the column \"{field}\" holds {kinds[field]}, not strings: "
                              f"give another to --text-field")

@@ -110,6 +110,8 @@ class Parser(argparse.ArgumentParser):
                 sentence = f"give one of {', '.join(map(str, choices))}"
         elif sentence is None and "invalid float value" in message:
             sentence = "give a number, such as 0.1"
+        elif sentence is None and "expected one argument" in message:
+            sentence = f"a value that begins with - needs {error.argument_name}=VALUE"
         return f"{message}: {sentence}" if sentence else message
 
     def find_advice(self, name: str) -> str | None:

@@ -79,12 +79,16 @@ def read_line() -> str | None:
 
 def read_prompts(args) -> list[str]:
     """The prompts. Raises ValueError for text that is not UTF-8."""
-    prompts = [args.prompt]
-    if args.prompt == "-":
-        if sys.stdin is None:
-            raise ValueError("--prompt - reads standard input, which is closed")
-        prompts = [sys.stdin.read()]
-        if args.num_samples is not None:
-            prompts = prompts[0].removesuffix("\n").split("\n")
-    (args.stop + "".join(prompts)).encode()
-    return prompts
+    text = args.prompt
+    try:
+        if args.prompt == "-":
+            if sys.stdin is None:
+                raise ValueError("--prompt - reads standard input, which is closed")
+            text = sys.stdin.read()
+        (args.stop + text).encode()
+    except UnicodeError as error:
+        raise ValueError(f"the text of --prompt or --stop is not UTF-8 ({error.reason}): convert "
+                         f"it, as by iconv -f WINDOWS-1252 -t UTF-8") from None
+    if args.prompt == "-" and args.num_samples is not None:
+        return text.removesuffix("\n").split("\n")
+    return [text]

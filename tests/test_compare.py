@@ -108,6 +108,7 @@ GPT2 = described("gpt2", 50257, 4.0, d=("text", 1000.25, 62))
 SHORT = described(d=("text", 4001, 8))
 OTHER = described(d=("novel", 7001, 128))
 WEB = described("gpt2", 50257, None, web=("web", 900, 20))
+CHAT = described("bytes", 257, None, d=("chat", 332, 24))
 MIXED = described(d=("text", 4001, 128), e=("novel", 7001, 128))
 
 
@@ -126,8 +127,12 @@ MIXED = described(d=("text", 4001, 128), e=("novel", 7001, 128))
       "2,048 of 4,001 tokens, 16 at a time (a)"]),
     ([("a", 3.0, BYTES), ("b", 2.0, MIXED)], "b a",
      ["note     different validation text: 50% d + 50% e (b); 100% d (a)"]),
+    ([("a", 3.0, BYTES), ("b", 2.0, CHAT)], "a b",
+     ["note     different samples of the validation text: conversations of 332 tokens, in windows "
+      "of 16 (b); 2,048 of 4,001 tokens, 16 at a time (a)",
+      "apart, by nats a token: no bits a byte (conversations, or shards without meta.json)"]),
     ([("a", 3.0, BYTES), ("b", 2.0, WEB), ("c", 1.0, WEB)], "a c b",
-     ["apart, by nats a token: no bits a byte (the shards have no meta.json)",
+     ["apart, by nats a token: no bits a byte (conversations, or shards without meta.json)",
       "note     the chart's unit is nats a token, in which different tokenizers cannot be"]),
     ([("a", 3.0, BYTES), ("b", 2.0, "unknown"), ("c", None, BYTES)], "a b c",
      ["note     what the evaluations of b read is not known (an older version did not write it)",

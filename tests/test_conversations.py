@@ -23,7 +23,7 @@ import data
 import model
 import sample
 import train
-from corpus import conversations, windows
+from corpus import conversations, formats, inputs, windows
 from corpus.conversations import Message, prompt_of, render
 from corpus.prepare import prepare
 from corpus.shards import BEGINS, LEARNT, open_shard, read_meta
@@ -352,12 +352,54 @@ GOOD = pair("a", "b")
     ([GOOD, dict(messages=[dict(role="assistant", content="x", weight=0)])],
      'line 2: a message has "weight" 0, but every answer is learnt'),
     ([dict(instruction="x", output="y")], 'for conversations rename the fields to "prompt" and "c'),
+    ([dict(question="x", answer="y")], 'for conversations rename the fields to "prompt" and'),
+    ([GOOD, messages(("user", [dict(type="image_url")]), ("assistant", "a"))],
+     'line 2: a content has a part that is "image_url", where only text is supported'),
+    ([GOOD, messages(("user", ["x"]), ("assistant", "a"))],
+     'line 2: a content has a part that is "a string", where only text is supported'),
+    ([GOOD, messages((["user"], "x"), ("assistant", "a"))],
+     'line 2: the role ["user"] is none of system, user, assistant'),
+    ([GOOD, messages(("user", "a"), ("assistant", "b")) | dict(tools=[dict(type="function")])],
+     'line 2 has "tools", which no template here writes'),
+    ([GOOD, messages(("system", "a"), ("assistant", "b")) | dict(system="c")],
+     'line 2 has a field "system" and a message of system'),
+    ([GOOD, pair([dict(role="assistant", content="a")], "b")],
+     'line 2: the "prompt" has an answer, and every answer is learnt'),
+    ([[dict(role="user", content="a")]], "is a JSON array, not an object on each line: jq -c "
+     "'{messages: .}' "),
+    ([[[dict(role="user", content="a")]]], "jq -c '.[] | {messages: .}' "),
     ([GOOD, GOOD], "fewer than two different conversations")])
 def test_what_is_no_conversation_is_refused_with_its_place(tmp_path, run_data, records, words):
     status, out, error = run_data("--input", write(tmp_path / "c.jsonl", records), "--out",
                                   tmp_path / "d", "--tokenizer", "bytes")
     assert (status, out) == (2, "") and words in error and error.count("\n") == 1
     assert not list(tmp_path.glob("d/*"))
+
+
+TURNS = [dict(role="user", content="a b"), dict(role="assistant", content="c")]
+SHAREGPT = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
+SYSTEM = dict(role="system", content="s")
+
+
+@pytest.mark.parametrize("record, same_as", [
+    (messages(("user", [dict(type="text", text="a"), dict(type="text", text=" b")]),
+              ("assistant", [dict(type="text", text="c")])), TURNS),
+    (dict(prompt=TURNS[:1], completion=TURNS[1:]), TURNS),
+    (dict(prompt=[SYSTEM, TURNS[0]], completion="c"), [SYSTEM, *TURNS]),
+    (dict(conversations=SHAREGPT), TURNS), (dict(conversations=TURNS), TURNS),
+    (dict(messages=SHAREGPT), TURNS), (dict(messages=TURNS, tools=[]), TURNS),
+    (dict(messages=TURNS, system="s"), [SYSTEM, *TURNS]),
+    (dict(messages=TURNS, system=""), TURNS),
+    (dict(prompt="a b", completion="c", system="s"), [SYSTEM, *TURNS])])
+def test_other_forms_of_a_conversation_are_the_same_conversation(tmp_path, record, same_as):
+    """OpenAI's parts of a content, TRL's lists of messages, ShareGPT's names, and a system message
+    beside the others: in a line of JSON and in a row of Parquet."""
+    expected = [Message(**turn) for turn in same_as]
+    line = write(tmp_path / "c.jsonl", [record])
+    parquet(tmp_path / "c.parquet", [record])
+    for file in (line, tmp_path / "c.parquet"):
+        assert inputs.hold_conversations([file])
+        assert list(formats.read_documents(file, None)) == [expected]
 
 
 @pytest.mark.parametrize("rows, words", [
@@ -385,6 +427,16 @@ def test_text_and_conversations_are_not_mixed_in_one_job(tmp_path, run_data):
     (tmp_path / "t.txt").write_text("text")
     status, _, error = run_data("--input", chat, tmp_path / "t.txt", "--out", tmp_path / "d",
                                 "--tokenizer", "bytes")
+    assert status == 2 and error.count("\n") == 1
+    assert "c.jsonl holds conversations, " in error and "t.txt holds text: prepare each" in error
+    text = write(tmp_path / "t.jsonl", [dict(text="a")])
+    for files in ([text, chat], [chat, text]):      # whichever is the first
+        status, _, error = run_data("--input", *files, "--out", tmp_path / "d")
+        assert status == 2 and "c.jsonl holds conversations, " in error and "t.jsonl holds" in error
+    empty = write(tmp_path / "a.jsonl", [])
+    assert run_data("--input", empty, chat, "--out", tmp_path / "d", "--tokenizer", "bytes")[0] == 0
+    status, _, error = run_data("--input", chat, tmp_path / "t.txt", "--template", "plain", "--out",
+                                tmp_path / "e", "--tokenizer", "bytes")
     assert status == 2 and "t.txt: conversations are lines of JSON or rows of Parquet" in error
     for flags in (["--text-field", "prompt", "--template", "plain"], ["--dataset", "python"]):
         flags = [*flags, "--template", "plain"]
@@ -838,6 +890,26 @@ def test_an_instruct_models_template_is_found(tmp_path, marked_tokenizer, text, 
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("file, content, told", [
+    ("tokenizer_config.json", "[1]", "tokenizer_config.json is refused: it is no object, but list"),
+    ("tokenizer_config.json", "{", "tokenizer_config.json is refused: "),
+    ("chat_template.jinja", "\ud800", "chat_template.jinja is refused: 'utf-8'"),
+    ("tokenizer_config.json", '{"chat_template": 5}', None),
+    ("tokenizer_config.json", '{"chat_template": [{"name": "tools"}]}', "is refused: 'template'"),
+    ("tokenizer_config.json", json.dumps(dict(chat_template=[
+        dict(name="tools", template="x"),
+        dict(name="default", template="<|im_start|>...<|im_end|>")])), "chatml")])
+def test_an_odd_template_of_a_model_is_refused_by_its_file(tmp_path, marked_tokenizer, file,
+                                                           content, told):
+    (tmp_path / file).write_text(content, errors="surrogatepass")
+    own = marked_tokenizer.read_text()
+    try:
+        found = find_template(tmp_path, name_of(own), own)
+    except ValueError as error:
+        found = str(error)
+    assert (found is None) if told is None else told in found
+
+
 def test_a_model_is_imported_tuned_talked_to_and_exported(tmp_path, marked_tokenizer, run_data,
                                                           run_train, monkeypatch, capsys):
     """The four commands of docs/instructions.md and the export, with a Qwen2 of random weights and

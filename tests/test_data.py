@@ -93,6 +93,12 @@ def test_the_default_is_the_standard_library_without_tests_and_packages(tmp_path
     ("--dataset=openwebtext", None, "give fineweb"), ("--dataset none", None, "none"),
     ("--input a.txt", b"x" * 9, "--out"),
     ("--out a.txt", b"x" * 9, "a.txt is not a directory: give another"),
+    ("a.txt --out gone", b"x" * 9, "--out gone is not a directory: give another"),
+    ("a.txt --out held", b"x" * 9, "held/meta.json was made of other text"),
+    ("a.txt --out", b"x" * 9, "--out: expected one argument: a value that begins with - needs"),
+    ("a.txt --tokenizer folder.tiktoken", b"x" * 9, "folder.tiktoken: Is a directory: a file is"),
+    ("a.txt --tokenizer Qwen/Qwen3-8B", b"x" * 9, "tokenizer.json, `python -m tools.huggingface"),
+    ("no\nsuch.txt", None, r"there is no file or folder no\nsuch.txt"),
     ("--dataset fineweb --shards 0", None, "--shards 1 to 103"), ("--shards 2", None, "fineweb"),
     ("--dataset fineweb --shards 104", None, "--shards 1 to 103"),
     ("--dataset fineweb --tokenizer bytes", None, "GPT-2's tokens"),
@@ -105,12 +111,16 @@ def test_a_mistake_in_the_input_ends_in_one_line_and_exit_2(tmp_path, monkeypatc
     written."""
     monkeypatch.chdir(tmp_path)
     Path("fineweb_train_000001.bin").write_bytes(shard([1, 2]))
+    Path("gone").symlink_to("nowhere")
+    for folder in ("held", "folder.tiktoken"):
+        Path(folder).mkdir()
+    Path("held/meta.json").write_bytes(b"\xff")
     if content is not None:
         Path(re.search(r"\w+\.\w+", flags)[0]).write_bytes(content)
     if not flags.startswith("--"):
         flags = f"--out out --tokenizer bytes --input {flags}"
-    before = set(Path().iterdir())
-    status, out, line = run_data(*flags.split())
+    before = set(Path().rglob("*"))
+    status, out, line = run_data(*flags.split(" "))
     assert (status, out, line.count("\n")) == (2, "", 1) and line.startswith("data.py: ")
     assert all(word in line for word in words.split()), line
     assert set(Path().rglob("*")) <= before | {Path("out")}
@@ -286,6 +296,18 @@ def test_small_and_upper_case_input_is_read_and_the_command_fits_it(tmp_path, ru
     seq_len = int(re.search(r" --seq-len (\d+)\n", out)[1])
     made = [data.TokenDataset(tmp_path / "out", split, seq_len) for split in SPLITS]
     assert sum(one.n_tokens for one in made) == 120 and min(one.n_windows for one in made) > 0
+
+
+@pytest.mark.parametrize("out, run", [(".", "out/mine"), ("../mine/", "out/mine"),
+                                      ("a b", "'out/a b'"), ("link", "out/link")])
+def test_the_command_that_trains_has_an_out_of_the_datas_name(tmp_path, monkeypatch, run_data, out,
+                                                              run):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    Path("link").symlink_to(tmp_path)
+    Path("a.txt").write_text("some words\n" * 100)
+    _, told, _ = run_data("--input", "a.txt", "--tokenizer", "bytes", "--out", out)
+    assert re.search(f"\npython train.py --data .* --out {run}( --seq-len .*)?\n", told), told
 
 
 def test_progress_is_told_every_five_seconds(tmp_path, monkeypatch, capsys, run_data):
@@ -471,6 +493,7 @@ def test_endoftext_within_a_line_stays_text_and_is_counted(tmp_path, run_data):
     ('[{"text": "a"}, {"text": "b"}]', "is a JSON array jq -c '.[]'"),
     (json.dumps([dict(text="a")], indent=2), "is a JSON array jq"),
     (json.dumps(dict(text="a"), indent=2), "line 1 ends within a JSON object jq -c ."),
+    ('{"data": [{"text": "a"}]}\n', 'no field "text", but "data", and none is a string'),
     ('{"content": "a", "id": 5}\n' * 30, 'line 1 has no field "text", but "content", "id"'),
     ('"a"\n', "line 1 is a string"), ('{"text": null}\n', 'line 1: "text" is null'),
     ('{"text": ["a"]}\n', 'line 1: "text" is an array'), ("null\n", "line 1 is null")])
@@ -654,14 +677,23 @@ def test_a_json_file_in_a_folder_is_read_if_it_is_by_lines(tmp_path, run_data):
     (folder / "config.json").write_text(json.dumps(dict(text="no", size=5), indent=2))
     (folder / "list.json").write_text('[{"text": "a"}]')
     (folder / "one.json").write_text('{"name": "a"}')
+    (folder / "a.json").write_text('{"text": {"font": "mono"}}')
+    (folder / "locale.json").write_text('{"messages": {"hello": "Hallo"}}')
     flags = "--input", folder, "--tokenizer", "bytes", "--out", tmp_path / "d"
     status, out, error = run_data(*flags)
     assert status == 0 and out.startswith("303 documents, ")
-    assert "1 files are read; skipped: 3 .json without lines of " in error
-    assert '{"text": ...} (config.json)' in error
+    assert "1 files are read; skipped: 5 .json without lines of " in error
+    assert '{"text": ...} (a.json)' in error
     (folder / "b.json.gz").write_bytes((folder / "c4.json.gz").read_bytes()[:500])
     status, out, error = run_data(*flags)
     assert status == 2 and "b.json.gz cannot be read to its end" in error
+
+
+def gz(raw):
+    return gzip.compress(raw, mtime=0)
+
+
+TAR = b"a.txt".ljust(257, b"\0") + b"ustar".ljust(255, b"\0")
 
 
 @pytest.mark.parametrize("name, content, words", [
@@ -669,8 +701,16 @@ def test_a_json_file_in_a_folder_is_read_if_it_is_by_lines(tmp_path, run_data):
     ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS git lfs pull"),
     ("a.txt.gz", b"<!DOCTYPE html><html>", "web page download it again"),
     ("a.txt.gz", b"", "empty copy"), ("a.txt.zst", b"", "cut off"), ("a.parquet", b"", "cut off"),
-    ("a.txt", gzip.compress(b"some text " * 50), "gzip name it .txt.gz"),
-    ("a.jsonl.gz", b"PAR1" * 20, "Parquet give it a name that ends in .parquet")])
+    ("a.txt", gz(b"some text " * 50), "gzip name it .txt.gz"),
+    ("a.jsonl.gz", b"PAR1" * 20, "Parquet give it a name that ends in .parquet"),
+    ("a.jsonl.gz", gz(gz(b"{}")), "gzip once it is decompressed gunzip"),
+    ("a.txt.gz", gz(TAR),
+     "tar archive once it is decompressed unpack it"),
+    ("a.txt", TAR, "tar archive tar -xf"),
+    ("a.jsonl", b"<!DOCTYPE html><html>\n", "web page download it again"),
+    ("a.txt.gz", gz("é".encode("latin-1") * 9), "gunzip -c | iconv WINDOWS NEW.txt"),
+    ("a.jsonl.gz", gz(b'[{"text": "a"}]'), "JSON array gunzip -c | jq -c '.[]'"),
+    ("a.jsonl.gz", gz(b'{\n"text": "a"}'), "ends within gunzip -c | jq -c .")])
 def test_a_file_of_another_kind_than_its_name_says_is_called_by_its_kind(tmp_path, run_data, name,
                                                                          content, words):
     (tmp_path / name).write_bytes(content)

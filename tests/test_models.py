@@ -173,7 +173,22 @@ def test_a_round_trip_changes_no_bit(theirs_and_ours, tmp_path, name):
     ("olmo", dict(clip_qkv=8.0), "its clip_qkv is 8.0"),
     ("gpt_neox", dict(attention_bias=False), "its attention_bias is False"),
     ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]),
-     "its layer_types have sliding_attention")])
+     "its layer_types have sliding_attention"),
+    ("llama", dict(vocab_size="160"), "its vocab_size is '160', not a whole number above 0"),
+    ("llama", dict(num_hidden_layers=2.0), "its num_hidden_layers is 2.0, not a whole number"),
+    ("llama", dict(num_hidden_layers=-1), "its num_hidden_layers is -1, not a whole number"),
+    ("llama", dict(rms_norm_eps="1e-5"), "its rms_norm_eps is '1e-5', not a number"),
+    ("llama", dict(num_key_value_heads=-2), "its num_key_value_heads is -2, not a whole number"),
+    ("llama", dict(tie_word_embeddings=1), "its tie_word_embeddings is 1, not true or false"),
+    ("llama", dict(rope_parameters=dict(rope_type="llama3", factor=8.0)),
+     "its rope_type is llama3, but it lacks low_freq_factor, high_freq_factor, original_max"),
+    ("llama", dict(rope_parameters="default"), "its rope_parameters is 'default', where models/"),
+    ("llama", dict(rope_parameters=dict(full_attention=dict(rope_theta=5e5))),
+     "its rope_parameters is {'full_attention': .*, where models/llama.py has one object for all"),
+    ("llama", dict(hidden_act=["silu"]), r"its hidden_act is \['silu'\], models/llama.py has only"),
+    ("llama", dict(model_type=["llama"]), r"its model_type \['llama'\] is none of gpt2"),
+    ("llama", dict(quantization_config=dict(quant_method="gptq")),
+     "it has a quantization_config: give the model before it was quantised")])
 def test_what_the_model_cannot_be_is_refused_by_its_key(theirs_and_ours, name, changes, words):
     """A ValueError names the key of config.json and its value."""
     folder, *_ = theirs_and_ours(name)
@@ -182,6 +197,42 @@ def test_what_the_model_cannot_be_is_refused_by_its_key(theirs_and_ours, name, c
         del config["rope_parameters"]
     with pytest.raises(ValueError, match=words):
         families.model_config(config | changes)
+
+
+@pytest.mark.parametrize("name, changes, words", [
+    ("llama", {"model.layers.0.mlp.up_proj.weight": torch.ones(48, 32, dtype=torch.int8)},
+     "layers.0.mlp.up_proj.weight holds torch.int8, not floating-point numbers"),
+    ("llama", {"model.layers.0.mlp.up_proj.weight": torch.full((80, 48), torch.inf)},
+     "layers.0.mlp.up_proj.weight holds numbers that are not finite"),
+    ("llama", {"model.layers.0.self_attn.q_proj.weight": torch.ones(3, 48)},
+     "layers.0.self_attn.q_proj.weight has shape (3, 48) and "),
+    ("llama", {"model.layers.0.self_attn.q_proj.bias": torch.ones(48)},
+     "has 1 tensors that config.json does not account for, such as layers.0.self_attn.q_proj.bias"),
+    ("llama", {"model.layers.9.mlp.up_proj.weight": torch.ones(2)}, "such as layers.9.mlp.up_proj"),
+    ("tied", {"lm_head.weight": torch.ones(160, 48)},
+     "lm_head.weight differs from the embedding, but config.json ties them"),
+    ("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, ""),
+    ("llama", {"v_head.summary.weight": torch.ones(1, 48)},
+     "1 tensors are left out, which are no part of the model, such as v_head.summary")])
+def test_an_import_takes_every_tensor_of_a_model_or_says_which_not(theirs_and_ours, tmp_path,
+                                                                   capsys, name, changes, words):
+    """Refused are tensors that are not what config.json says; a note tells of those outside of the
+    model; buffers of older files are left out."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder, *_ = theirs_and_ours("llama")
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    if name == "tied":
+        config["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.save(tensors | changes, tmp_path / "pytorch_model.bin")
+    try:
+        huggingface.import_model(str(tmp_path), tmp_path / "new.pt", hub="")
+        told = capsys.readouterr().err
+    except ValueError as error:
+        told = str(error)
+    assert words in told and bool(told) == bool(words)
+    assert (tmp_path / "new.pt").exists() == (told == "" or "note: " in told)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -2211,7 +2211,9 @@ def test_the_first_sample_is_shown_as_it_grows_but_for_what_may_begin_the_stop_t
     ("--device gpu", "give cuda"), ("--num_beams=4", "leave it out: --temperature, --top-k and"),
     ("--max-tokens x", "--max-tokens"), ("--device cuda", "no CUDA device"),
     ("--seed -1", "--seed"), ("--seed 99999999999999999999", "--seed"), ("--nonsense", "--nons"),
-    ("--prompt \udce9", "surrogates not allowed"), ("--stop \udce9", "surrogates not allowed")])
+    ("--prompt --x", "expected one argument: a value that begins with - needs --prompt=VALUE"),
+    ("--prompt \udce9", "--stop is not UTF-8 (surrogates not allowed): convert it, as by iconv"),
+    ("--stop \udce9", "surrogates not allowed")])
 def test_sampling_mistakes_end_in_one_line_and_exit_2(run_sample, flags, message):
     """Nothing else is printed; the line names the flag, and the one meant if it knows it."""
     status, out, error = run_sample(*flags.split())

@@ -7,6 +7,7 @@ from pathlib import Path
 from corpus.conversations import MARKS, has_marks
 from corpus.formats import EOT
 from corpus.tokenizers import get_tokenizer
+from runtime.checkpoint_files import reading
 
 PLAIN = """{{ 'EOT' }}{% for message in messages %}\
 {{ message['role'] + ':\\n' + message['content'] }}\
@@ -29,6 +30,18 @@ def in_jinja(template: str, encoding) -> str:
     return text.replace("EOT", getattr(encoding, "end_of_text", EOT))
 
 
+def template_of(config: Path):
+    """The chat_template in a tokenizer_config.json; of several that have names, the default."""
+    with reading(config, "is refused"):
+        content = json.loads(config.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it is no object, but {type(content).__name__}")
+        templates = content.get("chat_template")
+        if isinstance(templates, list):
+            templates = {one["name"]: one["template"] for one in templates}.get("default")
+        return templates
+
+
 def find_template(folder: Path, tokenizer: str, own: str | None) -> str | None:
     """The name of the template that a model's folder has; None if it has none, or another one.
     `own` is the content of the tokenizer's file, if it has one."""
@@ -36,9 +49,10 @@ def find_template(folder: Path, tokenizer: str, own: str | None) -> str | None:
     config = folder / "tokenizer_config.json"
     text = None
     if path.exists():
-        text = path.read_text(encoding="utf-8")
+        with reading(path, "is refused"):
+            text = path.read_text(encoding="utf-8")
     elif config.exists():
-        text = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+        text = template_of(config)
     if not isinstance(text, str):
         return None
     encoding = get_tokenizer(tokenizer, own)

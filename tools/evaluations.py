@@ -72,8 +72,10 @@ def sample_key(data: dict, one_tokenizer=True) -> tuple:
 def sample_words(data: dict) -> str:
     sources = read_sources(data).values()
     tokens = data["seq_len"] * sum(source["sequences"] for source in sources)
-    return (f"{tokens:,} of {sum(source['val_tokens'] for source in sources):,} tokens, "
-            f"{data['seq_len']} at a time")
+    n_tokens = sum(source["val_tokens"] for source in sources)
+    if tokens > n_tokens:           # windows of conversations are padded
+        return f"conversations of {n_tokens:,} tokens, in windows of {data['seq_len']}"
+    return f"{tokens:,} of {n_tokens:,} tokens, {data['seq_len']} at a time"
 
 
 def test_key(data: dict | None) -> tuple | None:
@@ -167,7 +169,9 @@ def order(runs: list) -> tuple[list[str], list[tuple[str, list]]]:
         notes.append("so the order is by bits a byte, not by nats a token")
     sections = [("", [found.run for found in measured])]
     for key, group in tests.items():
-        why = "the shards have no meta.json" if key is not None else "an older version wrote none"
+        why = "conversations, or shards without meta.json"
+        if key is None:
+            why = "an older version wrote none"
         sections.append((f"apart, by nats a token: no bits a byte ({why})",
                          [found.run for found in group if found not in measured]))
     sections.append(("without an evaluation", rest))

@@ -133,6 +133,11 @@ FAMILIES = {
                            only={"attention_bias": (False, False), "clip_qkv": (None, None)}),
     "gpt_neox": NEOX,
 }
+# {type of a default: (the types of other values, what they are)}
+VALUES = {bool: (bool, "true or false"), int: (int, "a whole number"),
+          float: ((int, float), "a number")}
+# Tensors that older files have beside the parameters, which follow from config.json.
+BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
 PREFIXES = re.compile(r"^(transformer|gpt_neox|(model\.)?decoder|model)\.")     # some files lack it
 
 
@@ -202,8 +207,10 @@ def to_theirs(name: str, full: torch.Tensor, family: Family,
 
 def model_config(config: dict) -> GPTConfig:
     """config.json -> our config. Raises ValueError for an architecture that we do not have."""
+    if not isinstance(config, dict):
+        raise ValueError(f"it is no object, but {type(config).__name__}")
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if model_type not in list(FAMILIES):            # of a list: a wrong value may have no hash
         raise ValueError(f"its model_type {model_type!r} is none of {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     for key, (value, default) in family.only.items():
@@ -211,15 +218,19 @@ def model_config(config: dict) -> GPTConfig:
             raise ValueError(f"its {key} is {config.get(key, default)!r}, models/llama.py has "
                              f"only {value!r}")
     config = {key: value for key, value in config.items() if value is not None}     # null: default
+    if "quantization_config" in config:
+        raise ValueError("it has a quantization_config: give the model before it was quantised")
     for theirs in family.shape.values():
         if theirs not in config:
             raise ValueError(f"it lacks {theirs}")
+        if type(config[theirs]) is not int or config[theirs] < 1:
+            raise ValueError(f"its {theirs} is {config[theirs]!r}, not a whole number above 0")
     shape = {ours: config[theirs] for ours, theirs in family.shape.items()}
     if family.fields is not None:
         return llama_config(config, shape, family)
 
     activation = config.get("activation_function", family.activation)
-    if activation not in ACTIVATIONS:
+    if activation not in list(ACTIVATIONS):
         raise ValueError(f"its activation_function is {activation!r}, model.py has only "
                          f"{', '.join(ACTIVATIONS)}")
     width = shape["n_embd"]
@@ -233,20 +244,32 @@ def model_config(config: dict) -> GPTConfig:
 def llama_config(config: dict, shape: dict, family: Family) -> LlamaConfig:
     """`model_config` of a Llama or a relative; `shape` is what it has of `family.shape`."""
     activation = config.get("hidden_act", family.activation)
-    if activation not in LLAMA_ACTIVATIONS:
+    if activation not in list(LLAMA_ACTIVATIONS):
         raise ValueError(f"its hidden_act is {activation!r}, models/llama.py has only "
                          f"{', '.join(LLAMA_ACTIVATIONS)}")
     kinds = set(config.get("layer_types", [])) - {"full_attention"}
     if kinds:
         raise ValueError(f"its layer_types have {', '.join(sorted(kinds))}, models/llama.py has "
                          f"only full_attention")
-    shape |= {ours: config.get(theirs, default)
-              for ours, (theirs, default) in family.optional.items()}
+    for ours, (theirs, default) in family.optional.items():
+        shape[ours] = config.get(theirs, default)
+        types, kind = VALUES[type(default)]
+        if not isinstance(shape[ours], types) or shape[ours] < 0:
+            raise ValueError(f"its {theirs} is {shape[ours]!r}, not {kind}")
     if not config.get("use_parallel_residual", True):
         shape["residual"] = "serial"
-    rope = config.get("rope_scaling", {}) | config.get("rope_parameters", {})
+    rope = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        given = config.get(key, {})
+        if not isinstance(given, dict) or any(isinstance(one, dict) for one in given.values()):
+            raise ValueError(f"its {key} is {given!r}, where models/llama.py has one object for "
+                             f"all layers")
+        rope |= given
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
+        missing = [key for key in LLAMA3_ROPE if key not in rope]
+        if missing:
+            raise ValueError(f"its rope_type is llama3, but it lacks {', '.join(missing)}")
         shape["rope_scaling"] = tuple(float(rope[key]) for key in LLAMA3_ROPE)
     elif kind != "default":
         raise ValueError(f"its rope_type is {kind!r}, models/llama.py has only default and llama3")

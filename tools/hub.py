@@ -96,7 +96,10 @@ def fetch(source: str, folder: Path, hub: str, check: Callable[[Path], object]) 
 def files_of_index(index: Path) -> list[Path]:
     """The files that an index lists, which stand beside it."""
     with reading(index, "is refused"):
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        weight_map = json.loads(index.read_text()).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError("its weight_map is no object of names and files")
+        names = sorted(set(map(str, weight_map.values())))
         for name in names:
             if Path(name).name != name:
                 raise ValueError(f"{name} is not a file beside it")
@@ -128,5 +131,7 @@ def tensor_readers(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
             verify(file)
         with reading(file, "is refused"):
             tensors = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
+            if not isinstance(tensors, dict):
+                raise ValueError(f"it holds no names of tensors, but {type(tensors).__name__}")
             readers = {name: partial(tensors.get, name) for name in tensors}
     return {PREFIXES.sub("", name): reader for name, reader in readers.items()}

@@ -37,8 +37,8 @@ from runtime.commandline import Parser
 from runtime.directory import new_run
 from runtime.flops import parameter_count
 from tools.chat_templates import find_template, in_jinja
-from tools.families import (END_OF_TEXT, FAMILIES, Family, config_json, model_config, their_names,
-                            to_ours, to_theirs)
+from tools.families import (BUFFERS, END_OF_TEXT, FAMILIES, Family, config_json, model_config,
+                            their_names, to_ours, to_theirs)
 from tools.hub import IS_ADAPTER, check_source, fetch, tensor_readers, weight_files
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -88,14 +88,8 @@ def import_model(source: str, file: Path, hub: str) -> None:
         readers |= tensor_readers(part)
     parameters = {}
     for name, shape in parameter_shapes(cfg).items():
-        theirs = their_names(name, family)
-        for one in theirs:
-            if one not in readers:
-                raise ValueError(f"{folder} has no tensor {one}")
-        full = to_ours(name, [readers[one]() for one in theirs], family, cfg).float()
-        if tuple(full.shape) != shape:
-            raise ValueError(f"{folder}: {theirs[0]} has shape {tuple(full.shape)}, not {shape}")
-        parameters[name] = full
+        parameters[name] = read_parameter(name, shape, readers, folder, family, cfg)
+    check_unused(readers, parameters, folder, family)
     tokenizer, path = find_tokenizer(folder, config)
     state = {key: {} for key in KEYS} | dict(
         format=FORMAT, step=0, consumed_samples=0, tokens=0, optimizer_steps=0, data=None,
@@ -103,7 +97,12 @@ def import_model(source: str, file: Path, hub: str) -> None:
     if path is not None:
         state["tokenizer_file"] = read_file(path)
     if path is not None or tokenizer in ("gpt2", "bytes"):
-        template = find_template(folder, tokenizer, state.get("tokenizer_file"))
+        template = None
+        try:
+            template = find_template(folder, tokenizer, state.get("tokenizer_file"))
+        except ConnectionError as error:        # the tokens of its marks are not known
+            print(f"huggingface.py: note: no template of conversations is looked for: {error}",
+                  file=sys.stderr)
         if template is not None:
             state["template"] = template
     write_file(state, file.with_name(file.name + ".tmp"), file)
@@ -118,6 +117,54 @@ def import_model(source: str, file: Path, hub: str) -> None:
     elif tokenizer not in ("gpt2", "bytes"):
         print(f"Its tokenizer is not ours: sample.py cannot read or write its tokens, and --data "
               f"must have been made with it (tokenizer {tokenizer!r} in meta.json)")
+
+
+def read_parameter(name: str, shape: tuple, readers: dict, folder: Path, family: Family,
+                   cfg: GPTConfig) -> torch.Tensor:
+    """Our parameter of this name and shape, fp32. Raises ValueError if the tensors do not make it.
+    """
+    theirs = their_names(name, family)
+    tensors = []
+    for one in theirs:
+        if one not in readers:
+            raise ValueError(f"{folder} has no tensor {one}")
+        tensor = readers[one]()
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            kind = getattr(tensor, "dtype", type(tensor).__name__)
+            raise ValueError(f"{folder}: {one} holds {kind}, not floating-point numbers: give the "
+                             f"model before it was quantised")
+        tensor = tensor.float()
+        if not tensor.isfinite().all():
+            raise ValueError(f"{folder}: {one} holds numbers that are not finite: give another "
+                             f"copy of the model")
+        tensors.append(tensor)
+    try:
+        full = to_ours(name, tensors, family, cfg)
+        found = tuple(full.shape)
+    except RuntimeError:                # they do not fit to each other
+        found = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+    if found != shape:
+        raise ValueError(f"{folder}: {theirs[0]} has shape {found}, not {shape}")
+    return full
+
+
+def check_unused(readers: dict, parameters: dict, folder: Path, family: Family) -> None:
+    """Raise ValueError if a block has a tensor that our model has no place for, or the head of a
+    tied model differs from its embedding. A note tells of tensors outside of the model."""
+    used = {one for name in parameters for one in their_names(name, family)}
+    unused = sorted(one for one in readers if one not in used and not BUFFERS.search(one))
+    in_blocks = [one for one in unused if one.startswith(f"{family.blocks}.")]
+    if in_blocks:
+        raise ValueError(f"{folder} has {len(in_blocks):,} tensors that config.json does not "
+                         f"account for, such as {in_blocks[0]}: the model would be another")
+    for head in {"lm_head.weight", "embed_out.weight"} & set(unused):       # of a tied model
+        unused.remove(head)
+        if not readers[head]().float().equal(parameters["embed.token.weight"]):
+            raise ValueError(f"{folder}: {head} differs from the embedding, but config.json ties "
+                             f"them: set its tie_word_embeddings to false")
+    if unused:
+        print(f"huggingface.py: note: {folder}: {len(unused):,} tensors are left out, which are no "
+              f"part of the model, such as {unused[0]}", file=sys.stderr)
 
 
 def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
@@ -142,7 +189,7 @@ def find_tokenizer(folder: Path, config: dict) -> tuple[str, Path | None]:
 def tokenizer_name(config: dict) -> str:
     """Our exports name it. OPT numbers GPT-2's tokens differently, and other models of GPT-2's
     architecture have added some: theirs get a name that no other tokenizer has."""
-    if "tokenizer" in config:
+    if isinstance(config.get("tokenizer"), str):
         return config["tokenizer"]
     if config["model_type"] == "gpt2" and config["vocab_size"] == 50257:
         return "gpt2"
