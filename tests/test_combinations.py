@@ -28,17 +28,22 @@ from tests.harness import (BOUNDS, CFG, COVER, TWO_STEPS, assert_same_rows, colu
 # Every two options together
 # ---------------------------------------------------------------------------------------------
 
+def ranks_of(row):
+    return dp_for(row) * row["tp"] * row["pp"] * row["cp"]
+
+
 @pytest.mark.claim("Every pair of options that may be combined trains as one process does.")
 @pytest.mark.parametrize("row, long", [
     *((row, False) for row in COVER),
-    *(pytest.param(row, True, marks=pytest.mark.slow) for row in COVER)],
+    *(pytest.param(row, True, marks=pytest.mark.slow) for row in COVER
+      if row["dtype"] in BOUNDS or ranks_of(row) <= 4)],
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x))
 def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row, long):
     """In two steps (long: 20) losses, each parameter's gradients and norms are those of one
     process, and the first gradients those of the plain model by autograd, to the BOUNDS; in 16
     bits those of fp64, to 0.001, 0.05 and 0.01, because a loss alone would not show what Adam's
-    division hides. Long runs in 16 bits: 60 steps, within 0.05 nats."""
-    dtype, tp, pp, cp = row["dtype"], row["tp"], row["pp"], row["cp"]
+    division hides. Long runs in 16 bits, on up to four ranks: 60 steps, within 0.05 nats."""
+    dtype, tp, pp = row["dtype"], row["tp"], row["pp"]
     half = dtype not in BOUNDS
     dp = dp_for(row)
     cfg = deep_enough_for(row)
@@ -48,7 +53,7 @@ def test_every_combination_trains_as_one_process(pool, tmp_path, reference, row,
         changes = TWO_STEPS if dtype == "fp64" else dict(steps=2)
     microbatch = 4 if row["pp_schedule"] == "gpipe" else 2      # of GPipe two, of others four
     look = nothing if half and long else whole_gradient
-    ours = pool.run(dp * tp * pp * cp, run_steps, (dp, tp, pp), settings(
+    ours = pool.run(ranks_of(row), run_steps, (dp, tp, pp), settings(
         tmp_path, micro_batch=microbatch // dp, **row, **changes), cfg, look, None,
         without_saves)[0]
     masters = torch.float64 if dtype == "fp64" else torch.float32
@@ -90,7 +95,7 @@ def compiled_steps(rank, world, layout, config, cfg, backend):
         ((2, 1, 1), dict(zero=3, recompute=True), 0.0, 4),
         ((1, 1, 2), dict(zero=2, pp=2, dtype="bf16"), 0.0, 3),
         ((1, 1, 1), dict(dtype="fp16"), 0.1, 12),
-        ((2, 2, 2), dict(tp=2, pp=2, zero=2, pp_schedule="1f1b", recompute=True), 0.0, 9)])])
+        ((1, 2, 2), dict(tp=2, pp=2, pp_schedule="1f1b", recompute=True), 0.0, 9)])])
 def test_compiled_blocks_train_as_they_are(tmp_path, model, layout, flags, dropout, graphs,
                                            backend):
     """Losses and norms are those without --compile, to 1e-5, in 16 bits to eps (fused operations

@@ -22,7 +22,7 @@ from parallelism.exact_sums import ExactSums, plain_exact_sum
 from tests.harness import (after_backward, column, differences, relative, run_steps, same_bits,
                            settings, trained, watched, whole_gradient)
 
-PAIRS = int(os.environ.get("PAIRS", 14))        # of random layouts, all but two of them slow
+PAIRS = int(os.environ.get("PAIRS", 9))        # of random layouts, all but two of them slow
 
 
 def terms_of_many_sizes(count, seed=0):
