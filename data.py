@@ -11,7 +11,7 @@
     consumed    how many sequences (windows) a run has read or left out. Its sequences are numbered
                 0, 1, ...; which window is number n is a function of (seed, n), in every layout
 
-`plain_shards` makes shards in the plainest form. `python data.py` makes the same ones from files of
+`plain_prepare` makes shards in the plainest form. `python data.py` makes the same ones from files of
 any size and kind: corpus/program.py has its flags, corpus/prepare.py the work.
 
     python data.py                           # the standard library's source, bytes, no network
@@ -43,7 +43,7 @@ NOT_LEARNT = -1             # in place of a target: model.IGNORE_INDEX
 
 # ---- Shards ---------------------------------------------------------------------------------
 
-def plain_shards(texts, tokenizer, directory: Path, seed=0) -> None:
+def plain_prepare(texts, tokenizer, directory: Path, seed=0) -> None:
     """Write one shard for each split. The split of a text is a function of (seed, text). There must
     be 20 texts or more of similar lengths; corpus/split.py has rules for others."""
     tokens = dict(train=[], val=[])

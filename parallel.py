@@ -1,14 +1,13 @@
-"""All of 3D parallelism, as simply as possible: data, pipeline and tensor parallelism of the GPT,
-with sequence and context parallelism and ZeRO. It runs on CPUs.
+"""3D parallelism of the GPT in its plainest form: data, pipeline and tensor parallelism, with
+sequence and context parallelism and ZeRO. It runs on CPUs.
 
     python data.py; python parallel.py                                  # in one process
     torchrun --nproc_per_node=8 parallel.py --tp 2 --pp 2 --zero 1      # dp = 8 / (tp pp) = 2
 
-trains the quick start's model on its data for 20 steps. train.py, run the same way, has the same
-losses to 1e-5, in any layout: the same seed and the same global batch give the same loss and
-gradients, up to the order of additions. The sections below are the program; flags choose what runs.
-Little is done for speed: buckets show how communication overlaps backward. Read it, run it, change
-it.
+trains the quick start's model on its data for 20 steps. With one seed and one global batch every
+layout has the same losses and gradients, up to the order of additions; those of train.py agree to
+1e-5. The sections below are the program; flags choose what runs. Nothing is tuned for speed, but
+buckets overlap communication with backward. Read it, run it, change it.
 
     1. Ranks                    their grid, their groups, their collectives
     2. Tensor parallelism       each matrix is cut             --tp, --sequence-parallel
@@ -48,14 +47,14 @@ from model import GPT, GPTConfig, ceil_div
 #                                                same weights       (0 4) (1 5) (2 6) (3 7)
 #
 # Tensor parallelism communicates most (four all-reduces per block and microbatch: two forward, two
-# backward), so its ranks are adjacent and share a machine. Those of context parallelism, which
-# exchange keys and values in each block, come next. Pipelines send only activations between
-# neighbours. Data parallelism reduces gradients once a step (ZeRO 2: once per microbatch; ZeRO 3
-# gathers parameters, too) and may cross the network (Narayanan et al. 2021, section 3).
+# backward), so its ranks are adjacent and share a machine. Context parallelism exchanges keys and
+# values in each block, so its ranks come next. Pipelines send only activations between neighbours.
+# Data parallelism reduces gradients once a step (ZeRO 2: once per microbatch; ZeRO 3 gathers
+# parameters, too), so its ranks may be on different machines (Narayanan et al. 2021, section 3).
 # ---------------------------------------------------------------------------------------------
 
 
-GROUPS = ("tp", "cp", "replicas", "pp", "world", "embedding")
+GROUPS = ("tp", "cp", "replicas", "pp", "world", "embedding")       # see Grid.members
 
 
 class Grid:
@@ -81,7 +80,7 @@ class Grid:
         self.groups = dict.fromkeys(GROUPS)
 
     def members(self, kind: str) -> list[int]:
-        """The ranks of this rank's group of a kind."""
+        """The ranks in this rank's group of this kind."""
         d, p, c, t = self.dp_rank, self.stage, self.cp_rank, self.tp_rank
         members = dict(
             tp=self.ranks[d, p, c, :],                  # share each matrix
@@ -94,8 +93,9 @@ class Grid:
 
 
 def make_groups(grid: Grid) -> None:
-    """Create this rank's process groups. (PyTorch names a group after the number of groups that a
-    rank has, so "embedding" comes last: a rank in the middle of a pipeline is in none.)"""
+    """Create this rank's process groups. Only the members of a group create it. (PyTorch names it
+    after the number of groups that a member already has, which must be equal. So "embedding" comes
+    last: a rank in the middle of a pipeline has none.)"""
     for kind in GROUPS:
         ranks = grid.members(kind)
         if grid.rank in ranks and len(set(ranks)) > 1:
@@ -179,7 +179,7 @@ class ReduceScatter(torch.autograd.Function):
 #   g: all-reduce forward, identity backward     (y is a sum, so each term has the gradient of y)
 #
 # Attention is cut the same way: each rank has some heads instead of some columns. nn.Linear stores
-# its weight as (out, in), so "by columns" cuts dimension 0. In use: parallelism/tensor.py.
+# its weight as (out, in), so "by columns" cuts dimension 0. In train.py: parallelism/tensor.py.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -219,10 +219,10 @@ class ReduceFromRanks(torch.autograd.Function):
 #   f: all-gather forward,     reduce-scatter backward
 #   g: reduce-scatter forward, all-gather backward
 #
-# f and g together send as much as one all-reduce, and the activations from g to f take 1 / tp of
-# the memory. A LayerNorm, a bias after g and the position embedding see this rank's positions
-# alone, so their gradients are summed over the tp ranks (in `plain_3d_step`). In use:
-# parallelism/sequence.py.
+# f and g together send as much as one all-reduce, so no more than without it, and the activations
+# from g to f take 1 / tp of the memory. A LayerNorm, a bias after g and the position embedding see
+# this rank's positions alone, so their gradients are summed over the tp ranks (in `plain_3d_step`).
+# In train.py: parallelism/sequence.py.
 
 
 def f(x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -244,7 +244,9 @@ def cut(parameter: nn.Parameter, dim: int, grid: Grid, stacked: int = 1) -> nn.P
     and v are, each is cut by itself: (3C, C) -> (3C / tp, C)."""
     parts = [matrix.chunk(grid.tp, dim)[grid.tp_rank] for matrix in parameter.chunk(stacked, dim)]
     own = nn.Parameter(torch.cat(parts, dim).detach())
-    own.is_cut = True           # no other rank of the tp group has it: see `plain_norm_squared`
+    # Every tp rank has another part. Parameters without this mark are whole on each of them, so
+    # the norm counts them once, and with sequence parallelism their gradients are summed.
+    own.is_cut = True
     return own
 
 
@@ -301,8 +303,8 @@ class PlainVocabEmbedding(nn.Module):
 
 
 class PlainPositionEmbedding(nn.Module):
-    """Position i of this rank -> row own[i] of the whole matrix, where own has their numbers in the
-    sequence. The sequence has as many positions as the matrix has rows."""
+    """Position i of this rank -> row own[i] of the whole matrix: `own` has the positions of the
+    sequence that this rank holds. The sequence has as many as the matrix has rows."""
 
     def __init__(self, whole: nn.Embedding, grid: Grid):
         super().__init__()
@@ -374,7 +376,7 @@ def plain_tensor_parallel(model: GPT, grid: Grid) -> None:
 #
 # In both a stage idles for (p - 1) / (m + p - 1) of the time, the bubble. With GPipe it keeps the
 # activations of m microbatches, with 1F1B of p at most: each B frees those of its microbatch.
-# In use: parallelism/pipeline.py; more orders: parallelism/schedules.py.
+# In train.py: parallelism/pipeline.py; more orders: parallelism/schedules.py.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -385,8 +387,8 @@ def stage_layers(n_layer: int, pp: int, stage: int) -> range:
 
 
 def keep_stage(model: GPT, grid: Grid, layers) -> None:
-    """Keep these layers. The first stage also keeps the embedding, the last one the head; model.GPT
-    runs what is left."""
+    """Keep these layers. The first stage also keeps the embedding, the last one the head. The
+    forward of model.GPT leaves out what is None, so it runs the rest as a stage."""
     for name in list(model.blocks):
         if int(name) not in layers:
             del model.blocks[name]
@@ -402,8 +404,8 @@ def plain_gpipe(stage: int, stages: int, m: int) -> list[tuple]:
 
 
 def plain_1f1b(stage: int, stages: int, m: int) -> list[tuple]:
-    """One forward for each later stage, because no gradient arrives before those have run; then a
-    forward and a backward in turn; then the backwards that are left."""
+    """Warm-up: one forward for each later stage, because no gradient arrives before those have run.
+    Steady state: a forward and a backward in turn. Cool-down: the backwards that are left."""
     ahead = min(stages - 1 - stage, m)
     order = [("F", i) for i in range(ahead)]
     for i in range(m - ahead):
@@ -415,8 +417,8 @@ SCHEDULES = {"gpipe": plain_gpipe, "1f1b": plain_1f1b}
 
 
 def plain_pipeline(stage: GPT, batch: list, order: list, total: int, grid: Grid) -> float:
-    """Add the gradients of the mean loss over `total` tokens; return the sum of the losses (0 on
-    all stages but the last).
+    """Run the stage's forwards and backwards in this order. They add the gradients of the mean loss
+    over `total` tokens. Returns the sum of the losses (0 on all stages but the last).
 
     stage   maps tokens, or activations (B, T, C), to activations; the last one maps them and the
             targets to the sum of the losses
@@ -425,17 +427,19 @@ def plain_pipeline(stage: GPT, batch: list, order: list, total: int, grid: Grid)
 
     A receive waits for its message. A send does not wait for its receiver: with 1F1B two neighbors
     send to each other, and would both wait forever. (NCCL needs more: PP3 in pipeline.py.)"""
-    previous = grid.rank - grid.cp * grid.tp
-    following = grid.rank + grid.cp * grid.tp
-    parts = grid.tp if grid.sequence_parallel else 1
+    previous = grid.rank - grid.cp * grid.tp        # in the order of section 1, a stage is cp x tp
+    following = grid.rank + grid.cp * grid.tp       # ranks long
+    parts = grid.tp if grid.sequence_parallel else 1        # an activation has T / parts positions
     loss_sum = 0.0
     kept = {}           # microbatch: (x, y), the stage's input and output, from F to B
     sends = []
     for kind, i in order:
         if kind == "F":
-            x, targets = batch[i]
-            if not grid.is_first:
-                x = torch.empty(len(x), x.shape[1] // parts, stage.cfg.n_embd,
+            tokens, targets = batch[i]
+            if grid.is_first:
+                x = tokens
+            else:
+                x = torch.empty(len(tokens), tokens.shape[1] // parts, stage.cfg.n_embd,
                                 dtype=next(stage.parameters()).dtype)
                 dist.recv(x, src=previous)
                 x.requires_grad_()
@@ -464,8 +468,8 @@ def plain_pipeline(stage: GPT, batch: list, order: list, total: int, grid: Grid)
 # 4. Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020)
 #
 # Every replica trains on its share of the batch. The gradients are summed over the replicas. The
-# replicas start equal (from the same seed), make the same update, and so stay equal. In use:
-# parallelism/zero.py. The whole idea, if each rank of the default group is a replica:
+# replicas start equal (from the same seed), make the same update, and so stay equal. In train.py:
+# parallelism/zero.py. The whole idea, if every process is a replica:
 # ---------------------------------------------------------------------------------------------
 
 
@@ -480,10 +484,11 @@ def plain_step(model, optimizer, tokens, targets):
     optimizer.step()                                                # on every rank the same
 
 
-class Bucket:
-    """Gradients that are sent in one message. Autograd calls the hook of a parameter when it has
-    added to its .grad. The last hook starts the all-reduce, which runs while backward computes the
-    gradients of the next bucket. All replicas complete them in the same order, that of backward:
+class PlainBucket:
+    """Gradients that are sent in one message: many small ones would take longer. Autograd calls the
+    hook of a parameter after it has accumulated into .grad. The last hook starts the all-reduce,
+    which runs while backward computes the gradients of the next bucket. All replicas complete them
+    in the same order, that of backward:
 
         backward      head     block 1          block 0          embedding
         all-reduce             head ------->    block 1 ------>  block 0 ------>  embedding ------>
@@ -495,7 +500,7 @@ class Bucket:
             parameter.register_post_accumulate_grad_hook(self.grad_ready)
 
     def begin_step(self, num_microbatches: int) -> None:
-        """Every microbatch's backward adds to the gradients; the last one completes them."""
+        """A gradient is complete after the backward of the last microbatch."""
         self.missing = num_microbatches * len(self.parameters)
 
     def grad_ready(self, parameter: nn.Parameter) -> None:
@@ -512,20 +517,19 @@ class Bucket:
             parameter.grad = total.view(parameter.shape)
 
 
-def make_buckets(model: GPT, grid: Grid) -> list[Bucket]:
+def plain_buckets(model: GPT, grid: Grid) -> list[PlainBucket]:
     """One for each block, the token matrix, the position matrix and the last LayerNorm. The tied
-    matrix has its own: its gradient, to
-    which head and embedding add, is complete last."""
+    matrix has its own: its gradient, to which head and embedding add, is complete last."""
     contents = {}
     for name, parameter in model.named_parameters():            # the tied matrix: once
         module = ".".join(name.split(".")[:2])                  # blocks.0, embed.token, head.norm
         contents.setdefault(module, []).append(parameter)
-    return [Bucket(parameters, grid.groups["replicas"]) for parameters in contents.values()]
+    return [PlainBucket(parameters, grid.groups["replicas"]) for parameters in contents.values()]
 
 
 # With plain data parallelism every replica makes the same update. ZeRO divides it: replica i of r
-# updates shard i of each parameter, laid out flat. AdamW is elementwise, so a shard may
-# begin and end anywhere. Of n parameters a replica keeps:
+# updates shard i of each parameter, laid out flat. AdamW is elementwise, so a shard may begin and
+# end anywhere. Of n parameters a replica keeps:
 #
 #            parameters  gradients  moments    sent: gradients                    parameters
 #   ZeRO 0   n           n          2n         all-reduce, once a step            -
@@ -544,7 +548,7 @@ def flatten(x: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def plain_shards(model: GPT, grid: Grid) -> dict[str, nn.Parameter]:
-    """{name: this replica's shard of the parameter}: what its AdamW updates."""
+    """{name: the part of the parameter that this replica's AdamW updates}."""
     shards = {}
     for name, parameter in model.named_parameters():
         parts = flatten(parameter.detach(), grid).chunk(grid.replicas)
@@ -571,8 +575,8 @@ def all_gather_parameters(model: GPT, shards: dict, grid: Grid) -> None:
 
 def reduce_scatter_in_backward(model: GPT, shards: dict, grid: Grid) -> None:
     """ZeRO 2: a hook sums each gradient of a microbatch as soon as it is there, adds the sum to
-    that of the shard, and frees the gradient. So the
-    gradients of the whole model never exist at once."""
+    that of the shard, and frees the gradient. So the gradients of the whole model never exist at
+    once."""
     def grad_ready(shard, parameter):
         grad = reduce_scatter(flatten(parameter.grad, grid), grid.groups["replicas"])
         shard.grad = grad if shard.grad is None else shard.grad + grad
@@ -583,8 +587,8 @@ def reduce_scatter_in_backward(model: GPT, shards: dict, grid: Grid) -> None:
 
 
 class PlainGathered(nn.Module):
-    """ZeRO 3 (FSDP, Zhao et al. 2023): a module that has its parameters only while it runs.
-    `module`, on the meta device without memory, gives their names and shapes.
+    """ZeRO 3 (FSDP, Zhao et al. 2023): a module whose parameters exist only while it runs. On the
+    meta device, without memory, `module` gives their names, shapes and order.
 
         forward     gather, run, free         backward    gather, run again, backward, free
     """
@@ -603,7 +607,7 @@ class PlainGathered(nn.Module):
 
     def forward(self, *inputs):
         # Autograd would keep the gathered parameters for backward. The checkpoint drops them: in
-        # backward it gathers them, and runs forward, again. (FSDP and zero.py gather alone.)
+        # backward it gathers them, and runs forward, again. (FSDP and zero.py only gather again.)
         return checkpoint(self.gather_and_run, *inputs, use_reentrant=False)
 
 
@@ -639,7 +643,7 @@ def gather_in_use(model: GPT, shards: dict, grid: Grid) -> None:
 #     number of keys      1 2 3    4 5 6    7 8 9    10 11 12        39 on either rank
 #
 # (The plain form computes the masked scores, too, so it does not gain from this; CP1 in context.py
-# does.) In use: parallelism/context.py.
+# does.) In train.py: parallelism/context.py.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -665,7 +669,7 @@ class PlainContextAttention(nn.Module):
         self.grid = grid
 
     def forward(self, q, k, v, causal=True, dropout_seed=None, mask=None):
-        # As model.CoreAttention, without dropout and packed texts.
+        # The arguments of model.CoreAttention; dropout and packed texts are left out.
         k, v = gather_in_order(k, self.grid), gather_in_order(v, self.grid)     # (B, H, T, D)
         positions = torch.arange(k.shape[2])
         own = own_positions(positions, self.grid.cp_rank, self.grid.cp)
@@ -701,8 +705,8 @@ def plain_norm_squared(owned: dict, grid: Grid, zero: int) -> torch.Tensor:
         return squares                          # replicas have the same gradients
     for name, parameter in owned.items():
         is_counted = grid.tp_rank == 0 or hasattr(parameter, "is_cut")
-        if name == "head.weight":       # the tied matrix of a last stage: the first one counts it
-            is_counted = False
+        if name == "head.weight":       # the last stage's copy of the tied matrix: stage 0 counts
+            is_counted = False          # its own
         if is_counted:
             squares += parameter.grad.double().square().sum()
     return squares
@@ -733,7 +737,7 @@ def plain_3d_step(model: GPT, owned: dict, buckets: list, optimizer, tokens: tor
         # last. (Where one stage has both, autograd has added them.)
         if name in ("embed.token.weight", "head.weight"):
             all_reduce(parameter.grad, grid.groups["embedding"])
-        # What has seen this rank's positions alone: over the tp ranks.
+        # What is whole on every tp rank, but has seen this rank's positions alone: over them.
         if grid.sequence_parallel and not hasattr(parameter, "is_cut"):
             all_reduce(parameter.grad, grid.groups["tp"])
 
@@ -771,7 +775,7 @@ def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain
     owned = dict(model.named_parameters())
     buckets = []
     if zero == 0 and grid.replicas > 1:
-        buckets = make_buckets(model, grid)
+        buckets = plain_buckets(model, grid)
     if zero > 0:
         owned = plain_shards(model, grid)
     if zero == 2:
@@ -795,7 +799,8 @@ def train_plainly(dataset, steps: int, grid: Grid, zero: int = 0, schedule=plain
 
 
 def read_flags(world: int, fail) -> argparse.Namespace:
-    """The flags. fail(message) ends the program where `world` processes cannot run by them."""
+    """The flags. Calls fail(message), which ends the program, if `world` processes cannot run by
+    them."""
     parser = argparse.ArgumentParser(
         "parallel.py", description="3D parallelism in plain forms, on CPUs.")
     parser.error = fail

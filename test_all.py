@@ -368,7 +368,7 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
         one, plain, bucketed, *sharded = (GPT(CFG).initialize(0).double() for _ in range(6))
         of_one, of_plain, of_bucketed = (adamw(x.parameters()) for x in (one, plain, bucketed))
         local, flat = stage_of(one, grid)
-        buckets = parallel.make_buckets(bucketed, grid)
+        buckets = parallel.plain_buckets(bucketed, grid)
         shards = [parallel.plain_shards(x, grid) for x in sharded]
         of_shards = [adamw(x.values()) for x in shards]
         parallel.reduce_scatter_in_backward(sharded[1], shards[1], grid)
@@ -412,7 +412,7 @@ def test_replicas_train_as_one_process_and_stay_equal(rank, world=2):
     assert_close(last_gradients, 1e-10)
     expected = dict(one.named_parameters())
     forms = {"plain_step": dict(plain.named_parameters()),
-             "Bucket": dict(bucketed.named_parameters()),
+             "PlainBucket": dict(bucketed.named_parameters()),
              "ZeRO 1": dict(sharded[0].named_parameters()),
              "ZeRO 2": dict(sharded[1].named_parameters()),
              "ZeRO 3": {name: x[:expected[name].numel()].view_as(expected[name])
@@ -951,7 +951,7 @@ def test_the_plain_form_makes_the_shards_of_data_py(tmp_path):
     for seed in (0, 5):
         plain, made = tmp_path / f"plain_{seed}", tmp_path / f"made_{seed}"
         plain.mkdir()
-        data.plain_shards(texts, get_tokenizer("bytes"), plain, seed)
+        data.plain_prepare(texts, get_tokenizer("bytes"), plain, seed)
         prepare([tmp_path / "a.jsonl"], made, "bytes", seed)
         for split in SPLITS:
             name = f"{split}_000000.bin"

@@ -9,7 +9,7 @@ It computes what `plain_pipeline` in parallel.py does, which has PP2 too. The di
     PP4  a rank never builds other stages    memory / p                            build_stage
     PP5  backward recomputes a block         stores 1 value instead of about 16    recompute_blocks
     PP6  a rank has v chunks of the layers   bubble about 1 / v; v times messages  model_chunks
-    PP7  gradients of weights wait for gaps  bubble about 1 / 3; activations of p  schedules.zb_h1
+    PP7  gradients of weights wait for gaps  bubble about 1 / 3; keeps p, as 1F1B  schedules.zb_h1
     PP8  tp ranks send 1 / tp of x each      networks carry x once, not tp times   gather_message
 """
 import copy

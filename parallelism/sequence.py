@@ -9,9 +9,9 @@ T / tp positions of every sequence. Then f and g, and their reverses in backward
     f    all-gather        reduce-scatter, an all-gather     nothing       all-reduce
     g    reduce-scatter    all-gather                        all-reduce    nothing
 
-f's backward also gathers x again (_ColumnParallel): a block then sends 5 / 4 of the bytes, ten
-halves of an all-reduce instead of eight. LayerNorm, the bias after g and the position embedding see
-T / tp positions, so each rank has a part of their gradients: zero.finish_grad_sync adds them up.
+f's backward also gathers x again (_ColumnParallel): a block then sends as much as five all-reduces
+instead of four. LayerNorm, the bias after g and the position embedding see T / tp positions, so
+each rank has a part of their gradients: zero.finish_grad_sync adds them up.
 
 An all-gather puts the ranks' parts one after another, and a reduce-scatter takes them so:
 

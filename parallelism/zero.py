@@ -1,8 +1,8 @@
 """Data parallelism (DDP, Li et al. 2020) and ZeRO (Rajbhandari et al. 2020), as a run uses them.
 
-DP1 and DP4 to DP9 have plain forms in parallel.py: `Bucket`, `plain_shards`, `PlainGathered`. DP2,
-DP3, DP10 and two buckets a block are added here. The differences from `plain_step` there (numbers
-of GPT-2 124M in 16 bits):
+DP1 and DP4 to DP9 have plain forms in parallel.py: `PlainBucket`, `plain_shards`,
+`reduce_scatter_in_backward`, `PlainGathered`. DP2, DP3, DP10 and two buckets a block are added
+here. The differences from `plain_step` there (numbers of GPT-2 124M in 16 bits):
 
          difference                              gain                          where
     DP1  microbatches add up, one sync a step    1/m of the traffic            prepare_grad_sync
@@ -17,15 +17,15 @@ of GPT-2 124M in 16 bits):
     DP10 ZeRO 1, 2: a block awaits its updates   forward hides the all-gather  gather_before_use
 
 A step of m microbatches; r = dp x cp ranks, one of each replica, have the same parameters (in
-fp32 a parameter is its own master):
+fp32 a parameter is its own master). Bytes per parameter; those sent are in 16 bits, times
+(r - 1) / r:
 
-            masters,                     bytes kept per parameter    in 16 bits, bytes sent per
-                                                                     parameter, x (r-1)/r:
-    ZeRO    moments    grad     data     16 bits      fp32           gradients + parameters
-      0     full       full     full     18           16             8
-      1     shard      full     full     6 + 12/r     8 + 8/r        4 + 2
-      2     shard      shard    full     2 + 16/r     4 + 12/r       4m + 2
-      3     shard      shard    shard    18/r         16/r           4m + 4m
+            a rank keeps (moments as masters)    bytes kept in           bytes sent
+    ZeRO    masters    gradients    data         16 bits     fp32        gradients    parameters
+      0     all        all          all          18          16          8            -
+      1     a shard    all          all          6 + 12/r    8 + 8/r     4            2
+      2     a shard    a shard      all          2 + 16/r    4 + 12/r    4m           2
+      3     a shard    a shard      a shard      18/r        16/r        4m           4m
 """
 import math
 from functools import partial

@@ -85,7 +85,7 @@ def test_plain_orders_give_the_gradients_of_the_whole_model(rank, world=3, *, sc
 def owned_with(zero, model, grid):
     """(what AdamW updates, the buckets), as train_plainly makes them."""
     if zero == 0:
-        buckets = parallel.make_buckets(model, grid) if grid.replicas > 1 else []
+        buckets = parallel.plain_buckets(model, grid) if grid.replicas > 1 else []
         return dict(model.named_parameters()), buckets
     shards = parallel.plain_shards(model, grid)
     if zero == 2:

@@ -91,7 +91,7 @@ TECHNIQUES = [              # (technique, paper, its simple forms, the test that
     ("1F1B", "[Narayanan et al.](https://arxiv.org/abs/2104.04473)", ["plain_1f1b"],
      "test_plain_orders_give_the_gradients_of_the_whole_model"),
     ("Data parallelism", DDP, ["plain_step"], REPLICAS),
-    ("Overlap with backward", DDP, ["Bucket"], REPLICAS),
+    ("Overlap with backward", DDP, ["PlainBucket"], REPLICAS),
     ("ZeRO 1", "[Rajbhandari et al.](https://arxiv.org/abs/1910.02054)",
      ["plain_shards", "reduce_scatter_gradients", "all_gather_parameters"], REPLICAS),
     ("ZeRO 2", "[Rajbhandari et al.](https://arxiv.org/abs/1910.02054)",
